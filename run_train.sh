@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# Trains on one machine: ./run_train.sh [--section.key value …]
+#
+#   NGPU         processes; default: one for each CUDA device, or 2 on a machine without
+#   CONFIG_FILE  the TOML; default: train_configs/llama3_debug.toml (--job.config_file wins)
+#   LOG_RANK     ranks whose output is shown, as "0,1"; default: 0
+#
+# Exit code 2: the configuration is wrong, one line says how, and nothing was started.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
+"$ROOT/scripts/setup.sh"
+PY="${TORCHTITAN_DP_PYTHON:-$ROOT/.venv/bin/python}"
+if [[ -n "${TORCHTITAN_DP_PYTHON:-}" ]]; then # the package is not installed there
+    export PYTHONPATH="$ROOT${PYTHONPATH:+:$PYTHONPATH}"
+fi
+
+config=(--job.config_file "${CONFIG_FILE:-$ROOT/train_configs/llama3_debug.toml}")
+for arg in "$@"; do
+    case "$arg" in
+        -h | --help) exec "$PY" -m torchtitan_dp.plan --help ;;
+        --job.config[_-]file | --job.config[_-]file=*) config=() ;;
+    esac
+done
+
+if [[ -z "${NGPU:-}" ]]; then
+    NGPU="$("$PY" -c 'import torch; print(torch.cuda.device_count() or 2)')"
+fi
+export NGPU
+[[ "$NGPU" =~ ^[1-9][0-9]*$ ]] || {
+    echo "NGPU is '$NGPU': it must be a number of processes, 1 or more" >&2
+    exit 2
+}
+
+# A plain process checks everything first: torchrun would turn one line into 45, and 2 into 1.
+# ${config[@]+…}: an empty array counts as unset in bash before 4.4.
+"$PY" -m torchtitan_dp.plan ${config[@]+"${config[@]}"} --world_size "$NGPU" "$@"
+
+if [[ -z "${OMP_NUM_THREADS:-}" ]]; then
+    cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
+    export OMP_NUM_THREADS="$((cores > NGPU ? cores / NGPU : 1))"
+fi
+# TorchTitan's own setting: less fragmentation of GPU memory.
+export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+
+# Workers that find another parent know that their launcher died; exec keeps the process id.
+export TORCHTITAN_DP_LAUNCHER_PID=$$
+# exec: a signal to this script is a signal to torchrun.
+exec "$PY" -m torch.distributed.run --nproc_per_node="$NGPU" --rdzv_backend c10d \
+    --rdzv_endpoint=localhost:0 --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
+    -m torchtitan_dp.train ${config[@]+"${config[@]}"} "$@"

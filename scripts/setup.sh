@@ -1,0 +1,84 @@
+#!/usr/bin/env bash
+# Makes .venv at the root of the repository with the pinned packages of constraints.txt.
+# Silent when it is done already. Callers then use .venv/bin/python.
+#
+#   PYTHON                the Python (3.10 or newer) to build .venv with; default: the one that
+#                         .venv has, else python3
+#   TORCHTITAN_DP_PYTHON  a Python that has everything already, for clusters with their own
+#                         torch. It is used as it is: no .venv is made and nothing is installed.
+set -euo pipefail
+
+ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
+VENV="$ROOT/.venv"
+LOG="$ROOT/.venv-setup.log" # the lock of this script as well
+
+fail() {
+    echo "setup.sh: $*" >&2
+    exit 1
+}
+
+version() { # of the Python in $1; fails where it does not run
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+if [[ -n "${TORCHTITAN_DP_PYTHON:-}" ]]; then
+    version "$TORCHTITAN_DP_PYTHON" >/dev/null ||
+        fail "TORCHTITAN_DP_PYTHON=$TORCHTITAN_DP_PYTHON does not run; name a Python, or unset it"
+    exit 0
+fi
+
+if [[ -z "${PYTHON:-}" ]] && version "$VENV/bin/python" >/dev/null; then
+    PYTHON="$VENV/bin/python"
+fi
+PYTHON="${PYTHON:-python3}"
+remedy="install Python 3.10 or newer and run again with PYTHON=/path/to/python3"
+PY_VERSION="$(version "$PYTHON")" || fail "no working Python at '$PYTHON': $remedy"
+"$PYTHON" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    fail "'$PYTHON' is Python $PY_VERSION: $remedy"
+
+# A change of the pins, of the Python or of the place (the install is editable) asks for a new one.
+stamp="$(
+    {
+        cat "$ROOT/pyproject.toml" "$ROOT/constraints.txt"
+        echo "$PY_VERSION $ROOT"
+    } | "$PYTHON" -c 'import hashlib, sys; print(hashlib.sha256(sys.stdin.buffer.read()).hexdigest())'
+)"
+is_done() {
+    [[ "$(cat "$VENV/.setup-stamp" 2>/dev/null)" == "$stamp" && -x "$VENV/bin/python" ]]
+}
+if is_done; then exit 0; fi
+
+exec 9>>"$LOG" || fail "cannot write in $ROOT; run scripts/setup.sh as its owner first"
+if command -v flock >/dev/null && ! flock -n 9; then
+    echo "Waiting for another process that sets up .venv…"
+    flock 9
+    if is_done; then exit 0; fi
+fi
+
+case "$(cat "$VENV/.setup-stamp" 2>/dev/null)" in
+    "" | incomplete) echo "Setting up .venv (first time, a few minutes)…" ;;
+    *) echo "Setting up .venv (the pins, the Python or the place changed)…" ;;
+esac
+: >"$LOG"
+
+# One that was stopped half-way starts afresh.
+if [[ "$(cat "$VENV/.setup-stamp" 2>/dev/null)" == incomplete ]] ||
+    [[ "$(version "$VENV/bin/python")" != "$PY_VERSION" ]] ||
+    ! "$VENV/bin/python" -m pip --version >>"$LOG" 2>&1; then
+    # PYTHON may be .venv's own: its base makes the new one.
+    PYTHON="$("$PYTHON" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))')"
+    "$PYTHON" -m venv --clear "$VENV" >>"$LOG" 2>&1 ||
+        fail "could not make .venv (on Debian and Ubuntu, install python3-venv); see $LOG"
+fi
+echo incomplete >"$VENV/.setup-stamp"
+
+install() {
+    PIP_USER=0 "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input \
+        -c "$ROOT/constraints.txt" "$@" >>"$LOG" 2>&1 ||
+        fail "pip could not install the packages (network? disk?); see $LOG, then run again"
+}
+# The build backend comes first, and is pinned as well: no build isolation.
+install setuptools
+install --no-build-isolation -e "${ROOT}[test]"
+
+echo "$stamp" >"$VENV/.setup-stamp"

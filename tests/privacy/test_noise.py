@@ -1,0 +1,295 @@
+"""Noise: right distribution, right generators, the same on every mesh, never repeated."""
+
+import hashlib
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from scipy import stats
+
+from torchtitan_dp.privacy import noise
+from torchtitan_dp.privacy.keys import RootKey
+
+KEY = hashlib.sha256(b"test").digest()
+SIZE = 2 * noise.BLOCK + 1_001  # odd, straddles blocks
+
+
+def philox(key: bytes, name: str, start: int, count: int) -> torch.Tensor:
+    return noise.standard_normal(key, name, start, count)
+
+
+def threefry(key: bytes, name: str, start: int, count: int) -> torch.Tensor:
+    """The accelerator's path, eagerly, on CPU."""
+    flat = torch.zeros(count)
+    noise._add_threefry(flat, 1.0, noise.threefry_key(key, name, "cpu"), start)
+    return flat
+
+
+both = pytest.mark.parametrize("draw", [philox, threefry])
+
+
+def flip(key: bytes, bit: int) -> bytes:
+    return (int.from_bytes(key, "big") ^ (1 << bit)).to_bytes(len(key), "big")
+
+
+# --- published vectors (Random123, tests/kat_vectors) ---------------------------------------------
+
+THREEFRY4X32_20 = [
+    ("0 0 0 0", "0 0 0 0", "9c6ca96a e17eae66 fc10ecd4 5256a7d8"),
+    ("ffffffff " * 4, "ffffffff " * 4, "2a881696 57012287 f6c7446e a16a6732"),
+    (
+        "243f6a88 85a308d3 13198a2e 03707344",
+        "a4093822 299f31d0 082efa98 ec4e6c89",
+        "59cd1dbb b8879579 86b5d00c ac8b6d84",
+    ),
+]
+PHILOX4X64_10 = [
+    (
+        "0 0 0 0",
+        "0 0",
+        "16554d9eca36314c db20fe9d672d0fdc d7e772cee186176b 7e68b68aec7ba23b",
+    ),
+    (
+        "ffffffffffffffff " * 4,
+        "ffffffffffffffff " * 2,
+        "87b092c3013fe90b 438c3c67be8d0224 9cc7d7c69cd777b6 a09caebf594f0ba0",
+    ),
+    (
+        "243f6a8885a308d3 13198a2e03707344 a4093822299f31d0 082efa98ec4e6c89",
+        "452821e638d01377 be5466cf34e90c6c",
+        "a528f45403e61d95 38c72dbd566e9788 a5a1610e72fd18b5 57bd43b5e52b7fe6",
+    ),
+]
+
+
+@pytest.mark.parametrize("counter, key, expected", THREEFRY4X32_20)
+def test_threefry_matches_random123(counter, key, expected):
+    def words(text: str) -> torch.Tensor:
+        return torch.tensor([int(w, 16) for w in text.split()], dtype=torch.int64).to(torch.int32)
+
+    out = noise.threefry4x32(tuple(words(counter)[:, None]), words(key))
+    assert [int(word) & 0xFFFFFFFF for word in out] == [int(w, 16) for w in expected.split()]
+
+
+@pytest.mark.parametrize("counter, key, expected", PHILOX4X64_10)
+def test_numpy_philox_matches_random123(counter, key, expected):
+    def number(text: str) -> int:  # little-endian in words
+        return sum(int(word, 16) << (64 * i) for i, word in enumerate(text.split()))
+
+    # numpy increments the counter before its first block
+    generator = np.random.Philox(key=number(key), counter=(number(counter) - 1) % 2**256)
+    assert [int(w) for w in generator.random_raw(4)] == [int(w, 16) for w in expected.split()]
+
+
+def test_cpu_noise_is_numpys_philox_at_the_documented_key_and_counter():
+    key = int.from_bytes(noise._derive(KEY, "philox4x64", "w"), "little")
+    for block in (0, 1, 5):
+        generator = np.random.Generator(np.random.Philox(key=key, counter=block << 64))
+        expected = generator.standard_normal(noise.BLOCK, dtype=np.float32)
+        assert np.array_equal(philox(KEY, "w", block * noise.BLOCK, noise.BLOCK), expected)
+
+
+# --- distribution ---------------------------------------------------------------------------------
+
+
+@both
+def test_values_are_standard_normal(draw):
+    values = draw(KEY, "w", 12_345, 1_000_001).double().numpy()
+    chi2 = stats.chi2(len(values))
+    assert chi2.ppf(1e-4) < (values**2).sum() < chi2.ppf(1 - 1e-4)
+    assert abs(values.mean()) * np.sqrt(len(values)) < 4
+    assert stats.kstest(values, "norm").pvalue > 1e-4
+    tail = (abs(values) > 4).sum()  # 63.3 expected
+    assert 35 < tail < 95
+
+
+@pytest.mark.parametrize("std", [1e-3, 0.7, 250.0])
+def test_std_scales_the_variance_and_the_gradient_stays(std):
+    flat = torch.full((200_001,), 3.0 * std)
+    noise.add_gaussian_noise_(flat, std=std, key=KEY, name="w", start=77)
+    values = (flat.double() - 3.0 * std).numpy() / std
+    chi2 = stats.chi2(len(values))
+    assert chi2.ppf(1e-4) < (values**2).sum() < chi2.ppf(1 - 1e-4)
+
+
+def test_threefry_normal_at_the_extreme_words(monkeypatch):
+    """The map from words to values: exact in fp64, 9.4 sigma and more where u is least."""
+    words = torch.tensor(
+        [
+            [0, 0, -1], [0, 0, 0x7FFFFFFF], [0, 1, 0x7FFFFFFF], [-1, -1, 0x40000000],
+            [0x7FFFFFFF, -1, 5], [-(2**31), 0, 5], [12345, -7, 0], [-12345, 99, -(2**31)],
+        ],
+        dtype=torch.int32,
+    )  # fmt: skip
+    monkeypatch.setattr(noise, "threefry4x32", lambda c, k: (*words.T, words[:, 0]))
+    values = noise.threefry_normal(torch.zeros(4, dtype=torch.int32), torch.tensor(0), len(words))
+
+    def exact(w0: int, w1: int, w2: int) -> float:
+        unsigned = (w0 % 2**32) * 2**32 + w1 % 2**32
+        small = min(unsigned, 2**64 - 1 - unsigned)
+        t = (small + 0.5) / 2**64
+        minus_log = -np.log1p(-t) if unsigned >= 2**63 else -np.log(t)
+        value = np.sqrt(2 * minus_log) * np.sin(np.pi / 2 * ((w2 % 2**31) + 0.5) / 2**31)
+        return -value if w2 < 0 else value
+
+    expected = [exact(*map(int, row)) for row in words]
+    np.testing.assert_allclose(values.numpy(), expected, rtol=1e-6)
+    assert values[1] > 9.4
+    assert values[0] < -9.4
+    assert torch.isfinite(values).all()
+    assert values.all()
+
+
+# --- the same on every mesh -----------------------------------------------------------------------
+
+
+@both
+@pytest.mark.parametrize("cuts", [[1], [noise.BLOCK], [7, 8, noise.BLOCK - 1, noise.BLOCK + 333]])
+def test_shards_fit_together_bit_by_bit(draw, cuts):
+    whole = draw(KEY, "w", 0, SIZE)
+    edges = [0, *cuts, SIZE]
+    parts = [draw(KEY, "w", a, b - a) for a, b in itertools.pairwise(edges)]
+    assert torch.equal(torch.cat(parts), whole)
+
+
+def test_threefry_chunks_fit_together(monkeypatch):
+    whole = threefry(KEY, "w", 3, 10_001)
+    monkeypatch.setattr(noise, "_CHUNK", 1_024)
+    assert torch.equal(threefry(KEY, "w", 3, 10_001), whole)
+
+
+def test_threads_change_nothing():
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        one = philox(KEY, "w", 5, 6 * noise.BLOCK)
+        torch.set_num_threads(3)
+        assert torch.equal(philox(KEY, "w", 5, 6 * noise.BLOCK), one)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_the_default_generators_are_neither_used_nor_moved():
+    torch.manual_seed(0)
+    np.random.seed(0)
+    untouched = torch.rand(1), np.random.rand()
+    torch.manual_seed(0)
+    np.random.seed(0)
+    first = [draw(KEY, "w", 0, 100) for draw in (philox, threefry)]
+    assert untouched == (torch.rand(1), np.random.rand())
+    torch.manual_seed(1)
+    np.random.seed(1)
+    second = [draw(KEY, "w", 0, 100) for draw in (philox, threefry)]
+    assert torch.equal(torch.stack(first), torch.stack(second))
+
+
+# --- never repeated -------------------------------------------------------------------------------
+
+
+def streams(draw) -> list[torch.Tensor]:
+    """Noise of two steps, three parameters, shards near and far: no two the same numbers."""
+    stream = RootKey(KEY).stream("noise")
+    keys = [stream.take(step) for step in (1, 2)]
+    out = [draw(key, name, 0, SIZE) for key in keys for name in ("w", "w2", "layers.0.w")]
+    out += [draw(keys[0], "w", start, 5_000) for start in (2**31, 2**32, 2**33 + 1, 2**40)]
+    return out
+
+
+@both
+def test_no_run_of_four_values_occurs_twice(draw):
+    runs = []
+    for values in streams(draw):
+        bits = np.lib.stride_tricks.sliding_window_view(values.numpy().view(np.uint32), 4)
+        runs.append(np.ascontiguousarray(bits).view("V16").ravel())
+    every = np.concatenate(runs)
+    assert len(np.unique(every)) == len(every)
+
+
+@both
+def test_streams_are_uncorrelated(draw):
+    parts = torch.stack([values[:5_000] for values in streams(draw)]).double()
+    correlations = torch.corrcoef(parts) - torch.eye(len(parts))
+    assert correlations.abs().max() * np.sqrt(5_000) < 4.5
+    values = parts[0]
+    for lag in (1, 2, 3, 4, 8):
+        assert abs(torch.corrcoef(torch.stack([values[:-lag], values[lag:]]))[0, 1]) < 0.06
+
+
+@both
+def test_every_bit_of_key_name_and_position_changes_the_stream(draw):
+    seen = {draw(KEY, "weight", 0, 4).numpy().tobytes()}
+    expected = 1
+    for bit in range(256):
+        seen.add(draw(flip(KEY, bit), "weight", 0, 4).numpy().tobytes())
+    expected += 256
+    for bit in range(8 * len("weight")):
+        if bit % 8 != 7:  # stays ASCII
+            name = flip(b"weight", bit).decode()
+            seen.add(draw(KEY, name, 0, 4).numpy().tobytes())
+            expected += 1
+    for bit in range(45):
+        seen.add(draw(KEY, "weight", 1 << bit, 4).numpy().tobytes())
+        expected += 1
+    assert len(seen) == expected
+
+
+def test_all_128_bits_reach_both_generators(monkeypatch):
+    """Behind the derivation: flipping a bit of the generator's own key changes its output."""
+    base = bytes(range(16))
+    for draw in (philox, threefry):
+        seen = set()
+        for key in [base, *(flip(base, bit) for bit in range(128))]:
+            monkeypatch.setattr(noise, "_derive", lambda *_, key=key: key)
+            seen.add(draw(KEY, "w", 0, 4).numpy().tobytes())
+        assert len(seen) == 129
+
+
+def test_the_two_generators_share_nothing():
+    assert noise._derive(KEY, "philox4x64", "w") != noise._derive(KEY, "threefry4x32", "w")
+    a, b = philox(KEY, "w", 0, 20_000), threefry(KEY, "w", 0, 20_000)
+    assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) * np.sqrt(20_000) < 4
+
+
+# --- mistakes -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "flat", [torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4).double(), torch.zeros(2, 2)]
+)
+def test_only_flat_fp32_is_accepted(flat):
+    with pytest.raises(ValueError, match="pass the flattened fp32 shard"):
+        noise.add_gaussian_noise_(flat, std=1.0, key=KEY, name="w", start=0)
+
+
+@pytest.mark.parametrize("std", [-1.0, float("nan"), float("inf")])
+def test_a_senseless_std_is_refused(std):
+    with pytest.raises(ValueError, match="std"):
+        noise.add_gaussian_noise_(torch.zeros(4), std=std, key=KEY, name="w", start=0)
+
+
+def test_no_noise_and_empty_shards():
+    flat = torch.ones(5)
+    noise.add_gaussian_noise_(flat, std=0.0, key=KEY, name="w", start=0)
+    assert torch.equal(flat, torch.ones(5))
+    noise.add_gaussian_noise_(flat[:0], std=1.0, key=KEY, name="w", start=3)
+    assert noise.standard_normal(KEY, "w", 3, 0).shape == (0,)
+
+
+def test_a_strided_shard_and_a_parameter_are_noised_in_place():
+    expected = philox(KEY, "w", 0, 10)
+    strided = torch.zeros(20)[::2]
+    parameter = torch.nn.Parameter(torch.zeros(10))
+    for flat in (strided, parameter):
+        noise.add_gaussian_noise_(flat, std=1.0, key=KEY, name="w", start=0)
+        assert torch.equal(flat, expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_cuda_equals_the_cipher_on_cpu():
+    on_cpu = threefry(KEY, "w", 2**32 - 5, 100_001)
+    on_cuda = noise.standard_normal(KEY, "w", 2**32 - 5, 100_001, "cuda")
+    torch.testing.assert_close(on_cuda.cpu(), on_cpu, rtol=1e-5, atol=1e-6)
+    part = noise.standard_normal(KEY, "w", 2**32 + 2, 999, "cuda")
+    assert torch.equal(part, on_cuda[7:1_006])

@@ -1,0 +1,1 @@
+"""Differentially private training of Llamas on long private documents, on TorchTitan."""

@@ -1,0 +1,334 @@
+"""The sections that this project adds to TorchTitan's configuration, and their cross-field checks.
+
+The docstring below each field is its reference; `python -m torchtitan_dp.reference` prints them for
+the README. `JobConfig` is merged into TorchTitan's by `job.custom_config_module`, so a section
+here needs only the fields that are new or whose default differs.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # At run time the sections are merged by name, and this file imports nothing.
+    from torchtitan.config.job_config import Checkpoint as _Checkpoint
+    from torchtitan.config.job_config import JobConfig as _JobConfig
+    from torchtitan.config.job_config import Model as _Model
+    from torchtitan.config.job_config import Training as _Training
+else:
+    _JobConfig = _Training = _Checkpoint = _Model = object
+
+
+@dataclass
+class Privacy:
+    """Differential privacy. The unit is one record; see the README's assumptions."""
+
+    enable: bool = True
+    """Train with differential privacy. False is plain TorchTitan on the same data."""
+
+    target_epsilon: float | None = None
+    """The epsilon to reach at the last step; the noise follows from it. This or
+    `noise_multiplier`, not both."""
+
+    noise_multiplier: float | None = None
+    """sigma: the noise's standard deviation over `max_grad_norm`. 0 is allowed, and not private."""
+
+    delta: float | None = None
+    """Probability that the guarantee may fail; well below 1 / number of records. Required."""
+
+    max_grad_norm: float = 1.0
+    """C: the norm that each record's gradient is clipped to."""
+
+    accountant: Literal["prv", "rdp", "pld"] = "prv"
+    """How epsilon is computed: `prv` (tight), `rdp` (looser); both from Opacus. `pld`: not built
+    yet."""
+
+    sample_rate: float | None = None
+    """q: the public probability that a record takes part in a step. By default
+    `training.global_batch_size` / number of training records, which makes that number public."""
+
+    clipping: Literal["flat", "per_layer"] = "flat"
+    """`flat`: one norm over the whole gradient. `per_layer`: not built yet."""
+
+    clip_function: Literal["vanilla", "automatic"] = "vanilla"
+    """How a gradient g is scaled: `vanilla` by min(1, C / |g|), `automatic` (Bu et al. 2023) by
+    C / (|g| + 0.01)."""
+
+    gradient_method: Literal["auto", "microbatch", "grad_sample", "ghost", "randomized"] = "auto"
+    """`microbatch`: each sample has a backward pass of its own, whose reduced gradient is the
+    per-sample gradient. `auto` chooses it. The others: not built yet."""
+
+    shard_grad_samples: bool = True
+    """For `grad_sample` (not built yet): shard per-sample gradients over context-parallel ranks."""
+
+    debug_seed: int | None = None
+    """Derive the run's secrets from this number, so that it can be repeated. Such a run is NOT
+    private, and its outputs say so for good."""
+
+
+@dataclass
+class Data:
+    """Where records come from; `training.dataset` and `training.dataset_path` say which."""
+
+    text_field: str = "text"
+    """The field of a `jsonl` line that holds the record's text."""
+
+    unit_field: str | None = None
+    """The field that names whose record it is. Not built yet: every record is its own unit."""
+
+    heldout_fraction: float = 0.0
+    """The share of records, chosen by a hash of their names, that is never trained on and that
+    `validation.enable` evaluates. The loss on them is not private."""
+
+    on_undecodable: Literal["empty", "error"] = "empty"
+    """What to do with a record that is no UTF-8 text (or no JSON with the field): `empty` keeps it
+    as a record that contributes exactly nothing, and counts it; `error` refuses to start."""
+
+
+@dataclass
+class Training(_Training):
+    """TorchTitan's section; these defaults differ."""
+
+    dataset: str = "text"
+    """The format of the records: `text` (one file one record) or `jsonl` (one line one record)."""
+
+    dataset_path: str | None = None
+    """A file, directory or glob; `python-stdlib` is the source of the running Python's standard
+    library."""
+
+    local_batch_size: int = 1
+    """Samples in a microbatch of one data-parallel rank (MBS)."""
+
+    global_batch_size: int = -1
+    """The expected number of records in a step; also the update's divisor. Required."""
+
+    max_norm: float = 0.0
+    """TorchTitan's clipping of the summed gradient: with privacy it must stay 0, since each
+    record's gradient is clipped by `privacy.max_grad_norm`."""
+
+
+@dataclass
+class Checkpoint(_Checkpoint):
+    """TorchTitan's section; these defaults differ."""
+
+    last_save_model_only: bool = False
+    """Save the last checkpoint without optimizer state. False, so that a finished run can go on."""
+
+
+@dataclass
+class Model(_Model):
+    """TorchTitan's section; these defaults differ."""
+
+    flavor: str = "debug"
+    """`debug`, `1B`, `3B` or `8B`."""
+
+    hf_assets_path: str = ""
+    """A folder with `tokenizer.json`. Empty: text is tokenized as bytes."""
+
+
+@dataclass
+class JobConfig(_JobConfig):
+    """What `job.custom_config_module = "torchtitan_dp.config"` adds to TorchTitan's `JobConfig`."""
+
+    privacy: Privacy = field(default_factory=Privacy)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    model: Model = field(default_factory=Model)
+
+
+def resolve_degrees(config: JobConfig, world_size: int) -> None:
+    """Fill in `parallelism` degrees of -1 for `world_size` ranks, in place.
+
+    `context_parallel_degree = -1` takes all ranks that the other degrees leave;
+    `data_parallel_shard_degree = -1` takes what is left after that.
+    """
+    parallelism = config.parallelism
+    if parallelism.context_parallel_degree == -1:
+        others = parallelism.data_parallel_replicate_degree * max(
+            parallelism.data_parallel_shard_degree, 1
+        )
+        parallelism.context_parallel_degree = max(world_size // others, 1)
+    if parallelism.data_parallel_shard_degree == -1:
+        others = parallelism.data_parallel_replicate_degree * parallelism.context_parallel_degree
+        parallelism.data_parallel_shard_degree = max(world_size // others, 1)
+
+
+def check(config: JobConfig, world_size: int) -> None:
+    """Refuse settings that cannot work together.
+
+    Args:
+        config: with degrees resolved.
+        world_size: number of processes.
+
+    Raises:
+        ValueError: one line that names the key, its value and the remedy.
+    """
+    _check_parallelism(config, world_size)
+    if config.training.steps < 1:
+        raise ValueError(f"training.steps = {config.training.steps}: must be at least 1")
+    if config.training.local_batch_size < 1:
+        raise ValueError(
+            f"training.local_batch_size = {config.training.local_batch_size}: must be at least 1"
+        )
+    if not 0 <= config.data.heldout_fraction < 1:
+        raise ValueError(
+            f"data.heldout_fraction = {config.data.heldout_fraction}: must be in [0, 1)"
+        )
+    if config.validation.enable and config.data.heldout_fraction == 0:
+        raise ValueError(
+            "validation.enable = true but data.heldout_fraction = 0: nothing is held out; "
+            "set data.heldout_fraction (0.05, say)"
+        )
+    if config.data.unit_field is not None:
+        raise ValueError(
+            f"data.unit_field = '{config.data.unit_field}': grouping records by unit is not built "
+            "yet; remove it, and every record is its own unit"
+        )
+    if config.privacy.enable:
+        _check_privacy(config)
+        _check_conflicts_with_privacy(config)
+
+
+def _check_parallelism(config: JobConfig, world_size: int) -> None:
+    parallelism = config.parallelism
+    for key in ("tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"):
+        if getattr(parallelism, key) != 1:
+            raise ValueError(
+                f"parallelism.{key} = {getattr(parallelism, key)}: not supported; set it to 1 and "
+                "use context_parallel_degree or data_parallel_shard_degree"
+            )
+    degrees = {
+        key: getattr(parallelism, key)
+        for key in (
+            "data_parallel_replicate_degree",
+            "data_parallel_shard_degree",
+            "context_parallel_degree",
+        )
+    }
+    product = 1
+    for key, degree in degrees.items():
+        if degree < 1:
+            raise ValueError(f"parallelism.{key} = {degree}: must be at least 1 (or -1 for auto)")
+        product *= degree
+    if product != world_size:
+        listed = " x ".join(f"{key} {degree}" for key, degree in degrees.items())
+        raise ValueError(
+            f"parallelism: {listed} = {product}, but there are {world_size} processes (NGPU x "
+            "nodes); set a degree to -1 to let it follow"
+        )
+    cp = parallelism.context_parallel_degree
+    seq_len = config.training.seq_len
+    if seq_len < 1 or seq_len % (2 * cp) != 0:
+        below, multiple = seq_len // (2 * cp) * 2 * cp, 2 * cp
+        raise ValueError(
+            f"training.seq_len = {seq_len}: must be a multiple of 2 x context_parallel_degree = "
+            f"{multiple}; try {max(below, multiple)} or {max(below, 0) + multiple}"
+        )
+    if parallelism.context_parallel_load_balancer not in ("headtail", None):
+        raise ValueError(
+            "parallelism.context_parallel_load_balancer = "
+            f"'{parallelism.context_parallel_load_balancer}': use 'headtail' or None"
+        )
+
+
+def _check_privacy(config: JobConfig) -> None:
+    privacy = config.privacy
+    if (privacy.target_epsilon is None) == (privacy.noise_multiplier is None):
+        given = "neither is" if privacy.target_epsilon is None else "both are"
+        raise ValueError(
+            f"privacy.target_epsilon and privacy.noise_multiplier: {given} set; set exactly one "
+            "(target_epsilon = 8.0, say, and the noise follows)"
+        )
+    if privacy.delta is None:
+        raise ValueError(
+            "privacy.delta is not set; choose it well below 1 / number of records (1e-5, say)"
+        )
+    if not 0 < privacy.delta < 1:
+        raise ValueError(f"privacy.delta = {privacy.delta}: must be between 0 and 1 (1e-5, say)")
+    for key in ("target_epsilon", "max_grad_norm"):
+        value = getattr(privacy, key)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"privacy.{key} = {value}: must be a positive number")
+    if privacy.noise_multiplier is not None and not 0 <= privacy.noise_multiplier < float("inf"):
+        raise ValueError(
+            f"privacy.noise_multiplier = {privacy.noise_multiplier}: must be 0 or more"
+        )
+    if privacy.sample_rate is not None and not 0 < privacy.sample_rate <= 1:
+        raise ValueError(
+            f"privacy.sample_rate = {privacy.sample_rate}: it is a probability, above 0 and at "
+            "most 1"
+        )
+    built: dict[str, tuple[str, ...]] = {
+        "accountant": ("prv", "rdp"),
+        "clipping": ("flat",),
+        "gradient_method": ("auto", "microbatch"),
+    }
+    for key, values in built.items():
+        if (value := getattr(privacy, key)) not in values:
+            raise ValueError(
+                f"privacy.{key} = '{value}': not built yet; use "
+                + " or ".join(f"'{built_value}'" for built_value in values)
+            )
+    if config.training.global_batch_size < 1:
+        raise ValueError(
+            f"training.global_batch_size = {config.training.global_batch_size}: set the expected "
+            "number of records in a step (it is also the update's divisor)"
+        )
+
+
+def _check_conflicts_with_privacy(config: JobConfig) -> None:
+    """Features of TorchTitan that would read, move or clip gradients behind privacy's back."""
+    conflicts: list[tuple[bool, str, object, str]] = [
+        (
+            config.training.max_norm != 0,
+            "training.max_norm",
+            config.training.max_norm,
+            "set it to 0; each record's gradient is clipped by privacy.max_grad_norm",
+        ),
+        (
+            config.optimizer.early_step_in_backward,
+            "optimizer.early_step_in_backward",
+            True,
+            "set it to false; the step needs the whole batch's clipped sum",
+        ),
+        (
+            bool(config.model.converters),
+            "model.converters",
+            config.model.converters,
+            "remove them; float8 and other converters are not supported with privacy",
+        ),
+        (
+            config.training.enable_cpu_offload,
+            "training.enable_cpu_offload",
+            True,
+            "set it to false; it is not supported with privacy",
+        ),
+        (
+            config.training.dtype != "float32",
+            "training.dtype",
+            config.training.dtype,
+            "set it to 'float32' (and mixed_precision_param to 'bfloat16' for bf16 compute); "
+            "norms, noise and updates need fp32",
+        ),
+        (
+            config.fault_tolerance.enable,
+            "fault_tolerance.enable",
+            True,
+            "set it to false; replicas that come and go would change who is sampled",
+        ),
+        (
+            config.comm.mode != "default",
+            "comm.mode",
+            config.comm.mode,
+            "set it to 'default'; the others do not train",
+        ),
+        (
+            config.checkpoint.create_seed_checkpoint,
+            "checkpoint.create_seed_checkpoint",
+            True,
+            "remove it; initial weights follow from debug.seed on any mesh",
+        ),
+    ]
+    for refused, key, value, remedy in conflicts:
+        if refused:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise ValueError(f"{key} = {shown}: {remedy}")

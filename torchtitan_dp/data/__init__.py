@@ -1,0 +1,1 @@
+"""From private records to one fixed-length sample a privacy unit."""

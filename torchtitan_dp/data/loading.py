@@ -1,0 +1,84 @@
+"""From a draw of records to the microbatches of one data-parallel rank."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from torchtitan_dp.data.samples import SampleStore
+from torchtitan_dp.privacy.sampling import deal
+
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+
+class Microbatch(NamedTuple):
+    """B samples on the CPU; padding has `valid_B` False and labels that are all ignored."""
+
+    tokens_BT: torch.Tensor  # int64
+    labels_BT: torch.Tensor  # int64, shifted
+    valid_B: torch.Tensor  # bool
+
+
+class RecordLoader:
+    """Samples of the training units, for one data-parallel rank.
+
+    Stateless: which records a step uses is drawn afresh from secrets, so a checkpoint holds nothing
+    of it.
+    """
+
+    def __init__(
+        self,
+        samples: SampleStore,
+        units: np.ndarray,
+        *,
+        ranks: int,
+        rank: int,
+        batch_size: int,
+        shuffle_seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            units: record indices that may be trained on.
+            ranks, rank: data-parallel degree and this rank's place in it; the ranks of one
+                context-parallel group have the same.
+            batch_size: B, samples in a microbatch.
+            shuffle_seed: of the baseline without privacy.
+        """
+        self.samples, self.units = samples, units
+        self._ranks, self._rank, self._batch_size = ranks, rank, batch_size
+        self._shuffle_seed = shuffle_seed
+
+    def microbatches(self, draw: np.ndarray) -> Iterator[Microbatch]:
+        """This rank's share of a draw.
+
+        Args:
+            draw: global positions in `units`, the same on every rank.
+
+        Every rank yields the same number of microbatches, whatever the draw's size; the rest is
+        padding.
+        """
+        for slots in deal(draw, ranks=self._ranks, rank=self._rank, batch_size=self._batch_size):
+            valid = slots >= 0
+            indices = np.where(valid, self.units[slots], -1)
+            tokens_BT, labels_BT = self.samples.batch(indices)
+            yield Microbatch(tokens_BT, labels_BT, torch.from_numpy(valid))
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Shuffled fixed-size batches without end: the baseline WITHOUT privacy, and only that."""
+        rng = np.random.default_rng(self._shuffle_seed)
+        stride = self._ranks * self._batch_size
+        mine = slice(self._rank * self._batch_size, (self._rank + 1) * self._batch_size)
+        while True:
+            order = rng.permutation(len(self.units))
+            order = np.resize(order, max(len(order), stride))
+            for start in range(0, len(order) - stride + 1, stride):
+                indices = self.units[order[start : start + stride][mine]]
+                tokens_BT, labels_BT = self.samples.batch(indices)
+                yield {"input": tokens_BT}, labels_BT
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert not state_dict, "a loader keeps no state"

@@ -1,0 +1,134 @@
+"""Text to token ids: a Hugging Face tokenizer.json, or plain bytes.
+
+The tokenizer is an input and is never learned from the private records (hazard row 34).
+"""
+
+import json
+import os
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+
+class Tokenizer(Protocol):
+    """What samples need of a tokenizer."""
+
+    bos_id: int | None
+    eos_id: int | None
+    bytes_per_token: int
+    """How many bytes of text to read for a token, a first guess; exact if 1."""
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids, int64 (tokens,), without beginning or end marks."""
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids, special tokens left out."""
+        ...
+
+    def get_vocab_size(self) -> int:
+        """The largest id plus one, added tokens included."""
+        ...
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of UTF-8; public, learned from nothing."""
+
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+    bytes_per_token = 1
+
+    def encode(self, text: str) -> np.ndarray:
+        """The bytes, int64 (bytes,)."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids; marks left out, broken UTF-8 replaced by U+FFFD."""
+        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
+
+    def get_vocab_size(self) -> int:
+        """258."""
+        return 258
+
+
+class HFTokenizer:
+    """A tokenizer.json, its own truncation, padding and special-token templates switched off."""
+
+    bytes_per_token = 8
+
+    def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None):
+        backend.no_truncation()  # both would otherwise hide the true length of a record
+        backend.no_padding()
+        self._backend = backend
+        self.bos_id, self.eos_id = bos_id, eos_id
+        self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str) -> np.ndarray:
+        """Token ids, int64 (tokens,), without beginning or end marks."""
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids, special tokens left out."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def get_vocab_size(self) -> int:
+        """The largest id plus one, added tokens included (holes are possible)."""
+        return self._vocab_size
+
+
+def load_tokenizer(assets_path: str) -> Tokenizer:
+    """The tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, else bytes.
+
+    The beginning and end marks are those that tokenizer_config.json names, else
+    special_tokens_map.json, else none. An empty path means bytes.
+
+    Raises `ValueError` for a folder that does not exist, a broken file in it, a vocabulary without
+    a mark that is named.
+    """
+    if not assets_path:
+        return ByteTokenizer()
+    if not os.path.isdir(assets_path):
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r} is not an existing folder: give one with a "
+            "tokenizer.json, or one without for bytes"
+        )
+    path = os.path.join(assets_path, "tokenizer.json")
+    if not os.path.exists(path):
+        return ByteTokenizer()
+    try:
+        backend = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: its tokenizer.json cannot be loaded "
+            f"({error}): download it again"
+        ) from error
+    return HFTokenizer(
+        backend, *(_mark_id(backend, assets_path, key) for key in ("bos_token", "eos_token"))
+    )
+
+
+def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int | None:
+    for file_name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = os.path.join(assets_path, file_name)
+        if not os.path.exists(path):
+            continue
+        problem = f"model.hf_assets_path = {assets_path!r}: its {file_name} "
+        try:
+            with open(path, encoding="utf-8") as file:
+                mark = json.load(file).get(key)
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(f"{problem}is not a JSON object: download it again") from error
+        if isinstance(mark, dict):  # the older form: {"content": "<s>", "lstrip": false, ...}
+            mark = mark.get("content")
+        if not mark:
+            continue
+        token_id = backend.token_to_id(mark) if isinstance(mark, str) else None
+        if token_id is None:
+            raise ValueError(
+                f"{problem}names the {key} {mark!r}, which tokenizer.json lacks: take both files "
+                "from one model"
+            )
+        return token_id
+    return None

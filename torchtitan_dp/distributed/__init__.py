@@ -1,0 +1,9 @@
+"""How the model is laid over processes: CP, FSDP2, AC, compile, and TorchTitan without a GPU.
+
+Importing this package lets `import torchtitan` succeed on a machine without an accelerator, so
+modules that use TorchTitan import it first.
+"""
+
+from torchtitan_dp.distributed import cpu
+
+cpu.install()

@@ -1,0 +1,102 @@
+"""All that TorchTitan 0.2.2 and gloo need to run without a GPU, and nothing elsewhere.
+
+This is the package's one documented change of other people's globals: on a machine with an
+accelerator `install()` returns at once. Each item below is a function that says what is missing
+and `tests/distributed/test_cpu.py` tells when a new TorchTitan makes it unnecessary.
+"""
+
+import functools
+import importlib.util
+import platform
+import resource
+import sys
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._utils
+import torch.distributed as dist
+
+
+def has_accelerator() -> bool:
+    """Whether PyTorch sees a device other than the CPU."""
+    return torch.accelerator.is_available()
+
+
+def install() -> None:
+    """Make `import torchtitan` and its Trainer work on CPU; does nothing with an accelerator."""
+    if has_accelerator() or "torchtitan" in sys.modules:
+        return
+    _import_torchtitan()
+    _report_process_memory()
+    _accept_string_device_ids_in_barrier()
+    _profile_cpu_only()
+
+
+def peak_memory_bytes() -> int:
+    """The process's largest resident set so far, in bytes (Linux reports KiB)."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _import_torchtitan() -> None:
+    """Import TorchTitan as a CPU program.
+
+    Two things stand in the way: its mixture-of-experts kernels import `triton` unconditionally
+    (no Llama uses them: an empty module stands in), and its device type falls back to "cuda".
+    """
+    if importlib.util.find_spec("triton") is None:
+        kernels = types.ModuleType("torchtitan.models.moe.kernels")
+        kernels.generate_permute_indices = None  # type: ignore[attr-defined]
+        sys.modules[kernels.__name__] = kernels
+    find_device_type = torch._utils._get_available_device_type
+    torch._utils._get_available_device_type = lambda: "cpu"
+    try:
+        import torchtitan.tools.utils
+    finally:
+        torch._utils._get_available_device_type = find_device_type
+    assert torchtitan.tools.utils.device_type == "cpu"
+
+
+def _report_process_memory() -> None:
+    """TorchTitan's device memory monitor asks the accelerator; report the process's memory."""
+    import torchtitan.components.metrics as metrics
+
+    class ProcessMemoryMonitor:
+        device_name = platform.processor() or platform.machine()
+
+        def get_peak_stats(self) -> metrics.DeviceMemStats:
+            peak_gib = peak_memory_bytes() / 2**30
+            return metrics.DeviceMemStats(peak_gib, 0.0, peak_gib, 0.0, 0, 0)
+
+        def reset_peak_stats(self) -> None:
+            """The kernel's high-water mark cannot be reset: the peak is the whole run's."""
+
+    metrics.build_device_memory_monitor = ProcessMemoryMonitor
+    # The CPU's peak rate is unknown: MFU is of no meaning here, and `lspci` need not be asked.
+    import torchtitan.tools.utils as utils
+
+    utils.get_peak_flops = lambda device_name: float("inf")
+
+
+def _accept_string_device_ids_in_barrier() -> None:
+    """TorchTitan's `set_pg_timeouts` passes `torch.cpu.current_device()`, a string, to barrier."""
+    barrier = dist.barrier
+
+    @functools.wraps(barrier)
+    def barrier_on_cpu(*args: Any, device_ids: object = None, **kwargs: Any) -> Any:
+        return barrier(*args, **kwargs)
+
+    dist.barrier = barrier_on_cpu
+
+
+def _profile_cpu_only() -> None:
+    """TorchTitan hands the profiler a `None` activity where there is no accelerator."""
+    profile: Callable[..., Any] = torch.profiler.profile
+
+    @functools.wraps(profile)
+    def profile_known_activities(*args: Any, activities: Any = None, **kwargs: Any) -> Any:
+        known = None if activities is None else [a for a in activities if a is not None]
+        return profile(*args, activities=known, **kwargs)
+
+    torch.profiler.profile = profile_known_activities  # type: ignore[misc,assignment]

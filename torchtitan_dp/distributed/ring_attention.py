@@ -1,0 +1,126 @@
+"""Ring attention over the context-parallel mesh: PyTorch's own, on CUDA and on CPU alike.
+
+PyTorch routes scaled-dot-product attention on sequence-sharded DTensors to a ring
+(`torch.distributed.tensor.experimental`), but registers no kernel for CPU. Flash attention on CPU
+returns `(out, logsumexp)`, all the ring's merge needs, so registering it in the same table makes
+TorchTitan's context-parallel path run unchanged on gloo, forward and backward.
+
+Every private name of PyTorch's context parallelism that this package uses is in this file;
+`tests/distributed/test_ring_attention.py` tells when a new version moves one.
+"""
+
+from typing import Any, Literal
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.experimental import _attention as public_names
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+from torch.nn.attention import SDPBackend
+from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
+
+LoadBalancer = Literal["headtail"] | None
+RotateMethod = Literal["allgather", "alltoall"]
+
+_SEQ_DIM = 2  # of q, k, v: (batch, heads, sequence, head_dim)
+_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+# The kernels that PyTorch can put on a ring. The math fallback is not among them: on a
+# sequence-sharded DTensor it would apply the causal mask to rearranged positions.
+_RING_BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+]
+
+
+def configure_ring(
+    device_type: str, *, load_balancer: LoadBalancer, rotate_method: RotateMethod
+) -> None:
+    """Tell PyTorch's ring how sequences are dealt out and rotated, for this process.
+
+    Args:
+        device_type: "cpu" or an accelerator's.
+        load_balancer: "headtail" gives rank r of n the chunks r and 2n-1-r; None gives contiguous
+            chunks. The ring must know: it masks by it.
+        rotate_method: "allgather" gathers all keys and values at once (fewer, larger messages);
+            "alltoall" passes them around, holding one other rank's at a time (long context).
+            TorchTitan 0.2.2 reads this setting and does not apply it.
+    """
+    ring._cp_options.enable_load_balance = load_balancer == "headtail"
+    public_names.set_rotate_method(rotate_method)
+    if device_type == "cpu":
+        _register_cpu_kernels()
+
+
+def apply_ring_attention(attention_modules: list[nn.Module], cp_mesh: DeviceMesh) -> None:
+    """Run each module's scaled-dot-product attention as a ring over `cp_mesh`.
+
+    Args:
+        attention_modules: TorchTitan `ScaledDotProductAttentionWrapper`s; inputs q, k, v of shape
+            (B, heads, T / cp, head_dim), each rank's own part of the sequence.
+        cp_mesh: one-dimensional mesh of the ranks that share a sample.
+    """
+    apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
+    for module in attention_modules:
+        module.sdpa_backends = _RING_BACKENDS  # type: ignore[assignment]
+
+
+def _register_cpu_kernels() -> None:
+    """Enter the CPU kernels in the table that PyTorch's dispatcher is enabled with."""
+    ring.custom_ops[_forward_op] = _ring_forward  # type: ignore[index,assignment]
+    ring.custom_ops[_backward_op] = _ring_backward  # type: ignore[index,assignment]
+
+
+def _local(value: Any) -> Any:
+    return value.to_local() if isinstance(value, DTensor) else value
+
+
+def _on_ring(local_tensors: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+    return tuple(
+        DTensor.from_local(tensor, mesh, [Shard(_SEQ_DIM)], run_check=False)
+        for tensor in local_tensors
+    )
+
+
+def _ring_forward(op: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
+    query, key, value = args[:3]
+    dropout_p = args[3] if len(args) > 3 else 0.0
+    is_causal = args[4] if len(args) > 4 else False
+    assert kwargs.get("attn_mask") is None, "the ring masks by position only"
+    results = ring._templated_ring_attention(
+        query.device_mesh.get_group(),
+        _SEQ_DIM,
+        _forward_op,  # type: ignore[arg-type]
+        query=_local(query),
+        key=_local(key),
+        value=_local(value),
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=kwargs.get("scale"),
+    )
+    return _on_ring(results, query.device_mesh)
+
+
+def _ring_backward(
+    op: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DTensor, ...]:
+    grad_out, query, key, value, out, logsumexp, dropout_p, is_causal = args
+    results = ring._templated_ring_attention_backward(
+        query.device_mesh.get_group(),
+        _SEQ_DIM,
+        _backward_op,  # type: ignore[arg-type]
+        grad_out=_local(grad_out),
+        grad_out_name="grad_out",
+        query=_local(query),
+        key=_local(key),
+        value=_local(value),
+        out=_local(out),
+        logsumexp=_local(logsumexp),
+        is_causal=is_causal,
+        dropout_p=dropout_p,
+        scale=kwargs.get("scale"),
+    )
+    return _on_ring(results, query.device_mesh)

@@ -1,0 +1,110 @@
+"""FSDP2's gradient reduction, stopped where it would mix samples: over cp only.
+
+The ranks of a context-parallel group hold parts of the same sample, so their gradients are summed
+in backward, overlapped by FSDP2 as always. Ranks that differ in `dp_shard` or `dp_replicate` hold
+different samples; they meet after clipping, once a step.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+
+@dataclass(frozen=True)
+class ReductionGroups:
+    """The process groups of `dp_replicate x dp_shard x cp`; None where the degree is 1."""
+
+    dp_replicate: dist.ProcessGroup | None
+    dp_shard: dist.ProcessGroup | None
+    cp: dist.ProcessGroup | None
+
+    @classmethod
+    def build(cls, device_type: str, degrees: tuple[int, int, int]) -> "ReductionGroups":
+        """Groups for the degrees of (dp_replicate, dp_shard, cp); ranks row-major, as TorchTitan's.
+
+        Collective over the world.
+        """
+        names = ("dp_replicate", "dp_shard", "cp")
+        mesh = init_device_mesh(device_type, degrees, mesh_dim_names=names)
+        return cls(
+            *(
+                mesh[name].get_group() if degree > 1 else None
+                for name, degree in zip(names, degrees, strict=True)
+            )
+        )
+
+
+# `reduce_scatter_tensor` has a new name since torch 2.13.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def reduce_scatter_sum(
+    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
+) -> dist.Work | None:
+    """Sum `input`, of size(group) equal contiguous parts, over the group; this rank's part."""
+    return _reduce_scatter(
+        output.view(-1), input.view(-1), op=dist.ReduceOp.SUM, group=group, async_op=async_op
+    )
+
+
+class ReduceScatterOverCP:
+    """What one FSDP2 group calls instead of its reduce-scatter over `dp_shard x cp`.
+
+    FSDP2 lays its input out as (fsdp rank, chunk), and fsdp rank = dp_shard rank * cp + cp rank.
+    Seen as (dp_shard, cp, chunk) and summed over cp, this rank keeps `(dp_shard, chunk)`: the
+    part of ONE sample's gradient that belongs to its cp rank, for every dp_shard rank.
+
+    The contract is FSDP2's public `set_custom_reduce_scatter`. A one-rank FSDP group never calls
+    it, but does take its buffers from `allocate`, the result's last.
+    """
+
+    def __init__(self, groups: ReductionGroups) -> None:
+        self._cp = groups.cp
+        self._is_called = groups.cp is not None or groups.dp_shard is not None
+        self._cp_size = dist.get_world_size(groups.cp) if groups.cp else 1
+        self._dp_shard_size = dist.get_world_size(groups.dp_shard) if groups.dp_shard else 1
+        self._output: torch.Tensor | None = None
+        self._shard_DN: torch.Tensor | None = None
+
+    def allocate(
+        self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
+    ) -> torch.Tensor:
+        self._output = torch.empty(size, dtype=dtype, device=device)
+        self._shard_DN = None
+        return self._output
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce-scatter over cp alone; `output_tensor` is filled only where dp_shard is 1."""
+        assert self._shard_DN is None, "reduced twice without being taken"
+        assert output_tensor.dtype == torch.float32, "gradients are reduced in fp32"
+        input_DCN = input_tensor.view(self._dp_shard_size, self._cp_size, -1)
+        if self._dp_shard_size == 1:
+            shard_DN = output_tensor.view(1, -1)
+            input_CDN = input_DCN.view(self._cp_size, 1, -1)
+        else:
+            shard_DN = torch.empty_like(input_DCN[:, 0])
+            input_CDN = input_DCN.transpose(0, 1).contiguous()
+        self._shard_DN = shard_DN
+        if self._cp is None:
+            shard_DN.copy_(input_CDN[0])
+            return None
+        return reduce_scatter_sum(shard_DN, input_CDN, self._cp, async_op)
+
+    def take(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """After backward: FSDP2's output buffer, whose views it made `.grad`, and this sample's
+        fp32 gradient shard (dp_shard, chunk), which shares it where dp_shard is 1."""
+        assert self._output is not None, "no gradient was reduced: is a whole group unused?"
+        output, shard_DN = self._output, self._shard_DN
+        assert (shard_DN is not None) == self._is_called, "FSDP2 reduced by other means"
+        self._output = self._shard_DN = None
+        return output, output.view(1, -1) if shard_DN is None else shard_DN

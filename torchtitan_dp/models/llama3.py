@@ -1,0 +1,130 @@
+"""Llama 3 for private training: TorchTitan's Transformer, tied embeddings, mesh-free init."""
+
+import hashlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torchtitan.models.llama3 import Transformer, TransformerModelArgs
+from torchtitan.models.llama3.model.args import RoPEScalingArgs
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what compile and activation checkpointing put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Canonical name -> parameter, for those that are trained; a tied one appears once."""
+    return {
+        canonical_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+@dataclass
+class LlamaArgs(TransformerModelArgs):
+    """TorchTitan's model arguments, and whether the output layer is the embedding transposed."""
+
+    tie_embeddings: bool = False
+    init_seed: int = 0
+
+    def update_from_config(self, job_config, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        super().update_from_config(job_config, **kwargs)
+        self.init_seed = job_config.debug.seed or 0
+
+
+class Llama(Transformer):
+    """TorchTitan's Transformer with tied embeddings and initial weights that know no mesh."""
+
+    def __init__(self, model_args: LlamaArgs) -> None:
+        super().__init__(model_args)
+        if model_args.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+
+    @torch.no_grad()
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Set every parameter to the slice of a whole drawn from (`debug.seed`, its name) alone.
+
+        The distributions are TorchTitan's. Each whole parameter is drawn on the CPU, one at a
+        time, so the result is bit-identical on every mesh and rank.
+        """
+        with torch.device(buffer_device or self.freqs_cis.device):
+            self.freqs_cis = self._precompute_freqs_cis()
+        for name, parameter in self.named_parameters():
+            name = canonical_name(name)
+            whole = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
+            digest = hashlib.sha256(f"{self.model_args.init_seed}/{name}".encode()).digest()
+            seed = int.from_bytes(digest[:4], "big")  # 32 bits suffice: initial weights are public
+            _draw_(whole, name, self.model_args, torch.Generator().manual_seed(seed))
+            _copy_slice_(parameter, whole)
+
+
+def _draw_(whole: torch.Tensor, name: str, args: LlamaArgs, generator: torch.Generator) -> None:
+    """Fill `whole` as TorchTitan's Llama initializes the parameter of that name."""
+    if "norm" in name:
+        whole.fill_(1.0)
+    elif name == "output.weight" or (args.tie_embeddings and name == "tok_embeddings.weight"):
+        std = args.dim**-0.5
+        nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std, generator=generator)
+    elif name == "tok_embeddings.weight":
+        nn.init.normal_(whole, generator=generator)
+    elif name.rsplit(".", 2)[-2] in ("wq", "wk", "wv", "w1"):
+        nn.init.trunc_normal_(whole, std=0.02, generator=generator)
+    else:
+        layer = int(name.split(".")[1])
+        depth = layer + 1 if args.depth_init else args.n_layers
+        std = 0.02 / (2 * depth) ** 0.5
+        nn.init.trunc_normal_(whole, std=std, generator=generator)
+
+
+def _copy_slice_(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    slices = tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))
+    parameter.to_local().copy_(whole[slices])
+
+
+FLAVORS: dict[str, LlamaArgs] = {
+    "debug": LlamaArgs(
+        dim=256, n_layers=6, n_heads=4, vocab_size=264, multiple_of=64, rope_theta=500000
+    ),
+    "1B": LlamaArgs(
+        dim=2048,
+        n_layers=16,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_dim_multiplier=1.5,
+        multiple_of=256,
+        rope_theta=500000,
+        rope_scaling_args=RoPEScalingArgs(scaling_factor=32.0),
+        tie_embeddings=True,
+    ),
+    "3B": LlamaArgs(
+        dim=3072,
+        n_layers=28,
+        n_heads=24,
+        n_kv_heads=8,
+        ffn_dim_multiplier=1.0,
+        multiple_of=256,
+        rope_theta=500000,
+        rope_scaling_args=RoPEScalingArgs(scaling_factor=32.0),
+        tie_embeddings=True,
+    ),
+    "8B": LlamaArgs(
+        dim=4096,
+        n_layers=32,
+        n_heads=32,
+        n_kv_heads=8,
+        ffn_dim_multiplier=1.3,
+        multiple_of=1024,
+        rope_theta=500000,
+    ),
+}

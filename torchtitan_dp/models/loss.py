@@ -1,0 +1,61 @@
+"""One loss per sample, of that sample alone."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torchtitan.components.loss import IGNORE_INDEX
+from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+
+from torchtitan_dp.distributed.ring_attention import LoadBalancer
+
+
+def per_sample_loss(
+    logits_BTV: torch.Tensor, labels_BT: torch.Tensor, targets_B: torch.Tensor
+) -> torch.Tensor:
+    """This rank's part of each sample's mean next-token cross-entropy.
+
+    Args:
+        logits_BTV: logits of this rank's tokens, any floating dtype; the loss is fp32.
+        labels_BT: int64 targets of the same tokens, shifted before sharding; `IGNORE_INDEX` where
+            there is none.
+        targets_B: each sample's number of targets over the whole sequence, on all ranks of the
+            context-parallel group. A sample without targets has loss 0, and gradient exactly 0.
+
+    Returns:
+        fp32 of shape (B,); summed over the context-parallel ranks it is the sample's mean loss.
+
+    Guarantee:
+        A sample's loss depends on that sample alone, whatever else was drawn and on whatever mesh.
+    """
+    B, T, V = logits_BTV.shape
+    losses_BT = F.cross_entropy(
+        logits_BTV.reshape(B * T, V).float(),
+        labels_BT.reshape(B * T),
+        ignore_index=IGNORE_INDEX,
+        reduction="none",
+    ).view(B, T)
+    return losses_BT.sum(dim=1) / targets_B.clamp(min=1)
+
+
+@dataclass(frozen=True)
+class SampleLosses:
+    """Calls a model on whole samples: shards them over `cp_mesh`, and returns `per_sample_loss`."""
+
+    model: nn.Module
+    device: torch.device
+    cp_mesh: DeviceMesh | None
+    load_balancer: LoadBalancer
+
+    def __call__(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+        """fp32 (B,): this rank's parts. Inputs: int64 whole samples, the same on all cp ranks."""
+        tokens_BT, labels_BT = tokens_BT.to(self.device), labels_BT.to(self.device)
+        targets_B = (labels_BT != IGNORE_INDEX).sum(dim=1)
+        positions: dict[str, torch.Tensor] = {}
+        if self.cp_mesh is not None:
+            tokens_BT, labels_BT, positions = prepare_context_parallel_input(
+                tokens_BT, labels_BT, {}, self.cp_mesh, self.device, self.load_balancer
+            )
+        return per_sample_loss(self.model(tokens_BT, **positions), labels_BT, targets_B)

@@ -1,0 +1,247 @@
+"""What a configuration will spend and run, said before anything is started.
+
+    python -m torchtitan_dp.plan --job.config_file FILE [--section.key value …]
+                                 [--world_size N] [--json FILE]
+
+Checks all that can be checked in one plain process: `run_train.sh` runs it first. A user's mistake
+is one line and exit code 2.
+"""
+
+import argparse
+import dataclasses
+import hashlib
+import json
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from torchtitan_dp.cli import exit_on_mistake, load_config
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.records import RecordStore, open_records
+from torchtitan_dp.data.samples import scan_undecodable
+from torchtitan_dp.data.split import split
+from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.ledger import (
+    ExecutedSteps,
+    Ledger,
+    Settings,
+    check_fingerprint,
+    read_published,
+)
+from torchtitan_dp.models.llama3 import FLAVORS
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.process import lock_folder
+
+
+@dataclass(frozen=True)
+class Records:
+    """The data of a run: which records are trained on, which are held out."""
+
+    store: RecordStore
+    train: np.ndarray
+    heldout: np.ndarray
+    fingerprint: str  # private
+
+    @classmethod
+    def open(cls, config: JobConfig) -> "Records":
+        """Raises ValueError, one line, if there is nothing to train on."""
+        path = config.training.dataset_path
+        if not path:
+            raise ValueError(
+                "training.dataset_path is not set: give a file, a directory or a glob "
+                "('python-stdlib' to try)"
+            )
+        store = open_records(config.training.dataset, path, text_field=config.data.text_field)
+        train, heldout = split(store, config.data.heldout_fraction)
+        if len(train) == 0:
+            raise ValueError(
+                f"data.heldout_fraction = {config.data.heldout_fraction}: holds out all "
+                f"{len(store)} records; lower it"
+            )
+        terms = (store.fingerprint, config.data.heldout_fraction, config.data.text_field)
+        return cls(store, train, heldout, hashlib.sha256(repr(terms).encode()).hexdigest())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run spends."""
+
+    settings: Settings
+    steps: int
+    epsilon: float
+    private: bool
+    warnings: tuple[str, ...]
+
+
+def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
+    """Noise, sampling rate and epsilon of a run.
+
+    Args:
+        records: number of training records.
+        before: the ledger of the run that this one resumes, whose noise and rate are kept.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    privacy, steps = config.privacy, config.training.steps
+    batch = config.training.global_batch_size
+    if privacy.sample_rate is not None:
+        rate, source, relation = privacy.sample_rate, "privacy.sample_rate", "add_remove"
+    else:
+        rate, relation = batch / records, "zero_out"
+        source = "training.global_batch_size / number of training records (which is public)"
+        if rate > 1:
+            raise ValueError(
+                f"training.global_batch_size = {batch}: more than the {records} training records, "
+                f"so the sample rate would exceed 1; use at most {records}"
+            )
+    assert privacy.delta is not None
+    assert privacy.accountant != "pld"
+    warnings = []
+    if privacy.delta >= 1 / records:
+        warnings.append(
+            f"privacy.delta = {privacy.delta:g} is at least 1 / number of records "
+            f"({1 / records:.2g}): such a delta allows publishing a record outright; use less"
+        )
+    sigma = privacy.noise_multiplier
+    if sigma is None and before is not None:
+        sigma = before.settings.noise_multiplier
+    if sigma is None:
+        assert privacy.target_epsilon is not None
+        sigma = accounting.noise_multiplier(
+            target_epsilon=privacy.target_epsilon,
+            delta=privacy.delta,
+            sample_rate=rate,
+            steps=steps,
+            accountant=privacy.accountant,
+        )
+    settings = Settings(
+        noise_multiplier=float(sigma),
+        sample_rate=rate,
+        max_grad_norm=float(privacy.max_grad_norm),
+        delta=privacy.delta,
+        expected_batch_size=batch,
+        accountant=privacy.accountant,
+        sample_rate_source=source,
+        neighbouring_relation=relation,
+    )
+    if before is not None:
+        settings.refuse_change(since=before.settings)
+    epsilon = settings.epsilon(steps)
+    if privacy.target_epsilon is not None and epsilon > privacy.target_epsilon:
+        raise ValueError(
+            f"privacy.target_epsilon = {privacy.target_epsilon:g}: this run's noise was fixed at "
+            f"its first start, and {steps} training.steps would spend {epsilon:.4g}; lower "
+            "training.steps, raise the target, or start afresh in another job.dump_folder"
+        )
+    if sigma == 0:
+        warnings.append("privacy.noise_multiplier = 0: the run is NOT private")
+    if privacy.debug_seed is not None:
+        warnings.append("privacy.debug_seed is set: the run is NOT private")
+    private = sigma > 0 and privacy.debug_seed is None and (before is None or before.private)
+    return Plan(settings, steps, epsilon, private, tuple(warnings))
+
+
+def earlier_ledger(folder: str) -> Ledger | None:
+    """The ledger of what already ran in this folder; None if nothing did."""
+    return read_published(folder) if ExecutedSteps(folder).count > 0 else None
+
+
+def check_model(config: JobConfig) -> None:
+    """Raises ValueError if the flavor is unknown or the tokenizer does not fit it."""
+    if config.model.name != "llama3" or config.model.flavor not in FLAVORS:
+        raise ValueError(
+            f"model = {config.model.name} {config.model.flavor}: use name 'llama3' and one of the "
+            "flavors " + ", ".join(FLAVORS)
+        )
+    tokens = load_tokenizer(config.model.hf_assets_path).get_vocab_size()
+    vocabulary = FLAVORS[config.model.flavor].vocab_size
+    if tokens > vocabulary:
+        raise ValueError(
+            f"model.hf_assets_path = '{config.model.hf_assets_path}': its tokenizer has {tokens} "
+            f"tokens, more than the {vocabulary} of model.flavor = '{config.model.flavor}'; use "
+            "the model's own tokenizer"
+        )
+
+
+def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_dp.plan",
+        description=(__doc__ or "").splitlines()[0],
+        epilog="Any --section.key value of the configuration is taken too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--job.config_file", dest="config_file", metavar="FILE", help="the TOML")
+    parser.add_argument("--world_size", type=int, help="processes; default: NGPU, else 1")
+    parser.add_argument("--json", metavar="FILE", help="write the plan there; - is stdout")
+    known, overrides = parser.parse_known_args(argv)
+    if known.config_file is not None:
+        overrides = ["--job.config_file", known.config_file, *overrides]
+    return known, overrides
+
+
+def main(argv: list[str]) -> None:
+    options, overrides = _arguments(argv)
+    with exit_on_mistake():
+        world_size = options.world_size or int(os.environ.get("NGPU", "1"))
+        config = load_config(overrides, world_size)
+        check_model(config)
+        records = Records.open(config)
+        if config.data.on_undecodable == "error":
+            bad = scan_undecodable(records.store, records.train)
+            if bad:
+                raise ValueError(
+                    f"data.on_undecodable = 'error': {bad} of {len(records.train)} records cannot "
+                    "be decoded; mend them, or set it to 'empty' (they then contribute nothing)"
+                )
+        folder = config.job.dump_folder
+        if config.privacy.enable:
+            check_fingerprint(folder, records.fingerprint)
+            plan = make_plan(config, len(records.train), earlier_ledger(folder))
+        lock_folder(folder).close()
+    if not config.privacy.enable:
+        print("plan: without privacy (privacy.enable = false)", file=sys.stderr)
+        return
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    _show(config, plan, records)
+    if options.json:
+        content = json.dumps(_for_programs(plan, world_size), indent=2) + "\n"
+        if options.json == "-":
+            sys.stdout.write(content)
+        else:
+            with open(options.json, "w", encoding="utf-8") as file:
+                file.write(content)
+
+
+def _show(config: JobConfig, plan: Plan, records: Records) -> None:
+    settings = plan.settings
+    spent = f"epsilon = {plan.epsilon:.4g}" if plan.private else "NOT private"
+    lines = [
+        f"plan: {spent} at delta = {settings.delta:g} after {plan.steps} steps "
+        f"({settings.accountant}; unit: one {settings.privacy_unit}; "
+        f"neighbours: {settings.neighbouring_relation})",
+        f"      sigma = {settings.noise_multiplier:.4g}, C = {settings.max_grad_norm:g}, "
+        f"q = {settings.sample_rate:.4g} from {settings.sample_rate_source}",
+        f"      {len(records.train):,} records to train on, {len(records.heldout):,} held out; "
+        f"{settings.expected_batch_size} expected in a step, "
+        f"of at most {config.training.seq_len:,} tokens each",
+    ]
+    print("\n".join(lines), file=sys.stderr)
+
+
+def _for_programs(plan: Plan, world_size: int) -> dict[str, Any]:
+    return {
+        "epsilon": plan.epsilon if plan.private else None,
+        "private": plan.private,
+        **dataclasses.asdict(plan.settings),
+        "steps": plan.steps,
+        "world_size": world_size,
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,92 @@
+"""Flat clipping: from per-sample gradients to a sum in which each sample counts at most C.
+
+Guarantee:
+    Let g_i be the whole gradient of sample i, and s_i its squared norm over every shard. The sum
+    built by `add_clipped_` with the factors of `clip` changes by at most C in l2 norm when one
+    sample is replaced by an empty one, whatever the record holds. Assumes that s_i is the same
+    on every rank that holds a shard of g_i (one all-reduce over those ranks, before `clip`), and
+    that g_i depends on sample i alone.
+"""
+
+from typing import Literal, NamedTuple
+
+import torch
+
+ClipFunction = Literal["vanilla", "automatic"]
+
+# Norms carry fp32 rounding; scaling to a little less than C keeps the bound strict.
+_SAFETY = 1 - 1e-5
+# Of automatic clipping: keeps small gradients small (Bu et al. 2023, "Automatic Clipping").
+_STABILITY = 0.01
+# Elements whose squares are summed in fp32 before fp64 takes over.
+_ROW = 4096
+
+
+class Clip(NamedTuple):
+    """How each sample of a microbatch enters the sum; all of shape (B,)."""
+
+    factor_B: torch.Tensor  # fp32: what the gradient is multiplied by
+    rejected_B: torch.Tensor  # bool: contributes exactly 0 (padding, NaN, Inf, overflow)
+    norm_B: torch.Tensor  # fp64: norms before clipping; private, for metrics only
+
+
+def squared_norm(flat: torch.Tensor) -> torch.Tensor:
+    """The squared l2 norm of a flat fp32 tensor, as fp64 of shape ().
+
+    Rows are summed in fp32, and their sums in fp64: as fast as one fp32 norm, which on CPU loses
+    0.5% at 134M elements (it then under-clips), and within 1e-9 of the fp64 result. NaN, Inf and
+    overflow stay visible as NaN or Inf.
+    """
+    assert flat.dtype == torch.float32, flat.dtype
+    assert flat.ndim == 1, flat.shape
+    rows = flat.numel() // _ROW * _ROW
+    body = torch.linalg.vector_norm(flat[:rows].view(-1, _ROW), dim=1).double().square().sum()
+    return body + torch.linalg.vector_norm(flat[rows:]).double().square()
+
+
+def clip(
+    squared_norm_B: torch.Tensor,
+    valid_B: torch.Tensor,
+    *,
+    max_grad_norm: float,
+    clip_function: ClipFunction = "vanilla",
+) -> Clip:
+    """The factor that each sample's gradient is multiplied by.
+
+    Args:
+        squared_norm_B: fp64, over all shards (already all-reduced).
+        valid_B: bool; False for padding samples.
+        max_grad_norm: C > 0.
+        clip_function: "vanilla" is min(1, C / |g|) (Abadi et al. 2016; LongShield, Algorithm 1),
+            "automatic" is C / (|g| + 0.01) (Bu et al. 2023).
+
+    Everything stays on the device: nothing is read back, so no control flow depends on a norm.
+
+    >>> clip(torch.tensor([4.0, 0.25, torch.nan], dtype=torch.float64),
+    ...      torch.tensor([True, True, True]), max_grad_norm=1.0).factor_B.tolist()
+    [0.49999499320983887, 1.0, 0.0]
+    """
+    norm_B = squared_norm_B.sqrt()
+    bound = max_grad_norm * _SAFETY
+    if clip_function == "vanilla":
+        scale_B = (bound / norm_B).clamp(max=1.0)
+    else:
+        scale_B = bound / (norm_B + _STABILITY)
+    rejected_B = ~(torch.isfinite(squared_norm_B) & valid_B)
+    factor_B = scale_B.masked_fill(rejected_B, 0.0).float()
+    return Clip(factor_B, rejected_B, norm_B)
+
+
+def add_clipped_(
+    accumulator: torch.Tensor,
+    gradient: torch.Tensor,
+    factor: torch.Tensor,
+    rejected: torch.Tensor,
+) -> None:
+    """Add one sample's scaled gradient to the fp32 `accumulator`, in place.
+
+    `gradient` (same shape, fp32) is overwritten. A rejected sample is left out by selection, not by
+    a factor of 0, since 0 x NaN is NaN. `factor` and `rejected` are scalars on the device.
+    """
+    assert accumulator.dtype == gradient.dtype == torch.float32, (accumulator.dtype, gradient.dtype)
+    accumulator.add_(gradient.mul_(factor).masked_fill_(rejected, 0.0))

@@ -1,0 +1,113 @@
+"""Secret keys: one root key a start, and from it one key for each purpose and step.
+
+    root key (32 bytes, from the OS) -> stream key, by label -> 32-byte key of one step
+
+Rank 0 draws the root key at each start and at each checkpoint load and sends it to all ranks. It
+lives in memory only: whoever has it and the published weights can subtract the noise.
+
+Guarantee
+---------
+If HMAC-SHA256 is a pseudo-random function, keys of different (label, step) pairs are
+indistinguishable from independent uniform ones, so sampling, noise, windows and coins never share
+randomness. A stream serves a step once and only forwards, and a root key has one stream a label,
+so within a process nobody can draw the same noise twice. Across processes this rests on a fresh
+`RootKey.from_os()` at every start and load. Nothing here is saved, and neither `repr` nor pickle
+shows a key; memory that is swapped out or dumped is not resisted here (the launcher turns core
+dumps off). A root key from a debug seed can be guessed: such a run is not private.
+"""
+
+import hashlib
+import hmac
+import secrets
+from typing import Literal, NoReturn, get_args
+
+Label = Literal["sampling", "noise", "window", "coin"]
+
+KEY_BYTES = 32
+_DEBUG_DOMAIN = b"torchtitan_dp/debug_seed/"
+
+
+class _Secret:
+    """What must not be printed, pickled, copied or changed."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: secret>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"a {type(self).__name__} is secret: it is never pickled, saved or copied")
+
+
+class KeyStream(_Secret):
+    """The keys of one purpose: one for each step, each handed out once, in rising order."""
+
+    __slots__ = ("__key", "__last")
+
+    def __init__(self, key: bytes) -> None:
+        self.__key = key
+        self.__last = -1
+
+    def take(self, step: int) -> bytes:
+        """Returns the 32-byte key of `step`, which must exceed every step asked for before.
+
+        Raises:
+            RuntimeError: the step was asked for already, or lies before one that was: what it
+                keys would repeat. Load a fresh root key to go back in time.
+
+        >>> stream = RootKey(bytes(32)).stream("noise")
+        >>> len(stream.take(1)), stream.take(2) == stream.take(3)
+        (32, False)
+        >>> stream.take(3)
+        Traceback (most recent call last):
+        RuntimeError: the key of step 3 is spent: this stream is at step 3
+        """
+        assert 0 <= step < 2**64, f"{step=} does not fit 8 bytes"
+        if step <= self.__last:
+            raise RuntimeError(
+                f"the key of step {step} is spent: this stream is at step {self.__last}"
+            )
+        self.__last = step
+        return hmac.digest(self.__key, step.to_bytes(8, "big"), "sha256")
+
+
+class RootKey(_Secret):
+    """The 32 secret bytes from which every key of this start is derived.
+
+    >>> RootKey.from_os()
+    <RootKey: secret>
+    """
+
+    __slots__ = ("__secret", "__streams")
+    __secret: bytes
+    __streams: dict[str, KeyStream]
+
+    def __init__(self, secret: bytes) -> None:
+        assert len(secret) == KEY_BYTES, f"a root key has {KEY_BYTES} bytes, not {len(secret)}"
+        object.__setattr__(self, "_RootKey__secret", bytes(secret))
+        object.__setattr__(self, "_RootKey__streams", {})
+
+    def __setattr__(self, name: str, value: object) -> NoReturn:
+        raise AttributeError("a RootKey is frozen")
+
+    @classmethod
+    def from_os(cls) -> "RootKey":
+        """A fresh key from the operating system's generator."""
+        return cls(secrets.token_bytes(KEY_BYTES))
+
+    @classmethod
+    def from_debug_seed(cls, seed: int) -> "RootKey":
+        """The key of a reproducible run, which is *not private*: anyone can try the seeds."""
+        return cls(hashlib.sha256(_DEBUG_DOMAIN + str(seed).encode()).digest())
+
+    def reveal(self) -> bytes:
+        """The 32 bytes themselves, for rank 0's broadcast to the other ranks and nothing else."""
+        return self.__secret
+
+    def stream(self, label: Label) -> KeyStream:
+        """The stream of one purpose; asked for again, the same object, so no key comes twice."""
+        assert label in get_args(Label), f"unknown label {label!r}"
+        if label not in self.__streams:
+            key = hmac.digest(self.__secret, label.encode(), "sha256")
+            self.__streams[label] = KeyStream(key)
+        return self.__streams[label]

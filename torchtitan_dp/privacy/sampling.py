@@ -1,0 +1,85 @@
+"""Poisson sampling: which records take part in a step, and which rank computes which.
+
+Guarantee
+---------
+Every record is in a step's draw with probability `sample_rate`, independently of every other
+record and step: the number of records is drawn from Binomial(N, q), and then that many distinct
+ones uniformly, which is the same distribution as N coins, without comparing N uniforms with a
+threshold (in fp32 that is off by 19% at q = 1e-7). The draw is a function of (key, N, q), never of
+a record's content, so every rank computes the same one, and `deal` neither drops nor repeats nor
+truncates. This is the sampling that `accounting` assumes; both must be given the one q.
+
+Assumptions: keys of different steps are independent and secret (`keys`), and numpy's
+Philox4x64-10, to which 128 bits of the key arrive, cannot be told from random. Binomial's and
+choice's float64 arithmetic is exact to about 1e-9 of the probabilities even at q = 1e-7.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+Indices = npt.NDArray[np.int64]
+
+
+def poisson_draw(key: bytes, population: int, sample_rate: float) -> Indices:
+    """Draws every one of `population` records independently with probability `sample_rate`.
+
+    Args:
+        key: the 32 bytes of this step, from `keys.KeyStream.take`; the first 16 are used.
+        population: N, the number of records (of privacy units), at least 0.
+        sample_rate: q, in [0, 1].
+
+    Returns:
+        The indices drawn, rising: int64, shape (n,), n random and possibly 0.
+
+    Raises:
+        ValueError: `sample_rate` is outside [0, 1].
+
+    >>> poisson_draw(bytes(32), population=5, sample_rate=1.0)
+    array([0, 1, 2, 3, 4])
+    """
+    if not 0.0 <= sample_rate <= 1.0:
+        raise ValueError(
+            f"privacy.sample_rate = {sample_rate} is no probability; choose one between 0 and 1"
+        )
+    assert len(key) == 32, "the key of a step has 32 bytes"
+    assert population >= 0
+    generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
+    count = generator.binomial(population, float(sample_rate))
+    if count == 0:  # also keeps `choice` from an empty population
+        return np.empty(0, dtype=np.int64)
+    drawn = generator.choice(population, size=count, replace=False, shuffle=False)
+    return np.sort(drawn).astype(np.int64, copy=False)
+
+
+def deal(draw: Indices, *, ranks: int, rank: int, batch_size: int) -> list[Indices]:
+    """Cuts one step's draw into the microbatches of one data-parallel rank.
+
+    Args:
+        draw: int64, shape (n,), the same on all ranks.
+        ranks: the number of data-parallel ranks.
+        rank: this one.
+        batch_size: samples a microbatch and rank (MBS).
+
+    Returns:
+        ceil(n / (ranks * batch_size)) arrays of shape (batch_size,), int64; -1 marks a slot
+        without a record, whose sample must count as zero. Together the ranks hold each drawn
+        index once. Every rank gets equally many, so that no collective waits for ever.
+
+    The number of microbatches tells n, roughly. That is fine: the guarantee is about what is
+    published (weights, step, configuration), and n, like time and tokens, is labelled not private
+    and never published. Nor does n depend on what any record holds. Whoever watches the machines
+    sees the records themselves, so there is nothing to hide from them.
+
+    >>> draw = np.array([3, 5, 8, 9, 20])
+    >>> deal(draw, ranks=2, rank=0, batch_size=2)
+    [array([3, 8]), array([20, -1])]
+    >>> deal(draw, ranks=2, rank=1, batch_size=2)
+    [array([5, 9]), array([-1, -1])]
+    """
+    assert 0 <= rank < ranks
+    assert batch_size >= 1
+    microbatches = -(-len(draw) // (ranks * batch_size))
+    slots = np.full(microbatches * ranks * batch_size, -1, dtype=np.int64)
+    slots[: len(draw)] = draw
+    # ranks vary fastest, so that the padding of the last microbatch is spread evenly
+    return list(slots.reshape(microbatches, batch_size, ranks)[:, :, rank].copy())

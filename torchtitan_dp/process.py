@@ -1,0 +1,56 @@
+"""One run a folder: its lock, workers that die with their launcher, no core dumps."""
+
+import ctypes
+import fcntl
+import os
+import resource
+import signal
+import time
+from typing import IO
+
+LOCK_FILE = ".lock"
+_PR_SET_PDEATHSIG = 1
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its launcher dies (Linux).
+
+    torchrun's workers are in sessions of their own: killing the launcher would leave them writing
+    checkpoints beside a resumed run. The launch scripts export the launcher's process id, so that
+    one that died while this process was still importing is noticed too.
+    """
+    if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError("prctl(PR_SET_PDEATHSIG) failed")
+    launcher = os.environ.get("TORCHTITAN_DP_LAUNCHER_PID")
+    if launcher is not None and os.getppid() != int(launcher):
+        os._exit(1)
+
+
+def forbid_core_dumps() -> None:
+    """A core file would hold the run's secrets and its records."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
+    """Hold the run's folder for as long as the returned file is open; the kernel frees it at death.
+
+    Waits a little for the workers of a run that was just killed.
+
+    Raises:
+        ValueError: if another run holds it.
+    """
+    os.makedirs(folder, mode=0o700, exist_ok=True)
+    file = open(os.path.join(folder, LOCK_FILE), "a", encoding="ascii")  # noqa: SIM115
+    deadline = time.monotonic() + wait_s
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                file.close()
+                raise ValueError(
+                    f"job.dump_folder = '{folder}': another run is using it; wait for it, or give "
+                    "this one its own job.dump_folder"
+                ) from None
+            time.sleep(0.2)

@@ -1,0 +1,282 @@
+"""DP-SGD on TorchTitan's Trainer: the loop of LongShield's Algorithm 1, and nothing else.
+
+    torchrun … -m torchtitan_dp.train --job.config_file FILE [--section.key value …]
+
+Guarantee:
+    After k optimizer steps the weights are (epsilon, delta)-DP for one record, with the epsilon
+    that `privacy.json` states for k steps: each step is the Poisson-subsampled Gaussian mechanism on the
+    sum of clipped per-record gradients. It rests on the guarantees of `privacy.sampling`,
+    `gradients.microbatch`, `optimizer` and `privacy.accounting`, and on keys that leave this
+    process's memory only to the other ranks. Control flow depends on no record's content.
+"""
+
+import os
+import shutil
+import sys
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torch.distributed.elastic.multiprocessing.errors import record
+from torchtitan.tools.logging import init_logger, logger
+from torchtitan.train import Trainer
+
+from torchtitan_dp.cli import load_config
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.distributed.parallelize import fsdp_groups
+from torchtitan_dp.gradients.microbatch import MicrobatchGradients
+from torchtitan_dp.gradients.reduction import ReductionGroups
+from torchtitan_dp.ledger import (
+    ExecutedSteps,
+    Ledger,
+    check_fingerprint,
+    write_fingerprint,
+)
+from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
+from torchtitan_dp.models.llama3 import trainable_parameters
+from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.plan import Records, earlier_ledger, make_plan
+from torchtitan_dp.privacy.keys import RootKey
+from torchtitan_dp.privacy.sampling import poisson_draw
+from torchtitan_dp.process import die_with_parent, forbid_core_dumps, lock_folder
+from torchtitan_dp.train_spec import register
+
+
+class DPTrainer(Trainer):
+    """TorchTitan's Trainer whose step is DP-SGD with AdamW."""
+
+    job_config: JobConfig
+    dataloader: RecordLoader
+    metrics_processor: PrivateMetricsProcessor
+
+    def __init__(self, job_config: JobConfig) -> None:
+        # TorchTitan would demand a multiple of MBS x dp; ours is an expectation.
+        expected_batch_size = job_config.training.global_batch_size
+        job_config.training.global_batch_size = -1
+        super().__init__(job_config)
+        job_config.training.global_batch_size = expected_batch_size
+
+        parallelism, privacy = job_config.parallelism, job_config.privacy
+        (model,) = self.model_parts
+        parameters = trainable_parameters(model)
+        self.ledger, self.executed = self._open_ledger()
+        settings = self.ledger.settings
+        groups = ReductionGroups.build(
+            self.device.type,
+            (
+                parallelism.data_parallel_replicate_degree,
+                parallelism.data_parallel_shard_degree,
+                parallelism.context_parallel_degree,
+            ),
+        )
+        self.gradients = MicrobatchGradients(
+            parameters,
+            [cast(FSDPModule, group[0]) for group in fsdp_groups(model)],
+            groups,
+            max_grad_norm=settings.max_grad_norm,
+            clip_function=privacy.clip_function,
+        )
+        self.dp_optimizer = DPOptimizer(
+            self.optimizers,
+            parameters,
+            noise_multiplier=settings.noise_multiplier,
+            max_grad_norm=settings.max_grad_norm,
+            expected_batch_size=settings.expected_batch_size,
+        )
+        self.sample_losses = SampleLosses(
+            model,
+            self.device,
+            self.parallel_dims.get_optional_mesh("cp"),
+            parallelism.context_parallel_load_balancer,
+        )
+        self._draw_secrets()
+
+    def train_step(self, loader: RecordLoader) -> None:
+        """One step of Algorithm 1: draw, clip, accumulate, add noise, update."""
+        settings, lr = self.ledger.settings, self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        statistics = SampleStatistics(settings.max_grad_norm)
+        draw = poisson_draw(
+            self.sampling_keys.take(self.step), len(loader.units), settings.sample_rate
+        )
+        for microbatch in loader.microbatches(draw):  # may be none
+            self.metrics_processor.ntokens_since_last_log += microbatch.labels_BT.numel()
+            for tokens_T, labels_T, valid in zip(*microbatch, strict=True):  # one at a time
+                valid = valid.to(self.device)
+                loss_1 = self.sample_losses(tokens_T[None], labels_T[None])
+                clip = self.gradients.accumulate_clipped(loss_1[0], valid)
+                statistics.add(loss_1[0], valid, clip)
+        self.checkpointer.maybe_wait_for_staging()
+        if dist.get_rank() == 0:
+            self.executed.begin(self.step)
+        self.dp_optimizer.step(self.gradients.take_sum(), self.noise_keys.take(self.step))
+        self.gradients.reset()
+        self.lr_schedulers.step()
+        self.ledger.steps = self.step
+        self._log(lr, statistics)
+        self._publish_before_checkpoint()
+
+    def train(self) -> None:
+        self._drop_unfinished_checkpoints()
+        super().train()
+        if dist.get_rank() == 0:
+            self._say_what_was_spent(
+                self.ledger.publish(self.job_config.job.dump_folder, self.executed.count)
+            )
+
+    def batch_generator(self, data_iterable: Any) -> Any:
+        """Steps draw from the loader itself."""
+        return data_iterable
+
+    # What a checkpoint holds, besides weights, optimizer and LR schedule.
+
+    def state_dict(self) -> dict[str, Any]:
+        if self.gradients.accumulating:
+            raise RuntimeError("a checkpoint in the middle of a step would hold un-noised sums")
+        batch, seq_len = self.ledger.settings.expected_batch_size, self.job_config.training.seq_len
+        return {
+            "step": self.step,
+            "ntokens_seen": self.step * batch * seq_len,  # expected, hence public
+            "ledger": self.ledger.to_json(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        loaded = Ledger.from_json(state_dict["ledger"])
+        self.ledger.settings.refuse_change(since=loaded.settings)
+        if not loaded.private:
+            for caveat in loaded.caveats:
+                self.ledger.mark_not_private(caveat)
+        self.step = self.ledger.steps = state_dict["step"]
+        self.ntokens_seen = state_dict["ntokens_seen"]
+        self._draw_secrets()
+
+    # Secrets, ledger, logs.
+
+    def _draw_secrets(self) -> None:
+        """One root key for all ranks, from rank 0's operating system; at each start and each load.
+
+        Collective: a broadcast of 32 bytes over the world.
+        """
+        seed = self.job_config.privacy.debug_seed
+        if seed is not None:
+            self.ledger.mark_not_private("privacy.debug_seed was set: the noise can be redrawn")
+            root = RootKey.from_debug_seed(seed)
+        else:
+            secret = bytearray(RootKey.from_os().reveal())
+            shared = torch.frombuffer(secret, dtype=torch.uint8).to(self.device)
+            dist.broadcast(shared, src=0)
+            root = RootKey(shared.cpu().numpy().tobytes())
+        self.sampling_keys, self.noise_keys = root.stream("sampling"), root.stream("noise")
+
+    def _open_ledger(self) -> tuple[Ledger, ExecutedSteps]:
+        """The account to keep, on terms fixed at this folder's first start."""
+        config = self.job_config
+        folder = config.job.dump_folder
+        records = Records.open(config)
+        check_fingerprint(folder, records.fingerprint)
+        before = earlier_ledger(folder)
+        plan = make_plan(config, len(records.train), before)
+        ledger = Ledger(plan.settings)
+        if plan.settings.noise_multiplier == 0:
+            ledger.mark_not_private("privacy.noise_multiplier = 0")
+        if before is not None and not before.private:
+            for caveat in before.caveats:
+                ledger.mark_not_private(caveat)
+        executed = ExecutedSteps(folder)
+        dist.barrier()  # all ranks have read the folder
+        if dist.get_rank() == 0:
+            write_fingerprint(folder, records.fingerprint)
+            if before is None:
+                ledger.publish(folder, executed.count)
+        return ledger, executed
+
+    def _log(self, lr: float, statistics: SampleStatistics) -> None:
+        if not self.metrics_processor.should_log(self.step):
+            return
+        settings = self.ledger.settings
+        public = {
+            "lr": lr,
+            "epsilon": settings.epsilon(self.step) if self.ledger.private else float("inf"),
+            "noise_multiplier": settings.noise_multiplier,
+        }
+        batch = self.parallel_dims.get_optional_mesh("batch")
+        cp = self.parallel_dims.get_optional_mesh("cp")
+        reduced = statistics.reduce(
+            None if cp is None else cp.get_group(), None if batch is None else batch.get_group()
+        )
+        self.metrics_processor.log_step(self.step, public, reduced)
+
+    def _publish_before_checkpoint(self) -> None:
+        """`privacy.json` never tells of less than the newest checkpoint holds."""
+        config, last = self.job_config.checkpoint, self.step == self.job_config.training.steps
+        first = config.enable_first_step_checkpoint and self.step == 1
+        due = config.enable and (self.step % config.interval == 0 or first)
+        if dist.get_rank() == 0 and (due or last):
+            self.ledger.publish(self.job_config.job.dump_folder, self.executed.count)
+
+    def _drop_unfinished_checkpoints(self) -> None:
+        """Remove what a run killed in its first save left: TorchTitan would neither load it nor,
+        with it there, the initial weights that were asked for."""
+        config = self.job_config.checkpoint
+        folder = os.path.join(self.job_config.job.dump_folder, config.folder)
+        dist.barrier()
+        if config.enable and dist.get_rank() == 0 and os.path.isdir(folder):
+            steps = [os.path.join(folder, name) for name in os.listdir(folder)]
+            whole = [os.path.exists(os.path.join(step, ".metadata")) for step in steps]
+            if not any(whole):
+                logger.warning(f"{folder} holds no whole checkpoint: starting from the beginning")
+                shutil.rmtree(folder)
+        dist.barrier()
+
+    def _say_what_was_spent(self, spent: dict[str, Any]) -> None:
+        folder = self.job_config.job.dump_folder
+        epsilon = "NOT private" if not spent["private"] else f"epsilon = {spent['epsilon']:.4f}"
+        lines = [
+            f"done: {self.step} steps",
+            f"privacy: {epsilon}, delta = {spent['delta']:g} (sigma = "
+            f"{spent['noise_multiplier']:.4f}, q = {spent['sample_rate']:.5f}, C = "
+            f"{spent['max_grad_norm']:g}, {spent['accountant']}; unit: one "
+            f"{spent['privacy_unit']}; neighbours: {spent['neighbouring_relation']})",
+            *(f"caveat: {caveat}" for caveat in spent["caveats"]),
+            f"outputs: {folder}/ (privacy.json"
+            + (", checkpoint/" if self.job_config.checkpoint.enable else "")
+            + (", tb/" if self.job_config.metrics.enable_tensorboard else "")
+            + ")",
+        ]
+        if self.dataloader.samples.undecodable:
+            lines.append(
+                f"not private: {self.dataloader.samples.undecodable} draws of records that cannot "
+                "be decoded, on this rank; they contributed nothing"
+            )
+        for line in lines:
+            logger.info(line)
+
+
+@record
+def main(argv: list[str]) -> None:
+    """Train; one worker of `torchrun`."""
+    die_with_parent()
+    forbid_core_dumps()
+    os.umask(0o077)  # outputs are their owner's
+    init_logger()
+    config = load_config(argv, int(os.environ["WORLD_SIZE"]))
+    register()
+    # Held by the kernel until this process ends.
+    lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
+    trainer = DPTrainer(config) if config.privacy.enable else Trainer(config)
+    try:
+        trainer.train()
+    finally:
+        trainer.close()
+    dist.destroy_process_group()
+    del lock
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

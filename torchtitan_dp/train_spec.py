@@ -1,0 +1,94 @@
+"""The TrainSpec: which of TorchTitan's parts are ours, put in its table under the name `llama3`."""
+
+import contextlib
+from typing import Any
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.components.loss import build_cross_entropy_loss
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import build_optimizers
+from torchtitan.distributed import ParallelDims
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.data.samples import SampleStore
+from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_dp.distributed.parallelize import parallelize_llama
+from torchtitan_dp.metrics import PrivateMetricsProcessor
+from torchtitan_dp.models.llama3 import FLAVORS, Llama
+from torchtitan_dp.plan import Records
+from torchtitan_dp.validate import HeldOutValidator
+
+
+def build_loader(
+    *, dp_world_size: int, dp_rank: int, tokenizer: Tokenizer, job_config: JobConfig
+) -> RecordLoader:
+    """The training records, for one data-parallel rank."""
+    records = Records.open(job_config)
+    return RecordLoader(
+        SampleStore(records.store, tokenizer, job_config.training.seq_len),
+        records.train,
+        ranks=dp_world_size,
+        rank=dp_rank,
+        batch_size=job_config.training.local_batch_size,
+        shuffle_seed=job_config.debug.seed or 0,
+    )
+
+
+def build_metrics(
+    job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any
+) -> MetricsProcessor:
+    """Labelled metrics with privacy, TorchTitan's without."""
+    processor = PrivateMetricsProcessor if job_config.privacy.enable else MetricsProcessor
+    return processor(job_config, parallel_dims)
+
+
+def build_validator(
+    *,
+    job_config: JobConfig,
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: Tokenizer,
+    parallel_dims: ParallelDims,
+    maybe_enable_amp: contextlib.AbstractContextManager[None],
+    metrics_processor: MetricsProcessor,
+    **_: Any,
+) -> HeldOutValidator:
+    """The held-out records, for one data-parallel rank."""
+    records = Records.open(job_config)
+    loader = RecordLoader(
+        SampleStore(records.store, tokenizer, job_config.training.seq_len),
+        records.heldout,
+        ranks=dp_world_size,
+        rank=dp_rank,
+        batch_size=job_config.training.local_batch_size,
+    )
+    # With privacy FSDP2 keeps the precision on every mesh, also of one rank.
+    amp = contextlib.nullcontext() if job_config.privacy.enable else maybe_enable_amp
+    return HeldOutValidator(loader, job_config, parallel_dims, amp, metrics_processor)
+
+
+def register() -> None:
+    """Make `model.name = "llama3"` mean this spec, in this process."""
+    register_train_spec(
+        "llama3",
+        TrainSpec(
+            model_cls=Llama,
+            model_args=FLAVORS,
+            parallelize_fn=parallelize_llama,
+            pipelining_fn=None,
+            build_optimizers_fn=build_optimizers,
+            build_lr_schedulers_fn=build_lr_schedulers,
+            build_dataloader_fn=build_loader,  # type: ignore[arg-type]
+            build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
+            build_loss_fn=build_cross_entropy_loss,
+            build_validator_fn=build_validator,  # type: ignore[arg-type]
+            build_metrics_processor_fn=build_metrics,
+            state_dict_adapter=Llama3StateDictAdapter,
+        ),
+    )

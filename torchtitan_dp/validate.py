@@ -1,0 +1,81 @@
+"""The loss on records that are never trained on. It is computed from them without noise.
+
+Not private: publish it only if the held-out records may be.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.loading import Microbatch, RecordLoader
+from torchtitan_dp.models.loss import SampleLosses
+
+
+class HeldOutValidator:
+    """Evaluates the same `validation.steps` microbatches at step 1 and every `validation.freq`."""
+
+    def __init__(
+        self,
+        loader: RecordLoader,
+        job_config: JobConfig,
+        parallel_dims: ParallelDims,
+        amp: AbstractContextManager[None],
+        metrics: MetricsProcessor,
+    ) -> None:
+        """
+        Args:
+            loader: over the held-out records, for this data-parallel rank.
+            amp: the precision context of training.
+        """
+        self._loader, self._config, self._dims = loader, job_config, parallel_dims
+        self._amp, self._metrics = amp, metrics
+
+    def should_validate(self, step: int) -> bool:
+        return step == 1 or step % self._config.validation.freq == 0
+
+    @torch.no_grad()
+    def validate(self, model_parts: list[nn.Module], step: int) -> float:
+        """The mean, over held-out records, of each record's mean loss; logged, and returned.
+
+        Collectives: FSDP2's gathers in forward; one all-reduce over the `loss` mesh, all ranks.
+        """
+        (model,) = model_parts
+        losses = SampleLosses(
+            model,
+            next(model.parameters()).device,
+            self._dims.get_optional_mesh("cp"),
+            self._config.parallelism.context_parallel_load_balancer,
+        )
+        sums = torch.zeros(2, dtype=torch.float64)  # losses, records
+        model.eval()
+        for microbatch in self._microbatches():
+            with self._amp:
+                loss_B = losses(microbatch.tokens_BT, microbatch.labels_BT)
+            sums[0] += loss_B.sum().item()
+            sums[1] += (microbatch.labels_BT >= 0).any(dim=1).sum() / self._dims.cp
+        model.train()
+        if (mesh := self._dims.get_optional_mesh("loss")) is not None:
+            sums = sums.to(losses.device)
+            dist.all_reduce(sums, group=mesh.get_group())
+        mean = (sums[0] / sums[1]).item()
+        self._metrics.logger.log({"heldout_loss": mean}, step)
+        logger.info(f"step: {step:3}  not private: held-out loss: {mean:.4f}")
+        return mean
+
+    def _microbatches(self) -> Iterator[Microbatch]:
+        """At most `validation.steps` of them (all, if -1); equally many on every rank."""
+        limit = self._config.validation.steps
+        every: Callable[[], Iterator[Microbatch]] = lambda: self._loader.microbatches(  # noqa: E731
+            torch.arange(len(self._loader.units)).numpy()
+        )
+        for count, microbatch in enumerate(every()):
+            if count == limit:
+                return
+            yield microbatch
