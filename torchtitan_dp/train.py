@@ -4,7 +4,7 @@
 
 Guarantee:
     After k optimizer steps the weights are (epsilon, delta)-DP for one record, with the epsilon
-    that `privacy.json` states for k steps: each step is the Poisson-subsampled Gaussian mechanism on the
+    that `privacy.json` states: each step is the Poisson-subsampled Gaussian mechanism on the
     sum of clipped per-record gradients. It rests on the guarantees of `privacy.sampling`,
     `gradients.microbatch`, `optimizer` and `privacy.accounting`, and on keys that leave this
     process's memory only to the other ranks. Control flow depends on no record's content.
@@ -13,11 +13,10 @@ Guarantee:
 import os
 import shutil
 import sys
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -29,7 +28,7 @@ from torchtitan.train import Trainer
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.distributed.parallelize import fsdp_groups
+from torchtitan_dp.distributed.parallelize import trained_fsdp_modules
 from torchtitan_dp.gradients.microbatch import MicrobatchGradients
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.ledger import (
@@ -78,7 +77,7 @@ class DPTrainer(Trainer):
         )
         self.gradients = MicrobatchGradients(
             parameters,
-            [cast(FSDPModule, group[0]) for group in fsdp_groups(model)],
+            trained_fsdp_modules(model),
             groups,
             max_grad_norm=settings.max_grad_norm,
             clip_function=privacy.clip_function,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_dp.data import records
+from torchtitan_dp.data import index as line_index
 from torchtitan_dp.data.records import RecordStore, open_records
 
 Open = Callable[..., RecordStore]
@@ -194,7 +194,7 @@ def test_jsonl_only_newlines_and_empty_files(tmp_path: Path, open_: Open) -> Non
 def test_jsonl_lines_across_blocks(
     tmp_path: Path, open_: Open, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(records, "BLOCK_BYTES", block)
+    monkeypatch.setattr(line_index, "BLOCK_BYTES", block)
     lines = [json.dumps({"text": "x" * n}) for n in range(5)]
     root = write(tmp_path / "d", {f"{i}.jsonl": "\n".join(lines).encode() for i in range(2)})
     assert texts(open_("jsonl", root)) == ["x" * n for n in range(5)] * 2
@@ -320,14 +320,14 @@ def test_file_that_changes_after_it_was_listed(
     tmp_path: Path, open_: Open, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write(tmp_path / "d", {"a.jsonl": b'{"text": "1"}\n{"text": "2"}  '})
-    build = records._write_bounds
+    build = line_index._write_bounds
 
     def grow_and_build(*args: Any) -> None:
         with open(root / "a.jsonl", "ab") as file:
             file.write(b'\n{"text": "3"}')
         build(*args)
 
-    monkeypatch.setattr(records, "_write_bounds", grow_and_build)
+    monkeypatch.setattr(line_index, "_write_bounds", grow_and_build)
     store = open_("jsonl", root)
     assert texts(store) == ["1", "2"]
     os.truncate(root / "a.jsonl", 27)  # what is left of line 2 is JSON still, but not the record
@@ -337,7 +337,7 @@ def test_file_that_changes_after_it_was_listed(
         os.truncate(root / "a.jsonl", 20)
         build(*args)
 
-    monkeypatch.setattr(records, "_write_bounds", shrink_and_build)
+    monkeypatch.setattr(line_index, "_write_bounds", shrink_and_build)
     with pytest.raises(ValueError, match=r"training\.dataset_path: .*a\.jsonl' shrank"):
         open_("jsonl", root)
 
@@ -346,14 +346,14 @@ def test_processes_may_build_at_once(
     tmp_path: Path, open_: Open, index: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     root = write(tmp_path / "d", {"a.jsonl": b'{"text": "1"}\n{"text": "2"}'})
-    build, others = records._write_bounds, []
+    build, others = line_index._write_bounds, []
 
     def build_while_another_finishes(*args: Any) -> None:
-        monkeypatch.setattr(records, "_write_bounds", build)
+        monkeypatch.setattr(line_index, "_write_bounds", build)
         others.append(open_("jsonl", root))
         build(*args)
 
-    monkeypatch.setattr(records, "_write_bounds", build_while_another_finishes)
+    monkeypatch.setattr(line_index, "_write_bounds", build_while_another_finishes)
     mine = open_("jsonl", root)
     assert texts(mine) == texts(others[0]) == ["1", "2"]
     assert len(saved(index)) == 1
@@ -365,7 +365,7 @@ def test_failed_build_leaves_nothing(
     def fail(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(records, "_write_bounds", fail)
+    monkeypatch.setattr(line_index, "_write_bounds", fail)
     with pytest.raises(ValueError, match=r"training\.dataset_path.*no space left"):
         open_("jsonl", write(tmp_path / "d", {"a.jsonl": b"{}"}))
     assert saved(index) == []

@@ -7,11 +7,11 @@ import warnings
 import numpy as np
 import pytest
 from opacus.accountants import RDPAccountant
-from opacus.accountants.analysis import prv
+from opacus.accountants.analysis import prv as opacus_prv
 from scipy import optimize
 from scipy.stats import norm
 
-from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy import prv, rdp
 from torchtitan_dp.privacy.accounting import epsilon, noise_multiplier
 
 REFERENCE = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1_000, "delta": 1e-5}
@@ -73,7 +73,7 @@ def test_reference_values():
 def test_rdp_is_opacus_rdp_or_tighter_only_by_its_wider_orders(sigma, q, steps):
     opacus = RDPAccountant()
     opacus.history = [(sigma, q, steps)]
-    alphas = [a for a in accounting._ORDERS if a < 900]
+    alphas = [a for a in rdp.ORDERS if a < 900]
     expected = opacus.get_epsilon(1e-5, alphas=alphas)
     ours = epsilon(noise_multiplier=sigma, sample_rate=q, steps=steps, delta=1e-5, accountant="rdp")
     assert ours == pytest.approx(expected, rel=1e-6)
@@ -85,8 +85,8 @@ def test_rdp_is_opacus_rdp_or_tighter_only_by_its_wider_orders(sigma, q, steps):
 def test_rdp_is_never_below_prv(sigma, q, steps, delta):
     if q == 1:
         sigma, steps = sigma / math.sqrt(steps), 1
-    tight = accounting._prv_epsilon(sigma, q, steps, delta)  # before the minimum is taken
-    loose = accounting._rdp_epsilon(sigma, q, steps, delta)
+    tight = prv.prv_epsilon(sigma, q, steps, delta)  # before the minimum is taken
+    loose = rdp.rdp_epsilon(sigma, q, steps, delta)
     assert 0 < tight <= loose < 2 * tight + 1
 
 
@@ -111,16 +111,16 @@ def test_every_record_at_every_step_against_the_exact_gaussian(sigma, steps):
 
 def test_prv_reports_the_upper_end_of_a_narrow_error_bar(monkeypatch):
     asked = []
-    compute = prv.DiscretePRV.compute_epsilon
+    compute = opacus_prv.DiscretePRV.compute_epsilon
 
     def spy(self, delta, delta_error, eps_error):
         low, middle, high = compute(self, delta, delta_error, eps_error)
         asked.append((delta_error, eps_error, low, middle, high))
         return low, middle, high
 
-    monkeypatch.setattr(prv.DiscretePRV, "compute_epsilon", spy)
-    accounting._prv_epsilon.cache_clear()
-    spent = accounting._prv_epsilon(1.0, 0.01, 1_000, 1e-5)
+    monkeypatch.setattr(opacus_prv.DiscretePRV, "compute_epsilon", spy)
+    prv.prv_epsilon.cache_clear()
+    spent = prv.prv_epsilon(1.0, 0.01, 1_000, 1e-5)
     delta_error, eps_error, low, middle, high = asked[-1]
     assert low < middle < high == spent
     assert high - middle >= eps_error
@@ -144,12 +144,12 @@ class _AddedPRV:
 @pytest.mark.parametrize("sigma, q, steps", [case for case in GRID if case[1] < 1])
 def test_the_other_direction_spends_no_more(sigma, q, steps):
     delta, error = 1e-5, 0.01
-    loss, mesh = accounting._prv_domain(sigma, q, steps, delta, error)
-    domain = prv.Domain.create_aligned(-loss, loss, mesh)
-    cut = prv.TruncatedPrivacyRandomVariable(_AddedPRV(q, sigma), domain.t_min, domain.t_max)
-    total = prv.compose_heterogeneous([prv.discretize(cut, domain)], [steps])
+    loss, mesh = prv._prv_domain(sigma, q, steps, delta, error)
+    domain = opacus_prv.Domain.create_aligned(-loss, loss, mesh)
+    cut = opacus_prv.TruncatedPrivacyRandomVariable(_AddedPRV(q, sigma), domain.t_min, domain.t_max)
+    total = opacus_prv.compose_heterogeneous([opacus_prv.discretize(cut, domain)], [steps])
     other, _, _ = total.compute_epsilon(delta, delta / 1000, error)
-    assert 0 < other + error < accounting._prv_epsilon(sigma, q, steps, delta)
+    assert 0 < other + error < prv.prv_epsilon(sigma, q, steps, delta)
 
 
 @pytest.mark.parametrize("accountant", ["rdp", "prv"])
@@ -172,7 +172,7 @@ def test_edges(accountant):
 
 def test_prv_out_of_its_depth_is_rdps_bound(caplog):
     query = {"noise_multiplier": 0.31, "sample_rate": 0.9, "steps": 90_000, "delta": 1e-5}
-    with caplog.at_level("INFO", logger=accounting.__name__):
+    with caplog.at_level("INFO", logger=prv.__name__):
         fallen = epsilon(**query, accountant="prv")
     assert fallen == epsilon(**query, accountant="rdp") > 1e4
     assert "PRV" in caplog.text
@@ -180,10 +180,10 @@ def test_prv_out_of_its_depth_is_rdps_bound(caplog):
 
 def test_a_failing_prv_never_gives_a_smaller_number(monkeypatch):
     for wrong in (math.nan, -math.inf, math.inf):
-        accounting._prv_epsilon.cache_clear()
-        monkeypatch.setattr(accounting, "_prv_compose", lambda *_, wrong=wrong: wrong)
+        prv.prv_epsilon.cache_clear()
+        monkeypatch.setattr(prv, "_prv_compose", lambda *_, wrong=wrong: wrong)
         assert epsilon(**REFERENCE, accountant="prv") == epsilon(**REFERENCE, accountant="rdp")
-    accounting._prv_epsilon.cache_clear()
+    prv.prv_epsilon.cache_clear()
 
 
 TARGETS = [

@@ -6,6 +6,8 @@ over `dp_replicate`), so training with privacy calls its parts: FSDP2 lies on th
 `torchtitan_dp.gradients`, after clipping. Training without privacy is TorchTitan's own.
 """
 
+from typing import cast
+
 import torch
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -95,6 +97,15 @@ def fsdp_groups(model: Llama) -> list[list[nn.Module]]:
         # One group: a tied weight in two would be untied (silently on torch 2.11).
         return [[model.tok_embeddings, model.norm, model.output], *blocks]
     return [[model.tok_embeddings], *blocks, [model.norm, model.output]]
+
+
+def trained_fsdp_modules(model: Llama) -> list[FSDPModule]:
+    """One module of each FSDP2 group that has something to train: those that reduce gradients."""
+    return [
+        cast(FSDPModule, group[0])
+        for group in fsdp_groups(model)
+        if any(p.requires_grad for module in group for p in module.parameters())
+    ]
 
 
 def _apply_fsdp(model: Llama, mesh: DeviceMesh, job_config: JobConfig) -> None:

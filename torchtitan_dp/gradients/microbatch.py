@@ -50,7 +50,7 @@ class MicrobatchGradients:
         """
         Args:
             parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
-            fsdp_modules: one module of each FSDP2 group that holds parameters.
+            fsdp_modules: one module of each FSDP2 group that holds any of them.
             groups: the mesh's process groups.
             max_grad_norm: C.
         """

@@ -31,37 +31,16 @@ The Gaussian-DP central limit approximation is not offered: it is no bound (1.43
 with sigma / sqrt(k).
 """
 
-import functools
-import logging
 import math
 from typing import Literal, get_args
 
-import numpy as np
-from opacus.accountants.analysis import prv
-from opacus.accountants.analysis.rdp import compute_rdp
+from torchtitan_dp.privacy.prv import prv_epsilon
+from torchtitan_dp.privacy.rdp import rdp_epsilon
 
 Accountant = Literal["prv", "rdp"]
 
 MAX_NOISE_MULTIPLIER = 1e4
 _MIN_NOISE_MULTIPLIER = 1e-4
-
-logger = logging.getLogger(__name__)
-
-# Renyi orders: near 1 for a large epsilon, far for a small one. Above 1,000 binomials overflow.
-_ORDERS = np.array(
-    [1 + 10 ** (-k / 4) for k in range(20, 2, -1)]
-    + [1 + k / 10 for k in range(2, 100)]
-    + [*range(11, 64), *(int(64 * 1.15**k) for k in range(20))]
-    + [10 ** (k / 4) for k in range(12, 33)]
-)
-_LARGEST_COMPUTED_ORDER = 1_000
-# What compute_rdp's series and cancellation may lose of (order - 1) * RDP: e^-30 a term.
-_RDP_SLACK = 1e-12
-
-_PRV_EPS_ERROR = 0.01  # aimed at; relaxed to epsilon / 200 where the grid would grow too large
-_PRV_MIN_EPS_ERROR = 1e-5  # and no finer, however small epsilon is
-_PRV_MAX_GRID = 2**21
-_PRV_MAX_LOSS = 600.0  # exp() of the privacy loss must stay finite
 
 
 def epsilon(
@@ -104,9 +83,9 @@ def epsilon(
         return 0.0
     if sample_rate == 1:  # exactly one Gaussian mechanism
         noise_multiplier, steps = noise_multiplier / math.sqrt(steps), 1
-    bound = _rdp_epsilon(noise_multiplier, sample_rate, steps, delta)
+    bound = rdp_epsilon(noise_multiplier, sample_rate, steps, delta)
     if accountant == "prv":
-        bound = min(bound, _prv_epsilon(noise_multiplier, sample_rate, steps, delta))
+        bound = min(bound, prv_epsilon(noise_multiplier, sample_rate, steps, delta))
     return bound
 
 
@@ -203,140 +182,3 @@ def _check(*, sample_rate: float, steps: int, delta: float, accountant: str) -> 
         raise ValueError(
             f"privacy.accountant = {accountant!r} is unknown; choose one of {get_args(Accountant)}"
         )
-
-
-# --- RDP ------------------------------------------------------------------------------------------
-
-
-@functools.lru_cache(maxsize=1024)
-def _rdp(sigma: float, q: float) -> np.ndarray:
-    """One step's Renyi divergence at each of `_ORDERS`: float64, never below the true one."""
-    divergence = _ORDERS / (2 * sigma**2)  # without sampling: always a bound
-    if q < 1:
-        for i, order in enumerate(_ORDERS):
-            if order > _LARGEST_COMPUTED_ORDER:
-                break
-            try:
-                computed = float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=order))
-            except (ValueError, OverflowError):  # the series failed: keep the bound
-                continue
-            if not math.isnan(computed):
-                sampled = max(computed, 0.0) + _RDP_SLACK / (order - 1)
-                divergence[i] = min(divergence[i], sampled)
-    divergence.setflags(write=False)  # it is shared by the cache
-    return divergence
-
-
-def _rdp_epsilon(sigma: float, q: float, steps: int, delta: float) -> float:
-    """RDP's bound, by the conversion of Balle et al. 2020, theorem 21."""
-    spent = (
-        steps * _rdp(sigma, q)
-        + np.log1p(-1 / _ORDERS)
-        - (math.log(delta) + np.log(_ORDERS)) / (_ORDERS - 1)
-    )
-    return max(0.0, float(spent.min()))
-
-
-def _loss_bound(sigma: float, q: float, steps: int, probability: float) -> float:
-    """What the privacy loss of `steps` steps exceeds, up or down, with at most `probability`.
-
-    Chernoff: E[exp((order - 1) * loss)] = exp((order - 1) * divergence).
-    """
-    tail = steps * _rdp(sigma, q) - math.log(probability) / (_ORDERS - 1)
-    return float(tail.min())
-
-
-# --- PRV ------------------------------------------------------------------------------------------
-
-
-class _Truncated(prv.TruncatedPrivacyRandomVariable):  # type: ignore[misc]
-    """Opacus' truncated privacy loss, its mean precise enough to be multiplied by 100,000 steps.
-
-    Opacus integrates the CDF, to 1e-7 at worst: 0.01 of epsilon after 100,000 steps.
-    """
-
-    def mean(self) -> float:
-        """Gauss-Legendre over the mechanism's output x: the loss is smooth in it."""
-        sigma, q = self._prv.noise_multiplier, self._prv.sample_rate
-
-        def output(loss: float) -> float:
-            ratio = (math.expm1(loss) + q) / q  # dN(1, sigma) / dN(0, sigma) at x
-            return sigma**2 * math.log(ratio) + 0.5 if ratio > 0 else -math.inf
-
-        low, high = max(output(self.t_min), -39 * sigma), min(output(self.t_max), 1 + 39 * sigma)
-        nodes, weights = np.polynomial.legendre.leggauss(20)
-        edges = np.linspace(low, high, 1001)
-        half = np.diff(edges)[:, None] / 2
-        x = edges[:-1, None] + half * (1 + nodes)
-        absent = np.exp(-(x**2) / (2 * sigma**2))
-        present = np.exp(-((x - 1) ** 2) / (2 * sigma**2))
-        mass = half * weights * ((1 - q) * absent + q * present)
-        loss = np.logaddexp(np.log1p(-q), math.log(q) + (2 * x - 1) / (2 * sigma**2))
-        return float((mass * loss).sum() / mass.sum())
-
-
-@functools.lru_cache(maxsize=1024)
-def _prv_epsilon(sigma: float, q: float, steps: int, delta: float) -> float:
-    """PRV's upper bound; inf, and a log line, where its numbers cannot be trusted."""
-    rough, best, last_error = _rdp_epsilon(sigma, q, steps, delta), math.inf, math.inf
-    for _ in range(4):  # `rough` may overestimate, and then so does the first error bar
-        error = _prv_eps_error(sigma, q, steps, delta, max(rough / 250, _PRV_MIN_EPS_ERROR))
-        if error is None or error >= last_error:
-            break
-        last_error = error
-        try:
-            with np.errstate(all="ignore"):  # log(0) and the like, which Opacus masks afterwards
-                bound = _prv_compose(sigma, q, steps, delta, error)
-        except (ArithmeticError, IndexError, RuntimeError, ValueError) as why:
-            logger.info("PRV accounting failed: %s", why)
-            break
-        if not math.isfinite(bound):
-            break
-        best = rough = min(best, bound)
-        if error < best / 200 or error <= _PRV_MIN_EPS_ERROR:
-            break
-    if best == math.inf:
-        logger.info("PRV is out of its depth at sigma=%g, q=%g, %d steps: RDP", sigma, q, steps)
-    return best
-
-
-def _prv_eps_error(
-    sigma: float, q: float, steps: int, delta: float, allowed: float
-) -> float | None:
-    """The half-width of the error bar to ask for; None if out of reach."""
-    if _fft_noise(steps) > delta / 20:
-        return None
-    wanted = min(_PRV_EPS_ERROR, allowed)
-    loss, mesh = _prv_domain(sigma, q, steps, delta, wanted)
-    if loss > _PRV_MAX_LOSS:
-        return None
-    relaxed = wanted * max(1.0, 2 * loss / mesh / _PRV_MAX_GRID)
-    return relaxed if relaxed <= max(allowed, _PRV_EPS_ERROR) else None
-
-
-def _prv_domain(
-    sigma: float, q: float, steps: int, delta: float, eps_error: float
-) -> tuple[float, float]:
-    """Half-width and mesh of the grid of privacy losses (Gopi et al., theorem 5.5, remark 5.6)."""
-    delta_error = delta / 1000
-    loss = eps_error + max(
-        _loss_bound(sigma, q, steps, delta_error / 4),
-        _loss_bound(sigma, q, 1, delta_error / (8 * steps)),
-    )
-    mesh = eps_error / math.sqrt(steps * math.log(12 / delta_error) / 2)
-    return loss, mesh
-
-
-def _prv_compose(sigma: float, q: float, steps: int, delta: float, eps_error: float) -> float:
-    loss, mesh = _prv_domain(sigma, q, steps, delta, eps_error)
-    domain = prv.Domain.create_aligned(-loss, loss, mesh)
-    one = prv.PoissonSubsampledGaussianPRV(q, sigma)
-    step = prv.discretize(_Truncated(one, domain.t_min, domain.t_max), domain)
-    total = prv.compose_heterogeneous([step], [steps])
-    _, _, upper = total.compute_epsilon(delta, delta / 1000 + _fft_noise(steps), eps_error)
-    return max(0.0, float(upper))
-
-
-def _fft_noise(steps: int) -> float:
-    """What float64 may add to or take from delta in the power of a Fourier transform."""
-    return steps * 4e-15

@@ -1,0 +1,210 @@
+"""Small Llamas laid over a mesh as training does, and the one-process loop they are held against.
+
+Import it in worker processes only (it builds process groups), except for `reference_*`.
+"""
+
+import copy
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import torchtitan_dp.distributed  # noqa: F401
+
+# isort: split
+from torchtitan.distributed import ParallelDims
+
+from torchtitan_dp.cli import load_config
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.distributed.parallelize import parallelize_llama, trained_fsdp_modules
+from torchtitan_dp.gradients.microbatch import MicrobatchGradients
+from torchtitan_dp.gradients.reduction import ReductionGroups
+from torchtitan_dp.models.llama3 import Llama, LlamaArgs, canonical_name, trainable_parameters
+from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.privacy.sampling import deal
+
+T = 32
+VOCABULARY = 37  # no mesh divides it
+ARGS = LlamaArgs(
+    dim=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=VOCABULARY, multiple_of=4, max_seq_len=T
+)
+
+
+def config(*overrides: str, degrees: tuple[int, int, int] = (1, 1, 1)) -> JobConfig:
+    """A checked configuration for the mesh (dp_replicate, dp_shard, cp)."""
+    names = ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
+    mesh = [f"--parallelism.{n}_degree={d}" for n, d in zip(names, degrees, strict=True)]
+    basics = [
+        "--privacy.noise_multiplier=1",
+        "--privacy.delta=1e-5",
+        "--training.global_batch_size=4",
+        "--training.mixed_precision_param=float32",
+        f"--training.seq_len={T}",
+        "--activation_checkpoint.mode=none",
+    ]
+    return load_config([*basics, *mesh, *overrides], int(np.prod(degrees)))
+
+
+@dataclasses.dataclass
+class Built:
+    """A parallelized model and what accumulates its clipped gradients, on this rank."""
+
+    model: Llama
+    gradients: MicrobatchGradients
+    losses: SampleLosses
+    dims: ParallelDims
+    groups: ReductionGroups
+    parameters: dict[str, nn.Parameter]
+
+    def clipped_sum(
+        self, tokens_NT: torch.Tensor, labels_NT: torch.Tensor, batch_size: int = 1
+    ) -> tuple[dict[str, torch.Tensor], list[float]]:
+        """The step's sum over all ranks as whole tensors by name, and this rank's norms."""
+        norms = self.accumulate(tokens_NT, labels_NT, batch_size)
+        total = self.gradients.take_sum()
+        whole = {name: self.whole(name, flat) for name, flat in total.items()}
+        self.gradients.reset()
+        return whole, norms
+
+    def accumulate(
+        self, tokens_NT: torch.Tensor, labels_NT: torch.Tensor, batch_size: int = 1
+    ) -> list[float]:
+        """Deal the samples out over the data-parallel ranks and accumulate this rank's."""
+        norms = []
+        for slot in self.slots(len(tokens_NT), batch_size):
+            loss_1 = self.losses(*sample(tokens_NT, labels_NT, slot))
+            clip = self.gradients.accumulate_clipped(loss_1[0], torch.tensor(slot >= 0))
+            norms.append(clip.norm_B.item())
+        return norms
+
+    def slots(self, samples: int, batch_size: int = 1) -> list[int]:
+        """The samples that this rank's data-parallel rank is dealt, in order; -1 is padding."""
+        ranks = self.dims.dp_replicate * self.dims.dp_shard
+        rank = torch.distributed.get_rank() // self.dims.cp
+        dealt = deal(np.arange(samples), ranks=ranks, rank=rank, batch_size=batch_size)
+        return [slot for slots in dealt for slot in slots.tolist()]
+
+    def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
+        """Gather a flat local shard."""
+        from torchtitan_dp.optimizer import _as_gradient_of
+
+        return _as_gradient_of(self.parameters[name], flat.clone()).full_tensor()
+
+
+def sample(
+    tokens_NT: torch.Tensor, labels_NT: torch.Tensor, slot: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One sample of a batch of 1; slot -1 is padding."""
+    if slot >= 0:
+        return tokens_NT[slot : slot + 1], labels_NT[slot : slot + 1]
+    return torch.zeros_like(tokens_NT[:1]), torch.full_like(labels_NT[:1], -100)
+
+
+def build(
+    degrees: tuple[int, int, int] = (1, 1, 1),
+    *overrides: str,
+    args: LlamaArgs = ARGS,
+    frozen: str | None = None,
+    max_grad_norm: float = 1.0,
+    edit: Any = None,
+) -> Built:
+    """What `DPTrainer` builds, for a small model.
+
+    Args:
+        frozen: parameters whose name contains this are not trained.
+        edit: called with the model after its weights are set.
+    """
+    job_config = config(*overrides, degrees=degrees)
+    replicate, shard, cp = degrees
+    dims = ParallelDims(replicate, shard, cp, 1, 1, 1, 1, replicate * shard * cp)
+    dims.build_mesh()
+    with torch.device("meta"):
+        model = Llama(copy.deepcopy(args))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(frozen is None or frozen not in name)
+    parallelize_llama(model, dims, job_config)
+    model.to_empty(device="cpu")
+    model.init_weights()
+    if edit is not None:
+        with torch.no_grad():
+            edit(model)
+    parameters = trainable_parameters(model)
+    groups = ReductionGroups.build("cpu", degrees)
+    gradients = MicrobatchGradients(
+        parameters,
+        trained_fsdp_modules(model),
+        groups,
+        max_grad_norm=max_grad_norm,
+        clip_function=job_config.privacy.clip_function,
+    )
+    losses = SampleLosses(
+        model,
+        torch.device("cpu"),
+        dims.get_optional_mesh("cp"),
+        job_config.parallelism.context_parallel_load_balancer,
+    )
+    return Built(model, gradients, losses, dims, groups, parameters)
+
+
+def data(samples: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples of different lengths, one of which ends in its first quarter."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens_NT = torch.randint(0, VOCABULARY, (samples, T), generator=generator)
+    labels_NT = torch.randint(0, VOCABULARY, (samples, T), generator=generator)
+    for row in range(samples):
+        labels_NT[row, (T // 5, T, T - 3, T // 2)[row % 4] :] = -100
+    return tokens_NT, labels_NT
+
+
+def reference_model(args: LlamaArgs = ARGS) -> Llama:
+    """The same weights in one process, without any parallelism."""
+    model = Llama(copy.deepcopy(args))
+    model.init_weights()
+    return model
+
+
+def reference_gradients(
+    model: nn.Module, tokens_NT: torch.Tensor, labels_NT: torch.Tensor
+) -> list[dict[str, torch.Tensor]]:
+    """The one-process loop of single samples: each sample's whole gradient, by name."""
+    gradients = []
+    for tokens_T, labels_T in zip(tokens_NT, labels_NT, strict=True):
+        model.zero_grad()
+        loss = F.cross_entropy(model(tokens_T[None])[0], labels_T, ignore_index=-100)
+        if (labels_T >= 0).any():
+            loss.backward()
+        gradients.append(
+            {
+                canonical_name(name): torch.zeros_like(p) if p.grad is None else p.grad.clone()
+                for name, p in model.named_parameters()
+                if p.requires_grad
+            }
+        )
+    return gradients
+
+
+def norm(gradient: dict[str, torch.Tensor]) -> float:
+    return torch.cat([g.flatten().double() for g in gradient.values()]).norm().item()
+
+
+def reference_sum(
+    gradients: list[dict[str, torch.Tensor]], max_grad_norm: float
+) -> dict[str, torch.Tensor]:
+    """The sum of gradients clipped to `max_grad_norm`, in fp64."""
+    total: dict[str, torch.Tensor] = {}
+    for gradient in gradients:
+        factor = min(1.0, max_grad_norm / max(norm(gradient), 1e-30))
+        for name, g in gradient.items():
+            total[name] = total.get(name, 0) + factor * g.double()
+    return total
+
+
+def relative_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Of the concatenated whole, in l2."""
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    a = torch.cat([actual[name].flatten().double() for name in sorted(actual)])
+    e = torch.cat([expected[name].flatten().double() for name in sorted(expected)])
+    return ((a - e).norm() / e.norm()).item()

@@ -1,0 +1,95 @@
+"""The clipped sum on every mesh equals a one-process loop of single samples.
+
+Hazard rows 1, 2, 3, 6 (both load balancers), 27, 28 and the compiled case.
+"""
+
+import dataclasses
+
+import pytest
+
+from tests.ranks import on_ranks
+
+MESHES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1)]
+
+
+def error_on_this_rank(
+    degrees: tuple[int, int, int], overrides: list[str], changes: dict[str, object], C: float
+) -> tuple[float, float]:
+    """(error of the clipped sum, error of the norms) against the loop."""
+    from tests import build
+
+    args = dataclasses.replace(build.ARGS, **changes)
+    tokens_NT, labels_NT = build.data(samples=3)
+    built = build.build(degrees, *overrides, args=args, max_grad_norm=C)
+    actual, norms = built.clipped_sum(tokens_NT, labels_NT)
+    gradients = build.reference_gradients(build.reference_model(args), tokens_NT, labels_NT)
+    true_norms = [build.norm(gradient) for gradient in gradients]
+    mine = built.slots(len(tokens_NT))
+    norm_errors = [abs(n / true_norms[i] - 1) for n, i in zip(norms, mine, strict=True) if i >= 0]
+    error = build.relative_error(actual, build.reference_sum(gradients, C))
+    return error, max(norm_errors, default=0.0)
+
+
+def check(degrees, *overrides: str, tolerance: float = 1e-5, C: float = 1.0, **changes: object):
+    world_size = degrees[0] * degrees[1] * degrees[2]
+    results = on_ranks(world_size, error_on_this_rank, degrees, list(overrides), changes, C)
+    for error, norm_error in results:
+        # clip() aims at C (1 - 1e-5)
+        assert error < tolerance + 1e-5, (error, norm_error)
+        assert norm_error < tolerance, (error, norm_error)
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_every_mesh(degrees):
+    check(degrees)
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_tied_embeddings_count_once(degrees):
+    check(degrees, tie_embeddings=True)
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 2, 2)], ids=str)
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("early_stop", ["early_stop", "no_early_stop"])
+def test_activation_checkpointing(degrees, mode, early_stop):
+    check(
+        degrees,
+        f"--activation_checkpoint.mode={mode}",
+        f"--activation_checkpoint.{early_stop}",
+        "--activation_checkpoint.selective_ac_option=1",
+    )
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
+def test_selective_op_checkpointing(degrees):
+    check(
+        degrees,
+        "--activation_checkpoint.mode=selective",
+        "--activation_checkpoint.selective_ac_option=op",
+    )
+
+
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize("balancer", ["headtail", "None"])
+@pytest.mark.parametrize("cp", [2, 4])
+def test_ring_variants(rotate, balancer, cp):
+    check(
+        (1, 1, cp),
+        f"--parallelism.context_parallel_rotate_method={rotate}",
+        "--parallelism.context_parallel_load_balancer",
+        balancer,
+    )
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
+def test_bf16_compute_with_fp32_reduction(degrees):
+    check(degrees, "--training.mixed_precision_param=bfloat16", tolerance=3e-2)
+
+
+def test_compiled_blocks():
+    check((1, 1, 2), "--compile.enable", tolerance=2e-5)
+
+
+def test_no_clipping_below_the_bound():
+    check((1, 2, 2), C=1e6)

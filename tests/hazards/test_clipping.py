@@ -1,0 +1,399 @@
+"""Hazards of clipping, by row of the list of what silently breaks DP: real meshes, gloo, fp32.
+
+Rows 1, 2, 6, 27 and 28 are also held against the one-process loop on every mesh by
+tests/gradients/test_exactness.py.
+"""
+
+import math
+
+import pytest
+import torch
+
+from tests.ranks import on_ranks
+
+# Row 1: a norm lacks the other CP ranks' part, or sums partial norms.
+
+
+def norms_and_true_norms(degrees):
+    from tests import build
+
+    tokens_NT, labels_NT = build.data()
+    built = build.build(degrees)
+    _, norms = built.clipped_sum(tokens_NT, labels_NT)
+    gradients = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
+    return norms, [build.norm(g) for g in gradients]
+
+
+@pytest.mark.parametrize("cp", [1, 2, 4])
+def test_row01_norms_are_of_the_whole_gradient(cp):
+    for norms, true_norms in on_ranks(cp, norms_and_true_norms, (1, 1, cp)):
+        assert norms == pytest.approx(true_norms, rel=1e-5)
+
+
+# Row 2: a replicated or uneven parameter counted N_cp times, or not at all.
+
+
+def norm_of_each_parameter(degrees):
+    """Each parameter's part of one unclipped gradient and the true one; and the whole's norm."""
+    from tests import build
+
+    tokens_NT, labels_NT = build.data(samples=1)
+    (true,) = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
+    built = build.build(degrees, max_grad_norm=1e6)
+    actual, norms = built.clipped_sum(tokens_NT, labels_NT)
+    parts = {
+        name: (g.double().norm().item(), true[name].double().norm().item())
+        for name, g in actual.items()
+    }
+    return parts, norms[0]
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 1, 4), (1, 2, 2)], ids=str)
+def test_row02_every_parameter_counts_once(degrees):
+    """Sizes that no mesh divides: 37 tokens, dim 24 in 4 ranks; each name's part is exact."""
+    world_size = math.prod(degrees)
+    each, total = on_ranks(world_size, norm_of_each_parameter, degrees)[0]
+    for name, (actual, expected) in each.items():
+        assert actual == pytest.approx(expected, rel=1e-5), name
+    parts = math.sqrt(sum(expected**2 for _, expected in each.values()))
+    assert total == pytest.approx(parts, rel=1e-5)
+
+
+# Row 3: samples merged across data-parallel ranks before clipping.
+
+
+def sum_of_samples(degrees, rows, C):
+    """The norm of the sum of the given samples' clipped gradients, and each one's own."""
+    from tests import build
+
+    tokens_NT, labels_NT = build.data(samples=2)
+    built = build.build(degrees, max_grad_norm=C)
+    total, norms = built.clipped_sum(tokens_NT[rows], labels_NT[rows])
+    return build.norm(total), norms
+
+
+@pytest.mark.parametrize("degrees", [(1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_row03_identical_samples_on_two_ranks_add_to_2C(degrees):
+    results = on_ranks(math.prod(degrees), sum_of_samples, degrees, [1, 1], 0.1)
+    for norm, norms in results:
+        assert all(n > 0.1 for n in norms)
+        assert norm == pytest.approx(0.2, rel=1e-4)
+
+
+def opposite_gradients(degrees):
+    """Samples with gradients +C u and -10 C u: after clipping they cancel."""
+    from tests import build
+
+    built = build.build(degrees)
+    scale = (1.0, -10.0)[torch.distributed.get_rank() // degrees[2]]
+    # The loss scaled by hand: the same sample, weighed +1 / |g| and -10 / |g|.
+    tokens_NT, labels_NT = build.data(samples=1)
+    (gradient,) = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
+    loss_1 = built.losses(tokens_NT, labels_NT)
+    built.gradients.accumulate_clipped(
+        loss_1[0] * (scale / build.norm(gradient)), torch.tensor(True)
+    )
+    total = {n: built.whole(n, flat) for n, flat in built.gradients.take_sum().items()}
+    return build.norm(total)
+
+
+@pytest.mark.parametrize("degrees", [(1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_row03_opposite_samples_cancel_after_clipping(degrees):
+    for norm in on_ranks(math.prod(degrees), opposite_gradients, degrees):
+        assert norm < 1e-4  # unclipped they would leave 9
+
+
+# Row 4: clipping the microbatch's sum.
+
+
+def sums_at_batch_sizes(degrees):
+    from tests import build
+
+    tokens_NT, labels_NT = build.data(samples=4)
+    built = build.build(degrees)
+    one, _ = built.clipped_sum(tokens_NT, labels_NT, batch_size=1)
+    two, _ = built.clipped_sum(tokens_NT, labels_NT, batch_size=2)
+    return build.relative_error(two, one)
+
+
+def test_row04_microbatches_of_two_equal_two_of_one():
+    assert max(on_ranks(2, sums_at_batch_sizes, (1, 1, 2))) < 1e-6
+
+
+# Row 5 and 7: a sample's gradient depends on others; one record sees another.
+
+
+def gradient_of_first_with_others(degrees):
+    """Sample 0's contribution: alone, and as the difference that it makes among others."""
+    from tests import build
+
+    tokens_NT, labels_NT = build.data(samples=3)
+    other_tokens_NT, other_labels_NT = build.data(samples=3, seed=9)
+    built = build.build(degrees)
+    norms = []
+    for tokens, labels in (
+        (tokens_NT[:1], labels_NT[:1]),
+        (tokens_NT, labels_NT),
+        (
+            torch.cat([tokens_NT[:1], other_tokens_NT]),
+            torch.cat([labels_NT[:1], other_labels_NT]),
+        ),
+    ):
+        own = []
+        for slot in range(len(tokens)):
+            loss_1 = built.losses(tokens[slot : slot + 1], labels[slot : slot + 1])
+            clip = built.gradients.accumulate_clipped(loss_1[0], torch.tensor(True))
+            own.append((loss_1.item(), clip.norm_B.item()))
+        built.gradients.reset()
+        norms.append(own[0])
+    return norms
+
+
+def test_row05_and_07_a_sample_knows_no_other():
+    for alone, among_some, among_others in on_ranks(2, gradient_of_first_with_others, (1, 1, 2)):
+        assert alone == among_some == among_others  # bit-identical
+
+
+# Row 6: padding, and labels that all lie on one rank.
+
+
+def empty_record(degrees):
+    from tests import build
+
+    tokens_NT, labels_NT = build.data(samples=2)
+    labels_NT[0] = -100
+    built = build.build(degrees)
+    loss_1 = built.losses(tokens_NT[:1], labels_NT[:1])
+    clip = built.gradients.accumulate_clipped(loss_1[0], torch.tensor(True))
+    total = built.gradients.take_sum()
+    return loss_1.item(), clip.norm_B.item(), max(t.abs().max().item() for t in total.values())
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_row06_a_record_without_tokens_is_exactly_zero(cp):
+    for loss, norm, largest in on_ranks(cp, empty_record, (1, 1, cp)):
+        assert (loss, norm, largest) == (0.0, 0.0, 0.0)
+
+
+# Row 13: bf16 norms or accumulators.
+
+
+def small_adds(degrees):
+    """1,000 adds of one small gradient to a large sum, and dtypes at each stage."""
+    from tests import build
+
+    tokens_NT, labels_NT = build.data(samples=2)
+    built = build.build(degrees, "--training.mixed_precision_param=bfloat16", max_grad_norm=1e-3)
+    built.clipped_sum(tokens_NT, labels_NT)
+    for _ in range(1000):
+        loss_1 = built.losses(tokens_NT[1:], labels_NT[1:])
+        built.gradients.accumulate_clipped(loss_1[0], torch.tensor(True))
+    total = built.gradients.take_sum()
+    dtypes = {t.dtype for t in total.values()} | {p.dtype for p in built.model.parameters()}
+    return build.norm({n: built.whole(n, t) for n, t in total.items()}), dtypes
+
+
+def test_row13_a_thousand_small_adds():
+    norm, dtypes = on_ranks(1, small_adds, (1, 1, 1))[0]
+    assert norm == pytest.approx(1.0, rel=1e-4)  # bf16 accumulation stalls near 0.25
+    assert dtypes == {torch.float32}
+
+
+def test_row13_norms_of_large_tensors():
+    """One fp32 norm of 2^27 elements on CPU is 0.5% short."""
+    from torchtitan_dp.privacy.clipping import squared_norm
+
+    flat = torch.full((2**27 + 17,), 0.75)
+    assert squared_norm(flat).item() == pytest.approx(flat.numel() * 0.5625, rel=1e-7)
+
+
+def test_row13_clipped_norm_never_exceeds_C():
+    from torchtitan_dp.privacy.clipping import clip, squared_norm
+
+    generator = torch.Generator().manual_seed(0)
+    for function in ("vanilla", "automatic"):
+        for scale in (0.3, 0.999, 1.0, 1.0001, 1e4, 1e18):
+            g = torch.randn(10_001, generator=generator)
+            g = g / g.double().norm().float() * scale
+            c = clip(
+                squared_norm(g)[None],
+                torch.tensor([True]),
+                max_grad_norm=1.0,
+                clip_function=function,
+            )
+            assert (g * c.factor_B[0]).double().norm().item() <= 1.0, (function, scale)
+
+
+# Rows 17, 18: padding, and ranks with different numbers of samples.
+
+
+def uneven_draws(degrees, counts):
+    from tests import build
+
+    built = build.build(degrees)
+    errors = []
+    for count in counts:
+        tokens_NT, labels_NT = build.data(samples=count)
+        total, norms = built.clipped_sum(tokens_NT, labels_NT)
+        if count == 0:
+            assert not norms
+            errors.append(build.norm(total))
+            continue
+        reference = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
+        errors.append(build.relative_error(total, build.reference_sum(reference, 1.0)))
+    return errors
+
+
+@pytest.mark.parametrize("degrees", [(1, 2, 1), (2, 1, 2)], ids=str)
+def test_row17_draws_of_any_size_keep_ranks_in_lockstep(degrees):
+    for errors in on_ranks(math.prod(degrees), uneven_draws, degrees, [0, 1, 3, 0, 2]):
+        assert errors[0] == errors[3] == 0.0
+        assert max(errors) < 3e-5
+
+
+def padding_with_poisoned_weights(degrees):
+    from tests import build
+
+    built = build.build(degrees)
+    tokens_NT, labels_NT = build.data(samples=1)
+    loss_1 = built.losses(tokens_NT, labels_NT)  # even a real gradient counts nothing as padding
+    built.gradients.accumulate_clipped(loss_1[0], torch.tensor(False))
+    return max(t.abs().max().item() for t in built.gradients.take_sum().values())
+
+
+def test_row18_padding_adds_exactly_zero():
+    assert on_ranks(2, padding_with_poisoned_weights, (1, 1, 2)) == [0.0, 0.0]
+
+
+# Row 22: a NaN or Inf sample.
+
+
+def poisoned(degrees, value):
+    """A good sample's sum with and without a poisoned one before it."""
+    from tests import build
+
+    built = build.build(degrees)
+    tokens_NT, labels_NT = build.data(samples=2)
+
+    def total(poison):
+        for slot, factor in ((0, value), (1, 1.0)):
+            if slot == 0 and not poison:
+                continue
+            loss_1 = built.losses(tokens_NT[slot : slot + 1], labels_NT[slot : slot + 1])
+            # Only one rank of the group sees the poison.
+            first = torch.distributed.get_rank() % degrees[2] == 0
+            loss = loss_1[0] * (factor if first else 1.0)
+            built.gradients.accumulate_clipped(loss, torch.tensor(True))
+        result = {n: t.clone() for n, t in built.gradients.take_sum().items()}
+        built.gradients.reset()
+        return result
+
+    with_poison, without = total(True), total(False)
+    return all(torch.equal(with_poison[n], without[n]) for n in without)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e38], ids=str)
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
+def test_row22_a_poisoned_sample_contributes_exactly_zero(degrees, value):
+    assert all(on_ranks(math.prod(degrees), poisoned, degrees, value))
+
+
+# Row 26: TorchTitan's own clipping.
+
+
+def test_row26_max_norm_is_refused():
+    from tests import build
+
+    with pytest.raises(ValueError, match=r"training\.max_norm = 1\.0"):
+        build.config("--training.max_norm=1.0")
+    assert build.config().training.max_norm == 0
+
+
+# Row 27: checkpointed recomputation keeps activations.
+
+
+def live_tensors(degrees, mode):
+    import gc
+
+    from tests import build
+
+    built = build.build(
+        degrees,
+        f"--activation_checkpoint.mode={mode}",
+        "--activation_checkpoint.selective_ac_option=1",
+    )
+    tokens_NT, labels_NT = build.data(samples=1)
+
+    def count():
+        gc.collect()
+        return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
+
+    counts = []
+    for _ in range(5):
+        for _ in range(10):
+            built.accumulate(tokens_NT, labels_NT)
+            built.gradients.take_sum()
+            built.gradients.reset()
+        counts.append(count())
+    return counts
+
+
+@pytest.mark.parametrize("mode", ["none", "full", "selective"])
+def test_row27_live_tensors_stay_flat_over_50_steps(mode):
+    for counts in on_ranks(2, live_tensors, (1, 1, 2), mode):
+        assert len(set(counts)) == 1, counts
+
+
+# Row 29: the accumulator aliases .grad.
+
+
+def two_microbatches(degrees):
+    from tests import build
+
+    built = build.build(degrees)
+    tokens_NT, labels_NT = build.data(samples=2)
+    both, _ = built.clipped_sum(tokens_NT, labels_NT)
+    first, _ = built.clipped_sum(tokens_NT[:1], labels_NT[:1])
+    second, _ = built.clipped_sum(tokens_NT[1:], labels_NT[1:])
+    return build.relative_error(both, {n: first[n] + second[n] for n in first})
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_row29_two_microbatches_are_the_explicit_sum(cp):
+    assert max(on_ranks(cp, two_microbatches, (1, 1, cp))) < 1e-6
+
+
+# Row 36: frozen and unused parameters.
+
+
+def frozen_layer(degrees, frozen):
+    from tests import build
+    from torchtitan_dp.optimizer import DPOptimizer
+
+    built = build.build(degrees, frozen=frozen)
+    before = {n: p.full_tensor().clone() for n, p in built.model.named_parameters()}
+    optimizer = torch.optim.AdamW(list(built.parameters.values()), lr=0.1, weight_decay=0.1)
+    dp = DPOptimizer(
+        optimizer,
+        built.parameters,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=1,
+    )
+    tokens_NT, labels_NT = build.data(samples=1)
+    norms = built.accumulate(tokens_NT, labels_NT)
+    dp.step(built.gradients.take_sum(), bytes(32))
+    changed = {
+        n: not torch.equal(before[n], p.full_tensor()) for n, p in built.model.named_parameters()
+    }
+    (reference,) = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
+    expected = build.norm({n: g for n, g in reference.items() if frozen not in n})
+    return changed, norms, expected
+
+
+@pytest.mark.parametrize("frozen", ["layers.0.", "tok_embeddings"])
+def test_row36_frozen_is_bit_identical_and_the_rest_is_in_the_norm(frozen):
+    for changed, norms, expected in on_ranks(2, frozen_layer, (1, 1, 2), frozen):
+        assert changed == {name: frozen not in name for name in changed}
+        if norms:
+            assert norms == pytest.approx([expected], rel=1e-5)

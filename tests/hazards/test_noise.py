@@ -1,0 +1,134 @@
+"""Hazards of noise and of the update, by row, on real meshes: rows 8, 9, 10, 12, 14, 16, 36.
+
+What noise is at a position, and rows 11, 39 and 40, are held by tests/privacy.
+"""
+
+import math
+
+import pytest
+import torch
+
+from tests.ranks import on_ranks
+
+KEY = bytes(range(32))
+
+
+def gradients_handed_to_adam(degrees, *, microbatches, sigma, C, batch, key=KEY):
+    """The whole gradients, by name, that the inner optimizer sees, for padding samples only."""
+    from tests import build
+    from torchtitan_dp.optimizer import DPOptimizer
+
+    built = build.build(degrees, max_grad_norm=C)
+
+    class Recorder(torch.optim.SGD):
+        def step(self, closure=None):
+            self.seen = {n: p.grad.full_tensor().clone() for n, p in built.parameters.items()}
+
+    recorder = Recorder(list(built.parameters.values()), lr=0.0)
+    dp = DPOptimizer(
+        recorder,
+        built.parameters,
+        noise_multiplier=sigma,
+        max_grad_norm=C,
+        expected_batch_size=batch,
+    )
+    tokens_NT, labels_NT = build.data(samples=1)
+    for _ in range(microbatches):
+        loss_1 = built.losses(tokens_NT, torch.full_like(labels_NT, -100))
+        built.gradients.accumulate_clipped(loss_1[0], torch.tensor(True))
+    dp.step(built.gradients.take_sum(), key)
+    return recorder.seen
+
+
+def noise_of(degrees, microbatches, sigma, C, batch, key=KEY):
+    return gradients_handed_to_adam(
+        degrees, microbatches=microbatches, sigma=sigma, C=C, batch=batch, key=key
+    )
+
+
+def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([gradients[n].flatten() for n in sorted(gradients)]).double()
+
+
+@pytest.mark.parametrize("microbatches", [0, 1, 3, 8])
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_row08_variance_is_sigma_C_over_batch(degrees, microbatches):
+    """Chi-squared, at 5 standard deviations, whatever the ranks and the microbatches."""
+    sigma, C, batch = 1.5, 0.5, 4.0
+    for gradients in on_ranks(math.prod(degrees), noise_of, degrees, microbatches, sigma, C, batch):
+        z = flat(gradients) / (sigma * C / batch)
+        assert abs(z.square().sum().item() - z.numel()) < 5 * math.sqrt(2 * z.numel())
+        assert abs(z.mean().item()) < 5 / math.sqrt(z.numel())
+
+
+def test_row09_no_run_of_noise_occurs_twice():
+    other = bytes(reversed(KEY))
+    gradients = [
+        flat(on_ranks(4, noise_of, (1, 2, 2), 0, 1.0, 1.0, 1.0, key)[0]) for key in (KEY, other)
+    ]
+    values = torch.cat(gradients)
+    runs = values.unfold(0, 4, 1)
+    assert len(torch.unique(runs, dim=0)) == len(runs)
+    first, second = gradients
+    correlation = torch.corrcoef(torch.stack([first, second]))[0, 1].item()
+    assert abs(correlation) < 5 / math.sqrt(len(first))
+
+
+def test_row12_noise_is_bit_identical_on_every_mesh():
+    meshes = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2)]
+    alone, *others = [on_ranks(math.prod(d), noise_of, d, 1, 1.0, 1.0, 1.0)[0] for d in meshes]
+    for other in others:
+        assert all(torch.equal(alone[name], other[name]) for name in alone)
+
+
+def hashes_after_steps(degrees):
+    from tests import build
+    from torchtitan_dp.optimizer import DPOptimizer
+
+    built = build.build(degrees)
+    optimizer = torch.optim.AdamW(list(built.parameters.values()), lr=1e-2)
+    dp = DPOptimizer(
+        optimizer,
+        built.parameters,
+        noise_multiplier=1.0,
+        max_grad_norm=1.0,
+        expected_batch_size=2,
+    )
+    for step in range(5):
+        built.accumulate(*build.data(samples=3, seed=step))
+        dp.step(built.gradients.take_sum(), bytes([step]) * 32)
+        built.gradients.reset()
+    return [p.to_local().double().sum().item() for p in built.model.parameters()]
+
+
+def test_row10_replicas_stay_identical():
+    ranks = on_ranks(4, hashes_after_steps, (2, 1, 2))
+    assert ranks[0] == ranks[2]
+    assert ranks[1] == ranks[3]
+    assert ranks[0] != ranks[1]  # different shards: the test would see a difference
+
+
+def update_of(degrees, samples, batch):
+    """The gradient handed on without noise, and the clipped sum."""
+    from tests import build
+    from torchtitan_dp.optimizer import DPOptimizer
+
+    built = build.build(degrees)
+    sgd = torch.optim.SGD(list(built.parameters.values()), lr=1.0)
+    before = {n: p.full_tensor().clone() for n, p in built.parameters.items()}
+    dp = DPOptimizer(
+        sgd, built.parameters, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=batch
+    )
+    built.accumulate(*build.data(samples=samples))
+    dp.step(built.gradients.take_sum(), KEY)
+    moved = {n: before[n] - p.full_tensor() for n, p in built.parameters.items()}
+    reference = build.reference_gradients(build.reference_model(), *build.data(samples=samples))
+    expected = {n: g / batch for n, g in build.reference_sum(reference, 1.0).items()}
+    return build.relative_error(moved, expected)
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+@pytest.mark.parametrize("degrees", [(1, 1, 2), (2, 1, 2)], ids=str)
+def test_row14_the_divisor_is_the_expected_batch(degrees, samples):
+    """Draws of 1 and of 3 samples are both divided by 5."""
+    assert max(on_ranks(math.prod(degrees), update_of, degrees, samples, 5)) < 1e-4

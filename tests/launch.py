@@ -1,0 +1,208 @@
+"""Starts real training runs as `run_train.sh` does: torchrun, its workers, one folder a run.
+
+The runs are tiny (4 steps of about 3 short records); most of their ten seconds are imports, so
+tests share them by module-scoped fixtures.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIG = ROOT / "train_configs" / "llama3_debug.toml"
+TIMEOUT_S = 120
+_MARK = "TORCHTITAN_DP_TEST_RUN"
+
+
+def write_records(folder: Path, count: int = 24) -> Path:
+    """A directory of short text files, each one record; the first is empty."""
+    folder.mkdir(parents=True)
+    for i in range(count):
+        (folder / f"record_{i:03}.txt").write_text(f"record {i} says {i * i} " * (i % 5))
+    return folder
+
+
+def arguments(folder: Path, data: Path, *overrides: str) -> list[str]:
+    """The command line of a tiny run, without target or noise; later overrides win.
+
+    The debug configuration sets `target_epsilon`; give `--privacy.noise_multiplier` through
+    `with_sigma` instead, since a key of a TOML can be overridden but not removed.
+    """
+    return [
+        f"--job.config_file={CONFIG}",
+        f"--job.dump_folder={folder}",
+        f"--training.dataset_path={data}",
+        "--training.seq_len=32",
+        "--training.global_batch_size=3",
+        "--training.steps=4",
+        "--privacy.accountant=rdp",  # quick
+        "--privacy.delta=1e-3",
+        "--data.heldout_fraction=0",
+        "--validation.no-enable",
+        "--metrics.log_freq=1",
+        "--checkpoint.interval=2",
+        "--checkpoint.keep_latest_k=0",
+        "--lr_scheduler.warmup_steps=1",
+        *overrides,
+    ]
+
+
+def with_sigma(config_folder: Path, sigma: float) -> str:
+    """The option that replaces the debug configuration's `target_epsilon` by a given noise."""
+    config_folder.mkdir(parents=True, exist_ok=True)
+    path = config_folder / f"sigma_{sigma}.toml"
+    text = CONFIG.read_text()
+    assert "target_epsilon = 8.0" in text
+    path.write_text(text.replace("target_epsilon = 8.0", f"noise_multiplier = {sigma}"))
+    return f"--job.config_file={path}"
+
+
+class Run:
+    """A run that was started; `finish` or `wait_for` it. Its processes bear a mark of their own."""
+
+    def __init__(
+        self,
+        overrides: list[str],
+        *,
+        world_size: int = 2,
+        program: tuple[str, ...] = ("-m", "torchtitan_dp.train"),
+        env: dict[str, str] | None = None,
+        log: Path,
+    ) -> None:
+        """
+        Args:
+            program: what torchrun starts on each rank.
+            log: file for the output of all ranks.
+        """
+        self.mark, self.log = uuid.uuid4().hex, log
+        log.parent.mkdir(parents=True, exist_ok=True)
+        torchrun = [
+            *(sys.executable, "-m", "torch.distributed.run"),
+            *("--nproc_per_node", str(world_size), "--rdzv_backend", "c10d"),
+            *("--rdzv_endpoint=localhost:0", "--role", "rank", "--tee", "3"),
+            *program,
+            *_last_config_first(overrides),
+        ]
+        # exec keeps the process id: the launcher is the process that `TORCHTITAN_DP_LAUNCHER_PID`
+        # names, as in run_train.sh.
+        script = 'export TORCHTITAN_DP_LAUNCHER_PID=$$; exec "$@"'
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                ["bash", "-c", script, "bash", *torchrun],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={
+                    **os.environ,
+                    "PYTHONPATH": str(ROOT),
+                    "OMP_NUM_THREADS": "1",
+                    "GLOO_SOCKET_IFNAME": "lo",
+                    "CUDA_VISIBLE_DEVICES": "",
+                    **(env or {}),
+                    _MARK: self.mark,
+                },
+            )
+
+    def finish(self, timeout_s: float = TIMEOUT_S) -> str:
+        """Wait for a good end; the output."""
+        try:
+            code = self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            self.end()
+            raise AssertionError(f"no end in {timeout_s} s:\n{self.output()}") from None
+        assert code == 0, f"exit code {code}:\n{self.output()}"
+        return self.output()
+
+    def wait_for(self, condition: Callable[[], bool], what: str) -> None:
+        """Poll until the condition holds; a run that ends before, or is too slow, is a failure."""
+        deadline = time.monotonic() + TIMEOUT_S
+        while not condition():
+            ended = self.process.poll() is not None
+            if (ended and not condition()) or time.monotonic() > deadline:
+                self.end()
+                raise AssertionError(f"{what} did not happen:\n{self.output()}")
+            time.sleep(0.02)
+
+    def output(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def processes(self) -> list[int]:
+        """All living processes of this run, the launcher first if it lives."""
+        found = []
+        for entry in Path("/proc").iterdir():
+            if not entry.name.isdigit():
+                continue
+            try:
+                environment = (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:  # it ended meanwhile
+                continue
+            if f"{_MARK}={self.mark}".encode() in environment.split(b"\0") and state != "Z":
+                found.append(int(entry.name))
+        return sorted(found, key=lambda pid: (pid != self.process.pid, pid))
+
+    def workers(self) -> list[int]:
+        """Its living ranks, by process id."""
+        found = []
+        for pid in self.processes():
+            try:
+                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+            except OSError:
+                continue
+            if any(entry.startswith(b"LOCAL_RANK=") for entry in environment):
+                found.append(pid)
+        return found
+
+    def kill(self, pids: list[int]) -> None:
+        """SIGKILL, at once."""
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+
+    def dies(self, timeout_s: float = 30) -> bool:
+        """Whether every process of the run ends by itself in time."""
+        deadline = time.monotonic() + timeout_s
+        while time.monotonic() < deadline:
+            self.process.poll()  # reaps the launcher
+            if not self.processes():
+                return True
+            time.sleep(0.05)
+        return False
+
+    def end(self) -> None:
+        """Clean up, whatever state it is in."""
+        while pids := self.processes():
+            self.kill(pids)
+            self.process.poll()
+            time.sleep(0.02)
+        self.process.wait(10)
+
+
+def train(overrides: list[str], *, log: Path, **options: Any) -> str:
+    """Run to the end; the output."""
+    run = Run(overrides, log=log, **options)
+    try:
+        return run.finish()
+    finally:
+        run.end()
+
+
+def privacy(folder: Path) -> dict[str, Any]:
+    """What `privacy.json` says."""
+    return json.loads((folder / "privacy.json").read_text())
+
+
+def _last_config_first(overrides: list[str]) -> list[str]:
+    """Keep the last `--job.config_file` only."""
+    configs = [o for o in overrides if o.startswith("--job.config_file=")]
+    return [*configs[-1:], *(o for o in overrides if not o.startswith("--job.config_file="))]

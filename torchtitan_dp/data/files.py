@@ -1,0 +1,149 @@
+"""Which files a path names, and a list of them that is kept off the heap.
+
+Names are relative to a root and sorted; the list is memory-mapped, so that ten million names cost
+no Python objects.
+"""
+
+import fnmatch
+import glob
+import hashlib
+import os
+import struct
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Python's library
+
+
+class Files(NamedTuple):
+    root: str
+    names: np.ndarray  # uint8: all relative names, one after the other
+    name_starts: np.ndarray  # (files + 1,) int64 into names
+    starts: np.ndarray  # (files + 1,) int64: where each begins if all lay one after the other
+    content_hash: str  # of relative names and sizes
+    place_hash: str  # of absolute paths, sizes and modification times
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def name(self, index: int) -> str:
+        start, end = self.name_starts[index : index + 2]
+        return os.fsdecode(self.names[start:end].tobytes())
+
+
+def list_files(root: str, names: Iterator[str], folder: str) -> Files:
+    """Stream the names and sizes into unnamed temporary files and map those.
+
+    Nothing is saved for a later run: telling that the list is unchanged takes the same walk.
+    """
+    content, place = hashlib.sha256(), hashlib.sha256()
+    name_end = byte_end = 0
+    with tempfile.TemporaryFile(dir=folder) as blob, tempfile.TemporaryFile(dir=folder) as spans:
+        spans.write(struct.pack("=qq", 0, 0))
+        for name in names:
+            path, raw = os.path.join(root, name), os.fsencode(name)
+            status = os.stat(path)
+            content.update(raw + struct.pack("=xq", status.st_size))  # x is NUL: ends the name
+            place.update(
+                os.fsencode(path) + struct.pack("=xqq", status.st_size, status.st_mtime_ns)
+            )
+            name_end, byte_end = name_end + len(raw), byte_end + status.st_size
+            blob.write(raw)
+            spans.write(struct.pack("=qq", name_end, byte_end))
+        blob.write(b"\0")  # an empty file cannot be mapped
+        blob.flush()
+        spans.flush()
+        span_array = np.memmap(spans, dtype=np.int64, mode="r").reshape(-1, 2)
+        name_array = np.memmap(blob, dtype=np.uint8, mode="r")
+    hashes = content.hexdigest(), place.hexdigest()
+    return Files(root, name_array, span_array[:, 0], span_array[:, 1], *hashes)
+
+
+def locate(format: str, path: str) -> tuple[str, Iterator[str]]:
+    if format == "text" and path == PYTHON_STDLIB:
+        root = sysconfig.get_path("stdlib")
+        return root, _walk(root, ["**", "*.py"], skipped=("site-packages", "dist-packages"))
+    full = os.path.abspath(os.path.expanduser(path)) if path else ""
+    if os.path.isfile(full):
+        return os.path.dirname(full), iter([os.path.basename(full)])
+    if os.path.isdir(full):
+        return full, _walk(full, ["**"] if format == "text" else ["**", "*.jsonl"])
+    parts = full.split("/")
+    magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
+    root = "/".join(parts[:magic]) or "/"
+    if magic is None or not os.path.isdir(root):
+        raise ValueError(
+            f"training.dataset_path = {path!r} does not exist: give a file, a folder or a glob"
+        )
+    return root, _walk(root, parts[magic:])
+
+
+def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iterator[str]:
+    """Relative names of the files below `root` that match, one component a pattern, sorted."""
+
+    def is_listed(parts: list[str]) -> bool:
+        return not any(_is_hidden(part) for part in parts) and _matches(parts, patterns)
+
+    def inside(path: str) -> list[str]:
+        return os.path.relpath(os.path.realpath(path), real_root).split("/")
+
+    real_root, entered = os.path.realpath(root), set()
+    pending = [""]  # the next one last; a folder ends in "/", which also sorts whole paths
+    while pending:
+        name = pending.pop()
+        if name and not name.endswith("/"):
+            yield name
+            continue
+        folder = os.path.join(root, name)
+        status = os.stat(folder)
+        if (status.st_dev, status.st_ino) in entered:  # a link back, or a second way in
+            continue
+        entered.add((status.st_dev, status.st_ino))
+        children = []
+        with os.scandir(folder) as entries:
+            for entry in entries:
+                if _is_hidden(entry.name) or entry.name in skipped:
+                    continue
+                child, is_link = name + entry.name, entry.is_symlink()
+                parts = child.split("/")
+                # os.path, unlike the entry, does not raise for a link to itself
+                is_folder = os.path.isdir(entry.path) if is_link else entry.is_dir()
+                is_file = os.path.isfile(entry.path) if is_link else entry.is_file()
+                if is_folder and _may_hold(parts, patterns):
+                    children.append(child + "/")
+                elif is_file and is_listed(parts):
+                    if is_link and is_listed(inside(entry.path)):
+                        continue  # listed already, under its own name
+                    children.append(child)
+        pending.extend(sorted(children, reverse=True))
+
+
+def _is_hidden(name: str) -> bool:
+    return name.startswith(".") or name == "__pycache__" or name.endswith(".pyc")
+
+
+def _matches(parts: list[str], patterns: list[str]) -> bool:
+    if not patterns:
+        return not parts
+    if patterns[0] == "**":
+        rest = patterns[1:]
+        return not rest or any(_matches(parts[i:], rest) for i in range(len(parts) + 1))
+    return (
+        bool(parts)
+        and fnmatch.fnmatchcase(parts[0], patterns[0])
+        and _matches(parts[1:], patterns[1:])
+    )
+
+
+def _may_hold(parts: list[str], patterns: list[str]) -> bool:
+    """Whether a folder can hold a match: keeps a glob from walking what it does not name."""
+    for part, pattern in zip(parts, patterns, strict=False):
+        if pattern == "**":
+            return True
+        if not fnmatch.fnmatchcase(part, pattern):
+            return False
+    return len(parts) < len(patterns)
