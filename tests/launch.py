@@ -15,6 +15,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "train_configs" / "llama3_debug.toml"
 TIMEOUT_S = 120
@@ -22,7 +26,7 @@ _MARK = "TORCHTITAN_DP_TEST_RUN"
 
 
 def write_records(folder: Path, count: int = 24) -> Path:
-    """A directory of short text files, each one record; the first is empty."""
+    """A directory of short text files, each one record; every fifth is empty."""
     folder.mkdir(parents=True)
     for i in range(count):
         (folder / f"record_{i:03}.txt").write_text(f"record {i} says {i * i} " * (i % 5))
@@ -30,11 +34,7 @@ def write_records(folder: Path, count: int = 24) -> Path:
 
 
 def arguments(folder: Path, data: Path, *overrides: str) -> list[str]:
-    """The command line of a tiny run, without target or noise; later overrides win.
-
-    The debug configuration sets `target_epsilon`; give `--privacy.noise_multiplier` through
-    `with_sigma` instead, since a key of a TOML can be overridden but not removed.
-    """
+    """The command line of a tiny run; later overrides win. The TOML sets `target_epsilon = 8`."""
     return [
         f"--job.config_file={CONFIG}",
         f"--job.dump_folder={folder}",
@@ -54,14 +54,9 @@ def arguments(folder: Path, data: Path, *overrides: str) -> list[str]:
     ]
 
 
-def with_sigma(config_folder: Path, sigma: float) -> str:
-    """The option that replaces the debug configuration's `target_epsilon` by a given noise."""
-    config_folder.mkdir(parents=True, exist_ok=True)
-    path = config_folder / f"sigma_{sigma}.toml"
-    text = CONFIG.read_text()
-    assert "target_epsilon = 8.0" in text
-    path.write_text(text.replace("target_epsilon = 8.0", f"noise_multiplier = {sigma}"))
-    return f"--job.config_file={path}"
+def with_sigma(sigma: float) -> tuple[str, str]:
+    """The overrides that replace the debug configuration's `target_epsilon` by a given noise."""
+    return "--privacy.target_epsilon=None", f"--privacy.noise_multiplier={sigma}"
 
 
 class Run:
@@ -88,7 +83,7 @@ class Run:
             *("--nproc_per_node", str(world_size), "--rdzv_backend", "c10d"),
             *("--rdzv_endpoint=localhost:0", "--role", "rank", "--tee", "3"),
             *program,
-            *_last_config_first(overrides),
+            *overrides,
         ]
         # exec keeps the process id: the launcher is the process that `TORCHTITAN_DP_LAUNCHER_PID`
         # names, as in run_train.sh.
@@ -106,6 +101,7 @@ class Run:
                     "OMP_NUM_THREADS": "1",
                     "GLOO_SOCKET_IFNAME": "lo",
                     "CUDA_VISIBLE_DEVICES": "",
+                    "XDG_CACHE_HOME": str(log.parent / "cache"),
                     **(env or {}),
                     _MARK: self.mark,
                 },
@@ -202,7 +198,20 @@ def privacy(folder: Path) -> dict[str, Any]:
     return json.loads((folder / "privacy.json").read_text())
 
 
-def _last_config_first(overrides: list[str]) -> list[str]:
-    """Keep the last `--job.config_file` only."""
-    configs = [o for o in overrides if o.startswith("--job.config_file=")]
-    return [*configs[-1:], *(o for o in overrides if not o.startswith("--job.config_file="))]
+def load(checkpoint: Path) -> dict[str, Any]:
+    """Everything that a checkpoint holds: whole tensors and values, by key."""
+    reader = dcp.FileSystemReader(checkpoint)
+    state = {
+        key: torch.empty(entry.size, dtype=entry.properties.dtype)
+        if isinstance(entry, TensorStorageMetadata)
+        else None
+        for key, entry in reader.read_metadata().state_dict_metadata.items()
+    }
+    dcp.load(state, storage_reader=reader, no_dist=True)
+    return state
+
+
+def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The parameters that a checkpoint holds."""
+    others = ("optimizer.", "lr_scheduler.", "train_state.")
+    return {k: v for k, v in load(checkpoint).items() if not k.startswith(others)}

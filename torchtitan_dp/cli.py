@@ -119,7 +119,9 @@ def _parse(argv: list[str]) -> Any:
             raise
         words = re.sub(r"[\u2500-\u257f]+", " ", messages.getvalue())
         words = re.sub(r"\x1b\[[0-9;]*m", "", words)
-        raise ValueError(" ".join(words.split())) from None
+        # Not its helptext: that names the running program, which need not be ours.
+        message = " ".join(re.split(r"Argument helptext:|For full helptext", words)[0].split())
+        raise ValueError(re.sub(r"^[-\s]+|[-\s]+$", "", message)) from None
     finally:
         titan_logger.setLevel(level)
 

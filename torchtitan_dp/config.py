@@ -101,8 +101,8 @@ class Training(_Training):
     """The expected number of records in a step; also the update's divisor. Required."""
 
     max_norm: float = 0.0
-    """TorchTitan's clipping of the summed gradient: with privacy it must stay 0, since each
-    record's gradient is clipped by `privacy.max_grad_norm`."""
+    """TorchTitan's clipping of the summed gradient; 0 is none. With privacy it must stay 0, since
+    each record's gradient is clipped by `privacy.max_grad_norm`."""
 
 
 @dataclass
@@ -268,6 +268,16 @@ def _check_privacy(config: JobConfig) -> None:
                 f"privacy.{key} = '{value}': not built yet; use "
                 + " or ".join(f"'{built_value}'" for built_value in values)
             )
+    if (
+        config.training.dataset == "jsonl"
+        and config.data.heldout_fraction > 0
+        and privacy.sample_rate is not None
+    ):
+        raise ValueError(
+            f"data.heldout_fraction = {config.data.heldout_fraction}: with a public "
+            "privacy.sample_rate, one jsonl line more would change which lines are held out; keep "
+            "held-out records in another file and set it to 0, or remove privacy.sample_rate"
+        )
     if config.training.global_batch_size < 1:
         raise ValueError(
             f"training.global_batch_size = {config.training.global_batch_size}: set the expected "

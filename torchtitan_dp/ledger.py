@@ -48,10 +48,11 @@ class Settings:
         """Raise ValueError, naming both values, if the guarantee's terms differ from `since`."""
         keys = {
             "noise_multiplier": "privacy.noise_multiplier",
+            # Before the rate, which may follow from it: the key that was edited is named.
+            "expected_batch_size": "training.global_batch_size",
             "sample_rate": "privacy.sample_rate",
             "max_grad_norm": "privacy.max_grad_norm",
             "delta": "privacy.delta",
-            "expected_batch_size": "training.global_batch_size",
             "neighbouring_relation": "privacy.sample_rate",
         }
         for attribute, key in keys.items():
@@ -143,18 +144,21 @@ class ExecutedSteps:
     def __init__(self, folder: str) -> None:
         self._path = os.path.join(folder, EXECUTED_FILE)
         self.count = 0
+        self._is_torn = False
         if os.path.exists(self._path):
             with open(self._path, "rb") as file:
-                # A torn last line was begun too.
                 content = file.read()
-                self.count = content.count(b"\n") + (not content.endswith(b"\n") and content != b"")
+            # A torn last line was begun too, and must not swallow the next.
+            self._is_torn = content != b"" and not content.endswith(b"\n")
+            self.count = content.count(b"\n") + self._is_torn
 
     def begin(self, step: int) -> None:
         """Record, durably, that `step`'s update is about to happen. Call on one rank."""
         with open(self._path, "ab", opener=_private_opener) as file:
-            file.write(f"{step}\n".encode())
+            file.write(b"\n" * self._is_torn + f"{step}\n".encode())
             file.flush()
             os.fsync(file.fileno())
+        self._is_torn = False
         self.count += 1
 
 

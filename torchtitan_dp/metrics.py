@@ -39,6 +39,10 @@ class LabellingLogger(BaseLogger):
 class PrivateMetricsProcessor(MetricsProcessor):
     """TorchTitan's metrics, labelled."""
 
+    logger: BaseLogger
+    time_last_log: float
+    ntokens_since_last_log: int
+
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         self.logger = LabellingLogger(self.logger)

@@ -25,6 +25,7 @@ from torchtitan_dp.data.samples import scan_undecodable
 from torchtitan_dp.data.split import split
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.ledger import (
+    PRIVACY_FILE,
     ExecutedSteps,
     Ledger,
     Settings,
@@ -60,6 +61,11 @@ class Records:
             raise ValueError(
                 f"data.heldout_fraction = {config.data.heldout_fraction}: holds out all "
                 f"{len(store)} records; lower it"
+            )
+        if config.validation.enable and len(heldout) == 0:
+            raise ValueError(
+                f"data.heldout_fraction = {config.data.heldout_fraction}: holds out none of "
+                f"{len(store)} records, but validation.enable = true; raise it"
             )
         terms = (store.fingerprint, config.data.heldout_fraction, config.data.text_field)
         return cls(store, train, heldout, hashlib.sha256(repr(terms).encode()).hexdigest())
@@ -146,8 +152,21 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
 
 
 def earlier_ledger(folder: str) -> Ledger | None:
-    """The ledger of what already ran in this folder; None if nothing did."""
-    return read_published(folder) if ExecutedSteps(folder).count > 0 else None
+    """The ledger of what already ran in this folder; None if nothing did.
+
+    Raises:
+        ValueError: if steps were begun whose terms are no longer known.
+    """
+    begun = ExecutedSteps(folder).count
+    if begun == 0:
+        return None
+    ledger = read_published(folder)
+    if ledger is None:
+        raise ValueError(
+            f"job.dump_folder = '{folder}': {begun} steps were begun here, but {PRIVACY_FILE}, "
+            "which says on what terms, is gone; restore it, or use another folder"
+        )
+    return ledger
 
 
 def check_model(config: JobConfig) -> None:
@@ -183,10 +202,18 @@ def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return known, overrides
 
 
+def _world_size(given: int | None) -> int:
+    text = os.environ.get("NGPU", "1") if given is None else str(given)
+    if not (text.isdecimal() and int(text) >= 1):
+        name = "NGPU" if given is None else "--world_size"
+        raise ValueError(f"{name} = '{text}': must be a number of processes, 1 or more")
+    return int(text)
+
+
 def main(argv: list[str]) -> None:
     options, overrides = _arguments(argv)
     with exit_on_mistake():
-        world_size = options.world_size or int(os.environ.get("NGPU", "1"))
+        world_size = _world_size(options.world_size)
         config = load_config(overrides, world_size)
         check_model(config)
         records = Records.open(config)

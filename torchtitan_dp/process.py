@@ -37,10 +37,15 @@ def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
     Waits a little for the workers of a run that was just killed.
 
     Raises:
-        ValueError: if another run holds it.
+        ValueError: if another run holds it, or it cannot be written.
     """
-    os.makedirs(folder, mode=0o700, exist_ok=True)
-    file = open(os.path.join(folder, LOCK_FILE), "a", encoding="ascii")  # noqa: SIM115
+    try:
+        os.makedirs(folder, mode=0o700, exist_ok=True)
+        file = open(os.path.join(folder, LOCK_FILE), "a", encoding="ascii")  # noqa: SIM115
+    except OSError as error:
+        raise ValueError(
+            f"job.dump_folder = '{folder}' cannot be written ({error}): name a folder that can"
+        ) from error
     deadline = time.monotonic() + wait_s
     while True:
         try:

@@ -10,6 +10,7 @@ Guarantee:
     process's memory only to the other ranks. Control flow depends on no record's content.
 """
 
+import math
 import os
 import shutil
 import sys
@@ -268,6 +269,9 @@ def main(argv: list[str]) -> None:
     register()
     # Held by the kernel until this process ends.
     lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
+    if not config.privacy.enable:
+        # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
+        config.training.max_norm = config.training.max_norm or math.inf
     trainer = DPTrainer(config) if config.privacy.enable else Trainer(config)
     try:
         trainer.train()

@@ -40,6 +40,9 @@ class LlamaArgs(TransformerModelArgs):
 class Llama(Transformer):
     """TorchTitan's Transformer with tied embeddings and initial weights that know no mesh."""
 
+    model_args: LlamaArgs
+    freqs_cis: torch.Tensor
+
     def __init__(self, model_args: LlamaArgs) -> None:
         super().__init__(model_args)
         if model_args.tie_embeddings:
@@ -94,7 +97,7 @@ def _copy_slice_(parameter: torch.Tensor, whole: torch.Tensor) -> None:
 
 FLAVORS: dict[str, LlamaArgs] = {
     "debug": LlamaArgs(
-        dim=256, n_layers=6, n_heads=4, vocab_size=264, multiple_of=64, rope_theta=500000
+        dim=192, n_layers=4, n_heads=4, vocab_size=264, multiple_of=64, rope_theta=500000
     ),
     "1B": LlamaArgs(
         dim=2048,

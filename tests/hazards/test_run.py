@@ -1,0 +1,411 @@
+"""Rows of hazards.md that only a whole run shows: what its files hold, what its steps count.
+
+Two kinds of runs are shared by the tests. `probed` is this file, started by torchrun as a script:
+training whose secrets are known, so that they can be searched for, with looks taken from inside.
+`empty` are two plain starts of one command whose draws are all empty.
+"""
+
+import dataclasses
+import functools
+import hmac
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.launch import Run, arguments, load, privacy, train, weights, with_sigma, write_records
+from torchtitan_dp.ledger import Ledger
+
+STEPS = 4
+SECRET = bytes(range(101, 133))  # what `RootKey.from_os` gives in `probed`
+
+
+# --- runs -----------------------------------------------------------------------------------------
+
+
+def main(argv):
+    """Training with known secrets, on a smaller model; what it sees goes to $PROBE_<rank>.json."""
+    import torchtitan_dp.train as train
+    from torchtitan_dp.gradients.microbatch import MicrobatchGradients
+    from torchtitan_dp.models.llama3 import FLAVORS, LlamaArgs
+    from torchtitan_dp.privacy.keys import RootKey
+
+    FLAVORS["debug"] = LlamaArgs(dim=32, n_layers=1, n_heads=4, vocab_size=264, multiple_of=8)
+    RootKey.from_os = classmethod(lambda cls: cls(SECRET))
+    seen = {"microbatches": 0, "saving_while_accumulating": []}
+    trainers = []
+
+    def watch(owner, name, after):
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def watched(self, *args, **kwargs):
+            result = original(self, *args, **kwargs)
+            after(self)
+            return result
+
+        setattr(owner, name, watched)
+
+    def after_init(trainer):
+        trainers.append(trainer)
+        seen["before"] = buffers(trainer)
+
+    def after_microbatch(_):
+        seen["microbatches"] += 1
+        try:
+            trainers[0].state_dict()
+        except RuntimeError as error:
+            seen["saving_while_accumulating"].append(str(error))
+        else:
+            seen["saving_while_accumulating"].append("")
+
+    def after_train(trainer):
+        seen["after"] = buffers(trainer)
+        seen["saving_after"] = sorted(trainer.state_dict())
+        Path(f"{os.environ['PROBE']}_{os.environ['RANK']}.json").write_text(json.dumps(seen))
+
+    watch(train.DPTrainer, "__init__", after_init)
+    watch(train.DPTrainer, "train", after_train)
+    watch(MicrobatchGradients, "accumulate_clipped", after_microbatch)
+    train.main(argv)
+
+
+def buffers(trainer):
+    """Every buffer's value, as text."""
+    (model,) = trainer.model_parts
+    return {n: str(torch.view_as_real(b).tolist()) for n, b in model.named_buffers()}
+
+
+class Finished:
+    """A run to the end and what it left."""
+
+    def __init__(self, place, output):
+        self.place, self.out, self.output = place, place / "out", output
+        self.spent = privacy(self.out)
+
+    def checkpoint(self, step=STEPS):
+        return self.out / "checkpoint" / f"step-{step}"
+
+    def scalars(self):
+        """Tag -> {step: value}, over all TensorBoard files."""
+        found = {}
+        for folder in {path.parent for path in (self.out / "tb").rglob("events.*")}:
+            events = EventAccumulator(str(folder)).Reload()
+            for tag in events.Tags()["scalars"]:
+                found.setdefault(tag, {}).update({e.step: e.value for e in events.Scalars(tag)})
+        return found
+
+
+@pytest.fixture(scope="module")
+def probed(tmp_path_factory):
+    place = tmp_path_factory.mktemp("probed")
+    data = write_records(place / "data", count=16)
+    # Undecodable: contributes 0, is counted. Its name's hash keeps it among the trained ones.
+    (data / "binary_1.txt").write_bytes(b"\xff\xfe\xff")
+    for name in ("tmp", "inductor"):
+        (place / name).mkdir()
+    output = train(
+        arguments(
+            place / "out",
+            data,
+            "--privacy.sample_rate=1",  # all records at every step
+            "--data.heldout_fraction=0.3",
+            "--validation.enable",
+            "--validation.freq=2",
+            "--validation.steps=2",
+            "--compile.enable",
+        ),
+        log=place / "log",
+        program=(__file__,),
+        env={
+            "PROBE": str(place / "probe"),
+            "TMPDIR": str(place / "tmp"),
+            "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"),
+        },
+    )
+    return Finished(place, output)
+
+
+@pytest.fixture(scope="module")
+def seen(probed):
+    """What `probed` saw from inside, rank 0."""
+    return json.loads((probed.place / "probe_0.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def empty(tmp_path_factory):
+    """Two starts of one command, side by side, in which no record is ever drawn."""
+    places = [tmp_path_factory.mktemp(f"empty_{i}") for i in range(2)]
+    data = write_records(places[0] / "data")
+    runs = [
+        Run(
+            arguments(
+                place / "out",
+                data,
+                *with_sigma(1),
+                "--privacy.sample_rate=1e-9",
+                "--training.global_batch_size=7",
+            ),
+            log=place / "log",
+            world_size=1,
+        )
+        for place in places
+    ]
+    try:
+        return [Finished(place, run.finish()) for place, run in zip(places, runs, strict=True)]
+    finally:
+        for run in runs:
+            run.end()
+
+
+# --- keys and noise -------------------------------------------------------------------------------
+
+
+def spellings(key):
+    """How a key could lie in a file: whole or as 8-byte words; raw, hex or decimal."""
+    words = [key, key[:16], key[16:], *(key[i : i + 8] for i in range(0, len(key), 8))]
+    for word in words:
+        for turned in (word, word[::-1]):
+            number = int.from_bytes(turned, "big")
+            yield turned
+            yield turned.hex().encode()
+            yield turned.hex().upper().encode()
+            yield str(number).encode()
+            yield str(number - 2 ** (8 * len(turned))).encode()  # as a signed word
+
+
+def derived(steps):
+    """The root key and all keys that follow from it in `steps` steps."""
+    yield SECRET
+    for label in (b"sampling", b"noise"):
+        stream = hmac.digest(SECRET, label, "sha256")
+        yield stream
+        for step in range(steps + 1):
+            yield hmac.digest(stream, step.to_bytes(8, "big"), "sha256")
+
+
+def leaks(folders, keys):
+    """Files that hold a spelling of a key."""
+    needles = {spelling for key in keys for spelling in spellings(key)}
+    assert min(map(len, needles)) >= 8  # shorter ones would occur by chance
+    pattern = re.compile(b"|".join(map(re.escape, sorted(needles, key=len, reverse=True))))
+    files = [
+        path
+        for folder in folders
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".gch"  # PyTorch's headers, compiled: 150 MB
+    ]
+    return files, [path for path in files if pattern.search(path.read_bytes())]
+
+
+def test_hazard_30_no_file_holds_a_key(probed):
+    folders = [probed.out, probed.place / "tmp", probed.place / "inductor", probed.place / "cache"]
+    (probed.out / "console.log").write_text(probed.output)
+    files, leaking = leaks(folders, derived(STEPS))
+    names = " ".join(map(str, files))
+    for expected in ("privacy.json", ".distcp", "events.out", "inductor/", "steps_executed.log"):
+        assert expected in names, f"nothing like {expected} was searched"
+    assert leaking == []
+
+
+@pytest.mark.parametrize("spell", [bytes, bytes.hex, lambda key: int.from_bytes(key, "big")])
+def test_hazard_30_search_finds_what_it_must(tmp_path, spell):
+    """A key of a step, in the middle of a file, in each spelling."""
+    *_, key = derived(STEPS)
+    for part in (key, key[8:16]):
+        told = spell(part)
+        (tmp_path / "file").write_bytes(
+            b"\x00seed=" + (told if isinstance(told, bytes) else str(told).encode()) + b";\xff"
+        )
+        assert leaks([tmp_path], derived(STEPS))[1] == [tmp_path / "file"]
+
+
+def test_hazard_11_two_starts_differ(empty):
+    """Draws are empty, so the noise alone can tell them apart; initial weights are the same."""
+    first, second = (weights(run.checkpoint(2)) for run in empty)
+    assert first.keys() == second.keys()
+    assert all(not torch.equal(first[name], second[name]) for name in first)
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_hazard_16_an_empty_draw_is_a_step(empty):
+    run = empty[0]
+    scalars = run.scalars()
+    assert scalars["not_private/realized_batch_size"] == {s: 0.0 for s in range(1, STEPS + 1)}
+    before, after = weights(run.checkpoint(2)), weights(run.checkpoint(4))
+    for name, weight in before.items():
+        moved = (weight != after[name]).float().mean().item()
+        assert moved > 0.99, f"{name}: {moved:.2%} of it moved"
+    epsilons = [scalars["epsilon"][step] for step in range(1, STEPS + 1)]
+    assert epsilons == sorted(epsilons)
+    assert run.spent["steps"] == STEPS
+    assert run.spent["epsilon"] > 0
+
+
+@pytest.mark.parametrize("which", ["probed", "empty"])
+def test_hazard_21_the_ledger_counts_optimizer_steps(which, request):
+    """12 microbatches a step, or none: AdamW's own count is the ledger's."""
+    runs = request.getfixturevalue(which)
+    run = runs[0] if which == "empty" else runs
+    state = load(run.checkpoint())
+    counts = {v.item() for k, v in state.items() if re.fullmatch(r"optimizer\.state\..*\.step", k)}
+    assert counts == {STEPS}
+    assert run.spent["steps"] == run.spent["steps_executed"] == STEPS
+    assert json.loads(state["train_state.ledger"])["steps"] == STEPS
+    lines = (run.out / "steps_executed.log").read_text().split()
+    assert lines == [str(step) for step in range(1, STEPS + 1)]
+
+
+def test_hazard_21_there_were_more_microbatches_than_steps(probed, seen):
+    """What makes the test above one: all of the training records, at every step."""
+    drawn = probed.scalars()["not_private/realized_batch_size"]
+    assert drawn == dict.fromkeys(range(1, STEPS + 1), seen["microbatches"] / STEPS)
+    assert seen["microbatches"] > 2 * STEPS
+
+
+def test_undecodable_records_are_counted_in_the_log(probed):
+    assert f"not private: {STEPS} draws of records that cannot be decoded" in probed.output
+
+
+# --- what is published ----------------------------------------------------------------------------
+
+
+def test_hazard_24_tags_are_labelled(probed):
+    tags = set(probed.scalars())
+    assert {t for t in tags if not t.startswith("not_private/")} == {
+        "lr",
+        "epsilon",
+        "noise_multiplier",
+    }
+    for tag in ("loss", "realized_batch_size", "clipped_fraction", "norm_p50", "throughput(tps)"):
+        assert f"not_private/{tag}" in tags
+
+
+def test_hazard_24_console_lines_are_labelled(probed):
+    """What is computed from records comes after the label, on a line that has one."""
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", probed.output)
+    private = re.compile(r"\b(loss|batch|clipped|norm p50|memory|tps): ")
+    told = [line for line in plain.splitlines() if re.search(r"step: +[0-9]", line)]
+    assert len([line for line in told if "epsilon: " in line and "[rank0]" in line]) == STEPS
+    for line in told:
+        label, found = line.find("not private:"), private.search(line)
+        assert found is None or -1 < label < found.start(), line
+
+
+def test_hazard_24_privacy_json_holds_the_contract_alone(probed):
+    assert set(probed.spent) == {
+        "private",
+        "epsilon",
+        "delta",
+        "accountant",
+        "noise_multiplier",
+        "max_grad_norm",
+        "sample_rate",
+        "sample_rate_source",
+        "steps",
+        "steps_executed",
+        "epsilon_executed",
+        "expected_batch_size",
+        "privacy_unit",
+        "neighbouring_relation",
+        "caveats",
+    }
+    assert probed.spent["sample_rate_source"] == "privacy.sample_rate"  # hazard 15
+
+
+def test_hazard_24_published_epsilon_is_that_of_the_log(probed):
+    epsilons = probed.scalars()["epsilon"]
+    assert epsilons[STEPS] == pytest.approx(probed.spent["epsilon"], rel=1e-6)
+    assert len(set(epsilons.values())) == STEPS
+
+
+def test_hazard_34_held_out_loss_is_labelled(probed):
+    tags = probed.scalars()
+    assert set(tags["not_private/heldout_loss"]) == {1, 2, 4}
+    assert not any("heldout" in t or "valid" in t for t in tags if "not_private/" not in t)
+    lines = [line for line in probed.output.splitlines() if "held-out loss" in line]
+    assert lines
+    assert all("not private: held-out loss" in line for line in lines)
+
+
+def test_hazard_33_buffers_are_unchanged(seen):
+    assert seen["before"], "the model has buffers (the rotary frequencies)"
+    assert seen["after"] == seen["before"]
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+PARAMETER = (
+    r"(tok_embeddings|norm|output|layers\.\d+\.(attention\.w[qkvo]|feed_forward\.w[123]"
+    r"|attention_norm|ffn_norm))\.weight"
+)
+ALLOWED = (
+    PARAMETER,
+    rf"optimizer\.state\.{PARAMETER}\.(exp_avg|exp_avg_sq|step)",
+    rf"optimizer\.param_groups\.{PARAMETER}\.(lr|betas|eps|weight_decay|amsgrad|maximize|foreach"
+    r"|capturable|differentiable|fused|decoupled_weight_decay|initial_lr)",
+    r"lr_scheduler\.(base_lrs|last_epoch|_step_count|_is_initial|_get_lr_called_within_step"
+    r"|_last_lr)",
+    r"train_state\.(step|ntokens_seen|ledger)",
+)
+
+
+@pytest.mark.parametrize("step", [2, STEPS])
+def test_hazard_44_checkpoint_keys_are_allowed_ones(probed, step):
+    keys = dcp.FileSystemReader(probed.checkpoint(step)).read_metadata().state_dict_metadata
+    assert [k for k in keys if not any(re.fullmatch(rule, k) for rule in ALLOWED)] == []
+    for rule in ALLOWED:  # none is there for nothing
+        assert any(re.fullmatch(rule, k) for k in keys), rule
+
+
+def test_hazard_44_ledger_in_the_checkpoint_is_public_or_terms(probed):
+    ledger = json.loads(load(probed.checkpoint())["train_state.ledger"])
+    assert set(ledger) == {"settings", "steps", "private", "caveats"}
+    assert set(ledger["settings"]) <= set(probed.spent)
+
+
+@pytest.mark.parametrize("which, batch", [("probed", 3), ("empty", 7)])
+def test_hazard_44_tokens_seen_are_the_expected(which, batch, request):
+    runs = request.getfixturevalue(which)
+    run = runs[0] if which == "empty" else runs
+    for step in (2, STEPS):
+        assert load(run.checkpoint(step))["train_state.ntokens_seen"] == step * batch * 32
+
+
+def test_hazard_44_saving_while_accumulating_raises(seen):
+    attempts = seen["saving_while_accumulating"]
+    assert len(attempts) == seen["microbatches"] > 0
+    assert all("un-noised" in attempt for attempt in attempts)
+    assert seen["saving_after"] == ["ledger", "ntokens_seen", "step"]
+
+
+def test_hazard_31_a_checkpoint_under_other_terms_is_not_loaded(probed):
+    """What the resume tests show from outside, at the place where it is decided."""
+    from torchtitan_dp.train import DPTrainer
+
+    state = {k.removeprefix("train_state."): v for k, v in load(probed.checkpoint()).items()}
+    kept = Ledger.from_json(state["ledger"])
+    drawn = []
+    trainer = SimpleNamespace(
+        ledger=Ledger(kept.settings), _draw_secrets=lambda: drawn.append(1), step=0
+    )
+    DPTrainer.load_state_dict(trainer, state)
+    assert (trainer.step, trainer.ledger.steps, drawn) == (STEPS, STEPS, [1])
+    for change in ({"delta": 1e-4}, {"noise_multiplier": 9.0}, {"sample_rate": 0.5}):
+        trainer.ledger = Ledger(dataclasses.replace(kept.settings, **change))
+        with pytest.raises(ValueError, match="this run was started with"):
+            DPTrainer.load_state_dict(trainer, state)
+    assert drawn == [1]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

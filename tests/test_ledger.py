@@ -1,0 +1,171 @@
+"""The ledger: published whole or not at all, never undone, and no step is lost."""
+
+import dataclasses
+import json
+import os
+import re
+import stat
+
+import pytest
+
+from torchtitan_dp import ledger
+from torchtitan_dp.ledger import ExecutedSteps, Ledger, Settings, read_published
+
+SETTINGS = Settings(
+    noise_multiplier=1.0,
+    sample_rate=0.01,
+    max_grad_norm=0.5,
+    delta=1e-5,
+    expected_batch_size=32,
+    accountant="rdp",
+    sample_rate_source="privacy.sample_rate",
+    neighbouring_relation="add_remove",
+)
+
+
+def test_published_file_holds_the_contract_and_is_its_owners_only(tmp_path):
+    os.umask(0)  # the mode must not depend on it
+    try:
+        spent = Ledger(SETTINGS, steps=10).publish(str(tmp_path), steps_executed=20)
+    finally:
+        os.umask(0o022)
+    path = tmp_path / "privacy.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert json.loads(path.read_text()) == spent
+    assert spent["epsilon"] == SETTINGS.epsilon(10)
+    assert spent["epsilon_executed"] == SETTINGS.epsilon(20) > spent["epsilon"]
+    assert [p.name for p in tmp_path.iterdir()] == ["privacy.json"]  # no temporary file is left
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_file_before(tmp_path, monkeypatch, failing):
+    Ledger(SETTINGS, steps=10).publish(str(tmp_path), steps_executed=10)
+    before = (tmp_path / "privacy.json").read_bytes()
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(ledger.os, failing, fail)
+    with pytest.raises(OSError, match="disk full"):
+        Ledger(SETTINGS, steps=20).publish(str(tmp_path), steps_executed=20)
+    assert (tmp_path / "privacy.json").read_bytes() == before
+
+
+def test_content_is_synced_before_it_replaces(tmp_path, monkeypatch):
+    calls = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(ledger.os, "fsync", lambda *a: (calls.append("fsync"), sync(*a)))
+    monkeypatch.setattr(ledger.os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
+    Ledger(SETTINGS).publish(str(tmp_path), steps_executed=0)
+    assert calls == ["fsync", "replace"]
+
+
+def test_read_back_what_was_published(tmp_path):
+    assert read_published(str(tmp_path)) is None
+    kept = Ledger(SETTINGS, steps=7, private=False, caveats=["one", "two"])
+    kept.publish(str(tmp_path), steps_executed=9)
+    assert read_published(str(tmp_path)) == kept
+    assert Ledger.from_json(kept.to_json()) == kept  # as a checkpoint holds it
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"steps": 3}', "\x00\x00"])
+def test_a_damaged_file_is_refused_and_named(tmp_path, content):
+    (tmp_path / "privacy.json").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "privacy.json"))):
+        read_published(str(tmp_path))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "privacy.json").write_bytes(b"\xff\xfe\x00{")
+    with pytest.raises(ValueError, match=r"privacy\.json cannot be read"):
+        read_published(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "attribute, key, value",
+    [
+        ("noise_multiplier", "privacy.noise_multiplier", 2.0),
+        ("sample_rate", "privacy.sample_rate", 0.02),
+        ("max_grad_norm", "privacy.max_grad_norm", 0.25),
+        ("delta", "privacy.delta", 1e-6),
+        ("expected_batch_size", "training.global_batch_size", 64),
+    ],
+)
+def test_a_changed_term_is_refused_with_both_values(attribute, key, value):
+    SETTINGS.refuse_change(since=SETTINGS)
+    changed = dataclasses.replace(SETTINGS, **{attribute: value})
+    with pytest.raises(ValueError, match=f"^{re.escape(key)} = ") as refusal:
+        changed.refuse_change(since=SETTINGS)
+    assert str(value) in str(refusal.value)
+    assert str(getattr(SETTINGS, attribute)) in str(refusal.value)
+
+
+def test_a_changed_neighbouring_relation_is_refused():
+    changed = dataclasses.replace(SETTINGS, neighbouring_relation="zero_out")
+    with pytest.raises(ValueError, match=r"zero_out.*add_remove"):
+        changed.refuse_change(since=SETTINGS)
+
+
+def test_a_batch_size_that_moves_q_is_refused_by_the_key_that_was_changed():
+    terms = dataclasses.replace(SETTINGS, sample_rate_source="training.global_batch_size / records")
+    changed = dataclasses.replace(terms, expected_batch_size=64, sample_rate=0.02)
+    with pytest.raises(ValueError, match=r"^training\.global_batch_size = 64.*32"):
+        changed.refuse_change(since=terms)
+
+
+def test_not_private_sticks(tmp_path):
+    kept = Ledger(SETTINGS)
+    kept.mark_not_private("why")
+    kept.mark_not_private("why")
+    assert (kept.private, kept.caveats) == (False, ["why"])
+    assert Ledger.from_json(kept.to_json()).private is False
+    spent = kept.publish(str(tmp_path), steps_executed=1)
+    assert spent["private"] is False
+    assert spent["epsilon"] is None
+    assert spent["epsilon_executed"] is None
+    before = read_published(str(tmp_path))
+    assert (before.private, before.caveats) == (False, ["why"])
+
+
+def test_every_step_ever_begun_is_counted(tmp_path):
+    executed = ExecutedSteps(str(tmp_path))
+    assert executed.count == 0
+    for step in (1, 2, 3):
+        executed.begin(step)
+    again = ExecutedSteps(str(tmp_path))  # killed, and resumed from step 1
+    assert again.count == 3
+    again.begin(2)
+    assert again.count == ExecutedSteps(str(tmp_path)).count == 4
+    assert stat.S_IMODE((tmp_path / "steps_executed.log").stat().st_mode) == 0o600
+
+
+def test_a_torn_line_was_begun_too(tmp_path):
+    (tmp_path / "steps_executed.log").write_bytes(b"9\n1")  # killed while it wrote step 10
+    executed = ExecutedSteps(str(tmp_path))
+    assert executed.count == 2
+    executed.begin(10)
+    assert executed.count == 3
+    assert ExecutedSteps(str(tmp_path)).count >= 3  # the torn line does not swallow the next
+
+
+def test_a_step_is_on_disk_before_its_update(tmp_path, monkeypatch):
+    seen = []
+    path = tmp_path / "steps_executed.log"
+    monkeypatch.setattr(ledger.os, "fsync", lambda _: seen.append(path.read_bytes()))
+    ExecutedSteps(str(tmp_path)).begin(1)
+    assert seen == [b"1\n"]
+
+
+def test_other_data_is_refused(tmp_path):
+    ledger.check_fingerprint(str(tmp_path), "a" * 64)  # a first start: nothing to compare
+    ledger.write_fingerprint(str(tmp_path), "a" * 64)
+    ledger.check_fingerprint(str(tmp_path), "a" * 64)
+    with pytest.raises(ValueError, match=r"^training\.dataset_path: .*b{12}.*a{12}"):
+        ledger.check_fingerprint(str(tmp_path), "b" * 64)
+    assert stat.S_IMODE((tmp_path / "data_fingerprint.private").stat().st_mode) == 0o600
+
+
+def test_fingerprint_is_not_published(tmp_path):
+    ledger.write_fingerprint(str(tmp_path), "a" * 64)
+    Ledger(SETTINGS).publish(str(tmp_path), steps_executed=0)
+    assert "a" * 12 not in (tmp_path / "privacy.json").read_text()

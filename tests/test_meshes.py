@@ -1,0 +1,93 @@
+"""With `privacy.debug_seed`, a private run is the same run on every mesh (hazard row 12).
+
+Whole `torchrun` runs of five noisy steps in fp32: the same records are drawn and the same noise
+is added, so the weights' change agrees.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import FileSystemReader
+
+ROOT = Path(__file__).parent.parent
+MESHES = {  # dp_replicate, dp_shard, cp
+    "cp1": (1, 1, 1),
+    "cp2": (1, 1, 2),
+    "cp4": (1, 1, 4),
+    "cp2_dp_shard2": (1, 2, 2),
+    "cp2_dp_replicate2": (2, 1, 2),
+}
+
+
+def weights_after_five_steps(folder: Path, degrees: tuple[int, int, int], *more: str):
+    replicate, shard, cp = degrees
+    world_size = replicate * shard * cp
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"),
+        *("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "-m", "torchtitan_dp.train"),
+        *("--job.config_file", str(ROOT / "train_configs/llama3_debug.toml")),
+        *("--job.dump_folder", str(folder), "--training.steps=5", "--training.seq_len=32"),
+        *("--training.global_batch_size=4", "--checkpoint.interval=5", "--validation.no-enable"),
+        f"--parallelism.data_parallel_replicate_degree={replicate}",
+        f"--parallelism.data_parallel_shard_degree={shard}",
+        f"--parallelism.context_parallel_degree={cp}",
+        *more,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment.pop("TORCHTITAN_DP_LAUNCHER_PID", None)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    return read_weights(folder / "checkpoint/step-5")
+
+
+def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """Whole parameters, by name."""
+    tensors = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size)
+        for name, entry in tensors.items()
+        if hasattr(entry, "size") and not name.startswith("optimizer.")
+    }
+    dcp.load(state, checkpoint_id=checkpoint, no_dist=True)
+    return state
+
+
+def initial_weights() -> dict[str, torch.Tensor]:
+    from torchtitan_dp.models.llama3 import FLAVORS, Llama
+
+    model = Llama(FLAVORS["debug"])
+    model.init_weights()
+    return dict(model.named_parameters())
+
+
+def change(weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    start = initial_weights()
+    assert weights.keys() == start.keys()
+    with torch.no_grad():
+        return torch.cat([(weights[n] - start[n]).flatten() for n in sorted(start)])
+
+
+@pytest.fixture(scope="module")
+def changes(tmp_path_factory) -> dict[str, torch.Tensor]:
+    return {
+        name: change(
+            weights_after_five_steps(
+                tmp_path_factory.mktemp(name), degrees, "--privacy.debug_seed=1"
+            )
+        )
+        for name, degrees in MESHES.items()
+    }
+
+
+@pytest.mark.slow
+def test_row12_the_weights_change_alike_on_every_mesh(changes):
+    one = changes["cp1"]
+    assert one.norm() > 0.1
+    errors = {name: ((c - one).norm() / one.norm()).item() for name, c in changes.items()}
+    print(errors)
+    assert max(errors.values()) < 1e-3, errors

@@ -1,0 +1,124 @@
+"""Locks, parent death and core dumps, on real processes."""
+
+import contextlib
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch import ROOT
+from torchtitan_dp.process import LOCK_FILE, lock_folder
+
+HOLD = (
+    "import sys, time; from torchtitan_dp.process import lock_folder; "
+    "lock = lock_folder(sys.argv[1]); print('held', flush=True); time.sleep(60)"
+)
+DIE = (
+    "import os, time; from torchtitan_dp.process import die_with_parent; "
+    "die_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
+)
+SPAWN = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {DIE!r}]).wait()"
+
+
+@contextlib.contextmanager
+def python(program, *arguments, **env):
+    """A Python process that runs `program`; killed in the end."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, *map(str, arguments)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), **env},
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def lives(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ends(pid, timeout_s=10.0):
+    deadline = time.monotonic() + timeout_s
+    while lives(pid) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not lives(pid)
+
+
+def test_a_folder_is_one_runs_at_a_time(tmp_path):
+    folder = tmp_path / "run"
+    with python(HOLD, folder) as holder:
+        assert holder.stdout.readline() == "held\n"
+        with pytest.raises(ValueError, match=r"job\.dump_folder = '.*run': another run is using"):
+            lock_folder(str(folder), wait_s=0.3)
+        holder.send_signal(signal.SIGKILL)  # as a crashed run ends
+        lock_folder(str(folder), wait_s=5).close()
+
+
+def test_a_lock_is_waited_for(tmp_path):
+    with python(HOLD.replace("time.sleep(60)", "time.sleep(0.5)"), tmp_path) as holder:
+        assert holder.stdout.readline() == "held\n"
+        lock_folder(str(tmp_path), wait_s=10).close()
+
+
+def test_other_folders_are_free(tmp_path):
+    first, second = lock_folder(str(tmp_path / "a")), lock_folder(str(tmp_path / "b"), wait_s=0)
+    first.close()
+    second.close()
+    assert (tmp_path / "a" / LOCK_FILE).exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"job\.dump_folder = '.*file'"):
+        lock_folder(str(tmp_path / "file"), wait_s=0)
+    with pytest.raises(ValueError, match=r"job\.dump_folder = '.*below'"):
+        lock_folder(str(tmp_path / "file" / "below"), wait_s=0)
+
+
+def test_a_child_dies_when_its_parent_is_killed(monkeypatch):
+    monkeypatch.delenv("TORCHTITAN_DP_LAUNCHER_PID", raising=False)
+    with python(SPAWN) as launcher:
+        child = int(launcher.stdout.readline())
+        assert lives(child)
+        launcher.send_signal(signal.SIGKILL)
+        launcher.wait()
+        try:
+            assert ends(child)
+        finally:
+            if lives(child):
+                os.kill(child, signal.SIGKILL)
+
+
+def test_a_child_whose_launcher_died_already_ends_at_once():
+    with python(DIE, TORCHTITAN_DP_LAUNCHER_PID=str(2**22 + 1)) as child:
+        output, _ = child.communicate(timeout=20)
+        assert (child.returncode, output) == (1, "")
+
+
+def test_a_child_of_its_launcher_lives():
+    with python(DIE, TORCHTITAN_DP_LAUNCHER_PID=str(os.getpid())) as child:
+        assert child.stdout.readline() == f"{child.pid}\n"
+
+
+def test_no_core_dumps():
+    program = (
+        "import resource; from torchtitan_dp.process import forbid_core_dumps; "
+        "forbid_core_dumps(); print(resource.getrlimit(resource.RLIMIT_CORE))"
+    )
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    allow = f"import resource; resource.setrlimit(resource.RLIMIT_CORE, ({hard}, {hard})); "
+    with python(allow + program) as child:
+        assert child.communicate(timeout=20)[0] == "(0, 0)\n"
