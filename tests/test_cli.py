@@ -141,7 +141,6 @@ def test_bad_input(tmp_path, data, capsys, overrides, named):
     assert "helptext" not in line  # TorchTitan's parser sends to a help of another program
 
 
-@pytest.mark.xfail(raises=ZeroDivisionError, reason="config.resolve_degrees divides by it")
 def test_a_degree_of_0(tmp_path, data, capsys):
     key = "parallelism.data_parallel_replicate_degree"
     assert f"{key} = 0" in refused(tmp_path, data, capsys, f"--{key}=0")

@@ -196,4 +196,6 @@ def test_hazard_25_every_config_plans_and_has_no_rule_on_private_values(toml, tm
         "steps",
     }
     suspects = ("early_stop", "patience", "plateau", "best", "threshold", "adaptive")
-    assert [key for key in keys(config) if any(word in key for word in suspects)] == []
+    recomputation = {"activation_checkpoint.early_stop"}  # of a block, not of training
+    found = {key for key in keys(config) if any(word in key for word in suspects)}
+    assert found - recomputation == set()

@@ -146,10 +146,10 @@ def resolve_degrees(config: JobConfig, world_size: int) -> None:
         others = parallelism.data_parallel_replicate_degree * max(
             parallelism.data_parallel_shard_degree, 1
         )
-        parallelism.context_parallel_degree = max(world_size // others, 1)
+        parallelism.context_parallel_degree = max(world_size // max(others, 1), 1)
     if parallelism.data_parallel_shard_degree == -1:
         others = parallelism.data_parallel_replicate_degree * parallelism.context_parallel_degree
-        parallelism.data_parallel_shard_degree = max(world_size // others, 1)
+        parallelism.data_parallel_shard_degree = max(world_size // max(others, 1), 1)
 
 
 def check(config: JobConfig, world_size: int) -> None:
@@ -165,10 +165,14 @@ def check(config: JobConfig, world_size: int) -> None:
     _check_parallelism(config, world_size)
     if config.training.steps < 1:
         raise ValueError(f"training.steps = {config.training.steps}: must be at least 1")
-    if config.training.local_batch_size < 1:
-        raise ValueError(
-            f"training.local_batch_size = {config.training.local_batch_size}: must be at least 1"
-        )
+    for key, value in (
+        ("training.local_batch_size", config.training.local_batch_size),
+        ("checkpoint.interval", config.checkpoint.interval),
+        ("metrics.log_freq", config.metrics.log_freq),
+        ("validation.freq", config.validation.freq),
+    ):
+        if value < 1:
+            raise ValueError(f"{key} = {value}: must be at least 1")
     if not 0 <= config.data.heldout_fraction < 1:
         raise ValueError(
             f"data.heldout_fraction = {config.data.heldout_fraction}: must be in [0, 1)"
@@ -236,7 +240,8 @@ def _check_privacy(config: JobConfig) -> None:
         given = "neither is" if privacy.target_epsilon is None else "both are"
         raise ValueError(
             f"privacy.target_epsilon and privacy.noise_multiplier: {given} set; set exactly one "
-            "(target_epsilon = 8.0, say, and the noise follows)"
+            "(target_epsilon = 8.0, say, and the noise follows; on the command line, "
+            "--privacy.target_epsilon None unsets the TOML's)"
         )
     if privacy.delta is None:
         raise ValueError(

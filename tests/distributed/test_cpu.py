@@ -1,0 +1,59 @@
+"""The CPU shim does what it says, and tells when TorchTitan no longer needs it."""
+
+import importlib.metadata
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import torchtitan_dp.distributed.cpu as cpu
+
+without_accelerator = pytest.mark.skipif(cpu.has_accelerator(), reason="the shim is for CPU")
+
+
+def test_torchtitan_is_the_release_the_shim_was_written_for():
+    assert importlib.metadata.version("torchtitan") == "0.2.2"
+
+
+@without_accelerator
+def test_torchtitan_still_needs_it():
+    """Without the shim the import fails; when it no longer does, the stand-ins can go."""
+    done = subprocess.run([sys.executable, "-c", "import torchtitan"], capture_output=True)
+    assert b"triton" in done.stderr
+
+
+@without_accelerator
+def test_device_is_cpu_and_triton_stays_unknown():
+    from torch.utils._triton import has_triton_package
+    from torchtitan.tools import utils
+
+    assert utils.device_type == "cpu"
+    assert utils.device_module is torch.cpu
+    assert not has_triton_package()
+    assert "triton" not in sys.modules
+
+
+@without_accelerator
+def test_profiler_runs_without_a_device():
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, None]) as profile:
+        torch.ones(3).sum()
+    assert profile.key_averages()
+
+
+@without_accelerator
+def test_memory_monitor_reports_this_process():
+    from torchtitan.components import metrics
+
+    assert metrics.build_device_memory_monitor().get_peak_stats().max_reserved_gib > 0.05
+
+
+def test_the_privacy_and_data_rooms_import_no_torchtitan():
+    """The mathematics stands alone; only `gradients` and above may communicate."""
+    code = (
+        "import sys, torchtitan_dp.privacy.noise, torchtitan_dp.privacy.sampling, "
+        "torchtitan_dp.privacy.keys, torchtitan_dp.privacy.clipping, "
+        "torchtitan_dp.privacy.accounting, torchtitan_dp.data.loading, torchtitan_dp.config; "
+        "assert 'torchtitan' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
