@@ -116,7 +116,7 @@ def _build(arm: str, options: argparse.Namespace, overrides: list[str], folder: 
         "--validation.no-enable",
         "--metrics.no-enable-tensorboard",
         "--metrics.log_freq=1000000",
-        "--training.steps=1000000",
+        "--training.steps=1000",
         f"--training.global_batch_size={options.microbatches}",
         f"--job.dump_folder={folder}/{arm.replace(' ', '_')}",
     ]

@@ -325,6 +325,26 @@ def _check_conflicts_with_privacy(config: JobConfig) -> None:
             "norms, noise and updates need fp32",
         ),
         (
+            bool(config.checkpoint.exclude_from_loading),
+            "checkpoint.exclude_from_loading",
+            config.checkpoint.exclude_from_loading,
+            "remove it; weights must come with the ledger of what they spent",
+        ),
+        (
+            config.checkpoint.load_step != -1,
+            "checkpoint.load_step",
+            config.checkpoint.load_step,
+            "set it to -1; a branch from an earlier step would share this folder's ledger",
+        ),
+        (
+            config.checkpoint.folder in ("", ".")
+            or config.checkpoint.folder.startswith("/")
+            or ".." in config.checkpoint.folder,
+            "checkpoint.folder",
+            repr(config.checkpoint.folder),
+            "give a folder inside job.dump_folder ('checkpoint')",
+        ),
+        (
             config.fault_tolerance.enable,
             "fault_tolerance.enable",
             True,

@@ -88,18 +88,25 @@ class Ledger:
         return cls(settings=Settings(**fields.pop("settings")), **fields)
 
     def publish(self, folder: str, steps_executed: int) -> dict[str, Any]:
-        """Write `privacy.json` atomically; returns what it says."""
+        """Write `privacy.json` atomically; returns what it says.
+
+        The file speaks for every checkpoint in the folder: where an earlier branch went further,
+        its steps are told, and a mark "not private" stays.
+        """
         settings = self.settings
+        before = read_published(folder) if steps_executed > 0 else None
+        steps = max(self.steps, before.steps if before is not None else 0)
+        steps_executed = max(steps_executed, steps)
         content = {
             "private": self.private,
-            "epsilon": settings.epsilon(self.steps) if self.private else None,
+            "epsilon": settings.epsilon(steps) if self.private else None,
             "delta": settings.delta,
             "accountant": settings.accountant,
             "noise_multiplier": settings.noise_multiplier,
             "max_grad_norm": settings.max_grad_norm,
             "sample_rate": settings.sample_rate,
             "sample_rate_source": settings.sample_rate_source,
-            "steps": self.steps,
+            "steps": steps,
             "steps_executed": steps_executed,
             "epsilon_executed": settings.epsilon(steps_executed) if self.private else None,
             "expected_batch_size": settings.expected_batch_size,
@@ -136,6 +143,19 @@ def read_published(folder: str) -> Ledger | None:
         raise ValueError(
             f"{path} cannot be read ({error!r}): restore it, or use another job.dump_folder"
         ) from error
+
+
+def summary(spent: dict[str, Any]) -> list[str]:
+    """For people: what `privacy.json` says."""
+    epsilon = f"epsilon = {spent['epsilon']:.4f}" if spent["private"] else "NOT private"
+    return [
+        f"done: {spent['steps']} steps",
+        f"privacy: {epsilon}, delta = {spent['delta']:g} "
+        f"(sigma = {spent['noise_multiplier']:.4f}, q = {spent['sample_rate']:.5f}, "
+        f"C = {spent['max_grad_norm']:g}, {spent['accountant']}; unit: one "
+        f"{spent['privacy_unit']}; neighbours: {spent['neighbouring_relation']})",
+        *(f"caveat: {caveat}" for caveat in spent["caveats"]),
+    ]
 
 
 class ExecutedSteps:

@@ -169,6 +169,16 @@ def earlier_ledger(folder: str) -> Ledger | None:
     return ledger
 
 
+def refuse_private_folder(folder: str) -> None:
+    """Raises ValueError if a private run lives here: one without privacy would go on from its
+    weights beside a `privacy.json` that no longer holds."""
+    if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or ExecutedSteps(folder).count > 0:
+        raise ValueError(
+            f"privacy.enable = false: job.dump_folder = '{folder}' holds a private run; give this "
+            "one its own job.dump_folder"
+        )
+
+
 def check_model(config: JobConfig) -> None:
     """Raises ValueError if the flavor is unknown or the tokenizer does not fit it."""
     if config.model.name != "llama3" or config.model.flavor not in FLAVORS:
@@ -225,7 +235,9 @@ def main(argv: list[str]) -> None:
                     "be decoded; mend them, or set it to 'empty' (they then contribute nothing)"
                 )
         folder = config.job.dump_folder
-        if config.privacy.enable:
+        if not config.privacy.enable:
+            refuse_private_folder(folder)
+        else:
             check_fingerprint(folder, records.fingerprint)
             plan = make_plan(config, len(records.train), earlier_ledger(folder))
         lock_folder(folder).close()
@@ -253,7 +265,8 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"neighbours: {settings.neighbouring_relation})",
         f"      sigma = {settings.noise_multiplier:.4g}, C = {settings.max_grad_norm:g}, "
         f"q = {settings.sample_rate:.4g} from {settings.sample_rate_source}",
-        f"      {len(records.train):,} records to train on, {len(records.heldout):,} held out; "
+        f"      {'' if settings.neighbouring_relation == 'zero_out' else 'not private: '}"
+        f"{len(records.train):,} records to train on, {len(records.heldout):,} held out; "
         f"{settings.expected_batch_size} expected in a step, "
         f"of at most {config.training.seq_len:,} tokens each",
     ]

@@ -12,7 +12,6 @@ Guarantee:
 
 import math
 import os
-import shutil
 import sys
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
+from torchtitan_dp.checkpoint import drop_unfinished, has_whole_checkpoint
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.loading import RecordLoader
@@ -36,13 +36,14 @@ from torchtitan_dp.ledger import (
     ExecutedSteps,
     Ledger,
     check_fingerprint,
+    summary,
     write_fingerprint,
 )
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.llama3 import trainable_parameters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.optimizer import DPOptimizer
-from torchtitan_dp.plan import Records, earlier_ledger, make_plan
+from torchtitan_dp.plan import Records, earlier_ledger, make_plan, refuse_private_folder
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import die_with_parent, forbid_core_dumps, lock_folder
@@ -120,18 +121,25 @@ class DPTrainer(Trainer):
         self.lr_schedulers.step()
         self.ledger.steps = self.step
         self._log(lr, statistics)
-        self._publish_before_checkpoint()
+        if self._is_told(self.step):
+            self._publish()
 
     def train(self) -> None:
-        self._drop_unfinished_checkpoints()
+        self._ledger_loaded = False
+        self._resumes = self._prepare_checkpoints()
         super().train()
-        if dist.get_rank() == 0:
-            self._say_what_was_spent(
-                self.ledger.publish(self.job_config.job.dump_folder, self.executed.count)
-            )
+        if (spent := self._publish()) is not None:
+            for line in summary(spent):
+                logger.info(line)
+            logger.info(f"outputs: {self.job_config.job.dump_folder}/")
+            if count := self.dataloader.samples.undecodable:
+                logger.info(f"not private: {count} undecodable draws counted nothing")
 
     def batch_generator(self, data_iterable: Any) -> Any:
-        """Steps draw from the loader itself."""
+        """Called after loading, before the first step: steps draw from the loader itself."""
+        if self._resumes and not self._ledger_loaded:
+            raise RuntimeError("weights were loaded from a checkpoint without its ledger")
+        self._publish()
         return data_iterable
 
     # What a checkpoint holds, besides weights, optimizer and LR schedule.
@@ -148,6 +156,7 @@ class DPTrainer(Trainer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         loaded = Ledger.from_json(state_dict["ledger"])
+        self._ledger_loaded = True
         self.ledger.settings.refuse_change(since=loaded.settings)
         if not loaded.private:
             for caveat in loaded.caveats:
@@ -182,7 +191,13 @@ class DPTrainer(Trainer):
         check_fingerprint(folder, records.fingerprint)
         before = earlier_ledger(folder)
         plan = make_plan(config, len(records.train), before)
+        units = self.dataloader.units
+        self._require_agreement(
+            (records.fingerprint, len(records.train), len(units), plan.settings)
+        )
         ledger = Ledger(plan.settings)
+        if config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf:
+            ledger.caveats.append("the initial weights are assumed to be public")
         if plan.settings.noise_multiplier == 0:
             ledger.mark_not_private("privacy.noise_multiplier = 0")
         if before is not None and not before.private:
@@ -192,9 +207,21 @@ class DPTrainer(Trainer):
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
             write_fingerprint(folder, records.fingerprint)
-            if before is None:
-                ledger.publish(folder, executed.count)
         return ledger, executed
+
+    def _require_agreement(self, terms: tuple[object, ...]) -> None:
+        """Refuse to train if ranks see other records or terms: one record could count twice.
+
+        Collective: rank 0's are broadcast over the world.
+        """
+        agreed: list[object] = [repr(terms)]
+        dist.broadcast_object_list(agreed, src=0)
+        if agreed[0] != repr(terms):
+            raise RuntimeError(
+                "ranks disagree on the records or the privacy settings: training.dataset_path and "
+                f"job.dump_folder must be the same files on every node (here {terms}, on rank 0 "
+                f"{agreed[0]})"
+            )
 
     def _log(self, lr: float, statistics: SampleStatistics) -> None:
         if not self.metrics_processor.should_log(self.step):
@@ -212,55 +239,34 @@ class DPTrainer(Trainer):
         )
         self.metrics_processor.log_step(self.step, public, reduced)
 
-    def _publish_before_checkpoint(self) -> None:
-        """`privacy.json` never tells of less than the newest checkpoint holds."""
-        config, last = self.job_config.checkpoint, self.step == self.job_config.training.steps
-        first = config.enable_first_step_checkpoint and self.step == 1
-        due = config.enable and (self.step % config.interval == 0 or first)
-        if dist.get_rank() == 0 and (due or last):
-            self.ledger.publish(self.job_config.job.dump_folder, self.executed.count)
-
-    def _drop_unfinished_checkpoints(self) -> None:
-        """Remove what a run killed in its first save left: TorchTitan would neither load it nor,
-        with it there, the initial weights that were asked for."""
+    def _prepare_checkpoints(self) -> bool:
+        """Whether there is one to resume from; what a killed first save left is removed."""
         config = self.job_config.checkpoint
         folder = os.path.join(self.job_config.job.dump_folder, config.folder)
+        resumes = config.enable and has_whole_checkpoint(folder)
+        dist.barrier()  # all ranks have looked
+        if config.enable and dist.get_rank() == 0:
+            drop_unfinished(folder)
         dist.barrier()
-        if config.enable and dist.get_rank() == 0 and os.path.isdir(folder):
-            steps = [os.path.join(folder, name) for name in os.listdir(folder)]
-            whole = [os.path.exists(os.path.join(step, ".metadata")) for step in steps]
-            if not any(whole):
-                logger.warning(f"{folder} holds no whole checkpoint: starting from the beginning")
-                shutil.rmtree(folder)
-        dist.barrier()
+        return resumes
 
-    def _say_what_was_spent(self, spent: dict[str, Any]) -> None:
-        folder = self.job_config.job.dump_folder
-        epsilon = "NOT private" if not spent["private"] else f"epsilon = {spent['epsilon']:.4f}"
-        lines = [
-            f"done: {self.step} steps",
-            f"privacy: {epsilon}, delta = {spent['delta']:g} (sigma = "
-            f"{spent['noise_multiplier']:.4f}, q = {spent['sample_rate']:.5f}, C = "
-            f"{spent['max_grad_norm']:g}, {spent['accountant']}; unit: one "
-            f"{spent['privacy_unit']}; neighbours: {spent['neighbouring_relation']})",
-            *(f"caveat: {caveat}" for caveat in spent["caveats"]),
-            f"outputs: {folder}/ (privacy.json"
-            + (", checkpoint/" if self.job_config.checkpoint.enable else "")
-            + (", tb/" if self.job_config.metrics.enable_tensorboard else "")
-            + ")",
-        ]
-        if self.dataloader.samples.undecodable:
-            lines.append(
-                f"not private: {self.dataloader.samples.undecodable} draws of records that cannot "
-                "be decoded, on this rank; they contributed nothing"
-            )
-        for line in lines:
-            logger.info(line)
+    def _is_told(self, step: int) -> bool:
+        """Whether `privacy.json` is renewed: before each checkpoint, when logging, at the end."""
+        config, last = self.job_config.checkpoint, step == self.job_config.training.steps
+        return last or step % config.interval == 0 or self.metrics_processor.should_log(step)
+
+    def _publish(self) -> dict[str, Any] | None:
+        """Renew `privacy.json`; what it says, on rank 0."""
+        if dist.get_rank() != 0:
+            return None
+        return self.ledger.publish(self.job_config.job.dump_folder, self.executed.count)
 
 
 @record
 def main(argv: list[str]) -> None:
     """Train; one worker of `torchrun`."""
+    if not __debug__:
+        raise RuntimeError("assertions guard privacy here: unset PYTHONOPTIMIZE and -O")
     die_with_parent()
     forbid_core_dumps()
     os.umask(0o077)  # outputs are their owner's
@@ -270,6 +276,7 @@ def main(argv: list[str]) -> None:
     # Held by the kernel until this process ends.
     lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
     if not config.privacy.enable:
+        refuse_private_folder(config.job.dump_folder)
         # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
         config.training.max_norm = config.training.max_norm or math.inf
     trainer = DPTrainer(config) if config.privacy.enable else Trainer(config)
