@@ -97,6 +97,7 @@ class DPTrainer(Trainer):
             self.parallel_dims.get_optional_mesh("cp"),
             parallelism.context_parallel_load_balancer,
         )
+        self._resumes = self._ledger_loaded = False
         self._draw_secrets()
 
     def train_step(self, loader: RecordLoader) -> None:
@@ -125,7 +126,6 @@ class DPTrainer(Trainer):
             self._publish()
 
     def train(self) -> None:
-        self._ledger_loaded = False
         self._resumes = self._prepare_checkpoints()
         super().train()
         if (spent := self._publish()) is not None:
