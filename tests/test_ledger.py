@@ -169,3 +169,20 @@ def test_fingerprint_is_not_published(tmp_path):
     ledger.write_fingerprint(str(tmp_path), "a" * 64)
     Ledger(SETTINGS).publish(str(tmp_path), steps_executed=0)
     assert "a" * 12 not in (tmp_path / "privacy.json").read_text()
+
+
+def test_privacy_json_speaks_for_the_furthest_checkpoint_of_its_folder(tmp_path):
+    """A shorter run in the same folder must not lower what an earlier checkpoint spent."""
+    settings = Settings(1.0, 0.01, 1.0, 1e-5, 4, "rdp", "test", "zero_out")
+    long = Ledger(settings, steps=50).publish(str(tmp_path), 50)
+    short = Ledger(settings, steps=5).publish(str(tmp_path), 55)
+    assert short["steps"] == 50
+    assert short["epsilon"] == long["epsilon"]
+    assert short["epsilon_executed"] > long["epsilon"]
+
+
+def test_executed_steps_are_never_fewer_than_the_lineages(tmp_path):
+    """A checkpoint copied from elsewhere comes without its log."""
+    settings = Settings(1.0, 0.01, 1.0, 1e-5, 4, "rdp", "test", "zero_out")
+    told = Ledger(settings, steps=60).publish(str(tmp_path), 10)
+    assert told["steps_executed"] == 60

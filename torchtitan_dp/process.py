@@ -16,7 +16,7 @@ def die_with_parent() -> None:
     """Have the kernel kill this process when its launcher dies (Linux).
 
     torchrun's workers are in sessions of their own: killing the launcher would leave them writing
-    checkpoints beside a resumed run. The launch scripts export the launcher's process id, so that
+    checkpoints beside a resumed run. `run_train.sh` exports the launcher's process id, so that
     one that died while this process was still importing is noticed too.
     """
     if ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL) != 0:

@@ -1,0 +1,52 @@
+"""What a hostile review found: ranks that disagree, and folders that mix private and plain runs."""
+
+import json
+
+import pytest
+
+from tests import build
+from tests.ranks import on_ranks
+
+
+def agreement(differ: bool) -> str:
+    import torch.distributed as dist
+
+    from torchtitan_dp.train import DPTrainer
+
+    terms = ("fingerprint", 100 + (dist.get_rank() if differ else 0))
+    try:
+        DPTrainer._require_agreement(None, terms)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_ranks_that_see_other_records_refuse_to_train():
+    assert on_ranks(2, agreement, False) == ["agreed", "agreed"]
+    first, second = on_ranks(2, agreement, True)
+    assert first == "agreed"
+    assert "ranks disagree" in second
+
+
+def test_a_run_without_privacy_may_not_use_a_private_folder(tmp_path):
+    from torchtitan_dp.plan import refuse_private_folder
+
+    refuse_private_folder(str(tmp_path))
+    (tmp_path / "privacy.json").write_text(json.dumps({}))
+    with pytest.raises(ValueError, match=r"privacy\.enable = false"):
+        refuse_private_folder(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("checkpoint.exclude_from_loading", "train_state"),
+        ("checkpoint.load_step", "0"),
+        ("checkpoint.folder", ""),
+        ("checkpoint.folder", "../other"),
+        ("checkpoint.folder", "/tmp/elsewhere"),
+    ],
+)
+def test_ways_around_the_ledger_are_refused(key, value):
+    with pytest.raises(ValueError, match=key.replace(".", r"\.")):
+        build.config(f"--{key}={value}")
