@@ -22,7 +22,8 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.config import ConfigManager
 from torchtitan.config import JobConfig as TorchTitanJobConfig
 
-from torchtitan_dp.config import JobConfig, check, resolve_degrees
+from torchtitan_dp.checks import check, resolve_degrees
+from torchtitan_dp.config import JobConfig
 
 if sys.version_info >= (3, 11):
     import tomllib

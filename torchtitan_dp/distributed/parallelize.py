@@ -6,7 +6,7 @@ over `dp_replicate`), so training with privacy calls its parts: FSDP2 lies on th
 `torchtitan_dp.gradients`, after clipping. Training without privacy is TorchTitan's own.
 """
 
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.nn as nn
@@ -20,11 +20,13 @@ from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
-from torchtitan_dp.models.llama3 import Llama
+
+if TYPE_CHECKING:
+    from torchtitan_dp.models.llama3 import Llama
 
 
 def parallelize_llama(
-    model: Llama, parallel_dims: ParallelDims, job_config: JobConfig
+    model: "Llama", parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
     """Apply CP, AC, `torch.compile` and FSDP2 to a Llama on the meta device, in place.
 
@@ -54,7 +56,7 @@ def parallelize_llama(
 
 
 def _apply_parts(
-    model: Llama, parallel_dims: ParallelDims, mesh: DeviceMesh, job_config: JobConfig
+    model: "Llama", parallel_dims: ParallelDims, mesh: DeviceMesh, job_config: JobConfig
 ) -> None:
     if parallel_dims.cp_enabled:
         apply_ring_attention(
@@ -90,7 +92,7 @@ def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
     return init_device_mesh(device_type, every_rank_alone, mesh_dim_names=("rank", "fsdp"))["fsdp"]
 
 
-def fsdp_groups(model: Llama) -> list[list[nn.Module]]:
+def fsdp_groups(model: "Llama") -> list[list[nn.Module]]:
     """The lists of modules that are gathered and reduced together, in order of use."""
     blocks = [[block] for block in model.layers.values()]
     if model.model_args.tie_embeddings:
@@ -99,7 +101,7 @@ def fsdp_groups(model: Llama) -> list[list[nn.Module]]:
     return [[model.tok_embeddings], *blocks, [model.norm, model.output]]
 
 
-def trained_fsdp_modules(model: Llama) -> list[FSDPModule]:
+def trained_fsdp_modules(model: "Llama") -> list[FSDPModule]:
     """One module of each FSDP2 group that has something to train: those that reduce gradients."""
     return [
         cast(FSDPModule, group[0])
@@ -108,7 +110,7 @@ def trained_fsdp_modules(model: Llama) -> list[FSDPModule]:
     ]
 
 
-def _apply_fsdp(model: Llama, mesh: DeviceMesh, job_config: JobConfig) -> None:
+def _apply_fsdp(model: "Llama", mesh: DeviceMesh, job_config: JobConfig) -> None:
     policy = job_config.parallelism.fsdp_reshard_after_forward
     mp_policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
@@ -129,7 +131,7 @@ def _apply_fsdp(model: Llama, mesh: DeviceMesh, job_config: JobConfig) -> None:
             module.set_gradient_divide_factor(1.0)
 
 
-def _sum_reductions_only(model: Llama) -> None:
+def _sum_reductions_only(model: "Llama") -> None:
     """Gloo has no pre-multiplied sum, which FSDP2 picks for a divide factor of 1."""
     for module in model.modules():
         if isinstance(module, FSDPModule):

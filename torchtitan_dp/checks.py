@@ -1,0 +1,237 @@
+"""Settings that cannot work together, refused in one line that names the key and the remedy."""
+
+from torchtitan_dp.config import JobConfig
+
+
+def resolve_degrees(config: JobConfig, world_size: int) -> None:
+    """Fill in `parallelism` degrees of -1 for `world_size` ranks, in place.
+
+    `context_parallel_degree = -1` takes all ranks that the other degrees leave;
+    `data_parallel_shard_degree = -1` takes what is left after that.
+    """
+    parallelism = config.parallelism
+    if parallelism.context_parallel_degree == -1:
+        others = parallelism.data_parallel_replicate_degree * max(
+            parallelism.data_parallel_shard_degree, 1
+        )
+        parallelism.context_parallel_degree = max(world_size // max(others, 1), 1)
+    if parallelism.data_parallel_shard_degree == -1:
+        others = parallelism.data_parallel_replicate_degree * parallelism.context_parallel_degree
+        parallelism.data_parallel_shard_degree = max(world_size // max(others, 1), 1)
+
+
+def check(config: JobConfig, world_size: int) -> None:
+    """Refuse settings that cannot work together.
+
+    Args:
+        config: with degrees resolved.
+        world_size: number of processes.
+
+    Raises:
+        ValueError: one line that names the key, its value and the remedy.
+    """
+    _check_parallelism(config, world_size)
+    if config.training.steps < 1:
+        raise ValueError(f"training.steps = {config.training.steps}: must be at least 1")
+    for key, value in (
+        ("training.local_batch_size", config.training.local_batch_size),
+        ("checkpoint.interval", config.checkpoint.interval),
+        ("metrics.log_freq", config.metrics.log_freq),
+        ("validation.freq", config.validation.freq),
+    ):
+        if value < 1:
+            raise ValueError(f"{key} = {value}: must be at least 1")
+    if not 0 <= config.data.heldout_fraction < 1:
+        raise ValueError(
+            f"data.heldout_fraction = {config.data.heldout_fraction}: must be in [0, 1)"
+        )
+    if config.validation.enable and config.data.heldout_fraction == 0:
+        raise ValueError(
+            "validation.enable = true but data.heldout_fraction = 0: nothing is held out; "
+            "set data.heldout_fraction (0.05, say)"
+        )
+    if config.data.unit_field is not None:
+        raise ValueError(
+            f"data.unit_field = '{config.data.unit_field}': grouping records by unit is not built "
+            "yet; remove it, and every record is its own unit"
+        )
+    if config.privacy.enable:
+        _check_privacy(config)
+        _check_conflicts_with_privacy(config)
+
+
+def _check_parallelism(config: JobConfig, world_size: int) -> None:
+    parallelism = config.parallelism
+    for key in ("tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"):
+        if getattr(parallelism, key) != 1:
+            raise ValueError(
+                f"parallelism.{key} = {getattr(parallelism, key)}: not supported; set it to 1 and "
+                "use context_parallel_degree or data_parallel_shard_degree"
+            )
+    degrees = {
+        key: getattr(parallelism, key)
+        for key in (
+            "data_parallel_replicate_degree",
+            "data_parallel_shard_degree",
+            "context_parallel_degree",
+        )
+    }
+    product = 1
+    for key, degree in degrees.items():
+        if degree < 1:
+            raise ValueError(f"parallelism.{key} = {degree}: must be at least 1 (or -1 for auto)")
+        product *= degree
+    if product != world_size:
+        listed = " x ".join(f"{key} {degree}" for key, degree in degrees.items())
+        raise ValueError(
+            f"parallelism: {listed} = {product}, but there are {world_size} processes (NGPU x "
+            "nodes); set a degree to -1 to let it follow"
+        )
+    cp = parallelism.context_parallel_degree
+    seq_len = config.training.seq_len
+    if seq_len < 1 or seq_len % (2 * cp) != 0:
+        below, multiple = seq_len // (2 * cp) * 2 * cp, 2 * cp
+        raise ValueError(
+            f"training.seq_len = {seq_len}: must be a multiple of 2 x context_parallel_degree = "
+            f"{multiple}; try {max(below, multiple)} or {max(below, 0) + multiple}"
+        )
+    if parallelism.context_parallel_load_balancer not in ("headtail", None):
+        raise ValueError(
+            "parallelism.context_parallel_load_balancer = "
+            f"'{parallelism.context_parallel_load_balancer}': use 'headtail' or None"
+        )
+
+
+def _check_privacy(config: JobConfig) -> None:
+    privacy = config.privacy
+    if (privacy.target_epsilon is None) == (privacy.noise_multiplier is None):
+        given = "neither is" if privacy.target_epsilon is None else "both are"
+        raise ValueError(
+            f"privacy.target_epsilon and privacy.noise_multiplier: {given} set; set exactly one "
+            "(target_epsilon = 8.0, say, and the noise follows; on the command line, "
+            "--privacy.target_epsilon None unsets the TOML's)"
+        )
+    if privacy.delta is None:
+        raise ValueError(
+            "privacy.delta is not set; choose it well below 1 / number of records (1e-5, say)"
+        )
+    if not 0 < privacy.delta < 1:
+        raise ValueError(f"privacy.delta = {privacy.delta}: must be between 0 and 1 (1e-5, say)")
+    for key in ("target_epsilon", "max_grad_norm"):
+        value = getattr(privacy, key)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"privacy.{key} = {value}: must be a positive number")
+    if privacy.noise_multiplier is not None and not 0 <= privacy.noise_multiplier < float("inf"):
+        raise ValueError(
+            f"privacy.noise_multiplier = {privacy.noise_multiplier}: must be 0 or more"
+        )
+    if privacy.sample_rate is not None and not 0 < privacy.sample_rate <= 1:
+        raise ValueError(
+            f"privacy.sample_rate = {privacy.sample_rate}: it is a probability, above 0 and at "
+            "most 1"
+        )
+    built: dict[str, tuple[str, ...]] = {
+        "accountant": ("prv", "rdp"),
+        "clipping": ("flat",),
+        "gradient_method": ("auto", "microbatch"),
+    }
+    for key, values in built.items():
+        if (value := getattr(privacy, key)) not in values:
+            raise ValueError(
+                f"privacy.{key} = '{value}': not built yet; use "
+                + " or ".join(f"'{built_value}'" for built_value in values)
+            )
+    if (
+        config.training.dataset == "jsonl"
+        and config.data.heldout_fraction > 0
+        and privacy.sample_rate is not None
+    ):
+        raise ValueError(
+            f"data.heldout_fraction = {config.data.heldout_fraction}: with a public "
+            "privacy.sample_rate, one jsonl line more would change which lines are held out; keep "
+            "held-out records in another file and set it to 0, or remove privacy.sample_rate"
+        )
+    if config.training.global_batch_size < 1:
+        raise ValueError(
+            f"training.global_batch_size = {config.training.global_batch_size}: set the expected "
+            "number of records in a step (it is also the update's divisor)"
+        )
+
+
+def _check_conflicts_with_privacy(config: JobConfig) -> None:
+    """Features of TorchTitan that would read, move or clip gradients behind privacy's back."""
+    conflicts: list[tuple[bool, str, object, str]] = [
+        (
+            config.training.max_norm != 0,
+            "training.max_norm",
+            config.training.max_norm,
+            "set it to 0; each record's gradient is clipped by privacy.max_grad_norm",
+        ),
+        (
+            config.optimizer.early_step_in_backward,
+            "optimizer.early_step_in_backward",
+            True,
+            "set it to false; the step needs the whole batch's clipped sum",
+        ),
+        (
+            bool(config.model.converters),
+            "model.converters",
+            config.model.converters,
+            "remove them; float8 and other converters are not supported with privacy",
+        ),
+        (
+            config.training.enable_cpu_offload,
+            "training.enable_cpu_offload",
+            True,
+            "set it to false; it is not supported with privacy",
+        ),
+        (
+            config.training.dtype != "float32",
+            "training.dtype",
+            config.training.dtype,
+            "set it to 'float32' (and mixed_precision_param to 'bfloat16' for bf16 compute); "
+            "norms, noise and updates need fp32",
+        ),
+        (
+            bool(config.checkpoint.exclude_from_loading),
+            "checkpoint.exclude_from_loading",
+            config.checkpoint.exclude_from_loading,
+            "remove it; weights must come with the ledger of what they spent",
+        ),
+        (
+            config.checkpoint.load_step != -1,
+            "checkpoint.load_step",
+            config.checkpoint.load_step,
+            "set it to -1; a branch from an earlier step would share this folder's ledger",
+        ),
+        (
+            config.checkpoint.folder in ("", ".")
+            or config.checkpoint.folder.startswith("/")
+            or ".." in config.checkpoint.folder,
+            "checkpoint.folder",
+            repr(config.checkpoint.folder),
+            "give a folder inside job.dump_folder ('checkpoint')",
+        ),
+        (
+            config.fault_tolerance.enable,
+            "fault_tolerance.enable",
+            True,
+            "set it to false; replicas that come and go would change who is sampled",
+        ),
+        (
+            config.comm.mode != "default",
+            "comm.mode",
+            config.comm.mode,
+            "set it to 'default'; the others do not train",
+        ),
+        (
+            config.checkpoint.create_seed_checkpoint,
+            "checkpoint.create_seed_checkpoint",
+            True,
+            "remove it; initial weights follow from debug.seed on any mesh",
+        ),
+    ]
+    for refused, key, value, remedy in conflicts:
+        if refused:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise ValueError(f"{key} = {shown}: {remedy}")
