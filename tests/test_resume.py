@@ -175,7 +175,7 @@ def killed(tmp_path_factory):
                 lock_folder(str(folder.out), wait_s=0)
             kill(run)
             assert run.dies(), f"{run.processes()} live on:\n{run.output()}"
-            lock_folder(str(folder.out), wait_s=0).close()  # free for the next at once
+            lock_folder(str(folder.out), wait_s=5).close()  # free for the next
             assert "done:" not in run.output()
         finally:
             run.end()

@@ -4,25 +4,27 @@ import os
 import re
 import shutil
 
-_WRITTEN_LAST = (".metadata", "model.safetensors.index.json")
+_LAST = (".metadata", "model.safetensors.index.json")
 
 
-def has_whole_checkpoint(folder: str) -> bool:
-    """Whether any `step-N` in the folder was saved to the end."""
-    return any(os.path.exists(os.path.join(s, f)) for s in _steps(folder) for f in _WRITTEN_LAST)
+def newest_whole_checkpoint(folder: str) -> int:
+    """The step of the furthest one; 0 if there is none."""
+    whole = [s for s in _steps(folder) if any(os.path.exists(os.path.join(s, f)) for f in _LAST)]
+    return max((int(step.rpartition("-")[2]) for step in whole), default=0)
 
 
-def drop_unfinished(folder: str) -> None:
-    """Remove a folder that holds unfinished checkpoints only.
+def drop_unfinished(folder: str) -> bool:
+    """Remove a folder that holds unfinished checkpoints only; whether there was one.
 
     TorchTitan would load none of them and, with the folder there, would not load the initial
     weights that were asked for either. Anything else in the folder is left, and raises OSError.
     """
-    if not os.path.isdir(folder) or has_whole_checkpoint(folder):
-        return
+    if not os.path.isdir(folder) or newest_whole_checkpoint(folder):
+        return False
     for step in _steps(folder):
         shutil.rmtree(step)
     os.rmdir(folder)
+    return True
 
 
 def _steps(folder: str) -> list[str]:

@@ -87,15 +87,16 @@ class Ledger:
         fields: dict[str, Any] = json.loads(text)
         return cls(settings=Settings(**fields.pop("settings")), **fields)
 
-    def publish(self, folder: str, steps_executed: int) -> dict[str, Any]:
+    def publish(
+        self, folder: str, steps_executed: int, newest_checkpoint: int = 0
+    ) -> dict[str, Any]:
         """Write `privacy.json` atomically; returns what it says.
 
-        The file speaks for every checkpoint in the folder: where an earlier branch went further,
-        its steps are told, and a mark "not private" stays.
+        The file speaks for every checkpoint in the folder: where an earlier branch of the run
+        left one that is further than these weights, `newest_checkpoint`, its steps are told.
         """
         settings = self.settings
-        before = read_published(folder) if steps_executed > 0 else None
-        steps = max(self.steps, before.steps if before is not None else 0)
+        steps = max(self.steps, newest_checkpoint)
         steps_executed = max(steps_executed, steps)
         content = {
             "private": self.private,

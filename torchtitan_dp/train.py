@@ -25,7 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
-from torchtitan_dp.checkpoint import drop_unfinished, has_whole_checkpoint
+from torchtitan_dp.checkpoint import drop_unfinished, newest_whole_checkpoint
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.loading import RecordLoader
@@ -133,7 +133,10 @@ class DPTrainer(Trainer):
                 logger.info(line)
             logger.info(f"outputs: {self.job_config.job.dump_folder}/")
             if count := self.dataloader.samples.undecodable:
-                logger.info(f"not private: {count} undecodable draws counted nothing")
+                logger.info(
+                    f"not private: {count} draws of records that cannot be decoded, on this rank; "
+                    "they contributed nothing"
+                )
 
     def batch_generator(self, data_iterable: Any) -> Any:
         """Called after loading, before the first step: steps draw from the loader itself."""
@@ -239,14 +242,16 @@ class DPTrainer(Trainer):
         )
         self.metrics_processor.log_step(self.step, public, reduced)
 
+    def _checkpoint_folder(self) -> str:
+        return os.path.join(self.job_config.job.dump_folder, self.job_config.checkpoint.folder)
+
     def _prepare_checkpoints(self) -> bool:
         """Whether there is one to resume from; what a killed first save left is removed."""
-        config = self.job_config.checkpoint
-        folder = os.path.join(self.job_config.job.dump_folder, config.folder)
-        resumes = config.enable and has_whole_checkpoint(folder)
+        config, folder = self.job_config.checkpoint, self._checkpoint_folder()
+        resumes = config.enable and newest_whole_checkpoint(folder) > 0
         dist.barrier()  # all ranks have looked
-        if config.enable and dist.get_rank() == 0:
-            drop_unfinished(folder)
+        if config.enable and dist.get_rank() == 0 and drop_unfinished(folder):
+            logger.warning(f"{folder} holds no whole checkpoint: starting from the beginning")
         dist.barrier()
         return resumes
 
@@ -259,7 +264,9 @@ class DPTrainer(Trainer):
         """Renew `privacy.json`; what it says, on rank 0."""
         if dist.get_rank() != 0:
             return None
-        return self.ledger.publish(self.job_config.job.dump_folder, self.executed.count)
+        folder = self.job_config.job.dump_folder
+        newest = newest_whole_checkpoint(self._checkpoint_folder())
+        return self.ledger.publish(folder, self.executed.count, newest)
 
 
 @record
