@@ -8,9 +8,9 @@ _LAST = (".metadata", "model.safetensors.index.json")
 
 
 def newest_whole_checkpoint(folder: str) -> int:
-    """The step of the furthest one; 0 if there is none."""
+    """The step of the furthest one; -1 if there is none."""
     whole = [s for s in _steps(folder) if any(os.path.exists(os.path.join(s, f)) for f in _LAST)]
-    return max((int(step.rpartition("-")[2]) for step in whole), default=0)
+    return max((int(step.rpartition("-")[2]) for step in whole), default=-1)
 
 
 def drop_unfinished(folder: str) -> bool:
@@ -19,7 +19,7 @@ def drop_unfinished(folder: str) -> bool:
     TorchTitan would load none of them and, with the folder there, would not load the initial
     weights that were asked for either. Anything else in the folder is left, and raises OSError.
     """
-    if not os.path.isdir(folder) or newest_whole_checkpoint(folder):
+    if not os.path.isdir(folder) or newest_whole_checkpoint(folder) >= 0:
         return False
     for step in _steps(folder):
         shutil.rmtree(step)

@@ -248,7 +248,7 @@ class DPTrainer(Trainer):
     def _prepare_checkpoints(self) -> bool:
         """Whether there is one to resume from; what a killed first save left is removed."""
         config, folder = self.job_config.checkpoint, self._checkpoint_folder()
-        resumes = config.enable and newest_whole_checkpoint(folder) > 0
+        resumes = config.enable and newest_whole_checkpoint(folder) >= 0
         dist.barrier()  # all ranks have looked
         if config.enable and dist.get_rank() == 0 and drop_unfinished(folder):
             logger.warning(f"{folder} holds no whole checkpoint: starting from the beginning")

@@ -3,9 +3,10 @@
 Not private: publish it only if the held-out records may be.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -72,10 +73,8 @@ class HeldOutValidator:
     def _microbatches(self) -> Iterator[Microbatch]:
         """At most `validation.steps` of them (all, if -1); equally many on every rank."""
         limit = self._config.validation.steps
-        every: Callable[[], Iterator[Microbatch]] = lambda: self._loader.microbatches(  # noqa: E731
-            torch.arange(len(self._loader.units)).numpy()
-        )
-        for count, microbatch in enumerate(every()):
+        every = np.arange(len(self._loader.units))
+        for count, microbatch in enumerate(self._loader.microbatches(every)):
             if count == limit:
                 return
             yield microbatch
