@@ -11,7 +11,6 @@ of its own; the process's resident set on CPU, reserved device memory on CUDA.
 
 import argparse
 import json
-import math
 import os
 import platform
 import statistics
@@ -78,6 +77,9 @@ def _worker(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
     threads = max((os.cpu_count() or 1) // options.devices, 1)
     torch.set_num_threads(threads)
+    from torchtitan_dp.train_spec import register
+
+    register()
     trainers = {arm: _build(arm, options, overrides, folder) for arm in arms}
     iterators = {a: t.batch_generator(t.dataloader) for a, t in trainers.items()}
     for arm in arms:  # warm up: lazy initialization, compilation
@@ -106,10 +108,7 @@ def _build(arm: str, options: argparse.Namespace, overrides: list[str], folder: 
     from torchtitan_dp.cli import load_config  # first: lets TorchTitan import without a GPU
 
     # isort: split
-    from torchtitan.train import Trainer
-
-    from torchtitan_dp.train import DPTrainer
-    from torchtitan_dp.train_spec import register
+    from torchtitan_dp.train import build_trainer
 
     quiet = [
         "--checkpoint.no-enable",
@@ -123,12 +122,7 @@ def _build(arm: str, options: argparse.Namespace, overrides: list[str], folder: 
     arguments = ["--job.config_file", options.config, *quiet, *overrides, *ARMS[arm]]
     config = load_config(arguments, options.devices)
     os.makedirs(config.job.dump_folder, exist_ok=True)
-    config.training.max_norm = config.training.max_norm or math.inf
-    import torchtitan.protocols.train_spec as table
-
-    if "llama3" not in table._extra_train_specs:
-        register()
-    return (DPTrainer if config.privacy.enable else Trainer)(config)
+    return build_trainer(config)
 
 
 def _turn(trainer: Any, iterator: Any, steps: int) -> float:

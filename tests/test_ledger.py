@@ -127,6 +127,15 @@ def test_not_private_sticks(tmp_path):
     assert (before.private, before.caveats) == (False, ["why"])
 
 
+def test_caveats_of_earlier_weights_are_inherited():
+    private = Ledger(SETTINGS, caveats=["the initial weights are assumed to be public"])
+    later = Ledger(SETTINGS, caveats=["mine"])
+    later.inherit(private)
+    assert (later.private, later.caveats) == (True, ["mine", *private.caveats])
+    later.inherit(Ledger(SETTINGS, private=False, caveats=["mine", "seed"]))
+    assert (later.private, later.caveats) == (False, ["mine", *private.caveats, "seed"])
+
+
 def test_every_step_ever_begun_is_counted(tmp_path):
     executed = ExecutedSteps(str(tmp_path))
     assert executed.count == 0

@@ -79,6 +79,11 @@ class Ledger:
         if why not in self.caveats:
             self.caveats.append(why)
 
+    def inherit(self, earlier: "Ledger") -> None:
+        """What was said of weights stays said of those that go on from them."""
+        self.private = self.private and earlier.private
+        self.caveats = list(dict.fromkeys([*self.caveats, *earlier.caveats]))
+
     def to_json(self) -> str:
         return json.dumps(dataclasses.asdict(self))
 

@@ -43,7 +43,7 @@ from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.llama3 import trainable_parameters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.optimizer import DPOptimizer
-from torchtitan_dp.plan import Records, earlier_ledger, make_plan, refuse_private_folder
+from torchtitan_dp.plan import earlier_ledger, make_plan, refuse_private_folder
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import die_with_parent, forbid_core_dumps, lock_folder
@@ -161,9 +161,7 @@ class DPTrainer(Trainer):
         loaded = Ledger.from_json(state_dict["ledger"])
         self._ledger_loaded = True
         self.ledger.settings.refuse_change(since=loaded.settings)
-        if not loaded.private:
-            for caveat in loaded.caveats:
-                self.ledger.mark_not_private(caveat)
+        self.ledger.inherit(loaded)
         self.step = self.ledger.steps = state_dict["step"]
         self.ntokens_seen = state_dict["ntokens_seen"]
         self._draw_secrets()
@@ -190,26 +188,22 @@ class DPTrainer(Trainer):
         """The account to keep, on terms fixed at this folder's first start."""
         config = self.job_config
         folder = config.job.dump_folder
-        records = Records.open(config)
-        check_fingerprint(folder, records.fingerprint)
+        fingerprint, units = self.dataloader.fingerprint, self.dataloader.units
+        check_fingerprint(folder, fingerprint)
         before = earlier_ledger(folder)
-        plan = make_plan(config, len(records.train), before)
-        units = self.dataloader.units
-        self._require_agreement(
-            (records.fingerprint, len(records.train), len(units), plan.settings)
-        )
+        plan = make_plan(config, len(units), before)
+        self._require_agreement((fingerprint, len(units), plan.settings))
         ledger = Ledger(plan.settings)
         if config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf:
             ledger.caveats.append("the initial weights are assumed to be public")
         if plan.settings.noise_multiplier == 0:
             ledger.mark_not_private("privacy.noise_multiplier = 0")
-        if before is not None and not before.private:
-            for caveat in before.caveats:
-                ledger.mark_not_private(caveat)
+        if before is not None:
+            ledger.inherit(before)
         executed = ExecutedSteps(folder)
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
-            write_fingerprint(folder, records.fingerprint)
+            write_fingerprint(folder, fingerprint)
         return ledger, executed
 
     def _require_agreement(self, terms: tuple[object, ...]) -> None:
@@ -269,6 +263,15 @@ class DPTrainer(Trainer):
         return self.ledger.publish(folder, self.executed.count, newest)
 
 
+def build_trainer(config: JobConfig) -> Trainer:
+    """The trainer that `config` asks for: with privacy, or TorchTitan's own, the baseline."""
+    if config.privacy.enable:
+        return DPTrainer(config)
+    # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
+    config.training.max_norm = config.training.max_norm or math.inf
+    return Trainer(config)
+
+
 @record
 def main(argv: list[str]) -> None:
     """Train; one worker of `torchrun`."""
@@ -284,9 +287,7 @@ def main(argv: list[str]) -> None:
     lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
     if not config.privacy.enable:
         refuse_private_folder(config.job.dump_folder)
-        # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
-        config.training.max_norm = config.training.max_norm or math.inf
-    trainer = DPTrainer(config) if config.privacy.enable else Trainer(config)
+    trainer = build_trainer(config)
     try:
         trainer.train()
     finally:

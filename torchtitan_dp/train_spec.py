@@ -1,6 +1,7 @@
 """The TrainSpec: which of TorchTitan's parts are ours, put in its table under the name `llama3`."""
 
 import contextlib
+import functools
 from typing import Any
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
@@ -25,17 +26,38 @@ from torchtitan_dp.plan import Records
 from torchtitan_dp.validate import HeldOutValidator
 
 
+class OpenOnce:
+    """Opens a configuration's records, and keeps them for whoever asks for the same again."""
+
+    def __init__(self) -> None:
+        self._terms: object = None
+        self._records: Records | None = None
+
+    def __call__(self, config: JobConfig) -> Records:
+        training, validates = config.training, config.validation.enable
+        terms = repr((training.dataset, training.dataset_path, config.data, validates))
+        if self._records is None or terms != self._terms:
+            self._terms, self._records = terms, Records.open(config)
+        return self._records
+
+
 def build_loader(
-    *, dp_world_size: int, dp_rank: int, tokenizer: Tokenizer, job_config: JobConfig
+    open_records: OpenOnce,
+    *,
+    dp_world_size: int,
+    dp_rank: int,
+    tokenizer: Tokenizer,
+    job_config: JobConfig,
 ) -> RecordLoader:
     """The training records, for one data-parallel rank."""
-    records = Records.open(job_config)
+    records = open_records(job_config)
     return RecordLoader(
         SampleStore(records.store, tokenizer, job_config.training.seq_len),
         records.train,
         ranks=dp_world_size,
         rank=dp_rank,
         batch_size=job_config.training.local_batch_size,
+        fingerprint=records.fingerprint,
         shuffle_seed=job_config.debug.seed or 0,
     )
 
@@ -49,6 +71,7 @@ def build_metrics(
 
 
 def build_validator(
+    open_records: OpenOnce,
     *,
     job_config: JobConfig,
     dp_world_size: int,
@@ -60,7 +83,7 @@ def build_validator(
     **_: Any,
 ) -> HeldOutValidator:
     """The held-out records, for one data-parallel rank."""
-    records = Records.open(job_config)
+    records = open_records(job_config)
     loader = RecordLoader(
         SampleStore(records.store, tokenizer, job_config.training.seq_len),
         records.heldout,
@@ -74,7 +97,8 @@ def build_validator(
 
 
 def register() -> None:
-    """Make `model.name = "llama3"` mean this spec, in this process."""
+    """Make `model.name = "llama3"` mean this spec, in this process. Call it once."""
+    open_records = OpenOnce()
     register_train_spec(
         "llama3",
         TrainSpec(
@@ -84,10 +108,10 @@ def register() -> None:
             pipelining_fn=None,
             build_optimizers_fn=build_optimizers,
             build_lr_schedulers_fn=build_lr_schedulers,
-            build_dataloader_fn=build_loader,  # type: ignore[arg-type]
+            build_dataloader_fn=functools.partial(build_loader, open_records),  # type: ignore[arg-type]
             build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
             build_loss_fn=build_cross_entropy_loss,
-            build_validator_fn=build_validator,  # type: ignore[arg-type]
+            build_validator_fn=functools.partial(build_validator, open_records),  # type: ignore[arg-type]
             build_metrics_processor_fn=build_metrics,
             state_dict_adapter=Llama3StateDictAdapter,
         ),

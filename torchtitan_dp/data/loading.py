@@ -35,6 +35,7 @@ class RecordLoader:
         ranks: int,
         rank: int,
         batch_size: int,
+        fingerprint: str = "",
         shuffle_seed: int = 0,
     ) -> None:
         """
@@ -43,9 +44,10 @@ class RecordLoader:
             ranks, rank: data-parallel degree and this rank's place in it; the ranks of one
                 context-parallel group have the same.
             batch_size: B, samples in a microbatch.
+            fingerprint: of the data and how it was split; private.
             shuffle_seed: of the baseline without privacy.
         """
-        self.samples, self.units = samples, units
+        self.samples, self.units, self.fingerprint = samples, units, fingerprint
         self._ranks, self._rank, self._batch_size = ranks, rank, batch_size
         self._shuffle_seed = shuffle_seed
 
