@@ -20,7 +20,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.parallelize import parallelize_llama, trained_fsdp_modules
-from torchtitan_dp.gradients.microbatch import MicrobatchGradients
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.methods import GradientMethod, build_gradients
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.models.llama3 import Llama, LlamaArgs, canonical_name, trainable_parameters
 from torchtitan_dp.models.loss import SampleLosses
@@ -53,38 +54,39 @@ class Built:
     """A parallelized model and what accumulates its clipped gradients, on this rank."""
 
     model: Llama
-    gradients: MicrobatchGradients
+    gradients: GradientMethod
     losses: SampleLosses
     dims: ParallelDims
     groups: ReductionGroups
     parameters: dict[str, nn.Parameter]
+    batch_size: int
 
     def clipped_sum(
-        self, tokens_NT: torch.Tensor, labels_NT: torch.Tensor, batch_size: int = 1
+        self, tokens_NT: torch.Tensor, labels_NT: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], list[float]]:
         """The step's sum over all ranks as whole tensors by name, and this rank's norms."""
-        norms = self.accumulate(tokens_NT, labels_NT, batch_size)
-        total = self.gradients.take_sum()
+        norms = self.accumulate(tokens_NT, labels_NT)
+        total = self.gradients.clipped_sum.take()
         whole = {name: self.whole(name, flat) for name, flat in total.items()}
-        self.gradients.reset()
+        self.gradients.clipped_sum.reset()
         return whole, norms
 
-    def accumulate(
-        self, tokens_NT: torch.Tensor, labels_NT: torch.Tensor, batch_size: int = 1
-    ) -> list[float]:
+    def accumulate(self, tokens_NT: torch.Tensor, labels_NT: torch.Tensor) -> list[float]:
         """Deal the samples out over the data-parallel ranks and accumulate this rank's."""
         norms = []
-        for slot in self.slots(len(tokens_NT), batch_size):
-            loss_1 = self.losses(*sample(tokens_NT, labels_NT, slot))
-            clip = self.gradients.accumulate_clipped(loss_1[0], torch.tensor(slot >= 0))
-            norms.append(clip.norm_B.item())
+        at_once = self.gradients.batch_size or self.batch_size
+        slots = torch.tensor(self.slots(len(tokens_NT)))
+        for slot_B in slots.split(at_once) if len(slots) else ():
+            loss_B = self.losses(*take(tokens_NT, labels_NT, slot_B))
+            clip = self.gradients.accumulate_clipped(loss_B, slot_B >= 0)
+            norms.extend(clip.norm_B.tolist())
         return norms
 
-    def slots(self, samples: int, batch_size: int = 1) -> list[int]:
+    def slots(self, samples: int) -> list[int]:
         """The samples that this rank's data-parallel rank is dealt, in order; -1 is padding."""
         ranks = self.dims.dp_replicate * self.dims.dp_shard
         rank = torch.distributed.get_rank() // self.dims.cp
-        dealt = deal(np.arange(samples), ranks=ranks, rank=rank, batch_size=batch_size)
+        dealt = deal(np.arange(samples), ranks=ranks, rank=rank, batch_size=self.batch_size)
         return [slot for slots in dealt for slot in slots.tolist()]
 
     def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
@@ -94,13 +96,13 @@ class Built:
         return _as_gradient_of(self.parameters[name], flat.clone()).full_tensor()
 
 
-def sample(
-    tokens_NT: torch.Tensor, labels_NT: torch.Tensor, slot: int
+def take(
+    tokens_NT: torch.Tensor, labels_NT: torch.Tensor, slot_B: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One sample of a batch of 1; slot -1 is padding."""
-    if slot >= 0:
-        return tokens_NT[slot : slot + 1], labels_NT[slot : slot + 1]
-    return torch.zeros_like(tokens_NT[:1]), torch.full_like(labels_NT[:1], -100)
+    """Samples of a batch; slot -1 is padding."""
+    padding_B1 = (slot_B < 0)[:, None]
+    tokens_BT = tokens_NT[slot_B].masked_fill(padding_B1, 0)
+    return tokens_BT, labels_NT[slot_B].masked_fill(padding_B1, -100)
 
 
 def build(
@@ -133,20 +135,21 @@ def build(
             edit(model)
     parameters = trainable_parameters(model)
     groups = ReductionGroups.build("cpu", degrees)
-    gradients = MicrobatchGradients(
+    clipped_sum = ClippedSum(
         parameters,
-        trained_fsdp_modules(model),
         groups,
         max_grad_norm=max_grad_norm,
         clip_function=job_config.privacy.clip_function,
     )
+    gradients = build_gradients(job_config.privacy, model, trained_fsdp_modules(model), clipped_sum)
     losses = SampleLosses(
         model,
         torch.device("cpu"),
         dims.get_optional_mesh("cp"),
         job_config.parallelism.context_parallel_load_balancer,
     )
-    return Built(model, gradients, losses, dims, groups, parameters)
+    batch_size = job_config.training.local_batch_size
+    return Built(model, gradients, losses, dims, groups, parameters, batch_size)
 
 
 def data(samples: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -124,7 +124,10 @@ BAD = {
     "gdp": (["--privacy.accountant=gdp"], "privacy.accountant"),  # hazard 37: not offered
     "per layer": (["--privacy.clipping=per_layer"], "privacy.clipping = 'per_layer'"),
     "ghost": (["--privacy.gradient_method=ghost"], "privacy.gradient_method = 'ghost'"),
-    "grad_sample": (["--privacy.gradient_method=grad_sample"], "privacy.gradient_method"),
+    "compiled grad_sample": (
+        ["--privacy.gradient_method=grad_sample", "--compile.enable"],
+        "compile.enable = true",
+    ),
     "unknown option": (["--privacy.sigma=1"], "--privacy.sigma"),
     "unknown section": (["--dp.sigma=1"], "--dp.sigma"),
     "stray word": (["stray"], "stray"),

@@ -20,6 +20,13 @@ def resolve_degrees(config: JobConfig, world_size: int) -> None:
         parallelism.data_parallel_shard_degree = max(world_size // max(others, 1), 1)
 
 
+def resolve_gradient_method(config: JobConfig) -> None:
+    """Make `auto` the method that it stands for, in place: it depends on MBS alone."""
+    if config.privacy.gradient_method == "auto":
+        one = config.training.local_batch_size == 1
+        config.privacy.gradient_method = "microbatch" if one else "grad_sample"
+
+
 def check(config: JobConfig, world_size: int) -> None:
     """Refuse settings that cannot work together.
 
@@ -133,7 +140,7 @@ def _check_privacy(config: JobConfig) -> None:
     built: dict[str, tuple[str, ...]] = {
         "accountant": ("prv", "rdp"),
         "clipping": ("flat",),
-        "gradient_method": ("auto", "microbatch"),
+        "gradient_method": ("microbatch", "grad_sample"),
     }
     for key, values in built.items():
         if (value := getattr(privacy, key)) not in values:
@@ -178,6 +185,13 @@ def _check_conflicts_with_privacy(config: JobConfig) -> None:
             "model.converters",
             config.model.converters,
             "remove them; float8 and other converters are not supported with privacy",
+        ),
+        (
+            config.compile.enable and config.privacy.gradient_method == "grad_sample",
+            "compile.enable",
+            True,
+            "set it to false, or privacy.gradient_method to 'microbatch'; the layers of "
+            "'grad_sample' start collectives within backward, which cannot be compiled",
         ),
         (
             config.training.enable_cpu_offload,

@@ -22,7 +22,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.config import ConfigManager
 from torchtitan.config import JobConfig as TorchTitanJobConfig
 
-from torchtitan_dp.checks import check, resolve_degrees
+from torchtitan_dp.checks import check, resolve_degrees, resolve_gradient_method
 from torchtitan_dp.config import JobConfig
 
 if sys.version_info >= (3, 11):
@@ -51,6 +51,7 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
     config = _parse([*argv, f"--job.custom_config_module={_CUSTOM_CONFIG}"])
     _check_values(config, schema)
     resolve_degrees(config, world_size)
+    resolve_gradient_method(config)
     check(config, world_size)
     return config
 

@@ -54,10 +54,13 @@ class Privacy:
 
     gradient_method: Literal["auto", "microbatch", "grad_sample", "ghost", "randomized"] = "auto"
     """`microbatch`: each sample has a backward pass of its own, whose reduced gradient is the
-    per-sample gradient. `auto` chooses it. The others: not built yet."""
+    per-sample gradient. `grad_sample`: one backward pass for a microbatch, in which every layer
+    forms its samples' gradients (LongShield). `auto`: `microbatch` if `training.local_batch_size`
+    is 1, else `grad_sample`. The others: not built yet."""
 
     shard_grad_samples: bool = True
-    """For `grad_sample` (not built yet): shard per-sample gradients over context-parallel ranks."""
+    """For `grad_sample`: sum per-sample gradients over the context-parallel ranks during backward,
+    so that each rank keeps its share (LongShield V2). False keeps them whole (V1): to compare."""
 
     debug_seed: int | None = None
     """Derive the run's secrets from this number, so that it can be repeated. Such a run is NOT

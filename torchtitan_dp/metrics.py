@@ -90,17 +90,15 @@ class SampleStatistics:
     max_grad_norm: float
     rows: list[torch.Tensor] = field(default_factory=list)
 
-    def add(self, loss: torch.Tensor, valid: torch.Tensor, clip: Clip) -> None:
-        """One sample: its partial loss on this rank, and how it was clipped."""
-        row = torch.stack(
-            [
-                loss.detach().double(),
-                clip.norm_B[0],
-                valid.double(),
-                clip.rejected_B[0].double(),
-            ]
+    def add(self, loss_B: torch.Tensor, valid_B: torch.Tensor, clip: Clip) -> None:
+        """Some samples: their partial losses on this rank, and how they were clipped."""
+        columns = (
+            loss_B.detach().double(),
+            clip.norm_B,
+            valid_B.double(),
+            clip.rejected_B.double(),
         )
-        self.rows.append(row)
+        self.rows.append(torch.stack(columns, dim=1))
 
     def reduce(
         self, cp: dist.ProcessGroup | None, batch: dist.ProcessGroup | None
@@ -114,7 +112,7 @@ class SampleStatistics:
         nothing = dict.fromkeys(("loss", "clipped_fraction", *names), float("nan"))
         if not self.rows:
             return {"realized_batch_size": 0.0, "rejected": 0.0, **nothing}
-        table = torch.stack(self.rows)
+        table = torch.cat(self.rows)
         if cp is not None:
             losses = table[:, 0].contiguous()
             dist.all_reduce(losses, group=cp)

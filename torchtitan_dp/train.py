@@ -6,7 +6,7 @@ Guarantee:
     After k optimizer steps the weights are (epsilon, delta)-DP for one record, with the epsilon
     that `privacy.json` states: each step is the Poisson-subsampled Gaussian mechanism on the
     sum of clipped per-record gradients. It rests on the guarantees of `privacy.sampling`,
-    `gradients.microbatch`, `optimizer` and `privacy.accounting`, and on keys that leave this
+    `gradients`, `optimizer` and `privacy.accounting`, and on keys that leave this
     process's memory only to the other ranks. Control flow depends on no record's content.
 """
 
@@ -30,7 +30,8 @@ from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.distributed.parallelize import trained_fsdp_modules
-from torchtitan_dp.gradients.microbatch import MicrobatchGradients
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.methods import build_gradients
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.ledger import (
     ExecutedSteps,
@@ -77,12 +78,14 @@ class DPTrainer(Trainer):
                 parallelism.context_parallel_degree,
             ),
         )
-        self.gradients = MicrobatchGradients(
+        self.clipped_sum = ClippedSum(
             parameters,
-            trained_fsdp_modules(model),
             groups,
             max_grad_norm=settings.max_grad_norm,
             clip_function=privacy.clip_function,
+        )
+        self.gradients = build_gradients(
+            privacy, model, trained_fsdp_modules(model), self.clipped_sum
         )
         self.dp_optimizer = DPOptimizer(
             self.optimizers,
@@ -109,16 +112,16 @@ class DPTrainer(Trainer):
         )
         for microbatch in loader.microbatches(draw):  # may be none
             self.metrics_processor.ntokens_since_last_log += microbatch.labels_BT.numel()
-            for tokens_T, labels_T, valid in zip(*microbatch, strict=True):  # one at a time
-                valid = valid.to(self.device)
-                loss_1 = self.sample_losses(tokens_T[None], labels_T[None])
-                clip = self.gradients.accumulate_clipped(loss_1[0], valid)
-                statistics.add(loss_1[0], valid, clip)
+            for tokens_BT, labels_BT, valid_B in microbatch.split(self.gradients.batch_size):
+                valid_B = valid_B.to(self.device)
+                loss_B = self.sample_losses(tokens_BT, labels_BT)
+                clip = self.gradients.accumulate_clipped(loss_B, valid_B)
+                statistics.add(loss_B, valid_B, clip)
         self.checkpointer.maybe_wait_for_staging()
         if dist.get_rank() == 0:
             self.executed.begin(self.step)
-        self.dp_optimizer.step(self.gradients.take_sum(), self.noise_keys.take(self.step))
-        self.gradients.reset()
+        self.dp_optimizer.step(self.clipped_sum.take(), self.noise_keys.take(self.step))
+        self.clipped_sum.reset()
         self.lr_schedulers.step()
         self.ledger.steps = self.step
         self._log(lr, statistics)
@@ -148,7 +151,7 @@ class DPTrainer(Trainer):
     # What a checkpoint holds, besides weights, optimizer and LR schedule.
 
     def state_dict(self) -> dict[str, Any]:
-        if self.gradients.accumulating:
+        if self.clipped_sum.accumulating:
             raise RuntimeError("a checkpoint in the middle of a step would hold un-noised sums")
         batch, seq_len = self.ledger.settings.expected_batch_size, self.job_config.training.seq_len
         return {

@@ -3,40 +3,11 @@
 Hazard rows 1, 2, 3, 6 (both load balancers), 27, 28 and the compiled case.
 """
 
-import dataclasses
-
 import pytest
 
-from tests.ranks import on_ranks
+from tests.gradients.loop import check
 
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1)]
-
-
-def error_on_this_rank(
-    degrees: tuple[int, int, int], overrides: list[str], changes: dict[str, object], C: float
-) -> tuple[float, float]:
-    """(error of the clipped sum, error of the norms) against the loop."""
-    from tests import build
-
-    args = dataclasses.replace(build.ARGS, **changes)
-    tokens_NT, labels_NT = build.data(samples=3)
-    built = build.build(degrees, *overrides, args=args, max_grad_norm=C)
-    actual, norms = built.clipped_sum(tokens_NT, labels_NT)
-    gradients = build.reference_gradients(build.reference_model(args), tokens_NT, labels_NT)
-    true_norms = [build.norm(gradient) for gradient in gradients]
-    mine = built.slots(len(tokens_NT))
-    norm_errors = [abs(n / true_norms[i] - 1) for n, i in zip(norms, mine, strict=True) if i >= 0]
-    error = build.relative_error(actual, build.reference_sum(gradients, C))
-    return error, max(norm_errors, default=0.0)
-
-
-def check(degrees, *overrides: str, tolerance: float = 1e-5, C: float = 1.0, **changes: object):
-    world_size = degrees[0] * degrees[1] * degrees[2]
-    results = on_ranks(world_size, error_on_this_rank, degrees, list(overrides), changes, C)
-    for error, norm_error in results:
-        # clip() aims at C (1 - 1e-5)
-        assert error < tolerance + 1e-5, (error, norm_error)
-        assert norm_error < tolerance, (error, norm_error)
 
 
 @pytest.mark.parametrize("degrees", MESHES, ids=str)

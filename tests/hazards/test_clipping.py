@@ -91,9 +91,9 @@ def opposite_gradients(degrees):
     (gradient,) = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
     loss_1 = built.losses(tokens_NT, labels_NT)
     built.gradients.accumulate_clipped(
-        loss_1[0] * (scale / build.norm(gradient)), torch.tensor(True)
+        loss_1 * (scale / build.norm(gradient)), torch.tensor([True])
     )
-    total = {n: built.whole(n, flat) for n, flat in built.gradients.take_sum().items()}
+    total = {n: built.whole(n, flat) for n, flat in built.gradients.clipped_sum.take().items()}
     return build.norm(total)
 
 
@@ -110,9 +110,12 @@ def sums_at_batch_sizes(degrees):
     from tests import build
 
     tokens_NT, labels_NT = build.data(samples=4)
-    built = build.build(degrees)
-    one, _ = built.clipped_sum(tokens_NT, labels_NT, batch_size=1)
-    two, _ = built.clipped_sum(tokens_NT, labels_NT, batch_size=2)
+    one, two = (
+        build.build(degrees, f"--training.local_batch_size={size}").clipped_sum(
+            tokens_NT, labels_NT
+        )[0]
+        for size in (1, 2)
+    )
     return build.relative_error(two, one)
 
 
@@ -142,9 +145,9 @@ def gradient_of_first_with_others(degrees):
         own = []
         for slot in range(len(tokens)):
             loss_1 = built.losses(tokens[slot : slot + 1], labels[slot : slot + 1])
-            clip = built.gradients.accumulate_clipped(loss_1[0], torch.tensor(True))
+            clip = built.gradients.accumulate_clipped(loss_1, torch.tensor([True]))
             own.append((loss_1.item(), clip.norm_B.item()))
-        built.gradients.reset()
+        built.gradients.clipped_sum.reset()
         norms.append(own[0])
     return norms
 
@@ -164,8 +167,8 @@ def empty_record(degrees):
     labels_NT[0] = -100
     built = build.build(degrees)
     loss_1 = built.losses(tokens_NT[:1], labels_NT[:1])
-    clip = built.gradients.accumulate_clipped(loss_1[0], torch.tensor(True))
-    total = built.gradients.take_sum()
+    clip = built.gradients.accumulate_clipped(loss_1, torch.tensor([True]))
+    total = built.gradients.clipped_sum.take()
     return loss_1.item(), clip.norm_B.item(), max(t.abs().max().item() for t in total.values())
 
 
@@ -187,8 +190,8 @@ def small_adds(degrees):
     built.clipped_sum(tokens_NT, labels_NT)
     for _ in range(1000):
         loss_1 = built.losses(tokens_NT[1:], labels_NT[1:])
-        built.gradients.accumulate_clipped(loss_1[0], torch.tensor(True))
-    total = built.gradients.take_sum()
+        built.gradients.accumulate_clipped(loss_1, torch.tensor([True]))
+    total = built.gradients.clipped_sum.take()
     dtypes = {t.dtype for t in total.values()} | {p.dtype for p in built.model.parameters()}
     return build.norm({n: built.whole(n, t) for n, t in total.items()}), dtypes
 
@@ -257,8 +260,8 @@ def padding_with_poisoned_weights(degrees):
     built = build.build(degrees)
     tokens_NT, labels_NT = build.data(samples=1)
     loss_1 = built.losses(tokens_NT, labels_NT)  # even a real gradient counts nothing as padding
-    built.gradients.accumulate_clipped(loss_1[0], torch.tensor(False))
-    return max(t.abs().max().item() for t in built.gradients.take_sum().values())
+    built.gradients.accumulate_clipped(loss_1, torch.tensor([False]))
+    return max(t.abs().max().item() for t in built.gradients.clipped_sum.take().values())
 
 
 def test_row18_padding_adds_exactly_zero():
@@ -282,10 +285,10 @@ def poisoned(degrees, value):
             loss_1 = built.losses(tokens_NT[slot : slot + 1], labels_NT[slot : slot + 1])
             # Only one rank of the group sees the poison.
             first = torch.distributed.get_rank() % degrees[2] == 0
-            loss = loss_1[0] * (factor if first else 1.0)
-            built.gradients.accumulate_clipped(loss, torch.tensor(True))
-        result = {n: t.clone() for n, t in built.gradients.take_sum().items()}
-        built.gradients.reset()
+            loss_1 = loss_1 * (factor if first else 1.0)
+            built.gradients.accumulate_clipped(loss_1, torch.tensor([True]))
+        result = {n: t.clone() for n, t in built.gradients.clipped_sum.take().items()}
+        built.gradients.clipped_sum.reset()
         return result
 
     with_poison, without = total(True), total(False)
@@ -332,8 +335,8 @@ def live_tensors(degrees, mode):
     for _ in range(5):
         for _ in range(10):
             built.accumulate(tokens_NT, labels_NT)
-            built.gradients.take_sum()
-            built.gradients.reset()
+            built.gradients.clipped_sum.take()
+            built.gradients.clipped_sum.reset()
         counts.append(count())
     return counts
 
@@ -382,7 +385,7 @@ def frozen_layer(degrees, frozen):
     )
     tokens_NT, labels_NT = build.data(samples=1)
     norms = built.accumulate(tokens_NT, labels_NT)
-    dp.step(built.gradients.take_sum(), bytes(32))
+    dp.step(built.gradients.clipped_sum.take(), bytes(32))
     changed = {
         n: not torch.equal(before[n], p.full_tensor()) for n, p in built.model.named_parameters()
     }

@@ -19,6 +19,12 @@ class Microbatch(NamedTuple):
     labels_BT: torch.Tensor  # int64, shifted
     valid_B: torch.Tensor  # bool
 
+    def split(self, batch_size: int | None) -> Iterator["Microbatch"]:
+        """Parts of at most `batch_size` samples; all at once if None."""
+        size = batch_size or len(self.valid_B)
+        for parts in zip(*(tensor.split(size) for tensor in self), strict=True):
+            yield Microbatch(*parts)
+
 
 class RecordLoader:
     """Samples of the training units, for one data-parallel rank.

@@ -20,6 +20,7 @@ from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
+from torchtitan_dp.gradients.layers import per_sample_layers
 
 if TYPE_CHECKING:
     from torchtitan_dp.models.llama3 import Llama
@@ -32,7 +33,8 @@ def parallelize_llama(
 
     With privacy, gradients are reduced within the `fsdp` mesh only, by whatever
     `set_custom_reduce_scatter` is given later; parameters are fp32 shards over `fsdp`, also when
-    that mesh has one rank (which keeps the bf16 / fp32 semantics the same on every mesh).
+    that mesh has one rank (which keeps the bf16 / fp32 semantics the same on every mesh). For
+    `privacy.gradient_method = "grad_sample"` layers form per-sample gradients instead.
     """
     parallelism = job_config.parallelism
     if parallel_dims.cp_enabled:
@@ -58,6 +60,8 @@ def parallelize_llama(
 def _apply_parts(
     model: "Llama", parallel_dims: ParallelDims, mesh: DeviceMesh, job_config: JobConfig
 ) -> None:
+    if job_config.privacy.enable and job_config.privacy.gradient_method == "grad_sample":
+        per_sample_layers(model)
     if parallel_dims.cp_enabled:
         apply_ring_attention(
             [block.attention.inner_attention for block in model.layers.values()],

@@ -21,6 +21,14 @@ class ReductionGroups:
     dp_shard: dist.ProcessGroup | None
     cp: dist.ProcessGroup | None
 
+    @property
+    def dp_shard_size(self) -> int:
+        return dist.get_world_size(self.dp_shard) if self.dp_shard else 1
+
+    @property
+    def cp_size(self) -> int:
+        return dist.get_world_size(self.cp) if self.cp else 1
+
     @classmethod
     def build(cls, device_type: str, degrees: tuple[int, int, int]) -> "ReductionGroups":
         """Groups for the degrees of (dp_replicate, dp_shard, cp); ranks row-major, as TorchTitan's.
@@ -64,8 +72,7 @@ class ReduceScatterOverCP:
     def __init__(self, groups: ReductionGroups) -> None:
         self._cp = groups.cp
         self._is_called = groups.cp is not None or groups.dp_shard is not None
-        self._cp_size = dist.get_world_size(groups.cp) if groups.cp else 1
-        self._dp_shard_size = dist.get_world_size(groups.dp_shard) if groups.dp_shard else 1
+        self._cp_size, self._dp_shard_size = groups.cp_size, groups.dp_shard_size
         self._output: torch.Tensor | None = None
         self._shard_DN: torch.Tensor | None = None
 

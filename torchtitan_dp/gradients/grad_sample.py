@@ -1,0 +1,168 @@
+"""Per-sample gradients for microbatches of several samples: LongShield's V1, V2 and, with AC, V3.
+
+Each layer's backward forms its samples' gradients from this rank's tokens (`layers`). V2, section
+3.2's input-stationary pattern: their sum over the context-parallel group starts at once, as a
+reduce-scatter that runs while backward goes on, and leaves each rank `1 / cp` of it (section 3.1).
+V1 keeps all of them whole and sums them after backward; it is the paper's baseline.
+
+Guarantee:
+    What is added to the `ClippedSum` for sample b is the gradient of loss b over the whole
+    context-parallel group. Gradients of different samples are never added before they are clipped.
+    Assumes that loss b depends on sample b alone, that each rank of a cp group has the same
+    samples, and what `layers` assumes.
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
+from torchtitan_dp.gradients.layers import Write, connect
+from torchtitan_dp.gradients.reduction import reduce_scatter_sum
+from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.privacy.clipping import Clip
+
+# A layer whose microbatch of per-sample gradients is larger is formed one sample at a time.
+_TRANSIENT_BYTES = 2**28
+
+
+class GradSampleGradients:
+    """Adds one microbatch at a time to a `ClippedSum`, whose pieces are the parameters."""
+
+    batch_size = None  # any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clipped_sum: ClippedSum,
+        *,
+        shard_grad_samples: bool = True,
+        transient_bytes: int = _TRANSIENT_BYTES,
+    ) -> None:
+        """
+        Args:
+            model: turned by `per_sample_layers`, then laid over the mesh by FSDP2.
+            shard_grad_samples: V2 if True, V1 if False.
+            transient_bytes: bound, if one sample is smaller, on what one layer holds unreduced.
+        """
+        self.clipped_sum = clipped_sum
+        self._cp = clipped_sum.groups.cp
+        self._cp_rank = dist.get_rank(self._cp) if self._cp else 0
+        self._shard = shard_grad_samples
+        self._transient_bytes = transient_bytes
+        parameters = clipped_sum.parameters
+        missing = parameters.keys() - connect(model, self)
+        assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
+        self._device = next(iter(parameters.values())).device
+        dp_shard, cp = clipped_sum.groups.dp_shard_size, clipped_sum.groups.cp_size
+        self._layouts = {n: RowLayout(p.shape, dp_shard, cp) for n, p in parameters.items()}
+        clipped_sum.lay_out(
+            [layout.chunk_numel for layout in self._layouts.values()],
+            {
+                name: Place(piece, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
+                for piece, (name, parameter) in enumerate(parameters.items())
+            },
+            self._device,
+        )
+        self._shards: dict[str, torch.Tensor] = {}  # (B, dp_shard, rows, …), summed over cp
+        self._wholes: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
+        self._in_flight: tuple[dist.Work, torch.Tensor] | None = None  # and what it reads
+
+    def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
+        """Backpropagate a microbatch and add its samples' clipped gradients to the sum.
+
+        Args:
+            loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
+            valid_B: bool: False for a padding sample, which contributes exactly 0.
+
+        Collectives, over cp: a reduce-scatter per layer within backward, one more after it (V2),
+        or an all-reduce per parameter after it (V1); then an all-reduce of B numbers.
+        """
+        assert not self._shards
+        assert not self._wholes
+        loss_B.sum().backward()
+        for name, parameter in self.clipped_sum.parameters.items():
+            assert parameter.grad is None, f"{name} had a gradient that mixes samples"
+        shards = self._gather()
+        return self.clipped_sum.add(shards, valid_B)
+
+    def form(self, name: str, batch_size: int, write: Write) -> None:
+        """Called by a layer in backward: have its per-sample gradients written, start their sum.
+
+        Matrices are reduced at once. Vectors (norm weights) are small: they wait for each other.
+        """
+        layout = self._layouts[name]
+        if not self._shard or len(layout.shape) == 1:
+            whole = layout.allocate(batch_size, self._device)
+            write(layout, whole, slice(0, batch_size))
+            _add_to(self._wholes, name, whole)
+            return
+        one_by_one = 4 * layout.shape.numel() * batch_size > self._transient_bytes
+        at_once = 1 if one_by_one else batch_size
+        if self._cp is None:
+            shard = layout.allocate(batch_size, self._device)[0]
+        else:
+            shape = (batch_size, layout.dp_shard, layout.rows, *layout.shape[1:])
+            shard = torch.empty(shape, dtype=torch.float32, device=self._device)
+        for start in range(0, batch_size, at_once):
+            samples = slice(start, start + at_once)
+            self._wait()  # so that one layer at a time is held whole
+            if self._cp is None:
+                write(layout, shard[None, samples], samples)
+                continue
+            whole = layout.allocate(at_once, self._device)
+            write(layout, whole, samples)
+            work = reduce_scatter_sum(shard[samples], whole, self._cp, async_op=True)
+            assert work is not None
+            self._in_flight = work, whole
+        if name in self._shards:
+            self._wait()
+        _add_to(self._shards, name, shard)
+
+    def _gather(self) -> list[torch.Tensor]:
+        """After backward: every parameter's `(B, dp_shard, chunk)`, summed over cp, in order."""
+        self._wait()
+        if self._shard:
+            self._reduce_wholes_together()
+        else:
+            self._reduce_wholes_alone()
+        unused = self._layouts.keys() - self._shards.keys()
+        assert not unused, f"trainable but had no gradient: {sorted(unused)}"
+        return [self._shards.pop(name).flatten(2) for name in self._layouts]
+
+    def _reduce_wholes_together(self) -> None:
+        """One reduce-scatter over cp for all."""
+        if not self._wholes:
+            return
+        wholes = list(self._wholes.values())
+        joined = torch.cat([whole.flatten(3) for whole in wholes], dim=-1)
+        shard_BDN = torch.empty_like(joined[0])
+        if self._cp is None:
+            shard_BDN = joined[0]
+        else:
+            reduce_scatter_sum(shard_BDN, joined, self._cp)
+        sizes = [self._layouts[name].chunk_numel for name in self._wholes]
+        self._shards.update(zip(self._wholes, shard_BDN.split(sizes, dim=-1), strict=True))
+        self._wholes.clear()
+
+    def _reduce_wholes_alone(self) -> None:
+        """An all-reduce over cp for each, of which this rank uses its part."""
+        for name, whole in self._wholes.items():
+            if self._cp is not None:
+                dist.all_reduce(whole, group=self._cp)
+            self._shards[name] = whole[self._cp_rank]
+        self._wholes.clear()
+
+    def _wait(self) -> None:
+        if self._in_flight is not None:
+            work, _ = self._in_flight
+            work.wait()
+            self._in_flight = None
+
+
+def _add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
+    """A tied weight has two layers' gradients, of which the sum is one sample's gradient."""
+    if name in gradients:
+        gradients[name].add_(more)
+    else:
+        gradients[name] = more

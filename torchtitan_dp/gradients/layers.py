@@ -1,0 +1,215 @@
+"""Layers whose backward forms each sample's own gradient, and no other.
+
+`per_sample_layers` puts an `autograd.Function` in the place of every trainable layer's forward.
+What backward needs lies in `save_for_backward`, so that activation checkpointing frees and
+recomputes it like anything else; module hooks would hold what the first forward captured
+(LongShield, section 3.3). The weight's ordinary gradient, a sum over samples, is never computed.
+
+Guarantee:
+    Row b of what a layer hands to its sink depends on row b of its input and of its output's
+    gradient alone. It rests, for layers other than Linear and Embedding, on Opacus' rule for them.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, cast
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from opacus.grad_sample import GradSampleModule
+
+from torchtitan_dp.gradients.rows import RowLayout
+
+# Writes the per-sample gradients of a slice of the microbatch into `(cp, b, dp_shard, rows, …)`.
+Write = Callable[[RowLayout, torch.Tensor, slice], None]
+
+
+class Sink(Protocol):
+    """Where per-sample gradients go, from within backward."""
+
+    def form(self, name: str, batch_size: int, write: Write) -> None:
+        """Add what `write` will write to the gradients of the parameter `name`."""
+
+
+class PerSampleLayer(nn.Module):
+    """What `per_sample_layers` mixes into a layer's class."""
+
+    sink: Sink
+    rule_type: type[nn.Module]  # whose per-sample rule holds
+    parameter_names: dict[str, str]  # attribute -> canonical name; a tied weight has one
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attributes = list(self.parameter_names)
+        parameters = [getattr(self, attribute) for attribute in attributes]
+        function = _FUNCTIONS.get(self.rule_type, _ByRule)
+        return cast(torch.Tensor, function.apply(self, attributes, x, *parameters))
+
+    def plain_forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The layer's own forward."""
+        return cast(torch.Tensor, self.rule_type.forward(self, x))
+
+
+def per_sample_layers(model: nn.Module) -> None:
+    """Turn every layer of `model` that has parameters of its own to train, in place.
+
+    As `fully_shard` does, this gives the module a class that adds to its own: names, parameters
+    and `isinstance` stay. Call it before activation checkpointing and FSDP2.
+
+    Raises:
+        ValueError: if a layer's type has no rule. Other layers follow Opacus' registration,
+            `opacus.grad_sample.register_grad_sampler`, for modules of one tensor in, one out.
+    """
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for path, layer in list(model.named_modules()):
+        own = dict(layer.named_parameters(recurse=False))
+        if not any(parameter.requires_grad for parameter in own.values()):
+            continue
+        kind = type(layer)
+        if kind not in _FUNCTIONS and kind not in GradSampleModule.GRAD_SAMPLERS:
+            raise ValueError(
+                f"{path} ({kind.__name__}): no rule for its per-sample gradients; register one "
+                "with opacus.grad_sample.register_grad_sampler, freeze it, or set "
+                "privacy.gradient_method = 'microbatch'"
+            )
+        layer.__class__ = type(f"PerSample{kind.__name__}", (PerSampleLayer, kind), {})
+        turned = cast(PerSampleLayer, layer)
+        turned.rule_type = kind
+        turned.parameter_names = {
+            attribute: names[id(parameter)] for attribute, parameter in own.items()
+        }
+
+
+def connect(model: nn.Module, sink: Sink) -> set[str]:
+    """Send what the layers form to `sink`; the names of the parameters that they answer for."""
+    layers = [layer for layer in model.modules() if isinstance(layer, PerSampleLayer)]
+    for layer in layers:
+        layer.sink = sink
+    return {name for layer in layers for name in layer.parameter_names.values()}
+
+
+class _Linear(torch.autograd.Function):
+    """y = x W^T + b."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        layer: PerSampleLayer,
+        attributes: Sequence[str],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        return F.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        _, _, x_needed, weight_needed, *bias_needed = ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        # First, since it may run beside the reduce-scatter that the layer above has started.
+        grad_x = grad_y @ weight if x_needed else None
+        x_BTD, grad_y_BTP = _with_one_token_dim(x), _with_one_token_dim(grad_y)
+        if weight_needed:
+
+            def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
+                for rows, out_BRD in layout.chunks(whole):
+                    left_BRT = grad_y_BTP[samples, :, rows].transpose(1, 2)
+                    if left_BRT.dtype == out_BRD.dtype and out_BRD.is_contiguous():
+                        torch.bmm(left_BRT, x_BTD[samples], out=out_BRD)
+                    else:
+                        out_BRD.copy_(torch.bmm(left_BRT, x_BTD[samples]))
+
+            ctx.layer.sink.form(ctx.layer.parameter_names["weight"], len(x), write)
+        if bias_needed and bias_needed[0]:
+            name = ctx.layer.parameter_names["bias"]
+            ctx.layer.sink.form(name, len(x), _copy(grad_y_BTP.sum(1)))
+        return None, None, grad_x, None, *(None for _ in bias_needed)
+
+
+class _Embedding(torch.autograd.Function):
+    """y = W[tokens]."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        layer: PerSampleLayer,
+        attributes: Sequence[str],
+        tokens: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
+        assert isinstance(layer, nn.Embedding)
+        ctx.layer = layer
+        ctx.save_for_backward(tokens)
+        return layer.plain_forward(tokens)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
+        (tokens,) = ctx.saved_tensors
+        layer = ctx.layer
+        tokens_BT, grad_y_BTD = tokens.flatten(1), grad_y.flatten(1, -2)
+
+        def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
+            position_BT = layout.positions(tokens_BT[samples])
+            rows_ND = whole.zero_().view(-1, whole.shape[-1])
+            source_ND = grad_y_BTD[samples].reshape(-1, whole.shape[-1])
+            rows_ND.index_add_(0, position_BT.flatten(), source_ND.to(whole.dtype))
+
+        layer.sink.form(layer.parameter_names["weight"], len(tokens), write)
+        return None, None, None, None
+
+
+class _ByRule(torch.autograd.Function):
+    """Any layer for which Opacus has a rule: RMSNorm, and what a user registers."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        layer: PerSampleLayer,
+        attributes: Sequence[str],
+        x: torch.Tensor,
+        *parameters: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x)
+        return layer.plain_forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        layer: PerSampleLayer = ctx.layer
+        (x,) = ctx.saved_tensors
+        grad_x = None
+        if ctx.needs_input_grad[2]:
+            # FSDP2 has gathered the layer's parameters again by now.
+            with torch.enable_grad():
+                x_again = x.detach().requires_grad_()
+                y = layer.plain_forward(x_again)
+            (grad_x,) = torch.autograd.grad(y, x_again, grad_y)
+        rule = GradSampleModule.GRAD_SAMPLERS[layer.rule_type]
+        grad_samples = rule(layer, [x], grad_y)
+        for attribute, name in layer.parameter_names.items():
+            parameter = getattr(layer, attribute)
+            if parameter is not None and parameter.requires_grad:
+                layer.sink.form(name, len(x), _copy(grad_samples[parameter]))
+        return None, None, grad_x, *(None for _ in layer.parameter_names)
+
+
+_FUNCTIONS: dict[type[nn.Module], type[torch.autograd.Function]] = {
+    nn.Linear: _Linear,
+    nn.Embedding: _Embedding,
+}
+
+
+def _with_one_token_dim(x: torch.Tensor) -> torch.Tensor:
+    """(B, …, D) -> (B, T, D); T is 1 if there is none."""
+    return x.reshape(len(x), -1, x.shape[-1])
+
+
+def _copy(grad_sample: torch.Tensor) -> Write:
+    """Write per-sample gradients that exist already, `(B, *shape)`."""
+
+    def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
+        for rows, out in layout.chunks(whole):
+            out.copy_(grad_sample[samples, rows])
+
+    return write
