@@ -5,6 +5,7 @@ Import it in worker processes only (it builds process groups), except for `refer
 
 import copy
 import dataclasses
+import functools
 from typing import Any
 
 import numpy as np
@@ -105,6 +106,16 @@ def take(
     return tokens_BT, labels_NT[slot_B].masked_fill(padding_B1, -100)
 
 
+@functools.cache
+def _mesh(degrees: tuple[int, int, int]) -> tuple[ParallelDims, ReductionGroups]:
+    """Once a process, as in training: gloo's groups keep threads that poll until the end, and
+    DTensor's caches go on using the groups of the first of several equal meshes."""
+    replicate, shard, cp = degrees
+    dims = ParallelDims(replicate, shard, cp, 1, 1, 1, 1, replicate * shard * cp)
+    dims.build_mesh()
+    return dims, ReductionGroups.build("cpu", degrees)
+
+
 def build(
     degrees: tuple[int, int, int] = (1, 1, 1),
     *overrides: str,
@@ -120,9 +131,7 @@ def build(
         edit: called with the model after its weights are set.
     """
     job_config = config(*overrides, degrees=degrees)
-    replicate, shard, cp = degrees
-    dims = ParallelDims(replicate, shard, cp, 1, 1, 1, 1, replicate * shard * cp)
-    dims.build_mesh()
+    dims, groups = _mesh(degrees)
     with torch.device("meta"):
         model = Llama(copy.deepcopy(args))
     for name, parameter in model.named_parameters():
@@ -134,7 +143,6 @@ def build(
         with torch.no_grad():
             edit(model)
     parameters = trainable_parameters(model)
-    groups = ReductionGroups.build("cpu", degrees)
     clipped_sum = ClippedSum(
         parameters,
         groups,

@@ -1,7 +1,9 @@
 """Hazards of clipping, by row of the list of what silently breaks DP: real meshes, gloo, fp32.
 
-Rows 1, 2, 6, 27 and 28 are also held against the one-process loop on every mesh by
-tests/gradients/test_exactness.py.
+For both gradient methods: microbatches of one sample, and of several in one backward pass. Rows 1,
+2, 6, 27, 28 and 36 are also held against the one-process loop on more meshes by
+tests/gradients/test_exactness.py and test_grad_sample.py, which has rows 4, 5 and 7 within one
+microbatch as well.
 """
 
 import math
@@ -11,35 +13,57 @@ import torch
 
 from tests.ranks import on_ranks
 
+MICROBATCH = ["--privacy.gradient_method=microbatch"]
+V2 = ["--privacy.gradient_method=grad_sample", "--training.local_batch_size=2"]
+V1 = [*V2, "--privacy.no-shard_grad_samples"]
+by_method = pytest.mark.parametrize("method", [MICROBATCH, V2], ids=["microbatch", "grad_sample"])
+
+
+def taken(built):
+    """The step's local shards, which are then reset."""
+    result = {n: t.clone() for n, t in built.gradients.clipped_sum.take().items()}
+    built.gradients.clipped_sum.reset()
+    return result
+
+
+def equal(shards, others):
+    return all(torch.equal(shards[name], others[name]) for name in shards | others)
+
+
+def largest(shards):
+    return max(t.abs().max().item() for t in shards.values())
+
+
 # Row 1: a norm lacks the other CP ranks' part, or sums partial norms.
 
 
-def norms_and_true_norms(degrees):
+def norms_and_true_norms(degrees, method):
     from tests import build
 
-    tokens_NT, labels_NT = build.data()
-    built = build.build(degrees)
+    tokens_NT, labels_NT = build.data(samples=4)
+    built = build.build(degrees, *method)
     _, norms = built.clipped_sum(tokens_NT, labels_NT)
     gradients = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
     return norms, [build.norm(g) for g in gradients]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-def test_row01_norms_are_of_the_whole_gradient(cp):
-    for norms, true_norms in on_ranks(cp, norms_and_true_norms, (1, 1, cp)):
+@pytest.mark.parametrize("method", [MICROBATCH, V1, V2], ids=["microbatch", "V1", "V2"])
+def test_row01_norms_are_of_the_whole_gradient(cp, method):
+    for norms, true_norms in on_ranks(cp, norms_and_true_norms, (1, 1, cp), method):
         assert norms == pytest.approx(true_norms, rel=1e-5)
 
 
 # Row 2: a replicated or uneven parameter counted N_cp times, or not at all.
 
 
-def norm_of_each_parameter(degrees):
+def norm_of_each_parameter(degrees, method):
     """Each parameter's part of one unclipped gradient and the true one; and the whole's norm."""
     from tests import build
 
     tokens_NT, labels_NT = build.data(samples=1)
     (true,) = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
-    built = build.build(degrees, max_grad_norm=1e6)
+    built = build.build(degrees, *method, max_grad_norm=1e6)
     actual, norms = built.clipped_sum(tokens_NT, labels_NT)
     parts = {
         name: (g.double().norm().item(), true[name].double().norm().item())
@@ -48,79 +72,74 @@ def norm_of_each_parameter(degrees):
     return parts, norms[0]
 
 
+@by_method
 @pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 1, 4), (1, 2, 2)], ids=str)
-def test_row02_every_parameter_counts_once(degrees):
+def test_row02_every_parameter_counts_once(degrees, method):
     """Sizes that no mesh divides: 37 tokens, dim 24 in 4 ranks; each name's part is exact."""
     world_size = math.prod(degrees)
-    each, total = on_ranks(world_size, norm_of_each_parameter, degrees)[0]
+    each, total = on_ranks(world_size, norm_of_each_parameter, degrees, method)[0]
     for name, (actual, expected) in each.items():
         assert actual == pytest.approx(expected, rel=1e-5), name
     parts = math.sqrt(sum(expected**2 for _, expected in each.values()))
     assert total == pytest.approx(parts, rel=1e-5)
 
 
-# Row 3: samples merged across data-parallel ranks before clipping.
+# Rows 3 and 4: samples merged before clipping, across data-parallel ranks or in a microbatch.
 
 
-def sum_of_samples(degrees, rows, C):
+def sum_of_samples(degrees, rows, C, method):
     """The norm of the sum of the given samples' clipped gradients, and each one's own."""
     from tests import build
 
     tokens_NT, labels_NT = build.data(samples=2)
-    built = build.build(degrees, max_grad_norm=C)
+    built = build.build(degrees, *method, max_grad_norm=C)
     total, norms = built.clipped_sum(tokens_NT[rows], labels_NT[rows])
     return build.norm(total), norms
 
 
 @pytest.mark.parametrize("degrees", [(1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)
 def test_row03_identical_samples_on_two_ranks_add_to_2C(degrees):
-    results = on_ranks(math.prod(degrees), sum_of_samples, degrees, [1, 1], 0.1)
+    results = on_ranks(math.prod(degrees), sum_of_samples, degrees, [1, 1], 0.1, MICROBATCH)
     for norm, norms in results:
         assert all(n > 0.1 for n in norms)
         assert norm == pytest.approx(0.2, rel=1e-4)
 
 
-def opposite_gradients(degrees):
+@pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 2, 2)], ids=str)
+def test_row03_and_04_four_identical_samples_in_microbatches_add_to_4C(degrees):
+    for norm, _ in on_ranks(math.prod(degrees), sum_of_samples, degrees, [1] * 4, 0.1, V2):
+        assert norm == pytest.approx(0.4, rel=1e-4)
+
+
+def opposite_gradients(degrees, method):
     """Samples with gradients +C u and -10 C u: after clipping they cancel."""
     from tests import build
 
-    built = build.build(degrees)
-    scale = (1.0, -10.0)[torch.distributed.get_rank() // degrees[2]]
+    built = build.build(degrees, *method)
+    scale_B = torch.tensor((1.0, -10.0))
+    if built.batch_size == 1:  # one on each data-parallel rank, else both in one microbatch
+        scale_B = scale_B[torch.distributed.get_rank() // degrees[2]][None]
     # The loss scaled by hand: the same sample, weighed +1 / |g| and -10 / |g|.
     tokens_NT, labels_NT = build.data(samples=1)
     (gradient,) = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
-    loss_1 = built.losses(tokens_NT, labels_NT)
-    built.gradients.accumulate_clipped(
-        loss_1 * (scale / build.norm(gradient)), torch.tensor([True])
-    )
-    total = {n: built.whole(n, flat) for n, flat in built.gradients.clipped_sum.take().items()}
-    return build.norm(total)
+    shape = (len(scale_B), build.T)
+    loss_B = built.losses(tokens_NT.expand(shape), labels_NT.expand(shape))
+    valid_B = torch.ones(len(scale_B), dtype=torch.bool)
+    built.gradients.accumulate_clipped(loss_B * scale_B / build.norm(gradient), valid_B)
+    return build.norm({n: built.whole(n, flat) for n, flat in taken(built).items()})
 
 
 @pytest.mark.parametrize("degrees", [(1, 2, 1), (2, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)
 def test_row03_opposite_samples_cancel_after_clipping(degrees):
-    for norm in on_ranks(math.prod(degrees), opposite_gradients, degrees):
+    for norm in on_ranks(math.prod(degrees), opposite_gradients, degrees, MICROBATCH):
         assert norm < 1e-4  # unclipped they would leave 9
 
 
-# Row 4: clipping the microbatch's sum.
-
-
-def sums_at_batch_sizes(degrees):
-    from tests import build
-
-    tokens_NT, labels_NT = build.data(samples=4)
-    one, two = (
-        build.build(degrees, f"--training.local_batch_size={size}").clipped_sum(
-            tokens_NT, labels_NT
-        )[0]
-        for size in (1, 2)
-    )
-    return build.relative_error(two, one)
-
-
-def test_row04_microbatches_of_two_equal_two_of_one():
-    assert max(on_ranks(2, sums_at_batch_sizes, (1, 1, 2))) < 1e-6
+@pytest.mark.parametrize("method", [V1, V2], ids=["V1", "V2"])
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
+def test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping(degrees, method):
+    for norm in on_ranks(math.prod(degrees), opposite_gradients, degrees, method):
+        assert norm < 1e-4
 
 
 # Row 5 and 7: a sample's gradient depends on others; one record sees another.
@@ -160,44 +179,58 @@ def test_row05_and_07_a_sample_knows_no_other():
 # Row 6: padding, and labels that all lie on one rank.
 
 
-def empty_record(degrees):
+def empty_record(degrees, method):
+    """A record without tokens, alone and (at B = 2) beside a good one: what it leaves is 0."""
     from tests import build
 
     tokens_NT, labels_NT = build.data(samples=2)
     labels_NT[0] = -100
-    built = build.build(degrees)
-    loss_1 = built.losses(tokens_NT[:1], labels_NT[:1])
-    clip = built.gradients.accumulate_clipped(loss_1, torch.tensor([True]))
-    total = built.gradients.clipped_sum.take()
-    return loss_1.item(), clip.norm_B.item(), max(t.abs().max().item() for t in total.values())
+    built = build.build(degrees, *method)
+    B = built.batch_size
+
+    def add(valid):
+        loss_B = built.losses(tokens_NT[:B], labels_NT[:B])
+        clip = built.gradients.accumulate_clipped(loss_B, torch.tensor(valid[:B]))
+        return loss_B[0].item(), clip.norm_B[0].item()
+
+    found = add([True, False])
+    left = largest(taken(built))
+    add([True, True])
+    beside_good = taken(built)
+    add([False, True])
+    return found, left, equal(beside_good, taken(built))
 
 
+@by_method
 @pytest.mark.parametrize("cp", [1, 2])
-def test_row06_a_record_without_tokens_is_exactly_zero(cp):
-    for loss, norm, largest in on_ranks(cp, empty_record, (1, 1, cp)):
-        assert (loss, norm, largest) == (0.0, 0.0, 0.0)
+def test_row06_a_record_without_tokens_is_exactly_zero(cp, method):
+    for results in on_ranks(cp, empty_record, (1, 1, cp), method):
+        assert results == ((0.0, 0.0), 0.0, True)
 
 
 # Row 13: bf16 norms or accumulators.
 
 
-def small_adds(degrees):
+def small_adds(degrees, method):
     """1,000 adds of one small gradient to a large sum, and dtypes at each stage."""
     from tests import build
 
     tokens_NT, labels_NT = build.data(samples=2)
-    built = build.build(degrees, "--training.mixed_precision_param=bfloat16", max_grad_norm=1e-3)
+    bf16 = "--training.mixed_precision_param=bfloat16"
+    built = build.build(degrees, *method, bf16, max_grad_norm=1e-3)
     built.clipped_sum(tokens_NT, labels_NT)
-    for _ in range(1000):
-        loss_1 = built.losses(tokens_NT[1:], labels_NT[1:])
-        built.gradients.accumulate_clipped(loss_1, torch.tensor([True]))
+    same_B = [1] * built.batch_size
+    for _ in range(1000 // built.batch_size):
+        loss_B = built.losses(tokens_NT[same_B], labels_NT[same_B])
+        built.gradients.accumulate_clipped(loss_B, torch.ones_like(loss_B, dtype=torch.bool))
     total = built.gradients.clipped_sum.take()
     dtypes = {t.dtype for t in total.values()} | {p.dtype for p in built.model.parameters()}
     return build.norm({n: built.whole(n, t) for n, t in total.items()}), dtypes
 
 
-def test_row13_a_thousand_small_adds():
-    norm, dtypes = on_ranks(1, small_adds, (1, 1, 1))[0]
+@by_method
+def test_row13_a_thousand_small_adds(method):
+    norm, dtypes = on_ranks(1, small_adds, (1, 1, 1), method)[0]
     assert norm == pytest.approx(1.0, rel=1e-4)  # bf16 accumulation stalls near 0.25
     assert dtypes == {torch.float32}
 
@@ -230,10 +263,10 @@ def test_row13_clipped_norm_never_exceeds_C():
 # Rows 17, 18: padding, and ranks with different numbers of samples.
 
 
-def uneven_draws(degrees, counts):
+def uneven_draws(degrees, counts, method):
     from tests import build
 
-    built = build.build(degrees)
+    built = build.build(degrees, *method)
     errors = []
     for count in counts:
         tokens_NT, labels_NT = build.data(samples=count)
@@ -247,58 +280,60 @@ def uneven_draws(degrees, counts):
     return errors
 
 
+@by_method
 @pytest.mark.parametrize("degrees", [(1, 2, 1), (2, 1, 2)], ids=str)
-def test_row17_draws_of_any_size_keep_ranks_in_lockstep(degrees):
-    for errors in on_ranks(math.prod(degrees), uneven_draws, degrees, [0, 1, 3, 0, 2]):
+def test_row17_draws_of_any_size_keep_ranks_in_lockstep(degrees, method):
+    for errors in on_ranks(math.prod(degrees), uneven_draws, degrees, [0, 1, 3, 0, 2], method):
         assert errors[0] == errors[3] == 0.0
         assert max(errors) < 3e-5
 
 
-def padding_with_poisoned_weights(degrees):
+def padding_with_real_gradients(degrees, method):
     from tests import build
 
-    built = build.build(degrees)
-    tokens_NT, labels_NT = build.data(samples=1)
-    loss_1 = built.losses(tokens_NT, labels_NT)  # even a real gradient counts nothing as padding
-    built.gradients.accumulate_clipped(loss_1, torch.tensor([False]))
-    return max(t.abs().max().item() for t in built.gradients.clipped_sum.take().values())
+    built = build.build(degrees, *method)
+    tokens_NT, labels_NT = build.data(samples=built.batch_size)
+    loss_B = built.losses(tokens_NT, labels_NT)  # even a real gradient counts nothing as padding
+    built.gradients.accumulate_clipped(loss_B, torch.zeros_like(loss_B, dtype=torch.bool))
+    return largest(taken(built))
 
 
-def test_row18_padding_adds_exactly_zero():
-    assert on_ranks(2, padding_with_poisoned_weights, (1, 1, 2)) == [0.0, 0.0]
+@by_method
+def test_row18_padding_adds_exactly_zero(method):
+    assert on_ranks(2, padding_with_real_gradients, (1, 1, 2), method) == [0.0, 0.0]
 
 
 # Row 22: a NaN or Inf sample.
 
 
-def poisoned(degrees, value):
-    """A good sample's sum with and without a poisoned one before it."""
+def poisoned(degrees, value, method):
+    """Whether a good sample's sum is bit-identical with and without a poisoned one before it."""
     from tests import build
 
-    built = build.build(degrees)
+    built = build.build(degrees, *method)
     tokens_NT, labels_NT = build.data(samples=2)
+    # Only one rank of the group sees the poison.
+    first = torch.distributed.get_rank() % degrees[2] == 0
 
     def total(poison):
-        for slot, factor in ((0, value), (1, 1.0)):
-            if slot == 0 and not poison:
-                continue
-            loss_1 = built.losses(tokens_NT[slot : slot + 1], labels_NT[slot : slot + 1])
-            # Only one rank of the group sees the poison.
-            first = torch.distributed.get_rank() % degrees[2] == 0
-            loss_1 = loss_1 * (factor if first else 1.0)
-            built.gradients.accumulate_clipped(loss_1, torch.tensor([True]))
-        result = {n: t.clone() for n, t in built.gradients.clipped_sum.take().items()}
-        built.gradients.clipped_sum.reset()
-        return result
+        """The first is poisoned and valid, or clean and marked invalid."""
+        factor_N = torch.tensor([value if poison and first else 1.0, 1.0])
+        for slots_B in torch.arange(2).split(built.batch_size):
+            loss_B = built.losses(tokens_NT[slots_B], labels_NT[slots_B]) * factor_N[slots_B]
+            valid_B = torch.tensor([poison, True])[slots_B]
+            built.gradients.accumulate_clipped(loss_B, valid_B)
+        return taken(built)
 
     with_poison, without = total(True), total(False)
-    return all(torch.equal(with_poison[n], without[n]) for n in without)
+    assert largest(without) > 0
+    return equal(with_poison, without)
 
 
+@pytest.mark.parametrize("method", [MICROBATCH, V1, V2], ids=["microbatch", "V1", "V2"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e38], ids=str)
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
-def test_row22_a_poisoned_sample_contributes_exactly_zero(degrees, value):
-    assert all(on_ranks(math.prod(degrees), poisoned, degrees, value))
+def test_row22_a_poisoned_sample_contributes_exactly_zero(degrees, value, method):
+    assert all(on_ranks(math.prod(degrees), poisoned, degrees, value, method))
 
 
 # Row 26: TorchTitan's own clipping.
@@ -315,17 +350,18 @@ def test_row26_max_norm_is_refused():
 # Row 27: checkpointed recomputation keeps activations.
 
 
-def live_tensors(degrees, mode):
+def live_tensors(degrees, mode, method):
     import gc
 
     from tests import build
 
     built = build.build(
         degrees,
+        *method,
         f"--activation_checkpoint.mode={mode}",
         "--activation_checkpoint.selective_ac_option=1",
     )
-    tokens_NT, labels_NT = build.data(samples=1)
+    tokens_NT, labels_NT = build.data(samples=built.batch_size)
 
     def count():
         gc.collect()
@@ -335,45 +371,48 @@ def live_tensors(degrees, mode):
     for _ in range(5):
         for _ in range(10):
             built.accumulate(tokens_NT, labels_NT)
-            built.gradients.clipped_sum.take()
-            built.gradients.clipped_sum.reset()
+            taken(built)
         counts.append(count())
     return counts
 
 
+@pytest.mark.parametrize("method", [MICROBATCH, V1, V2], ids=["microbatch", "V1", "V2"])
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_row27_live_tensors_stay_flat_over_50_steps(mode):
-    for counts in on_ranks(2, live_tensors, (1, 1, 2), mode):
+def test_row27_live_tensors_stay_flat_over_50_steps(mode, method):
+    for counts in on_ranks(2, live_tensors, (1, 1, 2), mode, method):
         assert len(set(counts)) == 1, counts
 
 
 # Row 29: the accumulator aliases .grad.
 
 
-def two_microbatches(degrees):
+def two_microbatches(degrees, method):
     from tests import build
 
-    built = build.build(degrees)
-    tokens_NT, labels_NT = build.data(samples=2)
+    built = build.build(degrees, *method)
+    tokens_NT, labels_NT = build.data(samples=2 * built.batch_size)
     both, _ = built.clipped_sum(tokens_NT, labels_NT)
-    first, _ = built.clipped_sum(tokens_NT[:1], labels_NT[:1])
-    second, _ = built.clipped_sum(tokens_NT[1:], labels_NT[1:])
+    first, second = (
+        built.clipped_sum(tokens_BT, labels_BT)[0]
+        for tokens_BT, labels_BT in zip(tokens_NT.chunk(2), labels_NT.chunk(2), strict=True)
+    )
     return build.relative_error(both, {n: first[n] + second[n] for n in first})
 
 
+@by_method
 @pytest.mark.parametrize("cp", [1, 2])
-def test_row29_two_microbatches_are_the_explicit_sum(cp):
-    assert max(on_ranks(cp, two_microbatches, (1, 1, cp))) < 1e-6
+def test_row29_two_microbatches_are_the_explicit_sum(cp, method):
+    assert max(on_ranks(cp, two_microbatches, (1, 1, cp), method)) < 1e-6
 
 
 # Row 36: frozen and unused parameters.
 
 
-def frozen_layer(degrees, frozen):
+def frozen_layer(degrees, frozen, method):
     from tests import build
     from torchtitan_dp.optimizer import DPOptimizer
 
-    built = build.build(degrees, frozen=frozen)
+    built = build.build(degrees, *method, frozen=frozen)
     before = {n: p.full_tensor().clone() for n, p in built.model.named_parameters()}
     optimizer = torch.optim.AdamW(list(built.parameters.values()), lr=0.1, weight_decay=0.1)
     dp = DPOptimizer(
@@ -394,9 +433,9 @@ def frozen_layer(degrees, frozen):
     return changed, norms, expected
 
 
-@pytest.mark.parametrize("frozen", ["layers.0.", "tok_embeddings"])
-def test_row36_frozen_is_bit_identical_and_the_rest_is_in_the_norm(frozen):
-    for changed, norms, expected in on_ranks(2, frozen_layer, (1, 1, 2), frozen):
+@by_method
+@pytest.mark.parametrize("frozen", ["layers.0.", "tok_embeddings", "norm"])
+def test_row36_frozen_is_bit_identical_and_the_rest_is_in_the_norm(frozen, method):
+    for changed, norms, expected in on_ranks(2, frozen_layer, (1, 1, 2), frozen, method):
         assert changed == {name: frozen not in name for name in changed}
-        if norms:
-            assert norms == pytest.approx([expected], rel=1e-5)
+        assert norms[0] == pytest.approx(expected, rel=1e-5)

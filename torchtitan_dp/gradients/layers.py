@@ -7,10 +7,11 @@ recomputes it like anything else; module hooks would hold what the first forward
 
 Guarantee:
     Row b of what a layer hands to its sink depends on row b of its input and of its output's
-    gradient alone. It rests, for layers other than Linear and Embedding, on Opacus' rule for them.
+    gradient alone. For layers other than Linear, Embedding and RMSNorm, it rests on Opacus' rule.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 import torch
@@ -38,15 +39,16 @@ class PerSampleLayer(nn.Module):
     rule_type: type[nn.Module]  # whose per-sample rule holds
     parameter_names: dict[str, str]  # attribute -> canonical name; a tied weight has one
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        attributes = list(self.parameter_names)
-        parameters = [getattr(self, attribute) for attribute in attributes]
+    def forward(self, *inputs: torch.Tensor) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return self.plain_forward(*inputs)
+        parameters = [getattr(self, attribute) for attribute in self.parameter_names]
         function = _FUNCTIONS.get(self.rule_type, _ByRule)
-        return cast(torch.Tensor, function.apply(self, attributes, x, *parameters))
+        return cast(torch.Tensor, function.apply(self, *inputs, *parameters))
 
-    def plain_forward(self, x: torch.Tensor) -> torch.Tensor:
+    def plain_forward(self, *inputs: torch.Tensor) -> torch.Tensor:
         """The layer's own forward."""
-        return cast(torch.Tensor, self.rule_type.forward(self, x))
+        return cast(torch.Tensor, self.rule_type.forward(self, *inputs))
 
 
 def per_sample_layers(model: nn.Module) -> None:
@@ -71,12 +73,27 @@ def per_sample_layers(model: nn.Module) -> None:
                 "with opacus.grad_sample.register_grad_sampler, freeze it, or set "
                 "privacy.gradient_method = 'microbatch'"
             )
+        if isinstance(layer, nn.Embedding) and (layer.scale_grad_by_freq or layer.max_norm):
+            raise ValueError(
+                f"{path}: an Embedding with scale_grad_by_freq or max_norm mixes samples; unset "
+                "them to train it with privacy"
+            )
         layer.__class__ = type(f"PerSample{kind.__name__}", (PerSampleLayer, kind), {})
         turned = cast(PerSampleLayer, layer)
         turned.rule_type = kind
         turned.parameter_names = {
             attribute: names[id(parameter)] for attribute, parameter in own.items()
         }
+
+
+def register_per_sample(kind: type[nn.Module], function: type[torch.autograd.Function]) -> None:
+    """Give a layer type a function of its own, for layers that Opacus' rules do not fit.
+
+    Args:
+        function: takes (layer, *inputs of forward, *the layer's own parameters); its backward
+            hands each trainable parameter's gradients to `layer.sink` and returns None for it.
+    """
+    _FUNCTIONS[kind] = function
 
 
 def connect(model: nn.Module, sink: Sink) -> set[str]:
@@ -94,7 +111,6 @@ class _Linear(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         layer: PerSampleLayer,
-        attributes: Sequence[str],
         x: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
@@ -105,7 +121,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        _, _, x_needed, weight_needed, *bias_needed = ctx.needs_input_grad
+        _, x_needed, weight_needed, *bias_needed = ctx.needs_input_grad
         x, weight = ctx.saved_tensors
         # First, since it may run beside the reduce-scatter that the layer above has started.
         grad_x = grad_y @ weight if x_needed else None
@@ -124,7 +140,7 @@ class _Linear(torch.autograd.Function):
         if bias_needed and bias_needed[0]:
             name = ctx.layer.parameter_names["bias"]
             ctx.layer.sink.form(name, len(x), _copy(grad_y_BTP.sum(1)))
-        return None, None, grad_x, None, *(None for _ in bias_needed)
+        return None, grad_x, None, *(None for _ in bias_needed)
 
 
 class _Embedding(torch.autograd.Function):
@@ -134,7 +150,6 @@ class _Embedding(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         layer: PerSampleLayer,
-        attributes: Sequence[str],
         tokens: torch.Tensor,
         weight: torch.Tensor,
     ) -> torch.Tensor:
@@ -147,7 +162,10 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
         layer = ctx.layer
-        tokens_BT, grad_y_BTD = tokens.flatten(1), grad_y.flatten(1, -2)
+        tokens_BT = tokens.reshape(len(tokens), -1)
+        grad_y_BTD = grad_y.reshape(*tokens_BT.shape, grad_y.shape[-1])
+        if layer.padding_idx is not None:
+            grad_y_BTD = grad_y_BTD.masked_fill((tokens_BT == layer.padding_idx)[..., None], 0)
 
         def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
             position_BT = layout.positions(tokens_BT[samples])
@@ -156,17 +174,47 @@ class _Embedding(torch.autograd.Function):
             rows_ND.index_add_(0, position_BT.flatten(), source_ND.to(whole.dtype))
 
         layer.sink.form(layer.parameter_names["weight"], len(tokens), write)
-        return None, None, None, None
+        return None, None, None
 
 
-class _ByRule(torch.autograd.Function):
-    """Any layer for which Opacus has a rule: RMSNorm, and what a user registers."""
+class _RMSNorm(torch.autograd.Function):
+    """y = x / rms(x) * w."""
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         layer: PerSampleLayer,
-        attributes: Sequence[str],
+        x: torch.Tensor,
+        weight: torch.Tensor,
+    ) -> torch.Tensor:
+        ctx.layer = layer
+        ctx.save_for_backward(x, weight)
+        return layer.plain_forward(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        _, x_needed, weight_needed = ctx.needs_input_grad
+        x, weight = ctx.saved_tensors
+        layer = ctx.layer
+        with torch.enable_grad():
+            x_again = x.detach().requires_grad_(x_needed)
+            normed = F.rms_norm(x_again, layer.normalized_shape, eps=layer.eps)
+        grad_x = None
+        if x_needed:
+            (grad_x,) = torch.autograd.grad(normed, x_again, grad_y * weight)
+        if weight_needed:
+            products = (normed.detach() * grad_y).reshape(len(x), -1, *weight.shape)
+            layer.sink.form(layer.parameter_names["weight"], len(x), _copy(products.sum(1)))
+        return None, grad_x, None
+
+
+class _ByRule(torch.autograd.Function):
+    """Any other layer for which Opacus has a rule, or for which a user registers one."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        layer: PerSampleLayer,
         x: torch.Tensor,
         *parameters: torch.Tensor,
     ) -> torch.Tensor:
@@ -179,24 +227,27 @@ class _ByRule(torch.autograd.Function):
         layer: PerSampleLayer = ctx.layer
         (x,) = ctx.saved_tensors
         grad_x = None
-        if ctx.needs_input_grad[2]:
+        if ctx.needs_input_grad[1]:
             # FSDP2 has gathered the layer's parameters again by now.
             with torch.enable_grad():
                 x_again = x.detach().requires_grad_()
                 y = layer.plain_forward(x_again)
             (grad_x,) = torch.autograd.grad(y, x_again, grad_y)
         rule = GradSampleModule.GRAD_SAMPLERS[layer.rule_type]
-        grad_samples = rule(layer, [x], grad_y)
+        plain_layer = copy.copy(layer)  # with the same parameters; rules look at the type
+        plain_layer.__class__ = layer.rule_type  # type: ignore[assignment]
+        grad_samples = rule(plain_layer, [x], grad_y)
         for attribute, name in layer.parameter_names.items():
             parameter = getattr(layer, attribute)
             if parameter is not None and parameter.requires_grad:
                 layer.sink.form(name, len(x), _copy(grad_samples[parameter]))
-        return None, None, grad_x, *(None for _ in layer.parameter_names)
+        return None, grad_x, *(None for _ in layer.parameter_names)
 
 
 _FUNCTIONS: dict[type[nn.Module], type[torch.autograd.Function]] = {
     nn.Linear: _Linear,
     nn.Embedding: _Embedding,
+    nn.RMSNorm: _RMSNorm,
 }
 
 

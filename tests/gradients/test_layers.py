@@ -1,0 +1,373 @@
+"""`per_sample_layers` on small modules: a loop of single samples, and Opacus, give the same.
+
+One process and no process group: a sink here lays the gradients out as a mesh would, and reads
+them back by FSDP2's definition of who owns which row.
+"""
+
+import copy
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from opacus.grad_sample import GradSampleModule, register_grad_sampler
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import on_ranks
+from torchtitan_dp.gradients.layers import connect, per_sample_layers
+from torchtitan_dp.gradients.rows import RowLayout
+
+B = 4
+MESHES = [(1, 1), (2, 2), (3, 2)]  # (dp_shard, cp)
+
+
+class Collected:
+    """A sink that keeps `(B, *shape)` by name, formed in slices of `at_once` samples."""
+
+    def __init__(self, model, mesh=(1, 1), at_once=B):
+        self.layouts = {n: RowLayout(p.shape, *mesh) for n, p in model.named_parameters()}
+        self.at_once = at_once
+        self.gradients = {}
+        assert connect(model, self) >= {n for n, p in model.named_parameters() if p.requires_grad}
+
+    def form(self, name, batch_size, write):
+        layout = self.layouts[name]
+        parts = []
+        for start in range(0, batch_size, self.at_once):
+            samples = slice(start, min(start + self.at_once, batch_size))
+            whole = layout.allocate(samples.stop - start, torch.device("cpu"))
+            write(layout, whole, samples)
+            by_fsdp_rank = whole.permute(1, 2, 0, *range(3, whole.ndim))  # (b, dp_shard, cp, …)
+            padded = by_fsdp_rank.flatten(1, 3)
+            assert not padded[:, layout.shape[0] :].any(), "the padding is not zero"
+            parts.append(padded[:, : layout.shape[0]])
+        self.gradients[name] = self.gradients.get(name, 0) + torch.cat(parts)
+
+
+class Scale(nn.Module):
+    """A layer of the user's."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.factor = nn.Parameter(torch.randn(size))
+
+    def forward(self, x):
+        return x * self.factor.tanh()
+
+
+@register_grad_sampler(Scale)
+def scale_rule(layer, activations, grad_y):
+    slope = 1 - layer.factor.detach().tanh().square()
+    return {layer.factor: (activations[0] * grad_y).flatten(1, -2).sum(1) * slope}
+
+
+class Twice(nn.Module):
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x):
+        return self.layer(self.layer(x).tanh())
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(7, 4)
+        self.output = nn.Linear(4, 7, bias=False)
+        self.output.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.output(self.embedding(tokens))
+
+
+def frozen(layer, attribute):
+    getattr(layer, attribute).requires_grad_(False)
+    return layer
+
+
+def tokens(*shape):
+    drawn = torch.randint(0, 7, shape)
+    drawn[1] = 3  # one token all over a sample
+    return drawn
+
+
+CASES = {
+    "linear": lambda: (nn.Linear(4, 5), torch.randn(B, 6, 4)),
+    "linear without bias": lambda: (nn.Linear(4, 5, bias=False), torch.randn(B, 6, 4)),
+    "linear, 2-D": lambda: (nn.Linear(4, 5), torch.randn(B, 4)),
+    "linear, 4-D": lambda: (nn.Linear(4, 5), torch.randn(B, 2, 3, 4)),
+    "linear, strided": lambda: (nn.Linear(4, 5), torch.randn(6, B, 4).transpose(0, 1)),
+    "frozen bias": lambda: (frozen(nn.Linear(4, 5), "bias"), torch.randn(B, 6, 4)),
+    "frozen weight": lambda: (frozen(nn.Linear(4, 5), "weight"), torch.randn(B, 6, 4)),
+    "embedding": lambda: (nn.Embedding(7, 4), tokens(B, 6)),
+    "embedding, 2-D": lambda: (nn.Embedding(7, 4), tokens(B, 3, 2)),
+    "RMSNorm": lambda: (nn.RMSNorm(4), torch.randn(B, 6, 4)),
+    "LayerNorm": lambda: (nn.LayerNorm(4), torch.randn(B, 6, 4)),
+    "embedding, one token": lambda: (nn.Embedding(7, 4), tokens(B)),
+    "LayerNorm, frozen bias": lambda: (frozen(nn.LayerNorm(4), "bias"), torch.randn(B, 6, 4)),
+    "Conv1d": lambda: (nn.Conv1d(4, 5, 2), torch.randn(B, 4, 6)),
+    "registered": lambda: (Scale(4), torch.randn(B, 6, 4)),
+    "used twice": lambda: (Twice(nn.Linear(4, 4)), torch.randn(B, 6, 4)),
+    "norm used twice": lambda: (Twice(nn.RMSNorm(4)), torch.randn(B, 6, 4)),
+    "tied": lambda: (Tied(), tokens(B, 6)),
+    "deep": lambda: (
+        nn.Sequential(nn.Embedding(7, 4), nn.RMSNorm(4), Scale(4), nn.GELU(), nn.Linear(4, 5)),
+        tokens(B, 6),
+    ),
+}
+
+
+NAMES = list(CASES)
+
+
+def case(name):
+    torch.manual_seed(0)
+    layer, x = CASES[name]()
+    model = nn.Sequential(layer)
+    for parameter in model.parameters():  # RMSNorm's ones would hide a missing weight
+        nn.init.normal_(parameter)
+    return model, x
+
+
+def loss(model, x):
+    return model(x).sin().sum()
+
+
+def loop(model, x):
+    """`(B, *shape)` by name, of the trained parameters; each sample has its own backward."""
+    trained = {n: p for n, p in model.named_parameters() if p.requires_grad}
+    samples = [
+        torch.autograd.grad(loss(model, x[i : i + 1]), list(trained.values()))
+        for i in range(len(x))
+    ]
+    return {n: torch.stack(g) for n, g in zip(trained, zip(*samples, strict=True), strict=True)}
+
+
+def check(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(actual[name], expected[name], rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("mesh", MESHES, ids=str)
+@pytest.mark.parametrize("at_once", [1, 2, B])
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_a_loop_of_single_samples(name, mesh, at_once):
+    model, x = case(name)
+    expected = loop(model, x)
+    per_sample_layers(model)
+    sink = Collected(model, mesh, at_once)
+    loss(model, x).backward()
+    check(sink.gradients, expected)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_equals_opacus(name):
+    model, x = case(name)
+    oracle = GradSampleModule(copy.deepcopy(model), loss_reduction="sum")
+    loss(oracle, x).backward()
+    expected = {n: p.grad_sample for n, p in oracle._module.named_parameters() if p.requires_grad}
+    per_sample_layers(model)
+    sink = Collected(model)
+    loss(model, x).backward()
+    check(sink.gradients, expected)
+
+
+@pytest.mark.parametrize("name", [n for n in CASES if not n.lower().startswith("embedding")])
+def test_the_output_and_the_gradient_that_flows_on_are_the_plain_layers(name):
+    model, x = case(name)
+    if not x.is_floating_point():
+        model = nn.Sequential(*model[0][1:]) if name == "deep" else nn.Sequential(model[0].output)
+        x = torch.randn(B, 6, 4)
+    plain = copy.deepcopy(model)
+    per_sample_layers(model)
+    Collected(model)
+    results = []
+    for each in (model, plain):
+        leaf = x.clone().requires_grad_()
+        y = each(leaf)
+        results.append((y, *torch.autograd.grad(y.sin().sum(), leaf)))
+    for actual, expected in zip(*results, strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_padding_idx_has_no_gradient():
+    model, x = nn.Sequential(nn.Embedding(7, 4, padding_idx=3)), tokens(B, 6)
+    expected = loop(model, x)
+    per_sample_layers(model)
+    sink = Collected(model)
+    loss(model, x).backward()
+    check(sink.gradients, expected)
+
+
+def test_names_and_types_stay():
+    model = nn.Sequential(nn.Linear(2, 2), Tied(), nn.ReLU())
+    names = list(model.state_dict())
+    model[2].requires_grad_(False)
+    per_sample_layers(model)
+    assert list(model.state_dict()) == names
+    assert isinstance(model[0], nn.Linear)
+    assert type(model[2]) is nn.ReLU
+
+
+def test_a_layer_without_a_rule_is_refused_by_name():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(3))
+
+    class OddLinear(nn.Linear):  # its forward need not be Linear's
+        pass
+
+    for layer in (Odd(), OddLinear(2, 2), nn.BatchNorm1d(3), nn.Bilinear(2, 2, 2)):
+        model = nn.ModuleDict({"strange": layer})
+        with pytest.raises(ValueError, match=rf"strange \({type(layer).__name__}\): no rule"):
+            per_sample_layers(model)
+        per_sample_layers(model.requires_grad_(False))
+
+
+def parameter_used_outside_its_layer(degrees):
+    from tests import build
+
+    args = copy.deepcopy(build.ARGS)
+    args.tie_embeddings = True
+    method = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
+    built = build.build(degrees, *method, "--training.loss_chunk_tokens=0", args=args)
+    output = built.model.output
+    output.forward = lambda x: F.linear(x, output.weight)  # the tied weight, past its layer
+    loss_B = built.losses(*build.data(samples=2))
+    with pytest.raises(AssertionError, match=r"tok_embeddings\.weight had a gradient that mixes"):
+        built.gradients.accumulate_clipped(loss_B, torch.tensor([True, True]))
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
+def test_a_parameter_used_outside_its_layer_is_caught(degrees):
+    on_ranks(degrees[2], parameter_used_outside_its_layer, degrees)
+
+
+# RowLayout.
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 13])
+@pytest.mark.parametrize("mesh", [(1, 1), (1, 2), (2, 1), (2, 2), (3, 2), (2, 4)], ids=str)
+def test_chunks_and_positions_agree_with_fsdp(rows, mesh):
+    """Rows that the mesh does not divide, and fewer rows than ranks."""
+    layout = RowLayout(torch.Size((rows, 2)), *mesh)
+    whole = layout.allocate(B, torch.device("cpu"))
+    numbered = torch.arange(1.0, B * rows * 2 + 1).view(B, rows, 2)
+    for range_, place in layout.chunks(whole):
+        place.copy_(numbered[:, range_])
+    # FSDP2 cuts as torch.chunk does.
+    for fsdp_rank, mine in enumerate(numbered.split(layout.rows, dim=1)):
+        dp_shard_rank, cp_rank = divmod(fsdp_rank, mesh[1])
+        assert torch.equal(whole[cp_rank, :, dp_shard_rank, : mine.shape[1]], mine)
+        assert torch.equal(mine, numbered.chunk(mesh[0] * mesh[1], dim=1)[fsdp_rank])
+    assert whole.count_nonzero() == numbered.numel()  # padding is zero, no row is twice
+    position_BT = layout.positions(torch.arange(rows).expand(B, rows))
+    assert torch.equal(whole.view(-1, 2)[position_BT], numbered)
+    assert whole[0, 0].numel() == layout.chunk_numel * mesh[0]
+
+
+# Activation checkpointing (LongShield, section 3.3).
+
+
+class Alive(TorchDispatchMode):
+    """Bytes of what was computed under it and is still held, by autograd or by anyone."""
+
+    def __init__(self, given):
+        super().__init__()
+        self.given = {tensor.untyped_storage()._cdata for tensor in given}
+        self.storages = {}
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, torch.Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self.given:
+                    key = storage._cdata
+                    self.storages[key] = (StorageWeakRef(storage), storage.nbytes())
+        return result
+
+    @property
+    def bytes(self):
+        return sum(size for storage, size in self.storages.values() if not storage.expired())
+
+
+class Checkpointed(nn.Module):
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.RMSNorm(8), nn.Linear(8, 64), nn.GELU(), nn.Linear(64, 8))
+            for _ in range(3)
+        )
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False) if self.mode == "full" else block(x)
+        return x
+
+
+class Nothing:
+    def form(self, name, batch_size, write):
+        pass
+
+
+def bytes_alive(kind, mode, steps=2):
+    """What a step holds after forward, and after backward once gradients are dropped."""
+    model = Checkpointed(mode)
+    if kind == "hooks":
+        model = GradSampleModule(model, loss_reduction="sum")
+    elif kind == "functions":
+        per_sample_layers(model)
+        connect(model, Nothing())
+    after_forward, after_backward = [], []
+    x = torch.randn(B, 16, 8)
+    with Alive([x, *model.parameters()]) as alive:
+        for _ in range(steps):
+            y = loss(model, x)
+            after_forward.append(alive.bytes)
+            y.backward()
+            del y
+            for parameter in model.parameters():
+                parameter.grad = parameter.grad_sample = None
+            after_backward.append(alive.bytes)
+    return after_forward, after_backward
+
+
+def test_hooks_hold_activations_under_checkpointing_and_functions_do_not():
+    """Module hooks capture in the first forward what checkpointing should free; recomputation
+    captures it again, and backward takes one of the two."""
+    plain_forward, plain_backward = bytes_alive("plain", "full")
+    assert plain_backward == [0, 0]
+    inner = 3 * B * 16 * 64 * 4  # the three blocks' inner activations
+    assert bytes_alive("plain", "none")[0][0] > plain_forward[0] + inner
+
+    hooks_forward, hooks_backward = bytes_alive("hooks", "full")
+    assert hooks_forward[0] > plain_forward[0] + inner  # as if nothing were checkpointed
+    assert 0 < hooks_backward[0] < hooks_backward[1]  # dangling, more each step
+    assert bytes_alive("hooks", "none")[1] == [0, 0]  # it is the checkpointing
+
+    assert bytes_alive("functions", "full") == (plain_forward, plain_backward)
+
+
+def test_checkpointed_gradients_equal_the_loop():
+    torch.manual_seed(0)
+    model, x = Checkpointed("full"), torch.randn(B, 16, 8)
+    expected = loop(model, x)
+    per_sample_layers(model)
+    sink = Collected(model)
+    loss(model, x).backward()
+    check(sink.gradients, expected)
+
+
+@pytest.mark.parametrize("option", [{"scale_grad_by_freq": True}, {"max_norm": 1.0}], ids=str)
+def test_an_embedding_that_mixes_samples_is_refused(option):
+    with pytest.raises(ValueError, match="mixes samples"):
+        per_sample_layers(nn.Sequential(nn.Embedding(7, 4, **option)))
