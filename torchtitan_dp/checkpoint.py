@@ -4,6 +4,8 @@ import os
 import re
 import shutil
 
+from torchtitan_dp.config import JobConfig
+
 _LAST = (".metadata", "model.safetensors.index.json")
 
 
@@ -11,6 +13,14 @@ def newest_whole_checkpoint(folder: str) -> int:
     """The step of the furthest one; -1 if there is none."""
     whole = [s for s in _steps(folder) if any(os.path.exists(os.path.join(s, f)) for f in _LAST)]
     return max((int(step.rpartition("-")[2]) for step in whole), default=-1)
+
+
+def loads_weights(config: JobConfig) -> bool:
+    """Whether a run that starts now takes all weights from files: it resumes, or is given them."""
+    checkpoint = config.checkpoint
+    given = bool(checkpoint.initial_load_path) or checkpoint.initial_load_in_hf
+    folder = os.path.join(config.job.dump_folder, checkpoint.folder)
+    return checkpoint.enable and (given or newest_whole_checkpoint(folder) >= 0)
 
 
 def drop_unfinished(folder: str) -> bool:

@@ -48,6 +48,11 @@ def check(config: JobConfig, world_size: int) -> None:
     ):
         if value < 1:
             raise ValueError(f"{key} = {value}: must be at least 1")
+    if config.training.loss_chunk_tokens < 0:
+        raise ValueError(
+            f"training.loss_chunk_tokens = {config.training.loss_chunk_tokens}: at least 1, "
+            "or 0 for all logits at once"
+        )
     if not 0 <= config.data.heldout_fraction < 1:
         raise ValueError(
             f"data.heldout_fraction = {config.data.heldout_fraction}: must be in [0, 1)"
@@ -57,6 +62,7 @@ def check(config: JobConfig, world_size: int) -> None:
             "validation.enable = true but data.heldout_fraction = 0: nothing is held out; "
             "set data.heldout_fraction (0.05, say)"
         )
+    _check_initial_weights(config)
     if config.data.unit_field is not None:
         raise ValueError(
             f"data.unit_field = '{config.data.unit_field}': grouping records by unit is not built "
@@ -65,6 +71,25 @@ def check(config: JobConfig, world_size: int) -> None:
     if config.privacy.enable:
         _check_privacy(config)
         _check_conflicts_with_privacy(config)
+
+
+def _check_initial_weights(config: JobConfig) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.initial_load_in_hf_quantized:
+        raise ValueError(
+            "checkpoint.initial_load_in_hf_quantized = true: not supported; set it to false and "
+            "start from weights in bfloat16 or float32"
+        )
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        raise ValueError(
+            "checkpoint.initial_load_model_only = false: Hugging Face folders hold a model only; "
+            "set it to true, or checkpoint.initial_load_in_hf to false"
+        )
+    if not checkpoint.enable and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
+        raise ValueError(
+            "checkpoint.enable = false: then no initial weights are loaded either; set it to true, "
+            "or remove checkpoint.initial_load_in_hf and checkpoint.initial_load_path"
+        )
 
 
 def _check_parallelism(config: JobConfig, world_size: int) -> None:

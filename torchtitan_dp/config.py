@@ -103,6 +103,10 @@ class Training(_Training):
     global_batch_size: int = -1
     """The expected number of records in a step; also the update's divisor. Required."""
 
+    loss_chunk_tokens: int = 2048
+    """With privacy: of how many tokens the logits exist at a time, on each rank. 0: of all, as
+    TorchTitan has it."""
+
     max_norm: float = 0.0
     """TorchTitan's clipping of the summed gradient; 0 is none. With privacy it must stay 0, since
     each record's gradient is clipped by `privacy.max_grad_norm`."""
@@ -115,16 +119,26 @@ class Checkpoint(_Checkpoint):
     last_save_model_only: bool = False
     """Save the last checkpoint without optimizer state. False, so that a finished run can go on."""
 
+    initial_load_in_hf: bool = False
+    """Start from the safetensors of `initial_load_path`, or else of `model.hf_assets_path`. They
+    are assumed to be public."""
+
+    last_save_in_hf: bool = False
+    """At the end, also write `<job.dump_folder>/hf`, which `transformers` loads as it is. Its
+    weights are in `export_dtype`, or, where that is float32, in the bfloat16 that a given
+    `config.json` asks for."""
+
 
 @dataclass
 class Model(_Model):
     """TorchTitan's section; these defaults differ."""
 
     flavor: str = "debug"
-    """`debug`, `1B`, `3B` or `8B`."""
+    """`debug`, `1B`, `3B` or `8B`; not used where `hf_assets_path` has a `config.json`."""
 
     hf_assets_path: str = ""
-    """A folder with `tokenizer.json`. Empty: text is tokenized as bytes."""
+    """A Hugging Face folder. Its `config.json` decides shape, RoPE and tied weights; without one,
+    `flavor` does. Without `tokenizer.json`, or if this is empty, text is tokenized as bytes."""
 
 
 @dataclass

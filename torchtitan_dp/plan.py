@@ -32,7 +32,9 @@ from torchtitan_dp.ledger import (
     check_fingerprint,
     read_published,
 )
-from torchtitan_dp.models.llama3 import FLAVORS
+from torchtitan_dp.models.hugging_face import describe, origin, parameter_count, shape
+from torchtitan_dp.models.hugging_face_weights import check_files
+from torchtitan_dp.models.llama3 import LlamaArgs
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.process import lock_folder
 
@@ -179,21 +181,18 @@ def refuse_private_folder(folder: str) -> None:
         )
 
 
-def check_model(config: JobConfig) -> None:
-    """Raises ValueError if the flavor is unknown or the tokenizer does not fit it."""
-    if config.model.name != "llama3" or config.model.flavor not in FLAVORS:
-        raise ValueError(
-            f"model = {config.model.name} {config.model.flavor}: use name 'llama3' and one of the "
-            "flavors " + ", ".join(FLAVORS)
-        )
+def check_model(config: JobConfig) -> LlamaArgs:
+    """The model's shape. Raises ValueError if it is none of ours, or its files do not fit it."""
+    args = shape(config)
+    check_files(config, args)
     tokens = load_tokenizer(config.model.hf_assets_path).get_vocab_size()
-    vocabulary = FLAVORS[config.model.flavor].vocab_size
-    if tokens > vocabulary:
+    if tokens > args.vocab_size:
         raise ValueError(
             f"model.hf_assets_path = '{config.model.hf_assets_path}': its tokenizer has {tokens} "
-            f"tokens, more than the {vocabulary} of model.flavor = '{config.model.flavor}'; use "
-            "the model's own tokenizer"
+            f"tokens, more than the {args.vocab_size} of {origin(config)}; use the model's own "
+            "tokenizer"
         )
+    return args
 
 
 def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -225,7 +224,7 @@ def main(argv: list[str]) -> None:
     with exit_on_mistake():
         world_size = _world_size(options.world_size)
         config = load_config(overrides, world_size)
-        check_model(config)
+        args = check_model(config)
         records = Records.open(config)
         if config.data.on_undecodable == "error":
             bad = scan_undecodable(records.store, records.train)
@@ -241,14 +240,16 @@ def main(argv: list[str]) -> None:
             check_fingerprint(folder, records.fingerprint)
             plan = make_plan(config, len(records.train), earlier_ledger(folder))
         lock_folder(folder).close()
+    model = f"      {describe(config, args)}"
     if not config.privacy.enable:
-        print("plan: without privacy (privacy.enable = false)", file=sys.stderr)
+        print(f"plan: without privacy (privacy.enable = false)\n{model}", file=sys.stderr)
         return
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     _show(config, plan, records)
+    print(model, file=sys.stderr)
     if options.json:
-        content = json.dumps(_for_programs(plan, world_size), indent=2) + "\n"
+        content = json.dumps(_for_programs(plan, args, world_size), indent=2) + "\n"
         if options.json == "-":
             sys.stdout.write(content)
         else:
@@ -273,12 +274,13 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
     print("\n".join(lines), file=sys.stderr)
 
 
-def _for_programs(plan: Plan, world_size: int) -> dict[str, Any]:
+def _for_programs(plan: Plan, args: LlamaArgs, world_size: int) -> dict[str, Any]:
     return {
         "epsilon": plan.epsilon if plan.private else None,
         "private": plan.private,
         **dataclasses.asdict(plan.settings),
         "steps": plan.steps,
+        "parameters": parameter_count(args),
         "world_size": world_size,
     }
 

@@ -41,7 +41,8 @@ from torchtitan_dp.ledger import (
     write_fingerprint,
 )
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
-from torchtitan_dp.models.llama3 import trainable_parameters
+from torchtitan_dp.models.hugging_face_weights import export
+from torchtitan_dp.models.llama3 import require_loaded, trainable_parameters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.plan import earlier_ledger, make_plan, refuse_private_folder
@@ -145,6 +146,7 @@ class DPTrainer(Trainer):
         """Called after loading, before the first step: steps draw from the loader itself."""
         if self._resumes and not self._ledger_loaded:
             raise RuntimeError("weights were loaded from a checkpoint without its ledger")
+        require_loaded(self.model_parts[0])
         self._publish()
         return data_iterable
 
@@ -285,14 +287,18 @@ def main(argv: list[str]) -> None:
     os.umask(0o077)  # outputs are their owner's
     init_logger()
     config = load_config(argv, int(os.environ["WORLD_SIZE"]))
-    register()
+    register(config)
     # Held by the kernel until this process ends.
     lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
     if not config.privacy.enable:
         refuse_private_folder(config.job.dump_folder)
+    # Not TorchTitan's: in checkpoint/ it would be taken for one to resume from.
+    exports, config.checkpoint.last_save_in_hf = config.checkpoint.last_save_in_hf, False
     trainer = build_trainer(config)
     try:
         trainer.train()
+        if exports:
+            logger.info(f"Hugging Face folder: {export(trainer.model_parts[0], config)}/")
     finally:
         trainer.close()
     dist.destroy_process_group()

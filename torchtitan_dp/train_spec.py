@@ -12,7 +12,6 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.distributed import ParallelDims
-from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from torchtitan_dp.config import JobConfig
@@ -21,6 +20,8 @@ from torchtitan_dp.data.samples import SampleStore
 from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.distributed.parallelize import parallelize_llama
 from torchtitan_dp.metrics import PrivateMetricsProcessor
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face_weights import HuggingFaceAdapter
 from torchtitan_dp.models.llama3 import FLAVORS, Llama
 from torchtitan_dp.plan import Records
 from torchtitan_dp.validate import HeldOutValidator
@@ -96,14 +97,21 @@ def build_validator(
     return HeldOutValidator(loader, job_config, parallel_dims, amp, metrics_processor)
 
 
-def register() -> None:
-    """Make `model.name = "llama3"` mean this spec, in this process. Call it once."""
+def register(config: JobConfig | None = None) -> None:
+    """Make `model.name = "llama3"` mean this spec, in this process. Call it once.
+
+    Args:
+        config: the run's, whose flavor then has the shape that `hugging_face.shape` reads for it.
+    """
+    flavors = dict(FLAVORS)
+    if config is not None:
+        flavors[config.model.flavor] = shape(config)
     open_records = OpenOnce()
     register_train_spec(
         "llama3",
         TrainSpec(
             model_cls=Llama,
-            model_args=FLAVORS,
+            model_args=flavors,
             parallelize_fn=parallelize_llama,
             pipelining_fn=None,
             build_optimizers_fn=build_optimizers,
@@ -113,6 +121,6 @@ def register() -> None:
             build_loss_fn=build_cross_entropy_loss,
             build_validator_fn=functools.partial(build_validator, open_records),  # type: ignore[arg-type]
             build_metrics_processor_fn=build_metrics,
-            state_dict_adapter=Llama3StateDictAdapter,
+            state_dict_adapter=HuggingFaceAdapter,
         ),
     )

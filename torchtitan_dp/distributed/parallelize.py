@@ -21,6 +21,7 @@ from torchtitan.tools.utils import device_type
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
 from torchtitan_dp.gradients.layers import per_sample_layers
+from torchtitan_dp.models.loss_head import LossHead
 
 if TYPE_CHECKING:
     from torchtitan_dp.models.llama3 import Llama
@@ -60,6 +61,8 @@ def parallelize_llama(
 def _apply_parts(
     model: "Llama", parallel_dims: ParallelDims, mesh: DeviceMesh, job_config: JobConfig
 ) -> None:
+    if job_config.privacy.enable and job_config.training.loss_chunk_tokens:
+        model.output = LossHead.over(model.output, job_config.training.loss_chunk_tokens)
     if job_config.privacy.enable and job_config.privacy.gradient_method == "grad_sample":
         per_sample_layers(model)
     if parallel_dims.cp_enabled:

@@ -10,6 +10,10 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
+from torchtitan_dp.checkpoint import loads_weights
+from torchtitan_dp.models.loss import per_sample_loss
+from torchtitan_dp.models.loss_head import LossHead
+
 
 def canonical_name(name: str) -> str:
     """A parameter's name without what compile and activation checkpointing put into it."""
@@ -31,10 +35,15 @@ class LlamaArgs(TransformerModelArgs):
 
     tie_embeddings: bool = False
     init_seed: int = 0
+    draw_weights: bool = True
+    """False: weights are about to be loaded, so `init_weights` draws none (for 8B it takes minutes)
+    and sets NaN, which `require_loaded` finds."""
 
     def update_from_config(self, job_config, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super().update_from_config(job_config, **kwargs)
         self.init_seed = job_config.debug.seed or 0
+        # Without privacy nobody asks `require_loaded`.
+        self.draw_weights = not (job_config.privacy.enable and loads_weights(job_config))
 
 
 class Llama(Transformer):
@@ -48,6 +57,25 @@ class Llama(Transformer):
         if model_args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
+    def forward(  # type: ignore[override]
+        self,
+        tokens: torch.Tensor,
+        attention_masks: None = None,
+        positions: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Logits (B, T, V); with labels and targets, `models.loss.per_sample_loss` of them."""
+        if labels is None or targets is None:
+            return super().forward(tokens, attention_masks, positions)
+        h_BTD = self.tok_embeddings(tokens)
+        for layer in self.layers.values():
+            h_BTD = layer(h_BTD, self.freqs_cis, attention_masks, positions)
+        h_BTD = self.norm(h_BTD)
+        if isinstance(self.output, LossHead):
+            return self.output(h_BTD, labels, targets)
+        return per_sample_loss(self.output(h_BTD), labels, targets)
+
     @torch.no_grad()
     def init_weights(self, buffer_device: torch.device | None = None) -> None:
         """Set every parameter to the slice of a whole drawn from (`debug.seed`, its name) alone.
@@ -58,12 +86,23 @@ class Llama(Transformer):
         with torch.device(buffer_device or self.freqs_cis.device):
             self.freqs_cis = self._precompute_freqs_cis()
         for name, parameter in self.named_parameters():
+            if not self.model_args.draw_weights:
+                parameter.fill_(torch.nan)
+                continue
             name = canonical_name(name)
             whole = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
             digest = hashlib.sha256(f"{self.model_args.init_seed}/{name}".encode()).digest()
             seed = int.from_bytes(digest[:4], "big")  # 32 bits suffice: initial weights are public
             _draw_(whole, name, self.model_args, torch.Generator().manual_seed(seed))
             _copy_slice_(parameter, whole)
+
+
+def require_loaded(model: nn.Module) -> None:
+    """Raises RuntimeError if a parameter holds NaN: it was never loaded, or what was is broken."""
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local.isnan().any():
+            raise RuntimeError(f"{canonical_name(name)} was not loaded, or holds a NaN")
 
 
 def _draw_(whole: torch.Tensor, name: str, args: LlamaArgs, generator: torch.Generator) -> None:

@@ -42,7 +42,7 @@ def per_sample_loss(
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """Calls a model on whole samples: shards them over `cp_mesh`, and returns `per_sample_loss`."""
+    """Calls a Llama on whole samples: shards them over `cp_mesh`, and returns `per_sample_loss`."""
 
     model: nn.Module
     device: torch.device
@@ -58,4 +58,7 @@ class SampleLosses:
             tokens_BT, labels_BT, positions = prepare_context_parallel_input(
                 tokens_BT, labels_BT, {}, self.cp_mesh, self.device, self.load_balancer
             )
-        return per_sample_loss(self.model(tokens_BT, **positions), labels_BT, targets_B)
+        loss_B: torch.Tensor = self.model(
+            tokens_BT, labels=labels_BT, targets=targets_B, **positions
+        )
+        return loss_B

@@ -1,0 +1,362 @@
+"""A Hugging Face Llama in and out: the same model in `transformers` and here, or one line why not.
+
+In one process; `test_hugging_face_run.py` trains in between.
+"""
+
+import dataclasses
+import json
+import stat
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
+
+from tests.build import config
+from tests.models.hugging_face import (
+    PLAIN,
+    SCALED,
+    edit_config,
+    sample_tokens,
+    transformers_logits,
+    write_llama,
+)
+from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.models import hugging_face_weights
+from torchtitan_dp.models.hugging_face import feed_forward_size, on_meta, parameter_count, shape
+from torchtitan_dp.models.hugging_face_weights import HuggingFaceAdapter, check_files, export
+from torchtitan_dp.models.llama3 import FLAVORS, Llama, require_loaded
+
+HEADER = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
+COMMON = {
+    **HEADER,
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "hidden_act": "silu",
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "pretraining_tp": 1,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+}
+ROPE = {
+    "high_freq_factor": 4.0,
+    "low_freq_factor": 1.0,
+    "original_max_position_embeddings": 8192,
+    "rope_type": "llama3",
+}
+# What decides the shape in the config.json of the released models, and their published sizes.
+RELEASED = {
+    "1B": (2048, 8192, 32, 16, 32.0, True, 1_235_814_400),
+    "3B": (3072, 8192, 24, 28, 32.0, True, 3_212_749_824),
+    "8B": (4096, 14336, 32, 32, 8.0, False, 8_030_261_248),
+}
+
+
+def given(folder, *overrides):
+    """The configuration of a run that starts from the folder, and ends in one."""
+    return config(
+        f"--model.hf_assets_path={folder}",
+        f"--job.dump_folder={folder.parent / 'out'}",
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        "--checkpoint.last_save_in_hf",
+        *overrides,
+    )
+
+
+def ours(folder):
+    """Our Llama with the folder's weights."""
+    args = shape(given(folder))
+    model = Llama(args)
+    model.init_weights()
+    weights = {}
+    for path in folder.glob("*.safetensors"):
+        weights |= load_file(path)
+    model.load_state_dict(HuggingFaceAdapter(args, None).from_hf(weights), strict=True)
+    return model.eval()
+
+
+@pytest.fixture(params=["tied, scaled", "untied", "untied, bf16, keys of transformers 4"])
+def llama(request, tmp_path):
+    tied, bf16 = request.param.startswith("tied"), "bf16" in request.param
+    folder = write_llama(
+        tmp_path / "given",
+        tied=tied,
+        rope=SCALED if tied or bf16 else PLAIN,
+        eps=1e-6 if tied else 1e-4,
+        dtype=torch.bfloat16 if bf16 else torch.float32,
+    )
+    if bf16:
+        old = {k: v for k, v in SCALED.items() if k != "rope_theta"}
+        edit_config(
+            folder,
+            rope_parameters=None,
+            rope_theta=SCALED["rope_theta"],
+            rope_scaling=old,
+            dtype=None,
+            torch_dtype="bfloat16",
+            head_dim=None,
+        )
+    return folder
+
+
+@torch.no_grad()
+def test_in_and_out_the_logits_are_those_of_transformers(llama, monkeypatch):
+    monkeypatch.setattr(hugging_face_weights, "SHARD_BYTES", 60_000)
+    expected = transformers_logits(llama)
+    assert expected.std() > 0.5
+    model = ours(llama)
+    assert (model(sample_tokens()) - expected).abs().max() < 1e-4
+    exported = llama.parent / "out" / "hf"
+    assert export(model, given(llama)) == str(exported)
+    assert len(list(exported.glob("model-*.safetensors"))) > 1
+    assert torch.equal(transformers_logits(exported), expected)
+    before, after = (json.loads((f / "config.json").read_text()) for f in (llama, exported))
+    assert before == after
+    dtypes = {t.dtype for f in exported.glob("*.safetensors") for t in load_file(f).values()}
+    assert dtypes == {torch.bfloat16 if "torch_dtype" in before else torch.float32}
+
+
+def test_a_tied_weight_is_one_parameter(tmp_path):
+    folder = write_llama(tmp_path / "given", tied=True, rope=SCALED, eps=1e-6)
+    model = ours(folder)
+    assert model.output.weight is model.tok_embeddings.weight
+    assert "output.weight" not in dict(model.named_parameters())
+    state = HuggingFaceAdapter(model.model_args, None).to_hf(model.state_dict())
+    assert "lm_head.weight" not in state
+
+
+@pytest.mark.parametrize("name", RELEASED)
+def test_released_models_are_the_flavors(tmp_path, name):
+    dim, hidden, heads, layers, factor, tied, size = RELEASED[name]
+    settings = {
+        **COMMON,
+        "hidden_size": dim,
+        "intermediate_size": hidden,
+        "num_attention_heads": heads,
+        "num_hidden_layers": layers,
+        "head_dim": dim // heads,
+        "tie_word_embeddings": tied,
+        "rope_scaling": {**ROPE, "factor": factor},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    read, flavor = shape(given(tmp_path)), FLAVORS[name]
+    assert parameter_count(read) == parameter_count(flavor) == size
+    shapes = [{n: p.shape for n, p in on_meta(a).state_dict().items()} for a in (read, flavor)]
+    assert shapes[0] == shapes[1]
+    same = {"multiple_of": 0, "ffn_dim_multiplier": None}  # two ways to one hidden size
+    assert dataclasses.replace(read, **same) == dataclasses.replace(flavor, **same)
+
+
+def test_every_hidden_size_comes_out_exactly():
+    for dim in (24, 192, 2048, 3072, 4096):
+        for hidden in (*range(2, 400), 8191, 8192, 14336, 14337):
+            sizes = feed_forward_size(dim, hidden)
+            computed = int(sizes["ffn_dim_multiplier"] * int(2 * (4 * dim) / 3))
+            assert 0 < computed <= sizes["multiple_of"] == hidden
+
+
+def test_without_scaling_rope_is_exact(tmp_path):
+    args = shape(given(write_llama(tmp_path / "given", tied=True, rope=PLAIN, eps=1e-6)))
+    model = Llama(args)
+    frequencies = 1.0 / (500000.0 ** (torch.arange(0, 12, 2).float() / 12))
+    angles = torch.outer(torch.arange(args.max_seq_len), frequencies)
+    assert torch.equal(model.freqs_cis, torch.polar(torch.ones_like(angles), angles))
+
+
+def test_a_flavor_comes_out_too(tmp_path):
+    """The debug model, of bytes: config.json is made from the flavor."""
+    settings = config(f"--job.dump_folder={tmp_path}", "--checkpoint.export_dtype=float32")
+    model = Llama(shape(settings))
+    model.init_weights()
+    exported = tmp_path / "hf"
+    export(model, settings)
+    with torch.no_grad():
+        expected = model(sample_tokens())
+    assert (transformers_logits(exported) - expected).abs().max() < 1e-4
+    assert sorted(p.name for p in exported.iterdir()) == ["config.json", "model.safetensors"]
+    written = json.loads((exported / "config.json").read_text())
+    assert (written["torch_dtype"], written["bos_token_id"]) == ("float32", 256)
+
+
+def test_what_the_folder_holds(tmp_path):
+    """Weights, config and tokenizer; for its owner only; an older one is replaced."""
+    folder = write_llama(tmp_path / "given", tied=True, rope=SCALED, eps=1e-6)
+    (folder / "private.txt").write_text("not to be copied")
+    out = tmp_path / "out"
+    (out / "hf").mkdir(parents=True)
+    (out / "hf" / "older").touch()
+    (out / "hf.partial").mkdir()  # of an export that was killed
+    export(ours(folder), given(folder))
+    assert [p.name for p in out.iterdir()] == ["hf"]
+    assert {p.name for p in (out / "hf").iterdir()} == {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+    }
+    for path in (out / "hf", *(out / "hf").iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+    ids = AutoTokenizer.from_pretrained(out / "hf")("abc", add_special_tokens=False).input_ids
+    assert ids == load_tokenizer(str(folder)).encode("abc").tolist() == [97, 98, 99]
+
+
+BAD_CONFIGS = [
+    ({"model_type": "mistral"}, 'model_type = "mistral"'),
+    ({"architectures": ["LlamaForSequenceClassification"]}, "architectures = ["),
+    ({"attention_bias": True}, "attention_bias = true"),
+    ({"mlp_bias": True}, "mlp_bias = true"),
+    ({"hidden_act": "gelu"}, 'hidden_act = "gelu"'),
+    ({"attention_dropout": 0.1}, "attention_dropout = 0.1"),
+    ({"sliding_window": 4096}, "sliding_window = 4096"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config = {"),
+    ({"head_dim": 16}, "head_dim = 16"),
+    ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
+    ({"hidden_size": None}, "hidden_size = missing"),
+    ({"intermediate_size": "100"}, 'intermediate_size = "100"'),
+    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type = "yarn"'),
+    (
+        {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        'rope_scaling.rope_type = "dynamic"',
+    ),
+    ({"rope_parameters": {**SCALED, "factor": None}}, "rope_parameters.factor = missing"),
+    ({"rope_parameters": {**SCALED, "high_freq_factor": 1.0}}, "high_freq_factor = 1.0"),
+    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
+]
+
+
+@pytest.fixture(scope="module")
+def given_llama(tmp_path_factory):
+    return write_llama(tmp_path_factory.mktemp("hf") / "given", tied=False, rope=SCALED, eps=1e-6)
+
+
+@pytest.fixture
+def editable(given_llama, tmp_path):
+    """A copy of a folder, to spoil."""
+    folder = tmp_path / "given"
+    folder.mkdir()
+    for path in given_llama.iterdir():
+        (folder / path.name).write_bytes(path.read_bytes())
+    return folder
+
+
+@pytest.mark.parametrize("changes, words", BAD_CONFIGS, ids=[words for _, words in BAD_CONFIGS])
+def test_what_our_llama_cannot_compute_is_refused(editable, changes, words):
+    edit_config(editable, **changes)
+    with pytest.raises(ValueError, match="hf_assets_path") as refusal:
+        shape(given(editable))
+    line = str(refusal.value)
+    assert words in line
+    assert "\n" not in line
+
+
+def spoil_missing_shard(folder):
+    next(iter(sorted(folder.glob("model-*.safetensors")))).unlink()
+
+
+def spoil_missing_tensor(folder):
+    edit_config(folder, num_hidden_layers=3)
+
+
+def spoil_shape(folder):
+    edit_config(folder, intermediate_size=96)
+
+
+def spoil_dtype(folder):
+    for path in folder.glob("*.safetensors"):
+        save_file({k: v.to(torch.int8) for k, v in load_file(path).items()}, path)
+
+
+def spoil_file(folder):
+    path = next(folder.glob("*.safetensors"))
+    path.write_bytes(path.read_bytes()[:100])
+
+
+def spoil_all(folder):
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+
+
+def spoil_index(folder):
+    (folder / "model.safetensors.index.json").write_text("[]")
+
+
+def spoil_settings(folder):
+    (folder / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize(
+    "spoil, words",
+    [
+        (spoil_missing_shard, "model-00001-of-"),
+        (spoil_missing_tensor, "model.layers.2."),
+        (spoil_shape, "has shape [100, 48], but the model's is [96, 48]"),
+        (spoil_dtype, "quantized"),
+        (spoil_file, "broken"),
+        (spoil_all, "holds no *.safetensors"),
+        (spoil_index, "index.json is broken"),
+        (spoil_settings, "config.json cannot be read"),
+    ],
+)
+def test_broken_folders_are_refused(editable, spoil, words):
+    spoil(editable)
+    with pytest.raises(ValueError, match="hf_assets_path") as refusal:
+        check_files(given(editable), shape(given(editable)))
+    assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "overrides, words",
+    [
+        (("--checkpoint.no-enable",), "checkpoint.enable = false"),
+        (("--checkpoint.no-initial_load_model_only",), "initial_load_model_only = false"),
+        (("--checkpoint.initial_load_in_hf_quantized",), "initial_load_in_hf_quantized = true"),
+    ],
+)
+def test_settings_that_would_not_load_are_refused(given_llama, overrides, words):
+    with pytest.raises(ValueError, match=words):
+        given(given_llama, *overrides)
+
+
+def test_weights_of_another_model_are_refused(given_llama, editable):
+    """The same shapes everywhere, but the output layer was never tied."""
+    edit_config(editable, tie_word_embeddings=True)
+    with pytest.raises(ValueError, match=r"checkpoint\.initial_load_path = .* another model"):
+        shape(given(editable, f"--checkpoint.initial_load_path={given_llama}"))
+    edit_config(editable, tie_word_embeddings=False, max_position_embeddings=4096)
+    shape(given(editable, f"--checkpoint.initial_load_path={given_llama}"))
+
+
+def test_files_that_would_not_load_are_refused(given_llama, tmp_path):
+    (tmp_path / "empty").mkdir()
+    for more, words in (
+        (("--checkpoint.initial_load_path=/nowhere",), "initial_load_path = '/nowhere': no such"),
+        ((f"--checkpoint.initial_load_path={tmp_path / 'empty'}",), "holds no"),
+        (
+            ("--checkpoint.no-initial_load_in_hf", f"--checkpoint.initial_load_path={given_llama}"),
+            "no .metadata",
+        ),
+        (("--checkpoint.folder=hf",), "checkpoint.folder"),
+        ((f"--job.dump_folder={tmp_path}", f"--model.hf_assets_path={tmp_path / 'hf'}"), "replace"),
+    ):
+        settings = given(given_llama, *more)
+        with pytest.raises(ValueError, match=words):
+            check_files(settings, shape(settings))
+
+
+def test_weights_are_drawn_unless_they_are_loaded(given_llama, tmp_path):
+    initialized = []
+    for settings in (config(f"--job.dump_folder={tmp_path}"), given(given_llama)):
+        args = shape(settings)
+        args.update_from_config(settings)
+        initialized.append(Llama(args))
+        initialized[-1].init_weights()
+    drawn, to_be_loaded = initialized
+    require_loaded(drawn)
+    assert all(parameter.isnan().all() for parameter in to_be_loaded.parameters())
+    with pytest.raises(RuntimeError, match=r"tok_embeddings\.weight was not loaded"):
+        require_loaded(to_be_loaded)

@@ -1,0 +1,130 @@
+"""Real runs that start from a Hugging Face folder and end in one; resumed on another mesh."""
+
+import shutil
+
+import pytest
+import torch
+
+from tests.launch import arguments, load, privacy, train, with_sigma, write_records
+from tests.models.hugging_face import (
+    PLAIN,
+    SCALED,
+    edit_config,
+    transformers_logits,
+    write_llama,
+)
+from torchtitan_dp import plan
+from torchtitan_dp.checkpoint import newest_whole_checkpoint
+
+FROM_HF = ("--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf")
+
+
+def mesh(shard, cp):
+    return (
+        f"--parallelism.data_parallel_shard_degree={shard}",
+        f"--parallelism.context_parallel_degree={cp}",
+    )
+
+
+def command(place, llama, *overrides):
+    """A private run of fp32 compute in the folder `place/out`."""
+    data = place / "data"
+    if not data.exists():
+        write_records(data)
+    hf = f"--model.hf_assets_path={llama}"
+    return arguments(place / "out", data, hf, *FROM_HF, *with_sigma(1), *overrides)
+
+
+@pytest.fixture(scope="module")
+def tied(tmp_path_factory):
+    place = tmp_path_factory.mktemp("tied")
+    return write_llama(place / "given", tied=True, rope=SCALED, eps=1e-6)
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    place = tmp_path_factory.mktemp("untied")
+    return write_llama(place / "given", tied=False, rope=PLAIN, eps=1e-6)
+
+
+@pytest.mark.parametrize("name, degrees", [("tied", (1, 2)), ("untied", (1, 2))])
+def test_a_step_at_lr_0_changes_nothing(name, degrees, tmp_path, request):
+    llama = request.getfixturevalue(name)
+    steps = ("--training.steps=1", "--optimizer.lr=0")
+    overrides = command(tmp_path, llama, *steps, *mesh(*degrees))
+    output = train(overrides, log=tmp_path / "log", world_size=degrees[0] * degrees[1])
+    exported = tmp_path / "out" / "hf"
+    assert f"Hugging Face folder: {exported}/" in output
+    expected = transformers_logits(llama)
+    assert (transformers_logits(exported) - expected).abs().max() < 1e-4
+    assert newest_whole_checkpoint(str(tmp_path / "out" / "checkpoint")) == 1  # it can go on
+    spent = privacy(tmp_path / "out")
+    assert spent["private"] is True
+    assert spent["caveats"] == ["the initial weights are assumed to be public"]
+
+
+@pytest.fixture(scope="module")
+def on_cp_4(tied, tmp_path_factory):
+    """Four steps from the tied folder, at cp 4: its command and its place."""
+    place = tmp_path_factory.mktemp("cp4")
+    overrides = command(place, tied, "--privacy.debug_seed=1")
+    train([*overrides, *mesh(1, 4)], log=place / "log", world_size=4)
+    return overrides, place / "out"
+
+
+def test_a_tied_weight_has_one_optimizer_state(on_cp_4):
+    state = load(on_cp_4[1] / "checkpoint" / "step-4")
+    assert torch.equal(state["output.weight"], state["tok_embeddings.weight"])
+    assert "optimizer.state.tok_embeddings.weight.exp_avg" in state
+    assert not [key for key in state if key.startswith("optimizer.") and "output" in key]
+
+
+def test_saved_at_cp_4_resumed_at_cp_2_dp_shard_2(on_cp_4, tied, tmp_path):
+    """The step-4 weights, moments and logits are those of the run that was not interrupted."""
+    overrides, original = on_cp_4
+    out = shutil.copytree(original, tmp_path / "out")
+    shutil.rmtree(out / "checkpoint" / "step-4")
+    shutil.rmtree(out / "hf")
+    resumed = [*overrides, f"--job.dump_folder={out}", *mesh(2, 2)]
+    output = train(resumed, log=tmp_path / "log", world_size=4)
+    assert "Training starts at step 3" in output
+
+    before, expected, found = (
+        load(folder / "checkpoint" / step)
+        for folder, step in ((out, "step-2"), (original, "step-4"), (out, "step-4"))
+    )
+    for key in expected:
+        if key.endswith(("weight", "exp_avg")):
+            change = (expected[key] - before[key]).norm()
+            assert change > 0, key
+            assert (found[key] - expected[key]).norm() < 1e-3 * change, key
+    logits = transformers_logits(out / "hf")
+    moved = (transformers_logits(tied) - logits).abs().max()
+    assert moved > 0.1
+    assert (transformers_logits(original / "hf") - logits).abs().max() < 1e-3 * moved
+
+
+def test_the_plan_reads_the_same_shape(tied, tmp_path, capsys):
+    overrides = command(tmp_path, tied)
+    plan.main([*overrides, "--world_size=2"])
+    said = capsys.readouterr().err
+    count = sum(p.numel() for p in on_hugging_face(tied).parameters())
+    assert f"model: {count:,} parameters" in said
+    assert f"tied embeddings) as in {tied}/config.json" in said
+    assert f"initial weights: {tied}, assumed to be public" in said
+
+
+def test_the_plan_refuses_in_one_line(tied, tmp_path, capsys):
+    spoilt = shutil.copytree(tied, tmp_path / "spoilt")
+    edit_config(spoilt, attention_bias=True)
+    with pytest.raises(SystemExit) as stop:
+        plan.main([*command(tmp_path, spoilt), "--world_size=2"])
+    assert stop.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "attention_bias = true" in line
+
+
+def on_hugging_face(folder):
+    from transformers import LlamaForCausalLM
+
+    return LlamaForCausalLM.from_pretrained(folder)

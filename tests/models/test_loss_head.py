@@ -1,0 +1,118 @@
+"""The chunked loss head equals the plain one, and holds the logits of one chunk only."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+from tests.gradients.loop import check
+from torchtitan_dp.models.loss import per_sample_loss
+from torchtitan_dp.models.loss_head import LossHead
+
+CHUNK = "--training.loss_chunk_tokens=5"  # divides no number of local tokens
+PLAIN = "--training.loss_chunk_tokens=0"
+
+
+def head_and_inputs(samples=1, tokens=33, dim=24, vocabulary=37):
+    generator = torch.Generator().manual_seed(0)
+    output = nn.Linear(dim, vocabulary, bias=False)
+    h = torch.randn(samples, tokens, dim, generator=generator)
+    labels = torch.randint(0, vocabulary, (samples, tokens), generator=generator)
+    labels[:, 20:] = -100
+    return output, h, labels, (labels >= 0).sum(1)
+
+
+@pytest.mark.parametrize("chunk", [1, 5, 33, 1000])
+def test_loss_and_gradients_are_the_plain_ones(chunk):
+    output, h, labels, targets = head_and_inputs()
+    results = []
+    for head in (output, LossHead.over(output, chunk)):
+        x = h.clone().requires_grad_()
+        output.weight.grad = None
+        loss = (
+            head(x, labels, targets)
+            if isinstance(head, LossHead)
+            else per_sample_loss(head(x), labels, targets)
+        )
+        (2.5 * loss).sum().backward()
+        results.append((loss, x.grad, output.weight.grad))
+    for actual, expected, rel in zip(results[1], results[0], (1e-6, 1e-5, 1e-5), strict=True):
+        assert (actual - expected).norm() <= rel * expected.norm()
+
+
+def test_without_gradients_any_number_of_samples():
+    output, h, labels, targets = head_and_inputs(samples=3)
+    with torch.no_grad():
+        actual = LossHead.over(output, 7)(h, labels, targets)
+        expected = per_sample_loss(output(h), labels, targets)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_samples_are_never_merged():
+    output, h, labels, targets = head_and_inputs(samples=2)
+    with pytest.raises(AssertionError, match="merged"):
+        LossHead.over(output, 7)(h, labels, targets)
+
+
+def test_a_sample_without_targets_is_exactly_zero():
+    output, h, labels, _ = head_and_inputs()
+    h.requires_grad_()
+    loss = LossHead.over(output, 7)(h, torch.full_like(labels, -100), torch.zeros(1).long())
+    loss.sum().backward()
+    assert loss.item() == h.grad.abs().max() == output.weight.grad.abs().max() == 0
+
+
+@pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
+@pytest.mark.parametrize("tied", ["tied", "untied"])
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
+def test_on_every_mesh(degrees, tied, method):
+    check(
+        degrees,
+        CHUNK,
+        f"--privacy.gradient_method={method}",
+        "--training.local_batch_size=2",
+        tie_embeddings=tied == "tied",
+    )
+
+
+@pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
+def test_the_plain_head_is_kept(method):
+    check((1, 1, 2), PLAIN, f"--privacy.gradient_method={method}", "--training.local_batch_size=2")
+
+
+@pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
+def test_bf16(method):
+    check(
+        (1, 1, 2),
+        CHUNK,
+        f"--privacy.gradient_method={method}",
+        "--training.mixed_precision_param=bfloat16",
+        tolerance=3e-2,
+    )
+
+
+def test_compiled_blocks():
+    check((1, 1, 2), CHUNK, "--compile.enable", tolerance=2e-5)
+
+
+def most_elements(chunk):
+    """The largest tensor that any operation makes, forward and backward."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        numel = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor):
+                self.numel = max(self.numel, made.numel())
+            return made
+
+    output, h, labels, targets = head_and_inputs(tokens=400, dim=4, vocabulary=64)
+    with Largest() as largest:
+        LossHead.over(output, chunk)(h.requires_grad_(), labels, targets).sum().backward()
+    return largest.numel
+
+
+def test_the_logits_of_one_chunk_exist():
+    assert most_elements(400) == 400 * 64
+    assert most_elements(40) == 40 * 64

@@ -1,0 +1,254 @@
+"""Weights between our Llama and Hugging Face safetensors: the adapter, the checks, the export."""
+
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
+
+from torchtitan_dp.checkpoint import newest_whole_checkpoint
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.ledger import write_atomically
+from torchtitan_dp.models.hugging_face import (
+    CONFIG_FILE,
+    export_settings,
+    on_meta,
+    shape,
+    weights_folder,
+)
+from torchtitan_dp.models.llama3 import Llama, LlamaArgs
+
+EXPORT_FOLDER = "hf"
+INDEX_FILE = "model.safetensors.index.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
+SHARD_BYTES = 2 * 2**30
+_FLOATS = ("F32", "BF16", "F16")
+_TIED = "output.weight"
+
+
+class HuggingFaceAdapter(Llama3StateDictAdapter):
+    """TorchTitan's adapter, for tied weights and for any number of ranks as well."""
+
+    model_args: LlamaArgs
+
+    def __init__(self, model_args: LlamaArgs, hf_assets_path: str | None) -> None:
+        super().__init__(model_args, None)  # an index would only tell it how to save
+        self.hf_assets_path = hf_assets_path or None
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Our names and head layout to Hugging Face's; a tied output layer is left out.
+
+        Collective over the FSDP mesh, if its ranks do not divide the heads.
+        """
+        tied = self.model_args.tie_embeddings
+        return super().to_hf(
+            {
+                name: self._with_whole_heads(name, value)
+                for name, value in state_dict.items()
+                if not (tied and name == _TIED)
+            }
+        )
+
+    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
+        """The inverse; a tied output layer is the embedding, the same tensor."""
+        state_dict = super().from_hf(hf_state_dict)
+        if self.model_args.tie_embeddings and "tok_embeddings.weight" in state_dict:
+            state_dict[_TIED] = state_dict["tok_embeddings.weight"]
+        return state_dict
+
+    def _with_whole_heads(self, name: str, value: Any) -> Any:
+        """Replicated, if a head of wq or wk lies on two ranks: they are permuted head by head."""
+        if not isinstance(value, DTensor) or not name.endswith(("wq.weight", "wk.weight")):
+            return value
+        heads, mesh = self.model_args.n_heads, value.device_mesh
+        if name.endswith("wk.weight"):
+            heads = self.model_args.n_kv_heads or heads
+        ranks = 1
+        for dim, placement in enumerate(value.placements):
+            ranks *= mesh.size(dim) if isinstance(placement, Shard) else 1
+        return value if heads % ranks == 0 else value.redistribute(mesh, [Replicate()] * mesh.ndim)
+
+
+def check_files(config: JobConfig, args: LlamaArgs) -> None:
+    """Refuse what could not be started from, or written to, in a plain process and at once.
+
+    Raises:
+        ValueError: one line that names the key, its value and the remedy.
+    """
+    checkpoint, job = config.checkpoint, config.job
+    folder, key = weights_folder(config)
+    wanted = bool(checkpoint.initial_load_path) or checkpoint.initial_load_in_hf
+    if checkpoint.last_save_in_hf:
+        _check_target(os.path.join(job.dump_folder, EXPORT_FOLDER), config)
+    resumes = newest_whole_checkpoint(os.path.join(job.dump_folder, checkpoint.folder)) >= 0
+    if not wanted or resumes:
+        return
+    if not folder or not os.path.isdir(folder):
+        raise ValueError(f"{key} = '{folder}': no such folder; name the one with initial weights")
+    if checkpoint.initial_load_in_hf:
+        _check_weights(f"{key} = '{folder}'", folder, args)
+    elif not os.path.isfile(os.path.join(folder, ".metadata")):
+        raise ValueError(
+            f"{key} = '{folder}': not a checkpoint of TorchTitan (it has no .metadata); name its "
+            "step-N folder, or set checkpoint.initial_load_in_hf for Hugging Face weights"
+        )
+
+
+def _check_target(target: str, config: JobConfig) -> None:
+    for key, used in (
+        ("model.hf_assets_path", config.model.hf_assets_path),
+        ("checkpoint.initial_load_path", config.checkpoint.initial_load_path),
+        ("checkpoint.folder", os.path.join(config.job.dump_folder, config.checkpoint.folder)),
+    ):
+        inside = os.path.realpath(used or "/") + os.sep
+        if inside.startswith(os.path.realpath(target) + os.sep):
+            raise ValueError(
+                f"{key} = '{used}': checkpoint.last_save_in_hf would replace it by its own "
+                f"'{target}'; use another job.dump_folder, or move it"
+            )
+
+
+def _check_weights(problem: str, folder: str, args: LlamaArgs) -> None:
+    found = {}
+    for path in _safetensors(problem, folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  not a mapping
+                    entry = file.get_slice(name)
+                    found[name] = (tuple(entry.get_shape()), entry.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{problem}: {path} is broken ({error}); download it again") from error
+    expected = HuggingFaceAdapter(args, None).to_hf(on_meta(args).state_dict())
+    for name, tensor in expected.items():
+        if name not in found:
+            raise ValueError(
+                f"{problem}: {name} is in none of its *.safetensors; take all files of one model"
+            )
+        size, dtype = found[name]
+        if size != tuple(tensor.shape):
+            raise ValueError(
+                f"{problem}: {name} has shape {list(size)}, but the model's is "
+                f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model"
+            )
+        if dtype not in _FLOATS:
+            raise ValueError(
+                f"{problem}: {name} is {dtype}; quantized weights cannot be trained, take those in "
+                "bfloat16 or float32"
+            )
+
+
+def _safetensors(problem: str, folder: str) -> list[str]:
+    """The files of weights, all that the index names among them."""
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if not names:
+        raise ValueError(f"{problem}: it holds no *.safetensors; download the model's weights")
+    index = os.path.join(folder, INDEX_FILE)
+    if os.path.exists(index):
+        try:
+            with open(index, encoding="utf-8") as file:
+                listed = set(json.load(file)["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{problem}: its {INDEX_FILE} is broken; download it again") from error
+        if missing := sorted(listed - set(names)):
+            raise ValueError(
+                f"{problem}: {missing[0]}, which its {INDEX_FILE} names, is missing; download it"
+            )
+    return [os.path.join(folder, name) for name in names]
+
+
+def export(model: nn.Module, config: JobConfig) -> str:
+    """Write `<job.dump_folder>/hf`, a folder that `transformers` loads as it is; its path.
+
+    It holds the weights, `config.json` and the tokenizer's files of `model.hf_assets_path`, for
+    their owner only. An older one is replaced when the new one is whole. Collective: parameters
+    are gathered one at a time; rank 0 keeps at most a shard of `SHARD_BYTES` in memory and writes.
+
+    Args:
+        model: a Llama, parallelized or not.
+    """
+    args, writes = shape(config), not dist.is_initialized() or dist.get_rank() == 0
+    settings = export_settings(config, args)
+    target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
+    partial, old = f"{target}.partial", f"{target}.old"
+    if writes:
+        shutil.rmtree(partial, ignore_errors=True)
+        os.makedirs(partial, mode=0o700)
+        _write_json(os.path.join(partial, CONFIG_FILE), settings)
+        for name in TOKENIZER_FILES:
+            path = os.path.join(config.model.hf_assets_path, name)
+            if config.model.hf_assets_path and os.path.isfile(path):
+                with open(path, "rb") as file:
+                    write_atomically(os.path.join(partial, name), file.read())
+    dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
+    _write_weights(cast(Llama, model), args, dtype, partial if writes else None)
+    if writes:
+        shutil.rmtree(old, ignore_errors=True)
+        if os.path.exists(target):
+            os.rename(target, old)
+        os.rename(partial, target)
+        shutil.rmtree(old, ignore_errors=True)
+    return target
+
+
+@torch.no_grad()
+def _write_weights(model: Llama, args: LlamaArgs, dtype: torch.dtype, folder: str | None) -> None:
+    """Shards of safetensors into `folder`, in the order of the model, and their index."""
+    adapter, weight_map, total = HuggingFaceAdapter(args, None), {}, 0
+    shards = list(_shards(get_model_state_dict(model), args, dtype.itemsize))
+    for number, parameters in enumerate(shards, start=1):
+        name = f"model-{number:05}-of-{len(shards):05}.safetensors"
+        if len(shards) == 1:
+            name = "model.safetensors"
+        tensors: dict[str, torch.Tensor] = {}
+        for parameter, value in parameters.items():
+            whole = value.full_tensor() if isinstance(value, DTensor) else value
+            if folder is not None:
+                for key, tensor in adapter.to_hf({parameter: whole}).items():
+                    tensors[key] = tensor.to("cpu", dtype).contiguous()
+        if folder is None:
+            continue
+        path = os.path.join(folder, name)
+        save_file(tensors, path, metadata={"format": "pt"})
+        os.chmod(path, 0o600)
+        weight_map.update(dict.fromkeys(tensors, name))
+        total += sum(tensor.nbytes for tensor in tensors.values())
+    if folder is not None and len(shards) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        _write_json(os.path.join(folder, INDEX_FILE), index)
+
+
+def _shards(
+    state_dict: dict[str, Any], args: LlamaArgs, itemsize: int
+) -> Iterator[dict[str, torch.Tensor]]:
+    """Parts of the state dict of at most `SHARD_BYTES`, or of one parameter; a tied one once."""
+    part: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, value in state_dict.items():
+        if args.tie_embeddings and name == _TIED:
+            continue
+        if part and size + value.numel() * itemsize > SHARD_BYTES:
+            yield part
+            part, size = {}, 0
+        part[name] = value
+        size += value.numel() * itemsize
+    yield part
+
+
+def _write_json(path: str, content: dict[str, Any]) -> None:
+    write_atomically(path, json.dumps(content, indent=2).encode() + b"\n")
