@@ -1,168 +1,212 @@
-"""Training with privacy against plain TorchTitan, on the same records, processes and model.
+"""Training with privacy against plain TorchTitan: the same records, processes, model, optimizer.
 
-    python scripts/benchmark.py [--config FILE] [--devices N] [--json FILE] [--section.key value …]
+    python scripts/benchmark.py [--config FILE] [--devices N] [--arms a,b] [--batch_sizes 1,4]
+        [--rounds R] [--steps S] [--microbatches M] [--table arms|lengths|ranks|all]
+        [--json FILE] [--markdown FILE] [--plot FILE.png] [--section.key value …]
 
-Throughput: both trainers live in the same processes and take turns, a few steps each, so that a
-machine whose speed drifts treats them alike; medians of the rounds are reported, and the median of
-the rounds' ratios. A step of the private arm has a Poisson-distributed number of microbatches whose
-mean is the plain arm's number; tokens are counted as processed. Peak memory: each arm in processes
-of its own; the process's resident set on CPU, reserved device memory on CUDA.
+Arms: plain TorchTitan (`non-DP`), `microbatch`, LongShield's `V1` (per-sample gradients, whole on
+each rank) and `V2` (sharded), each also with full activation checkpointing (`+ AC`; V2 + AC is the
+paper's V3), and on one process Opacus itself (`Opacus hooks`, `Opacus ghost`).
+
+Time: all arms live in the same processes and take turns, so that a machine whose speed drifts
+treats them alike; medians of the rounds, and medians of the rounds' ratios. Every step of every
+arm has exactly M microbatches: a private arm's Poisson draws are replaced, in these processes, by
+draws of that fixed size. For timing only; norms, clipping and noise are real. Memory and bytes:
+each arm alone in fresh processes; on CPU the process's resident set, on CUDA its tensors.
 """
 
 import argparse
+import itertools
 import json
 import os
 import platform
-import statistics
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
+from benchmarking import arms as catalogue
+from benchmarking import plot, results, tables
+from benchmarking.measure import (
+    Measured,
+    Repetitions,
+    make_setting,
+    measure,
+    read_config,
+)
+
+from torchtitan_dp.cli import exit_on_mistake, fail
 
 ROOT = Path(__file__).resolve().parent.parent
-ARMS = {  # name: overrides
-    "plain TorchTitan": ["--privacy.no-enable"],
-    "microbatch": ["--privacy.target_epsilon=None", "--privacy.noise_multiplier=1.0"],
+RANKS = (1, 2, 4)
+LENGTH_FACTORS = (1, 2, 4)
+SET_HERE = {
+    "training.local_batch_size": "--batch_sizes",
+    "training.global_batch_size": "--microbatches",
+    "privacy.gradient_method": "--arms",
+    "activation_checkpoint.mode": "--arms",
 }
-BASELINE = "plain TorchTitan"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--config", default=str(ROOT / "train_configs/llama3_debug.toml"))
-    parser.add_argument("--devices", type=int, default=torch.cuda.device_count() or 2)
-    parser.add_argument("--rounds", type=int, default=9, help="timed turns of each arm")
-    parser.add_argument("--steps", type=int, default=4, help="optimizer steps in a turn")
-    parser.add_argument("--microbatches", type=int, default=4, help="mean number in a step")
-    parser.add_argument("--json", metavar="FILE")
-    options, overrides = parser.parse_known_args()
-
-    timed = _in_processes(options, overrides, list(ARMS), options.rounds)
-    memory = {arm: _in_processes(options, overrides, [arm], 1)["memory"] for arm in ARMS}
-    rows = [_row(arm, timed, memory) for arm in ARMS]
-    result = {"machine": _machine(options.devices), "command": " ".join(sys.argv), "arms": rows}
-    print(_table(rows))
+    options, overrides = _parse()
+    with exit_on_mistake():
+        _check(options, overrides)
+        result = _run(options, overrides)
+    text = _markdown(result)
+    print(text)
     if options.json:
-        Path(options.json).write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+        options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
+    if options.markdown:
+        options.markdown.write_text(text + "\n", encoding="utf-8")
+    if options.plot:
+        plot.draw(result["arms"], result["machine"], options.plot)
 
 
-def _in_processes(
-    options: argparse.Namespace, overrides: list[str], arms: list[str], rounds: int
-) -> dict[str, Any]:
-    """Run the arms, in turns, in fresh processes; what rank 0 measured."""
-    context = mp.get_context("spawn")
-    queue = context.SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29517", OMP_NUM_THREADS="1")
-        arguments = (options, overrides, arms, rounds, folder, queue)
-        mp.spawn(_worker, arguments, nprocs=options.devices)
-        return queue.get()
+def _parse() -> tuple[argparse.Namespace, list[str]]:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").splitlines()[0], allow_abbrev=False
+    )
+    parser.add_argument("--config", metavar="FILE", help="default: train_configs/llama3_debug.toml")
+    parser.add_argument(
+        "--devices",
+        type=int,
+        help="processes; default: the CUDA devices, else 2, and one more table on 1",
+    )
+    parser.add_argument("--arms", help=f"from: {', '.join(catalogue.ARMS)}; default: all")
+    parser.add_argument(
+        "--batch_sizes", help="MBS, one row each; default: the configuration's, or 1,4 without one"
+    )
+    parser.add_argument("--rounds", type=int, default=3, help="timed turns of each arm")
+    parser.add_argument("--steps", type=int, default=1, help="optimizer steps in a turn")
+    parser.add_argument("--warm_up", type=int, default=1, help="steps of each arm before")
+    parser.add_argument(
+        "--microbatches", type=int, help="in a step; default: 4 at MBS 1 and 2 at any other"
+    )
+    parser.add_argument("--table", choices=("arms", "lengths", "ranks", "all"), default="arms")
+    for output in ("--json", "--markdown", "--plot"):
+        parser.add_argument(output, type=Path, metavar="FILE")
+    options, overrides = parser.parse_known_args()
+    options.is_default = options.config is None
+    options.config = options.config or str(ROOT / "train_configs/llama3_debug.toml")
+    return options, overrides
 
 
-def _worker(
-    rank: int,
+def _check(options: argparse.Namespace, overrides: list[str]) -> None:
+    """Refuse now what would fail after minutes of measuring, or be overridden unseen."""
+    for name in ("rounds", "steps", "warm_up", "microbatches", "devices"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            fail(f"--{name} {value}: must be at least 1")
+    if (options.warm_up + options.rounds * options.steps) > 900:
+        fail("--rounds times --steps: at most 900 steps")
+    if options.plot:
+        try:
+            import matplotlib  # noqa: F401
+        except ModuleNotFoundError:
+            fail("--plot needs matplotlib: pip install matplotlib")
+    for key, instead in SET_HERE.items():
+        if any(override.partition("=")[0] == f"--{key}" for override in overrides):
+            fail(f"--{key}: set here for every arm; use {instead}")
+    for path in (options.json, options.markdown, options.plot):
+        if path is not None and not path.parent.is_dir():
+            fail(f"{path}: no such folder")
+
+
+def _run(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+    devices = options.devices or torch.cuda.device_count() or 2
+    found: dict[str, list[Measured]] = {"arms": [], "lengths": [], "ranks": []}
+    if options.table in ("arms", "all"):
+        found["arms"] = _compare_arms(options, overrides, devices)
+    if options.table in ("lengths", "all"):
+        found["lengths"] = _compare_lengths(options, overrides, devices)
+    if options.table in ("ranks", "all"):
+        found["ranks"] = _compare_ranks(options, overrides)
+    skipped = {
+        (arm, one.setting.devices): reason
+        for one in itertools.chain(*found.values())
+        for arm, reason in one.skipped.items()
+    }
+    return {
+        "machine": _machine(devices),
+        "command": " ".join(["scripts/benchmark.py", *sys.argv[1:]]),
+        "draws": "draws of a fixed size, for timing only",
+        "rounds": options.rounds,
+        "steps_per_round": options.steps,
+        "arms": [row for one in found["arms"] for row in results.arm_rows(one)],
+        "lengths": [row for one in found["lengths"] for row in results.length_rows(one)],
+        "ranks": [row for one in found["ranks"] for row in results.rank_rows(one)],
+        "skipped": [
+            {"name": arm, "world_size": n, "reason": reason} for (arm, n), reason in skipped.items()
+        ],
+    }
+
+
+def _compare_arms(
+    options: argparse.Namespace, overrides: list[str], devices: int
+) -> list[Measured]:
+    chosen = {devices: catalogue.choose(options.arms, devices)}
+    if options.is_default and options.devices is None and options.arms is None and devices > 1:
+        chosen[1] = catalogue.choose(",".join(catalogue.ON_ONE_PROCESS), 1)
+    sizes = _batch_sizes(options, overrides, devices)
+    return [
+        _measure(options, overrides, n, arms, mbs)
+        for n, arms in chosen.items()
+        for mbs in (sizes if n == devices else sizes[:1])
+    ]
+
+
+def _compare_lengths(
+    options: argparse.Namespace, overrides: list[str], devices: int
+) -> list[Measured]:
+    arms = catalogue.choose(options.arms or "microbatch,V2", devices)
+    mbs = _batch_sizes(options, overrides, devices)[0]
+    return [_measure(options, overrides, devices, arms, mbs, factor) for factor in LENGTH_FACTORS]
+
+
+def _compare_ranks(options: argparse.Namespace, overrides: list[str]) -> list[Measured]:
+    arms = catalogue.choose(options.arms or "microbatch,V1,V2", 2)
+    all_cp = ["--parallelism.context_parallel_degree=-1"] + [
+        f"--parallelism.data_parallel_{kind}_degree=1" for kind in ("shard", "replicate")
+    ]
+    overrides = [*overrides, *all_cp]
+    most = torch.cuda.device_count() or max(RANKS)
+    return [
+        _measure(options, overrides, n, arms, mbs, timed=False)
+        for mbs in _batch_sizes(options, overrides, 1)
+        for n in RANKS
+        if n <= most
+    ]
+
+
+def _measure(
     options: argparse.Namespace,
     overrides: list[str],
-    arms: list[str],
-    rounds: int,
-    folder: str,
-    queue: Any,
-) -> None:
-    size = str(options.devices)
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=size, LOCAL_WORLD_SIZE=size)
-    threads = max((os.cpu_count() or 1) // options.devices, 1)
-    torch.set_num_threads(threads)
-    from torchtitan_dp.train_spec import register
-
-    register()
-    trainers = {arm: _build(arm, options, overrides, folder) for arm in arms}
-    iterators = {a: t.batch_generator(t.dataloader) for a, t in trainers.items()}
-    for arm in arms:  # warm up: lazy initialization, compilation
-        _turn(trainers[arm], iterators[arm], 2)
-    rates: dict[str, list[float]] = {arm: [] for arm in arms}
-    for round_ in range(rounds):
-        for arm in arms if round_ % 2 == 0 else reversed(arms):
-            rates[arm].append(_turn(trainers[arm], iterators[arm], options.steps))
-    config = next(iter(trainers.values())).job_config
-    peak = torch.tensor([_peak_memory()], dtype=torch.float64)
-    peak = peak.cuda() if torch.cuda.is_available() else peak
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX)
-    if rank == 0:
-        shape = {
-            "seq_len": config.training.seq_len,
-            "local_batch_size": config.training.local_batch_size,
-            "world_size": options.devices,
-        }
-        queue.put({"rates": rates, "memory": peak.item(), "shape": shape})
-    dist.barrier()
-    dist.destroy_process_group()
+    devices: int,
+    arms: list[catalogue.Arm],
+    local_batch_size: int,
+    seq_len_factor: int = 1,
+    timed: bool = True,
+) -> Measured:
+    setting = make_setting(
+        options.config,
+        overrides,
+        devices,
+        local_batch_size=local_batch_size,
+        microbatches=options.microbatches or (4 if local_batch_size == 1 else 2),
+        seq_len_factor=seq_len_factor,
+    )
+    repetitions = Repetitions(options.rounds, options.steps, options.warm_up)
+    return measure(arms, setting, repetitions if timed else None)
 
 
-def _build(arm: str, options: argparse.Namespace, overrides: list[str], folder: str) -> Any:
-    """A trainer as `torchtitan_dp.train` builds it, without outputs."""
-    from torchtitan_dp.cli import load_config  # first: lets TorchTitan import without a GPU
-
-    # isort: split
-    from torchtitan_dp.train import build_trainer
-
-    quiet = [
-        "--checkpoint.no-enable",
-        "--validation.no-enable",
-        "--metrics.no-enable-tensorboard",
-        "--metrics.log_freq=1000000",
-        "--training.steps=1000",
-        f"--training.global_batch_size={options.microbatches}",
-        f"--job.dump_folder={folder}/{arm.replace(' ', '_')}",
-    ]
-    arguments = ["--job.config_file", options.config, *quiet, *overrides, *ARMS[arm]]
-    config = load_config(arguments, options.devices)
-    os.makedirs(config.job.dump_folder, exist_ok=True)
-    return build_trainer(config)
-
-
-def _turn(trainer: Any, iterator: Any, steps: int) -> float:
-    """Tokens per second over some steps, all devices together."""
-    trainer.metrics_processor.ntokens_since_last_log = 0
-    dist.barrier()
-    start = time.perf_counter()
-    for _ in range(steps):
-        trainer.step += 1
-        trainer.train_step(iterator)
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    dist.barrier()
-    elapsed = time.perf_counter() - start
-    config = trainer.job_config.parallelism
-    replicas = config.data_parallel_replicate_degree * config.data_parallel_shard_degree
-    return trainer.metrics_processor.ntokens_since_last_log * replicas / elapsed
-
-
-def _peak_memory() -> float:
-    """Bytes."""
-    if torch.cuda.is_available():
-        return float(torch.cuda.max_memory_reserved())
-    from torchtitan_dp.distributed.cpu import peak_memory_bytes
-
-    return float(peak_memory_bytes())
-
-
-def _row(arm: str, timed: dict[str, Any], memory: dict[str, float]) -> dict[str, Any]:
-    rates, plain = timed["rates"][arm], timed["rates"][BASELINE]
-    ratios = [a / b for a, b in zip(rates, plain, strict=True)]
-    return {
-        "name": arm,
-        **timed["shape"],
-        "tokens_per_second": statistics.median(rates),
-        "throughput_vs_non_dp": statistics.median(ratios),
-        "throughput_vs_non_dp_rounds": sorted(ratios),
-        "peak_memory_gib": memory[arm] / 2**30,
-        "memory_vs_non_dp": memory[arm] / memory[BASELINE],
-    }
+def _batch_sizes(options: argparse.Namespace, overrides: list[str], devices: int) -> list[int]:
+    if options.batch_sizes is None and not options.is_default:
+        return [read_config(options.config, overrides, devices).training.local_batch_size]
+    sizes = (options.batch_sizes or "1,4").split(",")
+    if not all(size.isdigit() and int(size) for size in sizes):
+        raise ValueError(f"--batch_sizes {options.batch_sizes}: numbers from 1, comma-separated")
+    return [int(size) for size in sizes]
 
 
 def _machine(devices: int) -> str:
@@ -174,19 +218,24 @@ def _machine(devices: int) -> str:
     )
 
 
-def _table(rows: list[dict[str, Any]]) -> str:
-    lines = [
-        "| arm | T | MBS | devices | tokens/s | vs plain | peak GiB | vs plain |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+def _markdown(result: dict[str, Any]) -> str:
+    parts = [
+        f"{result['machine']}. `{result['command']}`\n\n"
+        f"Medians of {result['rounds']} rounds; a gap is non-DP's throughput over the arm's, or "
+        f"the arm's memory over non-DP's, both with or both without AC. Private arms have "
+        f"{result['draws']}."
     ]
-    for row in rows:
-        lines.append(
-            f"| {row['name']} | {row['seq_len']} | {row['local_batch_size']} | "
-            f"{row['world_size']} | {row['tokens_per_second']:,.0f} | "
-            f"{row['throughput_vs_non_dp']:.3f} | {row['peak_memory_gib']:.3f} | "
-            f"{row['memory_vs_non_dp']:.3f} |"
-        )
-    return "\n".join(lines)
+    if result["arms"]:
+        parts.append(tables.arms_tables(result["arms"]))
+    if result["lengths"]:
+        parts.append(tables.lengths_table(result["lengths"]))
+    if result["ranks"]:
+        parts.append(tables.ranks_table(result["ranks"]))
+    parts += [
+        f"Skipped on {one['world_size']}: {one['name']}: {one['reason']}"
+        for one in result["skipped"]
+    ]
+    return "\n\n".join(parts)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,1 @@
+"""What `scripts/benchmark.py` is made of: arms, worker processes, measures, tables, plot."""

@@ -1,0 +1,148 @@
+"""Measures arms in one setting: first each alone (memory, bytes), then in turns (time)."""
+
+import sys
+import tempfile
+from dataclasses import dataclass, field
+from typing import Any
+
+from torchtitan_dp.cli import load_config
+from torchtitan_dp.config import JobConfig
+
+from . import worker
+from .arms import Arm, Setting
+from .processes import OutOfMemory, on_processes
+
+
+@dataclass(frozen=True)
+class Repetitions:
+    """How often each arm is timed: `rounds` turns of `steps` steps, after `warm_up` steps."""
+
+    rounds: int
+    steps: int
+    warm_up: int
+
+
+@dataclass
+class Measured:
+    """What was found in one setting, by arm; an arm is in `weighed`, `no_memory` or `skipped`."""
+
+    setting: Setting
+    arms: list[Arm]
+    weighed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    seconds: dict[str, list[float]] = field(default_factory=dict)  # a step's, by round
+    no_memory: set[str] = field(default_factory=set)
+    skipped: dict[str, str] = field(default_factory=dict)  # why
+    in_turns: bool = False
+
+
+def read_config(config_file: str, overrides: list[str], devices: int) -> JobConfig:
+    """The baseline's configuration as the user gives it.
+
+    Raises:
+        ValueError: one line on the user's mistake.
+    """
+    arguments = ["--job.config_file", config_file, *overrides, "--privacy.no-enable"]
+    return load_config(arguments, devices)
+
+
+def make_setting(
+    config_file: str,
+    overrides: list[str],
+    devices: int,
+    *,
+    local_batch_size: int,
+    microbatches: int,
+    seq_len_factor: int = 1,
+) -> Setting:
+    """A setting, as the configuration has it: its sequence length (times a factor) and mesh.
+
+    Raises:
+        ValueError: one line on the user's mistake.
+    """
+    config = read_config(config_file, overrides, devices)
+    mesh = config.parallelism
+    return Setting(
+        config_file,
+        tuple(overrides),
+        devices,
+        mesh.data_parallel_replicate_degree * mesh.data_parallel_shard_degree,
+        config.training.seq_len * seq_len_factor,
+        local_batch_size,
+        microbatches,
+    )
+
+
+def measure(arms: list[Arm], setting: Setting, repetitions: Repetitions | None) -> Measured:
+    """Weigh all arms and, unless `repetitions` is None, time them."""
+    found = Measured(setting, arms)
+    runnable = [arm for arm in arms if _is_built(arm, found)]
+    for arm in runnable:
+        _say(f"{setting}: {arm.name} alone")
+        _weigh(arm, found)
+    runnable = [arm for arm in runnable if arm.name in found.weighed]
+    if repetitions is not None and runnable:
+        _say(f"{setting}: {len(runnable)} arms in turns")
+        _time(runnable, found, repetitions)
+    return found
+
+
+def _is_built(arm: Arm, found: Measured) -> bool:
+    if arm.opacus is not None and found.setting.devices > 1:
+        return _skip(arm, "runs on one process only", found)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            load_config(found.setting.arguments(arm, folder), found.setting.devices)
+    except ValueError as error:
+        if arm.name == arm.baseline:
+            raise
+        return _skip(arm, str(error), found)
+    return True
+
+
+def _skip(arm: Arm, reason: str, found: Measured) -> bool:
+    found.skipped[arm.name] = reason
+    _say(f"skipped: {arm.name}: {reason}")
+    return False
+
+
+def _weigh(arm: Arm, found: Measured) -> None:
+    try:
+        ranks = on_processes(found.setting.devices, worker.weigh, arm, found.setting)
+    except OutOfMemory:
+        found.no_memory.add(arm.name)
+        _say(f"out of memory: {arm.name}")
+    except NotImplementedError as error:
+        _skip(arm, str(error), found)
+    else:
+        found.weighed[arm.name] = heaviest(ranks)
+
+
+def heaviest(ranks: list[dict[str, Any]]) -> dict[str, Any]:
+    """The rank of the highest peak, with the most bytes that any rank sends, by kind."""
+    kinds = {kind for rank in ranks for kind in rank["bytes_sent"]}
+    sent = {k: max(rank["bytes_sent"].get(k, 0) for rank in ranks) for k in sorted(kinds)}
+    return {**max(ranks, key=lambda rank: rank["peak_bytes"]), "bytes_sent": sent}
+
+
+def _time(arms: list[Arm], found: Measured, repetitions: Repetitions) -> None:
+    """All in turns in the same processes; one after the other where they do not fit together."""
+    devices, how_often = found.setting.devices, vars(repetitions)
+    try:
+        ranks = on_processes(devices, worker.time_in_turns, arms, found.setting, **how_often)
+        found.seconds = ranks[0]
+        found.in_turns = True
+    except OutOfMemory:
+        _say(f"{found.setting}: the arms do not fit into memory together; one after the other")
+        for arm in arms:
+            try:
+                ranks = on_processes(
+                    devices, worker.time_in_turns, [arm], found.setting, **how_often
+                )
+                found.seconds |= ranks[0]
+            except OutOfMemory:
+                found.no_memory.add(arm.name)
+                del found.weighed[arm.name]
+
+
+def _say(line: str) -> None:
+    print(f"benchmark: {line}", file=sys.stderr, flush=True)

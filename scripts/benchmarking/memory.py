@@ -1,0 +1,79 @@
+"""A process's memory: its peak, what it holds at rest, and the bytes of its live tensors."""
+
+import contextlib
+import gc
+import os
+import sys
+import unittest.mock
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+def peak_bytes() -> float:
+    """The largest resident set on CPU; on CUDA the most that tensors took."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.max_memory_allocated())
+    from torchtitan_dp.distributed.cpu import peak_memory_bytes
+
+    return float(peak_memory_bytes())
+
+
+def peak_reserved_bytes() -> float | None:
+    """The most that the CUDA allocator reserved; None on CPU, where there is no such pool."""
+    return float(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else None
+
+
+def present_bytes() -> float:
+    """What is held now: resident set, or allocated device memory."""
+    if torch.cuda.is_available():
+        return float(torch.cuda.memory_allocated())
+    with open("/proc/self/statm", encoding="ascii") as file:
+        return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of the distinct storages, on the training device, of all tensors that Python holds."""
+    device_type = "cuda" if torch.cuda.is_available() else "cpu"
+    storages: dict[int, int] = {}
+    for thing in gc.get_objects():
+        # A DTensor's own storage is empty; the local tensor that it wraps is listed by itself.
+        if issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor):
+            tensor: torch.Tensor = thing
+            if tensor.device.type == device_type and tensor.layout == torch.strided:
+                storage = tensor.untyped_storage()
+                storages[storage.data_ptr()] = storage.nbytes()
+    return sum(storages.values())
+
+
+@dataclass
+class LiveAtClipping:
+    """The most bytes that live tensors took at any call of `clip`."""
+
+    most: int = 0
+
+
+@contextlib.contextmanager
+def watch_clipping() -> Iterator[LiveAtClipping]:
+    """Look at live tensors whenever a gradient method clips: its per-sample gradients are whole.
+
+    For one measured step only: it stands in for `clip` in the modules of `torchtitan_dp.gradients`.
+    """
+    seen = LiveAtClipping()
+
+    def look_then(clip: Any) -> Any:
+        def clip_seen(*args: Any, **kwargs: Any) -> Any:
+            seen.most = max(seen.most, live_tensor_bytes())
+            return clip(*args, **kwargs)
+
+        return clip_seen
+
+    with contextlib.ExitStack() as patches:
+        for name, module in list(sys.modules.items()):
+            if name.startswith("torchtitan_dp.gradients.") and hasattr(module, "clip"):
+                stand_in = look_then(module.clip)
+                patches.enter_context(unittest.mock.patch.object(module, "clip", stand_in))
+        yield seen

@@ -1,0 +1,110 @@
+"""Opacus itself on one process: the same Llama, records and AdamW, its own gradients and noise.
+
+`hooks` is GradSampleModule with DPOptimizer, `ghost` fast gradient clipping with ghost norms: two
+backward passes. Neither FSDP2 nor context parallelism; fp32.
+"""
+
+import dataclasses
+import warnings
+from typing import Any, Literal
+
+import numpy as np
+import torch
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from opacus import GradSampleModule
+from opacus.grad_sample import GradSampleModuleFastGradientClipping
+from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
+from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.models.llama3 import FLAVORS, Llama
+from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.train_spec import OpenOnce, build_loader
+
+
+class OpacusTrainer:
+    """Steps a Llama as Opacus' users do: virtual steps over microbatches, noise at the last."""
+
+    def __init__(self, config: JobConfig, kind: Literal["hooks", "ghost"]) -> None:
+        """
+        Raises:
+            NotImplementedError: what Opacus cannot do with this model.
+        """
+        self._config = config
+        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._rng = np.random.default_rng(0)
+        self._loader = build_loader(
+            OpenOnce(),
+            dp_world_size=1,
+            dp_rank=0,
+            tokenizer=load_tokenizer(config.model.hf_assets_path),
+            job_config=config,
+        )
+        model = _build_model(config, self._device)
+        if kind == "ghost" and model.model_args.tie_embeddings:
+            raise NotImplementedError("Opacus' ghost clipping does not support tied embeddings")
+        max_grad_norm = config.privacy.max_grad_norm
+        # Not strict: the rotary frequencies are a buffer, which Opacus suspects of mixing samples.
+        self._module = (
+            GradSampleModule(model, strict=False)
+            if kind == "hooks"
+            else GradSampleModuleFastGradientClipping(
+                model, strict=False, max_grad_norm=max_grad_norm
+            )
+        )
+        wrapper = DPOptimizer if kind == "hooks" else DPOptimizerFastGradientClipping
+        self._optimizer = wrapper(
+            _build_adamw(config, self._module),
+            noise_multiplier=config.privacy.noise_multiplier,
+            max_grad_norm=max_grad_norm,
+            expected_batch_size=config.training.global_batch_size,
+        )
+        self._losses = SampleLosses(self._module, self._device, None, None)
+        self._ghost = kind == "ghost"
+
+    def train_step(self) -> None:
+        """One step on exactly `training.global_batch_size` records."""
+        records = self._config.training.global_batch_size
+        population = len(self._loader.units)
+        draw = self._rng.choice(population, records, replace=records > population)
+        microbatches = list(self._loader.microbatches(draw))
+        for i, (tokens_BT, labels_BT, _) in enumerate(microbatches):
+            self._optimizer.signal_skip_step(do_skip=i + 1 < len(microbatches))
+            self._optimizer.zero_grad(set_to_none=True)
+            self._backward(self._losses(tokens_BT, labels_BT))
+            self._optimizer.step()
+
+    def _backward(self, loss_B: torch.Tensor) -> None:
+        with warnings.catch_warnings():
+            # Hooks on modules whose inputs need no gradient: the embedding's tokens.
+            warnings.filterwarnings("ignore", message="Full backward hook is firing")
+            if self._ghost:
+                DPTensorFastGradientClipping(self._module, self._optimizer, loss_B).backward()
+            else:
+                loss_B.mean().backward()
+
+
+def _build_model(config: JobConfig, device: torch.device) -> Llama:
+    args = dataclasses.replace(FLAVORS[config.model.flavor])
+    args.update_from_config(config)
+    with torch.device(device):
+        model = Llama(args)
+    model.init_weights(buffer_device=device)
+    return model.train()
+
+
+def _build_adamw(config: JobConfig, module: Any) -> torch.optim.AdamW:
+    settings = config.optimizer
+    return torch.optim.AdamW(
+        module.parameters(),
+        lr=settings.lr,
+        betas=(settings.beta1, settings.beta2),
+        eps=settings.eps,
+        weight_decay=settings.weight_decay,
+        fused=settings.implementation == "fused",
+        foreach=settings.implementation == "foreach",
+    )

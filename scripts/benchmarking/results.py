@@ -1,0 +1,128 @@
+"""From what was measured to the rows of the JSON: medians over rounds, ratios within a round."""
+
+from statistics import median
+from typing import Any
+
+from .arms import LABELS
+from .measure import Measured
+
+GIB = 2**30
+Row = dict[str, Any]
+_TIMED = (
+    "tokens_per_second",
+    "tokens_per_second_per_device",
+    "throughput_vs_non_dp",
+    "throughput_vs_non_dp_rounds",
+    "gap_to_non_dp",
+    "throughput_vs_non_dp_without_ac",
+)
+_WEIGHED = (
+    "peak_memory_gib",
+    "peak_reserved_gib",
+    "memory_vs_non_dp",
+    "step_memory_gib",
+    "bytes_sent_per_step",
+    "bytes_sent_by_kind",
+    "per_sample_gradient_bytes",
+)
+
+
+def arm_rows(found: Measured) -> list[Row]:
+    """One row an arm that was run, numbers None where memory did not suffice or none was timed."""
+    return [_arm_row(arm, found) for arm in found.arms if arm.name not in found.skipped]
+
+
+def _arm_row(arm: Any, found: Measured) -> Row:
+    setting, name = found.setting, arm.name
+    row: Row = {
+        "name": name,
+        "label": LABELS.get(name, name),
+        "seq_len": setting.seq_len,
+        "local_batch_size": setting.local_batch_size,
+        "world_size": setting.devices,
+        "microbatches": setting.microbatches,
+        "activation_checkpoint": "full" if arm.checkpointed else "none",
+        "status": "OOM" if name in found.no_memory else "ok",
+    }
+    return {
+        **row,
+        **_time_columns(name, arm.baseline, found),
+        **_memory_columns(name, arm.baseline, found),
+    }
+
+
+def _time_columns(name: str, baseline: str, found: Measured) -> Row:
+    seconds = found.seconds.get(name)
+    if seconds is None:
+        return dict.fromkeys(_TIMED)
+    tokens_per_second = found.setting.tokens / median(seconds)
+    rounds = _speed_against(baseline, name, found)
+    ratio = None if rounds is None else median(rounds)
+    without_ac = _speed_against("non-DP", name, found)
+    return {
+        "tokens_per_second": tokens_per_second,
+        "tokens_per_second_per_device": tokens_per_second / found.setting.devices,
+        "throughput_vs_non_dp": ratio,
+        "throughput_vs_non_dp_rounds": None if rounds is None else sorted(rounds),
+        "gap_to_non_dp": None if ratio is None else 1 / ratio,
+        "throughput_vs_non_dp_without_ac": None if without_ac is None else median(without_ac),
+        "timed_in_turns": found.in_turns,
+    }
+
+
+def _speed_against(baseline: str, name: str, found: Measured) -> list[float] | None:
+    """By round, how many times as fast as the baseline the arm was."""
+    if baseline not in found.seconds:
+        return None
+    pairs = zip(found.seconds[baseline], found.seconds[name], strict=True)
+    return [of_baseline / of_arm for of_baseline, of_arm in pairs]
+
+
+def _memory_columns(name: str, baseline: str, found: Measured) -> Row:
+    weighed, against = found.weighed.get(name), found.weighed.get(baseline)
+    if weighed is None:
+        return dict.fromkeys(_WEIGHED)
+    peak, reserved = weighed["peak_bytes"], weighed["peak_reserved_bytes"]
+    return {
+        "peak_memory_gib": peak / GIB,
+        "peak_reserved_gib": None if reserved is None else reserved / GIB,
+        "memory_vs_non_dp": None if against is None else peak / against["peak_bytes"],
+        "step_memory_gib": (peak - weighed["built_bytes"]) / GIB,
+        "bytes_sent_per_step": sum(weighed["bytes_sent"].values()),
+        "bytes_sent_by_kind": weighed["bytes_sent"],
+        "per_sample_gradient_bytes": weighed["per_sample_gradient_bytes"],
+    }
+
+
+def length_rows(found: Measured) -> list[Row]:
+    """What privacy adds to a step, in seconds and by token: medians of the rounds' differences."""
+    rows = []
+    for arm in found.arms:
+        seconds, plain = found.seconds.get(arm.name), found.seconds.get(arm.baseline)
+        if arm.name == arm.baseline or seconds is None or plain is None:
+            continue
+        extra = median(a - b for a, b in zip(seconds, plain, strict=True))
+        rows.append(
+            {
+                "name": arm.name,
+                "seq_len": found.setting.seq_len,
+                "local_batch_size": found.setting.local_batch_size,
+                "world_size": found.setting.devices,
+                "seconds_per_step": median(seconds),
+                "non_dp_seconds_per_step": median(plain),
+                "extra_seconds_per_step": extra,
+                "extra_microseconds_per_token": 1e6 * extra / found.setting.tokens,
+            }
+        )
+    return rows
+
+
+def rank_rows(found: Measured) -> list[Row]:
+    """What one rank holds and sends."""
+    names = ("name", "seq_len", "local_batch_size", "world_size", "microbatches", "status")
+    measured = ("per_sample_gradient_bytes", "bytes_sent_per_step", "bytes_sent_by_kind")
+    keep = (*names, *measured, "peak_memory_gib")
+    return [
+        {"context_parallel_degree": found.setting.devices, **{key: row[key] for key in keep}}
+        for row in arm_rows(found)
+    ]

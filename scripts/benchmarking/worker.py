@@ -1,0 +1,126 @@
+"""What one process of the benchmark does: build arms, warm up, and time or weigh their steps."""
+
+import contextlib
+import functools
+import gc
+import os
+import time
+import unittest.mock
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from .arms import Arm, Setting
+from .collectives import BytesSent
+from .memory import (
+    live_tensor_bytes,
+    peak_bytes,
+    peak_reserved_bytes,
+    present_bytes,
+    watch_clipping,
+)
+
+Step = Callable[[], None]
+
+
+def time_in_turns(
+    arms: list[Arm], setting: Setting, folder: str, *, rounds: int, steps: int, warm_up: int
+) -> dict[str, list[float]]:
+    """Seconds a step of each arm, by round: all live in these processes and take turns."""
+    with _draws_of_fixed_size(setting.records):
+        step_of = {arm.name: _build(arm, setting, folder) for arm in arms}
+        for step in step_of.values():
+            _seconds(step, warm_up)
+        seconds: dict[str, list[float]] = {name: [] for name in step_of}
+        for round_ in range(rounds):
+            names = list(step_of)
+            for name in names if round_ % 2 == 0 else reversed(names):
+                seconds[name].append(_seconds(step_of[name], steps) / steps)
+    return seconds
+
+
+def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
+    """One arm alone: its memory, the bytes that it sends in a step, its per-sample gradients.
+
+    The peak is of this process, from its start to the end of the second step (the first one with
+    AdamW's state).
+    """
+    with _draws_of_fixed_size(setting.records):
+        step = _build(arm, setting, folder)
+        gc.collect()
+        built = present_bytes()
+        step()  # creates lazily what later steps keep
+        gc.collect()
+        at_rest = live_tensor_bytes()
+        with watch_clipping() as live, BytesSent() as sent:
+            step()
+        peak, reserved = peak_bytes(), peak_reserved_bytes()
+    clips = arm.opacus is None and live.most > 0
+    return {
+        "peak_bytes": peak,
+        "peak_reserved_bytes": reserved,
+        "built_bytes": built,
+        "bytes_sent": dict(sent.by_kind),
+        "per_sample_gradient_bytes": max(live.most - at_rest, 0) if clips else None,
+    }
+
+
+def _build(arm: Arm, setting: Setting, folder: str) -> Step:
+    """A trainer as `torchtitan_dp.train` builds it, without outputs; what takes one step."""
+    from torchtitan_dp.cli import load_config  # first: lets TorchTitan import without a GPU
+
+    # isort: split
+    from torchtitan_dp.train import build_trainer
+
+    config = load_config(setting.arguments(arm, folder), setting.devices)
+    os.makedirs(config.job.dump_folder, exist_ok=True)
+    if arm.opacus is not None:
+        from .opacus_arms import OpacusTrainer
+
+        return OpacusTrainer(config, arm.opacus).train_step  # type: ignore[arg-type]
+    trainer = build_trainer(config)
+    loader = trainer.batch_generator(trainer.dataloader)
+    return functools.partial(_train_step, trainer, loader)
+
+
+def _train_step(trainer: Any, loader: Any) -> None:
+    trainer.step += 1
+    trainer.train_step(loader)
+
+
+@contextlib.contextmanager
+def _draws_of_fixed_size(records: int) -> Iterator[None]:
+    """Let private trainers draw exactly `records` a step, so that all arms do equal work.
+
+    For timing only: such a run is not what its privacy settings say.
+    """
+
+    def draw(key: bytes, population: int, rate: float) -> np.ndarray:
+        rng = np.random.default_rng(list(key))  # the key is the same on all ranks
+        return np.sort(rng.choice(population, records, replace=records > population))
+
+    import torchtitan_dp.train
+
+    with unittest.mock.patch.object(torchtitan_dp.train, "poisson_draw", draw):
+        yield
+
+
+def _seconds(step: Step, steps: int) -> float:
+    """Of some steps, from all ranks ready to all ranks done."""
+    gc.collect()  # TorchTitan turns automatic collection off
+    _wait_for_all()
+    start = time.perf_counter()
+    for _ in range(steps):
+        step()
+    _wait_for_all()
+    return time.perf_counter() - start
+
+
+def _wait_for_all() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    if dist.is_initialized():
+        dist.barrier()

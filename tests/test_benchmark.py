@@ -1,0 +1,276 @@
+"""The benchmark's own arithmetic, and one tiny run. No test looks at how long anything took."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as functional
+import torch.nn as nn
+
+from scripts.benchmarking.arms import ARMS, Setting, choose
+from scripts.benchmarking.collectives import BytesSent
+from scripts.benchmarking.measure import Measured, heaviest
+from scripts.benchmarking.memory import live_tensor_bytes
+from scripts.benchmarking.opacus_arms import OpacusTrainer
+from scripts.benchmarking.results import GIB, arm_rows, length_rows, rank_rows
+from scripts.benchmarking.tables import arms_tables, lengths_table, ranks_table
+from tests.ranks import on_ranks
+from torchtitan_dp.cli import load_config
+
+ROOT = Path(__file__).parent.parent
+
+
+def sent_by_plain_collectives() -> list[dict[str, int]]:
+    """Each collective by itself, in the order of the expectations below."""
+    group = dist.group.WORLD
+    whole, half = torch.ones(20), torch.ones(10)
+    me = dist.get_rank()
+    calls = [
+        lambda: dist.all_gather_into_tensor(whole, half),
+        lambda: dist.all_gather([half.clone(), half.clone()], half),
+        lambda: dist.reduce_scatter_tensor(half, whole),
+        lambda: dist.all_reduce(whole),
+        lambda: dist.all_to_all_single(torch.empty(20), whole),
+        lambda: dist.broadcast(whole, src=0),
+        lambda: dist.barrier(),
+        lambda: functional.all_gather_tensor(half, 0, group).sum(),
+        lambda: functional.all_reduce(whole, "sum", group).sum(),
+        # a ring's rotation: all of it to the next rank
+        lambda: functional.all_to_all_single(
+            whole, [0, 20] if me == 0 else [20, 0], [0, 20] if me == 0 else [20, 0], group
+        ).sum(),
+    ]
+    counts = []
+    for call in calls:
+        with BytesSent() as sent:
+            call()
+        counts.append(dict(sent.by_kind))
+    return counts
+
+
+def test_bytes_sent_by_each_collective():
+    results = on_ranks(2, sent_by_plain_collectives)
+    for rank, counts in enumerate(results):
+        assert counts == [
+            {"all_gather": 40},  # 80 bytes of output, half of them the other rank's
+            {"all_gather": 40},
+            {"reduce_scatter": 40},
+            {"all_reduce": 80},
+            {"all_to_all": 40},
+            {"broadcast": 80 if rank == 0 else 0},
+            {},
+            {"all_gather": 40},
+            {"all_reduce": 80},
+            {"all_to_all": 80},
+        ]
+
+
+def sent_by_fsdp() -> dict[str, int]:
+    """Forward and backward of two layers under FSDP2."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(8, 6, bias=False), nn.Linear(6, 8, bias=False))
+    for layer in model:
+        fully_shard(layer, reshard_after_forward=True)
+    fully_shard(model)
+    for module in (*model, model):
+        module.set_force_sum_reduction_for_comms(True)  # gloo has no average
+    with BytesSent() as sent:
+        model(torch.ones(3, 8)).sum().backward()
+    return dict(sent.by_kind)
+
+
+def test_bytes_sent_in_backward_are_seen():
+    gathered = reduced = 48 * 4 // 2
+    for counts in on_ranks(2, sent_by_fsdp):
+        # each layer: gathered in forward and again in backward, reduced in backward
+        assert counts == {"all_gather": 2 * 2 * gathered, "reduce_scatter": 2 * reduced}
+
+
+def test_live_tensors_count_each_storage_once():
+    before = live_tensor_bytes()
+    whole = torch.zeros(1000)
+    views = [whole[:500], whole.view(10, 100)]
+    assert live_tensor_bytes() - before == 4000
+    del whole
+    assert live_tensor_bytes() - before == 4000  # held by the views
+    del views
+    assert live_tensor_bytes() == before
+
+
+def test_chosen_arms_bring_their_baselines():
+    assert [arm.name for arm in choose("V3,microbatch", 2)] == [
+        "non-DP",
+        "microbatch",
+        "non-DP + AC",
+        "V2 + AC",
+    ]
+    assert "Opacus hooks" not in [arm.name for arm in choose(None, 2)]
+    assert "Opacus hooks" in [arm.name for arm in choose(None, 1)]
+    with pytest.raises(ValueError, match="--arms V4: unknown"):
+        choose("V4", 2)
+
+
+def test_opacus_arms_take_the_same_step(tmp_path):
+    """Without noise, ghost clipping and per-sample gradients differ by rounding only."""
+    setting = Setting(str(ROOT / "train_configs/llama3_debug.toml"), (), 1, 1, 16, 2, 2)
+    stepped = []
+    for name in ("Opacus hooks", "Opacus ghost"):
+        arguments = setting.arguments(ARMS[name], str(tmp_path))
+        config = load_config([*arguments, "--privacy.noise_multiplier=0"], 1)
+        trainer = OpacusTrainer(config, ARMS[name].opacus)
+        gradients = []
+        trainer._optimizer.attach_step_hook(
+            lambda optimizer, into=gradients: into.extend(p.grad.clone() for p in optimizer.params)
+        )
+        trainer.train_step()
+        stepped.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    hooks, ghost = stepped
+    assert hooks.norm() > 0
+    assert (hooks - ghost).norm() < 1e-4 * hooks.norm()
+
+
+def made_up() -> Measured:
+    """Rounds in which the machine halves its speed; V2 has no memory, V1 is not run."""
+    names = ["non-DP", "microbatch", "V1", "V2", "non-DP + AC", "V2 + AC"]
+    setting = Setting("", (), 2, 1, 1024, 2, 4)
+    weight = {
+        "built_bytes": GIB,
+        "peak_reserved_bytes": None,
+        "bytes_sent": {"all_gather": 2**20, "all_reduce": 2**21},
+        "per_sample_gradient_bytes": 3 * 2**20,
+    }
+    return Measured(
+        setting,
+        [ARMS[name] for name in names],
+        weighed={
+            "non-DP": {**weight, "peak_bytes": 2 * GIB},
+            "microbatch": {**weight, "peak_bytes": 3 * GIB},
+            "non-DP + AC": {**weight, "peak_bytes": 1.5 * GIB},
+            "V2 + AC": {**weight, "peak_bytes": 1.5 * GIB},
+        },
+        seconds={
+            "non-DP": [1.0, 2.0, 2.0],
+            "microbatch": [1.25, 2.5, 2.5],
+            "non-DP + AC": [2.0, 4.0, 4.0],
+            "V2 + AC": [4.0, 8.0, 8.0],
+        },
+        no_memory={"V2"},
+        skipped={"V1": "why not"},
+        in_turns=True,
+    )
+
+
+def test_rows_hold_medians_and_ratios_within_rounds():
+    rows = {row["name"]: row for row in arm_rows(made_up())}
+    assert "V1" not in rows
+    tokens = 4 * 2 * 1024
+    assert rows["microbatch"]["tokens_per_second"] == tokens / 2.5
+    assert rows["microbatch"]["tokens_per_second_per_device"] == tokens / 2.5 / 2
+    assert rows["microbatch"]["throughput_vs_non_dp"] == 0.8
+    assert rows["microbatch"]["gap_to_non_dp"] == 1.25
+    assert rows["microbatch"]["memory_vs_non_dp"] == 1.5
+    assert rows["microbatch"]["step_memory_gib"] == 2
+    assert rows["microbatch"]["bytes_sent_per_step"] == 3 * 2**20
+    # against the baseline with checkpointing, and the one without
+    assert rows["V2 + AC"]["throughput_vs_non_dp"] == 0.5
+    assert rows["V2 + AC"]["throughput_vs_non_dp_without_ac"] == 0.25
+    assert rows["V2 + AC"]["memory_vs_non_dp"] == 1
+    assert rows["V2"]["status"] == "OOM"
+    assert rows["V2"]["tokens_per_second"] is None
+    assert rows["V2"].keys() <= rows["microbatch"].keys()
+
+
+def test_an_arm_outlives_its_baseline():
+    found = made_up()
+    del found.seconds["non-DP"], found.weighed["non-DP"]
+    found.no_memory.add("non-DP")
+    row = next(row for row in arm_rows(found) if row["name"] == "microbatch")
+    assert row["tokens_per_second"] is not None
+    assert row["gap_to_non_dp"] is None
+    assert row["memory_vs_non_dp"] is None
+    assert "N/A" in arms_tables(arm_rows(found))
+
+
+def test_extra_cost_is_by_round_and_by_token():
+    row = next(row for row in length_rows(made_up()) if row["name"] == "microbatch")
+    assert row["extra_seconds_per_step"] == 0.5
+    assert row["extra_microseconds_per_token"] == pytest.approx(1e6 * 0.5 / (4 * 2 * 1024))
+
+
+def test_tables():
+    text = arms_tables(arm_rows(made_up()))
+    assert "| MBS | T | non-DP | microbatch | V2 | microbatch gap | V2 gap |" in text
+    assert "| 2 | 1,024 | 2,048 | 1,638 | OOM | 1.25 | OOM |" in text
+    assert "| 2 | 1,024 | 2.000 | 3.000 | OOM | 1.50 | OOM |" in text
+    assert "| MBS | T | non-DP | V2 | non-DP + AC | V3 (V2 + AC) | V3 (V2 + AC) gap |" in text
+    assert "| 2 | 1,024 | 2,048 | OOM | 1,024 | 512 | 2.00 |" in text
+    assert "| microbatch | 2 | 1,024 | 2.000 | 2.500 | 0.500 | 61.04 |" in lengths_table(
+        length_rows(made_up())
+    )
+    ranks = ranks_table(rank_rows(made_up()))
+    assert "| microbatch | 2 | 2 | 3.00 | 3.00 | 1.00 | 0.00 | 2.00 | 0.00 |" in ranks
+    assert "| V2 | 2 | 2 | OOM | OOM | OOM | OOM | OOM | OOM |" in ranks
+
+
+def test_a_rank_reports_the_heaviest():
+    light = {"peak_bytes": 1.0, "bytes_sent": {"broadcast": 5, "all_reduce": 1}}
+    heavy = {"peak_bytes": 2.0, "bytes_sent": {"all_reduce": 1}}
+    assert heaviest([light, heavy]) == {
+        "peak_bytes": 2.0,
+        "bytes_sent": {"all_reduce": 1, "broadcast": 5},
+    }
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "scripts/benchmark.py", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "GLOO_SOCKET_IFNAME": "lo"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def test_one_tiny_run(tmp_path):
+    output, markdown = tmp_path / "b.json", tmp_path / "b.md"
+    done = run(
+        *("--devices", "2", "--arms", "microbatch", "--batch_sizes", "2", "--microbatches", "1"),
+        *("--rounds", "1", "--steps", "1", "--json", str(output), "--markdown", str(markdown)),
+        *("--training.seq_len=32",),
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    result = json.loads(output.read_text())
+    assert result["machine"]
+    assert [row["name"] for row in result["arms"]] == ["non-DP", "microbatch"]
+    for row in result["arms"]:
+        assert (row["seq_len"], row["local_batch_size"], row["world_size"]) == (32, 2, 2)
+        assert row["tokens_per_second"] > 0
+        assert row["throughput_vs_non_dp"] > 0
+        assert row["peak_memory_gib"] > 0
+        assert row["memory_vs_non_dp"] > 0
+        assert row["bytes_sent_per_step"] > 0
+    assert result["arms"][0]["throughput_vs_non_dp"] == 1
+    assert result["arms"][1]["per_sample_gradient_bytes"] > 0
+    assert "| MBS | T | non-DP | microbatch | microbatch gap |" in markdown.read_text()
+    assert markdown.read_text().strip() == done.stdout.strip()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--arms", "V4"], "--arms V4: unknown"),
+        (["--training.local_batch_size=2"], "use --batch_sizes"),
+    ],
+)
+def test_mistakes_are_one_line(arguments, message):
+    done = run(*arguments)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
