@@ -138,6 +138,9 @@ FLAVORS: dict[str, LlamaArgs] = {
     "debug": LlamaArgs(
         dim=192, n_layers=4, n_heads=4, vocab_size=264, multiple_of=64, rope_theta=500000
     ),
+    "30M": LlamaArgs(  # for benchmarks on CPU, where tensors should outweigh the interpreter
+        dim=512, n_layers=8, n_heads=8, vocab_size=264, multiple_of=256, rope_theta=500000
+    ),
     "1B": LlamaArgs(
         dim=2048,
         n_layers=16,
