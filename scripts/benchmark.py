@@ -12,7 +12,8 @@ Time: all arms live in the same processes and take turns, so that a machine whos
 treats them alike; medians of the rounds, and medians of the rounds' ratios. Every step of every
 arm has exactly M microbatches: a private arm's Poisson draws are replaced, in these processes, by
 draws of that fixed size. For timing only; norms, clipping and noise are real. Memory and bytes:
-each arm alone in fresh processes; on CPU the process's resident set, on CUDA its tensors.
+each arm alone in fresh processes; on CPU the process's resident set (with freed memory given back
+at once), on CUDA its tensors.
 """
 
 import argparse

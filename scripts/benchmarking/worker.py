@@ -17,6 +17,7 @@ from .arms import Arm, Setting
 from .collectives import BytesSent
 from .memory import (
     live_tensor_bytes,
+    map_tensors_alone,
     peak_bytes,
     peak_reserved_bytes,
     present_bytes,
@@ -48,6 +49,7 @@ def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
     The peak is of this process, from its start to the end of the second step (the first one with
     AdamW's state).
     """
+    map_tensors_alone()
     with _draws_of_fixed_size(setting.records):
         step = _build(arm, setting, folder)
         gc.collect()
