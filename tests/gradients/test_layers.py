@@ -245,6 +245,23 @@ def parameter_used_outside_its_layer(degrees):
         built.gradients.accumulate_clipped(loss_B, torch.tensor([True, True]))
 
 
+def samples_merged_with_tokens(degrees):
+    from tests import build
+
+    method = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
+    built = build.build(degrees, *method)
+    layer = built.model.layers["0"].feed_forward.w2
+    forward = layer.forward
+    layer.forward = lambda x: forward(x.flatten(0, 1)).view(*x.shape[:2], -1)
+    loss_B = built.losses(*build.data(samples=2))
+    with pytest.raises(AssertionError, match=r"w2\.weight: dim 0 of its layer's input is not"):
+        built.gradients.accumulate_clipped(loss_B, torch.tensor([True, True]))
+
+
+def test_a_layer_that_does_not_see_samples_in_dim_0_is_caught():
+    on_ranks(1, samples_merged_with_tokens, (1, 1, 1))
+
+
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
 def test_a_parameter_used_outside_its_layer_is_caught(degrees):
     on_ranks(degrees[2], parameter_used_outside_its_layer, degrees)

@@ -67,6 +67,7 @@ class GradSampleGradients:
         self._shards: dict[str, torch.Tensor] = {}  # (B, dp_shard, rows, …), summed over cp
         self._wholes: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
         self._in_flight: tuple[dist.Work, torch.Tensor] | None = None  # and what it reads
+        self._samples = 0  # in this microbatch
 
     def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
         """Backpropagate a microbatch and add its samples' clipped gradients to the sum.
@@ -80,6 +81,7 @@ class GradSampleGradients:
         """
         assert not self._shards
         assert not self._wholes
+        self._samples = len(loss_B)
         loss_B.sum().backward()
         for name, parameter in self.clipped_sum.parameters.items():
             assert parameter.grad is None, f"{name} had a gradient that mixes samples"
@@ -91,6 +93,7 @@ class GradSampleGradients:
 
         Matrices are reduced at once. Vectors (norm weights) are small: they wait for each other.
         """
+        assert batch_size == self._samples, f"{name}: dim 0 of its layer's input is not the sample"
         layout = self._layouts[name]
         if not self._shard or len(layout.shape) == 1:
             whole = layout.allocate(batch_size, self._device)
