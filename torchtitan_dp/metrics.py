@@ -64,6 +64,8 @@ class PrivateMetricsProcessor(MetricsProcessor):
             "mfu(%)": 100 * self.num_flops_per_token * tokens_per_s / self.gpu_peak_flops,
             "memory/max_active(GiB)": memory.max_active_gib,
             "memory/max_reserved(GiB)": memory.max_reserved_gib,
+            "memory/reserved_over_active": memory.max_reserved_gib
+            / max(memory.max_active_gib, 1e-9),
         }
         self.logger.log({**public, **statistics, **measured}, step)
         color = self.color

@@ -65,12 +65,18 @@ class Llama(Transformer):
         labels: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits (B, T, V); with labels and targets, `models.loss.per_sample_loss` of them."""
+        """Logits (B, T, V); with labels and targets, `models.loss.per_sample_loss` of them.
+
+        Args:
+            positions: int64 (1 or B, T), the same for all samples: where this rank's tokens are.
+        """
         if labels is None or targets is None:
             return super().forward(tokens, attention_masks, positions)
         h_BTD = self.tok_embeddings(tokens)
+        # Samples have the same positions: gathered once for all layers, not by and for each.
+        freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions[0]]
         for layer in self.layers.values():
-            h_BTD = layer(h_BTD, self.freqs_cis, attention_masks, positions)
+            h_BTD = layer(h_BTD, freqs_cis, attention_masks)
         h_BTD = self.norm(h_BTD)
         if isinstance(self.output, LossHead):
             return self.output(h_BTD, labels, targets)
