@@ -85,6 +85,12 @@ class Data:
     """What to do with a record that is no UTF-8 text (or no JSON with the field): `empty` keeps it
     as a record that contributes exactly nothing, and counts it; `error` refuses to start."""
 
+    length_buckets: bool = True
+    """With privacy: pad each sample to the smallest of a few public lengths that holds it (a power
+    of two times 2 x `context_parallel_degree`, at least T / 128, at most T = `training.seq_len`)
+    and run equal lengths together. Epsilon stays the same. False, and the baseline without
+    privacy: pad to T."""
+
 
 @dataclass
 class Training(_Training):

@@ -4,10 +4,10 @@
 
 Guarantee:
     After k optimizer steps the weights are (epsilon, delta)-DP for one record, with the epsilon
-    that `privacy.json` states: each step is the Poisson-subsampled Gaussian mechanism on the
-    sum of clipped per-record gradients. It rests on the guarantees of `privacy.sampling`,
-    `gradients`, `optimizer` and `privacy.accounting`, and on keys that leave this
-    process's memory only to the other ranks. Control flow depends on no record's content.
+    that `privacy.json` states: each step is the Poisson-subsampled Gaussian mechanism on the sum
+    of clipped per-record gradients. It rests on the guarantees of `privacy.sampling`, `gradients`,
+    `optimizer` and `privacy.accounting`, and on keys that leave this process's memory only to the
+    other ranks. Control flow depends on records' lengths (`data.buckets`) and on no other content.
 """
 
 import math
@@ -28,6 +28,7 @@ from torchtitan.train import Trainer
 from torchtitan_dp.checkpoint import drop_unfinished, newest_whole_checkpoint
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.buckets import ladder
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.distributed.parallelize import trained_fsdp_modules
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
@@ -108,16 +109,15 @@ class DPTrainer(Trainer):
         """One step of Algorithm 1: draw, clip, accumulate, add noise, update."""
         settings, lr = self.ledger.settings, self.lr_schedulers.schedulers[0].get_last_lr()[0]
         statistics = SampleStatistics(settings.max_grad_norm)
-        draw = poisson_draw(
-            self.sampling_keys.take(self.step), len(loader.units), settings.sample_rate
-        )
-        for microbatch in loader.microbatches(draw):  # may be none
+        key = self.sampling_keys.take(self.step)
+        draw = poisson_draw(key, len(loader.units), settings.sample_rate)
+        lengths = loader.lengths(draw, ladder(self.job_config), self.device)
+        for microbatch in loader.microbatches(draw, lengths):  # may be none
             self.metrics_processor.ntokens_since_last_log += microbatch.labels_BT.numel()
-            for tokens_BT, labels_BT, valid_B in microbatch.split(self.gradients.batch_size):
-                valid_B = valid_B.to(self.device)
-                loss_B = self.sample_losses(tokens_BT, labels_BT)
-                clip = self.gradients.accumulate_clipped(loss_B, valid_B)
-                statistics.add(loss_B, valid_B, clip)
+            for part in microbatch.to(self.device).split(self.gradients.batch_size):
+                loss_B = self.sample_losses(part.tokens_BT, part.labels_BT)
+                clip = self.gradients.accumulate_clipped(loss_B, part.valid_B)
+                statistics.add(loss_B, part.valid_B, clip)
         self.checkpointer.maybe_wait_for_staging()
         if dist.get_rank() == 0:
             self.executed.begin(self.step)

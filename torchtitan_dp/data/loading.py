@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from torchtitan_dp.data.buckets import TokenCounts, padded_lengths
 from torchtitan_dp.data.samples import SampleStore
 from torchtitan_dp.privacy.sampling import deal
 
@@ -13,11 +14,14 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Microbatch(NamedTuple):
-    """B samples on the CPU; padding has `valid_B` False and labels that are all ignored."""
+    """B samples; padding has `valid_B` False and labels that are all ignored."""
 
     tokens_BT: torch.Tensor  # int64
     labels_BT: torch.Tensor  # int64, shifted
     valid_B: torch.Tensor  # bool
+
+    def to(self, device: torch.device) -> "Microbatch":
+        return Microbatch(*(tensor.to(device) for tensor in self))
 
     def split(self, batch_size: int | None) -> Iterator["Microbatch"]:
         """Parts of at most `batch_size` samples; all at once if None."""
@@ -56,24 +60,49 @@ class RecordLoader:
         self.samples, self.units, self.fingerprint = samples, units, fingerprint
         self._ranks, self._rank, self._batch_size = ranks, rank, batch_size
         self._shuffle_seed = shuffle_seed
+        self._counts = TokenCounts(samples, units)
 
-    def microbatches(self, draw: np.ndarray) -> Iterator[Microbatch]:
+    def lengths(
+        self, draw: np.ndarray, ladder: tuple[int, ...], device: torch.device
+    ) -> np.ndarray:
+        """What each drawn unit is padded to: a function of its own number of tokens.
+
+        Collective (of `buckets.TokenCounts`), unless `ladder` has one length.
+        """
+        if len(ladder) == 1:
+            return np.full(len(draw), ladder[0])
+        return padded_lengths(self._counts.of(draw, device), ladder)
+
+    def microbatches(
+        self, draw: np.ndarray, lengths: np.ndarray | None = None
+    ) -> Iterator[Microbatch]:
         """This rank's share of a draw.
 
         Args:
             draw: global positions in `units`, the same on every rank.
+            lengths: what each is padded to, the same on every rank; `seq_len` if None.
 
-        Every rank yields the same number of microbatches, whatever the draw's size; the rest is
-        padding.
+        Every rank yields the same number of microbatches of the same lengths in the same order,
+        whatever was drawn; the rest is padding. Each length is dealt out by itself, the longest
+        first, so that ranks in lockstep compute equally much and no sample is padded for another's
+        sake. It costs at most one microbatch a length more, whose lengths together are below 2T.
         """
-        for slots in deal(draw, ranks=self._ranks, rank=self._rank, batch_size=self._batch_size):
-            valid = slots >= 0
-            indices = np.where(valid, self.units[slots], -1)
-            tokens_BT, labels_BT = self.samples.batch(indices)
-            yield Microbatch(tokens_BT, labels_BT, torch.from_numpy(valid))
+        if lengths is None:
+            lengths = np.full(len(draw), self.samples.seq_len)
+        for length in np.unique(lengths)[::-1]:
+            share = draw[lengths == length]
+            dealt = deal(share, ranks=self._ranks, rank=self._rank, batch_size=self._batch_size)
+            for slots in dealt:
+                valid = slots >= 0
+                indices = np.where(valid, self.units[slots], -1)
+                tokens_BT, labels_BT = self.samples.batch(indices, int(length))
+                yield Microbatch(tokens_BT, labels_BT, torch.from_numpy(valid))
 
     def __iter__(self) -> Iterator[Batch]:
-        """Shuffled fixed-size batches without end: the baseline WITHOUT privacy, and only that."""
+        """Shuffled fixed-size batches without end: the baseline WITHOUT privacy, and only that.
+
+        Samples are `seq_len` long, whatever `data.length_buckets` says.
+        """
         rng = np.random.default_rng(self._shuffle_seed)
         stride = self._ranks * self._batch_size
         mine = slice(self._rank * self._batch_size, (self._rank + 1) * self._batch_size)

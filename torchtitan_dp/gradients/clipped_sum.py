@@ -77,6 +77,7 @@ class ClippedSum:
 
         Collectives: one all-reduce of B numbers over cp.
         """
+        assert len(shards) == len(self._pieces), (len(shards), len(self._pieces))
         self.accumulating = True
         squared_norm_B = torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0)
         if self.groups.cp is not None:
