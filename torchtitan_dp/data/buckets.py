@@ -1,0 +1,90 @@
+"""How long a sample is padded: `data.length_buckets`.
+
+Guarantee
+---------
+A sample's padded length is a public function of its own number of tokens, whatever else is drawn
+and on whatever mesh: nothing is rounded up to a neighbour's length. What it leaves out is padding
+behind the last token, which a causal model's earlier positions never see and whose labels are
+ignored, so the sample's gradient is that of the sample padded to T, up to rounding. Epsilon does
+not change. What does depend on the lengths of the records drawn is how long a step takes, how many
+microbatches it has and in which order they are summed (rounding): timing is labelled not private.
+"""
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtitan_dp.config import JobConfig
+
+if TYPE_CHECKING:
+    from torchtitan_dp.data.samples import SampleStore
+
+# As many graphs of one function as torch.compile makes by default before it gives up.
+MOST_LENGTHS = 8
+_UNKNOWN = -1
+
+
+def ladder(config: JobConfig) -> tuple[int, ...]:
+    """The lengths that samples are padded to, rising; the last is `training.seq_len` = T.
+
+    They are the powers of two times 2 x context_parallel_degree (which the ring can share out)
+    below T, without those below T / 128: they would save little and cost a compilation each.
+    """
+    seq_len, rung = config.training.seq_len, 2 * config.parallelism.context_parallel_degree
+    lengths = [seq_len]
+    if config.data.length_buckets:
+        powers = (rung << power for power in range((seq_len // rung).bit_length()))
+        lengths = [length for length in powers if length < seq_len] + lengths
+    return tuple(lengths[-MOST_LENGTHS:])
+
+
+class TokenCounts:
+    """The number of tokens of each unit, found when it is first drawn, the same on all ranks.
+
+    PRIVATE, like the records: in memory only, never logged, saved or put in a checkpoint.
+    """
+
+    def __init__(self, samples: "SampleStore", units: np.ndarray) -> None:
+        self._samples, self._units = samples, units
+        self._counts: np.ndarray | None = None  # 4 bytes a unit, once somebody asks
+
+    def of(self, draw: np.ndarray, device: torch.device) -> np.ndarray:
+        """int64, like `draw`: global positions in `units`, the same on every rank.
+
+        Every rank counts its share of those not known yet, and all take the sum: if one could not
+        read a record that others can, they still agree on how to deal out the draw, so that no
+        record is processed twice.
+
+        Collective: where something is not known yet, an all-reduce of 4 bytes for each over the
+        world, if there is a process group.
+
+        Args:
+            device: what the process group sends from.
+        """
+        if self._counts is None:
+            self._counts = np.full(len(self._units), _UNKNOWN, dtype=np.int32)
+        unknown = draw[self._counts[draw] == _UNKNOWN]
+        if len(unknown):
+            ranks, rank = 1, 0
+            if dist.is_initialized():
+                ranks, rank = dist.get_world_size(), dist.get_rank()
+            found = np.zeros(len(unknown), dtype=np.int32)
+            for place in range(rank, len(unknown), ranks):
+                found[place] = self._samples.tokens(int(self._units[unknown[place]]))
+            if ranks > 1:
+                summed = torch.from_numpy(found).to(device)
+                dist.all_reduce(summed)
+                found = summed.cpu().numpy()
+            self._counts[unknown] = found
+        return self._counts[draw].astype(np.int64)
+
+
+def padded_lengths(counts: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
+    """For each number of tokens (at most the last of `lengths`) the shortest length that holds it.
+
+    >>> padded_lengths(np.array([0, 4, 5, 100]), (4, 8, 100))
+    array([  4,   4,   8, 100])
+    """
+    return np.array(lengths)[np.searchsorted(lengths, counts)]
