@@ -34,7 +34,7 @@ def planned(tmp_path, capsys):
     def run(*overrides):
         capsys.readouterr()
         command = arguments(tmp_path / "out", data, *overrides)
-        plan.main([*command, "--world_size=2", "--json=-"])
+        plan.main([*command, "--world_size=2", "--json=-", "--no_memory"])
         return json.loads(capsys.readouterr().out)
 
     return run
@@ -46,12 +46,14 @@ def test_keys_of_the_json(planned):
     assert (content["steps"], content["world_size"], content["sample_rate"]) == (4, 2, 3 / 24)
     assert content["private"] is True
     assert content["privacy_unit"] == "record"
+    assert content["tokens_per_step"] == 2 * 16 * content["microbatches_per_step"]  # T = 32, cp = 2
 
 
 def test_json_to_a_file_is_the_same(tmp_path, planned):
     printed = planned()
     data, path = tmp_path / "data", tmp_path / "plan.json"
-    plan.main([*arguments(tmp_path / "out", data), "--world_size=2", f"--json={path}"])
+    command = arguments(tmp_path / "out", data)
+    plan.main([*command, "--world_size=2", f"--json={path}", "--no_memory"])
     assert json.loads(path.read_text()) == printed
 
 

@@ -1,10 +1,11 @@
 """What a configuration will spend and run, said before anything is started.
 
-    python -m torchtitan_dp.plan --job.config_file FILE [--section.key value …]
-                                 [--world_size N] [--json FILE]
+    python -m torchtitan_dp.plan --job.config_file FILE [--section.key value …] [--world_size N]
+                                 [--memory_gib G] [--json FILE] [--plot FILE.png]
 
 Checks all that can be checked in one plain process: `run_train.sh` runs it first. A user's mistake
-is one line and exit code 2.
+is one line and exit code 2. Memory (`memory_plan`) takes longer, and is predicted when asked for:
+by `--memory_gib` (then a run that does not fit is a mistake too), `--json` or `--plot`.
 """
 
 import argparse
@@ -20,6 +21,7 @@ import numpy as np
 
 from torchtitan_dp.cli import exit_on_mistake, load_config
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.cost import StepCost, step_cost
 from torchtitan_dp.data.records import RecordStore, open_records
 from torchtitan_dp.data.samples import scan_undecodable
 from torchtitan_dp.data.split import split
@@ -32,9 +34,12 @@ from torchtitan_dp.ledger import (
     check_fingerprint,
     read_published,
 )
+from torchtitan_dp.memory_plan import DEFAULT_GIB, MemoryPlan, predict
+from torchtitan_dp.memory_report import plot, report
 from torchtitan_dp.models.hugging_face import describe, origin, parameter_count, shape
 from torchtitan_dp.models.hugging_face_weights import check_files
 from torchtitan_dp.models.llama3 import LlamaArgs
+from torchtitan_dp.plan_options import check, parse
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.process import lock_folder
 
@@ -195,34 +200,10 @@ def check_model(config: JobConfig) -> LlamaArgs:
     return args
 
 
-def _arguments(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    parser = argparse.ArgumentParser(
-        prog="python -m torchtitan_dp.plan",
-        description=(__doc__ or "").splitlines()[0],
-        epilog="Any --section.key value of the configuration is taken too.",
-        allow_abbrev=False,
-    )
-    parser.add_argument("--job.config_file", dest="config_file", metavar="FILE", help="the TOML")
-    parser.add_argument("--world_size", type=int, help="processes; default: NGPU, else 1")
-    parser.add_argument("--json", metavar="FILE", help="write the plan there; - is stdout")
-    known, overrides = parser.parse_known_args(argv)
-    if known.config_file is not None:
-        overrides = ["--job.config_file", known.config_file, *overrides]
-    return known, overrides
-
-
-def _world_size(given: int | None) -> int:
-    text = os.environ.get("NGPU", "1") if given is None else str(given)
-    if not (text.isdecimal() and int(text) >= 1):
-        name = "NGPU" if given is None else "--world_size"
-        raise ValueError(f"{name} = '{text}': must be a number of processes, 1 or more")
-    return int(text)
-
-
 def main(argv: list[str]) -> None:
-    options, overrides = _arguments(argv)
+    options, overrides = parse(argv, (__doc__ or "").splitlines()[0])
     with exit_on_mistake():
-        world_size = _world_size(options.world_size)
+        world_size = check(options)
         config = load_config(overrides, world_size)
         args = check_model(config)
         records = Records.open(config)
@@ -243,18 +224,34 @@ def main(argv: list[str]) -> None:
     model = f"      {describe(config, args)}"
     if not config.privacy.enable:
         print(f"plan: without privacy (privacy.enable = false)\n{model}", file=sys.stderr)
+        if options.memory_gib is not None or options.json or options.plot:
+            print("      nothing more is predicted without privacy", file=sys.stderr)
         return
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     _show(config, plan, records)
     print(model, file=sys.stderr)
+    costs = step_cost(config, args, records=len(records.train), rate=plan.settings.sample_rate)
+    print(f"      {costs.describe()}", file=sys.stderr)
+    with exit_on_mistake():
+        memory = _predict_memory(options, overrides, world_size)
     if options.json:
-        content = json.dumps(_for_programs(plan, args, world_size), indent=2) + "\n"
-        if options.json == "-":
-            sys.stdout.write(content)
-        else:
-            with open(options.json, "w", encoding="utf-8") as file:
-                file.write(content)
+        _write(options.json, _for_programs(plan, args, world_size, costs, memory))
+    if memory is not None:
+        with exit_on_mistake():
+            report(memory, config, overrides, limited=options.memory_gib is not None)
+
+
+def _predict_memory(
+    options: argparse.Namespace, overrides: list[str], world_size: int
+) -> MemoryPlan | None:
+    asked = options.memory_gib is not None or options.json or options.plot
+    if not asked or options.no_memory:
+        return None
+    memory = predict(overrides, world_size, options.memory_gib or DEFAULT_GIB)
+    if options.plot:
+        plot(memory, options.plot)
+    return memory
 
 
 def _show(config: JobConfig, plan: Plan, records: Records) -> None:
@@ -274,7 +271,9 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
     print("\n".join(lines), file=sys.stderr)
 
 
-def _for_programs(plan: Plan, args: LlamaArgs, world_size: int) -> dict[str, Any]:
+def _for_programs(
+    plan: Plan, args: LlamaArgs, world_size: int, costs: StepCost, memory: MemoryPlan | None
+) -> dict[str, Any]:
     return {
         "epsilon": plan.epsilon if plan.private else None,
         "private": plan.private,
@@ -282,7 +281,18 @@ def _for_programs(plan: Plan, args: LlamaArgs, world_size: int) -> dict[str, Any
         "steps": plan.steps,
         "parameters": parameter_count(args),
         "world_size": world_size,
+        **dataclasses.asdict(costs),
+        **(memory.for_programs() if memory else {}),
     }
+
+
+def _write(path: str, content: dict[str, Any]) -> None:
+    text = json.dumps(content, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
 
 
 if __name__ == "__main__":
