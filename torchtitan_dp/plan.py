@@ -4,7 +4,7 @@
                                  [--memory_gib G] [--json FILE] [--plot FILE.png]
 
 Checks all that can be checked in one plain process: `run_train.sh` runs it first. A user's mistake
-is one line and exit code 2. Memory (`memory_plan`) takes longer, and is predicted when asked for:
+is one line and exit code 2. Memory (`planning`) takes longer, and is predicted when asked for:
 by `--memory_gib` (then a run that does not fit is a mistake too), `--json` or `--plot`.
 """
 
@@ -21,7 +21,6 @@ import numpy as np
 
 from torchtitan_dp.cli import exit_on_mistake, load_config
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.cost import StepCost, step_cost
 from torchtitan_dp.data.records import RecordStore, open_records
 from torchtitan_dp.data.samples import scan_undecodable
 from torchtitan_dp.data.split import split
@@ -34,12 +33,13 @@ from torchtitan_dp.ledger import (
     check_fingerprint,
     read_published,
 )
-from torchtitan_dp.memory_plan import DEFAULT_GIB, MemoryPlan, predict
-from torchtitan_dp.memory_report import plot, report
 from torchtitan_dp.models.hugging_face import describe, origin, parameter_count, shape
 from torchtitan_dp.models.hugging_face_weights import check_files
 from torchtitan_dp.models.llama3 import LlamaArgs
-from torchtitan_dp.plan_options import check, parse
+from torchtitan_dp.planning.cost import StepCost, step_cost
+from torchtitan_dp.planning.memory import DEFAULT_GIB, MemoryPlan, predict
+from torchtitan_dp.planning.options import check, parse
+from torchtitan_dp.planning.report import plot, report
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.process import lock_folder
 

@@ -1,0 +1,50 @@
+"""What a step is expected to take: microbatches, tokens, floating-point operations."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.models.hugging_face import on_meta
+from torchtitan_dp.models.llama3 import LlamaArgs
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Expectations over the draw, of one step."""
+
+    microbatches_per_step: float  # of each data-parallel rank
+    tokens_per_step: float  # padding included
+    flops_per_step: float  # of the model, forward and backward, without recomputation
+
+    def describe(self) -> str:
+        """For people."""
+        return (
+            f"a step: {self.microbatches_per_step:.1f} microbatches a data-parallel rank, "
+            f"{self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs (expected)"
+        )
+
+
+def step_cost(config: JobConfig, args: LlamaArgs, *, records: int, rate: float) -> StepCost:
+    """The cost of a step that draws each of `records` with probability `rate`."""
+    parallelism, seq_len = config.parallelism, config.training.seq_len
+    ranks = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
+    slots = ranks * config.training.local_batch_size
+    microbatches = expected_rounds(records, rate, slots)
+    tokens = microbatches * slots * seq_len  # empty slots are computed too
+    _, flops_per_token = args.get_nparams_and_flops(on_meta(args), seq_len)
+    return StepCost(microbatches, tokens, tokens * flops_per_token)
+
+
+def expected_rounds(records: int, rate: float, slots: int) -> float:
+    """E ceil(n / slots) for n ~ Binomial(records, rate).
+
+    >>> expected_rounds(10, 1.0, 4)
+    3.0
+    """
+    mean, deviation = records * rate, math.sqrt(records * rate * (1 - rate))
+    first, last = int(mean - 12 * deviation - 1), int(mean + 12 * deviation + 1)
+    n = np.arange(max(first, 0), min(last, records) + 1)
+    return float((stats.binom.pmf(n, records, rate) * np.ceil(n / slots)).sum())

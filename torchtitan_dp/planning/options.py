@@ -1,0 +1,45 @@
+"""The command line of `python -m torchtitan_dp.plan`."""
+
+import argparse
+import math
+import os
+
+
+def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[str]]:
+    """The plan's own options, and the configuration's command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_dp.plan",
+        description=description,
+        epilog="Any --section.key value of the configuration is taken too.",
+        allow_abbrev=False,
+    )
+    for name, kind, metavar, says in (
+        ("--world_size", int, "N", "processes; default: NGPU, else 1"),
+        ("--memory_gib", float, "G", "of a GPU: exit with code 2 if the run does not fit"),
+        ("--json", str, "FILE", "write the plan there; - is stdout"),
+        ("--plot", str, "FILE.png", "draw a rank's memory, by category"),
+    ):
+        parser.add_argument(name, type=kind, metavar=metavar, help=says)
+    parser.add_argument("--no_memory", action="store_true", help="--json without memory: quick")
+    parser.add_argument("--job.config_file", dest="config_file", metavar="FILE", help="the TOML")
+    known, overrides = parser.parse_known_args(argv)
+    if known.config_file is not None:
+        overrides = ["--job.config_file", known.config_file, *overrides]
+    return known, overrides
+
+
+def check(options: argparse.Namespace) -> int:
+    """The number of processes.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    memory_gib = options.memory_gib
+    if memory_gib is not None and not (memory_gib > 0 and math.isfinite(memory_gib)):
+        raise ValueError(f"--memory_gib = {memory_gib}: must be a positive number of GiB")
+    given = options.world_size
+    text = os.environ.get("NGPU", "1") if given is None else str(given)
+    if not (text.isdecimal() and int(text) >= 1):
+        name = "NGPU" if given is None else "--world_size"
+        raise ValueError(f"{name} = '{text}': must be a number of processes, 1 or more")
+    return int(text)

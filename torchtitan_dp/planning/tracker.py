@@ -1,0 +1,167 @@
+"""Counts the bytes of live tensors, by what they are for, while a program runs.
+
+Works for real tensors and for fake ones (`FakeTensorMode`), because it looks at storages alone:
+each new one is counted once, under the label in force when it was made, until it is freed.
+"""
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+
+class MemoryTracker(TorchDispatchMode):
+    """A mode that keeps the current and the peak bytes of each label."""
+
+    def __init__(self, label: str, workspace: Callable[[Any, Any], int] | None = None) -> None:
+        """
+        Args:
+            label: of storages that are made outside any `labelled` block; `base` changes it.
+            workspace: of an operator and its arguments, the bytes that its kernel takes for itself
+                and frees at its end.
+        """
+        super().__init__()
+        self.base = label
+        self._workspace = workspace
+        self.current: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+        self._labels: list[str] = []
+        self._total = self._peak_total = 0
+        self._paused = False
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "MemoryTracker":
+        resize, tracker = torch.UntypedStorage.resize_, self
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            tracker._recount(storage)
+            return result
+
+        # FSDP2 frees what it gathered by resizing storages to 0, which no mode sees.
+        self._stack.enter_context(
+            mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count)
+        )
+        # DTensor tries operators on tensors of the whole shape, which exist nowhere.
+        self._stack.enter_context(
+            wrapped(ShardingPropagator, "_propagate_tensor_meta_non_cached", self._pause)
+        )
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._stack.close()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # its local operators come next
+        result = func(*args, **(kwargs or {}))
+        if not self._paused:
+            for value in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
+                if isinstance(value, torch.Tensor):
+                    self._count(value)
+            if self._workspace is not None and (size := self._workspace(func, args)):
+                self._change(self._label, size)
+                self._change(self._label, -size)
+        return result
+
+    @property
+    def _label(self) -> str:
+        return self._labels[-1] if self._labels else self.base
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most bytes that were alive at once; `peak` says of what."""
+        return self._peak_total
+
+    def start_over(self) -> None:
+        """Forget the peak so far: the next is sought from what is alive now."""
+        self._peak_total, self.peak = self._total, dict(self.current)
+
+    @contextlib.contextmanager
+    def labelled(self, label: str) -> Iterator[None]:
+        """Storages made within the block are of this label."""
+        self._labels.append(label)
+        try:
+            yield
+        finally:
+            self._labels.pop()
+
+    def relabel(self, tensors: Iterable[torch.Tensor], label: str) -> None:
+        """From now on these tensors' storages are of this label; new ones are counted."""
+        for tensor in tensors:
+            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            self._count(local)
+            storage = local.untyped_storage()
+            known = self._known.get(storage._cdata)
+            if known is not None:
+                reference, before, size = known
+                self._known[storage._cdata] = reference, label, size
+                self.current[before] -= size
+                self.current[label] = self.current.get(label, 0) + size
+
+    @contextlib.contextmanager
+    def _pause(self, *_: Any, **__: Any) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    def _count(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta":
+            return
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._known:
+            return
+        label, size = self._label, storage.nbytes()
+        reference = weakref.ref(storage, functools.partial(self._forget, key))
+        self._known[key] = reference, label, size
+        self._change(label, size)
+
+    def _recount(self, storage: torch.UntypedStorage) -> None:
+        known = self._known.get(storage._cdata)
+        if known is not None:
+            reference, label, before = known
+            size = storage.nbytes()
+            self._known[storage._cdata] = reference, label, size
+            self._change(label, size - before)
+
+    def _forget(self, key: int, _: object) -> None:
+        _, label, size = self._known.pop(key)
+        self._change(label, -size)
+
+    def _change(self, label: str, size: int) -> None:
+        self.current[label] = self.current.get(label, 0) + size
+        self._total += size
+        if self._total > self._peak_total:
+            self._peak_total, self.peak = self._total, dict(self.current)
+
+
+def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
+    """A patch that runs a function within the context manager `around(*its arguments)`.
+
+    Args:
+        owner: the class or module whose attribute `name` is the function.
+    """
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def within(*args: Any, **kwargs: Any) -> Any:
+        with around(*args, **kwargs):
+            return original(*args, **kwargs)
+
+    return mock.patch.object(owner, name, within)
