@@ -43,7 +43,13 @@ class Folder:
     def planned_epsilon(self, capsys, steps):
         capsys.readouterr()
         plan.main(
-            [*self.command, f"--training.steps={steps}", "--world_size=2", "--no_memory --json=-"]
+            [
+                *self.command,
+                f"--training.steps={steps}",
+                "--world_size=2",
+                "--no_memory",
+                "--json=-",
+            ]
         )
         return json.loads(capsys.readouterr().out)["epsilon"]
 
