@@ -231,7 +231,8 @@ def main(argv: list[str]) -> None:
         print(f"warning: {warning}", file=sys.stderr)
     _show(config, plan, records)
     print(model, file=sys.stderr)
-    costs = step_cost(config, args, records=len(records.train), rate=plan.settings.sample_rate)
+    rate, count = plan.settings.sample_rate, len(records.train)
+    costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
     print(f"      {costs.describe()}", file=sys.stderr)
     with exit_on_mistake():
         memory = _predict_memory(options, overrides, world_size)

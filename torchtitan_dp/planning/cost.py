@@ -18,24 +18,43 @@ class StepCost:
     microbatches_per_step: float  # of each data-parallel rank
     tokens_per_step: float  # padding included
     flops_per_step: float  # of the model, forward and backward, without recomputation
+    seconds_per_step: float | None  # an estimate, at the rate that was stated
+    steps: int
 
     def describe(self) -> str:
         """For people."""
-        return (
+        step = (
             f"a step: {self.microbatches_per_step:.1f} microbatches a data-parallel rank, "
             f"{self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs (expected)"
         )
+        if self.seconds_per_step is None:
+            return step
+        hours = self.seconds_per_step * self.steps / 3600
+        return (
+            f"{step}; at the stated rate about {self.seconds_per_step:.3g} s, {hours:.3g} h in all"
+        )
 
 
-def step_cost(config: JobConfig, args: LlamaArgs, *, records: int, rate: float) -> StepCost:
-    """The cost of a step that draws each of `records` with probability `rate`."""
+def step_cost(
+    config: JobConfig, args: LlamaArgs, *, records: int, rate: float, tflops: float | None = None
+) -> StepCost:
+    """The cost of a step that draws each of `records` with probability `rate`.
+
+    Args:
+        tflops: what each device sustains, in TFLOP/s; with full activation checkpointing the
+            forward pass counts twice.
+    """
     parallelism, seq_len = config.parallelism, config.training.seq_len
     ranks = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
     slots = ranks * config.training.local_batch_size
     microbatches = expected_rounds(records, rate, slots)
     tokens = microbatches * slots * seq_len  # empty slots are computed too
     _, flops_per_token = args.get_nparams_and_flops(on_meta(args), seq_len)
-    return StepCost(microbatches, tokens, tokens * flops_per_token)
+    flops, seconds = tokens * flops_per_token, None
+    if tflops is not None:
+        computed = flops * (4 / 3 if config.activation_checkpoint.mode == "full" else 1)
+        seconds = computed / (tflops * 1e12 * ranks * parallelism.context_parallel_degree)
+    return StepCost(microbatches, tokens, flops, seconds, config.training.steps)
 
 
 def expected_rounds(records: int, rate: float, slots: int) -> float:

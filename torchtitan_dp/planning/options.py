@@ -17,6 +17,7 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
         ("--world_size", int, "N", "processes; default: NGPU, else 1"),
         ("--memory_gib", float, "G", "of a GPU: exit with code 2 if the run does not fit"),
         ("--json", str, "FILE", "write the plan there; - is stdout"),
+        ("--tflops", float, "F", "that a device sustains, in TFLOP/s: also estimate the time"),
         ("--plot", str, "FILE.png", "draw a rank's memory, by category"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=says)
@@ -34,9 +35,10 @@ def check(options: argparse.Namespace) -> int:
     Raises:
         ValueError: one line for the user.
     """
-    memory_gib = options.memory_gib
-    if memory_gib is not None and not (memory_gib > 0 and math.isfinite(memory_gib)):
-        raise ValueError(f"--memory_gib = {memory_gib}: must be a positive number of GiB")
+    for name, unit in (("memory_gib", "GiB"), ("tflops", "TFLOP/s")):
+        value = getattr(options, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"--{name} = {value}: must be a positive number of {unit}")
     given = options.world_size
     text = os.environ.get("NGPU", "1") if given is None else str(given)
     if not (text.isdecimal() and int(text) >= 1):
