@@ -147,6 +147,9 @@ FLAVORS: dict[str, LlamaArgs] = {
     "30M": LlamaArgs(  # for benchmarks on CPU, where tensors should outweigh the interpreter
         dim=512, n_layers=8, n_heads=8, vocab_size=264, multiple_of=256, rope_theta=500000
     ),
+    "100M": LlamaArgs(  # the same
+        dim=1024, n_layers=8, n_heads=16, vocab_size=264, multiple_of=256, rope_theta=500000
+    ),
     "1B": LlamaArgs(
         dim=2048,
         n_layers=16,
