@@ -198,3 +198,7 @@ def test_every_category_has_a_remedy():
     for overrides in ([], ["--activation_checkpoint.mode=full"]):
         config = load_config(small(*overrides), 4)
         assert all("shrunk by" in memory_report.shrink(name, config) for name in CATEGORIES)
+
+
+def test_the_page_is_of_the_projects_configurations():
+    assert memory_report.TRAIN_CONFIGS.joinpath("llama3_8b_256k_ac.toml").is_file()

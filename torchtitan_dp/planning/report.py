@@ -20,6 +20,8 @@ from torchtitan_dp.planning.memory import (
     predict,
 )
 
+TRAIN_CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
+
 
 def report(memory: MemoryPlan, config: JobConfig, overrides: list[str], *, limited: bool) -> None:
     """Print the table, and what would fit if this does not.
@@ -177,4 +179,4 @@ def write_page(path: str, folder: Path, *, ranks: int = 4, memory_gib: float = 8
 
 
 if __name__ == "__main__":
-    write_page(sys.argv[1], Path(__file__).resolve().parents[1] / "train_configs")
+    write_page(sys.argv[1], TRAIN_CONFIGS)
