@@ -143,25 +143,32 @@ class _Linear(torch.autograd.Function):
         return None, grad_x, None, *(None for _ in bias_needed)
 
 
-class _Embedding(torch.autograd.Function):
-    """y = W[tokens]."""
+class _OwnForward(torch.autograd.Function):
+    """The layer's own forward, of which backward needs the input.
+
+    Backward may use the layer and its parameters, which FSDP2 has gathered again by then.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
         layer: PerSampleLayer,
-        tokens: torch.Tensor,
-        weight: torch.Tensor,
+        x: torch.Tensor,
+        *parameters: torch.Tensor,
     ) -> torch.Tensor:
-        assert isinstance(layer, nn.Embedding)
         ctx.layer = layer
-        ctx.save_for_backward(tokens)
-        return layer.plain_forward(tokens)
+        ctx.save_for_backward(x)
+        return layer.plain_forward(x)
+
+
+class _Embedding(_OwnForward):
+    """y = W[tokens]."""
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
         (tokens,) = ctx.saved_tensors
         layer = ctx.layer
+        assert isinstance(ctx.layer, nn.Embedding)
         tokens_BT = tokens.reshape(len(tokens), -1)
         grad_y_BTD = grad_y.reshape(*tokens_BT.shape, grad_y.shape[-1])
         if layer.padding_idx is not None:
@@ -177,50 +184,28 @@ class _Embedding(torch.autograd.Function):
         return None, None, None
 
 
-class _RMSNorm(torch.autograd.Function):
+class _RMSNorm(_OwnForward):
     """y = x / rms(x) * w."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        layer: PerSampleLayer,
-        x: torch.Tensor,
-        weight: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x, weight)
-        return layer.plain_forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         _, x_needed, weight_needed = ctx.needs_input_grad
-        x, weight = ctx.saved_tensors
+        (x,) = ctx.saved_tensors
         layer = ctx.layer
         with torch.enable_grad():
             x_again = x.detach().requires_grad_(x_needed)
             normed = F.rms_norm(x_again, layer.normalized_shape, eps=layer.eps)
         grad_x = None
         if x_needed:
-            (grad_x,) = torch.autograd.grad(normed, x_again, grad_y * weight)
+            (grad_x,) = torch.autograd.grad(normed, x_again, grad_y * layer.weight.detach())
         if weight_needed:
-            products = (normed.detach() * grad_y).reshape(len(x), -1, *weight.shape)
+            products = (normed.detach() * grad_y).reshape(len(x), -1, *layer.weight.shape)
             layer.sink.form(layer.parameter_names["weight"], len(x), _copy(products.sum(1)))
         return None, grad_x, None
 
 
-class _ByRule(torch.autograd.Function):
+class _ByRule(_OwnForward):
     """Any other layer for which Opacus has a rule, or for which a user registers one."""
-
-    @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        layer: PerSampleLayer,
-        x: torch.Tensor,
-        *parameters: torch.Tensor,
-    ) -> torch.Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(x)
-        return layer.plain_forward(x)
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -228,7 +213,6 @@ class _ByRule(torch.autograd.Function):
         (x,) = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[1]:
-            # FSDP2 has gathered the layer's parameters again by now.
             with torch.enable_grad():
                 x_again = x.detach().requires_grad_()
                 y = layer.plain_forward(x_again)
