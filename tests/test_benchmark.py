@@ -140,7 +140,7 @@ def made_up() -> Measured:
     names = ["non-DP", "microbatch", "V1", "V2", "non-DP + AC", "V2 + AC"]
     setting = Setting("", (), 2, 1, 1024, 2, 4)
     weight = {
-        "built_bytes": GIB,
+        "peak_allocated_bytes": 2 * GIB,
         "peak_reserved_bytes": None,
         "bytes_sent": {"all_gather": 2**20, "all_reduce": 2**21},
         "per_sample_gradient_bytes": 3 * 2**20,
@@ -175,7 +175,7 @@ def test_rows_hold_medians_and_ratios_within_rounds():
     assert rows["microbatch"]["throughput_vs_non_dp"] == 0.8
     assert rows["microbatch"]["gap_to_non_dp"] == 1.25
     assert rows["microbatch"]["memory_vs_non_dp"] == 1.5
-    assert rows["microbatch"]["step_memory_gib"] == 2
+    assert rows["microbatch"]["peak_allocated_gib"] == 2
     assert rows["microbatch"]["bytes_sent_per_step"] == 3 * 2**20
     # against the baseline with checkpointing, and the one without
     assert rows["V2 + AC"]["throughput_vs_non_dp"] == 0.5

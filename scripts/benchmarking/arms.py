@@ -44,31 +44,23 @@ _BOTH_WAYS = [
     ),
     _with_and_without_checkpointing("V2", *PRIVATE, "--privacy.gradient_method=grad_sample"),
 ]
+_MICROBATCH = (
+    *PRIVATE,
+    "--privacy.gradient_method=microbatch",
+    "--activation_checkpoint.mode=none",
+)
 _OPACUS = [
     # `microbatch` only because a configuration must name a method: Opacus brings its own.
-    Arm(
-        f"Opacus {kind}",
-        (
-            *PRIVATE,
-            "--privacy.gradient_method=microbatch",
-            "--activation_checkpoint.mode=none",
-        ),
-        opacus=kind,
-    )
+    Arm(f"Opacus {kind}", _MICROBATCH, opacus=kind)
     for kind in ("hooks", "ghost")
 ]
-# Padding left out; its tokens are counted as if they were there, so that seconds compare.
-_BUCKETS = Arm(
-    "microbatch + buckets",
-    (
-        *PRIVATE,
-        "--privacy.gradient_method=microbatch",
-        "--activation_checkpoint.mode=none",
-        "--data.length_buckets",
-    ),
-)
+_OPTIONS = [
+    # Padding left out; its tokens are counted as if they were there, so that seconds compare.
+    Arm("microbatch + buckets", (*_MICROBATCH, "--data.length_buckets")),
+    Arm("microbatch + plain head", (*_MICROBATCH, "--training.loss_chunk_tokens=0")),
+]
 ARMS = {arm.name: arm for pair in zip(*_BOTH_WAYS, strict=True) for arm in pair} | {
-    arm.name: arm for arm in [*_OPACUS, _BUCKETS]
+    arm.name: arm for arm in [*_OPACUS, *_OPTIONS]
 }
 ALIASES = {"V3": "V2" + CHECKPOINTED}
 LABELS = {"V2" + CHECKPOINTED: "V3 (V2 + AC)"}  # as the paper names it
@@ -92,7 +84,7 @@ def choose(names: str | None, devices: int) -> list[Arm]:
         ValueError: an unknown name.
     """
     if names is None:
-        usual = [arm for arm in ARMS.values() if arm is not _BUCKETS]
+        usual = [arm for arm in ARMS.values() if arm not in _OPTIONS]
         return [arm for arm in usual if devices == 1 or arm.opacus is None]
     asked = [ALIASES.get(name.strip(), name.strip()) for name in names.split(",")]
     for name in asked:

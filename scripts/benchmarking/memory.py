@@ -1,12 +1,12 @@
-"""A process's memory: its peak, what it holds at rest, and the bytes of its live tensors."""
+"""A process's memory: its peak, of which PyTorch's, and the bytes of its live tensors."""
 
 import contextlib
 import ctypes
 import gc
-import os
+import itertools
 import sys
 import unittest.mock
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +27,7 @@ def map_tensors_alone() -> None:
 
 
 def peak_bytes() -> float:
-    """The largest resident set on CPU; on CUDA the most that tensors took."""
+    """The largest resident set so far on CPU; on CUDA the most that tensors took."""
     if torch.cuda.is_available():
         return float(torch.cuda.max_memory_allocated())
     from torchtitan_dp.distributed.cpu import peak_memory_bytes
@@ -40,12 +40,29 @@ def peak_reserved_bytes() -> float | None:
     return float(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else None
 
 
-def present_bytes() -> float:
-    """What is held now: resident set, or allocated device memory."""
+def allocated_peak_bytes(step: Callable[[], None]) -> float:
+    """The most bytes that PyTorch's allocator has out during a step: what CUDA calls allocated.
+
+    Without Python, its libraries and what the C library keeps: fit to compare methods by.
+    """
+    gc.collect()
     if torch.cuda.is_available():
-        return float(torch.cuda.memory_allocated())
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return float(int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE"))
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return float(torch.cuda.max_memory_allocated())
+    activities, name = [torch.profiler.ProfilerActivity.CPU], "measured step"
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profile:
+        step()  # the profiler sees only the frees of what it saw allocated
+        gc.collect()
+        at_rest = live_tensor_bytes()
+        with torch.profiler.record_function(name):
+            step()
+    profiler = profile.profiler
+    assert profiler is not None
+    events = sorted(profiler.kineto_results.events(), key=lambda event: event.start_ns())
+    (start,) = (event.start_ns() for event in events if event.name() == name)
+    measured = (e for e in events if e.name() == "[memory]" and e.start_ns() > start)
+    return at_rest + float(max(itertools.accumulate((e.nbytes() for e in measured), initial=0)))
 
 
 def live_tensor_bytes() -> int:

@@ -20,11 +20,7 @@ def arms_tables(rows: list[Row]) -> str:
         parts += [
             _titled(f"Throughput, tokens/s per device, {on}", plain, _throughput, _speed_gap),
             _titled(f"Peak memory, GiB a process, {on}", plain, _peak, _memory_gap),
-            _titled(
-                f"Of which: growth since the model was built, GiB, {on}",
-                plain,
-                _growth,
-            ),
+            _titled(f"Of which allocated by PyTorch, GiB, {on}", plain, _allocated),
         ]
         if len(here) > len(plain):
             kept = {row["name"].removesuffix(CHECKPOINTED) for row in here if row not in plain}
@@ -33,7 +29,7 @@ def arms_tables(rows: list[Row]) -> str:
             parts += [
                 _titled(title, both, _throughput, _speed_gap, gaps_of_checkpointed=True),
                 _titled(f"AC: peak memory, GiB a process, {on}", both, _peak),
-                _titled(f"AC: growth of memory, GiB a process, {on}", both, _growth),
+                _titled(f"AC: allocated by PyTorch, GiB, {on}", both, _allocated),
             ]
     return "\n\n".join(parts)
 
@@ -83,8 +79,8 @@ def _peak(row: Row) -> str:
     return _number(row["peak_memory_gib"], ".3f")
 
 
-def _growth(row: Row) -> str:
-    return _number(row["step_memory_gib"], ".3f")
+def _allocated(row: Row) -> str:
+    return _number(row["peak_allocated_gib"], ".3f")
 
 
 def _memory_gap(row: Row) -> str:

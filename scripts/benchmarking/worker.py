@@ -16,11 +16,11 @@ import torch.distributed as dist
 from .arms import Arm, Setting
 from .collectives import BytesSent
 from .memory import (
+    allocated_peak_bytes,
     live_tensor_bytes,
     map_tensors_alone,
     peak_bytes,
     peak_reserved_bytes,
-    present_bytes,
     watch_clipping,
 )
 
@@ -47,24 +47,23 @@ def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
     """One arm alone: its memory, the bytes that it sends in a step, its per-sample gradients.
 
     The peak is of this process, from its start to the end of the second step (the first one with
-    AdamW's state).
+    AdamW's state); what PyTorch allocated is of a third.
     """
     map_tensors_alone()
     with _draws_of_fixed_size(setting.records):
         step = _build(arm, setting, folder)
-        gc.collect()
-        built = present_bytes()
         step()  # creates lazily what later steps keep
         gc.collect()
         at_rest = live_tensor_bytes()
         with watch_clipping() as live, BytesSent() as sent:
             step()
         peak, reserved = peak_bytes(), peak_reserved_bytes()
+        allocated = allocated_peak_bytes(step)
     clips = arm.opacus is None and live.most > 0
     return {
         "peak_bytes": peak,
         "peak_reserved_bytes": reserved,
-        "built_bytes": built,
+        "peak_allocated_bytes": allocated,
         "bytes_sent": dict(sent.by_kind),
         "per_sample_gradient_bytes": max(live.most - at_rest, 0) if clips else None,
     }

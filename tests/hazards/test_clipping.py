@@ -380,7 +380,8 @@ def live_tensors(degrees, mode, method):
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_row27_live_tensors_stay_flat_over_50_steps(mode, method):
     for counts in on_ranks(2, live_tensors, (1, 1, 2), mode, method):
-        assert len(set(counts)) == 1, counts
+        # One leaked a step would be 40 more; gloo's threads may still hold the last one sent.
+        assert max(counts) - min(counts) <= 2, counts
 
 
 # Row 29: the accumulator aliases .grad.

@@ -22,6 +22,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models.loss_head import LossHead
+from torchtitan_dp.models.rms_norm import use_lean_norms
 
 if TYPE_CHECKING:
     from torchtitan_dp.models.llama3 import Llama
@@ -65,6 +66,8 @@ def _apply_parts(
         model.output = LossHead.over(model.output, job_config.training.loss_chunk_tokens)
     if job_config.privacy.enable and job_config.privacy.gradient_method == "grad_sample":
         per_sample_layers(model)
+    elif job_config.privacy.enable and device_type == "cpu":
+        use_lean_norms(model)
     if parallel_dims.cp_enabled:
         apply_ring_attention(
             [block.attention.inner_attention for block in model.layers.values()],
@@ -133,6 +136,8 @@ def _apply_fsdp(model: "Llama", mesh: DeviceMesh, job_config: JobConfig) -> None
             reshard_after_forward=policy != "never" and not stays_gathered,
         )
     fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+    if mesh.size() == 1:
+        return  # there is nothing to divide by; FSDP2 would copy every gradient once more
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)

@@ -66,7 +66,8 @@ class ReduceScatterOverCP:
     part of ONE sample's gradient that belongs to its cp rank, for every dp_shard rank.
 
     The contract is FSDP2's public `set_custom_reduce_scatter`. A one-rank FSDP group never calls
-    it, but does take its buffers from `allocate`, the result's last.
+    it: it takes two buffers from `allocate` and copies the one into the other, so there it is given
+    the same one twice.
     """
 
     def __init__(self, groups: ReductionGroups) -> None:
@@ -79,7 +80,10 @@ class ReduceScatterOverCP:
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        self._output = torch.empty(size, dtype=dtype, device=device)
+        if self._is_called or self._output is None:
+            self._output = torch.empty(size, dtype=dtype, device=device)
+        assert self._output.shape == torch.Size(size)
+        assert self._output.dtype == dtype
         self._shard_DN = None
         return self._output
 

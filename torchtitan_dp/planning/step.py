@@ -37,6 +37,7 @@ from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.models import loss_head
 from torchtitan_dp.models.llama3 import Llama, LlamaArgs, trainable_parameters
 from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.rms_norm import rms_norm
 from torchtitan_dp.planning.tracker import MemoryTracker, wrapped
 
 
@@ -198,27 +199,6 @@ def _parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int
     return dims, degrees
 
 
-class _FusedRMSNorm(torch.autograd.Function):
-    """What the accelerator's kernel keeps: its input and one number a row. The CPU's own keeps
-    several copies of the input in fp32."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, *weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        ctx.save_for_backward(x, x.new_empty(x.shape[:-1], dtype=torch.float32), *weight)
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-        x, _, *weight = ctx.saved_tensors
-        return tuple(torch.empty_like(saved) for saved in (x, *weight))
-
-
-def _rms_norm(
-    x: torch.Tensor, shape: Any, weight: torch.Tensor | None = None, eps: float | None = None
-) -> torch.Tensor:
-    return _FusedRMSNorm.apply(x, *([] if weight is None else [weight]))  # type: ignore[no-any-return]
-
-
 def _flash_workspace(operator: Any, args: Any) -> int:
     """What FlashAttention 2's backward takes on CUDA: dQ in fp32, a number a row, and dK and dV of
     every query head where heads share them. The CPU's kernel takes next to nothing."""
@@ -252,7 +232,7 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
             mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         )
         if like_cuda:
-            stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", _rms_norm))
+            stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", rms_norm))
         # Parameters are on the meta device until they are told to be fake.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
