@@ -82,7 +82,7 @@ class ReduceScatterOverCP:
     ) -> torch.Tensor:
         if self._is_called or self._output is None:
             self._output = torch.empty(size, dtype=dtype, device=device)
-        assert self._output.shape == torch.Size(size)
+        assert tuple(self._output.shape) == tuple(size)
         assert self._output.dtype == dtype
         self._shard_DN = None
         return self._output
