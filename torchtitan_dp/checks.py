@@ -53,6 +53,12 @@ def check(config: JobConfig, world_size: int) -> None:
             f"training.loss_chunk_tokens = {config.training.loss_chunk_tokens}: at least 1, "
             "or 0 for all logits at once"
         )
+    checkpointing = config.activation_checkpoint
+    if checkpointing.offload_inputs and checkpointing.mode != "full":
+        raise ValueError(
+            f"activation_checkpoint.offload_inputs = true with mode = '{checkpointing.mode}': only "
+            "the inputs of whole blocks are offloaded; set activation_checkpoint.mode = 'full'"
+        )
     if not 0 <= config.data.heldout_fraction < 1:
         raise ValueError(
             f"data.heldout_fraction = {config.data.heldout_fraction}: must be in [0, 1)"

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # At run time the sections are merged by name, and this file imports nothing.
+    from torchtitan.config.job_config import ActivationCheckpoint as _ActivationCheckpoint
     from torchtitan.config.job_config import Checkpoint as _Checkpoint
     from torchtitan.config.job_config import JobConfig as _JobConfig
     from torchtitan.config.job_config import Model as _Model
     from torchtitan.config.job_config import Training as _Training
 else:
-    _JobConfig = _Training = _Checkpoint = _Model = object
+    _JobConfig = _Training = _Checkpoint = _Model = _ActivationCheckpoint = object
 
 
 @dataclass
@@ -136,6 +137,15 @@ class Checkpoint(_Checkpoint):
 
 
 @dataclass
+class ActivationCheckpoint(_ActivationCheckpoint):
+    """TorchTitan's section, with one option more."""
+
+    offload_inputs: bool = False
+    """With `mode = "full"`: keep the inputs of checkpointed blocks in the host's memory, for
+    samples longer than the device's memory allows."""
+
+
+@dataclass
 class Model(_Model):
     """TorchTitan's section; these defaults differ."""
 
@@ -156,3 +166,4 @@ class JobConfig(_JobConfig):
     training: Training = field(default_factory=Training)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     model: Model = field(default_factory=Model)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
