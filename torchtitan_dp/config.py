@@ -42,6 +42,15 @@ class Privacy:
     """How epsilon is computed: `prv` (tight), `rdp` (looser); both from Opacus. `pld`: not built
     yet."""
 
+    new_segment: Literal["planned", "adaptive"] | None = None
+    """A resumed run whose noise, rate, C or batch was changed is refused, unless this says how the
+    change came about. `planned`: it was fixed before training. `adaptive`: results were seen; only
+    within a budget fixed at the first start, and counted by an RDP filter."""
+
+    initial_weights_public: bool = False
+    """The weights that the run starts from never saw private records. Needed where they come
+    without a ledger of what they spent; recorded as an assumption."""
+
     sample_rate: float | None = None
     """q: the public probability that a record takes part in a step. By default
     `training.global_batch_size` / number of training records, which makes that number public."""

@@ -35,18 +35,19 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.methods import build_gradients
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.ledger import (
+    Account,
     ExecutedSteps,
     Ledger,
     check_fingerprint,
     summary,
     write_fingerprint,
 )
+from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, refuse_private_folder
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.llama3 import require_loaded, trainable_parameters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.optimizer import DPOptimizer
-from torchtitan_dp.plan import earlier_ledger, make_plan, refuse_private_folder
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import die_with_parent, forbid_core_dumps, lock_folder
@@ -71,6 +72,7 @@ class DPTrainer(Trainer):
         (model,) = self.model_parts
         parameters = trainable_parameters(model)
         self.ledger, self.executed = self._open_ledger()
+        self._open_account()
         settings = self.ledger.settings
         groups = ReductionGroups.build(
             self.device.type,
@@ -120,7 +122,7 @@ class DPTrainer(Trainer):
                 statistics.add(loss_B, part.valid_B, clip)
         self.checkpointer.maybe_wait_for_staging()
         if dist.get_rank() == 0:
-            self.executed.begin(self.step)
+            self.executed.begin(self.step, settings)
         self.dp_optimizer.step(self.clipped_sum.take(), self.noise_keys.take(self.step))
         self.clipped_sum.reset()
         self.lr_schedulers.step()
@@ -165,9 +167,10 @@ class DPTrainer(Trainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         loaded = Ledger.from_json(state_dict["ledger"])
         self._ledger_loaded = True
-        self.ledger.settings.refuse_change(since=loaded.settings)
-        self.ledger.inherit(loaded)
-        self.step = self.ledger.steps = state_dict["step"]
+        self.ledger.go_on_from(loaded, self.job_config.privacy.new_segment)
+        assert loaded.steps == state_dict["step"]
+        self.step = loaded.steps
+        self._open_account()
         self.ntokens_seen = state_dict["ntokens_seen"]
         self._draw_secrets()
 
@@ -180,7 +183,6 @@ class DPTrainer(Trainer):
         """
         seed = self.job_config.privacy.debug_seed
         if seed is not None:
-            self.ledger.mark_not_private("privacy.debug_seed was set: the noise can be redrawn")
             root = RootKey.from_debug_seed(seed)
         else:
             secret = bytearray(RootKey.from_os().reveal())
@@ -195,21 +197,18 @@ class DPTrainer(Trainer):
         folder = config.job.dump_folder
         fingerprint, units = self.dataloader.fingerprint, self.dataloader.units
         check_fingerprint(folder, fingerprint)
-        before = earlier_ledger(folder)
-        plan = make_plan(config, len(units), before)
-        self._require_agreement((fingerprint, len(units), plan.settings))
-        ledger = Ledger(plan.settings)
-        if config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf:
-            ledger.caveats.append("the initial weights are assumed to be public")
-        if plan.settings.noise_multiplier == 0:
-            ledger.mark_not_private("privacy.noise_multiplier = 0")
-        if before is not None:
-            ledger.inherit(before)
+        ledger = make_plan(config, len(units), earlier_ledger(folder), fingerprint).ledger
+        self._require_agreement((fingerprint, len(units), ledger.settings))
+        ledger.steps, ledger.finished = 0, []  # until a checkpoint says otherwise
         executed = ExecutedSteps(folder)
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
             write_fingerprint(folder, fingerprint)
         return ledger, executed
+
+    def _open_account(self) -> None:
+        """Again after each load: what is spent is told for the steps ahead of here."""
+        self.account = Account(self.ledger, self.executed, self.job_config.training.steps)
 
     def _require_agreement(self, terms: tuple[object, ...]) -> None:
         """Refuse to train if ranks see other records or terms: one record could count twice.
@@ -231,7 +230,7 @@ class DPTrainer(Trainer):
         settings = self.ledger.settings
         public = {
             "lr": lr,
-            "epsilon": settings.epsilon(self.step) if self.ledger.private else float("inf"),
+            "epsilon": self.account.epsilon(),
             "noise_multiplier": settings.noise_multiplier,
         }
         batch = self.parallel_dims.get_optional_mesh("batch")
@@ -265,7 +264,7 @@ class DPTrainer(Trainer):
             return None
         folder = self.job_config.job.dump_folder
         newest = newest_whole_checkpoint(self._checkpoint_folder())
-        return self.ledger.publish(folder, self.executed.count, newest)
+        return self.account.publish(folder, newest)
 
 
 def build_trainer(config: JobConfig) -> Trainer:
