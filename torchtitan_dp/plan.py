@@ -112,7 +112,6 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
                 f"so the sample rate would exceed 1; use at most {records}"
             )
     assert privacy.delta is not None
-    assert privacy.accountant != "pld"
     warnings = []
     if privacy.delta >= 1 / records:
         warnings.append(
