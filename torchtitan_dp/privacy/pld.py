@@ -108,8 +108,7 @@ def _compose(segments: tuple[Segment, ...], delta: float) -> float:
 def _compose_on(grid: _Grid, segments: tuple[Segment, ...], delta: float) -> float:
     total = None
     for s in segments:
-        one = _one_step(s.noise_multiplier, s.sample_rate, grid)
-        part = one.self_compose(s.steps, _TAIL * delta) if s.steps > 1 else one
+        part = _steps(s, grid, _TAIL * delta)
         total = part if total is None else total.compose(part, _TAIL * delta)
     assert total is not None, "no segment, no distribution"
     return float(total.get_epsilon_for_delta(delta - fft_noise(segments)))
@@ -119,7 +118,7 @@ def _grid(segments: tuple[Segment, ...], delta: float, rough: float) -> _Grid:
     """The grid for an epsilon of about `rough`.
 
     An interval d adds at most d^2 / 4 to the variance of one step's loss. Over all steps that may
-    be 1 / 10,000 of the variance of the Gaussian mechanism that spends as much. Powers of two, so
+    be 4 / 10,000 of the variance of the Gaussian mechanism that spends as much. Powers of two, so
     that neighbouring questions share a grid, and their answers are monotone.
 
     Raises:
@@ -127,7 +126,7 @@ def _grid(segments: tuple[Segment, ...], delta: float, rough: float) -> _Grid:
     """
     steps, log_delta = sum(segment.steps for segment in segments), math.log(delta)
     deviation = math.sqrt(2 * rough - 2 * log_delta) - math.sqrt(-2 * log_delta)
-    wanted = min(0.02 * deviation / math.sqrt(steps), _COARSEST)
+    wanted = min(0.04 * deviation / math.sqrt(steps), _COARSEST)
     log_tail = 10.0 * math.floor((log_delta + math.log(_TAIL / steps)) / 10)
     widest = max(_one_step_loss(s.noise_multiplier, s.sample_rate, log_tail) for s in segments)
     composed = 2 * loss_bound(segments, _TAIL * delta)
@@ -155,3 +154,10 @@ def _one_step(sigma: float, q: float, grid: _Grid) -> "PrivacyLossDistribution":
         pessimistic_estimate=True,
         use_connect_dots=True,
     )
+
+
+@functools.lru_cache(maxsize=8)
+def _steps(segment: Segment, grid: _Grid, tail: float) -> "PrivacyLossDistribution":
+    """All steps of a segment: kept, since questions about later segments come back to it."""
+    one = _one_step(segment.noise_multiplier, segment.sample_rate, grid)
+    return one.self_compose(segment.steps, tail) if segment.steps > 1 else one
