@@ -120,7 +120,6 @@ BAD = {
     "bf16 weights": (["--training.dtype=bfloat16"], "training.dtype = bfloat16"),
     "cpu offload": (["--training.enable_cpu_offload"], "training.enable_cpu_offload = true"),
     "fault tolerance": (["--fault_tolerance.enable"], "fault_tolerance.enable = true"),
-    "pld": (["--privacy.accountant=pld"], "privacy.accountant = 'pld'"),
     "gdp": (["--privacy.accountant=gdp"], "privacy.accountant"),  # hazard 37: not offered
     "per layer": (["--privacy.clipping=per_layer"], "privacy.clipping = 'per_layer'"),
     "ghost": (["--privacy.gradient_method=ghost"], "privacy.gradient_method = 'ghost'"),

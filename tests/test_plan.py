@@ -57,7 +57,7 @@ def test_json_to_a_file_is_the_same(tmp_path, planned):
     assert json.loads(path.read_text()) == printed
 
 
-@pytest.mark.parametrize("accountant", ["prv", "rdp"])
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "pld"])
 @pytest.mark.parametrize("target", [0.5, 8.0])
 def test_hazard_38_target_is_not_overshot(planned, accountant, target):
     content = planned(f"--privacy.target_epsilon={target}", f"--privacy.accountant={accountant}")

@@ -169,7 +169,7 @@ def _check_privacy(config: JobConfig) -> None:
             "most 1"
         )
     built: dict[str, tuple[str, ...]] = {
-        "accountant": ("prv", "rdp"),
+        "accountant": ("prv", "rdp", "pld"),
         "clipping": ("flat",),
         "gradient_method": ("microbatch", "grad_sample"),
     }

@@ -38,9 +38,9 @@ class Privacy:
     max_grad_norm: float = 1.0
     """C: the norm that each record's gradient is clipped to."""
 
-    accountant: Literal["prv", "rdp", "pld"] = "prv"
-    """How epsilon is computed: `prv` (tight), `rdp` (looser); both from Opacus. `pld`: not built
-    yet."""
+    accountant: Literal["prv", "rdp", "pld"] = "pld"
+    """How epsilon is computed: `pld` (tight, pessimistic by construction; Google's dp-accounting),
+    `prv` (the upper end of an error bar), `rdp` (looser); both from Opacus."""
 
     new_segment: Literal["planned", "adaptive"] | None = None
     """A resumed run whose noise, rate, C or batch was changed is refused, unless this says how the

@@ -9,14 +9,17 @@ where epsilon is next to nothing), with delta_error = delta / 1000. It composes 
 present against absent"; see `accounting` for the other.
 """
 
+import dataclasses
 import functools
 import logging
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from opacus.accountants.analysis import prv
 
 from torchtitan_dp.privacy.rdp import loss_bound, rdp_epsilon
+from torchtitan_dp.privacy.segments import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -53,17 +56,17 @@ class _Truncated(prv.TruncatedPrivacyRandomVariable):  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=1024)
-def prv_epsilon(sigma: float, q: float, steps: int, delta: float) -> float:
+def prv_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
     """PRV's upper bound; inf, and a log line, where its numbers cannot be trusted."""
-    rough, best, last_error = rdp_epsilon(sigma, q, steps, delta), math.inf, math.inf
+    rough, best, last_error = rdp_epsilon(segments, delta), math.inf, math.inf
     for _ in range(4):  # `rough` may overestimate, and then so does the first error bar
-        error = _prv_eps_error(sigma, q, steps, delta, max(rough / 250, _PRV_MIN_EPS_ERROR))
+        error = _prv_eps_error(segments, delta, max(rough / 250, _PRV_MIN_EPS_ERROR))
         if error is None or error >= last_error:
             break
         last_error = error
         try:
             with np.errstate(all="ignore"):  # log(0) and the like, which Opacus masks afterwards
-                bound = _prv_compose(sigma, q, steps, delta, error)
+                bound = _prv_compose(segments, delta, error)
         except (ArithmeticError, IndexError, RuntimeError, ValueError) as why:
             logger.info("PRV accounting failed: %s", why)
             break
@@ -73,18 +76,16 @@ def prv_epsilon(sigma: float, q: float, steps: int, delta: float) -> float:
         if error < best / 200 or error <= _PRV_MIN_EPS_ERROR:
             break
     if best == math.inf:
-        logger.info("PRV is out of its depth at sigma=%g, q=%g, %d steps: RDP", sigma, q, steps)
+        logger.info("PRV is out of its depth at %s: RDP", segments)
     return best
 
 
-def _prv_eps_error(
-    sigma: float, q: float, steps: int, delta: float, allowed: float
-) -> float | None:
+def _prv_eps_error(segments: tuple[Segment, ...], delta: float, allowed: float) -> float | None:
     """The half-width of the error bar to ask for; None if out of reach."""
-    if _fft_noise(steps) > delta / 20:
+    if fft_noise(segments) > delta / 20:
         return None
     wanted = min(_PRV_EPS_ERROR, allowed)
-    loss, mesh = _prv_domain(sigma, q, steps, delta, wanted)
+    loss, mesh = _prv_domain(segments, delta, wanted)
     if loss > _PRV_MAX_LOSS:
         return None
     relaxed = wanted * max(1.0, 2 * loss / mesh / _PRV_MAX_GRID)
@@ -92,28 +93,31 @@ def _prv_eps_error(
 
 
 def _prv_domain(
-    sigma: float, q: float, steps: int, delta: float, eps_error: float
+    segments: tuple[Segment, ...], delta: float, eps_error: float
 ) -> tuple[float, float]:
     """Half-width and mesh of the grid of privacy losses (Gopi et al., theorem 5.5, remark 5.6)."""
-    delta_error = delta / 1000
+    delta_error, steps = delta / 1000, sum(segment.steps for segment in segments)
+    one_step = (dataclasses.replace(segment, steps=1) for segment in segments)
     loss = eps_error + max(
-        loss_bound(sigma, q, steps, delta_error / 4),
-        loss_bound(sigma, q, 1, delta_error / (8 * steps)),
+        loss_bound(segments, delta_error / 4),
+        *(loss_bound([step], delta_error / (8 * steps)) for step in one_step),
     )
     mesh = eps_error / math.sqrt(steps * math.log(12 / delta_error) / 2)
     return loss, mesh
 
 
-def _prv_compose(sigma: float, q: float, steps: int, delta: float, eps_error: float) -> float:
-    loss, mesh = _prv_domain(sigma, q, steps, delta, eps_error)
+def _prv_compose(segments: tuple[Segment, ...], delta: float, eps_error: float) -> float:
+    loss, mesh = _prv_domain(segments, delta, eps_error)
     domain = prv.Domain.create_aligned(-loss, loss, mesh)
-    one = prv.PoissonSubsampledGaussianPRV(q, sigma)
-    step = prv.discretize(_Truncated(one, domain.t_min, domain.t_max), domain)
-    total = prv.compose_heterogeneous([step], [steps])
-    _, _, upper = total.compute_epsilon(delta, delta / 1000 + _fft_noise(steps), eps_error)
+    losses = [prv.PoissonSubsampledGaussianPRV(s.sample_rate, s.noise_multiplier) for s in segments]
+    one_step = [
+        prv.discretize(_Truncated(loss, domain.t_min, domain.t_max), domain) for loss in losses
+    ]
+    total = prv.compose_heterogeneous(one_step, [segment.steps for segment in segments])
+    _, _, upper = total.compute_epsilon(delta, delta / 1000 + fft_noise(segments), eps_error)
     return max(0.0, float(upper))
 
 
-def _fft_noise(steps: int) -> float:
-    """What float64 may add to or take from delta in the power of a Fourier transform."""
-    return steps * 4e-15
+def fft_noise(segments: Sequence[Segment]) -> float:
+    """What float64 may add to or take from delta in the powers of Fourier transforms."""
+    return sum(segment.steps for segment in segments) * 4e-15

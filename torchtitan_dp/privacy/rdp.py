@@ -11,9 +11,12 @@ by the same divergences.
 
 import functools
 import math
+from collections.abc import Sequence
 
 import numpy as np
 from opacus.accountants.analysis.rdp import compute_rdp
+
+from torchtitan_dp.privacy.segments import Segment
 
 # Renyi orders: near 1 for a large epsilon, far for a small one. Above 1,000 binomials overflow.
 ORDERS = np.array(
@@ -46,20 +49,31 @@ def _rdp(sigma: float, q: float) -> np.ndarray:
     return divergence
 
 
-def rdp_epsilon(sigma: float, q: float, steps: int, delta: float) -> float:
-    """RDP's bound, by the conversion of Balle et al. 2020, theorem 21."""
-    spent = (
-        steps * _rdp(sigma, q)
-        + np.log1p(-1 / ORDERS)
-        - (math.log(delta) + np.log(ORDERS)) / (ORDERS - 1)
-    )
-    return max(0.0, float(spent.min()))
+def divergence(segments: Sequence[Segment]) -> np.ndarray:
+    """The Renyi divergence of all segments together at each of `ORDERS`: float64."""
+    total = np.zeros_like(ORDERS)
+    for segment in segments:
+        total += segment.steps * _rdp(segment.noise_multiplier, segment.sample_rate)
+    return total
 
 
-def loss_bound(sigma: float, q: float, steps: int, probability: float) -> float:
-    """What the privacy loss of `steps` steps exceeds, up or down, with at most `probability`.
+def to_epsilon(divergence: np.ndarray, delta: float, orders: np.ndarray = ORDERS) -> np.ndarray:
+    """Epsilon by each order's divergence: the conversion of Balle et al. 2020, theorem 21.
+
+    Each is a bound, if the order was chosen before seeing any result; it may be negative.
+    """
+    return divergence + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
+
+
+def rdp_epsilon(segments: Sequence[Segment], delta: float) -> float:
+    """RDP's bound: that of the best order, which the segments, fixed beforehand, decide."""
+    return max(0.0, float(to_epsilon(divergence(segments), delta).min()))
+
+
+def loss_bound(segments: Sequence[Segment], probability: float) -> float:
+    """What the privacy loss of all segments exceeds, up or down, with at most `probability`.
 
     Chernoff: E[exp((order - 1) * loss)] = exp((order - 1) * divergence).
     """
-    tail = steps * _rdp(sigma, q) - math.log(probability) / (ORDERS - 1)
+    tail = divergence(segments) - math.log(probability) / (ORDERS - 1)
     return float(tail.min())

@@ -1,0 +1,78 @@
+"""Epsilon over the steps of a run, computed ahead at a few points: a query never delays a step.
+
+Guarantee
+---------
+`EpsilonCurve.at(steps)` is at least what `steps` steps spend: what is spent only grows, so a bound
+at the next computed point, or at any later one, holds here too. At a computed point, and hence at
+`total_steps`, it is that point's own value, or a smaller one of a later point.
+"""
+
+import bisect
+from collections.abc import Sequence
+
+from torchtitan_dp.privacy.accounting import Accountant, compose
+from torchtitan_dp.privacy.segments import Segment
+
+_POINTS: dict[Accountant, int] = {"pld": 20, "prv": 5, "rdp": 100}
+
+
+class EpsilonCurve:
+    """What a run has spent after so many of its steps.
+
+    >>> curve = EpsilonCurve((), 1.0, 0.01, delta=1e-5, accountant="rdp", total_steps=1_000)
+    >>> round(curve.at(1_000), 3), curve.at(949) == curve.at(950) < curve.at(951)
+    (2.101, True)
+    """
+
+    def __init__(
+        self,
+        before: Sequence[Segment],
+        noise_multiplier: float,
+        sample_rate: float,
+        *,
+        delta: float,
+        accountant: Accountant,
+        total_steps: int,
+        points: int | None = None,
+    ) -> None:
+        """
+        Args:
+            before: planned segments that ran on the same data; they count from step 0.
+            noise_multiplier, sample_rate: of the segment to come, as of `Segment`.
+            delta, accountant: as of `accounting.compose`.
+            total_steps: of the segment to come.
+            points: where epsilon is computed now, evenly spaced, `total_steps` the last. By
+                default so many that it takes a few seconds at most, for PRV seldom ten.
+
+        Raises:
+            ValueError: a value is out of its range.
+        """
+        points = _POINTS[accountant] if points is None else points
+        assert points >= 1
+        self._before = tuple(before)
+        self._noise_multiplier, self._sample_rate = noise_multiplier, sample_rate
+        self._delta, self._accountant = delta, accountant
+        parts = max(1, min(points, total_steps))
+        self._steps = sorted({0, *(-(-total_steps * i // parts) for i in range(1, parts + 1))})
+        self._epsilons = [self._compute(steps) for steps in self._steps]
+        for i in range(len(self._epsilons) - 1, 0, -1):  # two bounds may cross by their roundings
+            self._epsilons[i - 1] = min(self._epsilons[i - 1], self._epsilons[i])
+
+    def at(self, steps: int) -> float:
+        """An upper bound on epsilon after `steps` steps: that of the next computed point.
+
+        Beyond `total_steps` it is computed on demand, exactly there, and kept.
+        """
+        i = bisect.bisect_left(self._steps, steps)
+        if i == len(self._steps):
+            self._steps.append(steps)
+            self._epsilons.append(max(self._compute(steps), self._epsilons[-1]))
+        return self._epsilons[i]
+
+    def points(self) -> list[tuple[int, float]]:
+        """The computed points: (steps, epsilon), rising in both."""
+        return list(zip(self._steps, self._epsilons, strict=True))
+
+    def _compute(self, steps: int) -> float:
+        coming = Segment(self._noise_multiplier, self._sample_rate, steps)
+        return compose([*self._before, coming], delta=self._delta, accountant=self._accountant)

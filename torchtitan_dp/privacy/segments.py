@@ -1,0 +1,65 @@
+"""A run as a sequence of segments: so many steps with the same noise and sample rate.
+
+Guarantee
+---------
+`merged` changes nothing about what the segments spend: their order is irrelevant to composition,
+steps that draw nobody or are infinitely noisy spend nothing, and Gaussian mechanisms without
+sampling compose exactly into one, whose 1 / sigma^2 is the sum of theirs.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, order=True)
+class Segment:
+    """`steps` optimizer steps on the same data and with the same neighbouring relation.
+
+    Args:
+        noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
+        sample_rate: q, the probability with which each unit is drawn at each step.
+        steps: optimizer steps.
+
+    Raises:
+        ValueError: a value is out of its range.
+    """
+
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.sample_rate <= 1:
+            raise ValueError(
+                f"privacy.sample_rate = {self.sample_rate} is no probability; choose one between "
+                "0 and 1"
+            )
+        if self.steps < 0:
+            raise ValueError(f"training.steps = {self.steps} is negative; choose 0 or more")
+        if not self.noise_multiplier >= 0:
+            raise ValueError(
+                f"privacy.noise_multiplier = {self.noise_multiplier} is negative; choose 0 or more"
+            )
+
+
+def merged(segments: Sequence[Segment]) -> tuple[Segment, ...]:
+    """The fewest segments that spend the same, sorted: for computing, and to look results up by.
+
+    >>> merged([Segment(2.0, 0.1, 5), Segment(1.0, 1.0, 4), Segment(2.0, 0.1, 7)])
+    (Segment(noise_multiplier=0.5, sample_rate=1.0, steps=1), \
+Segment(noise_multiplier=2.0, sample_rate=0.1, steps=12))
+    """
+    steps: dict[tuple[float, float], int] = {}
+    precision = 0.0  # 1 / sigma^2 of all steps without sampling
+    for segment in segments:
+        sigma, q = segment.noise_multiplier, segment.sample_rate
+        if segment.steps == 0 or q == 0 or sigma == math.inf:
+            continue
+        if q == 1 and sigma > 0:
+            precision += segment.steps / sigma**2
+        else:
+            steps[sigma, q] = steps.get((sigma, q), 0) + segment.steps
+    if precision > 0:
+        steps[1 / math.sqrt(precision), 1.0] = 1
+    return tuple(sorted(Segment(sigma, q, count) for (sigma, q), count in steps.items()))
