@@ -225,7 +225,7 @@ def test_privacy_json_speaks_for_the_furthest_checkpoint_of_its_folder(tmp_path)
     long = publish(tmp_path, Ledger(settings, steps=50), 50)
     short = publish(tmp_path, Ledger(settings, steps=5), 55, newest=50)
     assert short["steps"] == 50
-    assert short["epsilon"] == long["epsilon"]
+    assert long["epsilon"] <= short["epsilon"] <= long["epsilon"] * 1.1  # the next point up
     assert short["epsilon_executed"] > long["epsilon"]
 
 
@@ -242,7 +242,7 @@ def test_executed_steps_are_never_fewer_than_the_lineages(tmp_path):
 
 def test_a_segment_starts_where_the_settings_change():
     loaded, quieter = Ledger(SETTINGS, steps=30), dataclasses.replace(SETTINGS, noise_multiplier=2)
-    with pytest.raises(ValueError, match="open a new segment with privacy.new_segment"):
+    with pytest.raises(ValueError, match=r"open a new segment with privacy\.new_segment"):
         Ledger(quieter).go_on_from(loaded, None)
     kept = Ledger(quieter)
     kept.go_on_from(loaded, "planned")

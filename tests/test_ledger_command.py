@@ -130,9 +130,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
 def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path):
     out = tmp_path / "second"
     load = f"--checkpoint.initial_load_path={first}/checkpoint/step-4"
-    train(
-        arguments(out, data, *with_sigma(2.0), load, "--training.steps=2"), log=tmp_path / "log"
-    )
+    train(arguments(out, data, *with_sigma(2.0), load, "--training.steps=2"), log=tmp_path / "log")
     spent = privacy(out)
     assert spent["steps"] == 2
     assert spent["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
@@ -146,7 +144,7 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
 def test_a_planned_segment(copy, data, tmp_path):
     changed = [*with_sigma(2.0), "--training.steps=6"]
     command = arguments(copy, data, *changed)
-    with pytest.raises(ValueError, match="privacy.new_segment"):
+    with pytest.raises(ValueError, match=r"privacy\.new_segment"):
         plan_of(command, copy)
     train([*command, "--privacy.new_segment=planned"], log=tmp_path / "log")
     spent = privacy(copy)
@@ -168,8 +166,14 @@ def test_an_adaptive_segment_stays_within_the_budget_of_the_first_start(copy, da
     command = arguments(copy, data, "--privacy.new_segment=adaptive", "--training.steps=5")
     with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
         plan_of([*command, *with_sigma(2.0)], copy)
-    with pytest.raises(ValueError, match="set privacy.noise_multiplier instead"):
+    with pytest.raises(ValueError, match=r"set privacy\.noise_multiplier instead"):
         plan_of(command, copy)
+    before = earlier_ledger(str(copy))
+    before.steps = 2  # stopped half-way, and gone on with more noise
+    config = load_config([*command, *with_sigma(2.0)], 2)
+    plan = make_plan(config, 24, before, "")
+    assert plan.ledger.adaptive
+    assert spends((SIGMA, 2), (2.0, 3)) <= plan.epsilon <= budget
 
 
 def test_the_target_leaves_what_was_not_spent(copy, data):
@@ -194,7 +198,10 @@ def test_the_target_leaves_what_was_not_spent(copy, data):
 def starting_from(path, *overrides):
     config = load_config(
         arguments(
-            path / "new", path, *with_sigma(1.0), f"--checkpoint.initial_load_path={path}",
+            path / "new",
+            path,
+            *with_sigma(1.0),
+            f"--checkpoint.initial_load_path={path}",
             *overrides,
         ),
         2,

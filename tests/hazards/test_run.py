@@ -369,10 +369,14 @@ def test_hazard_44_checkpoint_keys_are_allowed_ones(probed, step):
 
 def test_hazard_44_ledger_in_the_checkpoint_is_public_or_terms(probed):
     ledger = json.loads(load(probed.checkpoint())["train_state.ledger"])
-    assert set(ledger) == {f.name for f in dataclasses.fields(Ledger)} == {
-        *("settings", "steps", "private", "caveats", "finished", "ancestors", "budget"),
-        *("adaptive", "run", "config_hash"),
-    }
+    assert (
+        set(ledger)
+        == {f.name for f in dataclasses.fields(Ledger)}
+        == {
+            *("settings", "steps", "private", "caveats", "finished", "ancestors", "budget"),
+            *("adaptive", "run", "config_hash"),
+        }
+    )
     assert set(ledger["settings"]) - {"target_epsilon"} <= set(probed.spent)
 
 

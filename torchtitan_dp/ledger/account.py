@@ -83,9 +83,7 @@ class Account:
         )
         return content
 
-    def _at(
-        self, curve: EpsilonCurve | None, spent: list[Mechanism], more: int
-    ) -> float:
+    def _at(self, curve: EpsilonCurve | None, spent: list[Mechanism], more: int) -> float:
         if not self._ledger.private:
             return math.inf
         if curve is not None and more >= 0:
