@@ -6,7 +6,6 @@ import fcntl
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from typing import IO
@@ -17,18 +16,23 @@ STOP_SIGNAL = signal.SIGUSR1
 _PR_SET_PDEATHSIG = 1
 
 
-class Fault(Exception):
-    """What went wrong outside of this program, and the remedy, in one line for the user."""
+class Fault(SystemExit):
+    """What went wrong outside of this program, and the remedy, in one line for the user.
+
+    Python prints it and exits with code 1; torchrun's `record` keeps no traceback of it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("error: " + " ".join(message.split()))
 
 
 @contextlib.contextmanager
-def faults_in_one_line() -> Iterator[None]:
-    """Turn a `Fault`, or what the operating system refused, into one line and exit code 1."""
+def os_errors_as_faults() -> Iterator[None]:
+    """What the operating system refused (space, rights) is no fault of this program."""
     try:
         yield
-    except (Fault, OSError) as error:
-        print("error: " + " ".join(str(error).split()), file=sys.stderr, flush=True)
-        raise SystemExit(1) from None
+    except OSError as error:
+        raise Fault(f"{type(error).__name__}: {error}") from error
 
 
 def protect() -> None:

@@ -51,7 +51,7 @@ from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.plan import earlier_ledger, make_plan, refuse_private_folder
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
-from torchtitan_dp.process import faults_in_one_line, lock_folder, protect
+from torchtitan_dp.process import lock_folder, os_errors_as_faults, protect
 from torchtitan_dp.train_spec import register
 
 
@@ -277,7 +277,7 @@ def build_trainer(config: JobConfig) -> Trainer:
 
 
 @record
-@faults_in_one_line()
+@os_errors_as_faults()
 def main(argv: list[str]) -> None:
     """Train; one worker of `torchrun`."""
     if not __debug__:

@@ -1,5 +1,6 @@
 """TorchTitan's checkpointer, which takes the newest whole checkpoint and runs no code from it."""
 
+import shutil
 from typing import Any
 
 import torch
@@ -129,9 +130,11 @@ class Checkpointer(CheckpointManager):
     def _tell_unsaved(self, step: int, error: BaseException) -> None:
         newest = newest_whole_checkpoint(self.folder)
         whole = f"step-{newest}" if newest >= 0 else "none"
+        free = shutil.disk_usage(self.folder).free / 2**30
         raise Fault(
-            f"checkpoint step-{step} was not saved in {self.folder} ({_first_line(error)}): free "
-            f"space or mend the disk, then run the same command; the last whole one is {whole}"
+            f"checkpoint step-{step} was not saved in {self.folder}, where {free:.2f} GiB are free "
+            f"({_first_line(error)}): mend that and run the same command; the last whole one is "
+            f"{whole}"
         ) from error
 
     def _drop_unfinished(self) -> None:
@@ -178,7 +181,8 @@ def _damage_on_any_rank(checkpoint: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what failed, on the first rank where it did."""
+    """Of what failed, on the rank that knows best: torch.save may hide the system's error."""
     if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
+        failures = [failure for failure, _ in error.failures.values()]
+        error = min(failures, key=lambda failure: not isinstance(failure, OSError))
     return " ".join(str(error).split()) or type(error).__name__
