@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 
 from torch.distributed import run
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from torchtitan_dp.process import STOP_SIGNAL
 
@@ -34,7 +35,11 @@ def main(argv: list[str]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, ask)
-    run.main(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *argv])
+    try:
+        run.main(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *argv])
+    except ChildFailedError as error:
+        print(error, file=sys.stderr)  # which worker failed; a traceback of torchrun's adds nothing
+        raise SystemExit(1) from None
     if asked:
         raise SystemExit(EXIT_STOPPED)
 
