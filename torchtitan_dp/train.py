@@ -25,12 +25,14 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
-from torchtitan_dp.checkpoint import drop_unfinished, newest_whole_checkpoint
+from torchtitan_dp.checkpoint import checkpoint_folder, newest_whole_checkpoint
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.buckets import ladder
 from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.distributed.checkpointer import Checkpointer
 from torchtitan_dp.distributed.parallelize import trained_fsdp_modules
+from torchtitan_dp.distributed.stop import StopRequest
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.methods import build_gradients
 from torchtitan_dp.gradients.reduction import ReductionGroups
@@ -50,7 +52,7 @@ from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
-from torchtitan_dp.process import die_with_parent, forbid_core_dumps, lock_folder
+from torchtitan_dp.process import lock_folder, os_errors_as_faults, protect
 from torchtitan_dp.train_spec import register
 
 
@@ -58,6 +60,7 @@ class DPTrainer(Trainer):
     """TorchTitan's Trainer whose step is DP-SGD with AdamW."""
 
     job_config: JobConfig
+    checkpointer: Checkpointer
     dataloader: RecordLoader
     metrics_processor: PrivateMetricsProcessor
 
@@ -67,6 +70,8 @@ class DPTrainer(Trainer):
         job_config.training.global_batch_size = -1
         super().__init__(job_config)
         job_config.training.global_batch_size = expected_batch_size
+        self.checkpointer = Checkpointer(self)
+        self.stop = StopRequest()
 
         parallelism, privacy = job_config.parallelism, job_config.privacy
         (model,) = self.model_parts
@@ -104,7 +109,7 @@ class DPTrainer(Trainer):
             self.parallel_dims.get_optional_mesh("cp"),
             parallelism.context_parallel_load_balancer,
         )
-        self._resumes = self._ledger_loaded = False
+        self._ledger_loaded = False
         self._draw_secrets()
 
     def train_step(self, loader: RecordLoader) -> None:
@@ -131,10 +136,15 @@ class DPTrainer(Trainer):
         if self._is_told(self.step):
             self._publish()
 
+    def should_continue_training(self) -> bool:
+        return super().should_continue_training() and not self.stop.is_agreed(self.device)
+
     def train(self) -> None:
-        self._resumes = self._prepare_checkpoints()
         super().train()
-        if (spent := self._publish()) is not None:
+        spent = self._publish()
+        if super().should_continue_training():
+            self.checkpointer.stop_at(self.step, self.job_config.training.steps)
+        elif spent is not None:
             for line in summary(spent):
                 logger.info(line)
             logger.info(f"outputs: {self.job_config.job.dump_folder}/")
@@ -146,7 +156,7 @@ class DPTrainer(Trainer):
 
     def batch_generator(self, data_iterable: Any) -> Any:
         """Called after loading, before the first step: steps draw from the loader itself."""
-        if self._resumes and not self._ledger_loaded:
+        if self.checkpointer.resumes and not self._ledger_loaded:
             raise RuntimeError("weights were loaded from a checkpoint without its ledger")
         require_loaded(self.model_parts[0])
         self._publish()
@@ -240,19 +250,6 @@ class DPTrainer(Trainer):
         )
         self.metrics_processor.log_step(self.step, public, reduced)
 
-    def _checkpoint_folder(self) -> str:
-        return os.path.join(self.job_config.job.dump_folder, self.job_config.checkpoint.folder)
-
-    def _prepare_checkpoints(self) -> bool:
-        """Whether there is one to resume from; what a killed first save left is removed."""
-        config, folder = self.job_config.checkpoint, self._checkpoint_folder()
-        resumes = config.enable and newest_whole_checkpoint(folder) >= 0
-        dist.barrier()  # all ranks have looked
-        if config.enable and dist.get_rank() == 0 and drop_unfinished(folder):
-            logger.warning(f"{folder} holds no whole checkpoint: starting from the beginning")
-        dist.barrier()
-        return resumes
-
     def _is_told(self, step: int) -> bool:
         """Whether `privacy.json` is renewed: before each checkpoint, when logging, at the end."""
         config, last = self.job_config.checkpoint, step == self.job_config.training.steps
@@ -263,7 +260,7 @@ class DPTrainer(Trainer):
         if dist.get_rank() != 0:
             return None
         folder = self.job_config.job.dump_folder
-        newest = newest_whole_checkpoint(self._checkpoint_folder())
+        newest = newest_whole_checkpoint(checkpoint_folder(self.job_config))
         return self.account.publish(folder, newest)
 
 
@@ -273,17 +270,18 @@ def build_trainer(config: JobConfig) -> Trainer:
         return DPTrainer(config)
     # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
     config.training.max_norm = config.training.max_norm or math.inf
-    return Trainer(config)
+    trainer = Trainer(config)
+    trainer.checkpointer = Checkpointer(trainer)
+    return trainer
 
 
 @record
+@os_errors_as_faults()
 def main(argv: list[str]) -> None:
     """Train; one worker of `torchrun`."""
     if not __debug__:
         raise RuntimeError("assertions guard privacy here: unset PYTHONOPTIMIZE and -O")
-    die_with_parent()
-    forbid_core_dumps()
-    os.umask(0o077)  # outputs are their owner's
+    protect()
     init_logger()
     config = load_config(argv, int(os.environ["WORLD_SIZE"]))
     register(config)

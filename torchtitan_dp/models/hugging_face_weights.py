@@ -16,13 +16,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
-from torchtitan_dp.checkpoint import newest_whole_checkpoint
+from torchtitan_dp.checkpoint import (
+    check_newest,
+    checkpoint_folder,
+    damage,
+    refuse_another_model,
+)
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import write_atomically
 from torchtitan_dp.models.hugging_face import (
     CONFIG_FILE,
     export_settings,
     on_meta,
+    origin,
     shape,
     weights_folder,
 )
@@ -96,8 +102,10 @@ def check_files(config: JobConfig, args: LlamaArgs) -> None:
     wanted = bool(checkpoint.initial_load_path) or checkpoint.initial_load_in_hf
     if checkpoint.last_save_in_hf:
         _check_target(os.path.join(job.dump_folder, EXPORT_FOLDER), config)
-    resumes = newest_whole_checkpoint(os.path.join(job.dump_folder, checkpoint.folder)) >= 0
-    if not wanted or resumes:
+    model = on_meta(args).state_dict()
+    if checkpoint.enable and check_newest(checkpoint_folder(config), model, origin(config)):
+        return  # it resumes
+    if not wanted:
         return
     if not folder or not os.path.isdir(folder):
         raise ValueError(f"{key} = '{folder}': no such folder; name the one with initial weights")
@@ -108,6 +116,10 @@ def check_files(config: JobConfig, args: LlamaArgs) -> None:
             f"{key} = '{folder}': not a checkpoint of TorchTitan (it has no .metadata); name its "
             "step-N folder, or set checkpoint.initial_load_in_hf for Hugging Face weights"
         )
+    elif problem := damage(folder):
+        raise ValueError(f"{key} = '{folder}': it is damaged ({problem}); take a whole copy")
+    else:
+        refuse_another_model(folder, model, origin(config))
 
 
 def _check_target(target: str, config: JobConfig) -> None:
