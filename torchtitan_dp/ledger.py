@@ -92,10 +92,8 @@ class Ledger:
         fields: dict[str, Any] = json.loads(text)
         return cls(settings=Settings(**fields.pop("settings")), **fields)
 
-    def publish(
-        self, folder: str, steps_executed: int, newest_checkpoint: int = 0
-    ) -> dict[str, Any]:
-        """Write `privacy.json` atomically; returns what it says.
+    def published(self, steps_executed: int, newest_checkpoint: int = 0) -> dict[str, Any]:
+        """What `privacy.json` says.
 
         The file speaks for every checkpoint in the folder: where an earlier branch of the run
         left one that is further than these weights, `newest_checkpoint`, its steps are told.
@@ -103,7 +101,7 @@ class Ledger:
         settings = self.settings
         steps = max(self.steps, newest_checkpoint)
         steps_executed = max(steps_executed, steps)
-        content = {
+        return {
             "private": self.private,
             "epsilon": settings.epsilon(steps) if self.private else None,
             "delta": settings.delta,
@@ -120,6 +118,12 @@ class Ledger:
             "neighbouring_relation": settings.neighbouring_relation,
             "caveats": self.caveats,
         }
+
+    def publish(
+        self, folder: str, steps_executed: int, newest_checkpoint: int = 0
+    ) -> dict[str, Any]:
+        """Write `privacy.json` atomically; returns what it says, see `published`."""
+        content = self.published(steps_executed, newest_checkpoint)
         write_atomically(
             os.path.join(folder, PRIVACY_FILE), json.dumps(content, indent=2).encode() + b"\n"
         )

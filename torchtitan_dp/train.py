@@ -50,6 +50,7 @@ from torchtitan_dp.plan import earlier_ledger, make_plan, refuse_private_folder
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import die_with_parent, forbid_core_dumps, lock_folder
+from torchtitan_dp.run_config import write_config
 from torchtitan_dp.train_spec import register
 
 
@@ -209,6 +210,7 @@ class DPTrainer(Trainer):
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
             write_fingerprint(folder, fingerprint)
+            write_config(config)
         return ledger, executed
 
     def _require_agreement(self, terms: tuple[object, ...]) -> None:
