@@ -30,7 +30,7 @@ from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3 import Llama
 from torchtitan_dp.plan import make_plan
 from torchtitan_dp.release import main, release
-from torchtitan_dp.release_card import rounded_up
+from torchtitan_dp.release_card import _factor, rounded_up
 from torchtitan_dp.release_claims import PUBLIC_KEYS
 from torchtitan_dp.run_config import read_config, write_config
 
@@ -169,6 +169,7 @@ def test_lost_steps_are_claimed(run, tmp_path):
 def test_rounding_is_never_down():
     for epsilon in (1.00001, 7.96124, 0.000123456, 1e-9, 99999.5, 8.0, 1 / 3):
         assert epsilon <= float(rounded_up(epsilon)) <= epsilon * 1.0002
+    assert (_factor(0.95555), _factor(8.0), _factor(40.0)) == ("2.61", "2990", "10^18")
 
 
 def unreadable(run):
@@ -274,7 +275,7 @@ def test_nothing_is_left_when_writing_fails(run, tmp_path, monkeypatch):
         raise OSError("No space left on device")
 
     monkeypatch.setattr(release_module, "_sha256", full)
-    with pytest.raises(OSError, match="No space"):
+    with pytest.raises(ValueError, match=r"cannot be written \(No space left on device\)"):
         release(str(run), str(tmp_path / "out"))
     assert os.listdir(tmp_path) == ["run"]
 
@@ -301,6 +302,7 @@ def test_tied_weights_and_a_given_tokenizer(tmp_path):
     config = small_config(
         f"--job.dump_folder={run}",
         f"--model.hf_assets_path={os.path.relpath(given)}",
+        "--checkpoint.enable",
         "--checkpoint.initial_load_in_hf",
         "--privacy.sample_rate=0.01",
         "--privacy.accountant=rdp",

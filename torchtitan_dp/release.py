@@ -69,11 +69,12 @@ def release(run: str, out: str) -> dict[str, Any]:
         model = empty_model(args)
         load_weights(checkpoint, model)
         partial = f"{out}.tmp"
-        os.makedirs(os.path.dirname(partial), exist_ok=True)
-        os.mkdir(partial, mode=0o700)
         try:
+            os.makedirs(partial, mode=0o700)
             _fill(partial, model, config, args, terms)
             os.rename(partial, out)
+        except OSError as error:
+            raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
     return terms

@@ -42,13 +42,13 @@ _NEIGHBOURS = {
 }
 
 
-def rounded_up(epsilon: float) -> str:
-    """To five significant digits, never down.
+def rounded_up(value: float, digits: int = 5) -> str:
+    """To so many significant digits, never down.
 
-    >>> rounded_up(7.961201), rounded_up(0.5), rounded_up(123456.0)
-    ('7.9613', '0.5', '123460')
+    >>> rounded_up(7.961201), rounded_up(0.5), rounded_up(123456.0), rounded_up(2.6001, digits=3)
+    ('7.9613', '0.5', '123460', '2.61')
     """
-    up = Context(prec=5, rounding=ROUND_CEILING).create_decimal(repr(epsilon))
+    up = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(value))
     return f"{up:f}".rstrip("0").rstrip(".") if "." in f"{up:f}" else f"{up:f}"
 
 
@@ -87,8 +87,8 @@ and δ = {delta:g}.**
 Take any one {unit}{what} of the training data, and think of a second model, {other}.
 Whatever someone looks for in these weights, or in what the model writes, and whatever else they
 know: they find it at most {_factor(epsilon)} times (e^ε) as often as with the second model, and
-the other way round, but for a probability of {delta:g} (δ). That bounds what the weights reveal about
-any one {unit}, and nothing that is done with them later loosens the bound.
+the other way round, but for a probability of {delta:g} (δ). That bounds what the weights reveal
+about any one {unit}, and nothing that is done with them later loosens the bound.
 
 | | |
 | --- | --- |
@@ -108,7 +108,10 @@ def _is_plain(unit: str, config: JobConfig) -> bool:
 
 
 def _factor(epsilon: float) -> str:
-    return f"{math.exp(epsilon):,.3g}" if epsilon < 30 else f"10^{epsilon / math.log(10):.0f}"
+    """e^epsilon, rounded up."""
+    if epsilon < 20:
+        return rounded_up(math.exp(epsilon), digits=3)
+    return f"10^{math.ceil(epsilon / math.log(10))}"
 
 
 def _not_said(terms: dict[str, Any], config: JobConfig) -> str:
@@ -195,8 +198,7 @@ def _training(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str:
     rows = {
         "model": f"Llama, {args.n_layers} layers of {args.dim}, {args.n_heads} heads, "
         f"{args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
-        "longest sample": f"{training.seq_len} tokens; the rest of a longer {terms['privacy_unit']}"
-        " was not used",
+        "sample": f"at most {training.seq_len} tokens of one {terms['privacy_unit']} in a step",
         "expected batch": terms["expected_batch_size"],
         "optimizer": f"{optimizer.name}, betas {optimizer.beta1:g} and {optimizer.beta2:g}, "
         f"eps {optimizer.eps:g}, weight decay {optimizer.weight_decay:g}",
