@@ -29,7 +29,8 @@ from torchtitan_dp.ledger import Ledger
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3 import Llama
 from torchtitan_dp.plan import make_plan
-from torchtitan_dp.release import main, release
+from torchtitan_dp.process import lock_folder
+from torchtitan_dp.release import empty_model, main, release
 from torchtitan_dp.release_card import _factor, rounded_up
 from torchtitan_dp.release_claims import PUBLIC_KEYS
 from torchtitan_dp.run_config import read_config, write_config
@@ -47,7 +48,7 @@ FILES = [
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
-    """A private run of 4 steps at cp 2, started again once; not to be changed."""
+    """A private run of 4 steps at cp 2; not to be changed."""
     place = tmp_path_factory.mktemp("SecretPlace")
     data = write_records(place / "SecretData")
     overrides = arguments(place / "SecretRun", data, *with_sigma(1))
@@ -270,6 +271,11 @@ def test_a_place_is_refused(prepare, where, said, run, tmp_path):
     assert sorted(tmp_path.rglob("*")) == before
 
 
+def test_a_run_that_goes_on_is_refused(run, tmp_path):
+    with lock_folder(str(run)), pytest.raises(ValueError, match="another run is using it"):
+        release(str(run), str(tmp_path / "out"))
+
+
 def test_nothing_is_left_when_writing_fails(run, tmp_path, monkeypatch):
     def full(*_):
         raise OSError("No space left on device")
@@ -320,6 +326,8 @@ def test_tied_weights_and_a_given_tokenizer(tmp_path):
     state = {**model.state_dict(), "train_state": {"ledger": ledger.to_json()}}
     dcp.save(state, checkpoint_id=run / "checkpoint" / "step-1", no_dist=True)
 
+    empty = empty_model(shape(config))
+    assert empty.output.weight is empty.tok_embeddings.weight
     release(str(run), str(out))
     assert sorted(os.listdir(out)) == sorted({*FILES, "generation_config.json"})
     with torch.no_grad():
