@@ -53,6 +53,7 @@ from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import lock_folder, os_errors_as_faults, protect
+from torchtitan_dp.run_config import write_config
 from torchtitan_dp.train_spec import register
 
 
@@ -214,6 +215,7 @@ class DPTrainer(Trainer):
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
             write_fingerprint(folder, fingerprint)
+            write_config(config)
         return ledger, executed
 
     def _open_account(self) -> None:

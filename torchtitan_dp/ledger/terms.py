@@ -55,7 +55,7 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None, fingerprin
             f"privacy.delta = {privacy.delta:g} is at least 1 / number of records "
             f"({1 / records:.2g}): such a delta allows publishing a record outright; use less"
         )
-    ledger = Ledger(_terms(config, records), config_hash=config_hash(config))
+    ledger = Ledger(settings_of(config, records), config_hash=config_hash(config))
     if before is None:
         start_from(ledger, config, fingerprint)
     else:
@@ -88,7 +88,7 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None, fingerprin
     return Plan(ledger, steps, epsilon, tuple(warnings))
 
 
-def _terms(config: JobConfig, records: int) -> Settings:
+def settings_of(config: JobConfig, records: int) -> Settings:
     """All that the configuration says of the guarantee, but for noise that follows from epsilon."""
     privacy, batch = config.privacy, config.training.global_batch_size
     if privacy.sample_rate is not None:

@@ -6,22 +6,25 @@ Guarantee:
     runs' number, noise, rates and steps were not chosen by what private results showed.
 """
 
+import dataclasses
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_dp.checkpoint import finished_checkpoints, read_ledger, step_folder
 from torchtitan_dp.ledger.files import (
+    EXECUTED_FILE,
     PRIVACY_FILE,
     ExecutedSteps,
     read_fingerprint,
     read_published,
     read_published_fields,
 )
-from torchtitan_dp.ledger.lineage import Ledger, Segment
+from torchtitan_dp.ledger.lineage import Ledger, Segment, Settings
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Segment as Mechanism
 
+_TERMS = tuple(f.name for f in dataclasses.fields(Settings) if f.name != "target_epsilon")
 _SLACK = 1e-6  # relative: of the accountants' arithmetic on another machine
 
 
@@ -75,11 +78,14 @@ def verify(folder: str) -> Run:
     executed = ExecutedSteps(folder)
     run = Run(folder, ledger, executed.segments(ledger.settings), read_fingerprint(folder))
     said = read_published_fields(folder)
-    for name in ("noise_multiplier", "sample_rate", "max_grad_norm", "delta", "privacy_unit"):
-        if said[name] != getattr(ledger.settings, name):
+    for name in _TERMS:
+        if said.get(name) != getattr(ledger.settings, name):
             run.faults.append(f"{PRIVACY_FILE}: {name} is not that of its last segment")
-    if executed.count < ledger.steps:
-        run.faults.append(f"{executed.count} steps are recorded as begun, fewer than the weights'")
+    if executed.count < said["steps_executed"]:
+        run.faults.append(
+            f"{EXECUTED_FILE} counts {executed.count} steps, but {PRIVACY_FILE} "
+            f"{said['steps_executed']}"
+        )
     elif executed.count > said["steps_executed"]:
         more = executed.count - said["steps_executed"]
         run.notes.append(f"{more} steps were begun after {PRIVACY_FILE} was last written")
@@ -88,7 +94,7 @@ def verify(folder: str) -> Run:
         _check_epsilon(run, "epsilon_executed", said["epsilon_executed"], run.epsilon_executed)
     for checkpoints in sorted(entry.path for entry in os.scandir(folder) if entry.is_dir()):
         for step in finished_checkpoints(checkpoints):
-            _check_checkpoint(run, step, read_ledger(step_folder(checkpoints, step)))
+            _check_checkpoint(run, step, step_folder(checkpoints, step))
     return run
 
 
@@ -100,12 +106,16 @@ def _check_epsilon(run: Run, name: str, said: float | None, found: float | None)
         run.faults.append(f"{PRIVACY_FILE}: {name} = {said:.6g}, but its steps spend {found:.6g}")
 
 
-def _check_checkpoint(run: Run, step: int, text: str | None) -> None:
+def _check_checkpoint(run: Run, step: int, folder: str) -> None:
     name, ledger = f"checkpoint step-{step}", run.ledger
-    if text is None:
-        run.faults.append(f"{name}: holds no ledger")
+    try:
+        text = read_ledger(folder)
+        if text is None:
+            raise ValueError("it holds none")
+        kept = Ledger.from_json(text)
+    except (ValueError, KeyError, TypeError) as error:
+        run.faults.append(f"{name}: its ledger cannot be read ({error})")
         return
-    kept = Ledger.from_json(text)
     if kept.run != ledger.run:
         run.faults.append(f"{name}: is of another run, {kept.run}")
     if kept.steps != step:
@@ -114,9 +124,22 @@ def _check_checkpoint(run: Run, step: int, text: str | None) -> None:
         run.faults.append(f"{name}: is not private, but {PRIVACY_FILE} says so")
     if kept.steps > ledger.steps:
         run.faults.append(f"{name}: is further than the {ledger.steps} steps of {PRIVACY_FILE}")
+    elif kept.run == ledger.run and _up_to(kept, kept.steps) != _up_to(ledger, kept.steps):
+        run.faults.append(f"{name}: its steps were taken on other terms than {PRIVACY_FILE} says")
     missing = set(kept.caveats) - set(ledger.caveats)
     if missing:
         run.faults.append(f"{PRIVACY_FILE}: lacks a caveat of {name}: {sorted(missing)[0]}")
+
+
+def _up_to(ledger: Ledger, steps: int) -> list[Segment]:
+    """Its segments as far as the first so many steps."""
+    found = []
+    for segment in ledger.segments():
+        taken = min(segment.steps, steps)
+        if taken > 0:
+            found.append(dataclasses.replace(segment, steps=taken))
+        steps -= taken
+    return found
 
 
 def total(runs: Sequence[Run], delta: float | None = None) -> Total:

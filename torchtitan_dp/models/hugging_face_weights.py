@@ -194,21 +194,13 @@ def export(model: nn.Module, config: JobConfig) -> str:
     Args:
         model: a Llama, parallelized or not.
     """
-    args, writes = shape(config), not dist.is_initialized() or dist.get_rank() == 0
-    settings = export_settings(config, args)
+    writes = not dist.is_initialized() or dist.get_rank() == 0
     target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
     partial, old = f"{target}.partial", f"{target}.old"
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
         os.makedirs(partial, mode=0o700)
-        _write_json(os.path.join(partial, CONFIG_FILE), settings)
-        for name in TOKENIZER_FILES:
-            path = os.path.join(config.model.hf_assets_path, name)
-            if config.model.hf_assets_path and os.path.isfile(path):
-                with open(path, "rb") as file:
-                    write_atomically(os.path.join(partial, name), file.read())
-    dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
-    _write_weights(cast(Llama, model), args, dtype, partial if writes else None)
+    write_folder(model, config, partial if writes else None)
     if writes:
         shutil.rmtree(old, ignore_errors=True)
         if os.path.exists(target):
@@ -216,6 +208,27 @@ def export(model: nn.Module, config: JobConfig) -> str:
         os.rename(partial, target)
         shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def write_folder(model: nn.Module, config: JobConfig, folder: str | None) -> None:
+    """Write weights, `config.json` and the tokenizer's files into `folder`, which exists.
+
+    Collective, as `export` is.
+
+    Args:
+        folder: None on the ranks that do not write.
+    """
+    args = shape(config)
+    settings = export_settings(config, args)
+    if folder is not None:
+        _write_json(os.path.join(folder, CONFIG_FILE), settings)
+        for name in TOKENIZER_FILES:
+            path = os.path.join(config.model.hf_assets_path, name)
+            if config.model.hf_assets_path and os.path.isfile(path):
+                with open(path, "rb") as file:
+                    write_atomically(os.path.join(folder, name), file.read())
+    dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
+    _write_weights(cast(Llama, model), args, dtype, folder)
 
 
 @torch.no_grad()
