@@ -217,7 +217,7 @@ REFUSED = [
     (unreadable, "cannot be read"),
     (lambda run: (run / "run_config.json").unlink(), "no run_config.json"),
     (misspelt, "privcy: unknown key"),
-    (another_model, "step-4 cannot be read"),
+    (another_model, "model.flavor = '30M'"),
     (marked, "NOT private (privacy.debug_seed was set)"),
     (lambda run: edit_privacy(run, epsilon=None), "NOT private"),
     (lambda run: edit_privacy(run, private="yes"), "NOT private"),
