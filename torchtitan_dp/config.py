@@ -55,6 +55,11 @@ class Privacy:
     """q: the public probability that a record takes part in a step. By default
     `training.global_batch_size` / number of training records, which makes that number public."""
 
+    secure_noise: bool = False
+    """Resist attacks on the low bits of floating-point noise: four fp64 draws a value, rounded to a
+    fixed grid (`privacy/secure_noise.py`). Drawing noise then takes about five
+    times as long."""
+
     clipping: Literal["flat", "per_layer"] = "flat"
     """`flat`: one norm over the whole gradient. `per_layer`: not built yet."""
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
+from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
 
 
 class DPOptimizer:
@@ -30,16 +31,19 @@ class DPOptimizer:
         noise_multiplier: float,
         max_grad_norm: float,
         expected_batch_size: float,
+        secure_noise: bool = False,
     ) -> None:
         """
         Args:
             optimizer: any `torch.optim.Optimizer` over exactly `parameters`.
             parameters: DTensors sharded on dim 0, by canonical name.
+            secure_noise: resist attacks on floating-point noise, as `privacy.secure_noise` says.
         """
         self._optimizer = optimizer
         self._parameters = parameters
         self._noise_std = noise_multiplier * max_grad_norm
         self._expected_batch_size = expected_batch_size
+        self._secure_noise = secure_noise
         self._starts = {name: _flat_start(parameter) for name, parameter in parameters.items()}
 
     def step(self, clipped_sum: dict[str, Tensor], key: bytes) -> None:
@@ -49,10 +53,11 @@ class DPOptimizer:
             clipped_sum: by name, this rank's flat fp32 shard of the sum; overwritten.
             key: this step's noise key, the same on all ranks, used once.
         """
+        add_noise = add_secure_gaussian_noise_ if self._secure_noise else add_gaussian_noise_
         for name, parameter in self._parameters.items():
             gradient = clipped_sum[name]
             if self._noise_std > 0:
-                add_gaussian_noise_(
+                add_noise(
                     gradient, std=self._noise_std, key=key, name=name, start=self._starts[name]
                 )
             gradient.div_(self._expected_batch_size)

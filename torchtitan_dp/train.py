@@ -103,6 +103,7 @@ class DPTrainer(Trainer):
             noise_multiplier=settings.noise_multiplier,
             max_grad_norm=settings.max_grad_norm,
             expected_batch_size=settings.expected_batch_size,
+            secure_noise=privacy.secure_noise,
         )
         self.sample_losses = SampleLosses(
             model,

@@ -1,0 +1,162 @@
+"""Each accountant against its own library, called directly, and all against each other (row 37)."""
+
+import logging
+import math
+import time
+import warnings
+
+import pytest
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld import PLDAccountant
+from opacus.accountants import PRVAccountant, RDPAccountant
+from opacus.accountants.analysis import prv as opacus_prv
+from scipy import optimize
+from scipy.stats import norm
+
+from torchtitan_dp.privacy import pld, prv, rdp
+from torchtitan_dp.privacy.accounting import epsilon, noise_multiplier
+from torchtitan_dp.privacy.segments import Segment
+
+NOISE = [(0.6, 1e-5), (0.8, 1e-6), (1.0, 1e-5), (1.5, 1e-7), (2.0, 1e-5), (4.0, 1e-6)]
+SAMPLING = [(0.001, 2_000), (0.004, 1_000), (0.01, 1_000), (0.05, 200), (0.3, 20)]
+GRID = [(sigma, q, steps, delta) for sigma, delta in NOISE for q, steps in SAMPLING]
+
+
+@pytest.fixture(autouse=True)
+def _quiet():
+    """What the libraries say when called directly is theirs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def google(sigma: float, q: float, steps: int, delta: float, interval: float) -> float:
+    accountant = PLDAccountant(value_discretization_interval=interval)
+    accountant.compose(PoissonSampledDpEvent(q, GaussianDpEvent(sigma)), steps)
+    return accountant.get_epsilon(delta)
+
+
+@pytest.mark.parametrize("sigma, q, steps, delta", GRID)
+def test_hazard_37_every_accountant_is_its_library_and_none_flatters(sigma, q, steps, delta):
+    segments = (Segment(sigma, q, steps),)
+    loose = rdp.rdp_epsilon(segments, delta)
+    middle = prv.prv_epsilon(segments, delta)
+    tight = pld.pld_epsilon(segments, delta)  # each before the minimum with RDP is taken
+    assert tight <= loose
+    assert tight <= middle <= tight + 0.011
+
+    opacus_rdp, opacus = RDPAccountant(), PRVAccountant()
+    opacus_rdp.history = opacus.history = [(sigma, q, steps)]
+    alphas = [a for a in rdp.ORDERS if a < 900]
+    assert loose == pytest.approx(opacus_rdp.get_epsilon(delta, alphas=alphas), rel=1e-6)
+    assert middle == pytest.approx(opacus.get_epsilon(delta, eps_error=0.01), abs=0.011)
+    interval = min(q / sigma**2 / 20, 1e-3)  # about a twentieth of a step's loss
+    assert tight == pytest.approx(google(sigma, q, steps, delta, interval), rel=1e-3)
+
+    query = {"noise_multiplier": sigma, "sample_rate": q, "steps": steps, "delta": delta}
+    assert epsilon(**query, accountant="rdp") == loose
+    assert epsilon(**query, accountant="prv") == min(loose, middle)
+    assert epsilon(**query, accountant="pld") == min(loose, tight)
+
+
+def test_reference_values():
+    query = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1_000, "delta": 1e-5}
+    assert epsilon(**query, accountant="rdp") == pytest.approx(2.1014, abs=1e-3)
+    assert epsilon(**query, accountant="prv") == pytest.approx(1.838, abs=2e-3)
+    assert epsilon(**query, accountant="pld") == pytest.approx(1.828, abs=1e-3)
+    assert epsilon(**query, accountant="pld") == pytest.approx(1.82824, rel=2e-4)
+
+
+def test_pld_takes_the_worse_of_both_directions():
+    """Each by itself, through the library's private parts."""
+    from dp_accounting.pld import privacy_loss_distribution
+
+    one = privacy_loss_distribution.from_gaussian_mechanism(
+        1.0, sampling_prob=0.3, value_discretization_interval=1e-3
+    )
+    total = one.self_compose(3)
+    both = [pmf.get_epsilon_for_delta(1e-5) for pmf in (total._pmf_remove, total._pmf_add)]
+    assert min(both) < 0.9 * max(both)
+    told = pld.pld_epsilon((Segment(1.0, 0.3, 3),), 1e-5)
+    assert told == pytest.approx(max(both), rel=1e-3)
+
+
+@pytest.mark.parametrize("mu, delta", [(1e-3, 1e-5), (0.1, 1e-5), (1.0, 1e-9), (40.0, 1e-6)])
+def test_without_sampling_pld_is_the_exact_gaussian_and_not_below(mu, delta):
+    def excess(eps: float) -> float:
+        return norm.sf(eps / mu - mu / 2) - math.exp(eps + norm.logcdf(-mu / 2 - eps / mu)) - delta
+
+    exact = optimize.brentq(excess, 0, 2_000, xtol=1e-14) if excess(0) > 0 else 0.0
+    query = {"noise_multiplier": 10 / mu, "sample_rate": 1.0, "steps": 100, "delta": delta}
+    spent = epsilon(**query, accountant="pld")
+    assert exact <= spent + 1e-13
+    assert spent == pytest.approx(exact, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sigma, q, steps, least, most",
+    [(20.0, 0.001, 100, 0.0, 0.01), (40.0, 0.02, 100, 0.01, 0.02), (10.0, 0.002, 5_000, 0.03, 0.1)],
+)
+def test_small_epsilons_have_small_errors(monkeypatch, sigma, q, steps, least, most):
+    errors, compute = [], opacus_prv.DiscretePRV.compute_epsilon
+
+    def spy(self, delta, delta_error, eps_error):
+        errors.append(eps_error)
+        return compute(self, delta, delta_error, eps_error)
+
+    monkeypatch.setattr(opacus_prv.DiscretePRV, "compute_epsilon", spy)
+    prv.prv_epsilon.cache_clear()
+    segments = (Segment(sigma, q, steps),)
+    spent, tight = prv.prv_epsilon(segments, 1e-6), pld.pld_epsilon(segments, 1e-6)
+    assert least < tight < most
+    if tight > 0.01:
+        assert errors[-1] < spent / 200
+    assert tight == pytest.approx(google(sigma, q, steps, 1e-6, 1e-6), rel=2e-3)
+    assert tight <= spent * 1.002 <= tight * 1.02 + 2e-5
+
+
+@pytest.mark.parametrize(
+    "sigma, q, steps, delta",
+    [
+        (0.3, 0.01, 1_000, 1e-6),
+        (1.0, 1e-7, 100_000, 1e-5),
+        (0.5, 0.5, 1_000, 1e-5),
+        (0.2, 1.0, 9, 0.5),
+    ],
+)
+def test_pld_answers_within_seconds_where_it_is_hard(sigma, q, steps, delta):
+    pld.pld_epsilon.cache_clear()
+    begun = time.process_time()
+    spent = pld.pld_epsilon((Segment(sigma, q, steps),), delta)
+    assert time.process_time() - begun < 5
+    assert math.isfinite(spent)
+
+
+@pytest.mark.parametrize(
+    "sigma, steps, delta", [(0.03, 1_000, 1e-5), (1.0, 10**7, 1e-9), (1.0, 1_000, 1e-200)]
+)
+def test_pld_out_of_its_depth_is_rdps_bound(caplog, sigma, steps, delta):
+    query = {"noise_multiplier": sigma, "sample_rate": 0.01, "steps": steps, "delta": delta}
+    with caplog.at_level(logging.INFO, logger=pld.__name__):
+        fallen = epsilon(**query, accountant="pld")
+    assert fallen == epsilon(**query, accountant="rdp")
+    assert "PLD" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -math.inf, math.inf, -1e-3])
+def test_a_failing_pld_never_gives_a_smaller_number(monkeypatch, wrong):
+    query = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1_000, "delta": 1e-5}
+    pld.pld_epsilon.cache_clear()
+    monkeypatch.setattr(pld, "_compose", lambda *_: wrong)
+    assert epsilon(**query, accountant="pld") == epsilon(**query, accountant="rdp")
+    pld.pld_epsilon.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "target, q, steps",
+    [(0.05, 0.001, 500), (1.0, 0.01, 1_000), (8.0, 0.0141, 40), (8.0, 1.0, 100), (200.0, 0.1, 300)],
+)
+def test_hazard_38_sigma_by_pld_never_overshoots_the_target(target, q, steps):
+    query = {"sample_rate": q, "steps": steps, "delta": 1e-6, "accountant": "pld"}
+    sigma = noise_multiplier(target_epsilon=target, **query)
+    assert 0.99 * target <= epsilon(noise_multiplier=sigma, **query) <= target

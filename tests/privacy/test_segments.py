@@ -1,0 +1,225 @@
+"""Segments: composed when planned, filtered when adaptive, and their epsilon computed ahead."""
+
+import math
+
+import pytest
+
+from torchtitan_dp.privacy import rdp
+from torchtitan_dp.privacy.accounting import compose, epsilon, noise_multiplier
+from torchtitan_dp.privacy.curve import EpsilonCurve
+from torchtitan_dp.privacy.filter import adaptive_epsilon, fix_order, remaining_steps
+from torchtitan_dp.privacy.segments import Segment, merged
+
+DELTA = 1e-5
+FIRST, SECOND = Segment(1.0, 0.01, 600), Segment(1.4, 0.02, 300)
+every = pytest.mark.parametrize("accountant", ["rdp", "prv", "pld"])
+
+
+# --- planned --------------------------------------------------------------------------------------
+
+
+@every
+def test_one_segment_is_epsilon_and_two_halves_are_the_whole(accountant):
+    whole = epsilon(
+        noise_multiplier=1.0, sample_rate=0.01, steps=600, delta=DELTA, accountant=accountant
+    )
+    half = Segment(1.0, 0.01, 300)
+    assert compose([FIRST], delta=DELTA, accountant=accountant) == whole
+    assert compose([half, half], delta=DELTA, accountant=accountant) == whole
+
+
+@every
+def test_composition_is_more_than_each_less_than_the_sum_and_grows(accountant):
+    one, two = (compose([s], delta=DELTA, accountant=accountant) for s in (FIRST, SECOND))
+    both = compose([FIRST, SECOND], delta=DELTA, accountant=accountant)
+    assert max(one, two) < both < one + two  # far from the ends: subadditive up to delta
+    assert compose([SECOND, FIRST], delta=DELTA, accountant=accountant) == both
+    longer = [FIRST, Segment(1.4, 0.02, 330)]
+    assert compose(longer, delta=DELTA, accountant=accountant) > both
+
+
+def test_unlike_segments_compose_as_one_where_they_nearly_are():
+    """The composition of two distributions against the power of one."""
+    query = {"delta": DELTA, "accountant": "prv"}
+    for accountant in ("prv", "pld"):
+        query["accountant"] = accountant
+        whole = compose([Segment(1.0, 0.01, 1_000)], **query)
+        almost = [Segment(1.0, 0.01, 500), Segment(1.0 + 1e-9, 0.01, 499), Segment(1.0, 0.01, 1)]
+        assert compose(almost, **query) == pytest.approx(whole, rel=1e-3)
+
+
+def test_rdp_at_least_pld_and_pld_close_below_prv_for_unlike_segments():
+    segments = [FIRST, SECOND, Segment(20.0, 1.0, 9)]
+    loose, middle, tight = (
+        compose(segments, delta=DELTA, accountant=name) for name in ("rdp", "prv", "pld")
+    )
+    assert tight < middle < tight + 0.011
+    assert middle < loose
+
+
+def test_without_sampling_variances_add():
+    parts = merged([Segment(3.0, 1.0, 9), Segment(4.0, 1.0, 16), Segment(2.0, 0.1, 0)])
+    assert len(parts) == 1
+    assert parts[0].noise_multiplier == pytest.approx(math.sqrt(0.5))
+    assert parts[0].steps == 1
+
+
+@every
+def test_edges(accountant):
+    query = {"delta": DELTA, "accountant": accountant}
+    nothing = [Segment(1.0, 0.0, 5), Segment(0.0, 0.5, 0), Segment(math.inf, 1.0, 3)]
+    assert compose([], **query) == compose(nothing, **query) == 0.0
+    assert compose([FIRST, *nothing], **query) == compose([FIRST], **query)
+    assert compose([FIRST, Segment(0.0, 1.0, 1)], **query) == math.inf
+    assert compose([FIRST, Segment(0.0, 0.1, 1)], **query) == math.inf
+
+
+@pytest.mark.parametrize(
+    "values, key",
+    [
+        ((-1.0, 0.1, 1), "privacy.noise_multiplier"),
+        ((math.nan, 0.1, 1), "privacy.noise_multiplier"),
+        ((1.0, 1.1, 1), "privacy.sample_rate"),
+        ((1.0, 0.1, -1), "training.steps"),
+    ],
+)
+def test_mistakes_name_the_key(values, key):
+    with pytest.raises(ValueError, match=key):
+        Segment(*values)
+
+
+@every
+def test_the_noise_to_come_makes_the_total_meet_the_target(accountant):
+    query, target = {"delta": DELTA, "accountant": accountant}, 2.0
+    sigma = noise_multiplier(
+        target_epsilon=target, sample_rate=0.02, steps=500, before=[FIRST], **query
+    )
+    assert 0.99 * target <= compose([FIRST, Segment(sigma, 0.02, 500)], **query) <= target
+
+
+def test_noise_cannot_undo_what_was_spent_before():
+    with pytest.raises(ValueError, match=r"target_epsilon = 1\.0: the steps before have spent 1\."):
+        noise_multiplier(
+            target_epsilon=1.0, delta=DELTA, sample_rate=0.02, steps=500, accountant="rdp",
+            before=[FIRST],
+        )  # fmt: skip
+
+
+# --- adaptive -------------------------------------------------------------------------------------
+
+
+def test_the_fixed_order_is_the_planned_runs_best():
+    alpha = fix_order([FIRST], DELTA)
+    planned = compose([FIRST], delta=DELTA, accountant="rdp")
+    assert adaptive_epsilon([FIRST], alpha, DELTA) == planned
+
+
+@pytest.mark.parametrize("later", [SECOND, Segment(0.6, 0.01, 200), Segment(8.0, 1.0, 50)])
+def test_the_filter_spends_no_less_than_rdp_and_a_later_choice_of_order_would(later):
+    alpha, segments = fix_order([FIRST], DELTA), [FIRST, later]
+    spent = adaptive_epsilon(segments, alpha, DELTA)
+    best = compose(segments, delta=DELTA, accountant="rdp")
+    assert spent > best
+    # The fault: an order chosen when all is over. It allows more than the budget does.
+    afterwards = fix_order(segments, DELTA)
+    assert afterwards != alpha
+    assert adaptive_epsilon(segments, afterwards, DELTA) == best
+    budget = {"epsilon": spent, "delta": DELTA, "noise_multiplier": 1.0, "sample_rate": 0.01}
+    assert remaining_steps(segments, alpha=alpha, **budget) == 0
+    assert remaining_steps(segments, alpha=afterwards, **budget) > 0
+
+
+@pytest.mark.parametrize("sigma, q", [(1.0, 0.01), (0.8, 0.001), (3.0, 1.0)])
+def test_remaining_steps_are_the_most_that_fit(sigma, q):
+    alpha = fix_order([FIRST], DELTA)
+    steps = remaining_steps(
+        [FIRST], noise_multiplier=sigma, sample_rate=q, alpha=alpha, epsilon=3.0, delta=DELTA
+    )
+    assert steps > 0
+    fits, does_not = ([FIRST, Segment(sigma, q, count)] for count in (steps, steps + 1))
+    assert adaptive_epsilon(fits, alpha, DELTA) <= 3.0 < adaptive_epsilon(does_not, alpha, DELTA)
+
+
+def test_an_overdrawn_budget_allows_no_step_nor_does_a_step_without_noise():
+    alpha, query = fix_order([FIRST], DELTA), {"sample_rate": 0.01, "delta": DELTA}
+    assert remaining_steps([FIRST], noise_multiplier=1.0, alpha=alpha, epsilon=0.5, **query) == 0
+    assert remaining_steps([FIRST], noise_multiplier=0.0, alpha=alpha, epsilon=9.0, **query) == 0
+    assert adaptive_epsilon([FIRST, Segment(0.0, 0.01, 1)], alpha, DELTA) == math.inf
+    assert adaptive_epsilon([], alpha, DELTA) >= 0.0
+
+
+def test_mistakes_of_the_filter():
+    alpha = fix_order([FIRST], DELTA)
+    with pytest.raises(ValueError, match=r"privacy\.noise_multiplier"):
+        fix_order([Segment(0.0, 0.1, 5)], DELTA)
+    with pytest.raises(ValueError, match=r"privacy\.noise_multiplier"):
+        fix_order([], DELTA)
+    with pytest.raises(ValueError, match="alpha"):
+        adaptive_epsilon([FIRST], 7.77, DELTA)
+    with pytest.raises(ValueError, match=r"privacy\.delta"):
+        adaptive_epsilon([FIRST], alpha, 0.0)
+    with pytest.raises(ValueError, match=r"privacy\.target_epsilon"):
+        remaining_steps(
+            [], noise_multiplier=1.0, sample_rate=0.1, alpha=alpha, epsilon=math.inf, delta=DELTA
+        )
+    with pytest.raises(ValueError, match="spend nothing"):
+        remaining_steps(
+            [], noise_multiplier=1.0, sample_rate=0.0, alpha=alpha, epsilon=1.0, delta=DELTA
+        )
+
+
+def test_the_conversion_is_the_one_of_the_package():
+    alpha = float(rdp.ORDERS[40])
+    for segments in ([FIRST], [FIRST, SECOND]):
+        curve = rdp.to_epsilon(rdp.divergence(merged(segments)), DELTA)
+        assert adaptive_epsilon(segments, alpha, DELTA) == max(0.0, float(curve[40]))
+
+
+# --- ahead ----------------------------------------------------------------------------------------
+
+
+@every
+def test_the_curve_is_an_upper_bound_and_exact_at_its_points(accountant):
+    curve = EpsilonCurve(
+        (SECOND,), 1.0, 0.01, delta=DELTA, accountant=accountant, total_steps=95, points=4
+    )
+    points = curve.points()
+    assert [steps for steps, _ in points] == [0, 24, 48, 72, 95]
+    assert [e for _, e in points] == sorted(e for _, e in points)
+
+    def exact(steps: int) -> float:
+        coming = Segment(1.0, 0.01, steps)
+        return compose([SECOND, coming], delta=DELTA, accountant=accountant)
+
+    for steps, at_point in points:
+        assert curve.at(steps) == at_point == pytest.approx(exact(steps), rel=1e-4)
+    assert curve.at(95) == exact(95)
+    for steps in (1, 25, 94):
+        assert curve.at(steps) >= exact(steps)
+    assert curve.at(60) == curve.at(72) > curve.at(48)
+
+
+def test_a_query_computes_nothing_up_to_the_last_step_and_beyond_it_once(monkeypatch):
+    from torchtitan_dp.privacy import curve as module
+
+    computed = []
+
+    def spy(segments, **settings):
+        computed.append(segments[-1].steps)
+        return compose(segments, **settings)
+
+    monkeypatch.setattr(module, "compose", spy)
+    curve = EpsilonCurve((), 1.0, 0.01, delta=DELTA, accountant="rdp", total_steps=7)
+    assert sorted(computed) == [0, 1, 2, 3, 4, 5, 6, 7]  # no more points than steps
+    del computed[:]
+    assert curve.at(0) == 0.0
+    last = [curve.at(steps) for steps in range(1, 8)][-1]
+    assert computed == []
+    assert curve.at(9) == curve.at(9) > last
+    assert curve.at(8) == curve.at(9)  # still an upper bound
+    assert computed == [9]
+
+
+def test_a_run_without_noise_has_an_infinite_curve():
+    curve = EpsilonCurve((), 0.0, 0.01, delta=DELTA, accountant="pld", total_steps=10, points=2)
+    assert (curve.at(0), curve.at(3), curve.at(11)) == (0.0, math.inf, math.inf)

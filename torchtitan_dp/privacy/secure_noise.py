@@ -1,0 +1,166 @@
+"""Gaussian noise of which floating point betrays less: fp64, four draws a value, one fixed grid.
+
+Costs about five times the noise of `noise`, whose frame it shares: the value depends on (key of
+the step, parameter's name, position in the whole parameter) alone, from the same two generators,
+under keys and counters of their own, so that it never shares a stream with `noise`.
+
+The weak spot (Mironov, CCS 2012): a sampler in floating point cannot reach every value, and a sum
+in floating point has fine low bits wherever it happens to be small. So the low bits of the noised
+sum can rule out a sum that an observer suspects, whatever epsilon says. Here
+
+- each value is the sum of four independent fp64 draws over 2 (Holohan & Braghin 2021: to search
+  for draws that explain a value then takes 2**159 trials; Opacus' secure mode sums four as well),
+  which also fills the gaps that a single draw has in its tails;
+- it is added to the sum in fp64, and what comes out is rounded once to a multiple of `grid(std)`, a
+  power of two near std / 2**18 that depends on nothing private, and is the same for large and small
+  results (fp32 rounds those above 32 std once more). In one cell of the grid each draw has 2**32
+  values or more.
+
+Guarantee
+---------
+With ideal draws, rounding to a fixed grid is post-processing of an exact Gaussian mechanism, and
+the epsilon is that mechanism's. With these draws, the probability of each multiple of the grid
+differs from the ideal one by about one part in 2**30, so there is no value that one sum can give
+and a neighbouring one cannot. This is an argument, not a proof: the exact alternative, a discrete
+Gaussian sampled in integers (Canonne, Kamath & Steinke 2020), is too slow for every parameter of a
+model at every step. What comes after (the division by the batch, Adam) is post-processing.
+
+Not resisted: timing (the ziggurat on CPU rejects some draws), reading this process's memory, and
+what `noise` assumes of its ciphers. Nor the rounding of the clipped sum itself, in fp32: one record
+more can change how later ones round, by up to 6e-8 of the sum for each (Casacuberta, Shoemate,
+Vadhan & Wagaman 2022), against which clipping leaves room of 1e-5 of C only.
+"""
+
+import functools
+import hmac
+import math
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchtitan_dp.privacy.noise import (
+    BLOCK,
+    check_arguments,
+    on_threads,
+    threefry4x32,
+)
+
+DRAWS = 4
+_GRID_BITS = 18
+_CHUNK = 2**21  # positions handed to the torch cipher at once: bounds the temporaries
+
+
+def grid(std: float) -> float:
+    """The distance between the values that can come out: a power of two.
+
+    >>> grid(1.0) == grid(1.9) == 2.0**-18
+    True
+    """
+    return math.ldexp(1.0, math.frexp(std)[1] - 1 - _GRID_BITS)
+
+
+@torch.no_grad()
+def add_secure_gaussian_noise_(
+    flat: Tensor, *, std: float, key: bytes, name: str, start: int
+) -> None:
+    """Adds N(0, std^2) in place to one shard of a parameter's gradient; rounds to `grid(std)`.
+
+    Args, Raises: as of `noise.add_gaussian_noise_`. The device must know fp64: CPU or CUDA.
+
+    >>> whole, shard = torch.zeros(5), torch.zeros(2)
+    >>> add_secure_gaussian_noise_(whole, std=1.0, key=bytes(32), name="w", start=0)
+    >>> add_secure_gaussian_noise_(shard, std=1.0, key=bytes(32), name="w", start=3)
+    >>> torch.equal(whole[3:], shard), bool((whole / grid(1.0) % 1 == 0).all())
+    (True, True)
+    """
+    check_arguments(flat, std=std, key=key, name=name, start=start)
+    if std == 0 or flat.numel() == 0:
+        return
+    if flat.device.type == "cpu":
+        _add_philox(flat, std, _derive(key, "philox4x64-secure", name), start)
+    else:
+        words = bytearray(_derive(key, "threefry4x32-secure", name))
+        cipher_key = torch.frombuffer(words, dtype=torch.int32).to(flat.device)
+        _add_threefry(flat, std, cipher_key, start)
+
+
+def _derive(key: bytes, generator: str, name: str) -> bytes:
+    """128 bits for one generator and parameter; `noise` has other generators' names."""
+    return hmac.digest(key, f"{generator}/{name}".encode(), "sha256")[:16]
+
+
+def _add_rounded(flat: Tensor, noise: Tensor, std: float) -> None:
+    """flat + noise * std / 2, in fp64, to the grid; noise is the sum of four unit normals."""
+    step = grid(std)
+    noise.mul_(std / math.sqrt(DRAWS)).add_(flat)
+    flat.copy_(noise.div_(step).round_().mul_(step))
+
+
+def _add_philox(flat: Tensor, std: float, key: bytes, start: int) -> None:
+    """Block b of draw i starts at counter i * 2**128 + b * 2**64."""
+    end = start + flat.numel()
+
+    def add_blocks(mine: range) -> None:
+        philox = np.random.Philox(key=int.from_bytes(key, "little"))
+        generator = np.random.Generator(philox)
+        state = philox.state  # fresh: counter 0, empty buffers
+        draw, total = np.empty(BLOCK), np.empty(BLOCK)
+        for block in mine:
+            low, high = max(start, block * BLOCK), min(end, (block + 1) * BLOCK)
+            count = high - block * BLOCK  # what lies after the shard is not drawn
+            state["state"]["counter"][1] = block
+            total[:count] = 0.0
+            for i in range(DRAWS):
+                state["state"]["counter"][2] = i
+                philox.state = state
+                generator.standard_normal(out=draw[:count])
+                total[:count] += draw[:count]
+            values = torch.from_numpy(total)[low - block * BLOCK : count]
+            _add_rounded(flat[low - start : high - start], values, std)
+
+    on_threads(add_blocks, range(start // BLOCK, (end - 1) // BLOCK + 1))
+
+
+def threefry_normal_sum(key: Tensor, start: Tensor, count: int) -> Tensor:
+    """Sums of four unit normals, of `count` positions from `start`: fp64, shape (count,).
+
+    As `noise.threefry_normal`, in fp64 and with all four words w of the counter (position, i):
+
+        u = (w0 * 2**32 + w1 + 1/2) / 2**64      radius = sqrt(-2 ln u)
+        v = ((w2 mod 2**31) * 2**32 + w3 + 1/2) / 2**63      value = ± radius * sin(pi/2 * v)
+    """
+    positions = torch.arange(count, dtype=torch.int64, device=key.device) + start
+    low, high = positions.to(torch.int32), (positions >> 32).to(torch.int32)
+    zero = torch.zeros_like(low)
+    total = torch.zeros(count, dtype=torch.float64, device=key.device)
+    for i in range(DRAWS):
+        w0, w1, w2, w3 = threefry4x32((low, high, zero + i, zero), key)
+        upper = w0 < 0
+        # t = min(u, 1 - u): as integers 1 - u is the complement, without rounding
+        t_high = torch.where(upper, ~w0, w0).to(torch.float64)
+        t = (t_high + (_unsigned(torch.where(upper, ~w1, w1)) + 0.5) * 2.0**-32) * 2.0**-32
+        radius = torch.sqrt(2.0 * torch.where(upper, -torch.log1p(-t), -torch.log(t)))
+        turn = (w2 & 0x7FFFFFFF).to(torch.float64) + (_unsigned(w3) + 0.5) * 2.0**-32
+        value = radius * torch.sin(turn * (math.pi / 2 * 2.0**-31))
+        total = total + torch.where(w2 < 0, -value, value)
+    return total
+
+
+def _unsigned(word: Tensor) -> Tensor:
+    """The uint32 that an int32 stands for, in fp64."""
+    return word.to(torch.float64) + torch.where(word < 0, 2.0**32, 0.0)
+
+
+@functools.cache
+def _compiled_threefry_normal_sum() -> Callable[[Tensor, Tensor, int], Tensor]:
+    return torch.compile(threefry_normal_sum, fullgraph=True, dynamic=True)
+
+
+def _add_threefry(flat: Tensor, std: float, key: Tensor, start: int) -> None:
+    total = _compiled_threefry_normal_sum() if flat.device.type == "cuda" else threefry_normal_sum
+    for done in range(0, flat.numel(), _CHUNK):
+        part = flat[done : done + _CHUNK]
+        first = torch.tensor(start + done, dtype=torch.int64, device=flat.device)
+        _add_rounded(part, total(key, first, part.numel()), std)
