@@ -37,8 +37,8 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def ids(store: RecordStore) -> list[str]:
-    one_by_one = [store.unit_id(i) for i in range(len(store))]
-    assert list(store.unit_ids()) == one_by_one
+    one_by_one = [store.record_id(i) for i in range(len(store))]
+    assert list(store.record_ids()) == one_by_one
     return one_by_one
 
 
@@ -213,7 +213,7 @@ def test_index_outside_is_our_mistake_not_a_record(tmp_path: Path, open_: Open) 
             with pytest.raises(IndexError):
                 store.read(index)
             with pytest.raises(IndexError):
-                store.unit_id(index)
+                store.record_id(index)
 
 
 # The index

@@ -32,10 +32,10 @@ class Texts:
         text = self.texts[index]
         return None if text is None else text.encode()[:max_bytes].decode("utf-8", "ignore")
 
-    def unit_id(self, index: int) -> str:
+    def record_id(self, index: int) -> str:
         return str(index)
 
-    def unit_ids(self) -> Iterator[str]:
+    def record_ids(self) -> Iterator[str]:
         return map(str, range(len(self)))
 
 

@@ -25,10 +25,10 @@ class Names:
     def read(self, index: int, max_bytes: int | None = None) -> str | None:
         raise AssertionError("the split must not look at a record")
 
-    def unit_id(self, index: int) -> str:
+    def record_id(self, index: int) -> str:
         return self.names[index]
 
-    def unit_ids(self) -> Iterator[str]:
+    def record_ids(self) -> Iterator[str]:
         return iter(self.names)
 
 

@@ -37,12 +37,12 @@ class RecordStore(Protocol):
         """
         ...
 
-    def unit_id(self, index: int) -> str:
+    def record_id(self, index: int) -> str:
         """A stable identity: "<relative path>" (text) or "<relative path>:<line, from 1>"."""
         ...
 
-    def unit_ids(self) -> Iterator[str]:
-        """All identities in index order, much faster than `unit_id` one by one."""
+    def record_ids(self) -> Iterator[str]:
+        """All identities in index order, much faster than `record_id` one by one."""
         ...
 
 
@@ -98,7 +98,7 @@ class TextRecords:
         return len(self._files)
 
     def read(self, index: int, max_bytes: int | None = None) -> str | None:
-        path = os.path.join(self._files.root, self.unit_id(index))
+        path = os.path.join(self._files.root, self.record_id(index))
         try:
             with open(path, "rb") as file:
                 data = file.read() if max_bytes is None else file.read(max_bytes + 1)
@@ -106,10 +106,10 @@ class TextRecords:
         except (OSError, UnicodeError):
             return None
 
-    def unit_id(self, index: int) -> str:
+    def record_id(self, index: int) -> str:
         return self._files.name(_checked(index, len(self)))
 
-    def unit_ids(self) -> Iterator[str]:
+    def record_ids(self) -> Iterator[str]:
         return map(self._files.name, range(len(self)))
 
 
@@ -146,11 +146,11 @@ class JsonlRecords:
         except (OSError, ValueError, RecursionError):
             return None
 
-    def unit_id(self, index: int) -> str:
+    def record_id(self, index: int) -> str:
         file_index = self._file_of(index)
         return f"{self._files.name(file_index)}:{index - int(self._first[file_index]) + 1}"
 
-    def unit_ids(self) -> Iterator[str]:
+    def record_ids(self) -> Iterator[str]:
         for file_index in range(len(self._files)):
             name = self._files.name(file_index)
             for line in range(int(self._first[file_index + 1] - self._first[file_index])):

@@ -27,7 +27,7 @@ def split(store: RecordStore, heldout_fraction: float) -> tuple[np.ndarray, np.n
     if heldout_fraction == 0:
         return np.arange(len(store)), np.empty(0, dtype=np.int64)
     threshold = np.uint64(int(heldout_fraction * 2**64))
-    units, masks = iter(store.unit_ids()), []
+    units, masks = iter(store.record_ids()), []
     while digests := b"".join(map(_hash, islice(units, CHUNK))):
         masks.append(np.frombuffer(digests, dtype="<u8") < threshold)
     mask = np.concatenate(masks)
@@ -40,6 +40,6 @@ def split(store: RecordStore, heldout_fraction: float) -> tuple[np.ndarray, np.n
     return np.flatnonzero(~mask), np.flatnonzero(mask)
 
 
-def _hash(unit_id: str) -> bytes:
+def _hash(record_id: str) -> bytes:
     # surrogateescape: a file's name need not be UTF-8
-    return hashlib.blake2b(unit_id.encode("utf-8", "surrogateescape"), digest_size=8).digest()
+    return hashlib.blake2b(record_id.encode("utf-8", "surrogateescape"), digest_size=8).digest()
