@@ -54,6 +54,7 @@ class Settings:
             "max_grad_norm": "privacy.max_grad_norm",
             "delta": "privacy.delta",
             "neighbouring_relation": "privacy.sample_rate",
+            "privacy_unit": "data.unit_field",
         }
         for attribute, key in keys.items():
             now, before = getattr(self, attribute), getattr(since, attribute)

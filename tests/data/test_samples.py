@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from torchtitan_dp.data.excerpts import scan_undecodable
 from torchtitan_dp.data.records import open_records
-from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore, scan_undecodable
+from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 BOS, EOS, IGNORED = 256, 257, IGNORE_INDEX
