@@ -19,6 +19,7 @@ from torchtitan_dp.data.tokenizer import Tokenizer
 
 EDGE_TOKENS = 64  # the tokens next to a cut may differ from those of the whole text
 EDGE_BYTES = 8  # more than a byte order mark and a split character can take away
+MOST_BYTES = 2**26  # looked at where a long text has hardly any tokens (blanks, zeros)
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 
@@ -128,7 +129,8 @@ class Excerpts:
             if text is None:
                 return None
             ids = self._tokenizer.encode(text)
-            if len(ids) >= needed or len(text.encode("utf-8")) < limit - EDGE_BYTES:
+            is_all = len(text.encode("utf-8")) < limit - EDGE_BYTES
+            if is_all or len(ids) >= needed or limit > MOST_BYTES:
                 return ids
             limit *= 2  # long tokens (runs of spaces, base64): the prefix was too short
 
@@ -140,7 +142,8 @@ class Excerpts:
             start = max(size - limit, 0)
             text = self._read(record, limit, start)
             ids = self._tokenizer.encode(text) if text else _NO_IDS
-            if start == 0 or len(ids) >= needed + self._edge or text is None:
+            is_enough = len(ids) >= needed + self._edge or limit > MOST_BYTES
+            if start == 0 or is_enough or text is None:
                 return ids, start == 0
             limit *= 2
 
