@@ -10,19 +10,14 @@ by `--memory_gib` (then a run that does not fit is a mistake too), `--json` or `
 
 import argparse
 import dataclasses
-import hashlib
 import json
 import sys
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from torchtitan_dp.cli import exit_on_mistake, load_config
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.records import RecordStore, open_records
-from torchtitan_dp.data.samples import scan_undecodable
-from torchtitan_dp.data.split import split
+from torchtitan_dp.data.excerpts import scan_undecodable
+from torchtitan_dp.data.opening import Records, noun
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.ledger import check_fingerprint
 from torchtitan_dp.ledger.terms import Plan, earlier_ledger, make_plan, refuse_private_folder
@@ -34,40 +29,6 @@ from torchtitan_dp.planning.memory import DEFAULT_GIB, MemoryPlan, predict
 from torchtitan_dp.planning.options import check, parse
 from torchtitan_dp.planning.report import plot, report
 from torchtitan_dp.process import lock_folder
-
-
-@dataclass(frozen=True)
-class Records:
-    """The data of a run: which records are trained on, which are held out."""
-
-    store: RecordStore
-    train: np.ndarray
-    heldout: np.ndarray
-    fingerprint: str  # private
-
-    @classmethod
-    def open(cls, config: JobConfig) -> "Records":
-        """Raises ValueError, one line, if there is nothing to train on."""
-        path = config.training.dataset_path
-        if not path:
-            raise ValueError(
-                "training.dataset_path is not set: give a file, a directory or a glob "
-                "('python-stdlib' to try)"
-            )
-        store = open_records(config.training.dataset, path, text_field=config.data.text_field)
-        train, heldout = split(store, config.data.heldout_fraction)
-        if len(train) == 0:
-            raise ValueError(
-                f"data.heldout_fraction = {config.data.heldout_fraction}: holds out all "
-                f"{len(store)} records; lower it"
-            )
-        if config.validation.enable and len(heldout) == 0:
-            raise ValueError(
-                f"data.heldout_fraction = {config.data.heldout_fraction}: holds out none of "
-                f"{len(store)} records, but validation.enable = true; raise it"
-            )
-        terms = (store.fingerprint, config.data.heldout_fraction, config.data.text_field)
-        return cls(store, train, heldout, hashlib.sha256(repr(terms).encode()).hexdigest())
 
 
 def check_model(config: JobConfig) -> LlamaArgs:
@@ -92,10 +53,12 @@ def main(argv: list[str]) -> None:
         args = check_model(config)
         records = Records.open(config)
         if config.data.on_undecodable == "error":
-            bad = scan_undecodable(records.store, records.train)
+            trained = (record for unit in records.train for record in records.units.records(unit))
+            bad = scan_undecodable(records.store, trained)
             if bad:
+                count = sum(len(records.units.places(unit)) for unit in records.train)
                 raise ValueError(
-                    f"data.on_undecodable = 'error': {bad} of {len(records.train)} records cannot "
+                    f"data.on_undecodable = 'error': {bad} of {count} records cannot "
                     "be decoded; mend them, or set it to 'empty' (they then contribute nothing)"
                 )
         folder = config.job.dump_folder
@@ -150,7 +113,7 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"      sigma = {settings.noise_multiplier:.4g}, C = {settings.max_grad_norm:g}, "
         f"q = {settings.sample_rate:.4g} from {settings.sample_rate_source}",
         f"      {'' if settings.neighbouring_relation == 'zero_out' else 'not private: '}"
-        f"{len(records.train):,} records to train on, {len(records.heldout):,} held out; "
+        f"{len(records.train):,} {noun(config)}s to train on, {len(records.heldout):,} held out; "
         f"{settings.expected_batch_size} expected in a step, "
         f"of at most {config.training.seq_len:,} tokens each",
     ]

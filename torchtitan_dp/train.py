@@ -3,11 +3,12 @@
     torchrun … -m torchtitan_dp.train --job.config_file FILE [--section.key value …]
 
 Guarantee:
-    After k optimizer steps the weights are (epsilon, delta)-DP for one record, with the epsilon
-    that `privacy.json` states: each step is the Poisson-subsampled Gaussian mechanism on the sum
-    of clipped per-record gradients. It rests on the guarantees of `privacy.sampling`, `gradients`,
-    `optimizer` and `privacy.accounting`, and on keys that leave this process's memory only to the
-    other ranks. Control flow depends on records' lengths (`data.buckets`) and on no other content.
+    After k optimizer steps the weights are (epsilon, delta)-DP for one record, or one unit of
+    `data.unit_field`, with the epsilon that `privacy.json` states: each step is the
+    Poisson-subsampled Gaussian mechanism on the sum of clipped gradients, one a unit. It rests on
+    the guarantees of `privacy.sampling`, `data.units`, `gradients`, `optimizer` and
+    `privacy.accounting`, and on keys that leave this process's memory only to the other ranks.
+    Control flow depends on records' lengths (`data.buckets`) and on no other content.
 """
 
 import math
@@ -120,8 +121,9 @@ class DPTrainer(Trainer):
         statistics = SampleStatistics(settings.max_grad_norm)
         key = self.sampling_keys.take(self.step)
         draw = poisson_draw(key, len(loader.units), settings.sample_rate)
-        lengths = loader.lengths(draw, ladder(self.job_config), self.device)
-        for microbatch in loader.microbatches(draw, lengths):  # may be none
+        choices = self.window_keys.take(self.step)
+        lengths = loader.lengths(draw, ladder(self.job_config), self.device, choices)
+        for microbatch in loader.microbatches(draw, lengths, choices):  # may be none
             self.metrics_processor.ntokens_since_last_log += microbatch.labels_BT.numel()
             for part in microbatch.to(self.device).split(self.gradients.batch_size):
                 loss_B = self.sample_losses(part.tokens_BT, part.labels_BT)
@@ -202,6 +204,7 @@ class DPTrainer(Trainer):
             dist.broadcast(shared, src=0)
             root = RootKey(shared.cpu().numpy().tobytes())
         self.sampling_keys, self.noise_keys = root.stream("sampling"), root.stream("noise")
+        self.window_keys = root.stream("window")
 
     def _open_ledger(self) -> tuple[Ledger, ExecutedSteps]:
         """The account to keep, on terms fixed at this folder's first start."""

@@ -11,6 +11,7 @@ import os
 from dataclasses import dataclass
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.opening import noun, privacy_unit
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ExecutedSteps, read_published
 from torchtitan_dp.ledger.initial import start_from
 from torchtitan_dp.ledger.lineage import Ledger, Settings, fix_budget
@@ -39,7 +40,7 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None, fingerprin
     """Noise, sampling rate and epsilon of a run.
 
     Args:
-        records: number of training records.
+        records: number of training records, or units.
         before: the ledger of the run that this one resumes, whose noise and rate are kept, unless
             `privacy.new_segment` is set.
         fingerprint: of the records.
@@ -52,8 +53,9 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None, fingerprin
     warnings = []
     if privacy.delta >= 1 / records:
         warnings.append(
-            f"privacy.delta = {privacy.delta:g} is at least 1 / number of records "
-            f"({1 / records:.2g}): such a delta allows publishing a record outright; use less"
+            f"privacy.delta = {privacy.delta:g} is at least 1 / number of {noun(config)}s "
+            f"({1 / records:.2g}): such a delta allows publishing a {noun(config)} outright; use "
+            "less"
         )
     ledger = Ledger(settings_of(config, records), config_hash=config_hash(config))
     if before is None:
@@ -95,11 +97,12 @@ def settings_of(config: JobConfig, records: int) -> Settings:
         rate, source, relation = privacy.sample_rate, "privacy.sample_rate", "add_remove"
     else:
         rate, relation = batch / records, "zero_out"
-        source = "training.global_batch_size / number of training records (which is public)"
+        source = f"training.global_batch_size / number of training {noun(config)}s"
+        source += " (which is public)"
         if rate > 1:
             raise ValueError(
-                f"training.global_batch_size = {batch}: more than the {records} training records, "
-                f"so the sample rate would exceed 1; use at most {records}"
+                f"training.global_batch_size = {batch}: more than the {records} training "
+                f"{noun(config)}s, so the sample rate would exceed 1; use at most {records}"
             )
     assert privacy.delta is not None
     return Settings(
@@ -111,6 +114,7 @@ def settings_of(config: JobConfig, records: int) -> Settings:
         accountant=privacy.accountant,
         sample_rate_source=source,
         neighbouring_relation=relation,
+        privacy_unit=privacy_unit(config),
         target_epsilon=privacy.target_epsilon,
     )
 
