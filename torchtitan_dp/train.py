@@ -59,6 +59,7 @@ class DPTrainer(Trainer):
     job_config: JobConfig
     dataloader: RecordLoader
     metrics_processor: PrivateMetricsProcessor
+    clipped_sum_type: type[ClippedSum] = ClippedSum  # audits plant canaries in theirs
 
     def __init__(self, job_config: JobConfig) -> None:
         # TorchTitan would demand a multiple of MBS x dp; ours is an expectation.
@@ -80,7 +81,7 @@ class DPTrainer(Trainer):
                 parallelism.context_parallel_degree,
             ),
         )
-        self.clipped_sum = ClippedSum(
+        self.clipped_sum = self.clipped_sum_type(
             parameters,
             groups,
             max_grad_norm=settings.max_grad_norm,
@@ -188,6 +189,7 @@ class DPTrainer(Trainer):
             dist.broadcast(shared, src=0)
             root = RootKey(shared.cpu().numpy().tobytes())
         self.sampling_keys, self.noise_keys = root.stream("sampling"), root.stream("noise")
+        self.coin_keys = root.stream("coin")  # of audits
 
     def _open_ledger(self) -> tuple[Ledger, ExecutedSteps]:
         """The account to keep, on terms fixed at this folder's first start."""
