@@ -65,6 +65,7 @@ class DPTrainer(Trainer):
     checkpointer: Checkpointer
     dataloader: RecordLoader
     metrics_processor: PrivateMetricsProcessor
+    clipped_sum_type: type[ClippedSum] = ClippedSum  # audits plant canaries in theirs
 
     def __init__(self, job_config: JobConfig) -> None:
         # TorchTitan would demand a multiple of MBS x dp; ours is an expectation.
@@ -89,7 +90,7 @@ class DPTrainer(Trainer):
                 parallelism.context_parallel_degree,
             ),
         )
-        self.clipped_sum = ClippedSum(
+        self.clipped_sum = self.clipped_sum_type(
             parameters,
             groups,
             max_grad_norm=settings.max_grad_norm,
@@ -205,6 +206,7 @@ class DPTrainer(Trainer):
             root = RootKey(shared.cpu().numpy().tobytes())
         self.sampling_keys, self.noise_keys = root.stream("sampling"), root.stream("noise")
         self.window_keys = root.stream("window")
+        self.coin_keys = root.stream("coin")  # of audits
 
     def _open_ledger(self) -> tuple[Ledger, ExecutedSteps]:
         """The account to keep, on terms fixed at this folder's first start."""
