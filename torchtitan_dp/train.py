@@ -33,7 +33,7 @@ from torchtitan_dp.data.buckets import ladder
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.distributed.checkpointer import Checkpointer
 from torchtitan_dp.distributed.parallelize import trained_fsdp_modules
-from torchtitan_dp.distributed.stop import StopRequest
+from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.methods import build_gradients
 from torchtitan_dp.gradients.reduction import ReductionGroups
@@ -142,6 +142,8 @@ class DPTrainer(Trainer):
             self._publish()
 
     def should_continue_training(self) -> bool:
+        if self.step == self.checkpointer.loaded_step + 1:
+            shorten_timeouts(self.job_config, self.parallel_dims)
         return super().should_continue_training() and not self.stop.is_agreed(self.device)
 
     def train(self) -> None:
@@ -251,12 +253,7 @@ class DPTrainer(Trainer):
             "epsilon": self.account.epsilon(),
             "noise_multiplier": settings.noise_multiplier,
         }
-        batch = self.parallel_dims.get_optional_mesh("batch")
-        cp = self.parallel_dims.get_optional_mesh("cp")
-        reduced = statistics.reduce(
-            None if cp is None else cp.get_group(), None if batch is None else batch.get_group()
-        )
-        self.metrics_processor.log_step(self.step, public, reduced)
+        self.metrics_processor.log_step(self.step, public, statistics.reduce(self.parallel_dims))
 
     def _is_told(self, step: int) -> bool:
         """Whether `privacy.json` is renewed: before each checkpoint, when logging, at the end."""
@@ -302,7 +299,7 @@ def main(argv: list[str]) -> None:
     trainer = build_trainer(config)
     try:
         trainer.train()
-        if exports:
+        if exports and trainer.step == config.training.steps:  # not where it was stopped
             logger.info(f"Hugging Face folder: {export(trainer.model_parts[0], config)}/")
     finally:
         trainer.close()

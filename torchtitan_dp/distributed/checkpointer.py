@@ -30,6 +30,8 @@ class Checkpointer(CheckpointManager):
 
     resumes = False
     """Whether `load` took a checkpoint of this run."""
+    loaded_step = 0
+    """Its step."""
 
     def __init__(self, trainer: Trainer) -> None:
         """Takes the place of the one that TorchTitan's Trainer has made, with the same states."""
@@ -46,7 +48,6 @@ class Checkpointer(CheckpointManager):
             base_folder=config.job.dump_folder,
         )
         self._origin = origin(config)
-        self._loaded_step = 0
 
     def load(self, step: int = -1) -> bool:
         """Load the newest whole checkpoint, else the initial weights asked for; whether any was.
@@ -71,7 +72,7 @@ class Checkpointer(CheckpointManager):
                 "whole copy"
             )
         loaded = super().load(step)
-        self._loaded_step = max(step, 0)
+        self.loaded_step = max(step, 0)
         return loaded
 
     def dcp_load(
@@ -114,7 +115,7 @@ class Checkpointer(CheckpointManager):
         try:
             if saves:
                 self._async_wait()
-            if saves and step != self._loaded_step and not self._should_save(step):
+            if saves and step != self.loaded_step and not self._should_save(step):
                 self.dcp_save(
                     self._flattened_model_states_sd(),
                     checkpoint_id=self._create_checkpoint_id(step),

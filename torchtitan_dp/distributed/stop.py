@@ -1,11 +1,15 @@
-"""A run that is asked to stop: the signals a worker hears, and the step all ranks stop at."""
+"""A run that is asked to stop, or whose peers hang: signals, and how long a collective may wait."""
 
+import datetime
 import os
 import signal
 import threading
 
 import torch
 import torch.distributed as dist
+from torchtitan.config import JobConfig
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.utils import set_pg_timeouts
 
 from torchtitan_dp.process import STOP_SIGNAL
 
@@ -52,3 +56,12 @@ class StopRequest:
         asked = torch.tensor(float(self._asked.is_set()), device=device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
         return bool(asked.item())
+
+
+def shorten_timeouts(config: JobConfig, parallel_dims: ParallelDims) -> None:
+    """Have collectives wait for `comm.train_timeout_seconds`, once a start's first step is done.
+
+    TorchTitan does so after step 1 alone, which a resumed run never takes. Collective.
+    """
+    timeout = datetime.timedelta(seconds=config.comm.train_timeout_seconds)
+    set_pg_timeouts(timeout, parallel_dims)
