@@ -71,7 +71,10 @@ def edit(folder, **changes):
         (lambda f: edit(f, epsilon_executed=0.5), "epsilon_executed = 0.5"),
         (lambda f: edit(f, noise_multiplier=9.0), "noise_multiplier is not that of its last"),
         (lambda f: edit(f, run="another"), "is of another run"),
-        (lambda f: (f / "steps_executed.log").write_text("1 1.0 0.125\n"), "fewer than"),
+        (
+            lambda f: (f / "steps_executed.log").write_text("1 1.0 0.125\n"),
+            "counts 1 steps, but privacy.json 4",
+        ),
         (lambda f: (f / "checkpoint/step-4").rename(f / "checkpoint/step-5"), "counts 4 steps"),
     ],
 )
@@ -170,10 +173,15 @@ def test_an_adaptive_segment_stays_within_the_budget_of_the_first_start(copy, da
         plan_of(command, copy)
     before = earlier_ledger(str(copy))
     before.steps = 2  # stopped half-way, and gone on with more noise
+    log = copy / "steps_executed.log"
+    log.write_text(2 * "1 1.0 0.125\n")
     config = load_config([*command, *with_sigma(2.0)], 2)
     plan = make_plan(config, 24, before, "")
     assert plan.ledger.adaptive
     assert spends((SIGMA, 2), (2.0, 3)) <= plan.epsilon <= budget
+    log.write_text(4 * "1 1.0 0.125\n")  # two were lost: what was seen of them counts too
+    with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
+        make_plan(config, 24, before, "")
 
 
 def test_the_target_leaves_what_was_not_spent(copy, data):

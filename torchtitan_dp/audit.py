@@ -31,6 +31,7 @@ from torchtitan_dp.auditing import report
 from torchtitan_dp.auditing.game import Game
 from torchtitan_dp.auditing.one_run import CanaryAudit, audit
 from torchtitan_dp.auditing.options import check, parse
+from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.cli import exit_on_mistake, load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.opening import Records
@@ -59,12 +60,7 @@ def play_game(
 
     Collective over the world.
     """
-    sigma, parallelism = plan.settings.noise_multiplier, config.parallelism
-    degrees = (
-        parallelism.data_parallel_replicate_degree,
-        parallelism.data_parallel_shard_degree,
-        parallelism.context_parallel_degree,
-    )
+    sigma, degrees = plan.settings.noise_multiplier, mesh_degrees(config)
     dims = ParallelDims(*degrees, 1, 1, 1, 1, dist.get_world_size())
     dims.build_mesh()
     game = Game(

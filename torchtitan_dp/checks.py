@@ -3,6 +3,16 @@
 from torchtitan_dp.config import JobConfig
 
 
+def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
+    """Of dp_replicate, dp_shard and cp."""
+    parallelism = config.parallelism
+    return (
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree,
+        parallelism.context_parallel_degree,
+    )
+
+
 def resolve_degrees(config: JobConfig, world_size: int) -> None:
     """Fill in `parallelism` degrees of -1 for `world_size` ranks, in place.
 

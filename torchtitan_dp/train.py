@@ -27,6 +27,7 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 from torchtitan_dp.checkpoint import checkpoint_folder, newest_whole_checkpoint
+from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.buckets import ladder
@@ -45,7 +46,12 @@ from torchtitan_dp.ledger import (
     summary,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, refuse_private_folder
+from torchtitan_dp.ledger.terms import (
+    earlier_ledger,
+    make_plan,
+    refuse_overspending,
+    refuse_private_folder,
+)
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.llama3 import require_loaded, trainable_parameters
@@ -76,20 +82,13 @@ class DPTrainer(Trainer):
         self.checkpointer = Checkpointer(self)
         self.stop = StopRequest()
 
-        parallelism, privacy = job_config.parallelism, job_config.privacy
+        privacy = job_config.privacy
         (model,) = self.model_parts
         parameters = trainable_parameters(model)
         self.ledger, self.executed = self._open_ledger()
         self._open_account()
         settings = self.ledger.settings
-        groups = ReductionGroups.build(
-            self.device.type,
-            (
-                parallelism.data_parallel_replicate_degree,
-                parallelism.data_parallel_shard_degree,
-                parallelism.context_parallel_degree,
-            ),
-        )
+        groups = ReductionGroups.build(self.device.type, mesh_degrees(job_config))
         self.clipped_sum = self.clipped_sum_type(
             parameters,
             groups,
@@ -111,7 +110,7 @@ class DPTrainer(Trainer):
             model,
             self.device,
             self.parallel_dims.get_optional_mesh("cp"),
-            parallelism.context_parallel_load_balancer,
+            job_config.parallelism.context_parallel_load_balancer,
         )
         self._ledger_loaded = False
         self._draw_secrets()
@@ -185,6 +184,7 @@ class DPTrainer(Trainer):
         loaded = Ledger.from_json(state_dict["ledger"])
         self._ledger_loaded = True
         self.ledger.go_on_from(loaded, self.job_config.privacy.new_segment)
+        refuse_overspending(self.job_config, self.ledger)
         assert loaded.steps == state_dict["step"]
         self.step = loaded.steps
         self._open_account()

@@ -5,6 +5,7 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 
@@ -60,12 +61,12 @@ def make_setting(
         ValueError: one line on the user's mistake.
     """
     config = read_config(config_file, overrides, devices)
-    mesh = config.parallelism
+    dp_replicate, dp_shard, _ = mesh_degrees(config)
     return Setting(
         config_file,
         tuple(overrides),
         devices,
-        mesh.data_parallel_replicate_degree * mesh.data_parallel_shard_degree,
+        dp_replicate * dp_shard,
         config.training.seq_len * seq_len_factor,
         local_batch_size,
         microbatches,

@@ -35,6 +35,8 @@ class Account:
 
     def epsilon(self, steps: int | None = None) -> float:
         """Spent by the lineage at `steps` (default: now); infinite if it is not private."""
+        if self._ledger.adaptive:  # what was chosen may depend on abandoned steps as well
+            return self.epsilon_executed()
         steps = self._ledger.steps if steps is None else steps
         return self._at(self._lineage_curve, self._lineage, steps - self._first_step)
 

@@ -58,6 +58,12 @@ def start_from(ledger: Ledger, config: JobConfig, fingerprint: str) -> None:
             "person in both is covered by neither number alone"
         )
         return
+    if earlier.adaptive:
+        raise ValueError(
+            f"checkpoint.initial_load_path = '{path}': settings of the run it comes from were "
+            "chosen after results were seen, which no epsilon of a later run covers; go on with "
+            "that run itself, or start from other weights"
+        )
     unit = ledger.settings.privacy_unit
     if earlier.settings.privacy_unit != unit:
         raise ValueError(

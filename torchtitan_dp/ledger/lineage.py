@@ -4,8 +4,9 @@ Guarantee:
     `Ledger.epsilon` bounds what the weights at `steps` reveal: the composition of every segment of
     their own lineage, and of the lineage of the weights they started from where that saw the same
     records. A segment opened as "planned" assumes that the change was fixed before training; once
-    one was opened as "adaptive", epsilon is that of a Renyi filter (`privacy.filter`) at an order
-    and against a budget fixed at the first start. "Not private" is never undone.
+    one was opened as "adaptive", `Account` tells of all steps ever begun, by a Renyi filter
+    (`privacy.filter`) at an order and against a budget fixed at the first start. "Not private"
+    is never undone.
 """
 
 import dataclasses

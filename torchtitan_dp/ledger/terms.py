@@ -68,19 +68,7 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None, fingerprin
         ledger.budget = fix_budget(ledger.settings, steps, ledger.before())
     else:
         ledger.go_on_from(before, privacy.new_segment)
-    epsilon = ledger.epsilon(max(steps, ledger.steps))
-    if privacy.target_epsilon is not None and epsilon > privacy.target_epsilon:
-        raise ValueError(
-            f"privacy.target_epsilon = {privacy.target_epsilon:g}: this run's noise was fixed at "
-            f"its first start, and {steps} training.steps would spend {epsilon:.4g}; lower "
-            "training.steps, raise the target, or start afresh in another job.dump_folder"
-        )
-    if ledger.adaptive and ledger.budget is not None and epsilon > ledger.budget.epsilon:
-        raise ValueError(
-            f"privacy.new_segment = 'adaptive': {steps} training.steps would spend {epsilon:.4g} "
-            f"by the filter, more than the {ledger.budget.epsilon:.4g} fixed at the first start; "
-            "lower training.steps, or raise privacy.noise_multiplier"
-        )
+    epsilon = refuse_overspending(config, ledger)
     if sigma == 0:
         ledger.mark_not_private("privacy.noise_multiplier = 0")
         warnings.append("privacy.noise_multiplier = 0: the run is NOT private")
@@ -88,6 +76,35 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None, fingerprin
         ledger.mark_not_private("privacy.debug_seed was set: the noise can be redrawn")
         warnings.append("privacy.debug_seed is set: the run is NOT private")
     return Plan(ledger, steps, epsilon, tuple(warnings))
+
+
+def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
+    """The epsilon that a run will have spent at its last step.
+
+    Raises:
+        ValueError: it is above the target, or above the budget that adaptive segments have.
+    """
+    privacy, steps = config.privacy, config.training.steps
+    epsilon = ledger.epsilon(max(steps, ledger.steps))
+    if privacy.target_epsilon is not None and epsilon > privacy.target_epsilon:
+        raise ValueError(
+            f"privacy.target_epsilon = {privacy.target_epsilon:g}: this run's noise was fixed at "
+            f"its first start, and {steps} training.steps would spend {epsilon:.4g}; lower "
+            "training.steps, raise the target, or start afresh in another job.dump_folder"
+        )
+    if not ledger.adaptive or ledger.budget is None:
+        return epsilon
+    # What was chosen may depend on lost and abandoned steps as well: the filter counts them.
+    begun = ExecutedSteps(config.job.dump_folder).segments(ledger.settings)
+    to_come = ledger.settings.mechanism(max(steps - ledger.steps, 0))
+    epsilon = max(epsilon, ledger.compose([*ledger.before(), *begun, to_come]))
+    if epsilon > ledger.budget.epsilon:
+        raise ValueError(
+            f"privacy.new_segment = 'adaptive': {steps} training.steps would spend {epsilon:.4g} "
+            f"by the filter, more than the {ledger.budget.epsilon:.4g} fixed at the first start; "
+            "lower training.steps, or raise privacy.noise_multiplier"
+        )
+    return epsilon
 
 
 def settings_of(config: JobConfig, records: int) -> Settings:

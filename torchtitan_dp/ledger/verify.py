@@ -46,6 +46,8 @@ class Run:
     @property
     def epsilon(self) -> float | None:
         """Of the weights; None if they are not private."""
+        if self.ledger.adaptive:
+            return self.epsilon_executed
         return self.ledger.epsilon() if self.ledger.private else None
 
     @property

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
+from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.hugging_face import on_meta
 from torchtitan_dp.models.llama3 import LlamaArgs
@@ -44,16 +45,16 @@ def step_cost(
         tflops: what each device sustains, in TFLOP/s; with full activation checkpointing the
             forward pass counts twice.
     """
-    parallelism, seq_len = config.parallelism, config.training.seq_len
-    ranks = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-    slots = ranks * config.training.local_batch_size
+    seq_len = config.training.seq_len
+    dp_replicate, dp_shard, cp = mesh_degrees(config)
+    slots = dp_replicate * dp_shard * config.training.local_batch_size
     microbatches = expected_rounds(records, rate, slots)
     tokens = microbatches * slots * seq_len  # empty slots are computed too
     _, flops_per_token = args.get_nparams_and_flops(on_meta(args), seq_len)
     flops, seconds = tokens * flops_per_token, None
     if tflops is not None:
         computed = flops * (4 / 3 if config.activation_checkpoint.mode == "full" else 1)
-        seconds = computed / (tflops * 1e12 * ranks * parallelism.context_parallel_degree)
+        seconds = computed / (tflops * 1e12 * dp_replicate * dp_shard * cp)
     return StepCost(microbatches, tokens, flops, seconds, config.training.steps)
 
 

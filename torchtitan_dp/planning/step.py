@@ -27,6 +27,7 @@ from torch.distributed.tensor.experimental._context_parallel import _attention a
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_dp import optimizer as dp_optimizer
+from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed import offload
 from torchtitan_dp.distributed.parallelize import parallelize_llama, trained_fsdp_modules
@@ -189,12 +190,7 @@ def _formed(tracker: MemoryTracker, gradients: GradSampleGradients, *_: Any) -> 
 
 
 def _parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]]:
-    parallelism = config.parallelism
-    degrees = (
-        parallelism.data_parallel_replicate_degree,
-        parallelism.data_parallel_shard_degree,
-        parallelism.context_parallel_degree,
-    )
+    degrees = mesh_degrees(config)
     dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
     dims.build_mesh()
     return dims, degrees
