@@ -56,7 +56,7 @@ def test_a_run_that_holds_together(first, capsys):
     assert told["runs"][0]["epsilon"] == pytest.approx(spends((SIGMA, 4)))
     assert told["total"]["epsilon"] == told["runs"][0]["epsilon_executed"]
     assert privacy(first)["epsilon"] == pytest.approx(spends((SIGMA, 4)))
-    assert "together: epsilon = " in capsys.readouterr().err
+    assert "the run: epsilon = " in capsys.readouterr().err
 
 
 def edit(folder, **changes):

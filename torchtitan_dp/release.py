@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import sys
-import warnings
 from typing import Any
 
 import torch
@@ -115,9 +114,7 @@ def _load(folder: str, state: dict[str, Any]) -> None:
         ValueError: if it lacks one, holds it in another shape, or is broken.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as is meant
-            safe_checkpoint.load(state, folder, no_dist=True)
+        safe_checkpoint.load(state, folder, no_dist=True)
     except (CheckpointException, Exception) as error:  # the first is a BaseException only
         failures = getattr(error, "failures", None)
         cause = next(iter(failures.values()))[0] if failures else error

@@ -9,6 +9,7 @@ import io
 import os
 import pathlib
 import pickle
+import warnings
 import zipfile
 from collections.abc import Iterator
 from typing import IO, Any, NamedTuple
@@ -144,7 +145,11 @@ def load(state_dict: dict[str, Any], folder: str, *, no_dist: bool = False) -> N
     Raises:
         CheckpointException: PyTorch's, if a rank could not read it.
     """
-    dcp.load(state_dict, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=no_dist)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as `no_dist` asks
+        dcp.load(
+            state_dict, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=no_dist
+        )
 
 
 def _load_value(file: io.BytesIO) -> Any:

@@ -12,7 +12,7 @@ import json
 import sys
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 
 from torchtitan_dp.cli import exit_on_mistake
 from torchtitan_dp.ledger.verify import Run, Total, total, verify
@@ -46,7 +46,9 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _show(runs: list[Run], spent: Total) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
-    table = Table("run", "name", "steps", "epsilon", "begun", "epsilon of all begun", "verified")
+    table = Table(Column("run", overflow="fold"), Column("name", no_wrap=True))
+    for head in ("steps", "epsilon", "begun", "epsilon of all begun", "verified"):
+        table.add_column(head, justify="right")
     for run in runs:
         table.add_row(
             run.folder,
@@ -64,9 +66,9 @@ def _show(runs: list[Run], spent: Total) -> None:
                 console.print(f"{kind}: {run.folder}: {line}", markup=False)
         for caveat in run.ledger.caveats:
             console.print(f"assumed: {run.folder}: {caveat}", markup=False)
-    many = f"all {len(runs)} runs" if len(runs) > 1 else "the run"
+    many = f"all {len(runs)} runs together" if len(runs) > 1 else "the run"
     console.print(
-        f"{many} together: epsilon = {_epsilon(spent.epsilon)}, delta = {spent.delta:g} "
+        f"{many}: epsilon = {_epsilon(spent.epsilon)}, delta = {spent.delta:g} "
         f"({spent.accountant}; {spent.steps_executed:,} steps; unit: one "
         f"{runs[0].ledger.settings.privacy_unit})"
     )
