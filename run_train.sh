@@ -5,7 +5,9 @@
 #   CONFIG_FILE  the TOML; default: train_configs/llama3_debug.toml (--job.config_file wins)
 #   LOG_RANK     ranks whose output is shown, as "0,1"; default: 0
 #
+# SIGTERM or SIGUSR1 to this process: the run saves a checkpoint after its step, and ends.
 # Exit code 2: the configuration is wrong, one line says how, and nothing was started.
+# Exit code 75: stopped by such a signal; the same command goes on.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd -P)"
@@ -45,7 +47,7 @@ export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 
 # Workers that find another parent know that their launcher died; exec keeps the process id.
 export TORCHTITAN_DP_LAUNCHER_PID=$$
-# exec: a signal to this script is a signal to torchrun.
-exec "$PY" -m torch.distributed.run --nproc_per_node="$NGPU" --rdzv_backend c10d \
+# exec: a signal to this script is a signal to the launcher.
+exec "$PY" -m torchtitan_dp.launch --nproc_per_node="$NGPU" --rdzv_backend c10d \
     --rdzv_endpoint=localhost:0 --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
     -m torchtitan_dp.train ${config[@]+"${config[@]}"} "$@"

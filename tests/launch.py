@@ -79,7 +79,7 @@ class Run:
         self.mark, self.log = uuid.uuid4().hex, log
         log.parent.mkdir(parents=True, exist_ok=True)
         torchrun = [
-            *(sys.executable, "-m", "torch.distributed.run"),
+            *(sys.executable, "-m", "torchtitan_dp.launch"),
             *("--nproc_per_node", str(world_size), "--rdzv_backend", "c10d"),
             *("--rdzv_endpoint=localhost:0", "--role", "rank", "--tee", "3"),
             *program,

@@ -17,6 +17,8 @@ import torch
 import torch.multiprocessing as mp
 
 TIMEOUT_S = 120
+# "fork" saves the imports; only for a process that ran nothing yet (tests/hazards/mutants).
+START_METHOD = "TORCHTITAN_DP_TEST_START_METHOD"
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -35,7 +37,7 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
 
 class _Pool:
     def __init__(self, world_size: int) -> None:
-        context = mp.get_context("spawn")
+        context = mp.get_context(os.environ.get(START_METHOD, "spawn"))
         with socket.socket() as s:
             s.bind(("127.0.0.1", 0))
             port = s.getsockname()[1]

@@ -29,7 +29,7 @@ def test_ranks_that_see_other_records_refuse_to_train():
 
 
 def test_a_run_without_privacy_may_not_use_a_private_folder(tmp_path):
-    from torchtitan_dp.plan import refuse_private_folder
+    from torchtitan_dp.ledger.terms import refuse_private_folder
 
     refuse_private_folder(str(tmp_path))
     (tmp_path / "privacy.json").write_text(json.dumps({}))

@@ -9,7 +9,18 @@ import stat
 import pytest
 
 from torchtitan_dp import ledger
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, Settings, read_published
+from torchtitan_dp.ledger import (
+    Account,
+    Budget,
+    ExecutedSteps,
+    Ledger,
+    Segment,
+    Settings,
+    files,
+    read_published,
+)
+from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
+from torchtitan_dp.privacy import accounting
 
 SETTINGS = Settings(
     noise_multiplier=1.0,
@@ -23,10 +34,17 @@ SETTINGS = Settings(
 )
 
 
+def publish(folder, kept, begun, newest=0):
+    """What a process that starts with `begun` steps in the folder's log publishes."""
+    line = f"1 {kept.settings.noise_multiplier} {kept.settings.sample_rate}\n"
+    (folder / "steps_executed.log").write_text(begun * line)
+    return Account(kept, ExecutedSteps(str(folder)), total_steps=1000).publish(str(folder), newest)
+
+
 def test_published_file_holds_the_contract_and_is_its_owners_only(tmp_path):
     os.umask(0)  # the mode must not depend on it
     try:
-        spent = Ledger(SETTINGS, steps=10).publish(str(tmp_path), steps_executed=20)
+        spent = publish(tmp_path, Ledger(SETTINGS, steps=10), 20)
     finally:
         os.umask(0o022)
     path = tmp_path / "privacy.json"
@@ -34,36 +52,44 @@ def test_published_file_holds_the_contract_and_is_its_owners_only(tmp_path):
     assert json.loads(path.read_text()) == spent
     assert spent["epsilon"] == SETTINGS.epsilon(10)
     assert spent["epsilon_executed"] == SETTINGS.epsilon(20) > spent["epsilon"]
-    assert [p.name for p in tmp_path.iterdir()] == ["privacy.json"]  # no temporary file is left
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["privacy.json", "steps_executed.log"]
 
 
 @pytest.mark.parametrize("failing", ["fsync", "replace"])
 def test_a_failed_write_leaves_the_file_before(tmp_path, monkeypatch, failing):
-    Ledger(SETTINGS, steps=10).publish(str(tmp_path), steps_executed=10)
+    publish(tmp_path, Ledger(SETTINGS, steps=10), 10)
     before = (tmp_path / "privacy.json").read_bytes()
 
     def fail(*_):
         raise OSError("disk full")
 
-    monkeypatch.setattr(ledger.os, failing, fail)
+    monkeypatch.setattr(files.os, failing, fail)
     with pytest.raises(OSError, match="disk full"):
-        Ledger(SETTINGS, steps=20).publish(str(tmp_path), steps_executed=20)
+        publish(tmp_path, Ledger(SETTINGS, steps=20), 20)
     assert (tmp_path / "privacy.json").read_bytes() == before
 
 
 def test_content_is_synced_before_it_replaces(tmp_path, monkeypatch):
     calls = []
     sync, replace = os.fsync, os.replace
-    monkeypatch.setattr(ledger.os, "fsync", lambda *a: (calls.append("fsync"), sync(*a)))
-    monkeypatch.setattr(ledger.os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
-    Ledger(SETTINGS).publish(str(tmp_path), steps_executed=0)
+    monkeypatch.setattr(files.os, "fsync", lambda *a: (calls.append("fsync"), sync(*a)))
+    monkeypatch.setattr(files.os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
+    publish(tmp_path, Ledger(SETTINGS), 0)
     assert calls == ["fsync", "replace"]
 
 
 def test_read_back_what_was_published(tmp_path):
     assert read_published(str(tmp_path)) is None
-    kept = Ledger(SETTINGS, steps=7, private=False, caveats=["one", "two"])
-    kept.publish(str(tmp_path), steps_executed=9)
+    later = dataclasses.replace(SETTINGS, noise_multiplier=2.0)
+    kept = Ledger(
+        later,
+        steps=7,
+        caveats=["one", "two"],
+        finished=[Segment(SETTINGS, 4)],
+        ancestors=[Ancestor("0123", (Segment(later, 2),))],
+        budget=Budget(3.0, 8.0),
+    )
+    publish(tmp_path, kept, 9)
     assert read_published(str(tmp_path)) == kept
     assert Ledger.from_json(kept.to_json()) == kept  # as a checkpoint holds it
 
@@ -119,7 +145,7 @@ def test_not_private_sticks(tmp_path):
     kept.mark_not_private("why")
     assert (kept.private, kept.caveats) == (False, ["why"])
     assert Ledger.from_json(kept.to_json()).private is False
-    spent = kept.publish(str(tmp_path), steps_executed=1)
+    spent = publish(tmp_path, kept, 1)
     assert spent["private"] is False
     assert spent["epsilon"] is None
     assert spent["epsilon_executed"] is None
@@ -140,29 +166,42 @@ def test_every_step_ever_begun_is_counted(tmp_path):
     executed = ExecutedSteps(str(tmp_path))
     assert executed.count == 0
     for step in (1, 2, 3):
-        executed.begin(step)
+        executed.begin(step, SETTINGS)
     again = ExecutedSteps(str(tmp_path))  # killed, and resumed from step 1
     assert again.count == 3
-    again.begin(2)
+    again.begin(2, SETTINGS)
     assert again.count == ExecutedSteps(str(tmp_path)).count == 4
     assert stat.S_IMODE((tmp_path / "steps_executed.log").stat().st_mode) == 0o600
 
 
-def test_a_torn_line_was_begun_too(tmp_path):
-    (tmp_path / "steps_executed.log").write_bytes(b"9\n1")  # killed while it wrote step 10
+@pytest.mark.parametrize("torn", [b"1", b"10 0.5 0.0", b"10 1.0 0.01"])
+def test_a_torn_line_was_begun_too_and_on_the_worst_terms(tmp_path, torn):
+    (tmp_path / "steps_executed.log").write_bytes(b"8 2.0 0.5\n9 0.5 0.001\n" + torn)
     executed = ExecutedSteps(str(tmp_path))
-    assert executed.count == 2
-    executed.begin(10)
     assert executed.count == 3
-    assert ExecutedSteps(str(tmp_path)).count >= 3  # the torn line does not swallow the next
+    executed.begin(10, SETTINGS)
+    for read in (executed, ExecutedSteps(str(tmp_path))):  # it does not swallow the next
+        assert [(s.noise_multiplier, s.sample_rate, s.steps) for s in read.segments(SETTINGS)] == [
+            (0.5, 0.001, 1),
+            (0.5, 0.5, 1),
+            (1.0, 0.01, 1),
+            (2.0, 0.5, 1),
+        ]
+
+
+@pytest.mark.parametrize("line", ["x 1.0 0.01", "3 1.0", "3 one 0.01", ""])
+def test_a_line_that_is_no_step_is_refused(tmp_path, line):
+    (tmp_path / "steps_executed.log").write_text(f"1 1.0 0.01\n{line}\n2 1.0 0.01\n")
+    with pytest.raises(ValueError, match=r"steps_executed\.log, line 2"):
+        ExecutedSteps(str(tmp_path))
 
 
 def test_a_step_is_on_disk_before_its_update(tmp_path, monkeypatch):
     seen = []
     path = tmp_path / "steps_executed.log"
-    monkeypatch.setattr(ledger.os, "fsync", lambda _: seen.append(path.read_bytes()))
-    ExecutedSteps(str(tmp_path)).begin(1)
-    assert seen == [b"1\n"]
+    monkeypatch.setattr(files.os, "fsync", lambda _: seen.append(path.read_bytes()))
+    ExecutedSteps(str(tmp_path)).begin(1, SETTINGS)
+    assert seen == [b"1 1.0 0.01\n"]
 
 
 def test_other_data_is_refused(tmp_path):
@@ -176,22 +215,85 @@ def test_other_data_is_refused(tmp_path):
 
 def test_fingerprint_is_not_published(tmp_path):
     ledger.write_fingerprint(str(tmp_path), "a" * 64)
-    Ledger(SETTINGS).publish(str(tmp_path), steps_executed=0)
+    publish(tmp_path, Ledger(SETTINGS), 0)
     assert "a" * 12 not in (tmp_path / "privacy.json").read_text()
 
 
 def test_privacy_json_speaks_for_the_furthest_checkpoint_of_its_folder(tmp_path):
     """A shorter run in the same folder must not lower what an earlier checkpoint spent."""
     settings = Settings(1.0, 0.01, 1.0, 1e-5, 4, "rdp", "test", "zero_out")
-    long = Ledger(settings, steps=50).publish(str(tmp_path), 50)
-    short = Ledger(settings, steps=5).publish(str(tmp_path), 55, newest_checkpoint=50)
+    long = publish(tmp_path, Ledger(settings, steps=50), 50)
+    short = publish(tmp_path, Ledger(settings, steps=5), 55, newest=50)
     assert short["steps"] == 50
-    assert short["epsilon"] == long["epsilon"]
+    assert long["epsilon"] <= short["epsilon"] <= long["epsilon"] * 1.1  # the next point up
     assert short["epsilon_executed"] > long["epsilon"]
 
 
 def test_executed_steps_are_never_fewer_than_the_lineages(tmp_path):
     """A checkpoint copied from elsewhere comes without its log."""
     settings = Settings(1.0, 0.01, 1.0, 1e-5, 4, "rdp", "test", "zero_out")
-    told = Ledger(settings, steps=60).publish(str(tmp_path), 10)
+    told = publish(tmp_path, Ledger(settings, steps=60), 10)
     assert told["steps_executed"] == 60
+    assert told["epsilon_executed"] >= told["epsilon"]
+
+
+# Segments.
+
+
+def test_a_segment_starts_where_the_settings_change():
+    loaded, quieter = Ledger(SETTINGS, steps=30), dataclasses.replace(SETTINGS, noise_multiplier=2)
+    with pytest.raises(ValueError, match=r"open a new segment with privacy\.new_segment"):
+        Ledger(quieter).go_on_from(loaded, None)
+    kept = Ledger(quieter)
+    kept.go_on_from(loaded, "planned")
+    assert (kept.steps, kept.finished, kept.adaptive) == (30, [Segment(SETTINGS, 30)], False)
+    assert kept.run == loaded.run
+    assert any("fixed before" in caveat for caveat in kept.caveats)
+    kept.steps = 40
+    own = [s.mechanism() for s in kept.segments()]
+    assert [s.steps for s in own] == [30, 10]
+    assert kept.epsilon() == accounting.compose(own, delta=1e-5, accountant="rdp")
+    assert loaded.epsilon() < kept.epsilon() < Ledger(SETTINGS, steps=40).epsilon()
+    again = Ledger(quieter)  # resumed on the same terms: no third segment
+    again.go_on_from(kept, "planned")
+    assert [s.steps for s in again.segments()] == [30, 10]
+
+
+@pytest.mark.parametrize("change", [{"delta": 1e-6}, {"privacy_unit": "patient"}])
+def test_some_terms_no_segment_may_change(change):
+    with pytest.raises(ValueError, match="no new segment may change"):
+        Ledger(dataclasses.replace(SETTINGS, **change)).go_on_from(Ledger(SETTINGS), "planned")
+
+
+def test_an_adaptive_segment_is_counted_by_the_filter_for_good():
+    budget = fix_budget(SETTINGS, 1000, [])
+    loaded = Ledger(SETTINGS, steps=30, budget=budget)
+    kept = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=1.5))
+    kept.go_on_from(loaded, "adaptive")
+    assert kept.budget == budget
+    kept.steps = 40
+    planned = accounting.compose(
+        [s.mechanism() for s in kept.segments()], delta=1e-5, accountant="rdp"
+    )
+    assert planned <= kept.epsilon() <= budget.epsilon
+    later = Ledger(kept.settings)
+    later.go_on_from(Ledger.from_json(kept.to_json()), None)
+    assert later.adaptive
+    assert later.epsilon() == kept.epsilon()
+
+
+def test_what_ancestors_spent_is_included(tmp_path):
+    kept = Ledger(SETTINGS, steps=5, ancestors=[Ancestor("a", (Segment(SETTINGS, 20),))])
+    spent = publish(tmp_path, kept, 8)
+    assert spent["epsilon"] == pytest.approx(SETTINGS.epsilon(25))
+    assert spent["epsilon_executed"] == pytest.approx(SETTINGS.epsilon(28))
+
+
+def test_epsilon_as_the_run_goes_on_is_never_below_what_was_spent(tmp_path):
+    kept = Ledger(SETTINGS, steps=10)
+    executed = ExecutedSteps(str(tmp_path))
+    account = Account(kept, executed, total_steps=200)
+    for step in (11, 57, 130, 200):
+        kept.steps = step
+        assert kept.epsilon() <= account.epsilon() <= Ledger(SETTINGS, steps=200).epsilon() * 1.001
+    assert account.epsilon() == pytest.approx(kept.epsilon())  # exact at the end

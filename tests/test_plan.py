@@ -10,7 +10,7 @@ import pytest
 from tests.launch import ROOT, arguments, with_sigma, write_records
 from torchtitan_dp import plan
 from torchtitan_dp.cli import load_config
-from torchtitan_dp.ledger import ExecutedSteps
+from torchtitan_dp.ledger import Account, ExecutedSteps
 from torchtitan_dp.privacy import accounting
 
 if sys.version_info >= (3, 11):
@@ -129,12 +129,13 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
     """sigma is read, never recomputed: an accountant that changed would move it."""
     first = planned()
     config = load_config(arguments(tmp_path / "out", tmp_path / "data"), 2)
-    kept = plan.make_plan(config, 24, None)
+    kept = plan.make_plan(config, 24, None, "")
     sigma = kept.settings.noise_multiplier * 1.001  # as another version would have found it
     settings = dataclasses.replace(kept.settings, noise_multiplier=sigma)
-    plan.Ledger(settings).publish(str(tmp_path / "out"), steps_executed=0)
+    out, ledger = str(tmp_path / "out"), dataclasses.replace(kept.ledger, settings=settings)
+    Account(ledger, ExecutedSteps(out), total_steps=4).publish(out)
     assert planned()["noise_multiplier"] == first["noise_multiplier"]  # no step was begun
-    ExecutedSteps(str(tmp_path / "out")).begin(1)
+    ExecutedSteps(out).begin(1, settings)
     assert planned()["noise_multiplier"] == sigma
     assert planned("--training.steps=3")["noise_multiplier"] == sigma
 
@@ -142,7 +143,7 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
 def test_an_account_that_is_gone_is_refused(tmp_path, planned, capsys):
     """Steps were begun, so terms were fixed: without `privacy.json` they cannot be known."""
     planned()
-    ExecutedSteps(str(tmp_path / "out")).begin(1)
+    (tmp_path / "out" / "steps_executed.log").write_text("1 1.0 0.1\n")
     with pytest.raises(SystemExit) as stop:
         planned()
     assert stop.value.code == 2

@@ -53,6 +53,12 @@ def check(config: JobConfig, world_size: int) -> None:
             f"training.loss_chunk_tokens = {config.training.loss_chunk_tokens}: at least 1, "
             "or 0 for all logits at once"
         )
+    checkpointing = config.activation_checkpoint
+    if checkpointing.offload_inputs and checkpointing.mode != "full":
+        raise ValueError(
+            f"activation_checkpoint.offload_inputs = true with mode = '{checkpointing.mode}': only "
+            "the inputs of whole blocks are offloaded; set activation_checkpoint.mode = 'full'"
+        )
     if not 0 <= config.data.heldout_fraction < 1:
         raise ValueError(
             f"data.heldout_fraction = {config.data.heldout_fraction}: must be in [0, 1)"
@@ -63,10 +69,10 @@ def check(config: JobConfig, world_size: int) -> None:
             "set data.heldout_fraction (0.05, say)"
         )
     _check_initial_weights(config)
-    if config.data.unit_field is not None:
+    if config.data.unit_field is None and config.data.unit_sampling != "concat":
         raise ValueError(
-            f"data.unit_field = '{config.data.unit_field}': grouping records by unit is not built "
-            "yet; remove it, and every record is its own unit"
+            f"data.unit_sampling = '{config.data.unit_sampling}': without data.unit_field every "
+            "unit is one record; set data.unit_field, or remove this"
         )
     if config.privacy.enable:
         _check_privacy(config)
@@ -175,6 +181,7 @@ def _check_privacy(config: JobConfig) -> None:
             )
     if (
         config.training.dataset == "jsonl"
+        and config.data.unit_field is None  # else by units' names, not by lines
         and config.data.heldout_fraction > 0
         and privacy.sample_rate is not None
     ):

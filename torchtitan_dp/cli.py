@@ -49,6 +49,24 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
     if path is not None:
         _check_keys(_read_toml(path), schema, path)
     config = _parse([*argv, f"--job.custom_config_module={_CUSTOM_CONFIG}"])
+    return _checked(config, schema, world_size)
+
+
+def config_from_values(values: dict[str, Any], source: str, world_size: int) -> JobConfig:
+    """A configuration from the values of all its sections, checked as `load_config` does.
+
+    Args:
+        source: the file that they come from, for messages.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    schema: Any = ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
+    _check_keys(values, schema, source)
+    return _checked(ConfigManager()._dict_to_dataclass(schema, values), schema, world_size)
+
+
+def _checked(config: Any, schema: Any, world_size: int) -> JobConfig:
     _check_values(config, schema)
     resolve_degrees(config, world_size)
     resolve_gradient_method(config)

@@ -9,17 +9,19 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:  # At run time the sections are merged by name, and this file imports nothing.
+    from torchtitan.config.job_config import ActivationCheckpoint as _ActivationCheckpoint
     from torchtitan.config.job_config import Checkpoint as _Checkpoint
     from torchtitan.config.job_config import JobConfig as _JobConfig
     from torchtitan.config.job_config import Model as _Model
     from torchtitan.config.job_config import Training as _Training
 else:
-    _JobConfig = _Training = _Checkpoint = _Model = object
+    _JobConfig = _Training = _Checkpoint = _Model = _ActivationCheckpoint = object
 
 
 @dataclass
 class Privacy:
-    """Differential privacy. The unit is one record; see the README's assumptions."""
+    """Differential privacy. The unit is one record, or what `data.unit_field` groups; see the
+    README's assumptions."""
 
     enable: bool = True
     """Train with differential privacy. False is plain TorchTitan on the same data."""
@@ -35,15 +37,24 @@ class Privacy:
     """Probability that the guarantee may fail; well below 1 / number of records. Required."""
 
     max_grad_norm: float = 1.0
-    """C: the norm that each record's gradient is clipped to."""
+    """C: the norm that each unit's gradient is clipped to."""
 
     accountant: Literal["prv", "rdp", "pld"] = "pld"
     """How epsilon is computed: `pld` (tight, pessimistic by construction; Google's dp-accounting),
     `prv` (the upper end of an error bar), `rdp` (looser); both from Opacus."""
 
+    new_segment: Literal["planned", "adaptive"] | None = None
+    """A resumed run whose noise, rate, C or batch was changed is refused, unless this says how the
+    change came about. `planned`: it was fixed before training. `adaptive`: results were seen; only
+    within a budget fixed at the first start, and counted by an RDP filter."""
+
+    initial_weights_public: bool = False
+    """The weights that the run starts from never saw private records. Needed where they come
+    without a ledger of what they spent; recorded as an assumption."""
+
     sample_rate: float | None = None
-    """q: the public probability that a record takes part in a step. By default
-    `training.global_batch_size` / number of training records, which makes that number public."""
+    """q: the public probability that a unit (by default a record) takes part in a step. By default
+    `training.global_batch_size` / number of training units, which makes that number public."""
 
     secure_noise: bool = False
     """Resist attacks on the low bits of floating-point noise: four fp64 draws a value, rounded to a
@@ -80,10 +91,21 @@ class Data:
     """The field of a `jsonl` line that holds the record's text."""
 
     unit_field: str | None = None
-    """The field that names whose record it is. Not built yet: every record is its own unit."""
+    """Whose record it is: a patient, user or repository, whose records together then are the unit
+    that is drawn, clipped and protected, by one sample. For `jsonl` a field that holds a string or
+    a whole number; for `text` only `folder`, the first folder below `training.dataset_path`. A
+    line without it is a unit of its own that contributes nothing. Unset: every record is a unit."""
+
+    unit_sampling: Literal["concat", "random"] = "concat"
+    """What a unit's sample is made of: `concat`, its records one after the other, in the order of
+    files and lines; `random`, one of its records, chosen anew at each draw."""
+
+    long_records: Literal["head", "window"] = "head"
+    """Of what is longer than `training.seq_len`: `head` takes the beginning, `window` a part chosen
+    anew at each draw."""
 
     heldout_fraction: float = 0.0
-    """The share of records, chosen by a hash of their names, that is never trained on and that
+    """The share of units, chosen by a hash of their names, that is never trained on and that
     `validation.enable` evaluates. The loss on them is not private."""
 
     on_undecodable: Literal["empty", "error"] = "empty"
@@ -112,7 +134,7 @@ class Training(_Training):
     """Samples in a microbatch of one data-parallel rank (MBS)."""
 
     global_batch_size: int = -1
-    """The expected number of records in a step; also the update's divisor. Required."""
+    """The expected number of units (records) in a step; also the update's divisor. Required."""
 
     loss_chunk_tokens: int = 2048
     """With privacy: of how many tokens the logits exist at a time, on each rank. 0: of all, as
@@ -141,6 +163,15 @@ class Checkpoint(_Checkpoint):
 
 
 @dataclass
+class ActivationCheckpoint(_ActivationCheckpoint):
+    """TorchTitan's section, with one option more."""
+
+    offload_inputs: bool = False
+    """With `mode = "full"`: keep the inputs of checkpointed blocks in the host's memory, for
+    samples longer than the device's memory allows."""
+
+
+@dataclass
 class Model(_Model):
     """TorchTitan's section; these defaults differ."""
 
@@ -161,3 +192,4 @@ class JobConfig(_JobConfig):
     training: Training = field(default_factory=Training)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     model: Model = field(default_factory=Model)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

@@ -102,14 +102,13 @@ class SampleStatistics:
         )
         self.rows.append(torch.stack(columns, dim=1))
 
-    def reduce(
-        self, cp: dist.ProcessGroup | None, batch: dist.ProcessGroup | None
-    ) -> dict[str, float]:
+    def reduce(self, parallel_dims: ParallelDims) -> dict[str, float]:
         """Statistics over all ranks; not private.
 
         Collectives: an all-reduce over cp (each rank has a part of each loss) and an all-gather
         over the data-parallel ranks, which have equally many rows.
         """
+        cp, batch = map(parallel_dims.get_optional_mesh, ("cp", "batch"))
         names = ("norm_p10", "norm_p50", "norm_p90")
         nothing = dict.fromkeys(("loss", "clipped_fraction", *names), float("nan"))
         if not self.rows:
@@ -117,11 +116,11 @@ class SampleStatistics:
         table = torch.cat(self.rows)
         if cp is not None:
             losses = table[:, 0].contiguous()
-            dist.all_reduce(losses, group=cp)
+            dist.all_reduce(losses, group=cp.get_group())
             table[:, 0] = losses
         if batch is not None:
-            parts = [torch.empty_like(table) for _ in range(dist.get_world_size(batch))]
-            dist.all_gather(parts, table, group=batch)
+            parts = [torch.empty_like(table) for _ in range(batch.size())]
+            dist.all_gather(parts, table, group=batch.get_group())
             table = torch.cat(parts)
         table = table.cpu()
         drawn = table[table[:, 2] > 0]

@@ -10,29 +10,17 @@ by `--memory_gib` (then a run that does not fit is a mistake too), `--json` or `
 
 import argparse
 import dataclasses
-import hashlib
 import json
-import os
 import sys
-from dataclasses import dataclass
 from typing import Any
-
-import numpy as np
 
 from torchtitan_dp.cli import exit_on_mistake, load_config
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.records import RecordStore, open_records
-from torchtitan_dp.data.samples import scan_undecodable
-from torchtitan_dp.data.split import split
+from torchtitan_dp.data.excerpts import scan_undecodable
+from torchtitan_dp.data.opening import Records, noun
 from torchtitan_dp.data.tokenizer import load_tokenizer
-from torchtitan_dp.ledger import (
-    PRIVACY_FILE,
-    ExecutedSteps,
-    Ledger,
-    Settings,
-    check_fingerprint,
-    read_published,
-)
+from torchtitan_dp.ledger import check_fingerprint
+from torchtitan_dp.ledger.terms import Plan, earlier_ledger, make_plan, refuse_private_folder
 from torchtitan_dp.models.hugging_face import describe, origin, parameter_count, shape
 from torchtitan_dp.models.hugging_face_weights import check_files
 from torchtitan_dp.models.llama3 import LlamaArgs
@@ -40,149 +28,7 @@ from torchtitan_dp.planning.cost import StepCost, step_cost
 from torchtitan_dp.planning.memory import DEFAULT_GIB, MemoryPlan, predict
 from torchtitan_dp.planning.options import check, parse
 from torchtitan_dp.planning.report import plot, report
-from torchtitan_dp.privacy import accounting
 from torchtitan_dp.process import lock_folder
-
-
-@dataclass(frozen=True)
-class Records:
-    """The data of a run: which records are trained on, which are held out."""
-
-    store: RecordStore
-    train: np.ndarray
-    heldout: np.ndarray
-    fingerprint: str  # private
-
-    @classmethod
-    def open(cls, config: JobConfig) -> "Records":
-        """Raises ValueError, one line, if there is nothing to train on."""
-        path = config.training.dataset_path
-        if not path:
-            raise ValueError(
-                "training.dataset_path is not set: give a file, a directory or a glob "
-                "('python-stdlib' to try)"
-            )
-        store = open_records(config.training.dataset, path, text_field=config.data.text_field)
-        train, heldout = split(store, config.data.heldout_fraction)
-        if len(train) == 0:
-            raise ValueError(
-                f"data.heldout_fraction = {config.data.heldout_fraction}: holds out all "
-                f"{len(store)} records; lower it"
-            )
-        if config.validation.enable and len(heldout) == 0:
-            raise ValueError(
-                f"data.heldout_fraction = {config.data.heldout_fraction}: holds out none of "
-                f"{len(store)} records, but validation.enable = true; raise it"
-            )
-        terms = (store.fingerprint, config.data.heldout_fraction, config.data.text_field)
-        return cls(store, train, heldout, hashlib.sha256(repr(terms).encode()).hexdigest())
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What a run spends."""
-
-    settings: Settings
-    steps: int
-    epsilon: float
-    private: bool
-    warnings: tuple[str, ...]
-
-
-def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
-    """Noise, sampling rate and epsilon of a run.
-
-    Args:
-        records: number of training records.
-        before: the ledger of the run that this one resumes, whose noise and rate are kept.
-
-    Raises:
-        ValueError: one line for the user.
-    """
-    privacy, steps = config.privacy, config.training.steps
-    batch = config.training.global_batch_size
-    if privacy.sample_rate is not None:
-        rate, source, relation = privacy.sample_rate, "privacy.sample_rate", "add_remove"
-    else:
-        rate, relation = batch / records, "zero_out"
-        source = "training.global_batch_size / number of training records (which is public)"
-        if rate > 1:
-            raise ValueError(
-                f"training.global_batch_size = {batch}: more than the {records} training records, "
-                f"so the sample rate would exceed 1; use at most {records}"
-            )
-    assert privacy.delta is not None
-    warnings = []
-    if privacy.delta >= 1 / records:
-        warnings.append(
-            f"privacy.delta = {privacy.delta:g} is at least 1 / number of records "
-            f"({1 / records:.2g}): such a delta allows publishing a record outright; use less"
-        )
-    sigma = privacy.noise_multiplier
-    if sigma is None and before is not None:
-        sigma = before.settings.noise_multiplier
-    if sigma is None:
-        assert privacy.target_epsilon is not None
-        sigma = accounting.noise_multiplier(
-            target_epsilon=privacy.target_epsilon,
-            delta=privacy.delta,
-            sample_rate=rate,
-            steps=steps,
-            accountant=privacy.accountant,
-        )
-    settings = Settings(
-        noise_multiplier=float(sigma),
-        sample_rate=rate,
-        max_grad_norm=float(privacy.max_grad_norm),
-        delta=privacy.delta,
-        expected_batch_size=batch,
-        accountant=privacy.accountant,
-        sample_rate_source=source,
-        neighbouring_relation=relation,
-    )
-    if before is not None:
-        settings.refuse_change(since=before.settings)
-    epsilon = settings.epsilon(steps)
-    if privacy.target_epsilon is not None and epsilon > privacy.target_epsilon:
-        raise ValueError(
-            f"privacy.target_epsilon = {privacy.target_epsilon:g}: this run's noise was fixed at "
-            f"its first start, and {steps} training.steps would spend {epsilon:.4g}; lower "
-            "training.steps, raise the target, or start afresh in another job.dump_folder"
-        )
-    if sigma == 0:
-        warnings.append("privacy.noise_multiplier = 0: the run is NOT private")
-    if privacy.debug_seed is not None:
-        warnings.append("privacy.debug_seed is set: the run is NOT private")
-    private = sigma > 0 and privacy.debug_seed is None and (before is None or before.private)
-    return Plan(settings, steps, epsilon, private, tuple(warnings))
-
-
-def earlier_ledger(folder: str) -> Ledger | None:
-    """The ledger of what already ran in this folder; None if nothing did.
-
-    Raises:
-        ValueError: if steps were begun whose terms are no longer known.
-    """
-    begun = ExecutedSteps(folder).count
-    if begun == 0:
-        return None
-    ledger = read_published(folder)
-    if ledger is None:
-        raise ValueError(
-            f"job.dump_folder = '{folder}': {begun} steps were begun here, but {PRIVACY_FILE}, "
-            "which says on what terms, is gone; restore it, or use another folder"
-        )
-    return ledger
-
-
-def refuse_private_folder(folder: str) -> None:
-    """Raises ValueError if a private run lives here: one without privacy would go on from its
-    weights beside a `privacy.json` that no longer holds."""
-    if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or ExecutedSteps(folder).count > 0:
-        raise ValueError(
-            f"privacy.enable = false: job.dump_folder = '{folder}' holds a private run; give this "
-            "one its own job.dump_folder"
-        )
 
 
 def check_model(config: JobConfig) -> LlamaArgs:
@@ -207,10 +53,12 @@ def main(argv: list[str]) -> None:
         args = check_model(config)
         records = Records.open(config)
         if config.data.on_undecodable == "error":
-            bad = scan_undecodable(records.store, records.train)
+            trained = (record for unit in records.train for record in records.units.records(unit))
+            bad = scan_undecodable(records.store, trained)
             if bad:
+                count = sum(len(records.units.places(unit)) for unit in records.train)
                 raise ValueError(
-                    f"data.on_undecodable = 'error': {bad} of {len(records.train)} records cannot "
+                    f"data.on_undecodable = 'error': {bad} of {count} records cannot "
                     "be decoded; mend them, or set it to 'empty' (they then contribute nothing)"
                 )
         folder = config.job.dump_folder
@@ -218,7 +66,8 @@ def main(argv: list[str]) -> None:
             refuse_private_folder(folder)
         else:
             check_fingerprint(folder, records.fingerprint)
-            plan = make_plan(config, len(records.train), earlier_ledger(folder))
+            before = earlier_ledger(folder)
+            plan = make_plan(config, len(records.train), before, records.fingerprint)
         lock_folder(folder).close()
     model = f"      {describe(config, args)}"
     if not config.privacy.enable:
@@ -264,7 +113,7 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"      sigma = {settings.noise_multiplier:.4g}, C = {settings.max_grad_norm:g}, "
         f"q = {settings.sample_rate:.4g} from {settings.sample_rate_source}",
         f"      {'' if settings.neighbouring_relation == 'zero_out' else 'not private: '}"
-        f"{len(records.train):,} records to train on, {len(records.heldout):,} held out; "
+        f"{len(records.train):,} {noun(config)}s to train on, {len(records.heldout):,} held out; "
         f"{settings.expected_batch_size} expected in a step, "
         f"of at most {config.training.seq_len:,} tokens each",
     ]

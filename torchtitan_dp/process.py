@@ -1,15 +1,45 @@
-"""One run a folder: its lock, workers that die with their launcher, no core dumps."""
+"""One run a folder: its lock, workers that die with their launcher, no core dumps, faults told."""
 
+import contextlib
 import ctypes
 import fcntl
 import os
 import resource
 import signal
 import time
+from collections.abc import Iterator
 from typing import IO
 
 LOCK_FILE = ".lock"
+STOP_SIGNAL = signal.SIGUSR1
+"""What `launch` sends each worker when the run is to save a checkpoint and end."""
 _PR_SET_PDEATHSIG = 1
+
+
+class Fault(SystemExit):
+    """What went wrong outside of this program, and the remedy, in one line for the user.
+
+    Python prints it and exits with code 1; torchrun's `record` keeps no traceback of it.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__("error: " + " ".join(message.split()))
+
+
+@contextlib.contextmanager
+def os_errors_as_faults() -> Iterator[None]:
+    """What the operating system refused (space, rights) is no fault of this program."""
+    try:
+        yield
+    except OSError as error:
+        raise Fault(f"{type(error).__name__}: {error}") from error
+
+
+def protect() -> None:
+    """What each worker does first: its outputs are its owner's alone, and it outlives nobody."""
+    die_with_parent()
+    forbid_core_dumps()
+    os.umask(0o077)
 
 
 def die_with_parent() -> None:
@@ -41,11 +71,12 @@ def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
     """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)
-        file = open(os.path.join(folder, LOCK_FILE), "a", encoding="ascii")  # noqa: SIM115
+        handle = os.open(os.path.join(folder, LOCK_FILE), os.O_RDWR | os.O_CREAT, 0o600)
     except OSError as error:
         raise ValueError(
             f"job.dump_folder = '{folder}' cannot be written ({error}): name a folder that can"
         ) from error
+    file = os.fdopen(handle, "r+", encoding="ascii")
     deadline = time.monotonic() + wait_s
     while True:
         try:

@@ -3,11 +3,12 @@
     torchrun … -m torchtitan_dp.train --job.config_file FILE [--section.key value …]
 
 Guarantee:
-    After k optimizer steps the weights are (epsilon, delta)-DP for one record, with the epsilon
-    that `privacy.json` states: each step is the Poisson-subsampled Gaussian mechanism on the sum
-    of clipped per-record gradients. It rests on the guarantees of `privacy.sampling`, `gradients`,
-    `optimizer` and `privacy.accounting`, and on keys that leave this process's memory only to the
-    other ranks. Control flow depends on records' lengths (`data.buckets`) and on no other content.
+    After k optimizer steps the weights are (epsilon, delta)-DP for one record, or one unit of
+    `data.unit_field`, with the epsilon that `privacy.json` states: each step is the
+    Poisson-subsampled Gaussian mechanism on the sum of clipped gradients, one a unit. It rests on
+    the guarantees of `privacy.sampling`, `data.units`, `gradients`, `optimizer` and
+    `privacy.accounting`, and on keys that leave this process's memory only to the other ranks.
+    Control flow depends on records' lengths (`data.buckets`) and on no other content.
 """
 
 import math
@@ -25,31 +26,35 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
-from torchtitan_dp.checkpoint import drop_unfinished, newest_whole_checkpoint
+from torchtitan_dp.checkpoint import checkpoint_folder, newest_whole_checkpoint
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.buckets import ladder
 from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.distributed.checkpointer import Checkpointer
 from torchtitan_dp.distributed.parallelize import trained_fsdp_modules
+from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.methods import build_gradients
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.ledger import (
+    Account,
     ExecutedSteps,
     Ledger,
     check_fingerprint,
     summary,
     write_fingerprint,
 )
+from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, refuse_private_folder
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.llama3 import require_loaded, trainable_parameters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.optimizer import DPOptimizer
-from torchtitan_dp.plan import earlier_ledger, make_plan, refuse_private_folder
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
-from torchtitan_dp.process import die_with_parent, forbid_core_dumps, lock_folder
+from torchtitan_dp.process import lock_folder, os_errors_as_faults, protect
+from torchtitan_dp.run_config import write_config
 from torchtitan_dp.train_spec import register
 
 
@@ -57,8 +62,10 @@ class DPTrainer(Trainer):
     """TorchTitan's Trainer whose step is DP-SGD with AdamW."""
 
     job_config: JobConfig
+    checkpointer: Checkpointer
     dataloader: RecordLoader
     metrics_processor: PrivateMetricsProcessor
+    clipped_sum_type: type[ClippedSum] = ClippedSum  # audits plant canaries in theirs
 
     def __init__(self, job_config: JobConfig) -> None:
         # TorchTitan would demand a multiple of MBS x dp; ours is an expectation.
@@ -66,11 +73,14 @@ class DPTrainer(Trainer):
         job_config.training.global_batch_size = -1
         super().__init__(job_config)
         job_config.training.global_batch_size = expected_batch_size
+        self.checkpointer = Checkpointer(self)
+        self.stop = StopRequest()
 
         parallelism, privacy = job_config.parallelism, job_config.privacy
         (model,) = self.model_parts
         parameters = trainable_parameters(model)
         self.ledger, self.executed = self._open_ledger()
+        self._open_account()
         settings = self.ledger.settings
         groups = ReductionGroups.build(
             self.device.type,
@@ -80,7 +90,7 @@ class DPTrainer(Trainer):
                 parallelism.context_parallel_degree,
             ),
         )
-        self.clipped_sum = ClippedSum(
+        self.clipped_sum = self.clipped_sum_type(
             parameters,
             groups,
             max_grad_norm=settings.max_grad_norm,
@@ -103,7 +113,7 @@ class DPTrainer(Trainer):
             self.parallel_dims.get_optional_mesh("cp"),
             parallelism.context_parallel_load_balancer,
         )
-        self._resumes = self._ledger_loaded = False
+        self._ledger_loaded = False
         self._draw_secrets()
 
     def train_step(self, loader: RecordLoader) -> None:
@@ -112,8 +122,9 @@ class DPTrainer(Trainer):
         statistics = SampleStatistics(settings.max_grad_norm)
         key = self.sampling_keys.take(self.step)
         draw = poisson_draw(key, len(loader.units), settings.sample_rate)
-        lengths = loader.lengths(draw, ladder(self.job_config), self.device)
-        for microbatch in loader.microbatches(draw, lengths):  # may be none
+        choices = self.window_keys.take(self.step)
+        lengths = loader.lengths(draw, ladder(self.job_config), self.device, choices)
+        for microbatch in loader.microbatches(draw, lengths, choices):  # may be none
             self.metrics_processor.ntokens_since_last_log += microbatch.labels_BT.numel()
             for part in microbatch.to(self.device).split(self.gradients.batch_size):
                 loss_B = self.sample_losses(part.tokens_BT, part.labels_BT)
@@ -121,7 +132,7 @@ class DPTrainer(Trainer):
                 statistics.add(loss_B, part.valid_B, clip)
         self.checkpointer.maybe_wait_for_staging()
         if dist.get_rank() == 0:
-            self.executed.begin(self.step)
+            self.executed.begin(self.step, settings)
         self.dp_optimizer.step(self.clipped_sum.take(), self.noise_keys.take(self.step))
         self.clipped_sum.reset()
         self.lr_schedulers.step()
@@ -130,10 +141,17 @@ class DPTrainer(Trainer):
         if self._is_told(self.step):
             self._publish()
 
+    def should_continue_training(self) -> bool:
+        if self.step == self.checkpointer.loaded_step + 1:
+            shorten_timeouts(self.job_config, self.parallel_dims)
+        return super().should_continue_training() and not self.stop.is_agreed(self.device)
+
     def train(self) -> None:
-        self._resumes = self._prepare_checkpoints()
         super().train()
-        if (spent := self._publish()) is not None:
+        spent = self._publish()
+        if super().should_continue_training():
+            self.checkpointer.stop_at(self.step, self.job_config.training.steps)
+        elif spent is not None:
             for line in summary(spent):
                 logger.info(line)
             logger.info(f"outputs: {self.job_config.job.dump_folder}/")
@@ -145,7 +163,7 @@ class DPTrainer(Trainer):
 
     def batch_generator(self, data_iterable: Any) -> Any:
         """Called after loading, before the first step: steps draw from the loader itself."""
-        if self._resumes and not self._ledger_loaded:
+        if self.checkpointer.resumes and not self._ledger_loaded:
             raise RuntimeError("weights were loaded from a checkpoint without its ledger")
         require_loaded(self.model_parts[0])
         self._publish()
@@ -166,9 +184,10 @@ class DPTrainer(Trainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         loaded = Ledger.from_json(state_dict["ledger"])
         self._ledger_loaded = True
-        self.ledger.settings.refuse_change(since=loaded.settings)
-        self.ledger.inherit(loaded)
-        self.step = self.ledger.steps = state_dict["step"]
+        self.ledger.go_on_from(loaded, self.job_config.privacy.new_segment)
+        assert loaded.steps == state_dict["step"]
+        self.step = loaded.steps
+        self._open_account()
         self.ntokens_seen = state_dict["ntokens_seen"]
         self._draw_secrets()
 
@@ -181,7 +200,6 @@ class DPTrainer(Trainer):
         """
         seed = self.job_config.privacy.debug_seed
         if seed is not None:
-            self.ledger.mark_not_private("privacy.debug_seed was set: the noise can be redrawn")
             root = RootKey.from_debug_seed(seed)
         else:
             secret = bytearray(RootKey.from_os().reveal())
@@ -189,6 +207,8 @@ class DPTrainer(Trainer):
             dist.broadcast(shared, src=0)
             root = RootKey(shared.cpu().numpy().tobytes())
         self.sampling_keys, self.noise_keys = root.stream("sampling"), root.stream("noise")
+        self.window_keys = root.stream("window")
+        self.coin_keys = root.stream("coin")  # of audits
 
     def _open_ledger(self) -> tuple[Ledger, ExecutedSteps]:
         """The account to keep, on terms fixed at this folder's first start."""
@@ -196,21 +216,19 @@ class DPTrainer(Trainer):
         folder = config.job.dump_folder
         fingerprint, units = self.dataloader.fingerprint, self.dataloader.units
         check_fingerprint(folder, fingerprint)
-        before = earlier_ledger(folder)
-        plan = make_plan(config, len(units), before)
-        self._require_agreement((fingerprint, len(units), plan.settings))
-        ledger = Ledger(plan.settings)
-        if config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf:
-            ledger.caveats.append("the initial weights are assumed to be public")
-        if plan.settings.noise_multiplier == 0:
-            ledger.mark_not_private("privacy.noise_multiplier = 0")
-        if before is not None:
-            ledger.inherit(before)
+        ledger = make_plan(config, len(units), earlier_ledger(folder), fingerprint).ledger
+        self._require_agreement((fingerprint, len(units), ledger.settings))
+        ledger.steps, ledger.finished = 0, []  # until a checkpoint says otherwise
         executed = ExecutedSteps(folder)
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
             write_fingerprint(folder, fingerprint)
+            write_config(config)
         return ledger, executed
+
+    def _open_account(self) -> None:
+        """Again after each load: what is spent is told for the steps ahead of here."""
+        self.account = Account(self.ledger, self.executed, self.job_config.training.steps)
 
     def _require_agreement(self, terms: tuple[object, ...]) -> None:
         """Refuse to train if ranks see other records or terms: one record could count twice.
@@ -232,28 +250,10 @@ class DPTrainer(Trainer):
         settings = self.ledger.settings
         public = {
             "lr": lr,
-            "epsilon": settings.epsilon(self.step) if self.ledger.private else float("inf"),
+            "epsilon": self.account.epsilon(),
             "noise_multiplier": settings.noise_multiplier,
         }
-        batch = self.parallel_dims.get_optional_mesh("batch")
-        cp = self.parallel_dims.get_optional_mesh("cp")
-        reduced = statistics.reduce(
-            None if cp is None else cp.get_group(), None if batch is None else batch.get_group()
-        )
-        self.metrics_processor.log_step(self.step, public, reduced)
-
-    def _checkpoint_folder(self) -> str:
-        return os.path.join(self.job_config.job.dump_folder, self.job_config.checkpoint.folder)
-
-    def _prepare_checkpoints(self) -> bool:
-        """Whether there is one to resume from; what a killed first save left is removed."""
-        config, folder = self.job_config.checkpoint, self._checkpoint_folder()
-        resumes = config.enable and newest_whole_checkpoint(folder) >= 0
-        dist.barrier()  # all ranks have looked
-        if config.enable and dist.get_rank() == 0 and drop_unfinished(folder):
-            logger.warning(f"{folder} holds no whole checkpoint: starting from the beginning")
-        dist.barrier()
-        return resumes
+        self.metrics_processor.log_step(self.step, public, statistics.reduce(self.parallel_dims))
 
     def _is_told(self, step: int) -> bool:
         """Whether `privacy.json` is renewed: before each checkpoint, when logging, at the end."""
@@ -265,8 +265,8 @@ class DPTrainer(Trainer):
         if dist.get_rank() != 0:
             return None
         folder = self.job_config.job.dump_folder
-        newest = newest_whole_checkpoint(self._checkpoint_folder())
-        return self.ledger.publish(folder, self.executed.count, newest)
+        newest = newest_whole_checkpoint(checkpoint_folder(self.job_config))
+        return self.account.publish(folder, newest)
 
 
 def build_trainer(config: JobConfig) -> Trainer:
@@ -275,17 +275,18 @@ def build_trainer(config: JobConfig) -> Trainer:
         return DPTrainer(config)
     # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
     config.training.max_norm = config.training.max_norm or math.inf
-    return Trainer(config)
+    trainer = Trainer(config)
+    trainer.checkpointer = Checkpointer(trainer)
+    return trainer
 
 
 @record
+@os_errors_as_faults()
 def main(argv: list[str]) -> None:
     """Train; one worker of `torchrun`."""
     if not __debug__:
         raise RuntimeError("assertions guard privacy here: unset PYTHONOPTIMIZE and -O")
-    die_with_parent()
-    forbid_core_dumps()
-    os.umask(0o077)  # outputs are their owner's
+    protect()
     init_logger()
     config = load_config(argv, int(os.environ["WORLD_SIZE"]))
     register(config)
@@ -298,7 +299,7 @@ def main(argv: list[str]) -> None:
     trainer = build_trainer(config)
     try:
         trainer.train()
-        if exports:
+        if exports and trainer.step == config.training.steps:  # not where it was stopped
             logger.info(f"Hugging Face folder: {export(trainer.model_parts[0], config)}/")
     finally:
         trainer.close()

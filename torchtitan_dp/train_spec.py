@@ -16,6 +16,7 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.samples import SampleStore
 from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.distributed.parallelize import parallelize_llama
@@ -23,7 +24,6 @@ from torchtitan_dp.metrics import PrivateMetricsProcessor
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import HuggingFaceAdapter
 from torchtitan_dp.models.llama3 import FLAVORS, Llama
-from torchtitan_dp.plan import Records
 from torchtitan_dp.validate import HeldOutValidator
 
 
@@ -42,6 +42,18 @@ class OpenOnce:
         return self._records
 
 
+def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> SampleStore:
+    """Samples as `[data]` asks for them."""
+    return SampleStore(
+        records.store,
+        tokenizer,
+        config.training.seq_len,
+        records.units,
+        unit_sampling=config.data.unit_sampling,
+        long_records=config.data.long_records,
+    )
+
+
 def build_loader(
     open_records: OpenOnce,
     *,
@@ -50,10 +62,10 @@ def build_loader(
     tokenizer: Tokenizer,
     job_config: JobConfig,
 ) -> RecordLoader:
-    """The training records, for one data-parallel rank."""
+    """The training units, for one data-parallel rank."""
     records = open_records(job_config)
     return RecordLoader(
-        SampleStore(records.store, tokenizer, job_config.training.seq_len),
+        build_samples(records, tokenizer, job_config),
         records.train,
         ranks=dp_world_size,
         rank=dp_rank,
@@ -83,10 +95,10 @@ def build_validator(
     metrics_processor: MetricsProcessor,
     **_: Any,
 ) -> HeldOutValidator:
-    """The held-out records, for one data-parallel rank."""
+    """The held-out units, for one data-parallel rank."""
     records = open_records(job_config)
     loader = RecordLoader(
-        SampleStore(records.store, tokenizer, job_config.training.seq_len),
+        build_samples(records, tokenizer, job_config),
         records.heldout,
         ranks=dp_world_size,
         rank=dp_rank,

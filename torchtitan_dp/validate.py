@@ -1,4 +1,4 @@
-"""The loss on records that are never trained on. It is computed from them without noise.
+"""The loss on units (records) that are never trained on. It is computed from them without noise.
 
 Not private: publish it only if the held-out records may be.
 """
@@ -32,7 +32,7 @@ class HeldOutValidator:
     ) -> None:
         """
         Args:
-            loader: over the held-out records, for this data-parallel rank.
+            loader: over the held-out units, for this data-parallel rank.
             amp: the precision context of training.
         """
         self._loader, self._config, self._dims = loader, job_config, parallel_dims
@@ -43,7 +43,7 @@ class HeldOutValidator:
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> float:
-        """The mean, over held-out records, of each record's mean loss; logged, and returned.
+        """The mean, over held-out units, of the mean loss of each one's sample; logged, returned.
 
         Collectives: FSDP2's gathers in forward; one all-reduce over the `loss` mesh, all ranks.
         """
@@ -54,7 +54,7 @@ class HeldOutValidator:
             self._dims.get_optional_mesh("cp"),
             self._config.parallelism.context_parallel_load_balancer,
         )
-        sums = torch.zeros(2, dtype=torch.float64)  # losses, records
+        sums = torch.zeros(2, dtype=torch.float64)  # losses, units
         model.eval()
         for microbatch in self._microbatches():
             with self._amp:

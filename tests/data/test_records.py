@@ -37,8 +37,8 @@ def write(root: Path, files: dict[str, bytes]) -> Path:
 
 
 def ids(store: RecordStore) -> list[str]:
-    one_by_one = [store.unit_id(i) for i in range(len(store))]
-    assert list(store.unit_ids()) == one_by_one
+    one_by_one = [store.record_id(i) for i in range(len(store))]
+    assert list(store.record_ids()) == one_by_one
     return one_by_one
 
 
@@ -139,6 +139,28 @@ def test_links_loop_no_walk_and_repeat_no_file(tmp_path: Path, open_: Open) -> N
     assert ids(open_("text", root / "**/*.txt")) == expected
 
 
+def test_one_real_file_is_one_record_whatever_links_name_it(tmp_path: Path, open_: Open) -> None:
+    far = write(tmp_path / "far", {"x.txt": b"x", "f/y.txt": b"y", "z.md": b"z"})
+    root = write(tmp_path / "d", {"b/own.txt": b"own", "copy.md": b"own"})
+    for name, target in {
+        "a.txt": far / "x.txt",
+        "b/again.txt": far / "x.txt",
+        "c.txt": root / "a.txt",
+        "linked": far / "f",
+        "y.txt": far / "f/y.txt",
+        "m1.txt": far / "z.md",
+        "m2.txt": root / "m1.txt",
+        "n.txt": root / "copy.md",
+    }.items():
+        (root / name).symlink_to(target)
+    every = ["a.txt", "b/own.txt", "copy.md", "linked/y.txt", "m1.txt"]
+    assert ids(open_("text", root)) == every
+    # where its own name is not listed, the first link's is
+    assert ids(open_("text", root / "n*.txt")) == ["n.txt"]
+    os.symlink(root, tmp_path / "also")  # a root that is a link itself
+    assert ids(open_("text", tmp_path / "also")) == every
+
+
 def test_python_stdlib(open_: Open) -> None:
     store = open_("text", "python-stdlib")
     names = ids(store)
@@ -213,7 +235,7 @@ def test_index_outside_is_our_mistake_not_a_record(tmp_path: Path, open_: Open) 
             with pytest.raises(IndexError):
                 store.read(index)
             with pytest.raises(IndexError):
-                store.unit_id(index)
+                store.record_id(index)
 
 
 # The index

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from torchtitan_dp.data.excerpts import scan_undecodable
 from torchtitan_dp.data.records import open_records
-from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore, scan_undecodable
+from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 BOS, EOS, IGNORED = 256, 257, IGNORE_INDEX
@@ -32,10 +33,10 @@ class Texts:
         text = self.texts[index]
         return None if text is None else text.encode()[:max_bytes].decode("utf-8", "ignore")
 
-    def unit_id(self, index: int) -> str:
+    def record_id(self, index: int) -> str:
         return str(index)
 
-    def unit_ids(self) -> Iterator[str]:
+    def record_ids(self) -> Iterator[str]:
         return map(str, range(len(self)))
 
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from torchtitan_dp.data import split as split_module
+from torchtitan_dp.data import units as units_module
 from torchtitan_dp.data.records import open_records
 from torchtitan_dp.data.split import split
+from torchtitan_dp.data.units import RecordUnits
 
 
 class Names:
@@ -25,10 +26,10 @@ class Names:
     def read(self, index: int, max_bytes: int | None = None) -> str | None:
         raise AssertionError("the split must not look at a record")
 
-    def unit_id(self, index: int) -> str:
+    def record_id(self, index: int) -> str:
         return self.names[index]
 
-    def unit_ids(self) -> Iterator[str]:
+    def record_ids(self) -> Iterator[str]:
         return iter(self.names)
 
 
@@ -36,12 +37,12 @@ NAMES = [f"folder/{i}.txt" for i in range(20_000)]
 
 
 def heldout(names: list[str], fraction: float) -> set[str]:
-    return {names[i] for i in split(Names(names), fraction)[1]}
+    return {names[i] for i in split(RecordUnits(Names(names)), fraction)[1]}
 
 
 @pytest.mark.parametrize("fraction", [0.01, 0.1, 0.5, 0.99])
 def test_disjoint_complete_and_of_the_right_share(fraction: float) -> None:
-    train, held = split(Names(NAMES), fraction)
+    train, held = split(RecordUnits(Names(NAMES)), fraction)
     assert train.dtype == held.dtype == np.int64
     assert sorted([*train, *held]) == list(range(len(NAMES)))
     deviation = np.sqrt(len(NAMES) * fraction * (1 - fraction))
@@ -55,20 +56,20 @@ def test_depends_on_the_id_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     assert heldout(NAMES[::-1], 0.1) == held
     assert heldout(NAMES[:7000], 0.1) == held & set(NAMES[:7000])
     assert held < heldout(NAMES, 0.2)
-    monkeypatch.setattr(split_module, "CHUNK", 7)
+    monkeypatch.setattr(units_module, "CHUNK", 7)
     assert heldout(NAMES, 0.1) == held
 
 
 def test_stays_as_it_is_from_release_to_release() -> None:
     # a change of the hash would put held-out records of old runs into training
-    train, held = split(Names(["a", "b", "c", "d", "e", "f", "g", "h"]), 0.5)
+    train, held = split(RecordUnits(Names(["a", "b", "c", "d", "e", "f", "g", "h"])), 0.5)
     # `printf a | b2sum -l 64`, read as a little-endian number, below 2^63 or not
     assert (train.tolist(), held.tolist()) == ([5, 6], [0, 1, 2, 3, 4, 7])
 
 
 def test_zero_hashes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(split_module, "_hash")
-    train, held = split(Names(NAMES), 0)
+    monkeypatch.delattr(units_module, "record_hash")
+    train, held = split(RecordUnits(Names(NAMES)), 0)
     assert train.tolist() == list(range(len(NAMES)))
     assert len(held) == 0
 
@@ -78,16 +79,16 @@ def test_real_store_with_a_name_that_is_not_utf8(tmp_path: Path) -> None:
     for name in ("a", "b", "c", "\udcff", "é"):
         (tmp_path / "d" / name).write_bytes(b"")
     store = open_records("text", str(tmp_path / "d"), index_folder=str(tmp_path / "index"))
-    train, held = split(store, 0.4)
+    train, held = split(RecordUnits(store), 0.4)
     assert sorted([*train, *held]) == [0, 1, 2, 3, 4]
 
 
 @pytest.mark.parametrize("fraction", [-0.1, 1, 1.5, float("nan")])
 def test_fraction_outside(fraction: float) -> None:
     with pytest.raises(ValueError, match=r"data\.heldout_fraction"):
-        split(Names(NAMES), fraction)
+        split(RecordUnits(Names(NAMES)), fraction)
 
 
 def test_nothing_left_to_train_on() -> None:
     with pytest.raises(ValueError, match=r"data\.heldout_fraction = 0\.99.* leaves none of 2"):
-        split(Names(["a", "b"]), 0.99)
+        split(RecordUnits(Names(["a", "b"])), 0.99)

@@ -1,21 +1,27 @@
-"""Hazards of sampling as the trainer wires it, by row: 19, 20, 32 and 42.
+"""Hazards of sampling as the trainer wires it, by row: 19, 20, 32, 42 and 43.
 
 The draw itself (rows 20, 40 and 41) is held by tests/privacy/test_sampling.py.
 """
 
 import hashlib
+import json
 
 import numpy as np
 import pytest
 import torch
 
+from tests.launch import arguments
 from tests.ranks import on_ranks
+from torchtitan_dp.cli import load_config
 from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.records import open_records
 from torchtitan_dp.data.samples import SampleStore
 from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.plan import make_plan
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
+from torchtitan_dp.train_spec import build_samples
 
 RECORDS = 40
 
@@ -85,3 +91,103 @@ def test_row32_all_ranks_draw_the_same_records():
     assert len(set(on_ranks(4, drawn_on_this_rank))) == 1
     first, second = on_ranks(2, drawn_on_this_rank)[0], on_ranks(2, drawn_on_this_rank)[0]
     assert first != second  # and other ones at the next start
+
+
+USERS = 30
+
+
+@pytest.fixture
+def users(tmp_path, monkeypatch):
+    """The file of 200 records of 30 users, in no order; a record's text is its user's letter."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    who = np.random.default_rng(0).integers(USERS, size=200).tolist()
+    lines = [
+        json.dumps({"user": f"u{u}", "text": chr(65 + u) * (1 + i % 9)}) for i, u in enumerate(who)
+    ]
+    path = tmp_path / "notes.jsonl"
+    path.write_text("\n".join(lines))
+    assert len(set(who)) == USERS
+    return path
+
+
+def by_user(path, *overrides):
+    """The configuration of a run whose unit is the user, and its data."""
+    config = load_config(
+        [
+            *arguments(path.parent / "out", path, "--training.dataset=jsonl"),
+            *("--data.unit_field=user", "--training.seq_len=64", *overrides),
+        ],
+        world_size=1,
+    )
+    return config, Records.open(config)
+
+
+CHOICES = [("concat", "head"), ("random", "head"), ("concat", "window"), ("random", "window")]
+
+
+@pytest.mark.parametrize("unit_sampling, long_records", CHOICES)
+def test_row43_one_sample_a_unit_and_draw(users, unit_sampling, long_records):
+    """200 draws: as many samples as units were drawn, each of one unit, none of a unit twice."""
+    config, records = by_user(
+        users, f"--data.unit_sampling={unit_sampling}", f"--data.long_records={long_records}"
+    )
+    samples = build_samples(records, ByteTokenizer(), config)
+    loaders = [
+        RecordLoader(samples, records.train, ranks=2, rank=rank, batch_size=2) for rank in (0, 1)
+    ]
+    root, counts = RootKey.from_debug_seed(0), np.zeros(USERS)
+    keys, choices = root.stream("sampling"), root.stream("window")
+    for step in range(200):
+        draw = poisson_draw(keys.take(step), len(records.train), 0.2)
+        key, seen = choices.take(step), []
+        for one in loaders:
+            for microbatch in one.microbatches(draw, key=key):
+                for labels_T in microbatch.labels_BT[microbatch.valid_B]:
+                    users_of = set(labels_T[(labels_T >= 65) & (labels_T < 65 + USERS)].tolist())
+                    assert len(users_of) == 1  # no other unit's text in it
+                    seen.append(users_of.pop() - 65)
+        assert len(seen) == len(set(seen)) == len(draw)
+        counts[seen] += 1
+    # every unit with probability q, however many records it has
+    assert abs(counts - 40).max() < 5 * np.sqrt(200 * 0.2 * 0.8)
+
+
+@pytest.mark.parametrize("fraction", [0.2, 0.5])
+def test_row43_no_unit_is_in_training_and_in_validation(users, fraction):
+    _, records = by_user(users, f"--data.heldout_fraction={fraction}")
+
+    def texts(side):
+        found = (records.store.read(r) for unit in side for r in records.units.records(unit))
+        return {text[0] for text in found}
+
+    train, heldout = texts(records.train), texts(records.heldout)
+    assert train
+    assert heldout
+    assert not train & heldout
+    assert len(train | heldout) == USERS
+
+
+def test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit(users):
+    config, records = by_user(users, "--training.global_batch_size=3")
+    settings = make_plan(config, len(records.train), None).settings
+    assert settings.sample_rate == 3 / USERS
+    assert settings.privacy_unit == "unit of data.unit_field 'user'"
+    assert "number of training units" in settings.sample_rate_source
+
+
+def test_row43_a_record_that_names_no_unit_contributes_nothing(users):
+    """It may be anybody's: used, it could be somebody's second sample."""
+    with users.open("a") as file:
+        file.write('\n{"text": "whose?"}\n{"user": null, "text": "whose?"}')
+    config, records = by_user(users)
+    assert len(records.units) == USERS + 2  # in the count, nevertheless
+    loader = RecordLoader(
+        build_samples(records, ByteTokenizer(), config),
+        records.train,
+        ranks=1,
+        rank=0,
+        batch_size=1,
+    )
+    every = list(loader.microbatches(np.arange(USERS + 2)))
+    empty = [(microbatch.labels_BT == -100).all() for microbatch in every]
+    assert sum(empty) == 2

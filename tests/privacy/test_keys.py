@@ -3,11 +3,13 @@
 import copy
 import hashlib
 import hmac
+import os
 import pickle
 from typing import get_args
 
 import pytest
 
+from torchtitan_dp.privacy import keys
 from torchtitan_dp.privacy.keys import Label, RootKey
 
 ROOT = bytes(range(32))
@@ -52,6 +54,20 @@ def test_every_bit_of_the_root_counts():
         flipped = (int.from_bytes(ROOT, "big") ^ (1 << bit)).to_bytes(32, "big")
         keys.add(RootKey(flipped).stream("noise").take(1))
     assert len(keys) == 257
+
+
+def test_row39_a_root_key_is_32_bytes_of_the_operating_systems_generator(monkeypatch):
+    """All of them: fewer, stretched to 32, would look the same from outside."""
+    drawn = []
+
+    def record(count):
+        drawn.append(os.urandom(count))
+        return drawn[-1]
+
+    monkeypatch.setattr(keys.secrets, "token_bytes", record)
+    roots = [RootKey.from_os().reveal() for _ in range(3)]
+    assert roots == drawn
+    assert all(len(root) == 32 for root in roots)
 
 
 def test_debug_seed_is_reproducible_and_seeds_differ():

@@ -1,6 +1,7 @@
 """Noise: right distribution, right generators, the same on every mesh, never repeated."""
 
 import hashlib
+import hmac
 import itertools
 
 import numpy as np
@@ -243,6 +244,17 @@ def test_all_128_bits_reach_both_generators(monkeypatch):
             monkeypatch.setattr(noise, "_derive", lambda *_, key=key: key)
             seen.add(draw(KEY, "w", 0, 4).numpy().tobytes())
         assert len(seen) == 129
+
+
+def test_row39_the_generators_keys_are_128_bits_of_hmac():
+    """A shorter key, stretched, would pass every test that flips bits of the step's."""
+    for generator in ("philox4x64", "threefry4x32"):
+        message = f"{generator}/w".encode()
+        expected = hmac.new(KEY, message, hashlib.sha256).digest()[:16]
+        assert noise._derive(KEY, generator, "w") == expected
+    words = noise.threefry_key(KEY, "w", "cpu")
+    assert words.shape == (4,)
+    assert words.numpy().tobytes() == noise._derive(KEY, "threefry4x32", "w")
 
 
 def test_the_two_generators_share_nothing():

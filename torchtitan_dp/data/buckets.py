@@ -2,8 +2,10 @@
 
 Guarantee:
     A sample's padded length is a public function of its own number of tokens, whatever else is
-    drawn and on whatever mesh: nothing is rounded up to a neighbour's length. What it leaves out
-    is padding behind the last token, which a causal model's earlier positions never see and whose
+    drawn and on whatever mesh: nothing is rounded up to a neighbour's length. That number depends
+    on the unit alone (with `data.unit_sampling = "random"`: on which of its records is taken, so
+    on its own randomness too). What it leaves out is padding behind the last token, which a
+    causal model's earlier positions never see and whose
     labels are ignored, so the sample's gradient is that of the sample padded to T, up to
     rounding. Epsilon does not change. What does depend on the lengths of the records drawn is how
     long a step takes, how many microbatches it has and in which order they are summed (rounding):
@@ -41,17 +43,18 @@ def ladder(config: JobConfig) -> tuple[int, ...]:
 
 
 class TokenCounts:
-    """The number of tokens of each unit, found when it is first drawn, the same on all ranks.
+    """The number of tokens that samples have, found when they are first drawn, the same on all
+    ranks.
 
     PRIVATE, like the records: in memory only, never logged, saved or put in a checkpoint.
     """
 
-    def __init__(self, samples: "SampleStore", units: np.ndarray) -> None:
-        self._samples, self._units = samples, units
-        self._counts: np.ndarray | None = None  # 4 bytes a unit, once somebody asks
+    def __init__(self, samples: "SampleStore") -> None:
+        self._samples = samples
+        self._counts: np.ndarray | None = None  # 4 bytes a source, once somebody asks
 
-    def of(self, draw: np.ndarray, device: torch.device) -> np.ndarray:
-        """int64, like `draw`: global positions in `units`, the same on every rank.
+    def of(self, sources: np.ndarray, device: torch.device) -> np.ndarray:
+        """int64, like `sources`: what the samples are made of, the same on every rank.
 
         Every rank counts its share of those not known yet, and all take the sum: if one could not
         read a record that others can, they still agree on how to deal out the draw, so that no
@@ -64,21 +67,21 @@ class TokenCounts:
             device: what the process group sends from.
         """
         if self._counts is None:
-            self._counts = np.full(len(self._units), _UNKNOWN, dtype=np.int32)
-        unknown = draw[self._counts[draw] == _UNKNOWN]
+            self._counts = np.full(self._samples.sources, _UNKNOWN, dtype=np.int32)
+        unknown = sources[self._counts[sources] == _UNKNOWN]
         if len(unknown):
             ranks, rank = 1, 0
             if dist.is_initialized():
                 ranks, rank = dist.get_world_size(), dist.get_rank()
             found = np.zeros(len(unknown), dtype=np.int32)
             for place in range(rank, len(unknown), ranks):
-                found[place] = self._samples.tokens(int(self._units[unknown[place]]))
+                found[place] = self._samples.tokens(int(unknown[place]))
             if ranks > 1:
                 summed = torch.from_numpy(found).to(device)
                 dist.all_reduce(summed)
                 found = summed.cpu().numpy()
             self._counts[unknown] = found
-        return self._counts[draw].astype(np.int64)
+        return self._counts[sources].astype(np.int64)
 
 
 def padded_lengths(counts: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:

@@ -38,15 +38,26 @@ class Files(NamedTuple):
 def list_files(root: str, names: Iterator[str], folder: str) -> Files:
     """Stream the names and sizes into unnamed temporary files and map those.
 
-    Nothing is saved for a later run: telling that the list is unchanged takes the same walk.
+    A file that several links name is taken once, by the first name. Nothing is saved for a later
+    run: telling that the list is unchanged takes the same walk.
     """
     content, place = hashlib.sha256(), hashlib.sha256()
     name_end = byte_end = 0
+    linked: set[tuple[int, int]] = set()  # files that may come again under another name
+    real_root, folder_name, is_far = os.path.realpath(root), "", False
     with tempfile.TemporaryFile(dir=folder) as blob, tempfile.TemporaryFile(dir=folder) as spans:
         spans.write(struct.pack("=qq", 0, 0))
         for name in names:
             path, raw = os.path.join(root, name), os.fsencode(name)
             status = os.stat(path)
+            if os.path.dirname(name) != folder_name:
+                folder_name = os.path.dirname(name)
+                expected = os.path.join(real_root, folder_name)
+                is_far = os.path.realpath(expected) != expected
+            if is_far or os.path.islink(path):
+                if (status.st_dev, status.st_ino) in linked:
+                    continue
+                linked.add((status.st_dev, status.st_ino))
             content.update(raw + struct.pack("=xq", status.st_size))  # x is NUL: ends the name
             place.update(
                 os.fsencode(path) + struct.pack("=xqq", status.st_size, status.st_mtime_ns)

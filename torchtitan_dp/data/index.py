@@ -1,4 +1,4 @@
-"""Where the lines of files begin and end: found in one streaming pass, kept on disk, never trusted.
+"""What one streaming pass over the files found, kept on disk and never trusted: where lines begin.
 
 A saved index is found again while the files' absolute paths, sizes and modification times stay the
 same, and is checked whole before it is used. It is private: it tells how long the records are.
@@ -17,6 +17,8 @@ from torchtitan_dp.data.files import Files
 
 BLOCK_BYTES = 16 * 2**20
 INDEX_VERSION = "lines-2"  # of the format and of the name
+
+WriteWords = Callable[[np.ndarray], None]
 
 
 def writable_folder(folder: str | None) -> str:
@@ -38,29 +40,44 @@ def writable_folder(folder: str | None) -> str:
 
 def line_bounds(files: Files, folder: str) -> np.ndarray:
     """Where lines begin and end, (records + 1,) int64, as if all files lay one after the other."""
-    path = os.path.join(folder, f"{INDEX_VERSION}-{files.place_hash}.npy")
-    bounds = _load_bounds(path, int(files.starts[-1]))
-    if bounds is None:
+    return cached_words(
+        os.path.join(folder, f"{INDEX_VERSION}-{files.place_hash}.npy"),
+        lambda write: _write_bounds(write, files),
+        lambda bounds: bounds[0] == 0 and bounds[-1] == files.starts[-1],
+    )
+
+
+def cached_words(
+    path: str, build: Callable[[WriteWords], None], fits: Callable[[np.ndarray], bool]
+) -> np.ndarray:
+    """What `build` writes, int64, memory-mapped; taken from `path` if it is there and whole.
+
+    Args:
+        build: is handed a function that appends int64 values, any number of times.
+        fits: whether what was read back can be what is wanted; may raise.
+    """
+    words = _load_words(path, fits)
+    if words is None:
         # Whoever finishes last wins, with the same content; readers keep the file they mapped.
-        _replace(path, lambda file: _write_bounds(file, files))
-        bounds = _load_bounds(path, int(files.starts[-1]))
-    if bounds is None:
+        _replace(path, lambda file: _write_words(file, build))
+        words = _load_words(path, fits)
+    if words is None:
         raise ValueError(f"training.dataset_path: its index {path!r} cannot be read back")
-    return bounds
+    return words
 
 
-def _load_bounds(path: str, total: int) -> np.ndarray | None:
-    """The saved bounds; `None` if there are none or they are damaged in any way."""
+def _load_words(path: str, fits: Callable[[np.ndarray], bool]) -> np.ndarray | None:
+    """The saved values; `None` if there are none or they are damaged in any way."""
     try:
         saved = np.load(path, mmap_mode="r")
-        bounds, checksum = saved[:-1], int(saved[-1])
-        is_whole = saved.dtype == np.int64 and zlib.crc32(bounds.data) == checksum
-        return bounds if is_whole and bounds[0] == 0 and bounds[-1] == total else None
+        words, checksum = saved[:-1], int(saved[-1])
+        is_whole = saved.dtype == np.int64 and zlib.crc32(words.data) == checksum
+        return words if is_whole and fits(words) else None
     except Exception:  # numpy raises half a dozen kinds for a damaged file
         return None
 
 
-def _write_bounds(output: BinaryIO, files: Files) -> None:
+def _write_words(output: BinaryIO, build: Callable[[WriteWords], None]) -> None:
     def write_header(count: int) -> int:
         header = {"descr": "<i8", "fortran_order": False, "shape": (count,)}
         np.lib.format.write_array_header_1_0(output, header)  # padded for any count
@@ -74,6 +91,13 @@ def _write_bounds(output: BinaryIO, files: Files) -> None:
         count, checksum = count + len(values), zlib.crc32(data, checksum)
         output.write(data)
 
+    build(write)
+    write(np.array([checksum]))
+    output.seek(0)
+    assert write_header(count) == header_bytes
+
+
+def _write_bounds(write: WriteWords, files: Files) -> None:
     write(np.zeros(1))
     block = bytearray(BLOCK_BYTES)
     for file_index in range(len(files)):
@@ -89,9 +113,6 @@ def _write_bounds(output: BinaryIO, files: Files) -> None:
                 place, last = place + got, block[got - 1]
         if last != 0x0A:
             write(np.array([end]))
-    write(np.array([checksum]))
-    output.seek(0)
-    assert write_header(count) == header_bytes
 
 
 def _replace(path: str, write: Callable[[BinaryIO], None]) -> None:

@@ -1,4 +1,4 @@
-"""From a draw of records to the microbatches of one data-parallel rank."""
+"""From a draw of units to the microbatches of one data-parallel rank."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -8,8 +8,9 @@ import torch
 
 from torchtitan_dp.data.buckets import TokenCounts, padded_lengths
 from torchtitan_dp.data.samples import SampleStore
-from torchtitan_dp.privacy.sampling import deal
+from torchtitan_dp.privacy.sampling import choices, deal
 
+EVER_SAME = bytes(32)  # as a key: the same records and windows each time, to compare losses
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
@@ -33,7 +34,7 @@ class Microbatch(NamedTuple):
 class RecordLoader:
     """Samples of the training units, for one data-parallel rank.
 
-    Stateless: which records a step uses is drawn afresh from secrets, so a checkpoint holds nothing
+    Stateless: which units a step uses is drawn afresh from secrets, so a checkpoint holds nothing
     of it.
     """
 
@@ -50,7 +51,8 @@ class RecordLoader:
     ) -> None:
         """
         Args:
-            units: record indices that may be trained on.
+            units: those of `samples` that may be trained on; positions in this array are what
+                is drawn.
             ranks, rank: data-parallel degree and this rank's place in it; the ranks of one
                 context-parallel group have the same.
             batch_size: B, samples in a microbatch.
@@ -60,27 +62,40 @@ class RecordLoader:
         self.samples, self.units, self.fingerprint = samples, units, fingerprint
         self._ranks, self._rank, self._batch_size = ranks, rank, batch_size
         self._shuffle_seed = shuffle_seed
-        self._counts = TokenCounts(samples, units)
+        self._counts = TokenCounts(samples)
 
     def lengths(
-        self, draw: np.ndarray, ladder: tuple[int, ...], device: torch.device
+        self,
+        draw: np.ndarray,
+        ladder: tuple[int, ...],
+        device: torch.device,
+        key: bytes = EVER_SAME,
     ) -> np.ndarray:
         """What each drawn unit is padded to: a function of its own number of tokens.
+
+        Args:
+            key: as of `microbatches`, and the same.
 
         Collective (of `buckets.TokenCounts`), unless `ladder` has one length.
         """
         if len(ladder) == 1:
             return np.full(len(draw), ladder[0])
-        return padded_lengths(self._counts.of(draw, device), ladder)
+        sources = [self.samples.source(int(self.units[p]), self._rng(key, p)) for p in draw]
+        return padded_lengths(self._counts.of(np.array(sources, dtype=np.int64), device), ladder)
+
+    def _rng(self, key: bytes, position: int) -> np.random.Generator | None:
+        is_needed = self.samples.is_random and position >= 0
+        return choices(key, int(position)) if is_needed else None
 
     def microbatches(
-        self, draw: np.ndarray, lengths: np.ndarray | None = None
+        self, draw: np.ndarray, lengths: np.ndarray | None = None, key: bytes = EVER_SAME
     ) -> Iterator[Microbatch]:
         """This rank's share of a draw.
 
         Args:
             draw: global positions in `units`, the same on every rank.
             lengths: what each is padded to, the same on every rank; `seq_len` if None.
+            key: of this step, the same on every rank, for the choice of records and windows.
 
         Every rank yields the same number of microbatches of the same lengths in the same order,
         whatever was drawn; the rest is padding. Each length is dealt out by itself, the longest
@@ -95,7 +110,8 @@ class RecordLoader:
             for slots in dealt:
                 valid = slots >= 0
                 indices = np.where(valid, self.units[slots], -1)
-                tokens_BT, labels_BT = self.samples.batch(indices, int(length))
+                rngs = [self._rng(key, slot) for slot in slots]
+                tokens_BT, labels_BT = self.samples.batch(indices, int(length), rngs)
                 yield Microbatch(tokens_BT, labels_BT, torch.from_numpy(valid))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -107,11 +123,12 @@ class RecordLoader:
         stride = self._ranks * self._batch_size
         mine = slice(self._rank * self._batch_size, (self._rank + 1) * self._batch_size)
         while True:
-            order = rng.permutation(len(self.units))
+            order, key = rng.permutation(len(self.units)), rng.bytes(32)
             order = np.resize(order, max(len(order), stride))
             for start in range(0, len(order) - stride + 1, stride):
-                indices = self.units[order[start : start + stride][mine]]
-                tokens_BT, labels_BT = self.samples.batch(indices)
+                slots = order[start : start + stride][mine]
+                rngs = [self._rng(key, slot) for slot in slots]
+                tokens_BT, labels_BT = self.samples.batch(self.units[slots], rngs=rngs)
                 yield {"input": tokens_BT}, labels_BT
 
     def state_dict(self) -> dict[str, Any]:

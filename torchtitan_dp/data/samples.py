@@ -1,105 +1,136 @@
-"""From one record to one sample: cut or padded, never packed, never split.
+"""From one privacy unit to one sample: cut or padded, never packed with others, never split.
 
 Labels are shifted here, before any sharding over context-parallel ranks, so that no rank needs
 its neighbour's first token (hazard rows 6 and 7).
+
+Guarantee:
+    A draw of a unit gives one sample, a function of that unit's records and of randomness that is
+    independent of all records, whatever the unit's number of records and their lengths.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import Literal
 
 import numpy as np
 import torch
 
+from torchtitan_dp.data.excerpts import Excerpts
 from torchtitan_dp.data.records import RecordStore
 from torchtitan_dp.data.tokenizer import Tokenizer
+from torchtitan_dp.data.units import RecordUnits, Units
 
 IGNORE_INDEX = -100  # the default of F.cross_entropy
-EDGE_TOKENS = 64  # the last tokens of a prefix may differ from those of the whole text
-EDGE_BYTES = 8  # more than a byte order mark and a split character can take away
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 
 class SampleStore:
-    """Samples of `seq_len` tokens over a record store.
+    """Samples of `seq_len` tokens over the units of a record store."""
 
-    `undecodable` counts the samples made of undecodable records so far, repeats included. It is
-    computed from private records: for the log, labelled not private.
-    """
-
-    def __init__(self, records: RecordStore, tokenizer: Tokenizer, seq_len: int) -> None:
+    def __init__(
+        self,
+        records: RecordStore,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        units: Units | None = None,
+        *,
+        unit_sampling: Literal["concat", "random"] = "concat",
+        long_records: Literal["head", "window"] = "head",
+    ) -> None:
+        """
+        Args:
+            units: by default each record is one.
+            unit_sampling: whether a sample is made of all of a unit's records, one after the other,
+                or of one of them, each equally likely.
+            long_records: of what is longer than a sample, the beginning or a random window.
+        """
         self.records, self.tokenizer, self.seq_len = records, tokenizer, seq_len
+        self.units = RecordUnits(records) if units is None else units
         self.pad_id = tokenizer.eos_id or 0
-        self.undecodable = 0
+        self.is_random = unit_sampling == "random" or long_records == "window"
+        self._one_record, self._window = unit_sampling == "random", long_records == "window"
+        self._excerpts = Excerpts(records, tokenizer, seq_len + 1)
 
-    def sample(self, index: int, length: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(tokens_T, labels_T)`, int64 (seq_len,), of one record; their first `length` if given.
+    @property
+    def undecodable(self) -> int:
+        """How many undecodable records were met in samples so far, repeats included. It is
+        computed from private records: for the log, labelled not private."""
+        return self._excerpts.undecodable
 
-        With ids = [bos] + text + [eos] (marks that exist), cut to seq_len + 1: tokens are all but
-        the last id, labels all but the first; tokens are padded with eos (or 0), labels with
-        `IGNORE_INDEX`. A record without text tokens (empty, undecodable, or index -1, which is
-        the padding of a draw) has labels that are all ignored: it contributes exactly 0.
+    @property
+    def sources(self) -> int:
+        """How many different `source`s there are."""
+        return len(self.records) if self._one_record else len(self.units)
 
-        Only about as much of a huge record is read and tokenized as `seq_len` tokens need. Within
-        that prefix the ids are those of the whole text, except that a tokenizer whose merges
-        reach more than 64 tokens ahead may choose others: still a fixed function of the record.
+    def source(self, unit: int, rng: np.random.Generator | None = None) -> int:
+        """What a sample of the unit is made of, to be told apart: all of it or one record.
 
-        Raises `IndexError` for an index below -1 or beyond the store.
+        Args:
+            rng: of this unit and this draw; needed if `is_random`.
+        """
+        if not self._one_record:
+            return unit
+        assert rng is not None
+        places = self.units.places(unit)
+        return places[int(rng.integers(len(places)))]
+
+    def tokens(self, source: int) -> int:
+        """How many tokens of a sample made of `source` are not padding: whatever the window, the
+        number of its tokens up to seq_len. 0 if it has no text tokens."""
+        return max(len(self._excerpts.head(self._members(source), counted=False)) - 1, 0)
+
+    def sample(
+        self, unit: int, length: int | None = None, rng: np.random.Generator | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(tokens_T, labels_T)`, int64 (seq_len,), of one unit; their first `length` if given.
+
+        With ids = [bos] + text + [eos] (marks that exist; of each record, if there are several),
+        cut to seq_len + 1: tokens are all but the last id, labels all but the first; tokens are
+        padded with eos (or 0), labels with `IGNORE_INDEX`. A unit without text tokens (empty,
+        undecodable, or unit -1, which is the padding of a draw) has labels that are all ignored:
+        it contributes exactly 0.
+
+        Only about as much of a huge unit is read and tokenized as `seq_len` tokens need. Within
+        that part the ids are those of the whole text, except that a tokenizer whose merges reach
+        more than 64 tokens ahead may choose others: still a fixed function of the unit.
+
+        Args:
+            rng: of this unit and this draw, like new; needed if `is_random`.
+
+        Raises `IndexError` for a unit below -1 or beyond the store.
         """
         length = self.seq_len if length is None else length
         tokens_T = torch.full((length,), self.pad_id, dtype=torch.int64)
         labels_T = torch.full((length,), IGNORE_INDEX, dtype=torch.int64)
-        ids = self._text_ids(index) if index != -1 else _NO_IDS
-        if ids is None:
-            self.undecodable += 1
-        elif len(ids) > 0:
-            marked = self._marked(ids)[: length + 1]
-            tokens_T[: len(marked) - 1] = marked[:-1]
-            labels_T[: len(marked) - 1] = marked[1:]
+        ids = torch.from_numpy(self._ids(unit, rng) if unit != -1 else _NO_IDS)[: length + 1]
+        if len(ids) > 0:
+            tokens_T[: len(ids) - 1] = ids[:-1]
+            labels_T[: len(ids) - 1] = ids[1:]
         return tokens_T, labels_T
 
-    def tokens(self, index: int) -> int:
-        """How many of a record's `tokens_T` are not padding: 0 if it has no text tokens."""
-        ids = self._text_ids(index)
-        return len(self._marked(ids)) - 1 if ids is not None and len(ids) > 0 else 0
-
     def batch(
-        self, indices: Sequence[int] | np.ndarray, length: int | None = None
+        self,
+        units: Sequence[int] | np.ndarray,
+        length: int | None = None,
+        rngs: Sequence[np.random.Generator | None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(tokens_BT, labels_BT)`, int64 (len(indices), seq_len or `length`); see `sample`."""
-        shape = len(indices), self.seq_len if length is None else length
+        """`(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`); see `sample`."""
+        shape = len(units), self.seq_len if length is None else length
         tokens_BT = torch.empty(shape, dtype=torch.int64)
         labels_BT = torch.empty_like(tokens_BT)
-        for row, index in enumerate(indices):
-            tokens_BT[row], labels_BT[row] = self.sample(int(index), length)
+        for row, unit in enumerate(units):
+            rng = None if rngs is None else rngs[row]
+            tokens_BT[row], labels_BT[row] = self.sample(int(unit), length, rng)
         return tokens_BT, labels_BT
 
-    def _marked(self, ids: np.ndarray) -> torch.Tensor:
+    def _members(self, source: int) -> np.ndarray:
+        if self._one_record:
+            return np.array([self.units.record(source)])
+        return self.units.records(source)
+
+    def _ids(self, unit: int, rng: np.random.Generator | None) -> np.ndarray:
         """At most seq_len + 1 ids, marks included."""
-        bos, eos = (
-            np.array([] if mark is None else [mark], dtype=np.int64)
-            for mark in (self.tokenizer.bos_id, self.tokenizer.eos_id)
-        )
-        marked = np.concatenate([bos, ids[: self.seq_len + 1], eos])
-        return torch.from_numpy(marked[: self.seq_len + 1])
-
-    def _text_ids(self, index: int) -> np.ndarray | None:
-        """The ids of the text, or of a prefix that certainly has more than seq_len of them.
-
-        `None` for an undecodable record.
-        """
-        edge = 0 if self.tokenizer.bytes_per_token == 1 else EDGE_TOKENS
-        needed = self.seq_len + 1 + edge
-        limit = needed * self.tokenizer.bytes_per_token + EDGE_BYTES
-        while True:
-            text = self.records.read(index, max_bytes=limit)
-            if text is None:
-                return None
-            ids = self.tokenizer.encode(text)
-            if len(ids) >= needed or len(text.encode("utf-8")) < limit - EDGE_BYTES:
-                return ids
-            limit *= 2  # long tokens (runs of spaces, base64): the prefix was too short
-
-
-def scan_undecodable(store: RecordStore, indices: Iterable[int]) -> int:
-    """How many of these records are undecodable, each read whole: for `data.on_undecodable` =
-    "error". Not private: what depends on it (stopping) is outside the guarantee."""
-    return sum(store.read(int(index)) is None for index in indices)
+        members = self._members(self.source(unit, rng))
+        if not self._window:
+            return self._excerpts.head(members)
+        assert rng is not None
+        return self._excerpts.window(members, rng.random())

@@ -19,6 +19,7 @@ from torchtitan.models.llama3.infra import parallelize as torchtitan_llama
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.distributed.offload import inputs_on_host
 from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.models.loss_head import LossHead
@@ -82,6 +83,8 @@ def _apply_parts(
             op_sac_save_list=_ops_to_save(),
             base_folder=job_config.job.dump_folder,
         )
+        if job_config.activation_checkpoint.offload_inputs:
+            model.around_block = inputs_on_host
     if compile_model:
         torchtitan_llama.apply_compile(model, job_config.compile)
     _apply_fsdp(model, mesh, job_config)

@@ -16,13 +16,19 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
-from torchtitan_dp.checkpoint import newest_whole_checkpoint
+from torchtitan_dp.checkpoint import (
+    check_newest,
+    checkpoint_folder,
+    damage,
+    refuse_another_model,
+)
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import write_atomically
 from torchtitan_dp.models.hugging_face import (
     CONFIG_FILE,
     export_settings,
     on_meta,
+    origin,
     shape,
     weights_folder,
 )
@@ -96,8 +102,10 @@ def check_files(config: JobConfig, args: LlamaArgs) -> None:
     wanted = bool(checkpoint.initial_load_path) or checkpoint.initial_load_in_hf
     if checkpoint.last_save_in_hf:
         _check_target(os.path.join(job.dump_folder, EXPORT_FOLDER), config)
-    resumes = newest_whole_checkpoint(os.path.join(job.dump_folder, checkpoint.folder)) >= 0
-    if not wanted or resumes:
+    model = on_meta(args).state_dict()
+    if checkpoint.enable and check_newest(checkpoint_folder(config), model, origin(config)):
+        return  # it resumes
+    if not wanted:
         return
     if not folder or not os.path.isdir(folder):
         raise ValueError(f"{key} = '{folder}': no such folder; name the one with initial weights")
@@ -108,6 +116,10 @@ def check_files(config: JobConfig, args: LlamaArgs) -> None:
             f"{key} = '{folder}': not a checkpoint of TorchTitan (it has no .metadata); name its "
             "step-N folder, or set checkpoint.initial_load_in_hf for Hugging Face weights"
         )
+    elif problem := damage(folder):
+        raise ValueError(f"{key} = '{folder}': it is damaged ({problem}); take a whole copy")
+    else:
+        refuse_another_model(folder, model, origin(config))
 
 
 def _check_target(target: str, config: JobConfig) -> None:
@@ -182,21 +194,13 @@ def export(model: nn.Module, config: JobConfig) -> str:
     Args:
         model: a Llama, parallelized or not.
     """
-    args, writes = shape(config), not dist.is_initialized() or dist.get_rank() == 0
-    settings = export_settings(config, args)
+    writes = not dist.is_initialized() or dist.get_rank() == 0
     target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
     partial, old = f"{target}.partial", f"{target}.old"
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
         os.makedirs(partial, mode=0o700)
-        _write_json(os.path.join(partial, CONFIG_FILE), settings)
-        for name in TOKENIZER_FILES:
-            path = os.path.join(config.model.hf_assets_path, name)
-            if config.model.hf_assets_path and os.path.isfile(path):
-                with open(path, "rb") as file:
-                    write_atomically(os.path.join(partial, name), file.read())
-    dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
-    _write_weights(cast(Llama, model), args, dtype, partial if writes else None)
+    write_folder(model, config, partial if writes else None)
     if writes:
         shutil.rmtree(old, ignore_errors=True)
         if os.path.exists(target):
@@ -204,6 +208,27 @@ def export(model: nn.Module, config: JobConfig) -> str:
         os.rename(partial, target)
         shutil.rmtree(old, ignore_errors=True)
     return target
+
+
+def write_folder(model: nn.Module, config: JobConfig, folder: str | None) -> None:
+    """Write weights, `config.json` and the tokenizer's files into `folder`, which exists.
+
+    Collective, as `export` is.
+
+    Args:
+        folder: None on the ranks that do not write.
+    """
+    args = shape(config)
+    settings = export_settings(config, args)
+    if folder is not None:
+        _write_json(os.path.join(folder, CONFIG_FILE), settings)
+        for name in TOKENIZER_FILES:
+            path = os.path.join(config.model.hf_assets_path, name)
+            if config.model.hf_assets_path and os.path.isfile(path):
+                with open(path, "rb") as file:
+                    write_atomically(os.path.join(folder, name), file.read())
+    dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
+    _write_weights(cast(Llama, model), args, dtype, folder)
 
 
 @torch.no_grad()

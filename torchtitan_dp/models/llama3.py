@@ -1,6 +1,9 @@
 """Llama 3 for private training: TorchTitan's Transformer, tied embeddings, mesh-free init."""
 
+import contextlib
 import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -54,6 +57,10 @@ class Llama(Transformer):
 
     def __init__(self, model_args: LlamaArgs) -> None:
         super().__init__(model_args)
+        # Of a block's input; the block is called within.
+        self.around_block: Callable[[torch.Tensor], AbstractContextManager[None]] = lambda _: (
+            contextlib.nullcontext()
+        )
         if model_args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
 
@@ -76,7 +83,8 @@ class Llama(Transformer):
         # Samples have the same positions: gathered once for all layers, not by and for each.
         freqs_cis = self.freqs_cis if positions is None else self.freqs_cis[positions[0]]
         for layer in self.layers.values():
-            h_BTD = layer(h_BTD, freqs_cis, attention_masks)
+            with self.around_block(h_BTD):
+                h_BTD = layer(h_BTD, freqs_cis, attention_masks)
         h_BTD = self.norm(h_BTD)
         if isinstance(self.output, LossHead):
             return self.output(h_BTD, labels, targets)

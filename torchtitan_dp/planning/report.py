@@ -8,6 +8,10 @@ writes that page, for all of `train_configs/`.
 import sys
 from pathlib import Path
 
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Column, Table
+
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.planning.memory import (
@@ -33,7 +37,10 @@ def report(memory: MemoryPlan, config: JobConfig, overrides: list[str], *, limit
     Raises:
         ValueError: one line for the user, if `limited` and it does not fit.
     """
-    print("\n".join(table(memory, config)), file=sys.stderr)
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(
+        verdict(memory), Padding.indent(table(memory), 6), *advice(memory, config), sep="\n"
+    )
     if memory.fits:
         return
     line = misfit(memory, config, overrides)
@@ -42,17 +49,27 @@ def report(memory: MemoryPlan, config: JobConfig, overrides: list[str], *, limit
     print(f"warning: {line}", file=sys.stderr)
 
 
-def table(memory: MemoryPlan, config: JobConfig) -> list[str]:
-    """The prediction's lines."""
-    verdict = "fits" if memory.fits else "does NOT fit"
-    lines = [
+def verdict(memory: MemoryPlan) -> str:
+    """How much a rank takes, and whether it fits."""
+    return (
         f"memory of a rank of {memory.world_size}, at its peak (predicted): "
-        f"{memory.peak_bytes / GIB:.1f} GiB, which {verdict} {memory.memory_gib:g} GiB "
-        f"with {HEADROOM:.0%} left free"
-    ]
+        f"{memory.peak_bytes / GIB:.1f} GiB, which {'fits' if memory.fits else 'does NOT fit'} "
+        f"{memory.memory_gib:g} GiB with {HEADROOM:.0%} left free"
+    )
+
+
+def table(memory: MemoryPlan) -> Table:
+    """The peak by category, the largest first."""
+    rows = Table("part", Column("GiB", justify="right"), Column("share", justify="right"))
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
-        lines.append(f"      {name.replace('_', ' '):18} {size / GIB:8.2f} GiB")
-    lines.append(f"      largest: {shrink(memory.largest, config)}")
+        share = size / max(memory.peak_bytes, 1)
+        rows.add_row(name.replace("_", " "), f"{size / GIB:.2f}", f"{share:.0%}")
+    return rows
+
+
+def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
+    """What would shrink the largest part, and the longest samples that fit, a line each."""
+    lines = [f"      largest: {shrink(memory.largest, config)}"]
     for mode in MODES:
         length = memory.longest_seq_len.get(mode)
         found = "none fits" if length is None else f"{length:,} tokens"
@@ -65,7 +82,6 @@ def table(memory: MemoryPlan, config: JobConfig) -> list[str]:
 
 def shrink(category: str, config: JobConfig) -> str:
     """The setting that makes a category smaller."""
-    checkpoints = config.activation_checkpoint.mode == "full"
     gathers = config.parallelism.context_parallel_rotate_method == "allgather"
     settings = {
         "parameters": "more ranks in parallelism.context_parallel_degree or data_parallel_shard",
@@ -73,15 +89,21 @@ def shrink(category: str, config: JobConfig) -> str:
         "accumulator": "a larger parallelism.context_parallel_degree (data_parallel_shard_degree "
         "does not shrink it)",
         "per_sample_shards": "a smaller training.local_batch_size",
-        "activations": "a larger parallelism.context_parallel_degree or a smaller training.seq_len"
-        if checkpoints
-        else "activation_checkpoint.mode = 'full'",
+        "activations": _shrink_activations(config),
         "loss_head": "a smaller training.loss_chunk_tokens (0 is no chunks)",
         "communication": "parallelism.context_parallel_rotate_method = 'alltoall'"
         if gathers and config.parallelism.context_parallel_degree > 1
         else "parallelism.fsdp_reshard_after_forward = 'always'",
     }
     return f"{category.replace('_', ' ')}; shrunk by {settings[category]}"
+
+
+def _shrink_activations(config: JobConfig) -> str:
+    if config.activation_checkpoint.mode != "full":
+        return "activation_checkpoint.mode = 'full'"
+    if not config.activation_checkpoint.offload_inputs:
+        return "activation_checkpoint.offload_inputs = true, or more context_parallel_degree"
+    return "a larger parallelism.context_parallel_degree or a smaller training.seq_len"
 
 
 def misfit(memory: MemoryPlan, config: JobConfig, overrides: list[str]) -> str:

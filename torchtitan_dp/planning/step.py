@@ -28,6 +28,7 @@ from torchtitan.distributed import ParallelDims
 
 from torchtitan_dp import optimizer as dp_optimizer
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.distributed import offload
 from torchtitan_dp.distributed.parallelize import parallelize_llama, trained_fsdp_modules
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
@@ -231,11 +232,18 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         )
+        # The host's memory is another: what lies there is not counted.
+        stack.enter_context(mock.patch.object(offload, "to_host", lambda x: x.to("meta")))
+        stack.enter_context(mock.patch.object(offload, "from_host", _empty_as))
         if like_cuda:
             stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", rms_norm))
         # Parameters are on the meta device until they are told to be fake.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
+
+
+def _empty_as(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(copy.shape, dtype=copy.dtype, device=device)
 
 
 def _no_noise(flat: torch.Tensor, **_: Any) -> None:

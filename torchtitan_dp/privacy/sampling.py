@@ -1,10 +1,11 @@
-"""Poisson sampling: which records take part in a step, and which rank computes which.
+"""Poisson sampling: which units take part in a step, with what choices, and on which rank.
 
 Guarantee
 ---------
-Every record is in a step's draw with probability `sample_rate`, independently of every other
-record and step: the number of records is drawn from Binomial(N, q), and then that many distinct
-ones uniformly, which is the same distribution as N coins, without comparing N uniforms with a
+Every record (or other privacy unit) is in a step's draw with probability `sample_rate`,
+independently of every other record and step: the number of records is drawn from Binomial(N, q),
+and then that many distinct ones uniformly, which is the same distribution as N coins, without
+comparing N uniforms with a
 threshold (in fp32 that is off by 19% at q = 1e-7). The draw is a function of (key, N, q), never of
 a record's content, so every rank computes the same one, and `deal` neither drops nor repeats nor
 truncates. This is the sampling that `accounting` assumes; both must be given the one q.
@@ -18,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 Indices = npt.NDArray[np.int64]
+
+_UNIT_BLOCKS_BITS = 128  # of the counter's 256
 
 
 def poisson_draw(key: bytes, population: int, sample_rate: float) -> Indices:
@@ -49,6 +52,28 @@ def poisson_draw(key: bytes, population: int, sample_rate: float) -> Indices:
         return np.empty(0, dtype=np.int64)
     drawn = generator.choice(population, size=count, replace=False, shuffle=False)
     return np.sort(drawn).astype(np.int64, copy=False)
+
+
+def choices(key: bytes, position: int) -> np.random.Generator:
+    """Randomness for one unit of one step: which of its records is taken, which window of it.
+
+    The unit at `position` has a part of the key's Philox stream for itself (2^128 blocks), so what
+    is chosen for it is the same on every rank and mesh and does not depend on who else is drawn.
+    Asked for again, it begins anew: whoever needs a choice twice gets the same one.
+
+    Args:
+        key: the 32 bytes of this step's "window" key; the first 16 are used.
+        position: the unit's index in the population that is drawn from.
+
+    >>> [int(choices(bytes(32), position=p).integers(100)) for p in (7, 7, 8)]
+    [90, 90, 49]
+    """
+    assert len(key) == 32, "the key of a step has 32 bytes"
+    assert position >= 0
+    philox = np.random.Philox(
+        key=int.from_bytes(key[:16], "little"), counter=position << _UNIT_BLOCKS_BITS
+    )
+    return np.random.Generator(philox)
 
 
 def deal(draw: Indices, *, ranks: int, rank: int, batch_size: int) -> list[Indices]:

@@ -1,0 +1,1 @@
+"""What `scripts/faults.py` is made of."""

@@ -1,0 +1,260 @@
+"""Faults of clipping: rows 1 to 7, 13, 18, 22, 26 to 29 and 36."""
+
+from tests.hazards.mutants.table import Mutant
+
+HERE = "hazards/test_clipping.py::"
+EXACT = "gradients/test_exactness.py::"
+SAMPLES = "gradients/test_grad_sample.py::"
+LAYERS = "gradients/test_layers.py::"
+ONE = "privacy/test_clipping.py::"
+HEAD = "models/test_loss_head.py::"
+
+SUM = "gradients/clipped_sum.py"
+CLIP = "privacy/clipping.py"
+
+MUTANTS = [
+    Mutant(
+        1,
+        "norm without the other cp ranks",
+        SUM,
+        "            dist.all_reduce(squared_norm_B, group=self.groups.cp)\n",
+        "            pass\n",
+        (f"{HERE}test_row01_norms_are_of_the_whole_gradient[microbatch-2]",),
+    ),
+    Mutant(
+        1,
+        "sum of partial norms",
+        SUM,
+        "torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0)",
+        "torch.stack([squared_norm(s.flatten(1)).sqrt() for s in shards]).sum(0).square()",
+        (f"{HERE}test_row01_norms_are_of_the_whole_gradient[microbatch-1]",),
+    ),
+    Mutant(
+        1,
+        "squared before the sum over cp",
+        "gradients/reduction.py",
+        "        return reduce_scatter_sum(shard_DN, input_CDN, self._cp, async_op)\n",
+        "        shard_DN.copy_(input_CDN[dist.get_rank(self._cp)])\n        return None\n",
+        (f"{HERE}test_row01_norms_are_of_the_whole_gradient[microbatch-2]",),
+    ),
+    Mutant(
+        1,
+        "V1 keeps its own tokens part",
+        "gradients/grad_sample.py",
+        "                dist.all_reduce(whole, group=self._cp)\n",
+        "                pass\n",
+        (f"{HERE}test_row01_norms_are_of_the_whole_gradient[V1-2]",),
+    ),
+    Mutant(
+        1,
+        "V2 keeps its own tokens part of vectors",
+        "gradients/grad_sample.py",
+        "            reduce_scatter_sum(shard_BDN, joined, self._cp)\n",
+        "            shard_BDN.copy_(joined[self._cp_rank])\n",
+        (f"{HERE}test_row01_norms_are_of_the_whole_gradient[V2-2]",),
+    ),
+    Mutant(
+        2,
+        "a parameter not counted",
+        SUM,
+        "squared_norm(s.flatten(1)) for s in shards",
+        "squared_norm(s.flatten(1)) for s in shards[1:]",
+        (f"{HERE}test_row02_every_parameter_counts_once[(1, 1, 2)-grad_sample]",),
+    ),
+    Mutant(
+        2,
+        "a parameter counted twice",
+        SUM,
+        "squared_norm(s.flatten(1)) for s in shards",
+        "squared_norm(s.flatten(1)) for s in [*shards, shards[0]]",
+        (f"{HERE}test_row02_every_parameter_counts_once[(1, 1, 2)-grad_sample]",),
+    ),
+    Mutant(
+        2,
+        "padding of uneven rows counted",
+        "gradients/rows.py",
+        "make = torch.zeros if padded",
+        "make = torch.ones if padded",
+        (f"{LAYERS}test_chunks_and_positions_agree_with_fsdp",),
+        quick=True,
+    ),
+    Mutant(
+        2,
+        "uneven rows dropped",
+        "gradients/rows.py",
+        "            if start < stop:\n",
+        "            if start + self.rows <= self.shape[0]:\n",
+        (f"{LAYERS}test_chunks_and_positions_agree_with_fsdp",),
+        quick=True,
+    ),
+    Mutant(
+        3,
+        "summed over dp shard before clipping",
+        SUM,
+        "        self.accumulating = True\n",
+        "        self.accumulating = True\n"
+        "        for s in shards:\n"
+        "            if self.groups.dp_shard is not None:\n"
+        "                dist.all_reduce(s, group=self.groups.dp_shard)\n",
+        (f"{HERE}test_row03_opposite_samples_cancel_after_clipping[(1, 2, 1)]",),
+    ),
+    Mutant(
+        3,
+        "summed over dp replicate before clipping",
+        SUM,
+        "        self.accumulating = True\n",
+        "        self.accumulating = True\n"
+        "        for s in shards:\n"
+        "            if self.groups.dp_replicate is not None:\n"
+        "                dist.all_reduce(s, group=self.groups.dp_replicate)\n",
+        (f"{HERE}test_row03_opposite_samples_cancel_after_clipping[(2, 1, 1)]",),
+    ),
+    Mutant(
+        3,
+        "one norm for all data parallel ranks",
+        SUM,
+        "        clipped = clip(\n",
+        "        if self.groups.dp_shard is not None:\n"
+        "            dist.all_reduce(squared_norm_B, group=self.groups.dp_shard)\n"
+        "        clipped = clip(\n",
+        (f"{HERE}test_row03_identical_samples_on_two_ranks_add_to_2C[(1, 2, 1)]",),
+    ),
+    Mutant(
+        4,
+        "the microbatch clipped as one",
+        SUM,
+        "        self.accumulating = True\n",
+        "        self.accumulating = True\n"
+        "        shards[:] = [s.mean(0, keepdim=True).expand_as(s).clone() for s in shards]\n",
+        (
+            f"{HERE}test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping"
+            "[(1, 1, 1)-V1]",
+        ),
+    ),
+    Mutant(
+        4,
+        "one norm for the microbatch",
+        SUM,
+        "        clipped = clip(\n",
+        "        squared_norm_B = squared_norm_B.sum(0, keepdim=True).expand_as(squared_norm_B)\n"
+        "        clipped = clip(\n",
+        (
+            f"{HERE}test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping"
+            "[(1, 1, 1)-V2]",
+        ),
+    ),
+    Mutant(
+        4,
+        "embedding rows of all samples in the first",
+        "gradients/rows.py",
+        "(cp_rank_BT * B + sample_B1)",
+        "(cp_rank_BT * B + 0 * sample_B1)",
+        (f"{LAYERS}test_chunks_and_positions_agree_with_fsdp",),
+        quick=True,
+    ),
+    Mutant(
+        4,
+        "the loss head merges samples",
+        "models/loss_head.py",
+        "        merges = differentiate and weight_needed and len(h_BTD) > 1\n",
+        "        merges = False\n",
+        (f"{HEAD}test_samples_are_never_merged",),
+        quick=True,
+    ),
+    Mutant(
+        5,
+        "loss over the microbatches targets",
+        "models/loss_head.py",
+        "        scale_B = grad_loss_B / targets_B.clamp(min=1)\n",
+        "        scale_B = grad_loss_B * len(targets_B) / targets_B.sum().clamp(min=1)\n",
+        (f"{SAMPLES}test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch[1-0-V1]",),
+    ),
+    Mutant(
+        5,
+        "plain loss over the microbatches targets",
+        "models/loss.py",
+        "targets_B.clamp(min=1)\n",
+        "targets_B.sum().clamp(min=1)\n",
+        ("gradients/test_opacus.py::test_row06_the_loss_is_the_mean_over_the_samples_own_targets",),
+        quick=True,
+    ),
+    Mutant(
+        6,
+        "padding counted as targets",
+        "models/loss.py",
+        "        targets_B = (labels_BT != IGNORE_INDEX).sum(dim=1)\n",
+        "        targets_B = torch.full((len(labels_BT),), labels_BT.shape[1])\n",
+        (f"{EXACT}test_every_mesh[(1, 1, 1)]",),
+    ),
+    Mutant(
+        6,
+        "a rank divides by its own targets",
+        "models/loss.py",
+        "labels=labels_BT, targets=targets_B,",
+        "labels=labels_BT, targets=(labels_BT != IGNORE_INDEX).sum(dim=1),",
+        (f"{EXACT}test_every_mesh[(1, 1, 2)]",),
+    ),
+    Mutant(
+        6,
+        "no tokens is 0 over 0",
+        "models/loss_head.py",
+        "        scale_B = 1 / targets_B.clamp(min=1).float()\n",
+        "        scale_B = 1 / targets_B.float()\n",
+        (f"{HERE}test_row06_a_record_without_tokens_is_exactly_zero[1-microbatch]",),
+    ),
+    Mutant(
+        6,
+        "ignored labels have a gradient",
+        "models/loss_head.py",
+        "    scale_N1 = scale_N.masked_fill(ignored_N, 0.0)[:, None]\n",
+        "    scale_N1 = scale_N[:, None]\n",
+        (f"{HEAD}test_loss_and_gradients_are_the_plain_ones[5]",),
+        quick=True,
+    ),
+    Mutant(
+        6,
+        "labels not shifted",
+        "data/samples.py",
+        "labels_T[: len(marked) - 1] = marked[1:]",
+        "labels_T[: len(marked) - 1] = marked[:-1]",
+        ("data/test_samples.py::test_labels_are_the_next_tokens_and_padding_is_ignored",),
+        quick=True,
+    ),
+    Mutant(
+        6,
+        "the ring masks by another order",
+        "distributed/ring_attention.py",
+        'enable_load_balance = load_balancer == "headtail"',
+        'enable_load_balance = load_balancer != "headtail"',
+        (f"{EXACT}test_ring_variants[2-headtail-allgather]",),
+    ),
+    Mutant(
+        7,
+        "a layer sees the other samples input",
+        "gradients/layers.py",
+        "torch.bmm(left_BRT, x_BTD[samples], out=out_BRD)",
+        "torch.bmm(left_BRT, x_BTD.roll(1, 0)[samples], out=out_BRD)",
+        (f"{LAYERS}test_equals_a_loop_of_single_samples[linear without bias-4-(1, 1)]",),
+        quick=True,
+    ),
+    Mutant(
+        7,
+        "records see each other in the model",
+        "models/llama3.py",
+        "        h_BTD = self.tok_embeddings(tokens)\n",
+        "        h_BTD = self.tok_embeddings(tokens)\n"
+        "        h_BTD = h_BTD + 1e-3 * h_BTD.mean(0, keepdim=True)\n",
+        (f"{SAMPLES}test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch[1-0-V2]",),
+    ),
+    Mutant(
+        7,
+        "records packed into one row",
+        "data/samples.py",
+        "            tokens_BT[row], labels_BT[row] = self.sample(int(index), length)\n",
+        "            tokens_BT[row], labels_BT[row] = self.sample(int(index), length)\n"
+        "            if row:\n"
+        "                tokens_BT[row - 1, -1] = tokens_BT[row, 1]\n",
+        ("data/test_samples.py::test_neighbours_in_a_batch_change_nothing",),
+        quick=True,
+    ),
+]

@@ -1,0 +1,279 @@
+"""Faults of precision, padding, bad samples, recomputation and who is trained: rows 13 to 36."""
+
+from tests.hazards.mutants.clipping import CLIP, HERE, LAYERS, ONE, SAMPLES, SUM
+from tests.hazards.mutants.table import Mutant
+
+OUTPUTS = "hazards/test_outputs.py::"
+POISONED = f"{HERE}test_row22_a_poisoned_sample_contributes_exactly_zero"
+
+MUTANTS = [
+    Mutant(
+        13,
+        "a sum in bf16",
+        SUM,
+        "sum(sizes), device=device)",
+        "sum(sizes), device=device, dtype=torch.bfloat16)",
+        (f"{HERE}test_row13_a_thousand_small_adds[grad_sample]",),
+    ),
+    Mutant(
+        13,
+        "adds rounded to bf16",
+        CLIP,
+        "    accumulator.add_(gradient.mul_(factor).masked_fill_(rejected, 0.0))\n",
+        "    accumulator.add_(gradient.mul_(factor).masked_fill_(rejected, 0.0))\n"
+        "    accumulator.copy_(accumulator.bfloat16())\n",
+        (f"{ONE}test_row13_a_thousand_small_adds_match_fp64",),
+        quick=True,
+    ),
+    Mutant(
+        13,
+        "gradients reduced in bf16",
+        "distributed/parallelize.py",
+        "reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce]",
+        "reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]",
+        (f"{HERE}test_row13_a_thousand_small_adds[microbatch]",),
+    ),
+    Mutant(
+        13,
+        "clipped to C exactly",
+        CLIP,
+        "_SAFETY = 1 - 1e-5\n",
+        "_SAFETY = 1.0\n",
+        (f"{HERE}test_row13_clipped_norm_never_exceeds_C",),
+        quick=True,
+    ),
+    Mutant(
+        13,
+        "norms in bf16",
+        CLIP,
+        "    rows = gradient[..., :in_rows].unflatten(-1, (-1, _ROW))\n",
+        "    gradient = gradient.bfloat16().float()\n"
+        "    rows = gradient[..., :in_rows].unflatten(-1, (-1, _ROW))\n",
+        (f"{ONE}test_squared_norms_are_those_of_fp64_rows",),
+        quick=True,
+    ),
+    Mutant(
+        13,
+        "one fp32 norm of a large tensor",
+        CLIP,
+        "    in_rows = gradient.shape[-1] // _ROW * _ROW\n",
+        "    in_rows = 0\n",
+        (f"{HERE}test_row13_norms_of_large_tensors",),
+    ),
+    Mutant(
+        13,
+        "noise in bf16",
+        "privacy/noise.py",
+        "values_here, alpha=std)",
+        "values_here.bfloat16().float(), alpha=std)",
+        (
+            "privacy/test_noise.py::"
+            "test_cpu_noise_is_numpys_philox_at_the_documented_key_and_counter",
+        ),
+        quick=True,
+    ),
+    Mutant(
+        18,
+        "padding is added",
+        CLIP,
+        "~(torch.isfinite(squared_norm_B) & valid_B)",
+        "~torch.isfinite(squared_norm_B)",
+        (f"{ONE}test_row18_and_22_padding_and_bad_norms_are_rejected",),
+        quick=True,
+    ),
+    Mutant(
+        18,
+        "padding is valid to the trainer",
+        "data/loading.py",
+        "                valid = slots >= 0\n",
+        "                valid = slots >= -1\n",
+        ("hazards/test_sampling.py::test_row19_what_is_drawn_is_what_is_processed[3]",),
+        quick=True,
+    ),
+    Mutant(
+        22,
+        "bad norms not rejected",
+        CLIP,
+        "~(torch.isfinite(squared_norm_B) & valid_B)",
+        "~valid_B",
+        (f"{ONE}test_row18_and_22_padding_and_bad_norms_are_rejected",),
+        quick=True,
+    ),
+    Mutant(
+        22,
+        "rejected by a factor of 0",
+        CLIP,
+        "gradient.mul_(factor).masked_fill_(rejected, 0.0)",
+        "gradient.mul_(factor)",
+        (f"{ONE}test_row22_what_is_rejected_leaves_no_trace",),
+        quick=True,
+    ),
+    Mutant(
+        22,
+        "decided by each rank alone",
+        SUM,
+        "        if self.groups.cp is not None:\n            dist.all_reduce(squared_norm_B",
+        "        valid_B = valid_B & squared_norm_B.isfinite()\n"
+        "        squared_norm_B = squared_norm_B.nan_to_num(0.0, 0.0)\n"
+        "        if self.groups.cp is not None:\n            dist.all_reduce(squared_norm_B",
+        (
+            "gradients/test_clipped_sum.py::"
+            "test_row22_a_sample_that_one_rank_sees_to_be_bad_is_rejected_by_all",
+        ),
+    ),
+    Mutant(
+        22,
+        "an exception depends on it",
+        CLIP,
+        "    norm_B = squared_norm_B.sqrt()\n",
+        "    norm_B = squared_norm_B.sqrt()\n    assert norm_B.isfinite().all()\n",
+        (f"{ONE}test_row18_and_22_padding_and_bad_norms_are_rejected",),
+        quick=True,
+    ),
+    Mutant(
+        22,
+        "a bad sample poisons its microbatch",
+        SUM,
+        "clipped.factor_B[sample], clipped.rejected_B[sample]",
+        "clipped.factor_B[sample], clipped.rejected_B.any()",
+        (f"{POISONED}[(1, 1, 1)-nan-V2]",),
+    ),
+    Mutant(
+        26,
+        "a second clip accepted",
+        "checks.py",
+        "config.training.max_norm != 0",
+        "config.training.max_norm < 0",
+        (f"{HERE}test_row26_max_norm_is_refused",),
+        quick=True,
+    ),
+    Mutant(
+        26,
+        "a second clip before the noise",
+        "optimizer.py",
+        "            gradient = clipped_sum[name]\n",
+        "            gradient = clipped_sum[name].clamp_(-1e-3, 1e-3)\n",
+        ("hazards/test_noise.py::test_row14_the_divisor_is_the_expected_batch[(1, 1, 2)-1]",),
+    ),
+    Mutant(
+        27,
+        "recomputed layers count twice",
+        "gradients/layers.py",
+        "        ctx.save_for_backward(x, weight)\n",
+        "        again = torch._C._current_graph_task_id() != -1\n"
+        "        ctx.save_for_backward(x * (1 + again), weight)\n",
+        (f"{LAYERS}test_checkpointed_gradients_equal_the_loop",),
+        quick=True,
+    ),
+    Mutant(
+        27,
+        "activations kept",
+        "gradients/layers.py",
+        "        ctx.save_for_backward(x, weight)\n",
+        '        layer.__dict__.setdefault("kept", []).append(x)\n'
+        "        ctx.save_for_backward(x, weight)\n",
+        (f"{LAYERS}test_hooks_hold_activations_under_checkpointing_and_functions_do_not",),
+        quick=True,
+    ),
+    Mutant(
+        27,
+        "activations leak from step to step",
+        SUM,
+        "        self.accumulating = True\n",
+        "        self.accumulating = True\n"
+        '        self.__dict__.setdefault("kept", []).append(valid_B)\n',
+        (f"{HERE}test_row27_live_tensors_stay_flat_over_50_steps[full-microbatch]",),
+    ),
+    Mutant(
+        28,
+        "a tied weight counted as two",
+        "gradients/grad_sample.py",
+        "        gradients[name].add_(more)\n",
+        "        gradients[name].square_().add_(more.square()).sqrt_()\n",
+        (f"{SAMPLES}test_every_mesh[(1, 1, 1)-4-{{'tie_embeddings': True}}-V2]",),
+    ),
+    Mutant(
+        28,
+        "half of a tied weight",
+        "gradients/grad_sample.py",
+        "        gradients[name].add_(more)\n",
+        "        gradients[name] = more\n",
+        (f"{SAMPLES}test_every_mesh[(1, 1, 1)-4-{{'tie_embeddings': True}}-V1]",),
+    ),
+    Mutant(
+        28,
+        "noise keyed by a compiled name",
+        "models/llama3.py",
+        '.replace("_orig_mod.", "")',
+        "",
+        (f"{OUTPUTS}test_row28_names_know_no_wrappers",),
+        quick=True,
+    ),
+    Mutant(
+        28,
+        "noise keyed by a checkpointed name",
+        "models/llama3.py",
+        '.replace("_checkpoint_wrapped_module.", "")',
+        "",
+        (f"{OUTPUTS}test_row28_names_know_no_wrappers",),
+        quick=True,
+    ),
+    Mutant(
+        28,
+        "tied weights untied",
+        "models/llama3.py",
+        "        if model_args.tie_embeddings:\n",
+        "        if not model_args:\n",
+        (f"{OUTPUTS}test_row28_a_tied_weight_is_one_parameter",),
+        quick=True,
+    ),
+    Mutant(
+        29,
+        "the last sample replaces the sum",
+        CLIP,
+        "    accumulator.add_(gradient",
+        "    accumulator.copy_(gradient",
+        (f"{ONE}test_row29_sums_add_up",),
+        quick=True,
+    ),
+    Mutant(
+        29,
+        "the sum of the step before stays",
+        SUM,
+        "        self._whole.zero_()\n",
+        "",
+        (f"{HERE}test_row29_two_microbatches_are_the_explicit_sum[1-microbatch]",),
+    ),
+    Mutant(
+        36,
+        "frozen parameters trained",
+        "models/llama3.py",
+        "        for name, parameter in model.named_parameters()\n"
+        "        if parameter.requires_grad\n",
+        "        for name, parameter in model.named_parameters()\n",
+        (
+            f"{HERE}test_row36_frozen_is_bit_identical_and_the_rest_is_in_the_norm"
+            "[layers.0.-microbatch]",
+        ),
+    ),
+    Mutant(
+        36,
+        "a trained parameter not in the norm",
+        SUM,
+        "squared_norm(s.flatten(1)) for s in shards",
+        "squared_norm(s.flatten(1)) for s in shards[:-1]",
+        (
+            f"{HERE}test_row36_frozen_is_bit_identical_and_the_rest_is_in_the_norm"
+            "[layers.0.-grad_sample]",
+        ),
+    ),
+    Mutant(
+        36,
+        "a frozen bias is given a gradient",
+        "gradients/layers.py",
+        "        if bias_needed and bias_needed[0]:\n",
+        "        if bias_needed:\n",
+        (f"{LAYERS}test_equals_a_loop_of_single_samples[frozen bias-4-(1, 1)]",),
+        quick=True,
+    ),
+]

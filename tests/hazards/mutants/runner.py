@@ -1,0 +1,147 @@
+"""Puts a fault into a copy of the package and tells whether the tests named for it fail.
+
+A fault is caught if a test FAILS by what it asserts. Tests that cannot be collected, fixtures that
+break and code that does not run (a NameError, say) are no catch: then the fault is badly written.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.hazards.mutants.table import ROOT, Mutant
+from tests.ranks import START_METHOD
+
+COPIED = ("torchtitan_dp", "tests", "train_configs", "scripts", "pyproject.toml", "run_train.sh")
+TIMEOUT_S = 240
+BROKEN = re.compile(
+    r"\b(NameError|UnboundLocalError|SyntaxError|IndentationError|ImportError|ModuleNotFoundError"
+    r"|AttributeError|TypeError)\b: "
+)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the tests said."""
+
+    code: int | None  # pytest's exit code; None if they hung
+    failed: tuple[str, ...]  # tests that failed
+    broken: str  # why it is no catch; empty if nothing speaks against it
+    seconds: float
+    log: str
+
+    @property
+    def caught(self) -> bool:
+        return self.code == 1 and bool(self.failed) and not self.broken
+
+    @property
+    def passed(self) -> bool:
+        return self.code == 0
+
+    def __str__(self) -> str:
+        return f"exit code {self.code}, failed {self.failed}, {self.broken}\n{self.log[-3000:]}"
+
+
+class Runner:
+    """Runs tests on mutated copies, one after the other, through one `server` process."""
+
+    def __init__(self, server: "subprocess.Popen[str]", folder: Path) -> None:
+        self._server, self._folder = server, folder
+        self._count = 0
+
+    def run(self, mutant: Mutant | None, tests: tuple[str, ...]) -> Outcome:
+        """The tests' outcome under the fault, or without one."""
+        self._count += 1
+        place = self._folder / str(self._count)
+        root = place / "copy"
+        copy_tree(root)
+        if mutant is not None:
+            mutant.apply(root)
+        job = {
+            "root": str(root),
+            "tests": list(tests),
+            "log": str(place / "log"),
+            "report": str(place / "report.xml"),
+            "timeout_s": TIMEOUT_S,
+        }
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(job) + "\n")
+        self._server.stdin.flush()
+        answer = _read(self._server)
+        failed, broken = _judge(place / "report.xml")
+        log = (place / "log").read_text(errors="replace")
+        shutil.rmtree(root)
+        return Outcome(answer["code"], failed, broken, answer["seconds"], log)
+
+
+@contextmanager
+def running(folder: Path) -> Iterator[Runner]:
+    """A runner whose copies lie in `folder`."""
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        START_METHOD: "fork",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.hazards.mutants.server"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env=environment,
+    )
+    try:
+        assert _read(server) == "ready"
+        yield Runner(server, folder)
+    finally:
+        assert server.stdin is not None
+        server.stdin.close()
+        try:
+            server.wait(10)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _read(server: "subprocess.Popen[str]"):  # type: ignore[no-untyped-def]
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    assert line, "the server of mutants has ended"
+    return json.loads(line)
+
+
+def copy_tree(root: Path) -> None:
+    """What the tests need of the working tree."""
+    root.mkdir(parents=True)
+    for name in COPIED:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, root / name)
+        else:
+            shutil.copy2(source, root / name)
+
+
+def _judge(report: Path) -> tuple[tuple[str, ...], str]:
+    """The tests that failed, and what makes that no catch."""
+    if not report.exists():
+        return (), "no report"
+    failed, broken = [], ""
+    for case in ET.parse(report).iter("testcase"):
+        name = f"{case.get('classname')}::{case.get('name')}"
+        for failure in case.iter("failure"):
+            failed.append(name)
+            said = f"{failure.get('message')}\n{failure.text}"
+            if found := BROKEN.search(said):
+                broken = f"{name}: the fault does not run ({found[0]})"
+        for error in case.iter("error"):
+            broken = f"{name}: {error.get('message')}"
+    return tuple(failed), broken

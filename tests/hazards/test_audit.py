@@ -1,0 +1,397 @@
+"""Row 35: the whole step, attacked. Each planted fault is flagged; the clean build is not.
+
+Also what the canary audit rests on: an included canary adds C at its place each time it is drawn,
+an excluded one adds exactly nothing, on every mesh and with every gradient method.
+"""
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.launch import CONFIG, ROOT, write_records
+from tests.ranks import on_ranks
+
+SIGMA = 1.0
+
+
+def new_game(degrees, method, batch_size):
+    import torchtitan_dp.distributed  # noqa: F401
+
+    # isort: split
+    from torchtitan.distributed import ParallelDims
+
+    from torchtitan_dp.auditing.game import Game
+    from torchtitan_dp.config import Privacy
+    from torchtitan_dp.distributed.parallelize import fsdp_mesh
+    from torchtitan_dp.privacy.keys import RootKey
+
+    dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
+    dims.build_mesh()
+    return Game(
+        Privacy(gradient_method=method, max_grad_norm=0.5),
+        noise_multiplier=SIGMA,
+        batch_size=batch_size,
+        degrees=degrees,
+        mesh=fsdp_mesh(dims),
+        noise_keys=RootKey.from_debug_seed(7).stream("noise"),
+    )
+
+
+def play(degrees, names, trials, fault=None, method="microbatch", batch_size=1, confidence=0.95):
+    """The bounds on mu that the named cases prove, with a fault in the code."""
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        game = new_game(degrees, method, batch_size)
+        return {
+            case.name: game.play(case, trials=trials, confidence=confidence).mu
+            for case in game.cases
+            if names is None or case.name in names
+        }
+
+
+# The faults.
+
+
+def scaled_noise(scale):
+    from torchtitan_dp.privacy import noise
+
+    def add(flat, *, std, **terms):
+        noise.add_gaussian_noise_(flat, std=scale * std, **terms)
+
+    return mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add)
+
+
+def no_clipping():
+    from torchtitan_dp.privacy import clipping
+
+    def unclipped(squared_norm_B, valid_B, **terms):
+        clipped = clipping.clip(squared_norm_B, valid_B, **terms)
+        return clipped._replace(factor_B=torch.ones_like(clipped.factor_B))
+
+    return mock.patch("torchtitan_dp.gradients.clipped_sum.clip", unclipped)
+
+
+@contextlib.contextmanager
+def clipping_after_the_sum():
+    from torchtitan_dp.gradients.clipped_sum import ClippedSum
+
+    take = ClippedSum.take
+
+    def take_clipped(self):
+        total = take(self)
+        norm = torch.cat(list(total.values())).norm()
+        return {n: t * (self._max_grad_norm / norm).clamp(max=1) for n, t in total.items()}
+
+    with no_clipping(), mock.patch.object(ClippedSum, "take", take_clipped):
+        yield
+
+
+def bad_samples_kept():
+    from torchtitan_dp.privacy import clipping
+
+    def keep_all(squared_norm_B, valid_B, **terms):
+        clipped = clipping.clip(squared_norm_B, valid_B, **terms)
+        return clipped._replace(
+            factor_B=torch.ones_like(clipped.factor_B),
+            rejected_B=torch.zeros_like(clipped.rejected_B),
+        )
+
+    return mock.patch("torchtitan_dp.gradients.clipped_sum.clip", keep_all)
+
+
+def noise_repeated_across_shards():
+    return mock.patch("torchtitan_dp.optimizer._flat_start", return_value=0)
+
+
+def noise_repeated_across_parameters():
+    from torchtitan_dp.privacy import noise
+
+    def add(flat, *, name, **terms):
+        noise.add_gaussian_noise_(flat, name="any", **terms)
+
+    return mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add)
+
+
+def norms_not_reduced():
+    silent = SimpleNamespace(all_reduce=lambda tensor, group: None)
+    return mock.patch("torchtitan_dp.gradients.clipped_sum.dist", silent)
+
+
+def samples_summed_over_dp():
+    """As FSDP2 itself reduces: over dp_shard too."""
+    from torchtitan_dp.gradients.reduction import ReduceScatterOverCP
+
+    reduce = ReduceScatterOverCP.__call__
+
+    def reduce_all(self, *terms, **more):
+        work = reduce(self, *terms, **more)
+        torch.distributed.all_reduce(self._shard_DN)
+        return work
+
+    return mock.patch.object(ReduceScatterOverCP, "__call__", reduce_all)
+
+
+FAULTS = {
+    "no noise": lambda: scaled_noise(0.0),
+    "half the noise": lambda: scaled_noise(0.5),
+    "no clipping": no_clipping,
+    "clipping after the sum": clipping_after_the_sum,
+    "bad samples kept": bad_samples_kept,
+    "noise repeated across shards": noise_repeated_across_shards,
+    "noise repeated across parameters": noise_repeated_across_parameters,
+    "norms not reduced": norms_not_reduced,
+    "samples summed over dp": samples_summed_over_dp,
+}
+
+
+@pytest.mark.parametrize("method, batch_size", [("microbatch", 1), ("grad_sample", 2)])
+def test_row35_the_clean_build_stays_under_the_claim(method, batch_size):
+    (bounds,) = on_ranks(1, play, (1, 1, 1), None, 200, None, method, batch_size, 0.999)
+    assert len(bounds) == 6
+    assert max(bounds.values()) <= 1 / SIGMA
+    assert bounds.pop("not_a_number") < 0.1
+    assert min(bounds.values()) > 0.1  # the attack works: it sees about what it may
+
+
+@pytest.mark.parametrize(
+    "fault, case, trials",
+    [
+        ("no noise", "norm_C", 50),
+        ("half the noise", "norm_C", 300),
+        ("no clipping", "norm_100C", 50),
+        ("clipping after the sum", "neighbour", 300),
+        ("bad samples kept", "not_a_number", 50),
+        ("noise repeated across parameters", "twin_parameters", 50),
+    ],
+)
+def test_row35_flags(fault, case, trials):
+    (bounds,) = on_ranks(1, play, (1, 1, 1), [case], trials, fault)
+    assert bounds[case] > 1 / SIGMA
+
+
+@pytest.mark.parametrize(
+    "fault, degrees, case, trials",
+    [
+        ("noise repeated across shards", (1, 1, 2), "twin_halves", 40),
+        ("norms not reduced", (1, 1, 2), "norm_100C", 500),
+        ("samples summed over dp", (1, 2, 1), "neighbour", 100),
+    ],
+)
+def test_row35_flags_on_two_ranks(fault, degrees, case, trials):
+    clean = on_ranks(2, play, degrees, [case], 40)
+    bounds = on_ranks(2, play, degrees, [case], trials, fault)
+    assert bounds[0] == bounds[1]
+    assert clean[0][case] <= 1 / SIGMA < bounds[0][case]
+
+
+# Canaries.
+
+
+def canary_scores(degrees, method):
+    """Two noiseless steps with canaries 0..5 among records, two of them drawn in one step only."""
+    from tests import build
+    from torchtitan_dp.auditing.canaries import Canaries, CanarySum, ScoreKeeper
+    from torchtitan_dp.optimizer import DPOptimizer
+
+    overrides = (f"--privacy.gradient_method={method}",)
+    if method == "grad_sample":
+        overrides += ("--training.local_batch_size=3",)
+    with mock.patch("tests.build.ClippedSum", CanarySum):
+        built = build.build(degrees, *overrides, max_grad_norm=0.5)
+    sums = built.gradients.clipped_sum
+    canaries = Canaries.choose(built.parameters, 6)
+    included = np.array([True, False, True, True, False, True])
+    from collections import deque
+
+    drawn: deque[int | None] = deque()
+    sums.plant(canaries, included, drawn)
+    optimizer = torch.optim.SGD(list(built.parameters.values()), lr=0.0)
+    keeper = ScoreKeeper(canaries, built.parameters, optimizer)
+    dp = DPOptimizer(
+        optimizer,
+        built.parameters,
+        noise_multiplier=0.0,
+        max_grad_norm=0.5,
+        expected_batch_size=4.0,
+    )
+    tokens_NT, labels_NT = build.data(samples=7)
+    labels_NT[:] = -100
+    for units in ([None, 0, 1, 2, 3, 4, 5], [0, 1, None, 2, 3, None, None]):
+        drawn.extend(units[slot] if slot >= 0 else None for slot in built.slots(7))
+        built.accumulate(tokens_NT, labels_NT)
+        assert not drawn
+        dp.step(sums.take(), bytes(32))
+        sums.reset()
+    return (keeper.scores(degrees[0]) * 4.0 / 0.5).tolist(), canaries.names
+
+
+@pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_an_included_canary_adds_C_at_its_place_and_an_excluded_one_nothing(degrees, method):
+    for scores, names in on_ranks(math.prod(degrees), canary_scores, degrees, method):
+        assert scores == pytest.approx([2, 0, 2, 2, 0, 1], abs=1e-4)
+        assert scores[1] == scores[4] == 0.0
+        assert len(set(names)) > 2
+
+
+_PLANTED = """
+import sys
+from unittest import mock
+from torchtitan_dp import audit
+from torchtitan_dp.privacy import noise
+
+def add(flat, *, std, **terms):
+    noise.add_gaussian_noise_(flat, std=std / 100, **terms)
+
+with mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add):
+    audit.main(sys.argv[1:])
+"""
+_TINY = dict(
+    model_type="llama",
+    architectures=["LlamaForCausalLM"],
+    hidden_size=32,
+    intermediate_size=64,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    vocab_size=264,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+    hidden_act="silu",
+)
+
+
+@pytest.fixture(scope="module")
+def audits(tmp_path_factory):
+    """Two audits of one tiny model, side by side: clean, and with a hundredth of the noise."""
+    folder = tmp_path_factory.mktemp("audit")
+    data = write_records(folder / "data", 10)
+    (folder / "model").mkdir()
+    (folder / "model" / "config.json").write_text(json.dumps(_TINY))
+    environment = {
+        **{k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")},
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "CUDA_VISIBLE_DEVICES": "",
+        "XDG_CACHE_HOME": str(folder / "cache"),
+    }
+    runs = {}
+    for name, program, overrides in (
+        ("clean", ["-m", "torchtitan_dp.audit"], ["--privacy.target_epsilon=8"]),
+        (
+            "planted",
+            ["-c", _PLANTED],
+            ["--privacy.target_epsilon=3", "--training.local_batch_size=8"],
+        ),
+    ):
+        command = [
+            *(sys.executable, *program, f"--job.config_file={CONFIG}"),
+            *(f"--job.dump_folder={folder / name}", f"--training.dataset_path={data}"),
+            *(f"--model.hf_assets_path={folder / 'model'}", "--training.seq_len=32"),
+            *("--training.global_batch_size=10", "--training.steps=2"),  # q = 1
+            *("--data.heldout_fraction=0", "--validation.no-enable"),
+            *("--privacy.debug_seed=5", *overrides),
+            *("--canaries=1000", f"--json={folder / name}.json", f"--plot={folder / name}.png"),
+        ]
+        with (folder / f"{name}.log").open("wb") as log:
+            runs[name] = subprocess.Popen(
+                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
+            )
+    done = {}
+    for name, process in runs.items():
+        try:
+            code = process.wait(120)
+        finally:
+            process.kill()
+        text = (folder / f"{name}.log").read_text()
+        assert code in (0, 1), text
+        result = json.loads((folder / f"{name}.json").read_text())
+        done[name] = SimpleNamespace(code=code, log=text, result=result, folder=folder, name=name)
+    return done
+
+
+def test_canaries_the_clean_build_stays_under_its_claim_with_power(audits):
+    clean = audits["clean"]
+    assert clean.code == 0, clean.log
+    result = clean.result
+    assert 7.9 < result["epsilon_claimed"] <= 8
+    assert result["epsilon_claimed"] / 4 <= result["epsilon_lower_bound"]
+    assert result["epsilon_lower_bound"] < result["epsilon_claimed"]
+    assert (result["confidence"], result["canaries"], result["guesses"]) == (0.95, 1000, 200)
+    assert 400 < result["included"] < 600
+    assert "proves nothing" in clean.log
+    assert "no fault found" in clean.log
+
+
+def test_canaries_a_hundredth_of_the_noise_exceeds_a_claim_of_3(audits):
+    planted = audits["planted"]
+    assert planted.code == 1, planted.log
+    assert planted.result["epsilon_claimed"] <= 3 < planted.result["epsilon_lower_bound"]
+    assert planted.result["correct"] == planted.result["guesses"] == 200
+    assert "FAULT" in planted.log
+
+
+def test_an_audited_run_is_not_private_and_apart(audits):
+    for run in audits.values():
+        folder = run.folder / f"{run.name}_audit"
+        told = json.loads((folder / "privacy.json").read_text())
+        assert told["private"] is False
+        assert told["epsilon"] is None
+        assert "audited: 1000 canaries were trained on" in told["caveats"]
+        assert not (run.folder / run.name).exists()
+        guesses = json.loads((folder / "audit_guesses.json").read_text())
+        assert set(guesses) == {"scores", "guesses"}  # written before the coins were looked at
+        assert np.bincount(np.array(guesses["guesses"]) + 1).tolist() == [100, 800, 100]
+        assert (run.folder / f"{run.name}.png").stat().st_size > 10_000
+        assert json.loads((folder / "audit.json").read_text()) == run.result
+
+
+@pytest.mark.parametrize(
+    "options, names",
+    [
+        (["--privacy.no-enable"], "privacy.enable"),
+        (["--privacy.target_epsilon=None", "--privacy.noise_multiplier=0"], "noise_multiplier"),
+        (["--canaries=0"], "--canaries = 0"),
+        (["--guesses=1.5"], "--guesses = 1.5"),
+        (["--confidence=1"], "--confidence = 1"),
+        (["--trials=9"], "--trials = 9"),
+        (["--instrument=game", "--folder=x"], "--folder = x"),
+        (["--folder={used}"], "--folder"),
+        (["--training.stepz=3"], "stepz"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options, names):
+    from torchtitan_dp import audit
+
+    data = write_records(tmp_path / "data")
+    used = tmp_path / "used"
+    used.mkdir()
+    (used / "steps_executed.log").write_text("1 1.0 0.1\n")
+    command = [
+        *(f"--job.config_file={CONFIG}", f"--training.dataset_path={data}"),
+        *("--data.heldout_fraction=0", "--validation.no-enable", "--privacy.accountant=rdp"),
+        *(f"--job.dump_folder={tmp_path / 'out'}", "--training.global_batch_size=3"),
+        *(option.format(used=used) for option in options),
+    ]
+    umask = os.umask(0o077)
+    os.umask(umask)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            audit.main(command)
+    finally:
+        os.umask(umask)
+    assert stop.value.code == 2
+    message = capsys.readouterr().err.strip().splitlines()
+    assert len(message) == 1, message
+    assert names in message[0]

@@ -1,0 +1,171 @@
+"""Hazards in what is told, by row: labels, the contract of `privacy.json`, names, the tokenizer.
+
+In one process; test_run.py holds the same of a whole run's files.
+"""
+
+import ast
+import json
+import logging
+import re
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+import torch.nn as nn
+
+from tests.launch import ROOT
+from tests.ranks import on_ranks
+from torchtitan_dp.ledger import Ledger, Settings
+
+CONTRACT = {
+    "private",
+    "epsilon",
+    "delta",
+    "accountant",
+    "noise_multiplier",
+    "max_grad_norm",
+    "sample_rate",
+    "sample_rate_source",
+    "steps",
+    "steps_executed",
+    "epsilon_executed",
+    "expected_batch_size",
+    "privacy_unit",
+    "neighbouring_relation",
+    "caveats",
+}
+STATISTICS = {
+    "loss": 1.25,
+    "realized_batch_size": 3.0,
+    "rejected": 0.0,
+    "clipped_fraction": 0.5,
+    "norm_p10": 1.0,
+    "norm_p50": 2.0,
+    "norm_p90": 3.0,
+}
+
+
+@pytest.fixture
+def logged(monkeypatch, caplog):
+    """The tags of one logged step, and its console line."""
+    from torchtitan.tools.logging import logger
+    from torchtitan.tools.utils import NoColor
+
+    from torchtitan_dp.metrics import LabellingLogger, PrivateMetricsProcessor
+
+    inner = MagicMock()
+    metrics = SimpleNamespace(
+        logger=LabellingLogger(inner),
+        time_last_log=0.0,
+        ntokens_since_last_log=64,
+        parallel_dims=SimpleNamespace(non_data_parallel_size=1),
+        device_memory_monitor=MagicMock(),
+        num_flops_per_token=1,
+        gpu_peak_flops=1e12,
+        color=NoColor(),
+        data_loading_times=[],
+    )
+    peak = SimpleNamespace(max_active_gib=1.0, max_reserved_gib=2.0)
+    metrics.device_memory_monitor.get_peak_stats.return_value = peak
+    public = {"lr": 1e-3, "epsilon": 2.5, "noise_multiplier": 1.0}
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.INFO):
+        PrivateMetricsProcessor.log_step(metrics, 7, public, STATISTICS)
+    ((tags, step), _) = inner.log.call_args
+    assert step == 7
+    return tags, caplog.records[-1].getMessage()
+
+
+def test_row24_only_what_is_public_has_a_plain_tag(logged):
+    tags, _ = logged
+    assert {t for t in tags if not t.startswith("not_private/")} == {
+        "lr",
+        "epsilon",
+        "noise_multiplier",
+    }
+    assert {f"not_private/{name}" for name in STATISTICS} < set(tags)
+
+
+def test_row24_the_console_line_labels_what_is_not(logged):
+    _, line = logged
+    public, label, private = line.partition("not private: ")
+    assert label
+    assert set(re.findall(r"\b([a-z][a-z0-9 ]*): ", public)) == {"step", "epsilon", "lr"}
+    assert "loss: 1.2500" in private
+    assert "batch: 3" in private
+
+
+def test_row23_and_24_privacy_json_holds_the_contract_alone(tmp_path):
+    settings = Settings(1.0, 0.01, 0.5, 1e-5, 32, "rdp", "privacy.sample_rate", "add_remove")
+    told = Ledger(settings, steps=3).publish(str(tmp_path), steps_executed=4)
+    assert set(told) >= CONTRACT
+    assert json.loads((tmp_path / "privacy.json").read_text()) == told
+    assert told["neighbouring_relation"] == "add_remove"
+    # What is told beyond the contract must be terms or counts of steps, never of records.
+    for key in set(told) - CONTRACT:
+        assert not re.search(r"loss|norm(?!_mult)|token|record|seen|drawn|realiz|undecod", key), key
+
+
+# Row 28: a tied weight, or a wrapped one, has one name.
+
+
+def test_row28_names_know_no_wrappers():
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    from torchtitan_dp.models.llama3 import trainable_parameters
+
+    plain = nn.ModuleDict({"block": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))})
+    names = set(trainable_parameters(plain))
+    plain["block"][0] = checkpoint_wrapper(plain["block"][0])
+    plain["block"] = torch.compile(checkpoint_wrapper(plain["block"]))
+    assert set(dict(plain.named_parameters())) != names
+    assert set(trainable_parameters(plain)) == names
+
+
+def test_row28_a_tied_weight_is_one_parameter():
+    import dataclasses
+
+    from tests import build
+    from torchtitan_dp.models.llama3 import Llama, trainable_parameters
+
+    with torch.device("meta"):
+        model = Llama(dataclasses.replace(build.ARGS, tie_embeddings=True))
+    names = [n for n in trainable_parameters(model) if "output" in n or "tok_embeddings" in n]
+    assert names == ["tok_embeddings.weight"]
+
+
+# Row 33: buffers.
+
+
+def buffers_after_a_microbatch():
+    from tests import build
+
+    built = build.build((1, 1, 1))
+    before = {n: b.clone() for n, b in built.model.named_buffers()}
+    built.accumulate(*build.data(samples=1))
+    return {n: torch.equal(b, before[n]) for n, b in built.model.named_buffers()}
+
+
+def test_row33_a_microbatch_changes_no_buffer():
+    (same,) = on_ranks(1, buffers_after_a_microbatch)
+    assert same
+    assert all(same.values())
+
+
+# Row 34: the tokenizer.
+
+
+def test_row34_no_code_of_ours_trains_a_tokenizer():
+    """`tokenizers` can: its trainers and `train*` methods are named nowhere in the package."""
+    for path in (ROOT / "torchtitan_dp").rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        imports = [
+            name
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import | ast.ImportFrom)
+            for name in [getattr(node, "module", "") or "", *(a.name for a in node.names)]
+        ]
+        assert not any("trainers" in name for name in imports), path
+        calls = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
+        assert not calls & {"train_from_iterator", "train_new_from_iterator", "trainers"}, path

@@ -1,0 +1,82 @@
+"""Clipping, one function at a time: what a sample adds is at most C, and exactly 0 if rejected."""
+
+import math
+
+import pytest
+import torch
+
+from torchtitan_dp.privacy.clipping import add_clipped_, clip, squared_norm
+
+INF, NAN = math.inf, math.nan
+
+
+def clipped(norms: list[float], valid: list[bool] | None = None, **options):
+    squared_norm_B = torch.tensor(norms, dtype=torch.float64).square()
+    valid_B = torch.tensor([True] * len(norms) if valid is None else valid)
+    return clip(squared_norm_B, valid_B, **{"max_grad_norm": 0.5, **options})
+
+
+def test_vanilla_scales_what_is_longer_than_C_and_nothing_else():
+    factors = clipped([2.0, 0.5, 0.4, 1e-30, 0.0]).factor_B.tolist()
+    assert factors == pytest.approx([0.25, 1.0, 1.0, 1.0, 1.0], rel=2e-5)
+
+
+def test_automatic_is_C_over_the_norm_and_a_constant():
+    factors = clipped([2.0, 0.49, 0.0], clip_function="automatic").factor_B.tolist()
+    assert factors == pytest.approx([0.5 / 2.01, 1.0, 50.0], rel=2e-5)
+
+
+def test_row18_and_22_padding_and_bad_norms_are_rejected():
+    result = clipped([1.0, 1.0, NAN, INF, 1e300], [True, False, True, True, True])
+    assert result.rejected_B.tolist() == [False, True, True, True, True]
+    assert result.factor_B[1:].tolist() == [0.0] * 4
+
+
+@pytest.mark.parametrize("value", [NAN, INF, -INF, 3.0], ids=str)
+def test_row22_what_is_rejected_leaves_no_trace(value):
+    """By selection: 0 x NaN is NaN."""
+    total, before = torch.arange(5.0), torch.arange(5.0)
+    add_clipped_(total, torch.full((5,), value), torch.tensor(0.0), torch.tensor(True))
+    assert torch.equal(total, before)
+
+
+def test_row29_sums_add_up():
+    total = torch.zeros(3)
+    for _ in range(3):
+        add_clipped_(total, torch.tensor([1.0, -2.0, 4.0]), torch.tensor(0.5), torch.tensor(False))
+    assert total.tolist() == [1.5, -3.0, 6.0]
+
+
+def test_row13_a_sum_in_bf16_is_refused():
+    for dtypes in ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)):
+        total, gradient = (torch.zeros(3, dtype=dtype) for dtype in dtypes)
+        with pytest.raises(AssertionError):
+            add_clipped_(total, gradient, torch.tensor(1.0), torch.tensor(False))
+    with pytest.raises(AssertionError):
+        squared_norm(torch.zeros(3, dtype=torch.bfloat16))
+
+
+def test_row13_a_thousand_small_adds_match_fp64():
+    generator = torch.Generator().manual_seed(0)
+    total, exact = torch.full((500,), 1.0), torch.full((500,), 1.0, dtype=torch.float64)
+    for _ in range(1000):
+        gradient = 1e-3 * torch.rand(500, generator=generator)
+        exact += gradient.double()
+        add_clipped_(total, gradient, torch.tensor(1.0), torch.tensor(False))
+    torch.testing.assert_close(total.double(), exact, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size", [1, 100, 4096, 3 * 4096 + 5])
+def test_squared_norms_are_those_of_fp64_rows(size):
+    gradient_BN = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
+    expected_B = gradient_BN.double().square().sum(-1)
+    torch.testing.assert_close(squared_norm(gradient_BN), expected_B, rtol=1e-6, atol=0)
+
+
+def test_row22_an_overflow_stays_visible():
+    gradient = torch.zeros(10_000)
+    gradient[5000] = 3e38
+    gradient[5001] = 3e38
+    assert not torch.isfinite(squared_norm(gradient)) or squared_norm(gradient) > 1e76
+    gradient[5000] = INF
+    assert not torch.isfinite(squared_norm(gradient))

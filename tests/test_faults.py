@@ -1,0 +1,176 @@
+"""What a run does when the world around it fails: signals, hung ranks, full and lying disks.
+
+Real runs of two processes. `scripts/faults.py` does the same at random moments, many times over.
+"""
+
+import os
+import resource
+import signal
+import stat
+import sys
+import time
+
+import pytest
+
+from tests.launch import privacy, with_sigma
+from tests.test_resume import STEPS, Folder, steps_saved
+from torchtitan_dp.checkpoint import damage, finished_checkpoints
+from torchtitan_dp.distributed.safe_checkpoint import entries, read_metadata
+from torchtitan_dp.launch import EXIT_STOPPED
+
+HUNG_AT = 3
+TIMEOUT_S = 4
+
+
+def main(argv):
+    """Training whose rank 1 falls asleep in a step."""
+    import torchtitan_dp.train as train
+
+    step = train.DPTrainer.train_step
+
+    def hanging(self, loader):
+        if self.step == HUNG_AT and os.environ["RANK"] == "1":
+            time.sleep(1000)
+        step(self, loader)
+
+    train.DPTrainer.train_step = hanging
+    train.main(argv)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run to the end, with whole checkpoints at steps 2 and 4."""
+    folder = Folder(tmp_path_factory.mktemp("finished"), *with_sigma(1))
+    folder.train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def hung(tmp_path_factory):
+    """A run one of whose ranks hangs after its first checkpoint; how long its end took."""
+    folder = Folder(tmp_path_factory.mktemp("hung"), *with_sigma(1))
+    run = folder.start(
+        "--training.steps=400", f"--comm.train_timeout_seconds={TIMEOUT_S}", program=(__file__,)
+    )
+    try:
+        run.wait_for((folder.checkpoint(2) / ".metadata").exists, "the first checkpoint")
+        begun = time.monotonic()
+        code = run.process.wait(60)
+        return folder, code, time.monotonic() - begun, run.processes()
+    finally:
+        run.end()
+
+
+def test_a_hung_rank_ends_the_run(hung):
+    """By the timeout of collectives, 5 s of grace for SIGTERM and torchrun's own polling."""
+    folder, code, seconds, left = hung
+    assert code == 1
+    assert seconds < TIMEOUT_S + 15
+    assert left == []
+    assert steps_saved(folder) == [2]
+
+
+@pytest.fixture(scope="module")
+def stopped(hung):
+    """The same run, started again and told to stop by a scheduler while it trains."""
+    folder, *_ = hung
+    run = folder.start("--training.steps=400", "--checkpoint.interval=1000")
+    try:
+        run.wait_for(lambda: folder.steps_begun() > HUNG_AT + 2, "the next steps")
+        run.process.send_signal(signal.SIGTERM)
+        code = run.process.wait(30)
+        return folder, code, run.output(), run.processes()
+    finally:
+        run.end()
+
+
+def test_sigterm_saves_a_checkpoint_and_stops(stopped):
+    folder, code, output, left = stopped
+    assert (code, left) == (EXIT_STOPPED, [])
+    assert "Training starts at step 3" in output  # what the hung run had saved
+    last = max(steps_saved(folder))
+    assert last > HUNG_AT
+    assert f"stopped at step {last} of 400, as asked, saved: the same command goes on" in output
+    spent = privacy(folder.out)
+    assert (spent["private"], spent["steps"]) == (True, last)
+    assert spent["steps_executed"] == folder.steps_begun() >= last
+
+
+def test_a_full_disk_is_one_line_and_costs_no_checkpoint(stopped):
+    """The limit on a file's size stands for the disk's."""
+    folder, *_ = stopped
+    last = max(steps_saved(folder))
+    before = folder.checkpoint(last).joinpath("__0_0.distcp").read_bytes()
+    run = folder.start(f"--training.steps={last + 2}", "--checkpoint.interval=1")
+    try:
+        run.wait_for(lambda: len(run.workers()) == 2, "the workers' start")
+        for pid in run.workers():
+            resource.prlimit(pid, resource.RLIMIT_FSIZE, (2**17, 2**17))
+        assert run.process.wait(60) == 1
+    finally:
+        run.end()
+    assert f"Training starts at step {last + 1}" in run.output()  # stopped, and gone on
+    (told,) = [line for line in run.output().splitlines() if line.startswith("[rank0]:error: ")]
+    assert f"checkpoint step-{last + 1} was not saved in {folder.out}/checkpoint, where " in told
+    assert f"the last whole one is step-{last}" in told
+    assert "Traceback" not in run.output()
+    assert max(steps_saved(folder)) == last
+    assert damage(str(folder.checkpoint(last))) == ""
+    assert folder.checkpoint(last).joinpath("__0_0.distcp").read_bytes() == before
+
+
+def flip_a_bit(checkpoint):
+    """In a weight's data, where nothing but its checksum tells."""
+    entry = max(entries(read_metadata(checkpoint)), key=lambda entry: entry.length)
+    with open(checkpoint / entry.file, "rb+") as file:
+        file.seek(entry.offset + entry.length // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_a_damaged_checkpoint_gives_way_to_the_one_before(finished, tmp_path):
+    folder = Folder(tmp_path, copy_of=finished)
+    folder.command = [*folder.command, *with_sigma(1)]
+    flip_a_bit(folder.checkpoint(STEPS))
+    assert damage(str(folder.checkpoint(STEPS))) == ""  # sizes do not tell
+    output = folder.train()
+    (told,) = [line for line in output.splitlines() if "is damaged" in line]
+    assert "checkpoint step-4 is damaged (" in told
+    assert "the run goes on from step-2" in told
+    assert "Training starts at step 3" in output
+    assert sorted(steps_saved(folder)) == [2, STEPS]
+    assert (folder.out / "checkpoint.damaged" / "step-4" / ".metadata").exists()
+    spent = privacy(folder.out)
+    assert spent["steps"] == STEPS
+    assert spent["steps_executed"] == folder.steps_begun() == STEPS + 2
+
+
+def test_no_whole_checkpoint_is_refused(finished, tmp_path, capsys):
+    folder = Folder(tmp_path, copy_of=finished)
+    folder.command = [*folder.command, *with_sigma(1)]
+    for step in finished_checkpoints(str(folder.out / "checkpoint")):
+        os.truncate(folder.checkpoint(step) / "__1_0.distcp", 1000)
+    line = folder.refuses(capsys)
+    assert line.startswith("error: no checkpoint in ")
+    assert "is whole (step-4: __1_0.distcp has 1,000 of " in line
+    assert sorted(steps_saved(folder)) == [2, STEPS]  # all stay where they are
+
+
+def test_another_model_is_refused_in_one_line(finished, capsys):
+    line = finished.refuses(capsys, "--model.flavor=1B")
+    assert line.startswith("error: model.flavor = '1B': its ")
+    assert "that of the checkpoint" in line
+    assert "job.dump_folder" in line
+
+
+def test_outputs_are_their_owners_alone(finished, stopped):
+    files = [path for folder in (finished, stopped[0]) for path in folder.out.rglob("*")]
+    names = " ".join(map(str, files))
+    for expected in ("privacy.json", ".distcp", "events.out", "steps_executed.log", ".lock"):
+        assert expected in names
+    assert [path for path in files if stat.S_IMODE(path.lstat().st_mode) & 0o077] == []
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

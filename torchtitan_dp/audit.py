@@ -1,0 +1,204 @@
+"""Attack the trainer, and say how much leaked at the least.
+
+    python -m torchtitan_dp.audit --job.config_file FILE [--section.key value …]
+        [--instrument game|canaries] [--canaries N] [--guesses F] [--trials N] [--confidence P]
+        [--folder DIR] [--json FILE] [--plot FILE.png]
+
+In one plain process, or in several under torchrun. `game` plays single steps of a tiny model on the
+configuration's terms (`auditing.game`); `canaries` trains the configured model once, in a folder of
+its own, on the records and on canaries (`auditing.one_run`). Exit code 1 if more leaked than is
+claimed, 2 for a user's mistake.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
+
+from torchtitan_dp.auditing import report
+from torchtitan_dp.auditing.game import Game
+from torchtitan_dp.auditing.one_run import CanaryAudit, audit
+from torchtitan_dp.auditing.options import check, parse
+from torchtitan_dp.cli import exit_on_mistake, load_config
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.opening import Records
+from torchtitan_dp.distributed.parallelize import fsdp_mesh
+from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps, write_atomically
+from torchtitan_dp.ledger.terms import Plan, make_plan
+from torchtitan_dp.plan import check_model
+from torchtitan_dp.privacy.auditing import expected_mu
+from torchtitan_dp.privacy.keys import RootKey
+from torchtitan_dp.process import forbid_core_dumps, lock_folder
+from torchtitan_dp.train_spec import register
+
+RESULT_FILE = "audit.json"
+
+
+def play_game(
+    config: JobConfig, plan: Plan, root: RootKey, *, trials: int, confidence: float
+) -> dict[str, Any]:
+    """All cases of the game, on the terms of `config`; what `--json` says.
+
+    Args:
+        root: the same on all ranks; its noise keys are used up.
+
+    Raises:
+        ValueError: one line for the user, if so many trials could not show half the noise.
+
+    Collective over the world.
+    """
+    sigma, parallelism = plan.settings.noise_multiplier, config.parallelism
+    degrees = (
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree,
+        parallelism.context_parallel_degree,
+    )
+    dims = ParallelDims(*degrees, 1, 1, 1, 1, dist.get_world_size())
+    dims.build_mesh()
+    game = Game(
+        config.privacy,
+        noise_multiplier=sigma,
+        batch_size=config.training.local_batch_size,
+        degrees=degrees,
+        mesh=fsdp_mesh(dims),
+        noise_keys=root.stream("noise"),
+    )
+    each = 1 - (1 - confidence) / len(game.cases)
+    if expected_mu(2 / sigma, trials, each) <= 1 / sigma:
+        raise ValueError(
+            f"--trials = {trials}: too few to tell sigma = {sigma:.4g} from half of it; more, or "
+            "another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
+        )
+    outcomes = [game.play(case, trials=trials, confidence=each) for case in game.cases]
+    return report.game_for_programs(
+        outcomes,
+        sigma=sigma,
+        delta=plan.settings.delta,
+        trials=trials,
+        confidence=confidence,
+    )
+
+
+def prepare_run(config: JobConfig, folder: str) -> None:
+    """Make `config` that of the audited run, in place: a folder of its own, nothing beside weights.
+
+    Raises:
+        ValueError: one line for the user, if something ran in that folder.
+    """
+    if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or ExecutedSteps(folder).count > 0:
+        raise ValueError(
+            f"--folder = '{folder}': a run lives here, and an audited one is never private; name "
+            "another folder"
+        )
+    config.job.dump_folder = folder
+    config.validation.enable = False
+    config.metrics.enable_tensorboard = config.metrics.enable_wandb = False
+    config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
+    loads = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
+    config.checkpoint.enable = bool(loads)
+    config.checkpoint.last_save_in_hf = False
+
+
+def main(argv: list[str]) -> None:
+    options, overrides = parse(argv, (__doc__ or "").splitlines()[0])
+    forbid_core_dumps()
+    os.umask(0o077)
+    with exit_on_mistake():
+        check(options)
+        config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
+        if not config.privacy.enable:
+            raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
+        check_model(config)
+        records = Records.open(config)
+        plan = make_plan(config, len(records.train), None, records.fingerprint)
+        if plan.settings.noise_multiplier == 0:
+            raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
+        if options.instrument == "canaries":
+            prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
+        _start_ranks()
+        result, canaries = _run(options, config, plan)
+    if dist.get_rank() == 0:
+        _tell(options, config, result, canaries)
+    dist.destroy_process_group()
+    if result["exceeds_claim"]:
+        raise SystemExit(1)
+
+
+def _run(
+    options: argparse.Namespace, config: JobConfig, plan: Plan
+) -> tuple[dict[str, Any], CanaryAudit | None]:
+    terms = {"confidence": options.confidence}
+    if options.instrument == "game":
+        root = _shared_root(config)
+        return play_game(config, plan, root, trials=options.trials, **terms), None
+    register(config)
+    lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # of a process group that exists already
+    try:
+        guesses = round(options.guesses * options.canaries)
+        canaries = audit(config, canaries=options.canaries, guesses=guesses, **terms)
+    finally:
+        logger.setLevel(level)
+        del lock
+    return report.canaries_for_programs(canaries, options.confidence), canaries
+
+
+def _start_ranks() -> None:
+    """The process group: torchrun's, or one process alone."""
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group()
+        return
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _shared_root(config: JobConfig) -> RootKey:
+    """One key for all ranks. Collective: a broadcast over the world."""
+    if config.privacy.debug_seed is not None:
+        return RootKey.from_debug_seed(config.privacy.debug_seed)
+    secret = torch.frombuffer(bytearray(RootKey.from_os().reveal()), dtype=torch.uint8)
+    shared = secret.to(device_type)
+    dist.broadcast(shared, src=0)
+    return RootKey(shared.cpu().numpy().tobytes())
+
+
+def _tell(
+    options: argparse.Namespace,
+    config: JobConfig,
+    result: dict[str, Any],
+    canaries: CanaryAudit | None,
+) -> None:
+    text = json.dumps(result, indent=2) + "\n"
+    if canaries is not None:
+        folder = config.job.dump_folder
+        write_atomically(os.path.join(folder, RESULT_FILE), text.encode())
+        print(f"audit: {folder}/ is not private, for good: delete it", file=sys.stderr)
+    print("\n".join(report.table(result)), file=sys.stderr)
+    if options.json == "-":
+        sys.stdout.write(text)
+    elif options.json:
+        with open(options.json, "w", encoding="utf-8") as file:
+            file.write(text)
+    if options.plot and canaries is not None:
+        report.plot_canaries(canaries, options.plot)
+    elif options.plot:
+        report.plot_game(result, options.plot)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

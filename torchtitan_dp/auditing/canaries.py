@@ -1,0 +1,190 @@
+"""Canaries: extra units, drawn like all others, whose gradient is a direction of their own.
+
+The white-box gradient canary of Nasr et al. ("Tight Auditing of Differentially Private Machine
+Learning", USENIX Security 2023), many at once as in Steinke et al. (NeurIPS 2023): canary j is one
+position of one parameter. A fair secret coin decides whether it is *included*; then its gradient is
+`NORM` * C there and 0 elsewhere, put in before clipping. Excluded, it is an empty unit: drawn,
+dealt out and backpropagated like any, with a gradient of exactly 0. All that follows is the
+trainer's own code: norms, clipping, the sum, its reductions, the noise.
+
+What is public: which positions. What is secret until the guesses are written: the coins.
+"""
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_dp.config import Data
+from torchtitan_dp.data.samples import SampleStore
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.privacy.clipping import Clip
+
+NORM = 100.0  # of an included canary's gradient before it is clipped, in multiples of C
+_PLACES_SEED = 0  # public
+
+
+@dataclass(frozen=True)
+class Canaries:
+    """Where each canary lies: position `positions[j]` of the flattened parameter `names[j]`."""
+
+    names: tuple[str, ...]
+    positions: tuple[int, ...]
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    @classmethod
+    def choose(cls, parameters: dict[str, nn.Parameter], count: int) -> "Canaries":
+        """Distinct positions, uniform over all trainable values; the same on every rank.
+
+        Raises:
+            ValueError: one line for the user.
+        """
+        ends = np.cumsum([parameter.numel() for parameter in parameters.values()])
+        if count > ends[-1]:
+            raise ValueError(
+                f"--canaries = {count}: each needs a trainable value of its own, and the model has "
+                f"{ends[-1]:,}; ask for fewer"
+            )
+        rng = np.random.default_rng(_PLACES_SEED)
+        drawn = rng.choice(int(ends[-1]), size=count, replace=False)
+        which = np.searchsorted(ends, drawn, side="right")
+        names, starts = list(parameters), np.concatenate([[0], ends])
+        return cls(
+            tuple(names[i] for i in which),
+            tuple(int(place) for place in drawn - starts[which]),
+        )
+
+
+def draw_coins(key: bytes, count: int) -> np.ndarray:
+    """bool (count,): fair coins, from the 32-byte key of the stream "coin"."""
+    rng = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
+    return rng.integers(0, 2, size=count).astype(bool)
+
+
+class CanarySamples(SampleStore):
+    """Units, and behind them canaries: samples without tokens, so that their loss is 0.
+
+    `drawn` tells, in order, which unit is in each slot that was handed out: the canary's number,
+    or None for a unit or padding. Whoever consumes the slots takes them from there.
+    """
+
+    def __init__(self, real: SampleStore, data: Data) -> None:
+        super().__init__(
+            real.records,
+            real.tokenizer,
+            real.seq_len,
+            real.units,
+            unit_sampling=data.unit_sampling,
+            long_records=data.long_records,
+        )
+        self.first = len(real.units)
+        self.drawn: deque[int | None] = deque()
+
+    def sample(
+        self, unit: int, length: int | None = None, rng: np.random.Generator | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        is_canary = unit >= self.first
+        self.drawn.append(unit - self.first if is_canary else None)
+        return super().sample(-1 if is_canary else unit, length, rng)
+
+    @property
+    def sources(self) -> int:
+        return super().sources + 1  # the last one is of every canary
+
+    def source(self, unit: int, rng: np.random.Generator | None = None) -> int:
+        return super().sources if unit >= self.first else super().source(unit, rng)
+
+    def tokens(self, source: int) -> int:
+        return 0 if source == super().sources else super().tokens(source)
+
+
+class CanarySum(ClippedSum):
+    """A `ClippedSum` into whose samples the included canaries are put before they are clipped."""
+
+    _included: np.ndarray  # secret
+    _drawn: deque[int | None]
+    _spots: list[tuple[str, int, int] | None]
+
+    def plant(self, canaries: Canaries, included: np.ndarray, drawn: deque[int | None]) -> None:
+        """
+        Args:
+            included: bool (canaries,): the coins.
+            drawn: of `CanarySamples`.
+        """
+        self._included, self._drawn = included, drawn
+        cp = self.groups.cp_size
+        cp_rank = dist.get_rank(self.groups.cp) if self.groups.cp is not None else 0
+        self._spots = []
+        for name, position in zip(canaries.names, canaries.positions, strict=True):
+            layout = RowLayout(self.parameters[name].shape, self.groups.dp_shard_size, cp)
+            fsdp_rank, within = divmod(position, layout.chunk_numel)
+            dp_shard_rank, owner = divmod(fsdp_rank, cp)
+            self._spots.append((name, dp_shard_rank, within) if owner == cp_rank else None)
+
+    def add(self, shards: list[torch.Tensor], valid_B: torch.Tensor) -> Clip:
+        for sample in range(len(valid_B)):
+            canary = self._drawn.popleft()
+            if canary is None or not self._included[canary]:
+                continue
+            spot = self._spots[canary]
+            if spot is not None:
+                name, dp_shard_rank, within = spot
+                place = self._places[name]
+                position = place.offset + within
+                shards[place.piece][sample, dp_shard_rank, position] = NORM * self._max_grad_norm
+        return super().add(shards, valid_B)
+
+
+class ScoreKeeper:
+    """Scores without coins: what AdamW is handed at each canary's position, summed over steps."""
+
+    def __init__(
+        self, canaries: Canaries, parameters: dict[str, nn.Parameter], optimizer: Any
+    ) -> None:
+        """
+        Args:
+            parameters: DTensors sharded on dim 0, by canonical name.
+            optimizer: a `torch.optim.Optimizer`, before each step of which gradients are read.
+        """
+        self._parameters = parameters
+        self._mine: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+        found: dict[str, tuple[list[int], list[int]]] = {}
+        for canary, name in enumerate(canaries.names):
+            parameter = cast(DTensor, parameters[name])
+            mesh = parameter.device_mesh
+            chunk = RowLayout(parameter.shape, mesh.size(), 1).chunk_numel
+            rank, within = divmod(canaries.positions[canary], chunk)
+            if rank == mesh.get_local_rank():
+                which, where = found.setdefault(name, ([], []))
+                which.append(canary)
+                where.append(within)
+        device = next(iter(parameters.values())).device
+        for name, (which, where) in found.items():
+            self._mine[name] = (
+                torch.tensor(which, device=device),
+                torch.tensor(where, device=device),
+            )
+        self._sums = torch.zeros(len(canaries), dtype=torch.float64, device=device)
+        optimizer.register_step_pre_hook(self._look)
+
+    def _look(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        for name, (which, where) in self._mine.items():
+            gradient = cast(DTensor, self._parameters[name].grad).to_local().view(-1)
+            self._sums[which] += gradient[where].double()
+
+    def scores(self, replicas: int) -> np.ndarray:
+        """fp64 (canaries,), the same on all ranks, in the units of the gradient.
+
+        Collective: an all-reduce over the world, of which `replicas` parts are alike.
+        """
+        total = self._sums.clone()
+        dist.all_reduce(total)
+        return (total / replicas).cpu().numpy()

@@ -1,0 +1,159 @@
+"""Which token ids of a unit make its sample: the first ones, or a random window.
+
+A unit's ids are those of its records, one after the other, each with its marks: [bos] text [eos]
+(marks that exist; where there are none, a blank line comes between records). Records without text
+tokens, empty or undecodable, are left out. Only about as much is read and tokenized as `limit` ids
+need, however large a record and however many there are.
+
+Guarantee:
+    An excerpt is a function of one unit's records and of one random number; its length is one of
+    the records alone, the smaller of `limit` and all ids.
+"""
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from torchtitan_dp.data.records import RecordStore
+from torchtitan_dp.data.tokenizer import Tokenizer
+
+EDGE_TOKENS = 64  # the tokens next to a cut may differ from those of the whole text
+EDGE_BYTES = 8  # more than a byte order mark and a split character can take away
+MOST_BYTES = 2**26  # looked at where a long text has hardly any tokens (blanks, zeros)
+_NO_IDS = np.empty(0, dtype=np.int64)
+
+
+class Excerpts:
+    """Excerpts of at most `limit` ids.
+
+    `undecodable` counts the undecodable records met by `head`, repeats included. It is computed
+    from private records: for the log, labelled not private.
+    """
+
+    def __init__(self, records: RecordStore, tokenizer: Tokenizer, limit: int) -> None:
+        self._records, self._tokenizer, self._limit = records, tokenizer, limit
+        self._edge = 0 if tokenizer.bytes_per_token == 1 else EDGE_TOKENS
+        self._bos, self._eos = (
+            _NO_IDS if mark is None else np.array([mark], dtype=np.int64)
+            for mark in (tokenizer.bos_id, tokenizer.eos_id)
+        )
+        self._between = _NO_IDS
+        if len(self._bos) == len(self._eos) == 0:
+            self._between = tokenizer.encode("\n\n")
+        self.undecodable = 0
+
+    def head(self, members: np.ndarray, *, counted: bool = True) -> np.ndarray:
+        """The first `limit` ids of a unit, int64; all, if there are fewer.
+
+        Args:
+            members: its records. Of more than `limit` the rest is not looked at, even if many of
+                these are empty.
+            counted: whether undecodable records are.
+        """
+        return self._first(members, self._limit, counted=counted)[: self._limit]
+
+    def window(self, members: np.ndarray, place: float) -> np.ndarray:
+        """`limit` ids in a row from somewhere in the unit, int64; all, if there are fewer.
+
+        Where it begins is uniform in bytes as stored, from about a window's length before the
+        first byte to the last, and is then moved inside: ids near both ends are taken up to twice
+        as often as others, none never. A window that begins within a text has no bos.
+
+        Args:
+            place: uniform in [0, 1).
+        """
+        head = self._first(members, self._limit + 1)
+        if len(head) <= self._limit:
+            return head
+        ends = np.cumsum(self._records.stored_bytes(members[:]))
+        width = self._limit * min(self._tokenizer.bytes_per_token, 4)
+        at = int(place * (int(ends[-1]) + width)) - width
+        if at <= 0:
+            return head[: self._limit]
+        first = int(np.searchsorted(ends, at, side="right"))
+        before = int(ends[first - 1]) if first > 0 else 0
+        share = (at - before) / (int(ends[first]) - before)
+        start = int(share * self._records.size(int(members[first])))
+        ids = self._first(members[first:], self._limit, start=start, counted=False)
+        if len(ids) < self._limit:
+            ids = self._last(members, self._limit)
+        # Text that cannot be decoded further on, and hundreds of empty records, end here.
+        return ids[: self._limit] if len(ids) >= self._limit else head[: self._limit]
+
+    def _first(
+        self, members: np.ndarray, needed: int, *, start: int = 0, counted: bool = True
+    ) -> np.ndarray:
+        """`needed` ids or more, from byte `start` of the first record on; else all."""
+        pieces: list[np.ndarray] = []
+        have = 0
+        for record in members[:needed].tolist():
+            ids = self._text_ids(record, needed - have, start)
+            if ids is None:
+                self.undecodable += counted
+            elif len(ids) > 0:
+                between, bos = self._between if pieces else _NO_IDS, self._bos
+                pieces.append(
+                    np.concatenate([between, bos if start == 0 else _NO_IDS, ids, self._eos])
+                )
+                have += len(pieces[-1])
+            if have >= needed:
+                break
+            start = 0
+        return np.concatenate(pieces) if pieces else _NO_IDS
+
+    def _last(self, members: np.ndarray, needed: int) -> np.ndarray:
+        """The last `needed` ids, or all."""
+        pieces: list[np.ndarray] = []
+        have = 0
+        for record in members[-needed:][::-1].tolist():
+            ids, is_whole = self._tail_ids(record, needed - have)
+            if len(ids) > 0:
+                between, bos = self._between if pieces else _NO_IDS, self._bos
+                pieces.append(
+                    np.concatenate([bos if is_whole else _NO_IDS, ids, self._eos, between])
+                )
+                have += len(pieces[-1])
+            if have >= needed:
+                break
+        return np.concatenate(pieces[::-1])[-needed:] if pieces else _NO_IDS
+
+    def _text_ids(self, record: int, needed: int, start: int) -> np.ndarray | None:
+        """The ids of the text from a byte on, or `needed` or more of their first.
+
+        `None` for an undecodable record.
+        """
+        needed += self._edge
+        limit = needed * self._tokenizer.bytes_per_token + EDGE_BYTES
+        while True:
+            text = self._read(record, limit, start)
+            if text is None:
+                return None
+            ids = self._tokenizer.encode(text)
+            is_all = len(text.encode("utf-8")) < limit - EDGE_BYTES
+            if is_all or len(ids) >= needed or limit > MOST_BYTES:
+                return ids
+            limit *= 2  # long tokens (runs of spaces, base64): the prefix was too short
+
+    def _tail_ids(self, record: int, needed: int) -> tuple[np.ndarray, bool]:
+        """The last `needed` ids of the text or more, and whether these are all."""
+        size = self._records.size(record)
+        limit = (needed + self._edge) * self._tokenizer.bytes_per_token + EDGE_BYTES
+        while True:
+            start = max(size - limit, 0)
+            text = self._read(record, limit, start)
+            ids = self._tokenizer.encode(text) if text else _NO_IDS
+            is_enough = len(ids) >= needed + self._edge or limit > MOST_BYTES
+            if start == 0 or is_enough or text is None:
+                return ids, start == 0
+            limit *= 2
+
+    def _read(self, record: int, max_bytes: int, start: int) -> str | None:
+        if start == 0:
+            return self._records.read(record, max_bytes=max_bytes)
+        return self._records.read(record, max_bytes=max_bytes, start=start)
+
+
+def scan_undecodable(store: RecordStore, indices: Iterable[int]) -> int:
+    """How many of these records are undecodable, each read whole: for `data.on_undecodable` =
+    "error". Not private: what depends on it (stopping) is outside the guarantee."""
+    return sum(store.read(int(index)) is None for index in indices)

@@ -1,0 +1,119 @@
+"""Which records belong to which privacy unit: found in one streaming pass, kept like line bounds.
+
+What is kept of a unit's name is a 128-bit hash; it is private like the names, which can be guessed
+from it. Records are hashed, dealt out to files by the first bits of the hash, and each file is
+sorted in memory, so that ten million records take about 100 MB (a unit of more than a million
+records takes 50 bytes for each).
+"""
+
+import contextlib
+import hashlib
+import os
+import tempfile
+from collections.abc import Iterator
+from itertools import islice
+from typing import IO, NamedTuple
+
+import numpy as np
+
+from torchtitan_dp.data.index import WriteWords, cached_words
+from torchtitan_dp.data.records import RecordStore
+
+INDEX_VERSION = "units-1"  # of the format, of the hash and of the name
+SHARD_RECORDS = 2**20
+MOST_SHARDS = 256  # open files
+CHUNK = 2**16
+_HASH_BYTES = 16
+_ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("record", "<i8")])
+
+
+class UnitIndex(NamedTuple):
+    """Units in the order of their hashes; memory-mapped."""
+
+    members: np.ndarray  # (records,) int64: unit after unit, rising within one
+    starts: np.ndarray  # (units + 1,) int64 into members
+    hashes: np.ndarray  # (units,) uint64: the first half of each hash
+    named: int  # how many records name their unit
+    fingerprint: str  # of all this; private
+
+
+def unit_index(store: RecordStore, unit_field: str, folder: str) -> UnitIndex:
+    """The index of a store whose `unit_names` are by `unit_field`.
+
+    A record without a unit's name is a unit of its own, by its place alone.
+    """
+    name = hashlib.sha256(f"{store.place_hash}\0{unit_field}".encode()).hexdigest()
+    words = cached_words(
+        os.path.join(folder, f"{INDEX_VERSION}-{name}.npy"),
+        lambda write: _build(write, store, folder),
+        lambda words: len(words) == 3 * words[0] + len(store) + 3,
+    )
+    units, named = int(words[0]), int(words[1])
+    members, starts, hashes = np.split(words[2:], [len(store), len(store) + units + 1])
+    fingerprint = hashlib.sha256(words.data).hexdigest()
+    return UnitIndex(members, starts, hashes.view(np.uint64)[::2], named, fingerprint)
+
+
+def record_hash(record_id: str, size: int = _HASH_BYTES) -> bytes:
+    """Of a record that is a unit of its own; never that of a named unit."""
+    # surrogateescape: a file's name need not be UTF-8
+    return hashlib.blake2b(record_id.encode("utf-8", "surrogateescape"), digest_size=size).digest()
+
+
+def unit_hash(name: str) -> bytes:
+    """Of a named unit."""
+    data = name.encode("utf-8", "surrogateescape")
+    return hashlib.blake2b(data, digest_size=_HASH_BYTES, person=b"unit").digest()
+
+
+def _build(write: WriteWords, store: RecordStore, folder: str) -> None:
+    """Writes the numbers of units and of named records, members, starts and hashes."""
+    bits = min((len(store) // SHARD_RECORDS).bit_length(), MOST_SHARDS.bit_length() - 1)
+    with contextlib.ExitStack() as stack:
+
+        def scratch() -> IO[bytes]:  # unnamed: nothing is left behind
+            return stack.enter_context(tempfile.TemporaryFile(dir=folder))
+
+        shards = [scratch() for _ in range(2**bits)]
+        members, starts, hashes = scratch(), scratch(), scratch()
+        named = 0
+        for rows, named_here in _rows(store):
+            named += named_here
+            shard_of = rows["high"] >> np.uint64(64 - bits) if bits else np.zeros(len(rows), int)
+            for shard in np.unique(shard_of):
+                shards[int(shard)].write(rows[shard_of == shard].tobytes())
+        units = records = 0
+        for shard_file in shards:
+            shard_file.seek(0)
+            rows = np.frombuffer(shard_file.read(), dtype=_ROW)
+            rows = rows[np.lexsort((rows["record"], rows["low"], rows["high"]))]
+            is_first = np.ones(len(rows), dtype=bool)
+            is_first[1:] = (np.diff(rows["high"]) != 0) | (np.diff(rows["low"]) != 0)
+            firsts = rows[is_first]
+            members.write(rows["record"].tobytes())
+            starts.write((np.flatnonzero(is_first) + records).astype("<i8").tobytes())
+            hashes.write(np.stack([firsts["high"], firsts["low"]], axis=1).tobytes())
+            units, records = units + len(firsts), records + len(rows)
+        starts.write(np.array([records], dtype="<i8").tobytes())
+        write(np.array([units, named]))
+        for part in (members, starts, hashes):
+            part.seek(0)
+            while chunk := part.read(8 * CHUNK):
+                write(np.frombuffer(chunk, dtype="<i8"))
+
+
+def _rows(store: RecordStore) -> Iterator[tuple[np.ndarray, int]]:
+    """Hashes and record indices by the chunk, and how many of its records name their unit."""
+    names, first = iter(store.unit_names()), 0
+    while chunk := list(islice(names, CHUNK)):
+        digests = b"".join(
+            unit_hash(name) if name is not None else record_hash(store.record_id(first + i))
+            for i, name in enumerate(chunk)
+        )
+        rows = np.empty(len(chunk), dtype=_ROW)
+        pairs = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
+        rows["high"], rows["low"] = pairs[:, 0], pairs[:, 1]
+        rows["record"] = np.arange(first, first + len(chunk))
+        yield rows, len(chunk) - chunk.count(None)
+        first += len(chunk)
+    assert first == len(store)

@@ -1,0 +1,151 @@
+"""Reading DCP checkpoints without running what is in them.
+
+PyTorch unpickles a checkpoint's `.metadata` and every value in it that is no tensor with the full
+`pickle`, which runs whatever a file tells it to. Here `.metadata` may name DCP's own records only,
+and values are plain ones (`torch.load(weights_only=True)`). All loading goes through `load`.
+"""
+
+import io
+import os
+import pathlib
+import pickle
+import zipfile
+from collections.abc import Iterator
+from typing import IO, Any, NamedTuple
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint import metadata as records
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.serialization import _get_layout
+
+METADATA_FILE = ".metadata"
+_RECORDS = (
+    records.Metadata,
+    records.TensorStorageMetadata,
+    records.BytesStorageMetadata,
+    records.ChunkStorageMetadata,
+    records.TensorProperties,
+    records.MetadataIndex,
+    records.StorageMeta,
+    records._MEM_FORMAT_ENCODING,
+    _StorageInfo,
+)
+_ALLOWED: dict[tuple[str, str], Any] = {
+    **{(record.__module__, record.__name__): record for record in _RECORDS},
+    **{("torch", n): value for n, value in vars(torch).items() if isinstance(value, torch.dtype)},
+    ("torch", "Size"): torch.Size,
+    ("torch.serialization", "_get_layout"): _get_layout,  # looks a name up in a table
+    ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # where it was saved; never opened
+    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,  # Python 3.13
+}
+
+
+class Entry(NamedTuple):
+    """A tensor's chunk or a value: an archive of `torch.save` within a file."""
+
+    file: str
+    offset: int
+    length: int
+    is_tensor: bool
+    name: str
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        try:
+            return _ALLOWED[module, name]
+        except KeyError:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}") from None
+
+
+def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
+    """A checkpoint's `.metadata`, of which no code was run.
+
+    Raises:
+        ValueError: it is missing or damaged, or names what no checkpoint needs.
+    """
+    try:
+        with open(os.path.join(folder, METADATA_FILE), "rb") as file:
+            metadata = _MetadataUnpickler(file).load()
+        for entry in entries(metadata):
+            if os.path.basename(entry.file) != entry.file or min(entry.offset, entry.length) < 0:
+                raise ValueError(f"{entry.name} lies outside of it")
+    except Exception as error:  # pickle raises a dozen kinds for damaged bytes
+        told = str(error) or type(error).__name__
+        raise ValueError(f"its {METADATA_FILE} cannot be read: {told}") from error
+    return metadata
+
+
+def entries(metadata: Metadata) -> Iterator[Entry]:
+    """All that a checkpoint's files hold."""
+    for index, place in metadata.storage_data.items():
+        kind = metadata.state_dict_metadata[index.fqn]
+        is_tensor = isinstance(kind, records.TensorStorageMetadata)
+        yield Entry(place.relative_path, place.offset, place.length, is_tensor, index.fqn)
+
+
+def shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
+    """The whole shape of each tensor, by name."""
+    return {
+        name: tuple(entry.size)
+        for name, entry in metadata.state_dict_metadata.items()
+        if isinstance(entry, records.TensorStorageMetadata)
+    }
+
+
+def check_entry(file: IO[bytes], entry: Entry) -> None:
+    """Raise ValueError unless the entry is what was saved, by the CRC-32 that `torch.save` added.
+
+    Reads it into memory. Not a guard against forgery: whoever writes a file writes its sums.
+    """
+    file.seek(entry.offset)
+    content = io.BytesIO(file.read(entry.length))
+    try:
+        with zipfile.ZipFile(content) as archive:
+            broken = archive.testzip()
+        if broken is not None:
+            raise ValueError(f"{broken} has another CRC-32")
+        if not entry.is_tensor:
+            content.seek(0)
+            _load_value(content)
+    except Exception as error:  # zipfile, zlib and struct each have their own
+        told = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{entry.name} in {entry.file} is damaged: {told}") from error
+
+
+class SafeReader(dcp.FileSystemReader):
+    """Reads files as PyTorch's reader does, and `.metadata` with the restricted unpickler."""
+
+    # Without its `kwargs` DCP does not look for metadata of single ranks, which we never save.
+    def read_metadata(self) -> Metadata:
+        metadata = read_metadata(self.path)
+        metadata.storage_meta = metadata.storage_meta or records.StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+
+class SafePlanner(DefaultLoadPlanner):
+    """Takes plain values only where PyTorch's planner unpickles anything."""
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        plain = io.BytesIO()
+        torch.save(_load_value(value), plain)  # what the planner unpickles is ours
+        plain.seek(0)
+        super().load_bytes(read_item, plain)
+
+
+def load(state_dict: dict[str, Any], folder: str, *, no_dist: bool = False) -> None:
+    """`dcp.load`, in place, without running code from the checkpoint. Collective over the world.
+
+    Raises:
+        CheckpointException: PyTorch's, if a rank could not read it.
+    """
+    dcp.load(state_dict, storage_reader=SafeReader(folder), planner=SafePlanner(), no_dist=no_dist)
+
+
+def _load_value(file: io.BytesIO) -> Any:
+    return torch.load(file, map_location="cpu", weights_only=True)

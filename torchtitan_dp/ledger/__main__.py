@@ -1,0 +1,136 @@
+"""Verifies runs, and adds up what several on the same records spend.
+
+    python -m torchtitan_dp.ledger RUN… [--delta D] [--json FILE] [--plot FILE.png]
+
+RUN is a `job.dump_folder`. Exit code 0 if all that the runs' files say holds together, 1 if not,
+2 for a mistake on the command line.
+"""
+
+import argparse
+import dataclasses
+import json
+import sys
+
+from rich.console import Console
+from rich.table import Table
+
+from torchtitan_dp.cli import exit_on_mistake
+from torchtitan_dp.ledger.verify import Run, Total, total, verify
+
+_POINTS = 24  # of a run's curve
+
+
+def main(argv: list[str]) -> int:
+    options = _parse(argv)
+    with exit_on_mistake():
+        runs = [verify(folder) for folder in options.runs]
+        spent = total(runs, options.delta)
+        if options.json:
+            _write(options.json, runs, spent)
+        if options.plot:
+            plot(runs, spent, options.plot)
+    _show(runs, spent)
+    return 1 if any(run.faults for run in runs) else 0
+
+
+def _parse(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_dp.ledger", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="the job.dump_folder of a run")
+    parser.add_argument("--delta", type=float, help="of the total; default: the runs' smallest")
+    parser.add_argument("--json", metavar="FILE", help="write it for programs; - is stdout")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw epsilon over steps")
+    return parser.parse_args(argv)
+
+
+def _show(runs: list[Run], spent: Total) -> None:
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    table = Table("run", "name", "steps", "epsilon", "begun", "epsilon of all begun", "verified")
+    for run in runs:
+        table.add_row(
+            run.folder,
+            run.ledger.run,
+            f"{run.ledger.steps:,}",
+            _epsilon(run.epsilon),
+            f"{run.steps_executed:,}",
+            _epsilon(run.epsilon_executed),
+            "NO" if run.faults else "yes",
+        )
+    console.print(table)
+    for run in runs:
+        for kind, lines in (("FAULT", run.faults), ("note", run.notes)):
+            for line in lines:
+                console.print(f"{kind}: {run.folder}: {line}", markup=False)
+        for caveat in run.ledger.caveats:
+            console.print(f"assumed: {run.folder}: {caveat}", markup=False)
+    many = f"all {len(runs)} runs" if len(runs) > 1 else "the run"
+    console.print(
+        f"{many} together: epsilon = {_epsilon(spent.epsilon)}, delta = {spent.delta:g} "
+        f"({spent.accountant}; {spent.steps_executed:,} steps; unit: one "
+        f"{runs[0].ledger.settings.privacy_unit})"
+    )
+    if len(runs) > 1:
+        console.print(
+            "assumed: the number of runs and their noise, rates and steps did not follow from "
+            "private results"
+        )
+
+
+def _epsilon(value: float | None) -> str:
+    return "NOT private" if value is None else f"{value:.4f}"
+
+
+def _write(path: str, runs: list[Run], spent: Total) -> None:
+    content = {
+        "runs": [
+            {
+                "folder": run.folder,
+                "run": run.ledger.run,
+                "private": run.ledger.private,
+                "steps": run.ledger.steps,
+                "epsilon": run.epsilon,
+                "steps_executed": run.steps_executed,
+                "epsilon_executed": run.epsilon_executed,
+                "delta": run.ledger.settings.delta,
+                "verified": not run.faults,
+                "faults": run.faults,
+                "notes": run.notes,
+                "caveats": run.ledger.caveats,
+            }
+            for run in runs
+        ],
+        "total": dataclasses.asdict(spent),
+    }
+    text = json.dumps(content, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+def plot(runs: list[Run], spent: Total, path: str) -> None:
+    """Epsilon over the steps of each private run, and of all together where there are several."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4), layout="constrained")
+    axes = figure.subplots()
+    for run in runs:
+        if not run.ledger.private:
+            continue
+        last = run.ledger.steps
+        steps = sorted({round(last * i / _POINTS) for i in range(_POINTS + 1)})
+        spent_at = [run.ledger.epsilon(step) for step in steps]
+        axes.plot(steps, spent_at, marker=".", label=run.folder)
+    if len(runs) > 1 and spent.epsilon is not None:
+        axes.axhline(spent.epsilon, linestyle="--", color="black", label="all together")
+    axes.set_xlabel("steps")
+    axes.set_ylabel(f"epsilon at delta = {spent.delta:g}")
+    axes.set_ylim(bottom=0)
+    axes.legend(loc="best", fontsize="small")
+    figure.savefig(path, dpi=150)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,187 @@
+"""What an attack's successes prove: lower bounds on epsilon, at a stated confidence.
+
+Accounting (`accounting`) bounds a mechanism's leakage from above, by proof. An audit attacks the
+program that claims to be the mechanism; what the attack achieves bounds the leakage from below.
+
+Guarantee
+---------
+If the audited program is (epsilon, delta)-DP for the attacked units, `one_run_epsilon` returns more
+than epsilon with probability at most 1 - confidence, whatever the attack. If it is mu-Gaussian-DP,
+`gaussian_mu` returns more than mu with probability at most 1 - confidence. So a bound above the
+claim is evidence of a fault; one below it proves nothing: a better attack may exist.
+
+Assumptions: for `one_run_epsilon`, each canary's coin is fair, independent of all else and unknown
+to the attack, and the number of guesses was fixed in advance. For `gaussian_mu`, trials are
+independent and what counts as an error was fixed in advance.
+
+Sources: Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023),
+Theorem 5.2; Dong, Roth & Su, "Gaussian Differential Privacy" (2022), for mu; Clopper & Pearson
+(1934) for a rate. The code is our own: the libraries that hold these bounds bring JAX or need two
+trainings.
+"""
+
+import math
+
+import numpy as np
+from scipy import optimize, special, stats
+
+_SCAN = 0.05  # epsilon is scanned upwards in steps of this, then refined
+_PRECISION = 1e-4
+
+
+def rate_upper_bound(errors: int, trials: int, confidence: float) -> float:
+    """Clopper and Pearson's one-sided upper bound on the probability of an error.
+
+    Args:
+        errors: seen in `trials` independent trials.
+        confidence: in (0, 1).
+
+    >>> round(rate_upper_bound(0, 2000, 0.95), 5), rate_upper_bound(5, 5, 0.95)
+    (0.0015, 1.0)
+    """
+    assert 0 <= errors <= trials, (errors, trials)
+    assert 0 < confidence < 1
+    if errors == trials:
+        return 1.0
+    return float(stats.beta.ppf(confidence, errors + 1, trials - errors))
+
+
+def gaussian_mu(
+    *,
+    false_positives: int,
+    negatives: int,
+    false_negatives: int,
+    positives: int,
+    confidence: float,
+) -> float:
+    """A lower bound on mu: no mu-Gaussian-DP program lets a test do better than this one did.
+
+    A test of "with" against "without" that is wrong with probabilities a and b shows
+    mu >= Phi^-1(1 - a) - Phi^-1(b); both rates are bounded from above, each at half the risk.
+
+    Args:
+        false_positives: times that it said "with" in `negatives` trials without.
+        false_negatives: times that it said "without" in `positives` trials with.
+        confidence: in (0, 1).
+
+    Returns:
+        mu >= 0.
+
+    >>> errors = dict(false_positives=310, false_negatives=310, confidence=0.999)
+    >>> round(gaussian_mu(**errors, negatives=1000, positives=1000), 2)
+    0.72
+    """
+    each = 1 - (1 - confidence) / 2
+    positive_rate = rate_upper_bound(false_positives, negatives, each)
+    negative_rate = rate_upper_bound(false_negatives, positives, each)
+    if positive_rate == 1 or negative_rate == 1:
+        return 0.0
+    return max(0.0, float(-special.ndtri(positive_rate) - special.ndtri(negative_rate)))
+
+
+def expected_mu(mu: float, trials: int, confidence: float) -> float:
+    """What `gaussian_mu` would about say of a mu-Gaussian-DP program, `trials` of each kind.
+
+    >>> expected_mu(2.0, 2000, 0.999) > 1.7
+    True
+    """
+    errors = round(trials * float(special.ndtr(-mu / 2)))
+    return gaussian_mu(
+        false_positives=errors,
+        negatives=trials,
+        false_negatives=errors,
+        positives=trials,
+        confidence=confidence,
+    )
+
+
+def gaussian_epsilon(mu: float, delta: float) -> float:
+    """The epsilon at `delta` of a mu-Gaussian-DP mechanism, exactly (Dong et al., Corollary 2.13).
+
+    >>> round(gaussian_epsilon(1.0, 1e-5), 2)
+    4.38
+    """
+    assert mu >= 0
+    assert 0 < delta < 1
+
+    def excess(epsilon: float) -> float:
+        present = special.ndtr(-epsilon / mu + mu / 2)
+        absent = math.exp(epsilon + special.log_ndtr(-epsilon / mu - mu / 2))
+        return float(present - absent - delta)
+
+    if mu == 0 or excess(0.0) <= 0:
+        return 0.0
+    if not math.isfinite(mu):
+        return math.inf
+    high = 1.0
+    while excess(high) > 0:
+        high *= 2
+    return float(optimize.brentq(excess, 0.0, high, xtol=1e-12))
+
+
+def one_run_p_value(
+    *, canaries: int, guesses: int, correct: int, epsilon: float, delta: float
+) -> float:
+    """How likely so many correct guesses are, at most, if the program is (epsilon, delta)-DP.
+
+    Steinke et al., Theorem 5.2: with W ~ Binomial(guesses, e^epsilon / (1 + e^epsilon)),
+
+        P[at least v correct] <= P[W >= v] + 2 m delta max_i P[v - i <= W < v] / i.
+
+    Args:
+        canaries: m, each included by a fair coin of its own.
+        guesses: how many of them were guessed at, fixed in advance; on the rest one abstained.
+        correct: v, of the guesses.
+
+    Returns:
+        The p-value, in [0, 1].
+
+    >>> query = dict(canaries=1000, guesses=100, correct=90)
+    >>> one_run_p_value(**query, epsilon=1.0, delta=0.0) < 1e-4
+    True
+    """
+    assert 0 <= correct <= guesses <= canaries, (correct, guesses, canaries)
+    assert epsilon >= 0
+    assert 0 <= delta <= 1
+    accuracy = special.expit(epsilon)  # of randomized response, the best that epsilon-DP allows
+    at_least = float(stats.binom.sf(correct - 1, guesses, accuracy))
+    if delta == 0 or correct == 0:
+        return min(1.0, at_least)
+    i = np.arange(1, correct + 1)
+    just_below = stats.binom.sf(correct - i - 1, guesses, accuracy) - at_least
+    return min(1.0, at_least + 2 * canaries * delta * float(np.max(just_below / i)))
+
+
+def one_run_epsilon(
+    *, canaries: int, guesses: int, correct: int, delta: float, confidence: float
+) -> float:
+    """The epsilon below which these guesses are too good to be believed.
+
+    Args: as of `one_run_p_value`; `confidence` in (0, 1).
+
+    Returns:
+        The largest epsilon such that it and all smaller ones are rejected; 0.0 if none is.
+
+    >>> query = dict(canaries=1000, delta=1e-5, confidence=0.95)
+    >>> round(one_run_epsilon(guesses=200, correct=170, **query), 1)
+    1.4
+    >>> one_run_epsilon(guesses=200, correct=100, **query)
+    0.0
+    """
+    assert 0 < confidence < 1
+
+    def rejected(epsilon: float) -> bool:
+        p = one_run_p_value(
+            canaries=canaries, guesses=guesses, correct=correct, epsilon=epsilon, delta=delta
+        )
+        return p <= 1 - confidence
+
+    if not rejected(0.0):
+        return 0.0
+    low, high = 0.0, _SCAN
+    while rejected(high):
+        low, high = high, high + _SCAN
+    while high - low > _PRECISION:
+        middle = (low + high) / 2
+        low, high = (middle, high) if rejected(middle) else (low, middle)
+    return low
