@@ -155,7 +155,7 @@ def test_the_other_direction_spends_no_more(sigma, q, steps):
     assert 0 < other + error < prv.prv_epsilon(segments, delta)
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "pld"])
 def test_more_steps_more_sampling_less_noise_and_less_delta_spend_more(accountant):
     base = epsilon(**REFERENCE, accountant=accountant)
     for change in ({"steps": 1_200}, {"sample_rate": 0.012}, {"noise_multiplier": 0.9}):
@@ -163,7 +163,7 @@ def test_more_steps_more_sampling_less_noise_and_less_delta_spend_more(accountan
     assert epsilon(**{**REFERENCE, "delta": 1e-6}, accountant=accountant) > base
 
 
-@pytest.mark.parametrize("accountant", ["rdp", "prv"])
+@pytest.mark.parametrize("accountant", ["rdp", "prv", "pld"])
 def test_edges(accountant):
     assert epsilon(**{**REFERENCE, "steps": 0}, accountant=accountant) == 0.0
     assert epsilon(**{**REFERENCE, "sample_rate": 0.0}, accountant=accountant) == 0.0
