@@ -115,6 +115,7 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
         ("max_grad_norm", "privacy.max_grad_norm", 0.25),
         ("delta", "privacy.delta", 1e-6),
         ("expected_batch_size", "training.global_batch_size", 64),
+        ("privacy_unit", "data.unit_field", "unit of data.unit_field 'user'"),
     ],
 )
 def test_a_changed_term_is_refused_with_both_values(attribute, key, value):

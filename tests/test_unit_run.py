@@ -1,0 +1,107 @@
+"""A run whose unit is a user with several records: two ranks, one account, the same choices.
+
+This file is also the program that torchrun starts: training, with the samples written down.
+"""
+
+import hashlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch import arguments, privacy, train
+from torchtitan_dp import plan
+
+USERS, STEPS = 6, 3
+
+
+def main(argv):
+    """Training; of each microbatch a hash goes to a line of $SAMPLES_<rank>."""
+    import torchtitan_dp.train as train
+    from torchtitan_dp.data.loading import RecordLoader
+
+    real = RecordLoader.microbatches
+
+    def spy(self, *args, **options):
+        with open(f"{os.environ['SAMPLES']}_{os.environ['RANK']}", "a") as file:
+            for microbatch in real(self, *args, **options):
+                sample = microbatch.labels_BT.numpy().tobytes()
+                file.write(hashlib.sha256(sample).hexdigest() + "\n")
+                yield microbatch
+
+    RecordLoader.microbatches = spy  # type: ignore[method-assign]
+    train.main(argv)
+
+
+def write_notes(path: Path) -> Path:
+    """Each user has more text than a sample holds, in 5 records, and one record is nobody's."""
+    lines = [
+        {
+            "patient": user,
+            "note": f"note {i} of {user}: "
+            + "".join(chr(65 + user + 9 * k % 26) for k in range(60)),
+        }
+        for i in range(5)
+        for user in range(USERS - 1)
+    ]
+    lines.append({"patient": None, "note": "whose?"})
+    path.write_text("\n".join(map(json.dumps, lines)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("units")
+    train(
+        arguments(
+            place / "out",
+            write_notes(place / "notes.jsonl"),
+            "--training.dataset=jsonl",
+            "--data.text_field=note",
+            "--data.unit_field=patient",
+            "--data.unit_sampling=random",
+            "--data.long_records=window",
+            f"--training.global_batch_size={USERS}",  # all units at every step
+            f"--training.steps={STEPS}",
+            "--checkpoint.no-enable",
+        ),
+        log=place / "log",
+        program=(__file__,),
+        env={"SAMPLES": str(place / "samples")},
+    )
+    return place
+
+
+def test_privacy_json_tells_the_unit_and_its_rate(place):
+    spent = privacy(place / "out")
+    assert spent["private"] is True
+    assert spent["steps"] == STEPS
+    assert spent["privacy_unit"] == "unit of data.unit_field 'patient'"
+    assert spent["neighbouring_relation"] == "zero_out"
+    assert spent["sample_rate"] == 1  # batch / units; there are 26 records
+    assert "unit: one unit of data.unit_field 'patient'" in (place / "log").read_text()
+
+
+def test_ranks_of_a_cp_group_take_the_same_windows_and_each_step_others(place):
+    first, second = ((place / f"samples_{rank}").read_text().split() for rank in (0, 1))
+    assert first == second
+    assert len(first) == STEPS * USERS
+    steps = [first[i : i + USERS] for i in range(0, len(first), USERS)]
+    assert all(len(set(step)) == USERS for step in steps)  # the last one is the empty unit
+    assert len(set(steps[0]) & set(steps[1])) < 3
+
+
+def test_another_unit_is_refused(place, monkeypatch, capsys):
+    """In the same folder: what was spent is told for the one unit only."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(place / "cache"))
+    command = arguments(place / "out", place / "notes.jsonl", "--training.dataset=jsonl")
+    with pytest.raises(SystemExit) as stop:
+        plan.main([*command, "--data.text_field=note", "--world_size=2", "--no_memory"])
+    assert stop.value.code == 2
+    assert "data.unit_field" in capsys.readouterr().err
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
