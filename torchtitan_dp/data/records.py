@@ -16,6 +16,10 @@ import numpy as np
 from torchtitan_dp.data.files import Files, list_files, locate
 from torchtitan_dp.data.index import line_bounds, writable_folder
 
+MAX_LINE_BYTES = 256 * 2**20
+"""A longer jsonl line is undecodable: JSON is parsed whole, in a few times its size of memory."""
+_BLOCK_BYTES = 16 * 2**20
+
 
 class RecordStore(Protocol):
     """Records by position, 0 <= index < len(store); an index outside raises `IndexError`."""
@@ -35,6 +39,10 @@ class RecordStore(Protocol):
         With `max_bytes`, a prefix of at most that many UTF-8 bytes, cut between characters; a
         text file is not read (nor checked) beyond it, a JSON line is parsed whole first.
         """
+        ...
+
+    def is_decodable(self, index: int) -> bool:
+        """Whether all of a record reads as text, however large it is."""
         ...
 
     def unit_id(self, index: int) -> str:
@@ -106,6 +114,17 @@ class TextRecords:
         except (OSError, UnicodeError):
             return None
 
+    def is_decodable(self, index: int) -> bool:
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        try:
+            with open(os.path.join(self._files.root, self.unit_id(index)), "rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except (OSError, UnicodeError):
+            return False
+        return True
+
     def unit_id(self, index: int) -> str:
         return self._files.name(_checked(index, len(self)))
 
@@ -131,6 +150,8 @@ class JsonlRecords:
     def read(self, index: int, max_bytes: int | None = None) -> str | None:
         file_index = self._file_of(index)
         start, end = int(self._bounds[index]), int(self._bounds[index + 1])
+        if end - start > MAX_LINE_BYTES:
+            return None
         try:
             with open(os.path.join(self._files.root, self._files.name(file_index)), "rb") as file:
                 file.seek(start - int(self._files.starts[file_index]))
@@ -145,6 +166,9 @@ class JsonlRecords:
             return _decode(text.encode("utf-8"), max_bytes, codec="utf-8")
         except (OSError, ValueError, RecursionError):
             return None
+
+    def is_decodable(self, index: int) -> bool:
+        return self.read(index) is not None
 
     def unit_id(self, index: int) -> str:
         file_index = self._file_of(index)
