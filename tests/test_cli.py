@@ -45,6 +45,7 @@ def accepted(tmp_path, data, capsys, *overrides, world_size=2):
 
 # Each: the overrides; what the line must name.
 BAD = {
+    "code by configuration": (["--experimental.custom_import=antigravity"], "runs no code here"),
     "no delta": (["--privacy.delta=None"], "privacy.delta is not set"),
     "delta 0": (["--privacy.delta=0"], "privacy.delta = 0.0"),
     "delta 1": (["--privacy.delta=1"], "privacy.delta = 1.0"),
@@ -253,6 +254,18 @@ def test_a_world_size_that_is_none(tmp_path, data, capsys, monkeypatch, value):
     (line,) = capsys.readouterr().err.splitlines()
     assert "NGPU" in line
     assert not (tmp_path / "out").exists()
+
+
+def test_a_toml_names_no_code_to_run(tmp_path, data, monkeypatch):
+    """TorchTitan imports `job.custom_config_module`; here it is always ours."""
+    (tmp_path / "malicious.py").write_text("raise SystemExit('ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    text = CONFIG.read_text()
+    path = tmp_path / "malicious.toml"
+    path.write_text(text.replace('"torchtitan_dp.config"', '"malicious"'))
+    assert "malicious" in path.read_text()
+    config = load_config(arguments(tmp_path, data, f"--job.config_file={path}"), 2)
+    assert config.job.custom_config_module == "torchtitan_dp.config"
 
 
 def test_command_line_over_toml_over_defaults(tmp_path, data):

@@ -48,6 +48,11 @@ def check(config: JobConfig, world_size: int) -> None:
         ValueError: one line that names the key, its value and the remedy.
     """
     _check_parallelism(config, world_size)
+    if config.experimental.custom_import:
+        raise ValueError(
+            f"experimental.custom_import = '{config.experimental.custom_import}': a configuration "
+            "runs no code here; remove it"
+        )
     if config.training.steps < 1:
         raise ValueError(f"training.steps = {config.training.steps}: must be at least 1")
     for key, value in (

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from torchtitan_dp.data import index as line_index
+from torchtitan_dp.data import records
 from torchtitan_dp.data.records import RecordStore, open_records
 
 Open = Callable[..., RecordStore]
@@ -487,3 +488,31 @@ def test_folder_that_cannot_be_listed(
     monkeypatch.setattr(os, "scandir", refuse)  # chmod would not stop root
     with pytest.raises(ValueError, match=r"training\.dataset_path = .* cannot be listed"):
         open_("text", root)
+
+
+def test_a_record_larger_than_memory_is_read_in_part(open_: Open, tmp_path: Path) -> None:
+    """Sparse: 100 GiB of zeros on disk take no space, in memory they would."""
+    root = write(tmp_path / "data", {"huge.txt": b"begins"})
+    os.truncate(root / "huge.txt", 100 * 2**30)
+    assert open_("text", root).read(0, max_bytes=8) == "begins\0\0"
+
+
+def test_decodability_is_told_block_by_block(
+    open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "_BLOCK_BYTES", 3)  # cuts characters
+    files = {"a": "ünï ☃☃".encode(), "b": b"good, then \xff", "c": "cut ☃".encode()[:-1], "d": b""}
+    store = open_("text", write(tmp_path / "data", files))
+    found = [store.is_decodable(i) for i in range(4)]
+    assert found == [True, False, False, True]
+    assert found == [text is not None for text in texts(store)]
+
+
+def test_a_line_too_long_to_parse_is_undecodable(
+    open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "MAX_LINE_BYTES", 20)
+    lines = b'{"text": "short"}\n{"text": "' + b"x" * 20 + b'"}\n{"text": "last"}\n'
+    store = open_("jsonl", write(tmp_path / "data", {"a.jsonl": lines}))
+    assert texts(store) == ["short", None, "last"]
+    assert [store.is_decodable(i) for i in range(3)] == [True, False, True]

@@ -156,4 +156,4 @@ class Excerpts:
 def scan_undecodable(store: RecordStore, indices: Iterable[int]) -> int:
     """How many of these records are undecodable, each read whole: for `data.on_undecodable` =
     "error". Not private: what depends on it (stopping) is outside the guarantee."""
-    return sum(store.read(int(index)) is None for index in indices)
+    return sum(not store.is_decodable(int(index)) for index in indices)

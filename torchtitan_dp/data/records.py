@@ -10,7 +10,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator
-from typing import Protocol
+from typing import IO, Protocol
 
 import numpy as np
 
@@ -19,6 +19,9 @@ from torchtitan_dp.data.index import line_bounds, writable_folder
 
 FOLDER = "folder"  # the unit field of text files
 CHUNK = 2**16
+MAX_LINE_BYTES = 256 * 2**20
+"""A longer jsonl line is undecodable: JSON is parsed whole, in a few times its size of memory."""
+_BLOCK_BYTES = 16 * 2**20
 _CONTINUATIONS = bytes(range(0x80, 0xC0))  # of a character's first byte
 
 
@@ -45,6 +48,10 @@ class RecordStore(Protocol):
         the first character that begins at that byte or behind. A text file is not read (nor
         checked) elsewhere, a JSON line is parsed whole first.
         """
+        ...
+
+    def is_decodable(self, index: int) -> bool:
+        """Whether all of a record reads as text, however large it is."""
         ...
 
     def size(self, index: int) -> int:
@@ -155,6 +162,17 @@ class TextRecords:
         except (OSError, UnicodeError):
             return None
 
+    def is_decodable(self, index: int) -> bool:
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        try:
+            with open(os.path.join(self._files.root, self.record_id(index)), "rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except (OSError, UnicodeError):
+            return False
+        return True
+
     def size(self, index: int) -> int:
         return int(self.stored_bytes(np.array([_checked(index, len(self))]))[0])
 
@@ -198,6 +216,9 @@ class JsonlRecords:
         part = text[start:] if max_bytes is None else text[start : start + max_bytes + 1]
         return _decode(part, max_bytes, start, codec="utf-8")
 
+    def is_decodable(self, index: int) -> bool:
+        return self._text(index) is not None
+
     def size(self, index: int) -> int:
         return len(self._text(index) or b"")
 
@@ -207,7 +228,7 @@ class JsonlRecords:
         try:
             with open(os.path.join(self._files.root, self._files.name(file_index)), "rb") as file:
                 file.seek(begin - int(self._files.starts[file_index]))
-                fields = _parse(file.read(end - begin), end - begin)
+                fields = _read_object(file, end - begin)
         except OSError:
             return None
         if self._unit_field is not None and _unit_name(fields.get(self._unit_field)) is None:
@@ -235,7 +256,15 @@ class JsonlRecords:
                 for start in range(first, last, CHUNK):
                     stop = min(start + CHUNK, last)
                     for size in np.diff(self._bounds[start : stop + 1]).tolist():
-                        yield _unit_name(_parse(file.read(size), size).get(self._unit_field))
+                        yield _unit_name(_read_object(file, size).get(self._unit_field))
+
+
+def _read_object(file: IO[bytes], size: int) -> dict[str, object]:
+    """The JSON object on the next line, of so many bytes, which is passed in any case."""
+    if size > MAX_LINE_BYTES:
+        file.seek(size, os.SEEK_CUR)
+        return {}
+    return _parse(file.read(size), size)
 
 
 def _parse(line: bytes, size: int) -> dict[str, object]:

@@ -197,7 +197,9 @@ class Ledger:
         """The epsilon of these segments one after the other, as this ledger accounts."""
         delta = self.settings.delta
         if self.adaptive and self.budget is not None:
-            return filter.adaptive_epsilon(segments, self.budget.order, delta)
+            # The theorem bounds what may be spent, not what was: how much that is tells of results.
+            spent = filter.adaptive_epsilon(segments, self.budget.order, delta)
+            return max(self.budget.epsilon, spent)
         return accounting.compose(segments, delta=delta, accountant=self.settings.accountant)
 
     def to_json(self) -> str:
