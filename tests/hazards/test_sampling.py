@@ -18,7 +18,7 @@ from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.records import open_records
 from torchtitan_dp.data.samples import SampleStore
 from torchtitan_dp.data.tokenizer import ByteTokenizer
-from torchtitan_dp.plan import make_plan
+from torchtitan_dp.ledger.terms import settings_of
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.train_spec import build_samples
@@ -169,7 +169,7 @@ def test_row43_no_unit_is_in_training_and_in_validation(users, fraction):
 
 def test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit(users):
     config, records = by_user(users, "--training.global_batch_size=3")
-    settings = make_plan(config, len(records.train), None).settings
+    settings = settings_of(config, len(records.train))
     assert settings.sample_rate == 3 / USERS
     assert settings.privacy_unit == "unit of data.unit_field 'user'"
     assert "number of training units" in settings.sample_rate_source
