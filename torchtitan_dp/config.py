@@ -153,8 +153,8 @@ class Checkpoint(_Checkpoint):
     """Save the last checkpoint without optimizer state. False, so that a finished run can go on."""
 
     initial_load_in_hf: bool = False
-    """Start from the safetensors of `initial_load_path`, or else of `model.hf_assets_path`. They
-    are assumed to be public."""
+    """Start from the safetensors of `initial_load_path`, or else of `model.hf_assets_path`. See
+    `privacy.initial_weights_public`."""
 
     last_save_in_hf: bool = False
     """At the end, also write `<job.dump_folder>/hf`, which `transformers` loads as it is. Its

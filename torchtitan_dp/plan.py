@@ -78,6 +78,8 @@ def main(argv: list[str]) -> None:
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     _show(config, plan, records)
+    for caveat in plan.ledger.caveats:
+        print(f"      assumed or recorded: {caveat}", file=sys.stderr)
     print(model, file=sys.stderr)
     rate, count = plan.settings.sample_rate, len(records.train)
     costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)

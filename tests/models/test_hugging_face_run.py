@@ -16,7 +16,11 @@ from tests.models.hugging_face import (
 from torchtitan_dp import plan
 from torchtitan_dp.checkpoint import newest_whole_checkpoint
 
-FROM_HF = ("--checkpoint.initial_load_in_hf", "--checkpoint.last_save_in_hf")
+FROM_HF = (
+    "--checkpoint.initial_load_in_hf",
+    "--checkpoint.last_save_in_hf",
+    "--privacy.initial_weights_public",
+)
 
 
 def mesh(shard, cp):
@@ -111,7 +115,8 @@ def test_the_plan_reads_the_same_shape(tied, tmp_path, capsys):
     count = sum(p.numel() for p in on_hugging_face(tied).parameters())
     assert f"model: {count:,} parameters" in said
     assert f"tied embeddings) as in {tied}/config.json" in said
-    assert f"initial weights: {tied}, assumed to be public" in said
+    assert f"initial weights: {tied}\n" in said
+    assert "the initial weights are assumed to be public" in said
 
 
 def test_the_plan_refuses_in_one_line(tied, tmp_path, capsys):

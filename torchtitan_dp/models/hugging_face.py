@@ -219,7 +219,7 @@ def describe(config: JobConfig, args: LlamaArgs) -> str:
     """For people: the model, where its shape comes from and where its weights do."""
     tied = ", tied embeddings" if args.tie_embeddings else ""
     if config.checkpoint.initial_load_in_hf:
-        start = f"{weights_folder(config)[0]}, assumed to be public"
+        start = weights_folder(config)[0]
     else:
         drawn = f"drawn from debug.seed = {config.debug.seed or 0}"
         start = config.checkpoint.initial_load_path or drawn
