@@ -28,7 +28,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.auditing import report
-from torchtitan_dp.auditing.game import Game
+from torchtitan_dp.auditing.game import Game, cases
 from torchtitan_dp.auditing.one_run import CanaryAudit, audit
 from torchtitan_dp.auditing.options import check, parse
 from torchtitan_dp.checks import mesh_degrees
@@ -38,6 +38,8 @@ from torchtitan_dp.data.opening import Records
 from torchtitan_dp.distributed.parallelize import fsdp_mesh
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps, write_atomically
 from torchtitan_dp.ledger.terms import Plan, make_plan
+from torchtitan_dp.models.hugging_face import parameter_count
+from torchtitan_dp.models.llama3 import LlamaArgs
 from torchtitan_dp.plan import check_model
 from torchtitan_dp.privacy.auditing import expected_mu
 from torchtitan_dp.privacy.keys import RootKey
@@ -55,9 +57,6 @@ def play_game(
     Args:
         root: the same on all ranks; its noise keys are used up.
 
-    Raises:
-        ValueError: one line for the user, if so many trials could not show half the noise.
-
     Collective over the world.
     """
     sigma, degrees = plan.settings.noise_multiplier, mesh_degrees(config)
@@ -71,12 +70,7 @@ def play_game(
         mesh=fsdp_mesh(dims),
         noise_keys=root.stream("noise"),
     )
-    each = 1 - (1 - confidence) / len(game.cases)
-    if expected_mu(2 / sigma, trials, each) <= 1 / sigma:
-        raise ValueError(
-            f"--trials = {trials}: too few to tell sigma = {sigma:.4g} from half of it; more, or "
-            "another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
-        )
+    each = share_of(confidence)
     outcomes = [game.play(case, trials=trials, confidence=each) for case in game.cases]
     return report.game_for_programs(
         outcomes,
@@ -85,6 +79,30 @@ def play_game(
         trials=trials,
         confidence=confidence,
     )
+
+
+def share_of(confidence: float) -> float:
+    """The confidence of one case, so that all together have `confidence`."""
+    return 1 - (1 - confidence) / len(cases(2))
+
+
+def check_power(options: argparse.Namespace, args: LlamaArgs, sigma: float) -> None:
+    """Refuse an audit that could not show anything, or not be run.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    if options.instrument == "canaries":
+        if options.canaries > (values := parameter_count(args)):
+            raise ValueError(
+                f"--canaries = {options.canaries}: each needs a value of its own, and the model "
+                f"has {values:,}; ask for fewer"
+            )
+    elif expected_mu(2 / sigma, options.trials, share_of(options.confidence)) <= 1 / sigma:
+        raise ValueError(
+            f"--trials = {options.trials}: too few to tell sigma = {sigma:.4g} from half of it; "
+            "more, or another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
+        )
 
 
 def prepare_run(config: JobConfig, folder: str) -> None:
@@ -116,15 +134,16 @@ def main(argv: list[str]) -> None:
         config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
         if not config.privacy.enable:
             raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
-        check_model(config)
+        args = check_model(config)
         records = Records.open(config)
         plan = make_plan(config, len(records.train), None, records.fingerprint)
         if plan.settings.noise_multiplier == 0:
             raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
+        check_power(options, args, plan.settings.noise_multiplier)
         if options.instrument == "canaries":
             prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
-        _start_ranks()
-        result, canaries = _run(options, config, plan)
+    _start_ranks()
+    result, canaries = _run(options, config, plan)
     if dist.get_rank() == 0:
         _tell(options, config, result, canaries)
     dist.destroy_process_group()

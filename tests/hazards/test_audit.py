@@ -364,6 +364,8 @@ def test_an_audited_run_is_not_private_and_apart(audits):
         (["--privacy.target_epsilon=None", "--privacy.noise_multiplier=0"], "noise_multiplier"),
         (["--canaries=0"], "--canaries = 0"),
         (["--guesses=1.5"], "--guesses = 1.5"),
+        (["--canaries=10000000"], "--canaries = 10000000"),
+        (["--instrument=game", "--trials=20"], "--trials = 20"),
         (["--confidence=1"], "--confidence = 1"),
         (["--trials=9"], "--trials = 9"),
         (["--instrument=game", "--folder=x"], "--folder = x"),

@@ -42,17 +42,8 @@ class Canaries:
 
     @classmethod
     def choose(cls, parameters: dict[str, nn.Parameter], count: int) -> "Canaries":
-        """Distinct positions, uniform over all trainable values; the same on every rank.
-
-        Raises:
-            ValueError: one line for the user.
-        """
+        """Distinct positions, uniform over all trainable values; the same on every rank."""
         ends = np.cumsum([parameter.numel() for parameter in parameters.values()])
-        if count > ends[-1]:
-            raise ValueError(
-                f"--canaries = {count}: each needs a trainable value of its own, and the model has "
-                f"{ends[-1]:,}; ask for fewer"
-            )
         rng = np.random.default_rng(_PLACES_SEED)
         drawn = rng.choice(int(ends[-1]), size=count, replace=False)
         which = np.searchsorted(ends, drawn, side="right")
