@@ -18,7 +18,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -46,7 +45,7 @@ class Figures:
     machine: str
     rounds: int
     seed: int
-    kills: Counter[str] = field(default_factory=Counter)
+    kills: dict[str, int] = field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     kills_before_the_first_step: int = 0
     kills_in_an_unfinished_save: int = 0
     most_steps_lost: int = 0

@@ -129,6 +129,15 @@ def test_a_path_out_of_the_folder_is_refused(saved):
     assert "outside" in damage(saved)
 
 
+@pytest.mark.parametrize("field, value", [("offsets", (1, 0)), ("sizes", (1, 3))])
+def test_chunks_that_leave_a_hole_are_told(saved, field, value):
+    metadata = dcp.FileSystemReader(saved).read_metadata()
+    setattr(metadata.state_dict_metadata["weight"].chunks[0], field, torch.Size(value))
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        pickle.dump(metadata, file)
+    assert "the chunks of weight" in damage(saved)
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
 def test_a_truncated_or_missing_file_is_told(saved, name):
     path = os.path.join(saved, name)

@@ -6,6 +6,7 @@ and values are plain ones (`torch.load(weights_only=True)`). All loading goes th
 """
 
 import io
+import math
 import os
 import pathlib
 import pickle
@@ -75,10 +76,25 @@ def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
         for entry in entries(metadata):
             if os.path.basename(entry.file) != entry.file or min(entry.offset, entry.length) < 0:
                 raise ValueError(f"{entry.name} lies outside of it")
+        for name, kind in metadata.state_dict_metadata.items():
+            if isinstance(kind, records.TensorStorageMetadata):
+                _check_chunks(name, kind)
     except Exception as error:  # pickle raises a dozen kinds for damaged bytes
         told = str(error) or type(error).__name__
         raise ValueError(f"its {METADATA_FILE} cannot be read: {told}") from error
     return metadata
+
+
+def _check_chunks(name: str, tensor: records.TensorStorageMetadata) -> None:
+    """Raise ValueError unless a tensor's chunks are as large as it, and within it."""
+    held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
+    inside = all(
+        0 <= offset <= offset + size <= whole
+        for chunk in tensor.chunks
+        for offset, size, whole in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
+    )
+    if held != math.prod(tensor.size) or not inside:
+        raise ValueError(f"the chunks of {name} do not make it up")
 
 
 def entries(metadata: Metadata) -> Iterator[Entry]:
