@@ -16,7 +16,7 @@ import torch.nn as nn
 
 from tests.launch import ROOT
 from tests.ranks import on_ranks
-from torchtitan_dp.ledger import Ledger, Settings
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, Settings
 
 CONTRACT = {
     "private",
@@ -98,8 +98,12 @@ def test_row24_the_console_line_labels_what_is_not(logged):
 
 def test_row23_and_24_privacy_json_holds_the_contract_alone(tmp_path):
     settings = Settings(1.0, 0.01, 0.5, 1e-5, 32, "rdp", "privacy.sample_rate", "add_remove")
-    told = Ledger(settings, steps=3).publish(str(tmp_path), steps_executed=4)
+    executed = ExecutedSteps(str(tmp_path))
+    for step in (1, 2, 3, 3):
+        executed.begin(step, settings)
+    told = Account(Ledger(settings, steps=3), executed, total_steps=5).publish(str(tmp_path))
     assert set(told) >= CONTRACT
+    assert (told["steps"], told["steps_executed"]) == (3, 4)
     assert json.loads((tmp_path / "privacy.json").read_text()) == told
     assert told["neighbouring_relation"] == "add_remove"
     # What is told beyond the contract must be terms or counts of steps, never of records.
