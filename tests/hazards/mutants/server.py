@@ -67,7 +67,7 @@ def run_tests(root: str, tests: list[str], report: str) -> int:
             ]
         )
     )
-    found = Path(sys.modules["torchtitan_dp"].__path__[0]).resolve()
+    found = Path(importlib.import_module("torchtitan_dp").__path__[0]).resolve()
     assert found == Path(root, "torchtitan_dp").resolve(), f"{found} was tested"
     return code
 
