@@ -222,10 +222,10 @@ MUTANTS = [
     ),
     Mutant(
         6,
-        "the ring masks by another order",
-        "distributed/ring_attention.py",
-        'enable_load_balance = load_balancer == "headtail"',
-        'enable_load_balance = load_balancer != "headtail"',
+        "a shard without its positions",
+        "models/loss.py",
+        "targets=targets_B, **positions\n",
+        "targets=targets_B\n",
         (f"{EXACT}test_ring_variants[2-headtail-allgather]",),
     ),
     Mutant(
