@@ -170,6 +170,24 @@ def test_row30_and_45_a_debug_seed_marks_the_run():
         assert "privacy.debug_seed" in caveats[0]
 
 
+def test_row30_drawing_secrets_tells_nobody(monkeypatch, caplog, capfd):
+    from torchtitan.tools.logging import logger
+
+    from tests import build
+    from torchtitan_dp import train
+
+    monkeypatch.setattr(train.RootKey, "from_os", classmethod(lambda cls: cls(ROOT)))
+    monkeypatch.setattr(train.dist, "broadcast", lambda *_, **__: None)
+    monkeypatch.setattr(logger, "propagate", True)
+    trainer = MagicMock(job_config=build.config(), device=torch.device("cpu"))
+    with caplog.at_level("DEBUG"):
+        train.DPTrainer._draw_secrets(trainer)
+    told = caplog.text + "".join(capfd.readouterr())
+    for secret in (ROOT, trainer.noise_keys.take(1), trainer.sampling_keys.take(1)):
+        for spelling in (secret.hex(), repr(secret)[2:-1], str(int.from_bytes(secret, "big"))):
+            assert spelling not in told
+
+
 def test_row30_secrets_are_guarded_before_anything_else(monkeypatch):
     """No core dumps, outputs their owner's, workers that die: before the configuration is read."""
     from torchtitan_dp import train

@@ -52,10 +52,11 @@ MUTANTS = [
         24,
         "the datas fingerprint published",
         LEDGER,
-        "    write_atomically(os.path.join(folder, FINGERPRINT_FILE), ",
-        "    write_atomically(os.path.join(folder, PRIVACY_FILE), fingerprint.encode())\n"
-        "    write_atomically(os.path.join(folder, FINGERPRINT_FILE), ",
-        (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
+        '            "caveats": self.caveats,\n        }\n',
+        '            "caveats": [*self.caveats, *(open(e).read() for e in os.scandir(folder))],\n'
+        "        }\n",
+        ("test_ledger.py::test_fingerprint_is_not_published",),
+        quick=True,
     ),
     Mutant(
         25,
@@ -103,7 +104,8 @@ MUTANTS = [
         "validate.py",
         "not private: held-out loss:",
         "held-out loss:",
-        ("hazards/test_run.py::test_hazard_34_held_out_loss_is_labelled",),
+        (f"{OUTPUTS}test_row34_the_held_out_loss_is_labelled",),
+        quick=True,
     ),
     Mutant(
         44,
@@ -157,7 +159,8 @@ MUTANTS = [
         '            "step": self.step,\n',
         '            "step": self.step,\n'
         '            "sum": {n: g.clone() for n, g in self.clipped_sum.take().items()},\n',
-        ("hazards/test_run.py::test_hazard_44_checkpoint_keys_are_allowed_ones",),
+        (f"{LEDGERS}test_row44_a_checkpoint_holds_expectations_and_the_ledger",),
+        quick=True,
     ),
     Mutant(
         45,
