@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.launch import ROOT
 from tests.ranks import on_ranks
 from torchtitan_dp.ledger import Ledger, Settings

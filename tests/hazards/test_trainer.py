@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.ranks import on_ranks
 from torchtitan_dp.ledger import Ledger, Settings
 from torchtitan_dp.privacy.clipping import Clip
