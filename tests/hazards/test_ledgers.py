@@ -16,6 +16,7 @@ import torch
 from tests.hazards.test_trainer import SETTINGS, STEP, loader
 from tests.ranks import on_ranks
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger
+from torchtitan_dp.privacy.keys import RootKey
 
 # Checkpoints.
 
@@ -24,7 +25,8 @@ def saving(**changes):
     from tests import build
 
     return SimpleNamespace(
-        clipped_sum=SimpleNamespace(accumulating=False),
+        clipped_sum=MagicMock(accumulating=False),
+        noise_keys=RootKey(bytes(32)).stream("noise"),
         ledger=Ledger(SETTINGS, steps=STEP),
         job_config=build.config(),
         step=STEP,

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn as nn
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.launch import ROOT
 from tests.ranks import on_ranks
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, Settings
@@ -157,7 +158,22 @@ def test_row33_a_microbatch_changes_no_buffer():
     assert all(same.values())
 
 
-# Row 34: the tokenizer.
+# Row 34: held-out records, and the tokenizer.
+
+
+def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
+    from torchtitan.tools.logging import logger
+
+    from torchtitan_dp.validate import HeldOutValidator
+
+    validator = MagicMock()
+    validator._microbatches.return_value = []
+    validator._dims.get_optional_mesh.return_value = None
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.INFO):
+        HeldOutValidator.validate(validator, [nn.Linear(2, 2)], 3)
+    line = caplog.records[-1].getMessage()
+    assert "not private: held-out loss" in line
 
 
 def test_row34_no_code_of_ours_trains_a_tokenizer():

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.ranks import on_ranks
 from torchtitan_dp.ledger import Ledger, Settings
 from torchtitan_dp.privacy.clipping import Clip
@@ -184,6 +185,24 @@ def test_row30_and_45_a_debug_seed_marks_the_run():
     ledger = make_plan(config, 10, None, "f" * 64).ledger
     assert ledger.private is False
     assert "privacy.debug_seed" in ledger.caveats[0]
+
+
+def test_row30_drawing_secrets_tells_nobody(monkeypatch, caplog, capfd):
+    from torchtitan.tools.logging import logger
+
+    from tests import build
+    from torchtitan_dp import train
+
+    monkeypatch.setattr(train.RootKey, "from_os", classmethod(lambda cls: cls(ROOT)))
+    monkeypatch.setattr(train.dist, "broadcast", lambda *_, **__: None)
+    monkeypatch.setattr(logger, "propagate", True)
+    trainer = MagicMock(job_config=build.config(), device=torch.device("cpu"))
+    with caplog.at_level("DEBUG"):
+        train.DPTrainer._draw_secrets(trainer)
+    told = caplog.text + "".join(capfd.readouterr())
+    for secret in (ROOT, trainer.noise_keys.take(1), trainer.sampling_keys.take(1)):
+        for spelling in (secret.hex(), repr(secret)[2:-1], str(int.from_bytes(secret, "big"))):
+            assert spelling not in told
 
 
 def test_row30_secrets_are_guarded_before_anything_else(monkeypatch):

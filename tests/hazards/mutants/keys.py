@@ -63,7 +63,8 @@ MUTANTS = [
         "train.py",
         "        self.sampling_keys, self.noise_keys = ",
         "        logger.info(root.reveal().hex())\n        self.sampling_keys, self.noise_keys = ",
-        ("hazards/test_run.py::test_hazard_30_no_file_holds_a_key",),
+        (f"{TRAINER}test_row30_drawing_secrets_tells_nobody",),
+        quick=True,
     ),
     Mutant(
         30,
@@ -72,7 +73,8 @@ MUTANTS = [
         '            "ledger": self.ledger.to_json(),\n',
         '            "ledger": self.ledger.to_json(),\n'
         '            "rng": str(int.from_bytes(self.noise_keys.take(self.step + 1), "big")),\n',
-        ("hazards/test_run.py::test_hazard_30_no_file_holds_a_key",),
+        (f"{LEDGERS}test_row44_a_checkpoint_holds_expectations_and_the_ledger",),
+        quick=True,
     ),
     Mutant(
         30,
