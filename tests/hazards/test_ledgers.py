@@ -15,7 +15,8 @@ import torch
 
 from tests.hazards.test_trainer import SETTINGS, STEP, loader
 from tests.ranks import on_ranks
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, Segment
+from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.privacy.keys import RootKey
 
 # Checkpoints.
@@ -183,3 +184,56 @@ def test_row31_a_longer_run_may_not_overshoot_its_target(tmp_path):
 def test_row23_no_noise_is_not_private(tmp_path):
     text, _ = on_ranks(1, opened, str(tmp_path), "--privacy.noise_multiplier=0")[0]
     assert Ledger.from_json(text).private is False
+
+
+def test_row31_a_third_segment_keeps_the_first():
+    weights = Ledger(SETTINGS, steps=30)
+    for sigma in (2.0, 3.0):
+        later = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=sigma))
+        later.go_on_from(weights, "planned")
+        later.steps += 10
+        weights = later
+    taken = [(s.settings.noise_multiplier, s.steps) for s in weights.segments()]
+    assert taken == [(1.0, 30), (2.0, 10), (3.0, 10)]
+
+
+# Initial weights.
+
+
+def starting_from(folder, *overrides):
+    """The ledger of a first start from the weights in this folder, on records "mine"."""
+    from tests import build
+    from torchtitan_dp.ledger.initial import start_from
+
+    config = build.config(
+        "--checkpoint.enable", f"--checkpoint.initial_load_path={folder}", *overrides
+    )
+    ledger = Ledger(SETTINGS)
+    start_from(ledger, config, "mine")
+    return ledger
+
+
+def test_row45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
+    with pytest.raises(ValueError, match=r"^privacy\.initial_weights_public = false: "):
+        starting_from(tmp_path)
+    kept = starting_from(tmp_path, "--privacy.initial_weights_public")
+    assert kept.private
+    assert ["public" in caveat for caveat in kept.caveats] == [True]
+
+
+def test_row45_not_private_sticks_to_initial_weights(tmp_path):
+    earlier = Ledger(SETTINGS, steps=STEP)
+    earlier.mark_not_private("a seed")
+    stopped_after_a_step(tmp_path, earlier)
+    later = starting_from(tmp_path, "--privacy.initial_weights_public")
+    assert later.private is False
+    assert "of the initial weights: a seed" in later.caveats
+
+
+def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
+    """Their own steps, and those of the weights that they had started from."""
+    louder = Segment(dataclasses.replace(SETTINGS, noise_multiplier=4.0), 7)
+    earlier = Ledger(SETTINGS, steps=STEP, ancestors=[Ancestor("first", (louder,))])
+    stopped_after_a_step(tmp_path, earlier)
+    spent = starting_from(tmp_path).before()
+    assert spent == [louder.mechanism(), SETTINGS.mechanism(STEP)]

@@ -215,8 +215,8 @@ MUTANTS = [
         6,
         "labels not shifted",
         "data/samples.py",
-        "labels_T[: len(marked) - 1] = marked[1:]",
-        "labels_T[: len(marked) - 1] = marked[:-1]",
+        "labels_T[: len(ids) - 1] = ids[1:]",
+        "labels_T[: len(ids) - 1] = ids[:-1]",
         ("data/test_samples.py::test_labels_are_the_next_tokens_and_padding_is_ignored",),
         quick=True,
     ),
@@ -250,8 +250,8 @@ MUTANTS = [
         7,
         "records packed into one row",
         "data/samples.py",
-        "            tokens_BT[row], labels_BT[row] = self.sample(int(index), length)\n",
-        "            tokens_BT[row], labels_BT[row] = self.sample(int(index), length)\n"
+        "            tokens_BT[row], labels_BT[row] = self.sample(int(unit), length, rng)\n",
+        "            tokens_BT[row], labels_BT[row] = self.sample(int(unit), length, rng)\n"
         "            if row:\n"
         "                tokens_BT[row - 1, -1] = tokens_BT[row, 1]\n",
         ("data/test_samples.py::test_neighbours_in_a_batch_change_nothing",),

@@ -106,7 +106,7 @@ MUTANTS = [
     Mutant(
         30,
         "core dumps not forbidden by the trainer",
-        "train.py",
+        "process.py",
         "    forbid_core_dumps()\n",
         "",
         (f"{TRAINER}test_row30_secrets_are_guarded_before_anything_else",),
@@ -115,11 +115,11 @@ MUTANTS = [
     Mutant(
         30,
         "a fixed seed leaves the run private",
-        "train.py",
-        "            self.ledger.mark_not_private("
-        '"privacy.debug_seed was set: the noise can be redrawn")\n',
+        "ledger/terms.py",
+        '        ledger.mark_not_private("privacy.debug_seed was set: the noise can be redrawn")\n',
         "",
         (f"{TRAINER}test_row30_and_45_a_debug_seed_marks_the_run",),
+        quick=True,
     ),
     Mutant(
         39,
@@ -170,8 +170,8 @@ MUTANTS = [
         39,
         "32 bits reach the draw",
         "privacy/sampling.py",
-        "int.from_bytes(key[:16]",
-        "int.from_bytes(key[:4]",
+        "np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16]",
+        "np.random.Generator(np.random.Philox(key=int.from_bytes(key[:4]",
         ("privacy/test_sampling.py::test_128_bits_of_key_reach_the_draw",),
         quick=True,
     ),

@@ -9,7 +9,7 @@ TRAINER = "hazards/test_trainer.py::"
 LEDGERS = "hazards/test_ledgers.py::"
 PLANS = "test_plan.py::"
 
-LEDGER = "ledger.py"
+LINEAGE, ACCOUNT = "ledger/lineage.py", "ledger/account.py"
 
 MUTANTS = [
     Mutant(
@@ -42,19 +42,18 @@ MUTANTS = [
     Mutant(
         24,
         "drawn records counted in privacy json",
-        LEDGER,
-        '            "caveats": self.caveats,\n        }\n',
-        '            "caveats": self.caveats,\n            "tokens_seen": 1,\n        }\n',
+        ACCOUNT,
+        '            "caveats": ledger.caveats,\n',
+        '            "caveats": ledger.caveats,\n            "tokens_seen": 1,\n',
         (f"{OUTPUTS}test_row23_and_24_privacy_json_holds_the_contract_alone",),
         quick=True,
     ),
     Mutant(
         24,
         "the datas fingerprint published",
-        LEDGER,
-        '            "caveats": self.caveats,\n        }\n',
-        '            "caveats": [*self.caveats, *(open(e).read() for e in os.scandir(folder))],\n'
-        "        }\n",
+        ACCOUNT,
+        '            "caveats": ledger.caveats,\n',
+        '            "caveats": [open(entry).read() for entry in os.scandir(folder)],\n',
         ("test_ledger.py::test_fingerprint_is_not_published",),
         quick=True,
     ),
@@ -165,7 +164,7 @@ MUTANTS = [
     Mutant(
         45,
         "not private undone by a private successor",
-        LEDGER,
+        LINEAGE,
         "        self.private = self.private and earlier.private\n",
         "",
         (f"{LEDGER_TEST}test_caveats_of_earlier_weights_are_inherited",),
@@ -174,8 +173,8 @@ MUTANTS = [
     Mutant(
         45,
         "not private undone by loading",
-        "train.py",
-        "        self.ledger.inherit(loaded)\n",
+        LINEAGE,
+        "        self.inherit(loaded)\n",
         "",
         (f"{LEDGERS}test_row45_not_private_is_loaded_with_the_weights",),
         quick=True,
@@ -183,16 +182,17 @@ MUTANTS = [
     Mutant(
         45,
         "not private undone by a new start",
-        "train.py",
-        "            ledger.inherit(before)\n",
-        "            pass\n",
+        "ledger/terms.py",
+        "        ledger.inherit(before)\n",
+        "        before = dataclasses.replace(before, private=True, caveats=[])\n"
+        "        ledger.inherit(before)\n",
         (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
     ),
     Mutant(
         45,
         "weights resumed without their ledger",
         "train.py",
-        "        if self._resumes and not self._ledger_loaded:\n",
+        "        if self.checkpointer.resumes and not self._ledger_loaded:\n",
         "        if not self.model_parts:\n",
         (f"{LEDGERS}test_row45_weights_loaded_without_their_ledger_are_not_trained_on",),
         quick=True,
