@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.nn as nn
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.launch import ROOT
 from tests.ranks import on_ranks
-from torchtitan_dp.ledger import Ledger, Settings
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, Settings
 
 CONTRACT = {
     "private",
@@ -98,8 +99,12 @@ def test_row24_the_console_line_labels_what_is_not(logged):
 
 def test_row23_and_24_privacy_json_holds_the_contract_alone(tmp_path):
     settings = Settings(1.0, 0.01, 0.5, 1e-5, 32, "rdp", "privacy.sample_rate", "add_remove")
-    told = Ledger(settings, steps=3).publish(str(tmp_path), steps_executed=4)
+    executed = ExecutedSteps(str(tmp_path))
+    for step in (1, 2, 3, 3):
+        executed.begin(step, settings)
+    told = Account(Ledger(settings, steps=3), executed, total_steps=5).publish(str(tmp_path))
     assert set(told) >= CONTRACT
+    assert (told["steps"], told["steps_executed"]) == (3, 4)
     assert json.loads((tmp_path / "privacy.json").read_text()) == told
     assert told["neighbouring_relation"] == "add_remove"
     # What is told beyond the contract must be terms or counts of steps, never of records.
@@ -153,7 +158,22 @@ def test_row33_a_microbatch_changes_no_buffer():
     assert all(same.values())
 
 
-# Row 34: the tokenizer.
+# Row 34: held-out records, and the tokenizer.
+
+
+def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
+    from torchtitan.tools.logging import logger
+
+    from torchtitan_dp.validate import HeldOutValidator
+
+    validator = MagicMock()
+    validator._microbatches.return_value = []
+    validator._dims.get_optional_mesh.return_value = None
+    monkeypatch.setattr(logger, "propagate", True)
+    with caplog.at_level(logging.INFO):
+        HeldOutValidator.validate(validator, [nn.Linear(2, 2)], 3)
+    line = caplog.records[-1].getMessage()
+    assert "not private: held-out loss" in line
 
 
 def test_row34_no_code_of_ours_trains_a_tokenizer():

@@ -215,17 +215,17 @@ MUTANTS = [
         6,
         "labels not shifted",
         "data/samples.py",
-        "labels_T[: len(marked) - 1] = marked[1:]",
-        "labels_T[: len(marked) - 1] = marked[:-1]",
+        "labels_T[: len(ids) - 1] = ids[1:]",
+        "labels_T[: len(ids) - 1] = ids[:-1]",
         ("data/test_samples.py::test_labels_are_the_next_tokens_and_padding_is_ignored",),
         quick=True,
     ),
     Mutant(
         6,
-        "the ring masks by another order",
-        "distributed/ring_attention.py",
-        'enable_load_balance = load_balancer == "headtail"',
-        'enable_load_balance = load_balancer != "headtail"',
+        "a shard without its positions",
+        "models/loss.py",
+        "targets=targets_B, **positions\n",
+        "targets=targets_B\n",
         (f"{EXACT}test_ring_variants[2-headtail-allgather]",),
     ),
     Mutant(
@@ -250,8 +250,8 @@ MUTANTS = [
         7,
         "records packed into one row",
         "data/samples.py",
-        "            tokens_BT[row], labels_BT[row] = self.sample(int(index), length)\n",
-        "            tokens_BT[row], labels_BT[row] = self.sample(int(index), length)\n"
+        "            tokens_BT[row], labels_BT[row] = self.sample(int(unit), length, rng)\n",
+        "            tokens_BT[row], labels_BT[row] = self.sample(int(unit), length, rng)\n"
         "            if row:\n"
         "                tokens_BT[row - 1, -1] = tokens_BT[row, 1]\n",
         ("data/test_samples.py::test_neighbours_in_a_batch_change_nothing",),

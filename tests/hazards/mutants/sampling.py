@@ -5,30 +5,31 @@ from tests.hazards.mutants.table import Mutant
 DRAWS = "privacy/test_sampling.py::"
 LOADER = "hazards/test_sampling.py::"
 TRAINER = "hazards/test_trainer.py::"
+LEDGERS = "hazards/test_ledgers.py::"
 PLANS = "test_plan.py::"
 SPLIT = "data/test_split.py::"
 
 SAMPLING = "privacy/sampling.py"
-PLAN = "plan.py"
+TERMS = "ledger/terms.py"
 
 MUTANTS = [
     Mutant(
         15,
         "the rate of a count said to be given",
-        PLAN,
-        '        source = "training.global_batch_size / number of training records'
-        ' (which is public)"\n',
+        TERMS,
+        """        source = f"training.global_batch_size / number of training {noun(config)}s"
+        source += " (which is public)"
+""",
         '        source = "privacy.sample_rate"\n',
         (f"{PLANS}test_hazard_15_the_source_of_q_is_named",),
-        quick=True,
     ),
     Mutant(
         15,
         "a resumed run forgets its terms",
         "train.py",
-        "        plan = make_plan(config, len(units), before)\n",
-        "        plan = make_plan(config, len(units), None)\n",
-        (f"{TRAINER}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
+        "make_plan(config, len(units), earlier_ledger(folder), fingerprint)",
+        "make_plan(config, len(units), None, fingerprint)",
+        (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
     ),
     Mutant(
         16,
@@ -74,7 +75,7 @@ MUTANTS = [
         "the last microbatch dropped",
         "data/loading.py",
         "            for slots in dealt:\n",
-        "            for slots in dealt[:16]:\n",
+        "            for slots in dealt[:-1]:\n",
         (f"{LOADER}test_row19_what_is_drawn_is_what_is_processed[1]",),
         quick=True,
     ),
@@ -158,7 +159,6 @@ MUTANTS = [
         "    coins = generator.random(population, dtype=np.float32)\n"
         "    count = int((coins < np.float32(sample_rate)).sum())\n",
         (f"{DRAWS}test_expected_inclusions_at_one_in_ten_million",),
-        quick=True,
     ),
     Mutant(
         41,
@@ -172,28 +172,27 @@ MUTANTS = [
     Mutant(
         42,
         "undecodable records left out of the index",
-        PLAN,
-        "        train, heldout = split(store, config.data.heldout_fraction)\n",
-        "        train, heldout = split(store, config.data.heldout_fraction)\n"
+        "data/opening.py",
+        "        train, heldout = split(units, data.heldout_fraction)\n",
+        "        train, heldout = split(units, data.heldout_fraction)\n"
         "        train = np.array([i for i in train if store.read(int(i)) is not None])\n",
         ("test_cli.py::test_undecodable_records",),
-        quick=True,
     ),
     Mutant(
         42,
         "an undecodable record is an error",
-        "data/samples.py",
-        "            self.undecodable += 1\n",
-        "            raise ValueError(index)\n",
+        "data/excerpts.py",
+        "                self.undecodable += counted\n",
+        "                raise ValueError(record)\n",
         ("data/test_samples.py::test_bad_or_empty_record_is_all_ignored",),
         quick=True,
     ),
     Mutant(
         42,
         "an empty record has targets",
-        "data/samples.py",
-        "        elif len(ids) > 0:\n",
-        "        else:\n",
+        "data/excerpts.py",
+        "            elif len(ids) > 0:\n",
+        "            else:\n",
         ("data/test_samples.py::test_bad_or_empty_record_is_all_ignored",),
         quick=True,
     ),
@@ -219,27 +218,81 @@ MUTANTS = [
         43,
         "held out by place",
         "data/split.py",
-        '        masks.append(np.frombuffer(digests, dtype="<u8") < threshold)\n',
-        '        hashes = np.frombuffer(digests, dtype="<u8")\n'
-        "        masks.append(np.roll(hashes, len(hashes) // 2) < threshold)\n",
+        "[hashes < threshold for hashes in units.hashes()]",
+        "[np.roll(hashes, len(hashes) // 2) < threshold for hashes in units.hashes()]",
         (f"{SPLIT}test_depends_on_the_id_alone",),
         quick=True,
     ),
     Mutant(
         43,
         "q counts held out units",
-        PLAN,
-        "            plan = make_plan(config, len(records.train), earlier_ledger(folder))\n",
-        "            plan = make_plan(config, len(records.store), earlier_ledger(folder))\n",
+        "plan.py",
+        "make_plan(config, len(records.train), before, records.fingerprint)",
+        "make_plan(config, len(records.units), before, records.fingerprint)",
         (f"{PLANS}test_held_out_records_are_no_part_of_q",),
-        quick=True,
     ),
     Mutant(
         43,
         "q is not batch over units",
-        PLAN,
+        TERMS,
         'rate, relation = batch / records, "zero_out"',
         'rate, relation = batch / (2 * records), "zero_out"',
-        (f"{TRAINER}test_row15_q_is_the_batch_over_the_training_units",),
+        (f"{LEDGERS}test_row15_q_is_the_batch_over_the_training_units",),
+    ),
+    Mutant(
+        43,
+        "every record is a unit of its own",
+        "data/units.py",
+        "    return GroupedUnits(index)\n",
+        "    return RecordUnits(store)\n",
+        (f"{LOADER}test_row43_one_sample_a_unit_and_draw[concat-head]",),
+        quick=True,
+    ),
+    Mutant(
+        43,
+        "a unit with its neighbours first record",
+        "data/units.py",
+        "self._index.starts[unit + 1]))\n",
+        "self._index.starts[unit + 1]) + (unit + 1 < len(self)))\n",
+        (f"{LOADER}test_row43_one_sample_a_unit_and_draw[concat-head]",),
+        quick=True,
+    ),
+    Mutant(
+        43,
+        "a unit drawn by each of its records",
+        "data/opening.py",
+        "        train, heldout = split(units, data.heldout_fraction)\n",
+        "        train, heldout = split(units, data.heldout_fraction)\n"
+        "        train = np.repeat(train, [len(units.places(int(unit))) for unit in train])\n",
+        (f"{LOADER}test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit",),
+        quick=True,
+    ),
+    Mutant(
+        43,
+        "a held out units neighbour held out",
+        "data/split.py",
+        "    return np.flatnonzero(~mask), np.flatnonzero(mask)\n",
+        "    held = [u for u in np.flatnonzero(mask) if u > 0]\n"
+        "    return np.flatnonzero(~mask), np.array(held, dtype=np.int64) - 1\n",
+        (f"{LOADER}test_row43_no_unit_is_in_training_and_in_validation[0.5]",),
+        quick=True,
+    ),
+    Mutant(
+        43,
+        "the record said to be the unit",
+        "data/opening.py",
+        'return "record" if field is None else f',
+        'return "record" if field else f',
+        (f"{LOADER}test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit",),
+        quick=True,
+    ),
+    Mutant(
+        43,
+        "a record without a unit used",
+        "data/records.py",
+        "if self._unit_field is not None and _unit_name(fields.get(self._unit_field)) is None:",
+        "if self._unit_field is None and _unit_name(fields.get(self._unit_field)):",
+        (f"{LOADER}test_row43_a_record_that_names_no_unit_contributes_nothing",),
+        quick=True,
     ),
 ]

@@ -8,6 +8,7 @@ folder, and answers with a JSON line on stdout.
 """
 
 import contextlib
+import gc
 import importlib
 import json
 import os
@@ -20,7 +21,7 @@ from typing import Any
 OURS = ("torchtitan_dp", "tests")
 PRELOADED = (
     "opacus.grad_sample",
-    "pytest",
+    "pytest_timeout",
     "scipy.stats",
     "tensorboard.backend.event_processing.event_accumulator",
     "torch.distributed.checkpoint",
@@ -39,6 +40,8 @@ def preload() -> None:
     for name in list(sys.modules):
         if name.partition(".")[0] in OURS:
             del sys.modules[name]
+    gc.collect()
+    gc.freeze()  # so that no child looks through all of it
     sys.path[:] = [entry for entry in sys.path if not Path(entry or ".", "torchtitan_dp").is_dir()]
 
 
@@ -49,8 +52,22 @@ def run_tests(root: str, tests: list[str], report: str) -> int:
     os.chdir(root)
     sys.path.insert(0, root)
     os.environ["PYTHONPATH"] = root
-    code = int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *tests]))
-    found = Path(sys.modules["torchtitan_dp"].__path__[0]).resolve()
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # half a second
+    code = int(
+        pytest.main(
+            [
+                "-x",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                "-p",
+                "pytest_timeout",
+                f"--junitxml={report}",
+                *tests,
+            ]
+        )
+    )
+    found = Path(importlib.import_module("torchtitan_dp").__path__[0]).resolve()
     assert found == Path(root, "torchtitan_dp").resolve(), f"{found} was tested"
     return code
 

@@ -1,0 +1,239 @@
+"""Hazards of what is saved, loaded and taken up again at a start, by row: the trainer's methods.
+
+Called on stand-ins; ../test_resume.py shows the same on whole runs.
+"""
+
+import dataclasses
+import json
+import re
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import numpy as np
+import pytest
+import torch
+
+from tests.hazards.test_trainer import SETTINGS, STEP, loader
+from tests.ranks import on_ranks
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, Segment
+from torchtitan_dp.ledger.lineage import Ancestor
+from torchtitan_dp.privacy.keys import RootKey
+
+# Checkpoints.
+
+
+def saving(**changes):
+    from tests import build
+
+    return SimpleNamespace(
+        clipped_sum=MagicMock(accumulating=False),
+        noise_keys=RootKey(bytes(32)).stream("noise"),
+        ledger=Ledger(SETTINGS, steps=STEP),
+        job_config=build.config(),
+        step=STEP,
+        ntokens_seen=12_345,  # what was really seen
+        **changes,
+    )
+
+
+def test_row44_a_checkpoint_holds_expectations_and_the_ledger():
+    from torchtitan_dp.train import DPTrainer
+
+    trainer = saving()
+    state = DPTrainer.state_dict(trainer)
+    assert set(state) == {"step", "ntokens_seen", "ledger"}
+    assert state["step"] == STEP
+    assert state["ntokens_seen"] == STEP * 6 * trainer.job_config.training.seq_len
+    assert Ledger.from_json(state["ledger"]) == trainer.ledger
+    trainer.clipped_sum.accumulating = True
+    with pytest.raises(RuntimeError, match="un-noised"):
+        DPTrainer.state_dict(trainer)
+
+
+def test_row44_a_loader_saves_nothing_of_its_draws():
+    one = loader()
+    draw = np.array([1, 2])
+    list(one.microbatches(draw))
+    assert one.state_dict() == {}
+
+
+def accumulating():
+    from tests import build
+
+    built = build.build()
+    built.accumulate(*build.data(samples=1))
+    during = built.gradients.clipped_sum.accumulating
+    built.gradients.clipped_sum.reset()
+    return during, built.gradients.clipped_sum.accumulating
+
+
+def test_row44_a_sum_says_that_it_is_accumulating():
+    assert on_ranks(1, accumulating) == [(True, False)]
+
+
+def loading(ledger):
+    from tests import build
+
+    did = []
+    trainer = SimpleNamespace(
+        job_config=build.config(),
+        ledger=ledger,
+        _open_account=lambda: did.append(f"account from {trainer.ledger.steps}"),
+        _draw_secrets=lambda: did.append("secrets"),
+        step=0,
+    )
+    return did, trainer
+
+
+def test_row11_and_31_loading_takes_the_step_and_fresh_secrets():
+    from torchtitan_dp.train import DPTrainer
+
+    did, trainer = loading(Ledger(SETTINGS))
+    DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
+    assert (trainer.step, trainer.ledger.steps) == (STEP, STEP)
+    assert did == [f"account from {STEP}", "secrets"]
+
+
+@pytest.mark.parametrize(
+    "change", [{"delta": 1e-4}, {"noise_multiplier": 9.0}, {"sample_rate": 0.25}], ids=str
+)
+def test_row31_a_checkpoint_under_other_terms_is_not_loaded(change):
+    from torchtitan_dp.train import DPTrainer
+
+    (changed,) = change.values()
+    _, trainer = loading(Ledger(dataclasses.replace(SETTINGS, **change)))
+    with pytest.raises(ValueError, match=rf"= {changed}: this run was started with"):
+        DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
+
+
+def test_row45_not_private_is_loaded_with_the_weights():
+    from torchtitan_dp.train import DPTrainer
+
+    earlier = saving()
+    earlier.ledger.mark_not_private("a seed")
+    _, trainer = loading(Ledger(SETTINGS))
+    DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(earlier))
+    assert trainer.ledger.private is False
+    assert "a seed" in trainer.ledger.caveats
+
+
+def test_row45_weights_loaded_without_their_ledger_are_not_trained_on():
+    from torchtitan_dp.train import DPTrainer
+
+    trainer = MagicMock(_ledger_loaded=False, model_parts=[torch.nn.Linear(2, 2)])
+    trainer.checkpointer.resumes = True
+    with pytest.raises(RuntimeError, match="without its ledger"):
+        DPTrainer.batch_generator(trainer, [])
+
+
+# The ledger at a start.
+
+
+def opened(folder, *overrides):
+    """The ledger that a start in this folder opens."""
+    from tests import build
+    from torchtitan_dp.train import DPTrainer
+
+    config = build.config(f"--job.dump_folder={folder}", *overrides)
+    trainer = SimpleNamespace(
+        job_config=config,
+        dataloader=SimpleNamespace(fingerprint="f" * 64, units=np.arange(10)),
+        _require_agreement=lambda terms: None,
+    )
+    ledger, executed = DPTrainer._open_ledger(trainer)
+    return ledger.to_json(), executed.count
+
+
+def stopped_after_a_step(folder, ledger):
+    """What a run that was killed after its first step leaves behind."""
+    executed = ExecutedSteps(str(folder))
+    Account(ledger, executed, total_steps=10).publish(str(folder))
+    executed.begin(1, ledger.settings)
+
+
+BY_TARGET = ("--privacy.noise_multiplier=None", "--privacy.target_epsilon=8")
+
+
+def test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger(tmp_path):
+    """Sigma is read, not found again; "not private" stays; steps begun are counted."""
+    first, count = on_ranks(1, opened, str(tmp_path), *BY_TARGET)[0]
+    assert count == 0
+    kept = json.loads(first)
+    kept["settings"]["noise_multiplier"] *= 1.01
+    earlier = Ledger.from_json(json.dumps(kept))
+    earlier.mark_not_private("a seed")
+    stopped_after_a_step(tmp_path, earlier)
+    second, count = on_ranks(1, opened, str(tmp_path), *BY_TARGET)[0]
+    again = Ledger.from_json(second)
+    assert again.settings == earlier.settings
+    assert (again.private, again.caveats, count) == (False, ["a seed"], 1)
+
+
+def test_row15_q_is_the_batch_over_the_training_units(tmp_path):
+    settings = json.loads(on_ranks(1, opened, str(tmp_path))[0][0])["settings"]
+    assert settings["sample_rate"] == 4 / 10
+
+
+def test_row31_a_longer_run_may_not_overshoot_its_target(tmp_path):
+    (text, _), *_ = on_ranks(1, opened, str(tmp_path), *BY_TARGET, "--training.steps=10")
+    stopped_after_a_step(tmp_path, Ledger.from_json(text))
+    with pytest.raises(AssertionError, match=re.escape("privacy.target_epsilon = 8")):
+        on_ranks(1, opened, str(tmp_path), *BY_TARGET, "--training.steps=20")
+
+
+def test_row23_no_noise_is_not_private(tmp_path):
+    text, _ = on_ranks(1, opened, str(tmp_path), "--privacy.noise_multiplier=0")[0]
+    assert Ledger.from_json(text).private is False
+
+
+def test_row31_a_third_segment_keeps_the_first():
+    weights = Ledger(SETTINGS, steps=30)
+    for sigma in (2.0, 3.0):
+        later = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=sigma))
+        later.go_on_from(weights, "planned")
+        later.steps += 10
+        weights = later
+    taken = [(s.settings.noise_multiplier, s.steps) for s in weights.segments()]
+    assert taken == [(1.0, 30), (2.0, 10), (3.0, 10)]
+
+
+# Initial weights.
+
+
+def starting_from(folder, *overrides):
+    """The ledger of a first start from the weights in this folder, on records "mine"."""
+    from tests import build
+    from torchtitan_dp.ledger.initial import start_from
+
+    config = build.config(
+        "--checkpoint.enable", f"--checkpoint.initial_load_path={folder}", *overrides
+    )
+    ledger = Ledger(SETTINGS)
+    start_from(ledger, config, "mine")
+    return ledger
+
+
+def test_row45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
+    with pytest.raises(ValueError, match=r"^privacy\.initial_weights_public = false: "):
+        starting_from(tmp_path)
+    kept = starting_from(tmp_path, "--privacy.initial_weights_public")
+    assert kept.private
+    assert ["public" in caveat for caveat in kept.caveats] == [True]
+
+
+def test_row45_not_private_sticks_to_initial_weights(tmp_path):
+    earlier = Ledger(SETTINGS, steps=STEP)
+    earlier.mark_not_private("a seed")
+    stopped_after_a_step(tmp_path, earlier)
+    later = starting_from(tmp_path, "--privacy.initial_weights_public")
+    assert later.private is False
+    assert "of the initial weights: a seed" in later.caveats
+
+
+def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
+    """Their own steps, and those of the weights that they had started from."""
+    louder = Segment(dataclasses.replace(SETTINGS, noise_multiplier=4.0), 7)
+    earlier = Ledger(SETTINGS, steps=STEP, ancestors=[Ancestor("first", (louder,))])
+    stopped_after_a_step(tmp_path, earlier)
+    spent = starting_from(tmp_path).before()
+    assert spent == [louder.mechanism(), SETTINGS.mechanism(STEP)]
