@@ -165,7 +165,7 @@ MUTANTS = [
         "threads decide",
         NOISE,
         '["counter"][1] = block\n',
-        '["counter"][1] = block * 64 + threads\n',
+        '["counter"][1] = block * 64 + torch.get_num_threads()\n',
         (f"{ONE}test_threads_change_nothing",),
         quick=True,
     ),
