@@ -16,7 +16,9 @@ import torch
 from tests.hazards.test_trainer import SETTINGS, STEP, loader
 from tests.ranks import on_ranks
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, Segment
-from torchtitan_dp.ledger.lineage import Ancestor
+from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
+from torchtitan_dp.privacy.accounting import compose
+from torchtitan_dp.privacy.filter import adaptive_epsilon
 from torchtitan_dp.privacy.keys import RootKey
 
 # Checkpoints.
@@ -195,6 +197,19 @@ def test_row31_a_third_segment_keeps_the_first():
         weights = later
     taken = [(s.settings.noise_multiplier, s.steps) for s in weights.segments()]
     assert taken == [(1.0, 30), (2.0, 10), (3.0, 10)]
+
+
+def test_row31_an_adaptive_lineage_spends_at_the_order_fixed_before_it():
+    """Not at the best order for what ran in the end, as planned segments may: that one was chosen
+    by results."""
+    budget = fix_budget(SETTINGS, 1000, [])
+    kept = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=4.0))
+    kept.go_on_from(Ledger(SETTINGS, steps=30, budget=budget), "adaptive")
+    kept.steps = 40
+    taken = [segment.mechanism() for segment in kept.segments()]
+    planned = compose(taken, delta=SETTINGS.delta, accountant="rdp")
+    assert kept.epsilon() == adaptive_epsilon(taken, budget.order, SETTINGS.delta)
+    assert kept.epsilon() > planned * 1.01
 
 
 # Initial weights.

@@ -33,7 +33,7 @@ MUTANTS = [
         LINEAGE,
         "        if self.adaptive and self.budget is not None:\n",
         "        if self.adaptive and self.budget is None:\n",
-        (f"{LEDGER_TEST}test_an_adaptive_segment_is_counted_by_the_filter_for_good",),
+        (f"{LEDGERS}test_row31_an_adaptive_lineage_spends_at_the_order_fixed_before_it",),
         quick=True,
     ),
     Mutant(

@@ -140,7 +140,7 @@ MUTANTS = [
         "replicas draw their own noise",
         OPTIMIZER,
         "std=self._noise_std, key=key,",
-        "std=self._noise_std, key=key[1:] + bytes([gradient.sum().item() > 0]),",
+        "std=self._noise_std, key=key[1:] + bytes([__import__('torch').distributed.get_rank()]),",
         (f"{HERE}test_row10_replicas_stay_identical",),
     ),
     Mutant(
@@ -165,7 +165,7 @@ MUTANTS = [
         "threads decide",
         NOISE,
         '["counter"][1] = block\n',
-        '["counter"][1] = block * 64 + threads\n',
+        '["counter"][1] = block * 64 + torch.get_num_threads()\n',
         (f"{ONE}test_threads_change_nothing",),
         quick=True,
     ),
