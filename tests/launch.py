@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "train_configs" / "llama3_debug.toml"
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 _MARK = "TORCHTITAN_DP_TEST_RUN"
 
 

@@ -1,5 +1,6 @@
 """The benchmark's own arithmetic, and one tiny run. No test looks at how long anything took."""
 
+import gc
 import json
 import os
 import subprocess
@@ -93,6 +94,7 @@ def test_bytes_sent_in_backward_are_seen():
 
 
 def test_live_tensors_count_each_storage_once():
+    gc.collect()  # what other tests left
     before = live_tensor_bytes()
     whole = torch.zeros(1000)
     views = [whole[:500], whole.view(10, 100)]

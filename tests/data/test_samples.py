@@ -33,6 +33,9 @@ class Texts:
         text = self.texts[index]
         return None if text is None else text.encode()[:max_bytes].decode("utf-8", "ignore")
 
+    def is_decodable(self, index: int) -> bool:
+        return self.texts[index] is not None
+
     def record_id(self, index: int) -> str:
         return str(index)
 

@@ -261,8 +261,9 @@ def test_hazard_21_the_ledger_counts_optimizer_steps(which, request):
     assert counts == {STEPS}
     assert run.spent["steps"] == run.spent["steps_executed"] == STEPS
     assert json.loads(state["train_state.ledger"])["steps"] == STEPS
-    lines = (run.out / "steps_executed.log").read_text().split()
-    assert lines == [str(step) for step in range(1, STEPS + 1)]
+    terms = f"{run.spent['noise_multiplier']!r} {run.spent['sample_rate']!r}"
+    lines = (run.out / "steps_executed.log").read_text().splitlines()
+    assert lines == [f"{step} {terms}" for step in range(1, STEPS + 1)]
 
 
 def test_hazard_21_there_were_more_microbatches_than_steps(probed, seen):
@@ -318,6 +319,13 @@ def test_hazard_24_privacy_json_holds_the_contract_alone(probed):
         "privacy_unit",
         "neighbouring_relation",
         "caveats",
+        "segments",
+        "ancestors",
+        "budget",
+        "adaptive",
+        "run",
+        "config_hash",
+        "versions",
     }
     assert probed.spent["sample_rate_source"] == "privacy.sample_rate"  # hazard 15
 
@@ -404,7 +412,10 @@ def test_hazard_31_a_checkpoint_under_other_terms_is_not_loaded(probed):
     drawn = []
     trainer = SimpleNamespace(
         ledger=Ledger(kept.settings),
-        job_config=SimpleNamespace(privacy=SimpleNamespace(new_segment=None)),
+        job_config=SimpleNamespace(
+            privacy=SimpleNamespace(new_segment=None, target_epsilon=None),
+            training=SimpleNamespace(steps=STEPS),
+        ),
         _draw_secrets=lambda: drawn.append(1),
         _open_account=lambda: None,
         step=0,
