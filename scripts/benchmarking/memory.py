@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
 
@@ -71,7 +72,7 @@ def live_tensor_bytes() -> int:
     storages: dict[int, int] = {}
     for thing in gc.get_objects():
         # A DTensor's own storage is empty; the local tensor that it wraps is listed by itself.
-        if issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor):
+        if issubclass(type(thing), torch.Tensor) and not isinstance(thing, DTensor | FakeTensor):
             tensor: torch.Tensor = thing
             if tensor.device.type == device_type and tensor.layout == torch.strided:
                 storage = tensor.untyped_storage()
