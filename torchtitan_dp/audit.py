@@ -32,7 +32,7 @@ from torchtitan_dp.auditing.game import Game, cases
 from torchtitan_dp.auditing.one_run import CanaryAudit, audit
 from torchtitan_dp.auditing.options import check, parse
 from torchtitan_dp.checks import mesh_degrees
-from torchtitan_dp.cli import exit_on_mistake, load_config
+from torchtitan_dp.cli import exit_on_mistake, load_config, write_json
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.opening import Records
 from torchtitan_dp.distributed.parallelize import fsdp_mesh
@@ -198,17 +198,14 @@ def _tell(
     result: dict[str, Any],
     canaries: CanaryAudit | None,
 ) -> None:
-    text = json.dumps(result, indent=2) + "\n"
     if canaries is not None:
         folder = config.job.dump_folder
+        text = json.dumps(result, indent=2) + "\n"
         write_atomically(os.path.join(folder, RESULT_FILE), text.encode())
         print(f"audit: {folder}/ is not private, for good: delete it", file=sys.stderr)
     print("\n".join(report.table(result)), file=sys.stderr)
-    if options.json == "-":
-        sys.stdout.write(text)
-    elif options.json:
-        with open(options.json, "w", encoding="utf-8") as file:
-            file.write(text)
+    if options.json:
+        write_json(options.json, result)
     if options.plot and canaries is not None:
         report.plot_canaries(canaries, options.plot)
     elif options.plot:

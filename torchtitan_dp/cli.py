@@ -4,10 +4,12 @@ A user's mistake is one `ValueError` line that names the key, the value and the 
 `exit_on_mistake` prints it and exits with code 2.
 """
 
+import argparse
 import contextlib
 import dataclasses
 import difflib
 import io
+import json
 import logging
 import os
 import re
@@ -87,6 +89,27 @@ def fail(message: str) -> NoReturn:
     """Say what is wrong with the input, in one line, and exit with code 2."""
     print("error: " + " ".join(message.split()), file=sys.stderr)
     raise SystemExit(2)
+
+
+def parse_known(
+    parser: argparse.ArgumentParser, argv: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """A tool's own options, and the configuration's command line, for `load_config`."""
+    parser.add_argument("--job.config_file", dest="config_file", metavar="FILE", help="the TOML")
+    known, overrides = parser.parse_known_args(argv)
+    if known.config_file is not None:
+        overrides = ["--job.config_file", known.config_file, *overrides]
+    return known, overrides
+
+
+def write_json(path: str, content: dict[str, Any]) -> None:
+    """What a tool says to programs; `-` is stdout."""
+    text = json.dumps(content, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
 
 
 def _option(argv: list[str], name: str) -> str | None:

@@ -10,11 +10,10 @@ by `--memory_gib` (then a run that does not fit is a mistake too), `--json` or `
 
 import argparse
 import dataclasses
-import json
 import sys
 from typing import Any
 
-from torchtitan_dp.cli import exit_on_mistake, load_config
+from torchtitan_dp.cli import exit_on_mistake, load_config, write_json
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.excerpts import scan_undecodable
 from torchtitan_dp.data.opening import Records, noun
@@ -87,7 +86,7 @@ def main(argv: list[str]) -> None:
     with exit_on_mistake():
         memory = _predict_memory(options, overrides, world_size)
     if options.json:
-        _write(options.json, _for_programs(plan, args, world_size, costs, memory))
+        write_json(options.json, _for_programs(plan, args, world_size, costs, memory))
     if memory is not None:
         with exit_on_mistake():
             report(memory, config, overrides, limited=options.memory_gib is not None)
@@ -135,15 +134,6 @@ def _for_programs(
         **dataclasses.asdict(costs),
         **(memory.for_programs() if memory else {}),
     }
-
-
-def _write(path: str, content: dict[str, Any]) -> None:
-    text = json.dumps(content, indent=2) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
 
 
 if __name__ == "__main__":

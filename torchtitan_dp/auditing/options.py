@@ -2,6 +2,8 @@
 
 import argparse
 
+from torchtitan_dp.cli import parse_known
+
 TRIALS = 2000
 CANARIES = 1000
 GUESSES = 0.2  # of the canaries: near the best for claims from 3 to 12
@@ -35,11 +37,7 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
         ("--plot", str, "FILE.png", "draw it"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=says)
-    parser.add_argument("--job.config_file", dest="config_file", metavar="FILE", help="the TOML")
-    known, overrides = parser.parse_known_args(argv)
-    if known.config_file is not None:
-        overrides = ["--job.config_file", known.config_file, *overrides]
-    return known, overrides
+    return parse_known(parser, argv)
 
 
 def check(options: argparse.Namespace) -> None:

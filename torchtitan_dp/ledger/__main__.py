@@ -8,13 +8,12 @@ RUN is a `job.dump_folder`. Exit code 0 if all that the runs' files say holds to
 
 import argparse
 import dataclasses
-import json
 import sys
 
 from rich.console import Console
 from rich.table import Column, Table
 
-from torchtitan_dp.cli import exit_on_mistake
+from torchtitan_dp.cli import exit_on_mistake, write_json
 from torchtitan_dp.ledger.verify import Run, Total, total, verify
 
 _POINTS = 24  # of a run's curve
@@ -104,12 +103,7 @@ def _write(path: str, runs: list[Run], spent: Total) -> None:
         ],
         "total": dataclasses.asdict(spent),
     }
-    text = json.dumps(content, indent=2) + "\n"
-    if path == "-":
-        sys.stdout.write(text)
-    else:
-        with open(path, "w", encoding="utf-8") as file:
-            file.write(text)
+    write_json(path, content)
 
 
 def plot(runs: list[Run], spent: Total, path: str) -> None:

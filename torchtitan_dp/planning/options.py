@@ -4,6 +4,8 @@ import argparse
 import math
 import os
 
+from torchtitan_dp.cli import parse_known
+
 
 def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[str]]:
     """The plan's own options, and the configuration's command line."""
@@ -22,11 +24,7 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=says)
     parser.add_argument("--no_memory", action="store_true", help="--json without memory: quick")
-    parser.add_argument("--job.config_file", dest="config_file", metavar="FILE", help="the TOML")
-    known, overrides = parser.parse_known_args(argv)
-    if known.config_file is not None:
-        overrides = ["--job.config_file", known.config_file, *overrides]
-    return known, overrides
+    return parse_known(parser, argv)
 
 
 def check(options: argparse.Namespace) -> int:
