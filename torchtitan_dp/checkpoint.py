@@ -3,7 +3,7 @@
 DCP renames `.metadata` into place when all else is on disk, so a `step-N` that has it was saved to
 its end. What happened to it since is told by its sizes (`damage`) and by the CRC-32 of each of its
 entries (`damaged_entry`, which reads them). A flipped bit in `.metadata` that leaves it readable is
-told by entries or shapes that no longer fit, if at all.
+told by entries, chunks or names that no longer fit; what else it holds is not used for loading.
 """
 
 import os

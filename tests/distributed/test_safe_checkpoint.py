@@ -3,13 +3,17 @@
 import io
 import os
 import pickle
+import struct
+import tracemalloc
 import warnings
 import zipfile
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.filesystem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
 from torchtitan_dp.checkpoint import damage, damaged_entry, refuse_another_model, set_aside
 from torchtitan_dp.distributed.safe_checkpoint import entries, load, read_metadata
@@ -136,6 +140,72 @@ def test_chunks_that_leave_a_hole_are_told(saved, field, value):
     with open(os.path.join(saved, ".metadata"), "wb") as file:
         pickle.dump(metadata, file)
     assert "the chunks of weight" in damage(saved)
+
+
+@pytest.mark.parametrize("start, fault", [(2, True), (3, False)])
+def test_chunks_that_overlap_are_told(saved, start, fault):
+    """They hold as many numbers as the tensor does, and leave one of it out."""
+    metadata = dcp.FileSystemReader(saved).read_metadata()
+    second = ChunkStorageMetadata(torch.Size((start,)), torch.Size((2,)))
+    first = ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))
+    metadata.state_dict_metadata["half"].chunks = [second, first]
+    (place,) = (at for index, at in metadata.storage_data.items() if index.fqn == "half")
+    index = MetadataIndex("half", second.offsets)
+    metadata.storage_data[index] = replace(place, relative_path="__1_0.distcp")
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        pickle.dump(metadata, file)
+    assert ("the chunks of half" in damage(saved)) == fault
+
+
+def test_a_chunk_that_is_stored_nowhere_is_told(saved):
+    metadata = dcp.FileSystemReader(saved).read_metadata()
+    (index,) = (index for index in metadata.storage_data if index.fqn == "weight")
+    metadata.storage_data[MetadataIndex("weight", (1, 0))] = metadata.storage_data.pop(index)
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        pickle.dump(metadata, file)
+    assert "the chunks of weight" in damage(saved)
+
+
+def test_two_entries_in_the_same_bytes_are_told(saved):
+    metadata = dcp.FileSystemReader(saved).read_metadata()
+    first, second, *_ = sorted(metadata.storage_data.values(), key=lambda place: place.offset)
+    second.offset = first.offset
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        pickle.dump(metadata, file)
+    assert "lies where another entry does" in damage(saved)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"N" + pickle.LONG_BINPUT + struct.pack("<I", 2**24),  # C's memo would have 2**25 places
+        pickle.BYTEARRAY8 + struct.pack("<Q", 2**28),
+        pickle.BINBYTES8 + struct.pack("<Q", 2**28),
+    ],
+)
+def test_damaged_bytes_ask_for_no_memory(saved, damaged):
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        file.write(pickle.PROTO + b"\x05" + damaged + pickle.STOP)
+    tracemalloc.start()
+    try:
+        assert ".metadata" in damage(saved)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_metadata_changes_no_class(saved):
+    """`BUILD` could set attributes of the records' classes, for the rest of the process."""
+    name = pickle.GLOBAL + f"{Metadata.__module__}\nMetadata\n".encode()
+    state = pickle.dumps((None, {"planted": 1}), 2)[2:-1]
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        file.write(name + state + pickle.BUILD + pickle.STOP)
+    try:
+        assert "it changes" in damage(saved)
+        assert not hasattr(Metadata, "planted")
+    finally:
+        if hasattr(Metadata, "planted"):
+            del Metadata.planted
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])

@@ -6,6 +6,7 @@ and values are plain ones (`torch.load(weights_only=True)`). All loading goes th
 """
 
 import io
+import itertools
 import math
 import os
 import pathlib
@@ -13,7 +14,7 @@ import pickle
 import warnings
 import zipfile
 from collections.abc import Iterator
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, ClassVar, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -56,12 +57,32 @@ class Entry(NamedTuple):
     name: str
 
 
-class _MetadataUnpickler(pickle.Unpickler):
+class _MetadataUnpickler(pickle._Unpickler):
+    """Makes the records in `_ALLOWED`, and takes no more memory than its file does.
+
+    Python's own implementation: the one in C reserves whatever a damaged byte asks for (24 GiB).
+    """
+
     def find_class(self, module: str, name: str) -> Any:
         try:
             return _ALLOWED[module, name]
         except KeyError:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}") from None
+
+    def _build(self: Any) -> None:
+        """Attributes are those of a record that was just made, never of a class or a function."""
+        if callable(self.stack[-2]):
+            raise pickle.UnpicklingError(f"it changes {self.stack[-2]}")
+        pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
+
+    def _refuse(self) -> None:
+        raise pickle.UnpicklingError("it reserves memory")
+
+    dispatch: ClassVar[dict[int, Any]] = {
+        **pickle._Unpickler.dispatch,
+        pickle.BUILD[0]: _build,
+        pickle.BYTEARRAY8[0]: _refuse,
+    }
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
@@ -71,30 +92,55 @@ def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
         ValueError: it is missing or damaged, or names what no checkpoint needs.
     """
     try:
-        with open(os.path.join(folder, METADATA_FILE), "rb") as file:
-            metadata = _MetadataUnpickler(file).load()
-        for entry in entries(metadata):
-            if os.path.basename(entry.file) != entry.file or min(entry.offset, entry.length) < 0:
-                raise ValueError(f"{entry.name} lies outside of it")
+        content = pathlib.Path(folder, METADATA_FILE).read_bytes()
+        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        _check_entries(metadata)
         for name, kind in metadata.state_dict_metadata.items():
             if isinstance(kind, records.TensorStorageMetadata):
-                _check_chunks(name, kind)
+                _check_chunks(metadata, name, kind)
     except Exception as error:  # pickle raises a dozen kinds for damaged bytes
         told = str(error) or type(error).__name__
         raise ValueError(f"its {METADATA_FILE} cannot be read: {told}") from error
     return metadata
 
 
-def _check_chunks(name: str, tensor: records.TensorStorageMetadata) -> None:
-    """Raise ValueError unless a tensor's chunks are as large as it, and within it."""
+def _check_entries(metadata: Metadata) -> None:
+    """Raise ValueError unless entries lie within the folder, and no two in the same bytes."""
+    end = 0
+    last_file = ""
+    for entry in sorted(entries(metadata)):
+        if os.path.basename(entry.file) != entry.file or min(entry.offset, entry.length) < 0:
+            raise ValueError(f"{entry.name} lies outside of it")
+        if entry.file == last_file and entry.offset < end:
+            raise ValueError(f"{entry.name} lies where another entry does")
+        last_file, end = entry.file, entry.offset + entry.length
+
+
+def _check_chunks(metadata: Metadata, name: str, tensor: records.TensorStorageMetadata) -> None:
+    """Raise ValueError unless a tensor's chunks are all there and make it up, without overlap.
+
+    Overlaps are looked for where chunks are blocks of rows, as FSDP2's shards are.
+    """
     held = sum(math.prod(chunk.sizes) for chunk in tensor.chunks)
     inside = all(
         0 <= offset <= offset + size <= whole
         for chunk in tensor.chunks
         for offset, size, whole in zip(chunk.offsets, chunk.sizes, tensor.size, strict=True)
     )
-    if held != math.prod(tensor.size) or not inside:
+    stored = all(
+        records.MetadataIndex(name, chunk.offsets) in metadata.storage_data
+        for chunk in tensor.chunks
+    )
+    whole = held == math.prod(tensor.size) and inside and stored
+    if not whole or _rows_overlap(tensor):
         raise ValueError(f"the chunks of {name} do not make it up")
+
+
+def _rows_overlap(tensor: records.TensorStorageMetadata) -> bool:
+    if any(chunk.sizes[1:] != tensor.size[1:] for chunk in tensor.chunks):
+        return False  # not blocks of rows
+    rows = sorted((*chunk.offsets[:1], *chunk.sizes[:1]) for chunk in tensor.chunks)
+    return any(sum(before) > after[0] for before, after in itertools.pairwise(rows))
 
 
 def entries(metadata: Metadata) -> Iterator[Entry]:
