@@ -1,38 +1,74 @@
-"""How many random changes of a checkpoint's bytes are told before it is loaded."""
+"""How many random changes of a checkpoint's bytes are told, and what the others do."""
 
-import os
 import random
 import shutil
+from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import torch
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from scripts.faulting.run import require
 from torchtitan_dp.checkpoint import damaged_entry
+from torchtitan_dp.distributed import safe_checkpoint
 
-TRIES = 50
+TRIES = 200
 
 
 def share_of_flips_told(checkpoint: Path, rng: random.Random) -> str:
-    """Change one random byte of a copy, look, and change it back; again and again."""
-    told: dict[str, list[bool]] = {"data": [], ".metadata": []}
+    """Change one random byte of a copy, look, load it, and change it back; again and again."""
     copy = checkpoint.with_name("flipped")
     shutil.copytree(checkpoint, copy)
+    saved = _load(checkpoint, checkpoint)
     files = sorted(path for path in copy.iterdir() if path.suffix == ".distcp")
+    found: Counter[tuple[str, str]] = Counter()
     for number in range(TRIES):
-        path = rng.choice(files) if number % 2 else copy / ".metadata"
+        path = rng.choice(files) if number % 2 else copy / safe_checkpoint.METADATA_FILE
         place, change = rng.randrange(path.stat().st_size), rng.randrange(1, 256)
         _change(path, place, change)
-        kind = ".metadata" if path.name == ".metadata" else "data"
-        told[kind].append(damaged_entry(str(copy), 0, 1) != "")
+        outcome = _outcome(copy, checkpoint, saved)
         _change(path, place, change)
-    assert damaged_entry(str(copy), 0, 1) == ""
+        require(outcome != "loaded as something else", f"{path.name}: byte {place} ^ {change}")
+        found[path.name if path.suffix != ".distcp" else "data", outcome] += 1
+    require(damaged_entry(str(copy), 0, 1) == "", "the copy is whole again")
     shutil.rmtree(copy)
-    return "; ".join(
-        f"{sum(found)} of {len(found)} changed bytes of {kind} told" for kind, found in told.items()
-    )
+    told = (f"{count} in {kind} {outcome}" for (kind, outcome), count in sorted(found.items()))
+    return f"of {TRIES} changed bytes " + ", ".join(told)
+
+
+def _outcome(copy: Path, checkpoint: Path, saved: dict[str, Any]) -> str:
+    if damaged_entry(str(copy), 0, 1):
+        return "told before loading"
+    try:
+        loaded = _load(copy, checkpoint)
+    except CheckpointException:
+        return "refused in loading"
+    same = all(_bits(loaded[name]) == _bits(saved[name]) for name in saved)
+    return "without effect" if same else "loaded as something else"
+
+
+def _load(folder: Path, template: Path) -> dict[str, Any]:
+    """All that `template` holds, from `folder`."""
+    held = safe_checkpoint.read_metadata(template).state_dict_metadata
+    state: dict[str, Any] = {
+        name: torch.full(kind.size, torch.nan, dtype=kind.properties.dtype)
+        if isinstance(kind, TensorStorageMetadata)
+        else None
+        for name, kind in held.items()
+    }
+    safe_checkpoint.load(state, str(folder), no_dist=True)
+    return state
+
+
+def _bits(value: Any) -> object:
+    return value.numpy().tobytes() if isinstance(value, torch.Tensor) else value
 
 
 def _change(path: Path, place: int, change: int) -> None:
     with path.open("rb+") as file:
         file.seek(place)
         (byte,) = file.read(1)
-        file.seek(-1, os.SEEK_CUR)
+        file.seek(place)
         file.write(bytes([byte ^ change]))
