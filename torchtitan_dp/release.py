@@ -12,7 +12,7 @@ Guarantee:
     checkpoint that the weights come from, and epsilon covers every step of `steps_executed.log`.
     A run that is not private is refused, and so is one whose `privacy.json` is missing or
     disagrees with that ledger. It trusts the run's owner: who edits the checkpoint and the log as
-    well is believed. Only what `release_claims.PUBLIC_KEYS` lists is published of the terms.
+    well is believed. Only what `releasing.claims.PUBLIC_KEYS` lists is published of the terms.
 """
 
 import argparse
@@ -42,8 +42,8 @@ from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.llama3 import Llama, LlamaArgs, require_loaded
 from torchtitan_dp.plan import check_model
 from torchtitan_dp.process import lock_folder
-from torchtitan_dp.release_card import model_card, rounded_up
-from torchtitan_dp.release_claims import claims
+from torchtitan_dp.releasing.card import model_card, rounded_up
+from torchtitan_dp.releasing.claims import claims
 from torchtitan_dp.run_config import read_config
 
 CARD_FILE = "README.md"

@@ -56,7 +56,7 @@ def model_card(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str
     """Markdown with Hugging Face's front matter.
 
     Args:
-        terms: as `release_claims.claims` returns them.
+        terms: as `releasing.claims.claims` returns them.
         config: the run's, of which public settings are told.
     """
     sections = (

@@ -1,0 +1,1 @@
+"""What a release may claim (`claims`) and how it says so (`card`); the command is `release`."""
