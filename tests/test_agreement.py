@@ -11,11 +11,11 @@ from tests.ranks import on_ranks
 def agreement(differ: bool) -> str:
     import torch.distributed as dist
 
-    from torchtitan_dp.train import DPTrainer
+    from torchtitan_dp.distributed.agreement import require_agreement
 
     terms = ("fingerprint", 100 + (dist.get_rank() if differ else 0))
     try:
-        DPTrainer._require_agreement(None, terms)  # type: ignore[arg-type]
+        require_agreement(terms)
     except RuntimeError as error:
         return str(error)
     return "agreed"

@@ -35,6 +35,7 @@ from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.cli import exit_on_mistake, load_config, write_json
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.opening import Records
+from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.parallelize import fsdp_mesh
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps, write_atomically
 from torchtitan_dp.ledger.terms import Plan, make_plan
@@ -156,7 +157,7 @@ def _run(
 ) -> tuple[dict[str, Any], CanaryAudit | None]:
     terms = {"confidence": options.confidence}
     if options.instrument == "game":
-        root = _shared_root(config)
+        root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
         return play_game(config, plan, root, trials=options.trials, **terms), None
     register(config)
     lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
@@ -180,16 +181,6 @@ def _start_ranks() -> None:
         return
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
-
-
-def _shared_root(config: JobConfig) -> RootKey:
-    """One key for all ranks. Collective: a broadcast over the world."""
-    if config.privacy.debug_seed is not None:
-        return RootKey.from_debug_seed(config.privacy.debug_seed)
-    secret = torch.frombuffer(bytearray(RootKey.from_os().reveal()), dtype=torch.uint8)
-    shared = secret.to(device_type)
-    dist.broadcast(shared, src=0)
-    return RootKey(shared.cpu().numpy().tobytes())
 
 
 def _tell(

@@ -16,7 +16,6 @@ import os
 import sys
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
@@ -32,6 +31,7 @@ from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.buckets import ladder
 from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.distributed.agreement import require_agreement, shared_root_key
 from torchtitan_dp.distributed.checkpointer import Checkpointer
 from torchtitan_dp.distributed.parallelize import trained_fsdp_modules
 from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
@@ -57,7 +57,6 @@ from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.llama3 import require_loaded, trainable_parameters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.optimizer import DPOptimizer
-from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import lock_folder, os_errors_as_faults, protect
 from torchtitan_dp.run_config import write_config
@@ -194,18 +193,8 @@ class DPTrainer(Trainer):
     # Secrets, ledger, logs.
 
     def _draw_secrets(self) -> None:
-        """One root key for all ranks, from rank 0's operating system; at each start and each load.
-
-        Collective: a broadcast of 32 bytes over the world.
-        """
-        seed = self.job_config.privacy.debug_seed
-        if seed is not None:
-            root = RootKey.from_debug_seed(seed)
-        else:
-            secret = bytearray(RootKey.from_os().reveal())
-            shared = torch.frombuffer(secret, dtype=torch.uint8).to(self.device)
-            dist.broadcast(shared, src=0)
-            root = RootKey(shared.cpu().numpy().tobytes())
+        """At each start and each load. Collective over the world."""
+        root = shared_root_key(self.device, self.job_config.privacy.debug_seed)
         self.sampling_keys, self.noise_keys = root.stream("sampling"), root.stream("noise")
         self.window_keys = root.stream("window")
         self.coin_keys = root.stream("coin")  # of audits
@@ -217,7 +206,7 @@ class DPTrainer(Trainer):
         fingerprint, units = self.dataloader.fingerprint, self.dataloader.units
         check_fingerprint(folder, fingerprint)
         ledger = make_plan(config, len(units), earlier_ledger(folder), fingerprint).ledger
-        self._require_agreement((fingerprint, len(units), ledger.settings))
+        require_agreement((fingerprint, len(units), ledger.settings))
         ledger.steps, ledger.finished = 0, []  # until a checkpoint says otherwise
         executed = ExecutedSteps(folder)
         dist.barrier()  # all ranks have read the folder
@@ -229,20 +218,6 @@ class DPTrainer(Trainer):
     def _open_account(self) -> None:
         """Again after each load: what is spent is told for the steps ahead of here."""
         self.account = Account(self.ledger, self.executed, self.job_config.training.steps)
-
-    def _require_agreement(self, terms: tuple[object, ...]) -> None:
-        """Refuse to train if ranks see other records or terms: one record could count twice.
-
-        Collective: rank 0's are broadcast over the world.
-        """
-        agreed: list[object] = [repr(terms)]
-        dist.broadcast_object_list(agreed, src=0)
-        if agreed[0] != repr(terms):
-            raise RuntimeError(
-                "ranks disagree on the records or the privacy settings: training.dataset_path and "
-                f"job.dump_folder must be the same files on every node (here {terms}, on rank 0 "
-                f"{agreed[0]})"
-            )
 
     def _log(self, lr: float, statistics: SampleStatistics) -> None:
         if not self.metrics_processor.should_log(self.step):

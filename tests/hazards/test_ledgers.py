@@ -140,7 +140,6 @@ def opened(folder, *overrides):
     trainer = SimpleNamespace(
         job_config=config,
         dataloader=SimpleNamespace(fingerprint="f" * 64, units=np.arange(10)),
-        _require_agreement=lambda terms: None,
     )
     ledger, executed = DPTrainer._open_ledger(trainer)
     return ledger.to_json(), executed.count

@@ -192,9 +192,10 @@ def test_row30_drawing_secrets_tells_nobody(monkeypatch, caplog, capfd):
 
     from tests import build
     from torchtitan_dp import train
+    from torchtitan_dp.distributed import agreement
 
-    monkeypatch.setattr(train.RootKey, "from_os", classmethod(lambda cls: cls(ROOT)))
-    monkeypatch.setattr(train.dist, "broadcast", lambda *_, **__: None)
+    monkeypatch.setattr(agreement.RootKey, "from_os", classmethod(lambda cls: cls(ROOT)))
+    monkeypatch.setattr(agreement.dist, "broadcast", lambda *_, **__: None)
     monkeypatch.setattr(logger, "propagate", True)
     trainer = MagicMock(job_config=build.config(), device=torch.device("cpu"))
     with caplog.at_level("DEBUG"):

@@ -52,9 +52,9 @@ MUTANTS = [
     Mutant(
         11,
         "every rank has a key of its own",
-        "train.py",
-        "            dist.broadcast(shared, src=0)\n",
-        "            pass\n",
+        "distributed/agreement.py",
+        "    dist.broadcast(shared, src=0)\n",
+        "",
         (f"{TRAINER}test_row11_and_32_all_ranks_hold_one_key_and_each_start_another",),
     ),
     Mutant(

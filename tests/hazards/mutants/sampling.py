@@ -127,17 +127,17 @@ MUTANTS = [
     Mutant(
         32,
         "ranks draw by their own keys",
-        "train.py",
-        "            root = RootKey(shared.cpu().numpy().tobytes())\n",
-        "            root = RootKey.from_os()\n",
+        "distributed/agreement.py",
+        "    return RootKey(shared.cpu().numpy().tobytes())\n",
+        "    return RootKey.from_os()\n",
         (f"{TRAINER}test_row11_and_32_all_ranks_hold_one_key_and_each_start_another",),
     ),
     Mutant(
         32,
         "ranks that see other records train on",
-        "train.py",
-        "        if agreed[0] != repr(terms):\n",
-        "        if not agreed:\n",
+        "distributed/agreement.py",
+        "    if agreed[0] != repr(terms):\n",
+        "    if not agreed:\n",
         ("test_agreement.py::test_ranks_that_see_other_records_refuse_to_train",),
     ),
     Mutant(

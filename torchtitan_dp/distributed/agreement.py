@@ -1,0 +1,44 @@
+"""What all ranks must hold alike: the root key of a start, and the terms of a run."""
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_dp.privacy.keys import RootKey
+
+
+def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
+    """A fresh root key, rank 0's from its operating system; or that of a debug seed.
+
+    Collective: a broadcast of 32 bytes over the world.
+
+    Args:
+        device: what the default process group's backend sends from.
+        debug_seed: `privacy.debug_seed`; the run is then not private.
+
+    Guarantee:
+        The key is in the ranks' memory only, and another at each call unless a seed is given.
+    """
+    if debug_seed is not None:
+        return RootKey.from_debug_seed(debug_seed)
+    secret = bytearray(RootKey.from_os().reveal())
+    shared = torch.frombuffer(secret, dtype=torch.uint8).to(device)
+    dist.broadcast(shared, src=0)
+    return RootKey(shared.cpu().numpy().tobytes())
+
+
+def require_agreement(terms: tuple[object, ...]) -> None:
+    """Refuse to train if ranks see other records or terms: one record could count twice.
+
+    Collective: rank 0's are broadcast over the world.
+
+    Raises:
+        RuntimeError: on each rank whose `terms` read otherwise than rank 0's.
+    """
+    agreed: list[object] = [repr(terms)]
+    dist.broadcast_object_list(agreed, src=0)
+    if agreed[0] != repr(terms):
+        raise RuntimeError(
+            "ranks disagree on the records or the privacy settings: training.dataset_path and "
+            f"job.dump_folder must be the same files on every node (here {terms}, on rank 0 "
+            f"{agreed[0]})"
+        )
