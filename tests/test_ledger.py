@@ -20,6 +20,7 @@ from torchtitan_dp.ledger import (
     read_published,
 )
 from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
+from torchtitan_dp.ledger.starts import Start, Stretch, stretches, union
 from torchtitan_dp.privacy import accounting
 
 SETTINGS = Settings(
@@ -36,7 +37,7 @@ SETTINGS = Settings(
 
 def publish(folder, kept, begun, newest=0):
     """What a process that starts with `begun` steps in the folder's log publishes."""
-    line = f"1 {kept.settings.noise_multiplier} {kept.settings.sample_rate}\n"
+    line = f"1 {kept.settings.noise_multiplier} {kept.settings.sample_rate} {kept.start}\n"
     (folder / "steps_executed.log").write_text(begun * line)
     return Account(kept, ExecutedSteps(str(folder)), total_steps=1000).publish(str(folder), newest)
 
@@ -86,7 +87,8 @@ def test_read_back_what_was_published(tmp_path):
         steps=7,
         caveats=["one", "two"],
         finished=[Segment(SETTINGS, 4)],
-        ancestors=[Ancestor("0123", (Segment(later, 2),))],
+        finished_starts=[Start("a", 3), Start("b", 2)],
+        ancestors=[Ancestor("0123", (Segment(later, 2),), (Start("c", 2),))],
         budget=Budget(3.0, 8.0),
     )
     publish(tmp_path, kept, 9)
@@ -175,14 +177,15 @@ def test_every_step_ever_begun_is_counted(tmp_path):
     assert stat.S_IMODE((tmp_path / "steps_executed.log").stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("torn", [b"1", b"10 0.5 0.0", b"10 1.0 0.01"])
+@pytest.mark.parametrize("torn", [b"1", b"10 0.5 0.0", b"10 1.0 0.01 0f"])
 def test_a_torn_line_was_begun_too_and_on_the_worst_terms(tmp_path, torn):
-    (tmp_path / "steps_executed.log").write_bytes(b"8 2.0 0.5\n9 0.5 0.001\n" + torn)
+    (tmp_path / "steps_executed.log").write_bytes(b"8 2.0 0.5 a\n9 0.5 0.001 a\n" + torn)
     executed = ExecutedSteps(str(tmp_path))
     assert executed.count == 3
     executed.begin(10, SETTINGS)
     for read in (executed, ExecutedSteps(str(tmp_path))):  # it does not swallow the next
-        assert [(s.noise_multiplier, s.sample_rate, s.steps) for s in read.segments(SETTINGS)] == [
+        found = union(read.stretches(SETTINGS))
+        assert [(s.noise_multiplier, s.sample_rate, s.steps) for s in found] == [
             (0.5, 0.001, 1),
             (0.5, 0.5, 1),
             (1.0, 0.01, 1),
@@ -190,9 +193,9 @@ def test_a_torn_line_was_begun_too_and_on_the_worst_terms(tmp_path, torn):
         ]
 
 
-@pytest.mark.parametrize("line", ["x 1.0 0.01", "3 1.0", "3 one 0.01", ""])
+@pytest.mark.parametrize("line", ["x 1.0 0.01 a", "3 1.0 0.01", "3 one 0.01 a", ""])
 def test_a_line_that_is_no_step_is_refused(tmp_path, line):
-    (tmp_path / "steps_executed.log").write_text(f"1 1.0 0.01\n{line}\n2 1.0 0.01\n")
+    (tmp_path / "steps_executed.log").write_text(f"1 1.0 0.01 a\n{line}\n2 1.0 0.01 a\n")
     with pytest.raises(ValueError, match=r"steps_executed\.log, line 2"):
         ExecutedSteps(str(tmp_path))
 
@@ -201,8 +204,10 @@ def test_a_step_is_on_disk_before_its_update(tmp_path, monkeypatch):
     seen = []
     path = tmp_path / "steps_executed.log"
     monkeypatch.setattr(files.os, "fsync", lambda _: seen.append(path.read_bytes()))
-    ExecutedSteps(str(tmp_path)).begin(1, SETTINGS)
-    assert seen == [b"1 1.0 0.01\n"]
+    executed = ExecutedSteps(str(tmp_path))
+    start = executed.new_start()
+    executed.begin(1, SETTINGS)
+    assert seen == [f"1 1.0 0.01 {start}\n".encode()]
 
 
 def test_other_data_is_refused(tmp_path):
@@ -284,7 +289,9 @@ def test_an_adaptive_segment_is_counted_by_the_filter_for_good():
 
 
 def test_what_ancestors_spent_is_included(tmp_path):
-    kept = Ledger(SETTINGS, steps=5, ancestors=[Ancestor("a", (Segment(SETTINGS, 20),))])
+    kept = Ledger(
+        SETTINGS, steps=5, ancestors=[Ancestor("a", (Segment(SETTINGS, 20),), (Start("b", 20),))]
+    )
     spent = publish(tmp_path, kept, 8)
     assert spent["epsilon"] == pytest.approx(SETTINGS.epsilon(25))
     assert spent["epsilon_executed"] == pytest.approx(SETTINGS.epsilon(28))
@@ -298,3 +305,65 @@ def test_epsilon_as_the_run_goes_on_is_never_below_what_was_spent(tmp_path):
         kept.steps = step
         assert kept.epsilon() <= account.epsilon() <= Ledger(SETTINGS, steps=200).epsilon() * 1.001
     assert account.epsilon() == pytest.approx(kept.epsilon())  # exact at the end
+
+
+# Which step is which.
+
+
+def test_a_lineage_is_told_by_start():
+    louder = dataclasses.replace(SETTINGS, noise_multiplier=0.5)
+    segments = [Segment(SETTINGS, 4), Segment(louder, 3)]
+    assert stretches(segments, [Start("a", 1), Start("b", 3), Start("c", 3)]) == [
+        Stretch("a", 1.0, 0.01, 1),
+        Stretch("b", 1.0, 0.01, 3),
+        Stretch("c", 0.5, 0.01, 3),
+    ]
+    both = stretches(segments, [Start("a", 7)])  # no start does that, but none is lost
+    assert [(s.start, s.noise_multiplier, s.steps) for s in both] == [("a", 1.0, 4), ("a", 0.5, 3)]
+
+
+def test_steps_of_one_start_count_once_and_others_add_up():
+    told = [Stretch("a", 1.0, 0.01, 5), Stretch("a", 1.0, 0.01, 8), Stretch("b", 1.0, 0.01, 5)]
+    assert union(told) == [SETTINGS.mechanism(13)]
+    assert union([*told, Stretch("a", 2.0, 0.01, 1)])[1].steps == 1
+
+
+def test_each_load_is_a_start_of_its_own(tmp_path):
+    executed = ExecutedSteps(str(tmp_path))
+    for _ in range(2):
+        executed.new_start()
+        executed.begin(1, SETTINGS)
+        executed.begin(2, SETTINGS)
+    assert [s.steps for s in ExecutedSteps(str(tmp_path)).stretches(SETTINGS)] == [2, 2]
+
+
+def test_a_resumed_lineage_keeps_its_starts():
+    first = Ledger(SETTINGS, steps=4)
+    second = Ledger(SETTINGS)
+    second.go_on_from(first, None)
+    second.steps = 9
+    assert second.stretches() == [
+        Stretch(first.start, 1.0, 0.01, 4),
+        Stretch(second.start, 1.0, 0.01, 5),
+    ]
+    second.rewind()
+    assert (second.steps, second.stretches()) == (0, [])
+
+
+def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
+    executed, lineage = ExecutedSteps(str(tmp_path)), [Stretch("a", 1.0, 0.01, 3)]
+    executed.begin(1, SETTINGS)
+    executed.adopt(lineage)
+    executed.adopt(lineage)  # they are there already
+    again = ExecutedSteps(str(tmp_path))
+    assert again.count == executed.count == 4
+    assert union([*again.stretches(SETTINGS), *lineage]) == [SETTINGS.mechanism(4)]
+
+
+def test_more_steps_than_planned_at_first_are_a_caveat():
+    first = Ledger(SETTINGS, planned_steps=10)
+    for planned, told in ((10, 0), (8, 0), (12, 1)):
+        later = Ledger(SETTINGS, planned_steps=planned)
+        later.go_on_from(first, None)
+        assert sum("raised from 10 to 12" in caveat for caveat in later.caveats) == told
+        assert later.planned_steps == max(planned, 10)

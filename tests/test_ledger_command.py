@@ -11,7 +11,8 @@ from torchtitan_dp.cli import load_config
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
 from torchtitan_dp.ledger.initial import PUBLIC, start_from
-from torchtitan_dp.ledger.terms import earlier_ledger, make_plan
+from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, settings_of
+from torchtitan_dp.ledger.verify import total, verify
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Segment
 
@@ -71,8 +72,9 @@ def edit(folder, **changes):
         (lambda f: edit(f, epsilon_executed=0.5), "epsilon_executed = 0.5"),
         (lambda f: edit(f, noise_multiplier=9.0), "noise_multiplier is not that of its last"),
         (lambda f: edit(f, run="another"), "is of another run"),
+        (lambda f: edit(f, budget=None), "lacks the budget of checkpoint step-4"),
         (
-            lambda f: (f / "steps_executed.log").write_text("1 1.0 0.125\n"),
+            lambda f: (f / "steps_executed.log").write_text("1 1.0 0.125 a\n"),
             "counts 1 steps, but privacy.json 4",
         ),
         (lambda f: (f / "checkpoint/step-4").rename(f / "checkpoint/step-5"), "counts 4 steps"),
@@ -102,17 +104,29 @@ def make_plan_of(folder):
 
 def test_steps_lost_after_the_last_writing_are_counted(copy):
     with open(copy / "steps_executed.log", "a") as file:
-        file.write("5 0.5 0.125\n")
+        file.write("5 0.5 0.125 a\n")
     code, told = run(copy)
     assert code == 0
     assert told["runs"][0]["epsilon_executed"] == pytest.approx(spends((SIGMA, 4), (0.5, 1)))
     assert "1 steps were begun after" in told["runs"][0]["notes"][0]
 
 
-def test_runs_add_up_and_only_on_the_same_records(first, copy, tmp_path):
+def another_run(copy):
+    """The same terms and numbers, taken by another start of another run."""
+    shutil.rmtree(copy / "checkpoint")
+    for name in ("privacy.json", "steps_executed.log"):
+        text = (copy / name).read_text().replace(lines(copy, 1)[0].split()[-1], "another")
+        (copy / name).write_text(text)
     edit(copy, run="b")
-    for path in (copy / "checkpoint").iterdir():
-        shutil.rmtree(path)
+
+
+def lines(run, count):
+    """The first so many of the run's log."""
+    return (run / "steps_executed.log").read_text().splitlines(keepends=True)[:count]
+
+
+def test_runs_add_up_and_only_on_the_same_records(first, copy, tmp_path):
+    another_run(copy)
     code, told = run(first, copy, "--plot", tmp_path / "plot.png")
     assert code == 0
     assert told["total"]["epsilon"] == pytest.approx(spends((SIGMA, 8)))
@@ -160,28 +174,46 @@ def test_a_planned_segment(copy, data, tmp_path):
 
 
 def plan_of(command, folder):
-    return make_plan(load_config(command, 2), 24, earlier_ledger(str(folder)), "")
+    return make_plan(load_config(command, 2), 24, earlier_ledger(str(folder)))
+
+
+def at_step(copy, step, newest):
+    """The folder as it was after so many steps; its newest checkpoint is another step's."""
+    ledger = earlier_ledger(str(copy))
+    ledger.steps = step
+    (copy / "steps_executed.log").write_text("".join(lines(copy, step)))
+    Account(ledger, ExecutedSteps(str(copy)), 5).publish(str(copy), newest)
 
 
 def test_an_adaptive_segment_stays_within_the_budget_of_the_first_start(copy, data):
     budget = privacy(copy)["budget"]["epsilon"]
     assert budget >= spends((SIGMA, 4)) * (1 - 1e-9)
     command = arguments(copy, data, "--privacy.new_segment=adaptive", "--training.steps=5")
+    quieter = [*command, *with_sigma(2.0)]
     with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
-        plan_of([*command, *with_sigma(2.0)], copy)
+        plan_of(quieter, copy)
     with pytest.raises(ValueError, match=r"set privacy\.noise_multiplier instead"):
         plan_of(command, copy)
-    before = earlier_ledger(str(copy))
-    before.steps = 2  # stopped half-way, and gone on with more noise
-    log = copy / "steps_executed.log"
-    log.write_text(2 * "1 1.0 0.125\n")
-    config = load_config([*command, *with_sigma(2.0)], 2)
-    plan = make_plan(config, 24, before, "")
+    at_step(copy, 2, 2)  # stopped half-way, and gone on with more noise
+    plan = plan_of(quieter, copy)
     assert plan.ledger.adaptive
     assert spends((SIGMA, 2), (2.0, 3)) <= plan.epsilon <= budget
-    log.write_text(4 * "1 1.0 0.125\n")  # two were lost: what was seen of them counts too
+    with (copy / "steps_executed.log").open("a") as log:
+        log.write(2 * "3 1.0 0.125 lost\n")  # what was seen of them counts too
     with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
-        make_plan(config, 24, before, "")
+        plan_of(quieter, copy)
+
+
+def test_the_budget_counts_the_steps_of_weights_that_are_lost(copy, data):
+    """Without its checkpoints a run starts again, and all its steps are yet to come."""
+    quieter = arguments(
+        copy, data, "--privacy.new_segment=adaptive", "--training.steps=27", *with_sigma(2.0)
+    )
+    at_step(copy, 2, 2)
+    plan_of(quieter, copy)
+    shutil.rmtree(copy / "checkpoint")
+    with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
+        plan_of(quieter, copy)
 
 
 def test_the_target_leaves_what_was_not_spent(copy, data):
@@ -214,8 +246,8 @@ def starting_from(path, *overrides):
         ),
         2,
     )
-    ledger = Ledger(make_plan(load_config(arguments(path / "x", path), 2), 24, None, "").settings)
-    start_from(ledger, config, "mine")
+    ledger = Ledger(settings_of(config, 24))
+    start_from(ledger, config)
     return ledger
 
 
@@ -227,8 +259,12 @@ def test_hazard_45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
 
 
 def publish(folder, kept):
-    (folder / "hf").mkdir()
-    Account(kept, ExecutedSteps(str(folder)), 10).publish(str(folder))
+    """As an export lies in its run's folder."""
+    (folder / "hf").mkdir(parents=True)
+    executed = ExecutedSteps(str(folder))
+    executed.adopt(kept.stretches())
+    Account(kept, executed, 10).publish(str(folder))
+    shutil.copy(folder / "privacy.json", folder / "hf")
     return folder / "hf"
 
 
@@ -240,16 +276,136 @@ def test_hazard_45_not_private_sticks_to_exported_weights(tmp_path, copy):
     assert "of the initial weights: a seed" in later.caveats
 
 
-def test_weights_from_other_records_are_a_caveat_and_another_unit_is_refused(tmp_path, copy):
+def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
+    """Other names, sizes or held-out parts do not make other people of them."""
     kept = make_plan_of(copy)
     hf = publish(tmp_path, kept)
     write_fingerprint(str(tmp_path), "theirs")
-    later = starting_from(hf)
-    assert later.ancestors == []
-    assert any("on other records" in caveat for caveat in later.caveats)
-    write_fingerprint(str(tmp_path), "mine")
-    assert [ancestor.run for ancestor in starting_from(hf).ancestors] == [kept.run]
-    kept.settings = dataclasses.replace(kept.settings, privacy_unit="patient")
-    shutil.rmtree(hf)
-    with pytest.raises(ValueError, match="no epsilon covers both"):
-        starting_from(publish(tmp_path, kept))
+    later = starting_from(hf, "--privacy.initial_weights_public")
+    assert [ancestor.run for ancestor in later.ancestors] == [kept.run]
+    assert later.before() == [Segment(SIGMA, RATE, 4)]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"privacy_unit": "patient"}, r"no epsilon covers both; set data\.unit_field"),
+        ({"neighbouring_relation": "zero_out"}, r"^privacy\.sample_rate = .* are not covered"),
+    ],
+)
+def test_weights_whose_guarantee_is_of_another_kind_are_refused(tmp_path, copy, change, said):
+    kept = make_plan_of(copy)
+    kept.settings = dataclasses.replace(kept.settings, neighbouring_relation="add_remove")
+    starting_from(publish(tmp_path / "as it is", kept), "--privacy.sample_rate=0.125")
+    kept.settings = dataclasses.replace(kept.settings, **change)
+    hf = publish(tmp_path / "changed", kept)
+    with pytest.raises(ValueError, match=said):
+        starting_from(hf, "--privacy.sample_rate=0.125")
+
+
+def test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun(first, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(first, run)
+    with (run / "steps_executed.log").open("a") as log:
+        log.write("5 1.0 0.125 lost\n")
+    (run / "hf").mkdir()  # as a version before had it
+    (run / "checkpoint" / "step-9").mkdir()  # weights alone
+    (tmp_path / "link").symlink_to(run / "hf")
+    for place in (run / "hf", run / "checkpoint" / "step-9", tmp_path / "link"):
+        later = starting_from(place, "--privacy.initial_weights_public")
+        assert later.before() == [Segment(SIGMA, RATE, 5)], place
+
+
+def test_hazard_45_initial_weights_count_where_a_run_lost_its_own(first, data, tmp_path):
+    """Steps were begun in the folder, but none was saved: the next start loads them afresh."""
+    out = tmp_path / "out"
+    out.mkdir()
+    ledger = dataclasses.replace(earlier_ledger(str(first)), run="b", steps=1)
+    executed = ExecutedSteps(str(out))
+    ledger.start = executed.new_start()
+    executed.begin(1, ledger.settings)
+    Account(ledger, executed, 4).publish(str(out))
+    load = f"--checkpoint.initial_load_path={first}/checkpoint/step-4"
+    plan = plan_of(arguments(out, data, *with_sigma(SIGMA), load), out)
+    assert plan.epsilon == pytest.approx(spends((SIGMA, 8)))
+    (tmp_path / "plain").mkdir()
+    load = f"--checkpoint.initial_load_path={tmp_path}/plain"
+    with pytest.raises(ValueError, match=r"^privacy\.initial_weights_public = false: "):
+        plan_of(arguments(out, data, *with_sigma(SIGMA), load), out)
+
+
+# One step is counted once, and none is lost.
+
+
+def test_a_copy_that_went_on_is_another_run_from_there_on(copy, first, tmp_path):
+    """Of one name, and each with steps that the other knows nothing of."""
+    with (copy / "steps_executed.log").open("a") as log:
+        log.write(3 * "5 1.0 0.125 here\n")
+    told = run(copy, first)[1]["total"]
+    assert told["epsilon"] == pytest.approx(spends((SIGMA, 7)))
+    assert told["steps_executed"] == 7
+
+
+def test_branches_of_one_ancestor_share_what_it_did_for_both(first, tmp_path):
+    """Its four steps once, whether it is named or not; their own two each."""
+    folders = []
+    for name in ("b", "c"):
+        child = starting_from(first / "checkpoint" / "step-4")
+        child.run, child.steps = name, 2
+        folders.append(publish(tmp_path / name, child).parent)
+        shutil.copy(first / "data_fingerprint.private", folders[-1])
+    for given, steps in ((folders, 4), ([*folders, first], 8)):
+        told = total([verify(str(folder)) for folder in given])
+        assert told.epsilon == pytest.approx(spends((SIGMA, 8)))
+        assert told.steps_executed == steps
+
+
+def test_two_drawings_of_an_ancestors_steps_are_two(first, copy, tmp_path):
+    """The second child started from a copy of the ancestor that had been trained again."""
+    another_run(copy)
+    edit(copy, run=privacy(first)["run"])
+    folders = []
+    for name, ancestor in (("b", first), ("c", copy)):
+        child = starting_from(ancestor)
+        child.run, child.steps = name, 2
+        folders.append(publish(tmp_path / name, child).parent)
+    told = total([verify(str(folder)) for folder in folders])
+    assert told.epsilon == pytest.approx(spends((SIGMA, 12)))
+
+
+@pytest.mark.parametrize("text", ["", "1 1.0 0.125 a\n"])
+def test_a_log_that_lost_lines_is_refused(copy, data, text):
+    (copy / "steps_executed.log").write_text(text)
+    with pytest.raises(ValueError, match=r"4 steps were begun here, of which steps_executed\.log"):
+        plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
+
+
+def test_another_checkpoint_folder_is_refused(copy, data):
+    with pytest.raises(ValueError, match=r"^checkpoint\.folder = 'second': .* in 'checkpoint'"):
+        plan_of(arguments(copy, data, *with_sigma(SIGMA), "--checkpoint.folder=second"), copy)
+
+
+def test_nothing_is_added_up_while_there_are_faults(copy, capsys):
+    (copy / "steps_executed.log").write_text("")
+    code, told = run(copy)
+    assert (code, told["total"]) == (1, None)
+    assert "nothing is added up" in capsys.readouterr().err
+
+
+def test_another_accountant_is_no_contradiction(copy):
+    kept = make_plan_of(copy)
+    kept.settings = dataclasses.replace(kept.settings, accountant="pld")
+    Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    assert run(copy)[0] == 0
+
+
+def test_a_budget_holds_at_its_own_delta(copy, capsys):
+    kept = make_plan_of(copy)
+    kept.adaptive = True
+    shutil.rmtree(copy / "checkpoint")
+    Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    assert run(copy)[0] == 0
+    with pytest.raises(SystemExit) as stop:
+        main([str(copy), "--delta=1e-12"])
+    assert stop.value.code == 2
+    assert "--delta = 1e-12" in capsys.readouterr().err

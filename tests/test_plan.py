@@ -129,7 +129,7 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
     """sigma is read, never recomputed: an accountant that changed would move it."""
     first = planned()
     config = load_config(arguments(tmp_path / "out", tmp_path / "data"), 2)
-    kept = plan.make_plan(config, 24, None, "")
+    kept = plan.make_plan(config, 24, None)
     sigma = kept.settings.noise_multiplier * 1.001  # as another version would have found it
     settings = dataclasses.replace(kept.settings, noise_multiplier=sigma)
     out, ledger = str(tmp_path / "out"), dataclasses.replace(kept.ledger, settings=settings)
@@ -143,7 +143,7 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
 def test_an_account_that_is_gone_is_refused(tmp_path, planned, capsys):
     """Steps were begun, so terms were fixed: without `privacy.json` they cannot be known."""
     planned()
-    (tmp_path / "out" / "steps_executed.log").write_text("1 1.0 0.1\n")
+    (tmp_path / "out" / "steps_executed.log").write_text("1 1.0 0.1 a\n")
     with pytest.raises(SystemExit) as stop:
         planned()
     assert stop.value.code == 2

@@ -69,7 +69,7 @@ def run(finished, tmp_path):
 def lose_steps(run, count):
     """As a run does that is killed `count` steps after its last checkpoint."""
     with (run / "steps_executed.log").open("a") as log:
-        log.write("5 1.0 0.125\n" * count)
+        log.write("5 1.0 0.125 lost\n" * count)
 
 
 def edit_privacy(run, **changes):
@@ -328,7 +328,9 @@ def test_tied_weights_and_a_given_tokenizer(tmp_path):
     write_config(config)
     caveat = "the initial weights are assumed to be public"
     ledger = Ledger(settings_of(config, 100), steps=1, caveats=[caveat])
-    (run / "steps_executed.log").write_text(f"1 {ledger.settings.noise_multiplier} 0.01\n")
+    (run / "steps_executed.log").write_text(
+        f"1 {ledger.settings.noise_multiplier} 0.01 {ledger.start}\n"
+    )
     Account(ledger, ExecutedSteps(str(run)), 1).publish(str(run))
     torch.manual_seed(1)
     model = Llama(shape(config))

@@ -136,13 +136,13 @@ def main(argv: list[str]) -> None:
         if not config.privacy.enable:
             raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
         args = check_model(config)
+        if options.instrument == "canaries":
+            prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
         records = Records.open(config)
-        plan = make_plan(config, len(records.train), None, records.fingerprint)
+        plan = make_plan(config, len(records.train), None)
         if plan.settings.noise_multiplier == 0:
             raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
         check_power(options, args, plan.settings.noise_multiplier)
-        if options.instrument == "canaries":
-            prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
     _start_ranks()
     result, canaries = _run(options, config, plan)
     if dist.get_rank() == 0:

@@ -18,6 +18,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed import safe_checkpoint
 
 LEDGER_KEY = "train_state.ledger"
+_DAMAGED = ".damaged"
 _LAST = (safe_checkpoint.METADATA_FILE, "model.safetensors.index.json")
 
 
@@ -42,11 +43,23 @@ def step_folder(folder: str, step: int) -> str:
     return os.path.join(folder, f"step-{step}")
 
 
+def checkpoint_folders(dump_folder: str) -> list[str]:
+    """All folders of a run that hold checkpoints; without those that were set aside as damaged."""
+    entries = (entry.path for entry in os.scandir(dump_folder) if entry.is_dir())
+    held = (path for path in entries if not path.endswith(_DAMAGED))
+    return sorted(path for path in held if finished_checkpoints(path))
+
+
+def resumes(config: JobConfig) -> bool:
+    """Whether a run that starts now goes on from a checkpoint of its own folder."""
+    return config.checkpoint.enable and newest_whole_checkpoint(checkpoint_folder(config)) >= 0
+
+
 def loads_weights(config: JobConfig) -> bool:
     """Whether a run that starts now takes all weights from files: it resumes, or is given them."""
     checkpoint = config.checkpoint
     given = bool(checkpoint.initial_load_path) or checkpoint.initial_load_in_hf
-    return checkpoint.enable and (given or newest_whole_checkpoint(checkpoint_folder(config)) >= 0)
+    return (checkpoint.enable and given) or resumes(config)
 
 
 def drop_unfinished(folder: str) -> bool:
@@ -109,7 +122,7 @@ def _sizes(step: str, metadata: Metadata) -> None:
 
 def set_aside(folder: str, step: int) -> str:
     """Move a damaged checkpoint out of TorchTitan's sight and reach, and keep it; its new place."""
-    target = os.path.join(f"{folder}.damaged", f"step-{step}")
+    target = os.path.join(f"{folder}{_DAMAGED}", f"step-{step}")
     while os.path.exists(target):
         target += "_"
     os.makedirs(os.path.dirname(target), mode=0o700, exist_ok=True)

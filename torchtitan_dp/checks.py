@@ -266,12 +266,19 @@ def _check_conflicts_with_privacy(config: JobConfig) -> None:
             "set it to -1; a branch from an earlier step would share this folder's ledger",
         ),
         (
-            config.checkpoint.folder in ("", ".")
-            or config.checkpoint.folder.startswith("/")
-            or ".." in config.checkpoint.folder,
+            config.checkpoint.folder in ("", ".", "..")
+            or "/" in config.checkpoint.folder
+            or config.checkpoint.folder.endswith(".damaged"),
             "checkpoint.folder",
             repr(config.checkpoint.folder),
-            "give a folder inside job.dump_folder ('checkpoint')",
+            "give the name of a folder inside job.dump_folder ('checkpoint')",
+        ),
+        (
+            not config.checkpoint.initial_load_model_only,
+            "checkpoint.initial_load_model_only",
+            False,
+            "set it to true; to go on with another run, with its optimizer and its ledger, copy "
+            "its whole job.dump_folder",
         ),
         (
             config.fault_tolerance.enable,

@@ -50,7 +50,8 @@ class Privacy:
 
     initial_weights_public: bool = False
     """The weights that the run starts from never saw private records. Needed where they come
-    without a ledger of what they spent; recorded as an assumption."""
+    without a ledger of what they spent, and recorded as an assumption; where they have one, it
+    counts whatever is said here."""
 
     sample_rate: float | None = None
     """q: the public probability that a unit (by default a record) takes part in a step. By default

@@ -16,6 +16,7 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import Clip
 
 PUBLIC = frozenset({"lr", "epsilon", "noise_multiplier"})
@@ -70,7 +71,7 @@ class PrivateMetricsProcessor(MetricsProcessor):
         self.logger.log({**public, **statistics, **measured}, step)
         color = self.color
         logger.info(
-            f"{color.red}step: {step:3}  {color.blue}epsilon: {public['epsilon']:.4f}  "
+            f"{color.red}step: {step:3}  {color.blue}epsilon: {rounded_up(public['epsilon'])}  "
             f"lr: {public['lr']:.2e}  {color.reset}not private: "
             f"{color.green}loss: {statistics['loss']:.4f}  "
             f"{color.orange}batch: {statistics['realized_batch_size']:.0f}  "

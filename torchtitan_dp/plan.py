@@ -27,6 +27,7 @@ from torchtitan_dp.planning.cost import StepCost, step_cost
 from torchtitan_dp.planning.memory import DEFAULT_GIB, MemoryPlan, predict
 from torchtitan_dp.planning.options import check, parse
 from torchtitan_dp.planning.report import plot, report
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 
 
@@ -66,7 +67,7 @@ def main(argv: list[str]) -> None:
         else:
             check_fingerprint(folder, records.fingerprint)
             before = earlier_ledger(folder)
-            plan = make_plan(config, len(records.train), before, records.fingerprint)
+            plan = make_plan(config, len(records.train), before)
         lock_folder(folder).close()
     model = f"      {describe(config, args)}"
     if not config.privacy.enable:
@@ -106,7 +107,7 @@ def _predict_memory(
 
 def _show(config: JobConfig, plan: Plan, records: Records) -> None:
     settings = plan.settings
-    spent = f"epsilon = {plan.epsilon:.4g}" if plan.private else "NOT private"
+    spent = f"epsilon = {rounded_up(plan.epsilon)}" if plan.private else "NOT private"
     lines = [
         f"plan: {spent} at delta = {settings.delta:g} after {plan.steps} steps "
         f"({settings.accountant}; unit: one {settings.privacy_unit}; "

@@ -41,8 +41,9 @@ from torchtitan_dp.models.hugging_face import CONFIG_FILE, on_meta
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.llama3 import Llama, LlamaArgs, require_loaded
 from torchtitan_dp.plan import check_model
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
-from torchtitan_dp.releasing.card import model_card, rounded_up
+from torchtitan_dp.releasing.card import model_card
 from torchtitan_dp.releasing.claims import claims
 from torchtitan_dp.run_config import read_config
 

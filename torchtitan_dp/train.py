@@ -11,6 +11,7 @@ Guarantee:
     Control flow depends on records' lengths (`data.buckets`) and on no other content.
 """
 
+import hashlib
 import math
 import os
 import sys
@@ -39,11 +40,13 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.methods import build_gradients
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.ledger import (
+    PRIVACY_FILE,
     Account,
     ExecutedSteps,
     Ledger,
     check_fingerprint,
     summary,
+    versions,
     write_fingerprint,
 )
 from torchtitan_dp.ledger.terms import (
@@ -205,9 +208,10 @@ class DPTrainer(Trainer):
         folder = config.job.dump_folder
         fingerprint, units = self.dataloader.fingerprint, self.dataloader.units
         check_fingerprint(folder, fingerprint)
-        ledger = make_plan(config, len(units), earlier_ledger(folder), fingerprint).ledger
-        require_agreement((fingerprint, len(units), ledger.settings))
-        ledger.steps, ledger.finished = 0, []  # until a checkpoint says otherwise
+        ledger = make_plan(config, len(units), earlier_ledger(folder)).ledger
+        dealt = hashlib.sha256(units.tobytes()).hexdigest()
+        require_agreement((fingerprint, dealt, ledger.settings, ledger.config_hash, versions()))
+        ledger.rewind()  # until a checkpoint says otherwise
         executed = ExecutedSteps(folder)
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
@@ -217,6 +221,9 @@ class DPTrainer(Trainer):
 
     def _open_account(self) -> None:
         """Again after each load: what is spent is told for the steps ahead of here."""
+        self.ledger.start = self.executed.new_start()
+        if dist.get_rank() == 0:
+            self.executed.adopt(self.ledger.stretches())
         self.account = Account(self.ledger, self.executed, self.job_config.training.steps)
 
     def _log(self, lr: float, statistics: SampleStatistics) -> None:
@@ -275,7 +282,10 @@ def main(argv: list[str]) -> None:
     try:
         trainer.train()
         if exports and trainer.step == config.training.steps:  # not where it was stopped
-            logger.info(f"Hugging Face folder: {export(trainer.model_parts[0], config)}/")
+            ledger = os.path.join(config.job.dump_folder, PRIVACY_FILE)
+            beside = [ledger] if config.privacy.enable else []
+            folder = export(trainer.model_parts[0], config, beside)
+            logger.info(f"Hugging Face folder: {folder}/")
     finally:
         trainer.close()
     dist.destroy_process_group()

@@ -179,10 +179,10 @@ def test_row30_and_45_a_debug_seed_marks_the_run():
     from torchtitan_dp.ledger.terms import make_plan
 
     config = build.config()
-    ledger = make_plan(config, 10, None, "f" * 64).ledger
+    ledger = make_plan(config, 10, None).ledger
     assert (ledger.private, ledger.caveats) == (True, [])
     config.privacy.debug_seed = 7
-    ledger = make_plan(config, 10, None, "f" * 64).ledger
+    ledger = make_plan(config, 10, None).ledger
     assert ledger.private is False
     assert "privacy.debug_seed" in ledger.caveats[0]
 

@@ -1,11 +1,12 @@
 """What a run has spent: kept in its checkpoints, in `privacy.json` and in `steps_executed.log`.
 
-`lineage` says on what terms steps were taken, `files` what lies on disk, `account` what is spent,
-`initial` what initial weights bring along;
+`lineage` says on what terms steps were taken, `starts` which step is which, `files` what lies on
+disk, `account` what is spent, `initial` what initial weights bring along, `terms` on what terms a
+run trains;
 `python -m torchtitan_dp.ledger RUN…` verifies runs and adds them up.
 """
 
-from torchtitan_dp.ledger.account import Account, summary
+from torchtitan_dp.ledger.account import Account, summary, versions
 from torchtitan_dp.ledger.files import (
     EXECUTED_FILE,
     FINGERPRINT_FILE,
@@ -31,6 +32,7 @@ __all__ = [
     "check_fingerprint",
     "read_published",
     "summary",
+    "versions",
     "write_atomically",
     "write_fingerprint",
 ]

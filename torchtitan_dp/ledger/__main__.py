@@ -15,6 +15,7 @@ from rich.table import Column, Table
 
 from torchtitan_dp.cli import exit_on_mistake, write_json
 from torchtitan_dp.ledger.verify import Run, Total, total, verify
+from torchtitan_dp.privacy.accounting import rounded_up
 
 _POINTS = 24  # of a run's curve
 
@@ -23,13 +24,14 @@ def main(argv: list[str]) -> int:
     options = _parse(argv)
     with exit_on_mistake():
         runs = [verify(folder) for folder in options.runs]
-        spent = total(runs, options.delta)
+        holds = not any(run.faults for run in runs)
+        spent = total(runs, options.delta) if holds else None
         if options.json:
             _write(options.json, runs, spent)
         if options.plot:
             plot(runs, spent, options.plot)
     _show(runs, spent)
-    return 1 if any(run.faults for run in runs) else 0
+    return 0 if holds else 1
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
@@ -43,7 +45,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def _show(runs: list[Run], spent: Total) -> None:
+def _show(runs: list[Run], spent: Total | None) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     table = Table(Column("run", overflow="fold"), Column("name", no_wrap=True))
     for head in ("steps", "epsilon", "begun", "epsilon of all begun", "verified"):
@@ -65,6 +67,9 @@ def _show(runs: list[Run], spent: Total) -> None:
                 console.print(f"{kind}: {run.folder}: {line}", markup=False)
         for caveat in run.ledger.caveats:
             console.print(f"assumed: {run.folder}: {caveat}", markup=False)
+    if spent is None:
+        console.print("nothing is added up while files contradict each other")
+        return
     many = f"all {len(runs)} runs together" if len(runs) > 1 else "the run"
     console.print(
         f"{many}: epsilon = {_epsilon(spent.epsilon)}, delta = {spent.delta:g} "
@@ -79,10 +84,10 @@ def _show(runs: list[Run], spent: Total) -> None:
 
 
 def _epsilon(value: float | None) -> str:
-    return "NOT private" if value is None else f"{value:.4f}"
+    return "NOT private" if value is None else rounded_up(value)
 
 
-def _write(path: str, runs: list[Run], spent: Total) -> None:
+def _write(path: str, runs: list[Run], spent: Total | None) -> None:
     content = {
         "runs": [
             {
@@ -101,12 +106,12 @@ def _write(path: str, runs: list[Run], spent: Total) -> None:
             }
             for run in runs
         ],
-        "total": dataclasses.asdict(spent),
+        "total": None if spent is None else dataclasses.asdict(spent),
     }
     write_json(path, content)
 
 
-def plot(runs: list[Run], spent: Total, path: str) -> None:
+def plot(runs: list[Run], spent: Total | None, path: str) -> None:
     """Epsilon over the steps of each private run, and of all together where there are several."""
     from matplotlib.figure import Figure
 
@@ -119,10 +124,11 @@ def plot(runs: list[Run], spent: Total, path: str) -> None:
         steps = sorted({round(last * i / _POINTS) for i in range(_POINTS + 1)})
         spent_at = [run.ledger.epsilon(step) for step in steps]
         axes.plot(steps, spent_at, marker=".", label=run.folder)
-    if len(runs) > 1 and spent.epsilon is not None:
+    if len(runs) > 1 and spent is not None and spent.epsilon is not None:
         axes.axhline(spent.epsilon, linestyle="--", color="black", label="all together")
     axes.set_xlabel("steps")
-    axes.set_ylabel(f"epsilon at delta = {spent.delta:g}")
+    deltas = sorted({run.ledger.settings.delta for run in runs})
+    axes.set_ylabel(f"epsilon at delta = {', '.join(f'{delta:g}' for delta in deltas)}")
     axes.set_ylim(bottom=0)
     axes.legend(loc="best", fontsize="small")
     figure.savefig(path, dpi=150)

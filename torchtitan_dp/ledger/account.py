@@ -16,6 +16,8 @@ from typing import Any
 
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ExecutedSteps, write_atomically
 from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.starts import union
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.curve import EpsilonCurve
 from torchtitan_dp.privacy.segments import Segment as Mechanism
 from torchtitan_dp.privacy.segments import merged
@@ -28,10 +30,17 @@ class Account:
 
     def __init__(self, ledger: Ledger, executed: ExecutedSteps, total_steps: int) -> None:
         self._ledger, self._executed = ledger, executed
-        self._first_step, self._first_count = ledger.steps, executed.count
+        self._first_step, self._lines = ledger.steps, executed.count
         self._remaining = max(total_steps - ledger.steps, 0)
-        self._lineage = [*ledger.before(), *(s.mechanism() for s in ledger.segments())]
-        self._begun = [*ledger.before(), *executed.segments(ledger.settings)]
+        before, own = ledger.stretches_before(), ledger.stretches()
+        begun = [*own, *executed.stretches(ledger.settings)]  # a checkpoint may lack its log
+        self._first_count = sum(segment.steps for segment in union(begun))
+        self._lineage, self._begun = union([*before, *own]), union([*before, *begun])
+
+    @property
+    def steps_executed(self) -> int:
+        """Steps ever begun in the folder, and those of a lineage that came without their log."""
+        return self._first_count + self._executed.count - self._lines
 
     def epsilon(self, steps: int | None = None) -> float:
         """Spent by the lineage at `steps` (default: now); infinite if it is not private."""
@@ -42,7 +51,7 @@ class Account:
 
     def epsilon_executed(self, count: int | None = None) -> float:
         """Spent by all steps ever begun in the folder."""
-        count = self._executed.count if count is None else count
+        count = self.steps_executed if count is None else count
         return self._at(self._begun_curve, self._begun, count - self._first_count)
 
     def publish(self, folder: str, newest_checkpoint: int = 0) -> dict[str, Any]:
@@ -53,7 +62,7 @@ class Account:
         """
         ledger, settings = self._ledger, self._ledger.settings
         steps = max(ledger.steps, newest_checkpoint)
-        executed = max(self._executed.count, steps)  # a checkpoint may come without its log
+        executed = max(self.steps_executed, steps)
         epsilon = self.epsilon(steps)
         epsilon_executed = max(self.epsilon_executed(executed), epsilon)
         content = {
@@ -73,9 +82,11 @@ class Account:
             "neighbouring_relation": settings.neighbouring_relation,
             "caveats": ledger.caveats,
             "segments": [dataclasses.asdict(segment) for segment in ledger.segments(steps)],
+            "starts": [dataclasses.asdict(s) for s in ledger.starts(steps) if s.steps > 0],
             "ancestors": [dataclasses.asdict(ancestor) for ancestor in ledger.ancestors],
             "budget": None if ledger.budget is None else dataclasses.asdict(ledger.budget),
             "adaptive": ledger.adaptive,
+            "planned_steps": ledger.planned_steps,
             "run": ledger.run,
             "config_hash": ledger.config_hash,
             "versions": versions(),
@@ -130,7 +141,7 @@ def versions() -> dict[str, str]:
 
 def summary(spent: dict[str, Any]) -> list[str]:
     """For people: what `privacy.json` says."""
-    epsilon = f"epsilon = {spent['epsilon']:.4f}" if spent["private"] else "NOT private"
+    epsilon = f"epsilon = {rounded_up(spent['epsilon'])}" if spent["private"] else "NOT private"
     lines = [
         f"done: {spent['steps']} steps",
         f"privacy: {epsilon}, delta = {spent['delta']:g} "
@@ -140,7 +151,7 @@ def summary(spent: dict[str, Any]) -> list[str]:
     ]
     if spent["private"] and spent["steps_executed"] > spent["steps"]:
         lines.append(
-            f"privacy of all that ran here: epsilon = {spent['epsilon_executed']:.4f} after "
-            f"{spent['steps_executed']} steps, lost and abandoned ones included"
+            f"privacy of all that ran here: epsilon = {rounded_up(spent['epsilon_executed'])} "
+            f"after {spent['steps_executed']} steps, lost and abandoned ones included"
         )
     return [*lines, *(f"caveat: {caveat}" for caveat in spent["caveats"])]

@@ -2,23 +2,36 @@
 
 Guarantee:
     `steps_executed.log` has a line, synced before the update, for every step ever begun in this
-    dump folder, with its noise and rate: lost and abandoned ones too. Nothing here is computed
+    dump folder, with its noise, rate and start: lost and abandoned ones too. Nothing is computed
     from what records hold; the fingerprint, which is (from their names and sizes), has a file of
     its own that is never published.
 """
 
+import dataclasses
 import json
 import os
 from collections import Counter
+from collections.abc import Iterable
 from typing import Any
 
 from torchtitan_dp.ledger.lineage import Ledger, Settings
-from torchtitan_dp.privacy.segments import Segment as Mechanism
+from torchtitan_dp.ledger.starts import Stretch, new_name
 
 PRIVACY_FILE = "privacy.json"
 EXECUTED_FILE = "steps_executed.log"
 FINGERPRINT_FILE = "data_fingerprint.private"
 _TORN = "torn"
+_OF_A_LEDGER = (
+    "steps",
+    "private",
+    "caveats",
+    "ancestors",
+    "budget",
+    "adaptive",
+    "planned_steps",
+    "run",
+    "config_hash",
+)
 
 
 def read_published(folder: str) -> Ledger | None:
@@ -48,25 +61,28 @@ def read_published_fields(folder: str) -> dict[str, Any]:
 def ledger_of(content: dict[str, Any]) -> Ledger:
     """From what `privacy.json` holds. Raises KeyError or the like if it is not one of ours."""
     *finished, current = content["segments"]
-    names = ("steps", "private", "caveats", "ancestors", "budget", "adaptive", "run", "config_hash")
+    *finished_starts, start = content["starts"] or [{"name": new_name(), "steps": 0}]
     ledger = Ledger.from_fields(
-        {name: content[name] for name in names}
+        {name: content[name] for name in _OF_A_LEDGER}
         | {"settings": current["settings"], "finished": finished}
+        | {"start": start["name"], "finished_starts": finished_starts}
     )
     assert ledger.segments()[-1].steps == current["steps"], "its segments and steps disagree"
+    assert ledger.starts()[-1].steps == start["steps"], "its starts and steps disagree"
     return ledger
 
 
 class ExecutedSteps:
-    """Counts every step begun in a folder, in an append-only file: `step sigma rate` a line."""
+    """Every step begun in a folder, in an append-only file: `step sigma rate start` a line."""
 
     def __init__(self, folder: str) -> None:
         """
         Raises:
             ValueError: if the file is not one of ours.
         """
+        self._start = new_name()
         self._path = os.path.join(folder, EXECUTED_FILE)
-        self._by_terms: Counter[tuple[float, float]] = Counter()
+        self._begun: Counter[tuple[str, float, float]] = Counter()
         self._torn = 0  # lines whose terms were lost: counted on the worst terms
         self._tail_is_torn = False
         if os.path.exists(self._path):
@@ -78,16 +94,33 @@ class ExecutedSteps:
                 if line.endswith(_TORN) or (self._tail_is_torn and number == len(lines)):
                     self._torn += 1
                 else:
-                    self._by_terms[self._parse(line, number)] += 1
+                    self._begun[self._parse(line, number)] += 1
 
     @property
     def count(self) -> int:
-        return self._by_terms.total() + self._torn
+        return self._begun.total() + self._torn
+
+    def new_start(self) -> str:
+        """The name of the steps that will begin from now on: at each start, and at each load."""
+        self._start = new_name()
+        return self._start
 
     def begin(self, step: int, settings: Settings) -> None:
         """Record, durably, that `step`'s update is about to happen. Call on one rank."""
         terms = settings.noise_multiplier, settings.sample_rate
-        line = f"{step} {terms[0]!r} {terms[1]!r}\n"
+        self._append(step, Stretch(self._start, *terms, 1))
+
+    def adopt(self, lineage: Iterable[Stretch]) -> None:
+        """Add the steps of a checkpoint that came without (all of) its log. Call on one rank."""
+        for stretch in lineage:
+            key = stretch.start, stretch.noise_multiplier, stretch.sample_rate
+            missing = stretch.steps - self._begun[key]
+            if missing > 0:
+                self._append(0, dataclasses.replace(stretch, steps=missing))
+
+    def _append(self, step: int, stretch: Stretch) -> None:
+        key = stretch.start, stretch.noise_multiplier, stretch.sample_rate
+        line = f"{step} {key[1]!r} {key[2]!r} {key[0]}\n" * stretch.steps
         # A torn last line was begun too, and must neither swallow the next nor pass for whole.
         line = f" {_TORN}\n" * self._tail_is_torn + line
         with open(self._path, "ab", opener=_private_opener) as file:
@@ -95,21 +128,23 @@ class ExecutedSteps:
             file.flush()
             os.fsync(file.fileno())
         self._tail_is_torn = False
-        self._by_terms[terms] += 1
+        self._begun[key] += stretch.steps
 
-    def segments(self, settings: Settings) -> list[Mechanism]:
-        """By terms; torn lines on the worst of all terms and `settings`."""
-        counts = Counter(self._by_terms)
+    def stretches(self, settings: Settings) -> list[Stretch]:
+        """By start; torn lines on the worst of all terms and `settings`, as their own start's."""
+        found = [Stretch(*key, steps) for key, steps in self._begun.items()]
         if self._torn:
-            known = [*counts, (settings.noise_multiplier, settings.sample_rate)]
-            counts[min(sigma for sigma, _ in known), max(rate for _, rate in known)] += self._torn
-        return [Mechanism(sigma, rate, n) for (sigma, rate), n in sorted(counts.items())]
+            known = [(s.noise_multiplier, s.sample_rate) for s in found]
+            known.append((settings.noise_multiplier, settings.sample_rate))
+            worst = min(sigma for sigma, _ in known), max(rate for _, rate in known)
+            found.append(Stretch(f"{_TORN} {os.path.realpath(self._path)}", *worst, self._torn))
+        return found
 
-    def _parse(self, line: str, number: int) -> tuple[float, float]:
+    def _parse(self, line: str, number: int) -> tuple[str, float, float]:
         try:
-            step, sigma, rate = line.split()
+            step, sigma, rate, start = line.split()
             int(step)
-            return float(sigma), float(rate)
+            return start, float(sigma), float(rate)
         except ValueError:
             raise ValueError(
                 f"{self._path}, line {number}: '{line[:40]}' is no step; restore the file, or use "

@@ -2,20 +2,20 @@
 
 Guarantee:
     `Ledger.epsilon` bounds what the weights at `steps` reveal: the composition of every segment of
-    their own lineage, and of the lineage of the weights they started from where that saw the same
-    records. A segment opened as "planned" assumes that the change was fixed before training; once
-    one was opened as "adaptive", `Account` tells of all steps ever begun, by a Renyi filter
-    (`privacy.filter`) at an order and against a budget fixed at the first start. "Not private"
-    is never undone.
+    their own lineage, and of the lineage of the weights they started from, whatever records those
+    saw. A segment opened as "planned" assumes that the change was fixed before training; once one
+    was opened as "adaptive", `Account` tells of all steps ever begun, by a Renyi filter
+    (`privacy.filter`) at an order and against a budget fixed at the first start. "Not private" is
+    never undone.
 """
 
 import dataclasses
 import json
 import math
-import secrets
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchtitan_dp.ledger.starts import Start, Stretch, new_name, stretches, union
 from torchtitan_dp.privacy import accounting, filter
 from torchtitan_dp.privacy.segments import Segment as Mechanism
 
@@ -121,10 +121,14 @@ class Budget:
 
 @dataclass(frozen=True)
 class Ancestor:
-    """The run that the initial weights come from, and what it had spent on the same records."""
+    """A run that the initial weights come from, and the steps that made them."""
 
     run: str
     segments: tuple[Segment, ...]
+    starts: tuple[Start, ...]
+
+    def stretches(self) -> list[Stretch]:
+        return stretches(self.segments, self.starts)
 
 
 @dataclass
@@ -136,10 +140,13 @@ class Ledger:
     private: bool = True
     caveats: list[str] = field(default_factory=list)
     finished: list[Segment] = field(default_factory=list)  # segments before this one
+    finished_starts: list[Start] = field(default_factory=list)  # of the same steps and more
     ancestors: list[Ancestor] = field(default_factory=list)
     budget: Budget | None = None
     adaptive: bool = False  # a segment was opened after results were seen
-    run: str = field(default_factory=lambda: secrets.token_hex(8))  # a random, public name
+    planned_steps: int = 0  # the most that training.steps was
+    run: str = field(default_factory=new_name)  # random and public, of the folder
+    start: str = field(default_factory=new_name)  # the one that goes on
     config_hash: str = ""
 
     def mark_not_private(self, why: str) -> None:
@@ -159,6 +166,12 @@ class Ledger:
         self.ancestors = list(dict.fromkeys([*earlier.ancestors, *self.ancestors]))
         self.adaptive = self.adaptive or earlier.adaptive
         self.budget, self.run = earlier.budget, earlier.run
+        if self.planned_steps > earlier.planned_steps > 0 and not self.adaptive:
+            self.add_caveat(
+                f"training.steps was raised from {earlier.planned_steps} to {self.planned_steps} "
+                "after the first start, which is assumed not to follow from results"
+            )
+        self.planned_steps = max(self.planned_steps, earlier.planned_steps)
 
     def go_on_from(self, loaded: "Ledger", new_segment: NewSegment | None) -> None:
         """Become the account of weights that were loaded, to be trained on with this one's terms.
@@ -168,6 +181,7 @@ class Ledger:
         """
         self.inherit(loaded)
         self.steps, self.finished = loaded.steps, list(loaded.finished)
+        self.finished_starts = [start for start in loaded.starts() if start.steps > 0]
         if self.settings.is_as(loaded.settings):
             return
         if new_segment is None:
@@ -184,9 +198,28 @@ class Ledger:
         assert current >= 0, (total, self.finished)
         return [*self.finished, Segment(self.settings, current)]
 
+    def starts(self, steps: int | None = None) -> list[Start]:
+        """The same steps by the starts of the trainer that took them."""
+        total = self.steps if steps is None else steps
+        current = total - sum(start.steps for start in self.finished_starts)
+        assert current >= 0, (total, self.finished_starts)
+        return [*self.finished_starts, Start(self.start, current)]
+
+    def rewind(self) -> None:
+        """Become the account of weights that no step of this lineage has changed yet."""
+        self.steps, self.finished, self.finished_starts = 0, [], []
+
+    def stretches(self) -> list[Stretch]:
+        """Of this folder's lineage."""
+        return stretches(self.segments(), self.starts())
+
+    def stretches_before(self) -> list[Stretch]:
+        """Of the lineage of the initial weights."""
+        return [stretch for ancestor in self.ancestors for stretch in ancestor.stretches()]
+
     def before(self) -> list[Mechanism]:
         """What initial weights had spent."""
-        return [s.mechanism() for ancestor in self.ancestors for s in ancestor.segments]
+        return union(self.stretches_before())
 
     def epsilon(self, steps: int | None = None) -> float:
         """Spent after `steps` steps of this lineage."""
@@ -217,8 +250,13 @@ class Ledger:
         return cls(
             settings=Settings(**fields.pop("settings")),
             finished=_segments(fields.pop("finished")),
+            finished_starts=[Start(**start) for start in fields.pop("finished_starts")],
             ancestors=[
-                Ancestor(ancestor["run"], tuple(_segments(ancestor["segments"])))
+                Ancestor(
+                    ancestor["run"],
+                    tuple(_segments(ancestor["segments"])),
+                    tuple(Start(**start) for start in ancestor["starts"]),
+                )
                 for ancestor in fields.pop("ancestors")
             ],
             budget=None if budget is None else Budget(**budget),

@@ -10,11 +10,19 @@ import json
 import os
 from dataclasses import dataclass
 
+from torchtitan_dp.checkpoint import checkpoint_folder, checkpoint_folders, resumes
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.opening import noun, privacy_unit
-from torchtitan_dp.ledger.files import PRIVACY_FILE, ExecutedSteps, read_published
+from torchtitan_dp.ledger.files import (
+    EXECUTED_FILE,
+    PRIVACY_FILE,
+    ExecutedSteps,
+    read_published,
+    read_published_fields,
+)
 from torchtitan_dp.ledger.initial import start_from
 from torchtitan_dp.ledger.lineage import Ledger, Settings, fix_budget
+from torchtitan_dp.ledger.starts import union
 from torchtitan_dp.privacy import accounting
 
 
@@ -36,14 +44,13 @@ class Plan:
         return self.ledger.private
 
 
-def make_plan(config: JobConfig, records: int, before: Ledger | None, fingerprint: str) -> Plan:
+def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
     """Noise, sampling rate and epsilon of a run.
 
     Args:
         records: number of training records, or units.
-        before: the ledger of the run that this one resumes, whose noise and rate are kept, unless
-            `privacy.new_segment` is set.
-        fingerprint: of the records.
+        before: the ledger of what already ran in this folder, whose noise and rate are kept,
+            unless `privacy.new_segment` is set.
 
     Raises:
         ValueError: one line for the user.
@@ -57,11 +64,17 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None, fingerprin
             f"({1 / records:.2g}): such a delta allows publishing a {noun(config)} outright; use "
             "less"
         )
-    ledger = Ledger(settings_of(config, records), config_hash=config_hash(config))
-    if before is None:
-        start_from(ledger, config, fingerprint)
-    else:
+    ledger = Ledger(
+        settings_of(config, records), planned_steps=steps, config_hash=config_hash(config)
+    )
+    if before is not None:
+        _refuse_another_checkpoint_folder(config)
         ledger.inherit(before)
+    if not resumes(config):
+        start_from(ledger, config)
+        if before is not None:  # its weights are lost: what goes on from here is no step old
+            before = dataclasses.replace(before)
+            before.rewind()
     sigma = _noise_multiplier(config, ledger, before)
     ledger.settings = dataclasses.replace(ledger.settings, noise_multiplier=float(sigma))
     if before is None:
@@ -89,20 +102,23 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
     if privacy.target_epsilon is not None and epsilon > privacy.target_epsilon:
         raise ValueError(
             f"privacy.target_epsilon = {privacy.target_epsilon:g}: this run's noise was fixed at "
-            f"its first start, and {steps} training.steps would spend {epsilon:.4g}; lower "
-            "training.steps, raise the target, or start afresh in another job.dump_folder"
+            f"its first start, and {steps} training.steps would spend "
+            f"{accounting.rounded_up(epsilon)}; lower training.steps, raise the target, or "
+            "start afresh in another job.dump_folder"
         )
     if not ledger.adaptive or ledger.budget is None:
         return epsilon
     # What was chosen may depend on lost and abandoned steps as well: the filter counts them.
-    begun = ExecutedSteps(config.job.dump_folder).segments(ledger.settings)
+    begun = ExecutedSteps(config.job.dump_folder).stretches(ledger.settings)
+    spent = union([*ledger.stretches_before(), *ledger.stretches(), *begun])
     to_come = ledger.settings.mechanism(max(steps - ledger.steps, 0))
-    epsilon = max(epsilon, ledger.compose([*ledger.before(), *begun, to_come]))
+    epsilon = max(epsilon, ledger.compose([*spent, to_come]))
     if epsilon > ledger.budget.epsilon:
         raise ValueError(
-            f"privacy.new_segment = 'adaptive': {steps} training.steps would spend {epsilon:.4g} "
-            f"by the filter, more than the {ledger.budget.epsilon:.4g} fixed at the first start; "
-            "lower training.steps, or raise privacy.noise_multiplier"
+            f"privacy.new_segment = 'adaptive': {steps} training.steps would spend "
+            f"{accounting.rounded_up(epsilon)} by the filter, more than the "
+            f"{ledger.budget.epsilon:.4g} fixed at the first start; lower training.steps, "
+            "or raise privacy.noise_multiplier"
         )
     return epsilon
 
@@ -171,18 +187,36 @@ def earlier_ledger(folder: str) -> Ledger | None:
     """The ledger of what already ran in this folder; None if nothing did.
 
     Raises:
-        ValueError: if steps were begun whose terms are no longer known.
+        ValueError: if steps were begun whose terms, or whose number, are no longer known.
     """
     begun = ExecutedSteps(folder).count
-    if begun == 0:
-        return None
     ledger = read_published(folder)
     if ledger is None:
+        if begun == 0:
+            return None
         raise ValueError(
             f"job.dump_folder = '{folder}': {begun} steps were begun here, but {PRIVACY_FILE}, "
             "which says on what terms, is gone; restore it, or use another folder"
         )
-    return ledger
+    told = read_published_fields(folder)["steps_executed"]
+    if begun < told:
+        raise ValueError(
+            f"job.dump_folder = '{folder}': {told} steps were begun here, of which {EXECUTED_FILE} "
+            f"has only {begun}; restore it as the run wrote it, or use another folder"
+        )
+    return ledger if begun > 0 else None
+
+
+def _refuse_another_checkpoint_folder(config: JobConfig) -> None:
+    """`privacy.json` speaks for all checkpoints of its folder: they are of one lineage."""
+    here = checkpoint_folder(config)
+    for folder in checkpoint_folders(config.job.dump_folder):
+        if os.path.abspath(folder) != os.path.abspath(here):
+            raise ValueError(
+                f"checkpoint.folder = '{config.checkpoint.folder}': this run's checkpoints are in "
+                f"'{os.path.basename(folder)}'; set it back, or start afresh in another "
+                "job.dump_folder"
+            )
 
 
 def refuse_private_folder(folder: str) -> None:

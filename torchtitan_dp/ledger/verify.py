@@ -2,16 +2,21 @@
 
 Guarantee:
     `total` bounds what all runs together reveal of one unit of their common records: every step
-    ever begun in their folders, and those of the weights that they started from. Assumes that the
-    runs' number, noise, rates and steps were not chosen by what private results showed.
+    ever begun in their folders, and those of the weights that they started from, each once
+    (`ledger.starts`). Assumes that the runs' number, noise, rates and steps were not chosen by what
+    private results showed.
 """
 
 import dataclasses
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchtitan_dp.checkpoint import finished_checkpoints, read_ledger, step_folder
+from torchtitan_dp.checkpoint import (
+    checkpoint_folders,
+    finished_checkpoints,
+    read_ledger,
+    step_folder,
+)
 from torchtitan_dp.ledger.files import (
     EXECUTED_FILE,
     PRIVACY_FILE,
@@ -21,8 +26,8 @@ from torchtitan_dp.ledger.files import (
     read_published_fields,
 )
 from torchtitan_dp.ledger.lineage import Ledger, Segment, Settings
+from torchtitan_dp.ledger.starts import Stretch, union
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.segments import Segment as Mechanism
 
 _TERMS = tuple(f.name for f in dataclasses.fields(Settings) if f.name != "target_epsilon")
 _SLACK = 1e-6  # relative: of the accountants' arithmetic on another machine
@@ -34,14 +39,14 @@ class Run:
 
     folder: str
     ledger: Ledger
-    begun: list[Mechanism]  # every step ever begun in the folder
+    begun: list[Stretch]  # every step ever begun in the folder
     fingerprint: str | None
     faults: list[str] = field(default_factory=list)  # contradictions
     notes: list[str] = field(default_factory=list)
 
     @property
     def steps_executed(self) -> int:
-        return sum(segment.steps for segment in self.begun)
+        return sum(segment.steps for segment in union(self.begun))
 
     @property
     def epsilon(self) -> float | None:
@@ -55,7 +60,11 @@ class Run:
         """Of all that ever ran here, and of what its initial weights had spent."""
         if not self.ledger.private:
             return None
-        return self.ledger.compose([*self.ledger.before(), *self.begun])
+        return self.ledger.compose(union(self.stretches()))
+
+    def stretches(self) -> list[Stretch]:
+        """All that was begun, and what initial weights had spent."""
+        return [*self.ledger.stretches_before(), *self.begun]
 
 
 @dataclass(frozen=True)
@@ -77,9 +86,11 @@ def verify(folder: str) -> Run:
     ledger = read_published(folder)
     if ledger is None:
         raise ValueError(f"'{folder}' holds no {PRIVACY_FILE}: name the job.dump_folder of a run")
-    executed = ExecutedSteps(folder)
-    run = Run(folder, ledger, executed.segments(ledger.settings), read_fingerprint(folder))
-    said = read_published_fields(folder)
+    executed, said = ExecutedSteps(folder), read_published_fields(folder)
+    if "epsilon" not in said:
+        raise ValueError(f"'{folder}' is a release: name the job.dump_folder of the run it is of")
+    begun = [*ledger.stretches(), *executed.stretches(ledger.settings)]
+    run = Run(folder, ledger, begun, read_fingerprint(folder))
     for name in _TERMS:
         if said.get(name) != getattr(ledger.settings, name):
             run.faults.append(f"{PRIVACY_FILE}: {name} is not that of its last segment")
@@ -94,9 +105,9 @@ def verify(folder: str) -> Run:
     _check_epsilon(run, "epsilon", said["epsilon"], run.epsilon)
     if executed.count <= said["steps_executed"]:
         _check_epsilon(run, "epsilon_executed", said["epsilon_executed"], run.epsilon_executed)
-    for checkpoints in sorted(entry.path for entry in os.scandir(folder) if entry.is_dir()):
+    for checkpoints in checkpoint_folders(folder):
         for step in finished_checkpoints(checkpoints):
-            _check_checkpoint(run, step, step_folder(checkpoints, step))
+            check_checkpoint(run, step, step_folder(checkpoints, step))
     return run
 
 
@@ -108,7 +119,8 @@ def _check_epsilon(run: Run, name: str, said: float | None, found: float | None)
         run.faults.append(f"{PRIVACY_FILE}: {name} = {said:.6g}, but its steps spend {found:.6g}")
 
 
-def _check_checkpoint(run: Run, step: int, folder: str) -> None:
+def check_checkpoint(run: Run, step: int, folder: str) -> None:
+    """Enter into `run.faults` where a checkpoint's ledger contradicts `privacy.json`."""
     name, ledger = f"checkpoint step-{step}", run.ledger
     try:
         text = read_ledger(folder)
@@ -126,22 +138,28 @@ def _check_checkpoint(run: Run, step: int, folder: str) -> None:
         run.faults.append(f"{name}: is not private, but {PRIVACY_FILE} says so")
     if kept.steps > ledger.steps:
         run.faults.append(f"{name}: is further than the {ledger.steps} steps of {PRIVACY_FILE}")
-    elif kept.run == ledger.run and _up_to(kept, kept.steps) != _up_to(ledger, kept.steps):
+    elif kept.run == ledger.run and not _begins_as(ledger.segments(), kept.segments()):
         run.faults.append(f"{name}: its steps were taken on other terms than {PRIVACY_FILE} says")
-    missing = set(kept.caveats) - set(ledger.caveats)
-    if missing:
-        run.faults.append(f"{PRIVACY_FILE}: lacks a caveat of {name}: {sorted(missing)[0]}")
+    for what, lost in (
+        ("a caveat", set(kept.caveats) - set(ledger.caveats)),
+        ("an ancestor", {a.run for a in set(kept.ancestors) - set(ledger.ancestors)}),
+        ("adaptive segments", {"adaptive"} if kept.adaptive and not ledger.adaptive else set()),
+        ("the budget", {str(kept.budget)} if kept.budget != ledger.budget else set()),
+    ):
+        if lost:
+            run.faults.append(f"{PRIVACY_FILE}: lacks {what} of {name}: {min(lost)}")
 
 
-def _up_to(ledger: Ledger, steps: int) -> list[Segment]:
-    """Its segments as far as the first so many steps."""
-    found = []
-    for segment in ledger.segments():
-        taken = min(segment.steps, steps)
-        if taken > 0:
-            found.append(dataclasses.replace(segment, steps=taken))
-        steps -= taken
-    return found
+def _begins_as(whole: Sequence[Segment], part: Sequence[Segment]) -> bool:
+    """Whether the first steps of `whole` were taken on the terms of `part`."""
+    whole, part = ([s for s in told if s.steps > 0] for told in (whole, part))
+    if len(part) > len(whole):
+        return False
+    pairs = list(zip(part, whole, strict=False))
+    return all(ours.settings.is_as(theirs.settings) for ours, theirs in pairs) and (
+        all(ours.steps == theirs.steps for ours, theirs in pairs[:-1])
+        and all(ours.steps <= theirs.steps for ours, theirs in pairs[-1:])
+    )
 
 
 def total(runs: Sequence[Run], delta: float | None = None) -> Total:
@@ -151,43 +169,34 @@ def total(runs: Sequence[Run], delta: float | None = None) -> Total:
         delta: by default the smallest of the runs'.
 
     Raises:
-        ValueError: one line, if they are not on the same records, or not of the same unit.
+        ValueError: one line, if they are not on the same records, or not of the same unit; or if
+            `delta` was asked for of adaptive runs, whose budget holds at their own.
     """
     _require_common([run.fingerprint for run in runs], "records", runs)
     _require_common([run.ledger.settings.privacy_unit for run in runs], "privacy unit", runs)
     deltas = [run.ledger.settings.delta for run in runs]
-    steps = sum(run.steps_executed for run in runs)
+    steps = sum(segment.steps for segment in union(s for run in runs for s in run.begun))
+    adaptive = any(run.ledger.adaptive for run in runs)
+    if adaptive and delta is not None:
+        raise ValueError(
+            f"--delta = {delta:g}: settings were chosen after results were seen, and the budget "
+            "fixed before holds at the run's own delta; leave it out"
+        )
     if delta is None:
         delta = min(deltas)
     if not all(run.ledger.private for run in runs):
         return Total(None, delta, "none", steps)
-    if any(run.ledger.adaptive for run in runs) and len(runs) > 1:
+    if adaptive and len(runs) > 1:
         # Filters at different orders do not add up; their guarantees do.
         spent = [run.epsilon_executed or 0.0 for run in runs]
         return Total(sum(spent), sum(deltas), "sum of the runs' epsilon and delta", steps)
-    segments = [*_ancestors(runs), *(segment for run in runs for segment in run.begun)]
-    if len(runs) == 1 and runs[0].ledger.adaptive:
+    segments = union(stretch for run in runs for stretch in run.stretches())
+    if adaptive:
         return Total(runs[0].ledger.compose(segments), delta, "rdp filter", steps)
     names = {run.ledger.settings.accountant for run in runs}
     accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
     epsilon = accounting.compose(segments, delta=delta, accountant=accountant)
     return Total(epsilon, delta, accountant, steps)
-
-
-def _ancestors(runs: Sequence[Run]) -> list[Mechanism]:
-    """What initial weights had spent: each ancestor once, unless it is one of the runs itself."""
-    given = {run.ledger.run for run in runs}
-    longest: dict[str, tuple[Segment, ...]] = {}
-    for run in runs:
-        for ancestor in run.ledger.ancestors:
-            known = longest.get(ancestor.run, ())
-            if ancestor.run not in given and _steps(ancestor.segments) > _steps(known):
-                longest[ancestor.run] = ancestor.segments
-    return [segment.mechanism() for segments in longest.values() for segment in segments]
-
-
-def _steps(segments: Sequence[Segment]) -> int:
-    return sum(segment.steps for segment in segments)
 
 
 def _require_common(values: list[str | None], what: str, runs: Sequence[Run]) -> None:

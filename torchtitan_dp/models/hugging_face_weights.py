@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
@@ -184,7 +184,7 @@ def _safetensors(problem: str, folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def export(model: nn.Module, config: JobConfig) -> str:
+def export(model: nn.Module, config: JobConfig, beside: Sequence[str] = ()) -> str:
     """Write `<job.dump_folder>/hf`, a folder that `transformers` loads as it is; its path.
 
     It holds the weights, `config.json` and the tokenizer's files of `model.hf_assets_path`, for
@@ -193,6 +193,7 @@ def export(model: nn.Module, config: JobConfig) -> str:
 
     Args:
         model: a Llama, parallelized or not.
+        beside: files to be copied into the folder, such as the weights' ledger.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
@@ -202,6 +203,8 @@ def export(model: nn.Module, config: JobConfig) -> str:
         os.makedirs(partial, mode=0o700)
     write_folder(model, config, partial if writes else None)
     if writes:
+        for path in beside:
+            shutil.copy2(path, partial)
         shutil.rmtree(old, ignore_errors=True)
         if os.path.exists(target):
             os.rename(target, old)

@@ -41,6 +41,7 @@ with sigma / sqrt(k).
 
 import math
 from collections.abc import Sequence
+from decimal import ROUND_CEILING, Context
 from typing import Literal, get_args
 
 from torchtitan_dp.privacy.pld import pld_epsilon
@@ -214,3 +215,15 @@ def _check(*, delta: float, accountant: str) -> None:
         raise ValueError(
             f"privacy.accountant = {accountant!r} is unknown; choose one of {get_args(Accountant)}"
         )
+
+
+def rounded_up(value: float, digits: int = 5) -> str:
+    """An upper bound for people to read: to so many significant digits, never down.
+
+    >>> rounded_up(7.961201), rounded_up(0.5), rounded_up(123456.0), rounded_up(2.6001, digits=3)
+    ('7.9613', '0.5', '123460', '2.61')
+    """
+    if not math.isfinite(value):
+        return f"{value}"
+    up = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(value))
+    return f"{up:f}".rstrip("0").rstrip(".") if "." in f"{up:f}" else f"{up:f}"

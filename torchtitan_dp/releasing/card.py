@@ -6,13 +6,13 @@ Guarantee:
 """
 
 import math
-from decimal import ROUND_CEILING, Context
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.models.hugging_face import parameter_count
 from torchtitan_dp.models.llama3 import LlamaArgs
+from torchtitan_dp.privacy.accounting import rounded_up
 
 _FRONT = """---
 # license: name one before you publish; whether you may depends on your data and starting weights
@@ -40,16 +40,6 @@ _NEIGHBOURS = {
         "`add_remove`: one {unit} more or less.",
     ),
 }
-
-
-def rounded_up(value: float, digits: int = 5) -> str:
-    """To so many significant digits, never down.
-
-    >>> rounded_up(7.961201), rounded_up(0.5), rounded_up(123456.0), rounded_up(2.6001, digits=3)
-    ('7.9613', '0.5', '123460', '2.61')
-    """
-    up = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(value))
-    return f"{up:f}".rstrip("0").rstrip(".") if "." in f"{up:f}" else f"{up:f}"
 
 
 def model_card(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str:

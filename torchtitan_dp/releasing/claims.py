@@ -11,7 +11,7 @@ from typing import Any
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger, read_published
 from torchtitan_dp.ledger.account import versions
 from torchtitan_dp.ledger.files import read_published_fields
-from torchtitan_dp.ledger.verify import verify
+from torchtitan_dp.ledger.verify import check_checkpoint, verify
 
 PUBLIC_KEYS = (
     "private",
@@ -29,9 +29,11 @@ PUBLIC_KEYS = (
     "neighbouring_relation",
     "caveats",
     "segments",
+    "starts",
     "ancestors",
     "budget",
     "adaptive",
+    "planned_steps",
     "run",
     "config_hash",
     "versions",
@@ -59,6 +61,7 @@ def claims(run: str, checkpoint: str, ledger: Ledger) -> dict[str, Any]:
             f"{checkpoint}: its ledger counts {ledger.steps} steps; give the folder its name back"
         )
     found = verify(run)
+    check_checkpoint(found, step, checkpoint)
     if found.faults:
         raise ValueError(
             f"RUN = '{run}': {'; '.join(found.faults)}: restore its files as the run wrote them"
@@ -66,6 +69,7 @@ def claims(run: str, checkpoint: str, ledger: Ledger) -> dict[str, Any]:
     terms = dataclasses.asdict(ledger) | dataclasses.asdict(ledger.settings)
     terms |= {
         "segments": [dataclasses.asdict(s) for s in ledger.segments() if s.steps > 0],
+        "starts": [dataclasses.asdict(s) for s in ledger.starts() if s.steps > 0],
         "steps_executed": found.steps_executed,
         "epsilon_executed": found.epsilon_executed,
         "caveats": list(dict.fromkeys([*ledger.caveats, *found.ledger.caveats])),

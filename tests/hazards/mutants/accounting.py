@@ -12,7 +12,7 @@ PLANS = "test_plan.py::"
 ACCOUNTING = "privacy/accounting.py"
 FILES, ACCOUNT = "ledger/files.py", "ledger/account.py"
 LINEAGE, TERMS = "ledger/lineage.py", "ledger/terms.py"
-TORN = f"{LEDGER_TEST}test_a_torn_line_was_begun_too_and_on_the_worst_terms[10 0.5 0.0]"
+TORN = f"{LEDGER_TEST}test_a_torn_line_was_begun_too_and_on_the_worst_terms[10 1.0 0.01 0f]"
 
 MUTANTS = [
     Mutant(
@@ -204,8 +204,8 @@ MUTANTS = [
         46,
         "a torn line lost",
         FILES,
-        "return self._by_terms.total() + self._torn\n",
-        "return self._by_terms.total()\n",
+        "return self._begun.total() + self._torn\n",
+        "return self._begun.total()\n",
         (TORN,),
         quick=True,
     ),
@@ -231,8 +231,8 @@ MUTANTS = [
         46,
         "a torn line on the best noise",
         FILES,
-        "counts[min(sigma for sigma, _ in known), max(",
-        "counts[max(sigma for sigma, _ in known), max(",
+        "worst = min(sigma for sigma, _ in known), max(",
+        "worst = max(sigma for sigma, _ in known), max(",
         (TORN,),
         quick=True,
     ),
@@ -240,8 +240,8 @@ MUTANTS = [
         46,
         "a torn line on the lowest rate",
         FILES,
-        "max(rate for _, rate in known)]",
-        "min(rate for _, rate in known)]",
+        ", max(rate for _, rate in known)\n",
+        ", min(rate for _, rate in known)\n",
         (TORN,),
         quick=True,
     ),
@@ -250,7 +250,7 @@ MUTANTS = [
         "a steps own terms forgotten",
         FILES,
         "        terms = settings.noise_multiplier, settings.sample_rate\n",
-        "        terms = next(iter(self._by_terms), "
+        "        terms = next((key[1:] for key in self._begun), "
         "(settings.noise_multiplier, settings.sample_rate))\n",
         (TORN,),
         quick=True,
@@ -259,7 +259,7 @@ MUTANTS = [
         46,
         "fewer executed than the lineage",
         ACCOUNT,
-        "        executed = max(self._executed.count, steps)",
+        "        executed = max(self.steps_executed, steps)",
         "        executed = self._executed.count",
         (f"{LEDGER_TEST}test_executed_steps_are_never_fewer_than_the_lineages",),
         quick=True,

@@ -4,9 +4,11 @@ from tests.hazards.mutants.table import Mutant
 
 LEDGER_TEST = "test_ledger.py::"
 LEDGERS = "hazards/test_ledgers.py::"
+COMMAND = "test_ledger_command.py::"
 
 LINEAGE, ACCOUNT = "ledger/lineage.py", "ledger/account.py"
-INITIAL = "ledger/initial.py"
+INITIAL, TERMS = "ledger/initial.py", "ledger/terms.py"
+FILES, STARTS = "ledger/files.py", "ledger/starts.py"
 
 MUTANTS = [
     Mutant(
@@ -94,8 +96,8 @@ MUTANTS = [
         45,
         "an ancestor forgotten by an initial load",
         INITIAL,
-        "    ledger.ancestors = list(dict.fromkeys([*earlier.ancestors, own]))\n",
-        "    ledger.ancestors = list(dict.fromkeys([*earlier.ancestors]))\n",
+        "    lineage = [*ledger.ancestors, *earlier.ancestors, own, *all_begun]\n",
+        "    lineage = [*ledger.ancestors, *earlier.ancestors, *all_begun]\n",
         (f"{LEDGERS}test_row45_initial_weights_bring_all_that_they_spent",),
         quick=True,
     ),
@@ -103,8 +105,8 @@ MUTANTS = [
         45,
         "an ancestors ancestors forgotten",
         INITIAL,
-        "    ledger.ancestors = list(dict.fromkeys([*earlier.ancestors, own]))\n",
-        "    ledger.ancestors = [own]\n",
+        "    lineage = [*ledger.ancestors, *earlier.ancestors, own, *all_begun]\n",
+        "    lineage = [*ledger.ancestors, own, *all_begun]\n",
         (f"{LEDGERS}test_row45_initial_weights_bring_all_that_they_spent",),
         quick=True,
     ),
@@ -112,8 +114,8 @@ MUTANTS = [
         45,
         "an ancestors steps forgotten",
         LINEAGE,
-        "        return [s.mechanism() for ancestor in self.ancestors for s in "
-        "ancestor.segments]\n",
+        "        return [stretch for ancestor in self.ancestors for stretch in "
+        "ancestor.stretches()]\n",
         "        return []\n",
         (f"{LEDGER_TEST}test_what_ancestors_spent_is_included",),
         quick=True,
@@ -122,9 +124,101 @@ MUTANTS = [
         45,
         "an ancestors steps forgotten as the run goes on",
         ACCOUNT,
-        "        self._lineage = [*ledger.before(), *(",
-        "        self._lineage = [*(",
+        "        self._lineage, self._begun = union([*before, *own]), ",
+        "        self._lineage, self._begun = union(own), ",
         (f"{LEDGER_TEST}test_what_ancestors_spent_is_included",),
         quick=True,
+    ),
+    Mutant(
+        45,
+        "initial weights not asked about where steps were begun before",
+        TERMS,
+        "    if not resumes(config):\n",
+        "    if before is None:\n",
+        (f"{COMMAND}test_hazard_45_initial_weights_count_where_a_run_lost_its_own",),
+    ),
+    Mutant(
+        45,
+        "weights of a run pass for public where no ledger lies beside them",
+        INITIAL,
+        "    for folder in (os.path.dirname(path), os.path.dirname(os.path.dirname(path))):\n",
+        "    for folder in ():\n",
+        (f"{COMMAND}test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun",),
+    ),
+    Mutant(
+        45,
+        "weights within a run charged what its last lineage says",
+        INITIAL,
+        "            return published, [_all_begun(published, folder)]\n",
+        "            return published, []\n",
+        (f"{COMMAND}test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun",),
+    ),
+    Mutant(
+        45,
+        "a rate that followed from the number of records passes for a public one",
+        INITIAL,
+        '== ("zero_out", "add_remove"):\n',
+        '== ("zero_out", ""):\n',
+        (f"{COMMAND}test_weights_whose_guarantee_is_of_another_kind_are_refused",),
+    ),
+    Mutant(
+        46,
+        "steps of two starts taken for the same",
+        STARTS,
+        "        key = stretch.start, stretch.noise_multiplier, stretch.sample_rate\n",
+        '        key = "", stretch.noise_multiplier, stretch.sample_rate\n',
+        (f"{LEDGER_TEST}test_steps_of_one_start_count_once_and_others_add_up",),
+        quick=True,
+    ),
+    Mutant(
+        46,
+        "a load goes on with the steps of the start before",
+        FILES,
+        "        self._start = new_name()\n        return self._start\n",
+        "        return self._start\n",
+        (f"{LEDGER_TEST}test_each_load_is_a_start_of_its_own",),
+        quick=True,
+    ),
+    Mutant(
+        46,
+        "a log that lost lines accepted",
+        TERMS,
+        "    if begun < told:\n",
+        "    if begun < 0:\n",
+        (f"{COMMAND}test_a_log_that_lost_lines_is_refused",),
+    ),
+    Mutant(
+        46,
+        "a checkpoint's steps not entered into a log that lacks them",
+        FILES,
+        "            if missing > 0:\n",
+        "            if missing < 0:\n",
+        (f"{LEDGER_TEST}test_a_checkpoint_without_its_log_brings_its_steps",),
+        quick=True,
+    ),
+    Mutant(
+        31,
+        "the filter forgets lost weights' steps that are run again",
+        TERMS,
+        "            before.rewind()\n",
+        "            pass\n",
+        (f"{COMMAND}test_the_budget_counts_the_steps_of_weights_that_are_lost",),
+    ),
+    Mutant(
+        31,
+        "more steps than planned go unsaid",
+        LINEAGE,
+        "        if self.planned_steps > earlier.planned_steps > 0 and not self.adaptive:\n",
+        "        if self.planned_steps < 0:\n",
+        (f"{LEDGER_TEST}test_more_steps_than_planned_at_first_are_a_caveat",),
+        quick=True,
+    ),
+    Mutant(
+        45,
+        "an ancestor edited out of the account is not missed",
+        "ledger/verify.py",
+        "        if lost:\n",
+        "        if lost is None:\n",
+        (f"{COMMAND}test_files_that_contradict_each_other",),
     ),
 ]

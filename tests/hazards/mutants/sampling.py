@@ -27,8 +27,8 @@ MUTANTS = [
         15,
         "a resumed run forgets its terms",
         "train.py",
-        "make_plan(config, len(units), earlier_ledger(folder), fingerprint)",
-        "make_plan(config, len(units), None, fingerprint)",
+        "make_plan(config, len(units), earlier_ledger(folder))",
+        "make_plan(config, len(units), None)",
         (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
     ),
     Mutant(
@@ -227,8 +227,8 @@ MUTANTS = [
         43,
         "q counts held out units",
         "plan.py",
-        "make_plan(config, len(records.train), before, records.fingerprint)",
-        "make_plan(config, len(records.units), before, records.fingerprint)",
+        "make_plan(config, len(records.train), before)",
+        "make_plan(config, len(records.units), before)",
         (f"{PLANS}test_held_out_records_are_no_part_of_q",),
     ),
     Mutant(

@@ -1,0 +1,72 @@
+"""Which step is which: what several accounts tell of the same steps is counted once.
+
+Each start of the trainer draws a random, public name and takes each of its steps once, on the same
+terms, one after the other. So a start's name and a number of steps say exactly which steps they
+were: of two that tell of one start, the one with more steps includes the other.
+
+Guarantee:
+    `union` leaves out no step: it drops those only that are known, by their start, to be among the
+    rest. A copied folder that went on in two places has two starts from there on.
+"""
+
+import secrets
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torchtitan_dp.privacy.segments import Segment as Mechanism
+
+if TYPE_CHECKING:
+    from torchtitan_dp.ledger.lineage import Segment
+
+
+def new_name() -> str:
+    """Random: 64 bits, which tell of nothing."""
+    return secrets.token_hex(8)
+
+
+@dataclass(frozen=True)
+class Start:
+    """Steps of a lineage that one start of the trainer took."""
+
+    name: str
+    steps: int
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """The first `steps` steps of a start, and what an accountant needs to know of them."""
+
+    start: str
+    noise_multiplier: float
+    sample_rate: float
+    steps: int
+
+
+def stretches(segments: Sequence["Segment"], starts: Sequence[Start]) -> list[Stretch]:
+    """A lineage told in segments and in starts, both of the same steps in the same order."""
+    assert sum(s.steps for s in segments) == sum(s.steps for s in starts), (segments, starts)
+    found, left = [], [(segment.settings, segment.steps) for segment in segments if segment.steps]
+    for start in starts:
+        wanted = start.steps
+        while wanted:
+            settings, steps = left.pop(0)
+            taken = min(wanted, steps)
+            terms = settings.noise_multiplier, settings.sample_rate
+            found.append(Stretch(start.name, *terms, taken))
+            wanted -= taken
+            if steps > taken:
+                left.insert(0, (settings, steps - taken))
+    return found
+
+
+def union(told: Iterable[Stretch]) -> list[Mechanism]:
+    """All steps that any stretch tells of, each once, by terms."""
+    most: dict[tuple[str, float, float], int] = {}
+    for stretch in told:
+        key = stretch.start, stretch.noise_multiplier, stretch.sample_rate
+        most[key] = max(most.get(key, 0), stretch.steps)
+    by_terms: dict[tuple[float, float], int] = {}
+    for (_, *terms), steps in most.items():
+        by_terms[terms[0], terms[1]] = by_terms.get((terms[0], terms[1]), 0) + steps
+    return [Mechanism(sigma, rate, steps) for (sigma, rate), steps in sorted(by_terms.items())]
