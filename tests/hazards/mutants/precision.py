@@ -61,6 +61,15 @@ MUTANTS = [
     ),
     Mutant(
         13,
+        "norms of rows too long for fp32",
+        CLIP,
+        "_ROW = 256\n",
+        "_ROW = 4096\n",
+        (f"{ONE}test_row13_no_gradient_is_added_with_more_than_C[4096-vanilla]",),
+        quick=True,
+    ),
+    Mutant(
+        13,
         "noise in bf16",
         "privacy/noise.py",
         "values_here, alpha=std)",
