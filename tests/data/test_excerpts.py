@@ -98,6 +98,53 @@ def test_unit_of_bad_records_contributes_nothing(tmp_path: Path) -> None:
             assert ids(store.sample(ann, rng=rng(seed))) == []
 
 
+class NoMarks(ByteTokenizer):
+    bos_id = eos_id = None  # type: ignore
+
+
+class Picky(ByteTokenizer):
+    """Has no tokens for texts with "!"."""
+
+    def encode(self, text: str) -> Any:
+        return None if "!" in text else super().encode(text)
+
+
+class PickyWithoutMarks(NoMarks):
+    """Has none for the blank line between records either."""
+
+    def encode(self, text: str) -> Any:
+        return None if "\n" in text or "!" in text else super().encode(text)
+
+
+@pytest.mark.parametrize("tokenizer", [Picky(), PickyWithoutMarks()], ids=["marks", "none"])
+@pytest.mark.parametrize("unit_sampling", ["concat", "random"])
+@pytest.mark.parametrize("long_records", ["head", "window"])
+def test_row22_records_that_the_tokenizer_has_no_tokens_for_are_left_out(
+    tmp_path: Path, tokenizer: Any, unit_sampling: Any, long_records: Any
+) -> None:
+    long = "ab" * 20 + "!" + "cd" * 20
+    units: dict[str, list[str | None]] = {
+        "good": ["ef", "gh"],
+        "bad": ["!"],
+        "mixed": ["!" * 40, "ef", "!", "gh"],
+        "long": [long, long],
+    }
+    how = {"unit_sampling": unit_sampling, "long_records": long_records, "tokenizer": tokenizer}
+    store, (good, bad, mixed, far) = samples(tmp_path, units, **how)
+    wanted = {tuple(ids(store.sample(good, rng=rng(seed)))) for seed in range(20)}
+    assert store.undecodable == 0
+    for seed in range(20):
+        assert ids(store.sample(bad, rng=rng(seed))) == []
+        assert store.undecodable == seed + 1  # counted
+        assert store.tokens(store.source(bad, rng(seed))) == 0
+    for seed in range(20):
+        allowed = wanted | {()} if unit_sampling == "random" else wanted
+        assert tuple(ids(store.sample(mixed, rng=rng(seed)))) in allowed
+        shown = ids(store.sample(far, rng=rng(seed)))
+        assert len(shown) == T + 1
+        assert ord("!") not in shown
+
+
 @pytest.mark.parametrize("how", ["head", "window"])
 @pytest.mark.parametrize("text", ["x" * 10, ""])
 def test_many_records_are_not_all_read(tmp_path: Path, how: Any, text: str) -> None:

@@ -147,6 +147,15 @@ MUTANTS = [
         (f"{POISONED}[(1, 1, 1)-nan-V2]",),
     ),
     Mutant(
+        22,
+        "a text without tokens stops the run",
+        "data/tokenizer.py",
+        'isinstance(error, Exception) or type(error).__name__ == "PanicException"',
+        'type(error).__name__ == "PanicException"',
+        ("data/test_tokenizer.py::test_a_text_that_it_has_no_tokens_for_is_none[WordLevel]",),
+        quick=True,
+    ),
+    Mutant(
         26,
         "a second clip accepted",
         "checks.py",
