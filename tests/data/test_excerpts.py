@@ -248,6 +248,33 @@ def test_undecodable_parts_give_way_to_others_of_the_same_length(tmp_path: Path)
     assert {97, 98} <= {token for window in shown for token in window}
 
 
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer, NoMarks, Words])
+def test_windows_have_as_many_tokens_as_counted_wherever_text_turns_bad(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    """What is looked at for the one must be what is looked at for the other."""
+    (tmp_path / "d").mkdir()
+    text = "a " * 300 if tokenizer is Words else "a" * 600
+    for good in range(10, 50):
+        (tmp_path / f"d/{good}").write_bytes(text[:good].encode() + b"\xff" * 700)
+    records = open_records("text", str(tmp_path / "d"), index_folder=str(tmp_path / "index"))
+    for seq_len in range(2, 40, 3):
+        store = SampleStore(records, tokenizer(), seq_len, long_records="window")
+        for unit in range(len(records)):
+            shown = ids(store.sample(unit, rng=rng(unit)))
+            assert max(len(shown) - 1, 0) == store.tokens(unit)
+
+
+@pytest.mark.parametrize("empty", range(T - 2, T + 3))
+def test_windows_have_as_many_tokens_as_counted_behind_empty_records(
+    tmp_path: Path, empty: int
+) -> None:
+    texts: list[str | None] = ["", *[None] * (empty - 1), "abc"]
+    store, (ann,) = samples(tmp_path, {"ann": texts}, long_records="window")
+    for seed in range(3):
+        assert max(len(ids(store.sample(ann, rng=rng(seed)))) - 1, 0) == store.tokens(ann)
+
+
 # As the loader draws them
 
 UNITS: dict[str, list[str | None]] = {

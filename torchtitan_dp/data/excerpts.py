@@ -8,7 +8,7 @@ however large a record and however many there are.
 
 Guarantee:
     An excerpt is a function of one unit's records and of one random number; its length is one of
-    the records alone, the smaller of `limit` and all ids.
+    the records alone: a window has as many ids as the head.
 """
 
 from collections.abc import Iterable
@@ -64,8 +64,9 @@ class Excerpts:
         Args:
             place: uniform in [0, 1).
         """
-        head = self._first(members, self._limit + 1)
-        if len(head) <= self._limit:
+        # What `head` looks at, not an id more: further on, text may be undecodable, or not empty.
+        head = self._first(members, self._limit)
+        if len(head) < self._limit:
             return head
         ends = np.cumsum(self._records.stored_bytes(members[:]))
         width = self._limit * min(self._tokenizer.bytes_per_token, 4)
