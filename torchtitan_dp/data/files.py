@@ -94,7 +94,8 @@ def locate(format: str, path: str) -> tuple[str, Iterator[str]]:
 
 
 def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iterator[str]:
-    """Relative names of the files below `root` that match, one component a pattern, sorted."""
+    """Relative names of the files below `root` that match, one component a pattern, sorted by
+    their bytes."""
 
     def is_listed(parts: list[str]) -> bool:
         return not any(_is_hidden(part) for part in parts) and _matches(parts, patterns)
@@ -130,7 +131,7 @@ def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iter
                     if is_link and is_listed(inside(entry.path)):
                         continue  # listed already, under its own name
                     children.append(child)
-        pending.extend(sorted(children, reverse=True))
+        pending.extend(sorted(children, key=os.fsencode, reverse=True))  # alike in every locale
 
 
 def _is_hidden(name: str) -> bool:

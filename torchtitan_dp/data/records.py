@@ -187,8 +187,9 @@ class TextRecords:
 
     def unit_names(self) -> Iterator[str | None]:
         for name in self.record_ids():
-            folder, slash, _ = name.partition("/")
-            yield folder if slash else None
+            folder, slash, _ = os.fsencode(name).partition(b"/")
+            # not as the locale reads it, on which the unit must not depend
+            yield folder.decode("utf-8", "surrogateescape") if slash else None
 
 
 class JsonlRecords:
