@@ -68,6 +68,17 @@ def test_a_text_that_it_has_no_tokens_for_is_none(tmp_path: Path, model: Any) ->
     assert set(known.tolist()) <= {0}
 
 
+def test_a_text_has_the_same_tokens_each_time(tmp_path: Path) -> None:
+    """BPE dropout draws merges anew, unlike on each rank of a context-parallel group."""
+    model = models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    for _ in range(20):
+        ids = tokenizer.encode("ab" * 10)
+        assert ids is not None
+        assert ids.tolist() == [2] * 10
+
+
 @pytest.mark.parametrize("name, is_stopped", [("PanicException", False), ("Interrupt", True)])
 def test_a_panic_inside_the_library_is_none(name: str, is_stopped: bool) -> None:
     """It arrives as a BaseException that nobody can import; others are none of its business."""
@@ -75,6 +86,8 @@ def test_a_panic_inside_the_library_is_none(name: str, is_stopped: bool) -> None
     class Backend:
         def encode(self, text: str, **options: Any) -> None:
             raise type(name, (BaseException,), {})(text)
+
+        model = None
 
         def __getattr__(self, _: str) -> Any:
             return lambda **options: {}

@@ -90,13 +90,15 @@ def byte_tokenizer_files() -> dict[str, str]:
 
 
 class HFTokenizer:
-    """A tokenizer.json, its own truncation, padding and special-token templates switched off."""
+    """A tokenizer.json; its truncation, padding, dropout and special-token templates are off."""
 
     bytes_per_token = 8
 
     def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None):
         backend.no_truncation()  # both would otherwise hide the true length of a record
         backend.no_padding()
+        if getattr(backend.model, "dropout", None):  # BPE's: other tokens each time, on each rank
+            backend.model.dropout = None
         self._backend = backend
         self.bos_id, self.eos_id = bos_id, eos_id
         self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
