@@ -113,9 +113,37 @@ def test_a_child_of_its_launcher_lives():
         assert child.stdout.readline() == f"{child.pid}\n"
 
 
-def test_no_core_dumps(monkeypatch):
-    """Asked of the kernel, whatever this process was allowed before."""
+@pytest.mark.parametrize(
+    "hard, wanted", [(resource.RLIM_INFINITY, 1), (4096, 1), (1, 1), (0, 0)], ids=str
+)
+def test_no_core_dumps(monkeypatch, hard, wanted):
+    """Asked of the kernel, whatever this process was allowed before; 1 stops pipes too."""
     asked = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (0, hard))
     monkeypatch.setattr(resource, "setrlimit", lambda *limit: asked.append(limit))
+    monkeypatch.setattr("torchtitan_dp.process._CORE_FILTER", os.devnull)
     forbid_core_dumps()
-    assert asked == [(resource.RLIMIT_CORE, (0, 0))]
+    assert asked == [(resource.RLIMIT_CORE, (wanted, wanted))]
+
+
+CRASH = (
+    "import os, resource; from torchtitan_dp.process import forbid_core_dumps; "
+    "forbid_core_dumps(); print(resource.getrlimit(resource.RLIMIT_CORE), "
+    "open('/proc/self/coredump_filter').read(), flush=True); os.chdir({!r}); os.abort()"
+)
+
+
+def test_a_crash_leaves_no_core(tmp_path):
+    if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0:
+        pytest.skip("no core can be asked for")
+    with python(CRASH.format(str(tmp_path))) as crashed:
+        output, _ = crashed.communicate(timeout=20)
+    assert crashed.returncode == -signal.SIGABRT
+    assert output.split() == ["(1,", "1)", "00000000"]  # and nothing to put into one
+    assert os.listdir(tmp_path) == []
+
+
+def test_a_kernel_without_a_core_filter_is_no_fault(monkeypatch):
+    monkeypatch.setattr("torchtitan_dp.process._CORE_FILTER", "/nowhere/coredump_filter")
+    monkeypatch.setattr(resource, "setrlimit", lambda *_: None)
+    forbid_core_dumps()

@@ -14,6 +14,7 @@ LOCK_FILE = ".lock"
 STOP_SIGNAL = signal.SIGUSR1
 """What `launch` sends each worker when the run is to save a checkpoint and end."""
 _PR_SET_PDEATHSIG = 1
+_CORE_FILTER = "/proc/self/coredump_filter"
 
 
 class Fault(SystemExit):
@@ -57,8 +58,22 @@ def die_with_parent() -> None:
 
 
 def forbid_core_dumps() -> None:
-    """A core file would hold the run's secrets and its records."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    """A core file would hold the run's secrets and its records.
+
+    A limit of 0 keeps Linux from writing files alone; a program that core_pattern pipes cores to
+    gets them all the same. For pipes the limit of 1 is the one that is heeded, and a file of one
+    byte is none (fs/coredump.c: `limit == 1`, `limit < min_coredump`). Where the administrator's
+    limit is 0, or a socket takes cores (Linux 6.16) under no limit, registers are all that goes in,
+    no memory.
+
+    Not PR_SET_DUMPABLE: it would hand /proc/<pid> to root, and so take debuggers, profilers and
+    sharing of GPU memory by file descriptor away, from a user who can read the records anyway.
+    """
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    limit = 0 if hard == 0 else 1
+    resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
+    with contextlib.suppress(OSError), open(_CORE_FILTER, "w") as file:  # not in every kernel
+        file.write("0")
 
 
 def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:

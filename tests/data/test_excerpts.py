@@ -98,6 +98,53 @@ def test_unit_of_bad_records_contributes_nothing(tmp_path: Path) -> None:
             assert ids(store.sample(ann, rng=rng(seed))) == []
 
 
+class NoMarks(ByteTokenizer):
+    bos_id = eos_id = None  # type: ignore
+
+
+class Picky(ByteTokenizer):
+    """Has no tokens for texts with "!"."""
+
+    def encode(self, text: str) -> Any:
+        return None if "!" in text else super().encode(text)
+
+
+class PickyWithoutMarks(NoMarks):
+    """Has none for the blank line between records either."""
+
+    def encode(self, text: str) -> Any:
+        return None if "\n" in text or "!" in text else super().encode(text)
+
+
+@pytest.mark.parametrize("tokenizer", [Picky(), PickyWithoutMarks()], ids=["marks", "none"])
+@pytest.mark.parametrize("unit_sampling", ["concat", "random"])
+@pytest.mark.parametrize("long_records", ["head", "window"])
+def test_row22_records_that_the_tokenizer_has_no_tokens_for_are_left_out(
+    tmp_path: Path, tokenizer: Any, unit_sampling: Any, long_records: Any
+) -> None:
+    long = "ab" * 20 + "!" + "cd" * 20
+    units: dict[str, list[str | None]] = {
+        "good": ["ef", "gh"],
+        "bad": ["!"],
+        "mixed": ["!" * 40, "ef", "!", "gh"],
+        "long": [long, long],
+    }
+    how = {"unit_sampling": unit_sampling, "long_records": long_records, "tokenizer": tokenizer}
+    store, (good, bad, mixed, far) = samples(tmp_path, units, **how)
+    wanted = {tuple(ids(store.sample(good, rng=rng(seed)))) for seed in range(20)}
+    assert store.undecodable == 0
+    for seed in range(20):
+        assert ids(store.sample(bad, rng=rng(seed))) == []
+        assert store.undecodable == seed + 1  # counted
+        assert store.tokens(store.source(bad, rng(seed))) == 0
+    for seed in range(20):
+        allowed = wanted | {()} if unit_sampling == "random" else wanted
+        assert tuple(ids(store.sample(mixed, rng=rng(seed)))) in allowed
+        shown = ids(store.sample(far, rng=rng(seed)))
+        assert len(shown) == T + 1
+        assert ord("!") not in shown
+
+
 @pytest.mark.parametrize("how", ["head", "window"])
 @pytest.mark.parametrize("text", ["x" * 10, ""])
 def test_many_records_are_not_all_read(tmp_path: Path, how: Any, text: str) -> None:
@@ -199,6 +246,33 @@ def test_undecodable_parts_give_way_to_others_of_the_same_length(tmp_path: Path)
     shown = {tuple(ids(windows.sample(0, rng=rng(seed)))) for seed in range(100)}
     assert all(len(window) == T + 1 for window in shown)
     assert {97, 98} <= {token for window in shown for token in window}
+
+
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer, NoMarks, Words])
+def test_windows_have_as_many_tokens_as_counted_wherever_text_turns_bad(
+    tmp_path: Path, tokenizer: Any
+) -> None:
+    """What is looked at for the one must be what is looked at for the other."""
+    (tmp_path / "d").mkdir()
+    text = "a " * 300 if tokenizer is Words else "a" * 600
+    for good in range(10, 50):
+        (tmp_path / f"d/{good}").write_bytes(text[:good].encode() + b"\xff" * 700)
+    records = open_records("text", str(tmp_path / "d"), index_folder=str(tmp_path / "index"))
+    for seq_len in range(2, 40, 3):
+        store = SampleStore(records, tokenizer(), seq_len, long_records="window")
+        for unit in range(len(records)):
+            shown = ids(store.sample(unit, rng=rng(unit)))
+            assert max(len(shown) - 1, 0) == store.tokens(unit)
+
+
+@pytest.mark.parametrize("empty", range(T - 2, T + 3))
+def test_windows_have_as_many_tokens_as_counted_behind_empty_records(
+    tmp_path: Path, empty: int
+) -> None:
+    texts: list[str | None] = ["", *[None] * (empty - 1), "abc"]
+    store, (ann,) = samples(tmp_path, {"ann": texts}, long_records="window")
+    for seed in range(3):
+        assert max(len(ids(store.sample(ann, rng=rng(seed)))) - 1, 0) == store.tokens(ann)
 
 
 # As the loader draws them

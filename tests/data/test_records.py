@@ -162,6 +162,25 @@ def test_one_real_file_is_one_record_whatever_links_name_it(tmp_path: Path, open
     assert ids(open_("text", tmp_path / "also")) == every
 
 
+def test_one_real_file_is_one_record_whatever_hard_links_name_it(
+    tmp_path: Path, open_: Open
+) -> None:
+    """Two units of one file would be one person drawn as two."""
+    root = write(tmp_path / "d", {"b/x.txt": b"x", "c.txt": b"x", "d.jsonl": b'{"text": "t"}'})
+    far = write(tmp_path / "far", {"y.txt": b"y"})
+    for name, target in {
+        "a.txt": root / "b/x.txt",
+        "b/z.txt": root / "b/x.txt",
+        "e.jsonl": root / "d.jsonl",
+        "far.txt": far / "y.txt",
+    }.items():
+        (root / name).hardlink_to(target)
+    (root / "far2.txt").symlink_to(far / "y.txt")
+    assert ids(open_("text", root / "**/*.txt")) == ["a.txt", "c.txt", "far.txt"]
+    assert ids(open_("text", root / "b")) == ["x.txt"]
+    assert ids(open_("jsonl", root)) == ["d.jsonl:1"]
+
+
 def test_python_stdlib(open_: Open) -> None:
     store = open_("text", "python-stdlib")
     names = ids(store)

@@ -1,5 +1,10 @@
 """The held-out split: by unit, disjoint, and dependent on nothing but the unit's id."""
 
+import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,3 +97,70 @@ def test_fraction_outside(fraction: float) -> None:
 def test_nothing_left_to_train_on() -> None:
     with pytest.raises(ValueError, match=r"data\.heldout_fraction = 0\.99.* leaves none of 2"):
         split(RecordUnits(Names(["a", "b"])), 0.99)
+
+
+SIDES = """
+import json, os, sys
+from torchtitan_dp.data.records import open_records
+from torchtitan_dp.data.split import split
+from torchtitan_dp.data.units import open_units
+
+root, index = sys.argv[1:]
+found = [sys.getfilesystemencoding()]
+for format, field in (("text", None), ("text", "folder"), ("jsonl", None)):
+    store = open_records(format, root, unit_field=field, index_folder=index)
+    units = open_units(store, field, index_folder=index)
+    sides = [[os.fsencode(store.record_id(int(record))).hex() for unit in side
+        for record in units.records(int(unit))] for side in split(units, 0.5)]
+    hashes = [one for chunk in units.hashes() for one in chunk.tolist()]
+    found.append([store.fingerprint, units.fingerprint, hashes, sides])
+print(json.dumps(found))
+"""
+BYTES = (
+    b"\xc3\xa9",
+    b"\xe9",
+    b"\xff",
+    b"\x80",
+    b"\xef\xbf\xbd",
+    b"\xf0\x9f\x98\x80",
+    b"a",
+    b"\xc3",
+)
+
+
+def in_locale(root: Path, index: Path, **settings: str) -> list[object]:
+    """The file system's encoding there, then what was found."""
+    index.mkdir()
+    told = subprocess.run(
+        [sys.executable, "-c", SIDES, str(root), str(index)],
+        env={**os.environ, "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", **settings},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(told.stdout)
+
+
+def test_a_unit_is_on_the_same_side_whatever_the_locale(tmp_path: Path) -> None:
+    """A name is its bytes: another node's locale must not swap trained and held-out units."""
+    root = os.fsencode(tmp_path) + b"/d"
+    for name in BYTES:
+        for path in (name + b".jsonl", b"u" + name + b"/" + name, b"u" + name + b"/" + name * 2):
+            os.makedirs(os.path.dirname(root + b"/" + path), exist_ok=True)
+            with open(root + b"/" + path, "wb") as file:
+                file.write(b"{}")
+    utf8 = in_locale(tmp_path / "d", tmp_path / "utf8", PYTHONUTF8="1")
+    ascii = in_locale(tmp_path / "d", tmp_path / "ascii", LC_ALL="C")
+    assert (utf8[0], ascii[0]) == ("utf-8", "ascii")
+    assert ascii[1:] == utf8[1:]
+    if shutil.which("localedef") is None:
+        pytest.skip("no localedef: ASCII alone was tried")
+    made = subprocess.run(
+        ["localedef", "-c", "-i", "POSIX", "-f", "ISO-8859-1", str(tmp_path / "latin")],
+        capture_output=True,
+    )
+    latin = in_locale(tmp_path / "d", tmp_path / "latin1", LC_ALL="latin", LOCPATH=str(tmp_path))
+    if latin[0] == "ascii":
+        pytest.skip(f"localedef made no locale: {made.stderr!r}")
+    assert latin[0] == "iso8859-1"
+    assert latin[1:] == utf8[1:]

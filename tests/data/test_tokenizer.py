@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
+from torchtitan_dp.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
 
 VOCABULARY = {"<unk>": 0, "one": 1, "two": 2, "<s>": 3, "</s>": 4}
 
@@ -46,6 +46,58 @@ def test_bytes() -> None:
 @pytest.mark.parametrize("path", ["", "{tmp}"])
 def test_bytes_without_tokenizer_json(tmp_path: Path, path: str) -> None:
     assert isinstance(load_tokenizer(path.format(tmp=tmp_path)), ByteTokenizer)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel({"a": 0}),
+        models.WordPiece({"a": 0}, unk_token="?"),
+        models.Unigram([("a", -1.0)], None, False),
+        models.BPE({"a": 0}, [], unk_token="?"),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_text_that_it_has_no_tokens_for_is_none(tmp_path: Path, model: Any) -> None:
+    """`tokenizers` raises: what a record holds would stop the run."""
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("b") is None
+    known = tokenizer.encode("a")
+    assert known is not None
+    assert set(known.tolist()) <= {0}
+
+
+def test_a_text_has_the_same_tokens_each_time(tmp_path: Path) -> None:
+    """BPE dropout draws merges anew, unlike on each rank of a context-parallel group."""
+    model = models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    for _ in range(20):
+        ids = tokenizer.encode("ab" * 10)
+        assert ids is not None
+        assert ids.tolist() == [2] * 10
+
+
+@pytest.mark.parametrize("name, is_stopped", [("PanicException", False), ("Interrupt", True)])
+def test_a_panic_inside_the_library_is_none(name: str, is_stopped: bool) -> None:
+    """It arrives as a BaseException that nobody can import; others are none of its business."""
+
+    class Backend:
+        def encode(self, text: str, **options: Any) -> None:
+            raise type(name, (BaseException,), {})(text)
+
+        model = None
+
+        def __getattr__(self, _: str) -> Any:
+            return lambda **options: {}
+
+    tokenizer = HFTokenizer(Backend(), None, None)  # type: ignore[arg-type]
+    if is_stopped:
+        with pytest.raises(BaseException, match="text"):
+            tokenizer.encode("text")
+    else:
+        assert tokenizer.encode("text") is None
 
 
 def test_hugging_face_adds_cuts_and_pads_nothing(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from torchtitan_dp.privacy import clipping
 from torchtitan_dp.privacy.clipping import add_clipped_, clip, squared_norm
 
 INF, NAN = math.inf, math.nan
@@ -71,6 +72,44 @@ def test_squared_norms_are_those_of_fp64_rows(size):
     gradient_BN = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
     expected_B = gradient_BN.double().square().sum(-1)
     torch.testing.assert_close(squared_norm(gradient_BN), expected_B, rtol=1e-6, atol=0)
+
+
+def lost_in_fp32(period: int, large: int, small_square: float) -> torch.Tensor:
+    """`large` ones at each period's start; each of the other squares is lost when added to one."""
+    gradient = torch.full((2**18 + 100,), math.sqrt(small_square))
+    for i in range(large):
+        gradient[i::period] = 1.0
+    return gradient
+
+
+@pytest.mark.parametrize("clip_function", ["vanilla", "automatic"])
+@pytest.mark.parametrize("period", [2**k for k in range(4, 15)])
+def test_row13_no_gradient_is_added_with_more_than_C(period, clip_function):
+    """A square of less than half a unit in the last place of the sum so far adds nothing to it."""
+    for large in (1, 2, 4, 8):
+        for small_square in (5.9e-8, 3e-8, 2.9e-8, 1.2e-7, 1e-9):
+            gradient = lost_in_fp32(period, large, small_square)
+            exact = gradient.double().square().sum()
+            assert squared_norm(gradient) >= exact * (1 - 1.6e-5)
+            clipped = clip(
+                squared_norm(gradient[None]),
+                torch.tensor([True]),
+                max_grad_norm=0.5,
+                clip_function=clip_function,
+            )
+            total = torch.zeros_like(gradient)
+            add_clipped_(total, gradient, clipped.factor_B[0], clipped.rejected_B[0])
+            assert total.double().square().sum().sqrt() <= 0.5
+
+
+def test_row13_any_order_of_summation_keeps_the_bound():
+    """n non-negative terms lose at most a share n u, whatever the device's order: half in a norm.
+
+    Then a square root, the factor and the product round once each.
+    """
+    u = 2.0**-24
+    worst = clipping._ROW * u / 2 + 4 * u
+    assert worst < 0.8 * (1 - clipping._SAFETY)
 
 
 def test_row22_an_overflow_stays_visible():

@@ -2,12 +2,13 @@
 
 A unit's ids are those of its records, one after the other, each with its marks: [bos] text [eos]
 (marks that exist; where there are none, a blank line comes between records). Records without text
-tokens, empty or undecodable, are left out. Only about as much is read and tokenized as `limit` ids
-need, however large a record and however many there are.
+tokens, empty or undecodable, are left out; one that the tokenizer has no tokens for, in the part
+that is read, is undecodable too. Only about as much is read and tokenized as `limit` ids need,
+however large a record and however many there are.
 
 Guarantee:
     An excerpt is a function of one unit's records and of one random number; its length is one of
-    the records alone, the smaller of `limit` and all ids.
+    the records alone: a window has as many ids as the head.
 """
 
 from collections.abc import Iterable
@@ -39,7 +40,8 @@ class Excerpts:
         )
         self._between = _NO_IDS
         if len(self._bos) == len(self._eos) == 0:
-            self._between = tokenizer.encode("\n\n")
+            between = tokenizer.encode("\n\n")
+            self._between = _NO_IDS if between is None else between
         self.undecodable = 0
 
     def head(self, members: np.ndarray, *, counted: bool = True) -> np.ndarray:
@@ -62,8 +64,9 @@ class Excerpts:
         Args:
             place: uniform in [0, 1).
         """
-        head = self._first(members, self._limit + 1)
-        if len(head) <= self._limit:
+        # What `head` looks at, not an id more: further on, text may be undecodable, or not empty.
+        head = self._first(members, self._limit)
+        if len(head) < self._limit:
             return head
         ends = np.cumsum(self._records.stored_bytes(members[:]))
         width = self._limit * min(self._tokenizer.bytes_per_token, 4)
@@ -126,9 +129,9 @@ class Excerpts:
         limit = needed * self._tokenizer.bytes_per_token + EDGE_BYTES
         while True:
             text = self._read(record, limit, start)
-            if text is None:
+            ids = None if text is None else self._tokenizer.encode(text)
+            if text is None or ids is None:
                 return None
-            ids = self._tokenizer.encode(text)
             is_all = len(text.encode("utf-8")) < limit - EDGE_BYTES
             if is_all or len(ids) >= needed or limit > MOST_BYTES:
                 return ids
@@ -141,9 +144,11 @@ class Excerpts:
         while True:
             start = max(size - limit, 0)
             text = self._read(record, limit, start)
-            ids = self._tokenizer.encode(text) if text else _NO_IDS
+            ids = None if text is None else self._tokenizer.encode(text)
+            if ids is None:
+                return _NO_IDS, False
             is_enough = len(ids) >= needed + self._edge or limit > MOST_BYTES
-            if start == 0 or is_enough or text is None:
+            if start == 0 or is_enough:
                 return ids, start == 0
             limit *= 2
 

@@ -38,8 +38,8 @@ class Files(NamedTuple):
 def list_files(root: str, names: Iterator[str], folder: str) -> Files:
     """Stream the names and sizes into unnamed temporary files and map those.
 
-    A file that several links name is taken once, by the first name. Nothing is saved for a later
-    run: telling that the list is unchanged takes the same walk.
+    A file that several links name, symbolic or hard, is taken once, by the first name. Nothing is
+    saved for a later run: telling that the list is unchanged takes the same walk.
     """
     content, place = hashlib.sha256(), hashlib.sha256()
     name_end = byte_end = 0
@@ -54,7 +54,7 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
                 folder_name = os.path.dirname(name)
                 expected = os.path.join(real_root, folder_name)
                 is_far = os.path.realpath(expected) != expected
-            if is_far or os.path.islink(path):
+            if is_far or status.st_nlink > 1 or os.path.islink(path):
                 if (status.st_dev, status.st_ino) in linked:
                     continue
                 linked.add((status.st_dev, status.st_ino))
@@ -94,7 +94,8 @@ def locate(format: str, path: str) -> tuple[str, Iterator[str]]:
 
 
 def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iterator[str]:
-    """Relative names of the files below `root` that match, one component a pattern, sorted."""
+    """Relative names of the files below `root` that match, one component a pattern, sorted by
+    their bytes."""
 
     def is_listed(parts: list[str]) -> bool:
         return not any(_is_hidden(part) for part in parts) and _matches(parts, patterns)
@@ -130,7 +131,7 @@ def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iter
                     if is_link and is_listed(inside(entry.path)):
                         continue  # listed already, under its own name
                     children.append(child)
-        pending.extend(sorted(children, reverse=True))
+        pending.extend(sorted(children, key=os.fsencode, reverse=True))  # alike in every locale
 
 
 def _is_hidden(name: str) -> bool:

@@ -89,7 +89,7 @@ def open_records(
     "python-stdlib". `jsonl`: one line, one record; `path` is a file, a glob, or a folder of
     *.jsonl. Hidden files, `__pycache__` and .pyc are skipped; symbolic links are followed, but no
     folder is entered twice, and a file that links name more than once is listed once, by its own
-    name if that is listed, else by the first (a hard link is taken for a copy).
+    name if that is listed, else by the first; of hard links, by the first.
 
     `unit_field` says whose record one is (`units`). For `jsonl` it is a field that holds a string
     or a whole number; 7 and "7" are one unit, else names must be equal character by character. A
@@ -187,8 +187,9 @@ class TextRecords:
 
     def unit_names(self) -> Iterator[str | None]:
         for name in self.record_ids():
-            folder, slash, _ = name.partition("/")
-            yield folder if slash else None
+            folder, slash, _ = os.fsencode(name).partition(b"/")
+            # not as the locale reads it, on which the unit must not depend
+            yield folder.decode("utf-8", "surrogateescape") if slash else None
 
 
 class JsonlRecords:

@@ -20,8 +20,11 @@ class Tokenizer(Protocol):
     bytes_per_token: int
     """How many bytes of text to read for a token, a first guess; exact if 1."""
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids, int64 (tokens,), without beginning or end marks."""
+    def encode(self, text: str) -> np.ndarray | None:
+        """Token ids, int64 (tokens,), without beginning or end marks.
+
+        `None` for a text that it has no tokens for. Never raises for what a text holds.
+        """
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -87,20 +90,33 @@ def byte_tokenizer_files() -> dict[str, str]:
 
 
 class HFTokenizer:
-    """A tokenizer.json, its own truncation, padding and special-token templates switched off."""
+    """A tokenizer.json; its truncation, padding, dropout and special-token templates are off."""
 
     bytes_per_token = 8
 
     def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None):
         backend.no_truncation()  # both would otherwise hide the true length of a record
         backend.no_padding()
+        if getattr(backend.model, "dropout", None):  # BPE's: other tokens each time, on each rank
+            backend.model.dropout = None
         self._backend = backend
         self.bos_id, self.eos_id = bos_id, eos_id
         self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids, int64 (tokens,), without beginning or end marks."""
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, dtype=np.int64)
+    def encode(self, text: str) -> np.ndarray | None:
+        """Token ids, int64 (tokens,), without beginning or end marks.
+
+        `None` for a text with something that the vocabulary lacks, if it has no token for that.
+        """
+        try:
+            ids = self._backend.encode(text, add_special_tokens=False).ids
+        except BaseException as error:
+            # The library raises plain Exception; a panic inside of it is a BaseException that
+            # cannot be imported. What a record holds must not stop the run.
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                return None
+            raise
+        return np.array(ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids, special tokens left out."""

@@ -19,7 +19,7 @@ import numpy as np
 from torchtitan_dp.data.index import WriteWords, cached_words
 from torchtitan_dp.data.records import RecordStore
 
-INDEX_VERSION = "units-1"  # of the format, of the hash and of the name
+INDEX_VERSION = "units-2"  # of the format, of the hash and of the name
 SHARD_RECORDS = 2**20
 MOST_SHARDS = 256  # open files
 CHUNK = 2**16
@@ -55,14 +55,16 @@ def unit_index(store: RecordStore, unit_field: str, folder: str) -> UnitIndex:
 
 
 def record_hash(record_id: str, size: int = _HASH_BYTES) -> bytes:
-    """Of a record that is a unit of its own; never that of a named unit."""
-    # surrogateescape: a file's name need not be UTF-8
-    return hashlib.blake2b(record_id.encode("utf-8", "surrogateescape"), digest_size=size).digest()
+    """Of a record that is a unit of its own; never that of a named unit.
+
+    Of the bytes of its file's name: what they read as depends on the locale.
+    """
+    return hashlib.blake2b(os.fsencode(record_id), digest_size=size).digest()
 
 
 def unit_hash(name: str) -> bytes:
     """Of a named unit."""
-    data = name.encode("utf-8", "surrogateescape")
+    data = name.encode("utf-8", "surrogateescape")  # a folder's name need not be UTF-8
     return hashlib.blake2b(data, digest_size=_HASH_BYTES, person=b"unit").digest()
 
 

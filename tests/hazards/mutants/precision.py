@@ -61,6 +61,15 @@ MUTANTS = [
     ),
     Mutant(
         13,
+        "norms of rows too long for fp32",
+        CLIP,
+        "_ROW = 256\n",
+        "_ROW = 4096\n",
+        (f"{ONE}test_row13_no_gradient_is_added_with_more_than_C[4096-vanilla]",),
+        quick=True,
+    ),
+    Mutant(
+        13,
         "noise in bf16",
         "privacy/noise.py",
         "values_here, alpha=std)",
@@ -136,6 +145,15 @@ MUTANTS = [
         "clipped.factor_B[sample], clipped.rejected_B[sample]",
         "clipped.factor_B[sample], clipped.rejected_B.any()",
         (f"{POISONED}[(1, 1, 1)-nan-V2]",),
+    ),
+    Mutant(
+        22,
+        "a text without tokens stops the run",
+        "data/tokenizer.py",
+        'isinstance(error, Exception) or type(error).__name__ == "PanicException"',
+        'type(error).__name__ == "PanicException"',
+        ("data/test_tokenizer.py::test_a_text_that_it_has_no_tokens_for_is_none[WordLevel]",),
+        quick=True,
     ),
     Mutant(
         26,
