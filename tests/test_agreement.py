@@ -1,6 +1,7 @@
 """What a hostile review found: ranks that disagree, and folders that mix private and plain runs."""
 
 import json
+import os
 
 import pytest
 
@@ -26,6 +27,36 @@ def test_ranks_that_see_other_records_refuse_to_train():
     first, second = on_ranks(2, agreement, True)
     assert first == "agreed"
     assert "ranks disagree" in second
+
+
+def opening(folder: str, differ: bool) -> str:
+    """A start on two ranks, one of which was given another sequence length."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    import numpy as np
+    import torch.distributed as dist
+
+    from torchtitan_dp.train import DPTrainer
+
+    os.makedirs(folder, exist_ok=True)
+    length = 64 + 64 * (differ and dist.get_rank())
+    config = build.config(f"--job.dump_folder={folder}", f"--training.seq_len={length}")
+    trainer = SimpleNamespace(
+        job_config=config, dataloader=SimpleNamespace(fingerprint="f" * 64, units=np.arange(10))
+    )
+    try:
+        with mock.patch.object(dist, "barrier"):  # where the other rank would wait for torchrun
+            DPTrainer._open_ledger(trainer)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_ranks_with_other_configurations_refuse_to_train(tmp_path):
+    """Lengths decide who processes whom: a record could be dealt to two ranks."""
+    assert "ranks disagree" in on_ranks(2, opening, str(tmp_path / "other"), True)[1]
+    assert on_ranks(2, opening, str(tmp_path / "same"), False) == ["agreed", "agreed"]
 
 
 def test_a_run_without_privacy_may_not_use_a_private_folder(tmp_path):

@@ -119,6 +119,15 @@ BAD = {
         ["--optimizer.early_step_in_backward"],
         "optimizer.early_step_in_backward = true",
     ),
+    "a norm that fp32 cannot clip to": (
+        ["--privacy.max_grad_norm=1e-12"],
+        "privacy.max_grad_norm = 1e-12",
+    ),
+    "checkpoints out of sight": (["--checkpoint.folder=a/b"], "checkpoint.folder = 'a/b'"),
+    "another run's ledger taken over": (
+        ["--checkpoint.initial_load_path=.", "--checkpoint.no-initial_load_model_only"],
+        "checkpoint.initial_load_model_only = false",
+    ),
     "second clip": (["--training.max_norm=1"], "training.max_norm = 1"),
     "bf16 weights": (["--training.dtype=bfloat16"], "training.dtype = bfloat16"),
     "cpu offload": (["--training.enable_cpu_offload"], "training.enable_cpu_offload = true"),

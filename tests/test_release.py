@@ -29,9 +29,10 @@ from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger
 from torchtitan_dp.ledger.terms import settings_of
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3 import Llama
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release import empty_model, main, release
-from torchtitan_dp.releasing.card import _factor, rounded_up
+from torchtitan_dp.releasing.card import _factor
 from torchtitan_dp.releasing.claims import PUBLIC_KEYS
 from torchtitan_dp.run_config import read_config, write_config
 

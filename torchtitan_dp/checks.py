@@ -174,6 +174,11 @@ def _check_privacy(config: JobConfig) -> None:
         value = getattr(privacy, key)
         if value is not None and not 0 < value < float("inf"):
             raise ValueError(f"privacy.{key} = {value}: must be a positive number")
+    if not 1e-9 <= privacy.max_grad_norm <= 1e9:
+        raise ValueError(
+            f"privacy.max_grad_norm = {privacy.max_grad_norm}: must be between 1e-9 and 1e9, where "
+            "fp32 can clip to it"
+        )
     if privacy.noise_multiplier is not None and not 0 <= privacy.noise_multiplier < float("inf"):
         raise ValueError(
             f"privacy.noise_multiplier = {privacy.noise_multiplier}: must be 0 or more"

@@ -111,7 +111,11 @@ def test_in_and_out_the_logits_are_those_of_transformers(llama, monkeypatch):
     model = ours(llama)
     assert (model(sample_tokens()) - expected).abs().max() < 1e-4
     exported = llama.parent / "out" / "hf"
-    assert export(model, given(llama)) == str(exported)
+    ledger = llama.parent / "ledger"
+    ledger.write_text("spent")
+    assert export(model, given(llama), [str(ledger)]) == str(exported)
+    assert (exported / "ledger").read_text() == "spent"
+    (exported / "ledger").unlink()
     assert len(list(exported.glob("model-*.safetensors"))) > 1
     assert torch.equal(transformers_logits(exported), expected)
     before, after = (json.loads((f / "config.json").read_text()) for f in (llama, exported))

@@ -134,6 +134,14 @@ MUTANTS = [
     ),
     Mutant(
         32,
+        "ranks of other configurations deal each their own way",
+        "train.py",
+        "ledger.settings, ledger.config_hash, versions()))\n",
+        "ledger.settings))\n",
+        ("test_agreement.py::test_ranks_with_other_configurations_refuse_to_train",),
+    ),
+    Mutant(
+        32,
         "ranks that see other records train on",
         "distributed/agreement.py",
         "    if agreed[0] != repr(terms):\n",
