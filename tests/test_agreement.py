@@ -59,6 +59,29 @@ def test_ranks_with_other_configurations_refuse_to_train(tmp_path):
     assert on_ranks(2, opening, str(tmp_path / "same"), False) == ["agreed", "agreed"]
 
 
+def opened_account() -> str:
+    """The ledger of a start, on this rank."""
+    from types import SimpleNamespace
+    from unittest import mock
+
+    from tests.hazards.test_trainer import SETTINGS
+    from torchtitan_dp import train
+    from torchtitan_dp.ledger import ExecutedSteps, Ledger
+
+    trainer = SimpleNamespace(
+        ledger=Ledger(SETTINGS), executed=ExecutedSteps("/nowhere"), job_config=build.config()
+    )
+    with mock.patch.object(train, "Account"):
+        train.DPTrainer._open_account(trainer)  # type: ignore[arg-type]
+    return trainer.ledger.to_json()
+
+
+def test_ranks_keep_one_ledger():
+    """Any of them may be the one that writes it into a checkpoint: with four, the third is."""
+    first, *others = on_ranks(4, opened_account)
+    assert others == [first] * 3
+
+
 def test_a_run_without_privacy_may_not_use_a_private_folder(tmp_path):
     from torchtitan_dp.ledger.terms import refuse_private_folder
 

@@ -123,6 +123,10 @@ BAD = {
         ["--privacy.max_grad_norm=1e-12"],
         "privacy.max_grad_norm = 1e-12",
     ),
+    "a checkpoint without its ledger": (
+        ["--checkpoint.last_save_model_only"],
+        "checkpoint.last_save_model_only = true",
+    ),
     "checkpoints out of sight": (["--checkpoint.folder=a/b"], "checkpoint.folder = 'a/b'"),
     "another run's ledger taken over": (
         ["--checkpoint.initial_load_path=.", "--checkpoint.no-initial_load_model_only"],

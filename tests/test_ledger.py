@@ -35,11 +35,11 @@ SETTINGS = Settings(
 )
 
 
-def publish(folder, kept, begun, newest=0):
+def publish(folder, kept, begun):
     """What a process that starts with `begun` steps in the folder's log publishes."""
     line = f"1 {kept.settings.noise_multiplier} {kept.settings.sample_rate} {kept.start}\n"
     (folder / "steps_executed.log").write_text(begun * line)
-    return Account(kept, ExecutedSteps(str(folder)), total_steps=1000).publish(str(folder), newest)
+    return Account(kept, ExecutedSteps(str(folder)), total_steps=1000).publish(str(folder))
 
 
 def test_published_file_holds_the_contract_and_is_its_owners_only(tmp_path):
@@ -201,13 +201,32 @@ def test_a_line_that_is_no_step_is_refused(tmp_path, line):
 
 
 def test_a_step_is_on_disk_before_its_update(tmp_path, monkeypatch):
-    seen = []
-    path = tmp_path / "steps_executed.log"
-    monkeypatch.setattr(files.os, "fsync", lambda _: seen.append(path.read_bytes()))
+    synced, path = [], tmp_path / "steps_executed.log"
+
+    def sync(descriptor):
+        of_log = os.path.samestat(os.fstat(descriptor), path.stat())
+        synced.append(path.read_bytes() if of_log else "folder")
+
+    monkeypatch.setattr(files.os, "fsync", sync)
     executed = ExecutedSteps(str(tmp_path))
     start = executed.new_start()
     executed.begin(1, SETTINGS)
-    assert seen == [f"1 1.0 0.01 {start}\n".encode()]
+    assert synced == [f"1 1.0 0.01 {start}\n".encode(), "folder"]  # whose entry is new
+    executed.begin(2, SETTINGS)
+    assert len(synced) == 3
+
+
+def test_a_torn_line_has_one_name_in_all_copies(tmp_path):
+    names = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        (folder / "steps_executed.log").write_bytes(b"9 1.0 0.01 a\n10 1.0 0.0")
+        executed = ExecutedSteps(str(folder))
+        names.append(executed.stretches(SETTINGS)[-1].start)
+        executed.begin(10, SETTINGS)
+        names.append(ExecutedSteps(str(folder)).stretches(SETTINGS)[-1].start)
+    assert len(set(names)) == 1
+    assert str(tmp_path) not in names[0]
 
 
 def test_other_data_is_refused(tmp_path):
@@ -223,16 +242,6 @@ def test_fingerprint_is_not_published(tmp_path):
     ledger.write_fingerprint(str(tmp_path), "a" * 64)
     publish(tmp_path, Ledger(SETTINGS), 0)
     assert "a" * 12 not in (tmp_path / "privacy.json").read_text()
-
-
-def test_privacy_json_speaks_for_the_furthest_checkpoint_of_its_folder(tmp_path):
-    """A shorter run in the same folder must not lower what an earlier checkpoint spent."""
-    settings = Settings(1.0, 0.01, 1.0, 1e-5, 4, "rdp", "test", "zero_out")
-    long = publish(tmp_path, Ledger(settings, steps=50), 50)
-    short = publish(tmp_path, Ledger(settings, steps=5), 55, newest=50)
-    assert short["steps"] == 50
-    assert long["epsilon"] <= short["epsilon"] <= long["epsilon"] * 1.1  # the next point up
-    assert short["epsilon_executed"] > long["epsilon"]
 
 
 def test_executed_steps_are_never_fewer_than_the_lineages(tmp_path):
@@ -260,6 +269,8 @@ def test_a_segment_starts_where_the_settings_change():
     assert [s.steps for s in own] == [30, 10]
     assert kept.epsilon() == accounting.compose(own, delta=1e-5, accountant="rdp")
     assert loaded.epsilon() < kept.epsilon() < Ledger(SETTINGS, steps=40).epsilon()
+    assert [s.steps for s in kept.segments(20)] == [20, 0]  # what it had spent then
+    assert kept.epsilon(20) == SETTINGS.epsilon(20)
     again = Ledger(quieter)  # resumed on the same terms: no third segment
     again.go_on_from(kept, "planned")
     assert [s.steps for s in again.segments()] == [30, 10]

@@ -18,6 +18,7 @@ from torchtitan_dp.privacy.segments import Segment
 
 SIGMA, DELTA = 1.0, 1e-3
 RATE = 3 / 24
+PUBLIC_OPTION = "--privacy.initial_weights_public"
 
 
 def spends(*steps_by_sigma):
@@ -177,12 +178,15 @@ def plan_of(command, folder):
     return make_plan(load_config(command, 2), 24, earlier_ledger(str(folder)))
 
 
-def at_step(copy, step, newest):
-    """The folder as it was after so many steps; its newest checkpoint is another step's."""
+def at_step(copy, step):
+    """The folder as it was after so many steps of four."""
     ledger = earlier_ledger(str(copy))
     ledger.steps = step
     (copy / "steps_executed.log").write_text("".join(lines(copy, step)))
-    Account(ledger, ExecutedSteps(str(copy)), 5).publish(str(copy), newest)
+    Account(ledger, ExecutedSteps(str(copy)), 5).publish(str(copy))
+    for newer in range(step + 1, 5):
+        shutil.rmtree(copy / "checkpoint" / f"step-{newer}", ignore_errors=True)
+    assert (copy / "checkpoint" / f"step-{step}").exists()
 
 
 def test_an_adaptive_segment_stays_within_the_budget_of_the_first_start(copy, data):
@@ -194,7 +198,7 @@ def test_an_adaptive_segment_stays_within_the_budget_of_the_first_start(copy, da
         plan_of(quieter, copy)
     with pytest.raises(ValueError, match=r"set privacy\.noise_multiplier instead"):
         plan_of(command, copy)
-    at_step(copy, 2, 2)  # stopped half-way, and gone on with more noise
+    at_step(copy, 2)  # stopped half-way, and gone on with more noise
     plan = plan_of(quieter, copy)
     assert plan.ledger.adaptive
     assert spends((SIGMA, 2), (2.0, 3)) <= plan.epsilon <= budget
@@ -209,7 +213,7 @@ def test_the_budget_counts_the_steps_of_weights_that_are_lost(copy, data):
     quieter = arguments(
         copy, data, "--privacy.new_segment=adaptive", "--training.steps=27", *with_sigma(2.0)
     )
-    at_step(copy, 2, 2)
+    at_step(copy, 2)
     plan_of(quieter, copy)
     shutil.rmtree(copy / "checkpoint")
     with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
@@ -254,7 +258,7 @@ def starting_from(path, *overrides):
 def test_hazard_45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
     with pytest.raises(ValueError, match=r"^privacy\.initial_weights_public = false: "):
         starting_from(tmp_path)
-    kept = starting_from(tmp_path, "--privacy.initial_weights_public")
+    kept = starting_from(tmp_path, PUBLIC_OPTION)
     assert (kept.private, kept.caveats) == (True, [PUBLIC])
 
 
@@ -271,7 +275,7 @@ def publish(folder, kept):
 def test_hazard_45_not_private_sticks_to_exported_weights(tmp_path, copy):
     kept = make_plan_of(copy)
     kept.mark_not_private("a seed")
-    later = starting_from(publish(tmp_path, kept), "--privacy.initial_weights_public")
+    later = starting_from(publish(tmp_path, kept), PUBLIC_OPTION)
     assert later.private is False
     assert "of the initial weights: a seed" in later.caveats
 
@@ -281,7 +285,7 @@ def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
     kept = make_plan_of(copy)
     hf = publish(tmp_path, kept)
     write_fingerprint(str(tmp_path), "theirs")
-    later = starting_from(hf, "--privacy.initial_weights_public")
+    later = starting_from(hf, PUBLIC_OPTION)
     assert [ancestor.run for ancestor in later.ancestors] == [kept.run]
     assert later.before() == [Segment(SIGMA, RATE, 4)]
 
@@ -312,7 +316,7 @@ def test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun(fi
     (run / "checkpoint" / "step-9").mkdir()  # weights alone
     (tmp_path / "link").symlink_to(run / "hf")
     for place in (run / "hf", run / "checkpoint" / "step-9", tmp_path / "link"):
-        later = starting_from(place, "--privacy.initial_weights_public")
+        later = starting_from(place, PUBLIC_OPTION)
         assert later.before() == [Segment(SIGMA, RATE, 5)], place
 
 
@@ -383,6 +387,55 @@ def test_a_log_that_lost_lines_is_refused(copy, data, text):
 def test_another_checkpoint_folder_is_refused(copy, data):
     with pytest.raises(ValueError, match=r"^checkpoint\.folder = 'second': .* in 'checkpoint'"):
         plan_of(arguments(copy, data, *with_sigma(SIGMA), "--checkpoint.folder=second"), copy)
+    with pytest.raises(ValueError, match=r"^checkpoint\.enable = false: .* in 'checkpoint'"):
+        plan_of(arguments(copy, data, *with_sigma(SIGMA), "--checkpoint.no-enable"), copy)
+    shutil.copytree(copy / "checkpoint", copy / "backup")  # may be where it goes on from the other
+    assert plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy).steps == 4
+    assert run(copy)[0] == 0
+
+
+def test_a_plan_goes_on_from_the_weights_that_are_there(copy, data):
+    """Two steps were lost: the coming ones are as many more, at the noise that this leaves."""
+    shutil.rmtree(copy / "checkpoint" / "step-4")
+    plan = plan_of(
+        arguments(
+            copy,
+            data,
+            "--privacy.new_segment=planned",
+            "--privacy.target_epsilon=9",
+            "--training.steps=8",
+        ),
+        copy,
+    )
+    assert [s.steps for s in plan.ledger.segments(8)] == [2, 6]
+    assert 9 * 0.99 <= plan.epsilon <= 9
+
+
+def test_weights_in_the_runs_own_folder_are_its_own(tmp_path):
+    (tmp_path / "new" / "hf").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"lies in job\.dump_folder"):
+        starting_from(tmp_path / "new" / "hf", f"--job.dump_folder={tmp_path}/new", PUBLIC_OPTION)
+
+
+def test_a_plot_of_two_segments(copy, data, tmp_path):
+    kept = make_plan_of(copy)
+    later = Ledger(dataclasses.replace(kept.settings, noise_multiplier=2.0))
+    later.go_on_from(kept, "planned")
+    later.steps = 6
+    executed = ExecutedSteps(str(copy))
+    executed.adopt(later.stretches())
+    Account(later, executed, 6).publish(str(copy))
+    code, told = run(copy, "--plot", tmp_path / "plot.png")
+    assert (code, told["total"]["steps_executed"]) == (0, 6)
+
+
+def test_a_total_names_the_weaker_neighbours(first, copy):
+    another_run(copy)
+    kept = make_plan_of(copy)
+    kept.settings = dataclasses.replace(kept.settings, neighbouring_relation="add_remove")
+    Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    assert run(copy)[1]["total"]["neighbouring_relation"] == "add_remove"
+    assert run(first, copy)[1]["total"]["neighbouring_relation"] == "zero_out"
 
 
 def test_nothing_is_added_up_while_there_are_faults(copy, capsys):

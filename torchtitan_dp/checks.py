@@ -279,6 +279,13 @@ def _check_conflicts_with_privacy(config: JobConfig) -> None:
             "give the name of a folder inside job.dump_folder ('checkpoint')",
         ),
         (
+            config.checkpoint.last_save_model_only,
+            "checkpoint.last_save_model_only",
+            True,
+            "set it to false: a checkpoint of weights alone lacks the ledger of what they spent; "
+            "python -m torchtitan_dp.release publishes them with it",
+        ),
+        (
             not config.checkpoint.initial_load_model_only,
             "checkpoint.initial_load_model_only",
             False,

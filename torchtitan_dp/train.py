@@ -26,13 +26,12 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
-from torchtitan_dp.checkpoint import checkpoint_folder, newest_whole_checkpoint
 from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.buckets import ladder
 from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.distributed.agreement import require_agreement, shared_root_key
+from torchtitan_dp.distributed.agreement import of_first_rank, require_agreement, shared_root_key
 from torchtitan_dp.distributed.checkpointer import Checkpointer
 from torchtitan_dp.distributed.parallelize import trained_fsdp_modules
 from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
@@ -220,8 +219,12 @@ class DPTrainer(Trainer):
         return ledger, executed
 
     def _open_account(self) -> None:
-        """Again after each load: what is spent is told for the steps ahead of here."""
+        """Again after each load: what is spent is told for the steps ahead of here.
+
+        Collective over the world: any rank may write the ledger into a checkpoint.
+        """
         self.ledger.start = self.executed.new_start()
+        self.ledger = Ledger.from_json(of_first_rank(self.ledger.to_json()))
         if dist.get_rank() == 0:
             self.executed.adopt(self.ledger.stretches())
         self.account = Account(self.ledger, self.executed, self.job_config.training.steps)
@@ -246,9 +249,7 @@ class DPTrainer(Trainer):
         """Renew `privacy.json`; what it says, on rank 0."""
         if dist.get_rank() != 0:
             return None
-        folder = self.job_config.job.dump_folder
-        newest = newest_whole_checkpoint(checkpoint_folder(self.job_config))
-        return self.account.publish(folder, newest)
+        return self.account.publish(self.job_config.job.dump_folder)
 
 
 def build_trainer(config: JobConfig) -> Trainer:

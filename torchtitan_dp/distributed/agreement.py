@@ -26,6 +26,13 @@ def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
     return RootKey(shared.cpu().numpy().tobytes())
 
 
+def of_first_rank(text: str) -> str:
+    """What rank 0 has, on all ranks. Collective: a broadcast over the world."""
+    shared: list[str] = [text]
+    dist.broadcast_object_list(shared, src=0)
+    return shared[0]
+
+
 def require_agreement(terms: tuple[object, ...]) -> None:
     """Refuse to train if ranks see other records or terms: one record could count twice.
 
@@ -34,11 +41,10 @@ def require_agreement(terms: tuple[object, ...]) -> None:
     Raises:
         RuntimeError: on each rank whose `terms` read otherwise than rank 0's.
     """
-    agreed: list[object] = [repr(terms)]
-    dist.broadcast_object_list(agreed, src=0)
-    if agreed[0] != repr(terms):
+    agreed = of_first_rank(repr(terms))
+    if agreed != repr(terms):
         raise RuntimeError(
             "ranks disagree on the records or the privacy settings: training.dataset_path and "
             f"job.dump_folder must be the same files on every node (here {terms}, on rank 0 "
-            f"{agreed[0]})"
+            f"{agreed})"
         )

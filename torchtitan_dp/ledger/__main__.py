@@ -74,7 +74,7 @@ def _show(runs: list[Run], spent: Total | None) -> None:
     console.print(
         f"{many}: epsilon = {_epsilon(spent.epsilon)}, delta = {spent.delta:g} "
         f"({spent.accountant}; {spent.steps_executed:,} steps; unit: one "
-        f"{runs[0].ledger.settings.privacy_unit})"
+        f"{runs[0].ledger.settings.privacy_unit}; neighbours: {spent.neighbouring_relation})"
     )
     if len(runs) > 1:
         console.print(

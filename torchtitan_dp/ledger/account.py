@@ -54,16 +54,15 @@ class Account:
         count = self.steps_executed if count is None else count
         return self._at(self._begun_curve, self._begun, count - self._first_count)
 
-    def publish(self, folder: str, newest_checkpoint: int = 0) -> dict[str, Any]:
+    def publish(self, folder: str) -> dict[str, Any]:
         """Write `privacy.json` atomically; returns what it says.
 
-        The file speaks for every checkpoint in the folder: where an earlier branch of the run
-        left one that is further than these weights, `newest_checkpoint`, its steps are told.
+        The file speaks for every checkpoint in the folder: none is further than these weights,
+        which were loaded from the newest.
         """
         ledger, settings = self._ledger, self._ledger.settings
-        steps = max(ledger.steps, newest_checkpoint)
-        executed = max(self.steps_executed, steps)
-        epsilon = self.epsilon(steps)
+        executed = max(self.steps_executed, ledger.steps)
+        epsilon = self.epsilon()
         epsilon_executed = max(self.epsilon_executed(executed), epsilon)
         content = {
             "private": ledger.private,
@@ -74,15 +73,15 @@ class Account:
             "max_grad_norm": settings.max_grad_norm,
             "sample_rate": settings.sample_rate,
             "sample_rate_source": settings.sample_rate_source,
-            "steps": steps,
+            "steps": ledger.steps,
             "steps_executed": executed,
             "epsilon_executed": epsilon_executed if ledger.private else None,
             "expected_batch_size": settings.expected_batch_size,
             "privacy_unit": settings.privacy_unit,
             "neighbouring_relation": settings.neighbouring_relation,
             "caveats": ledger.caveats,
-            "segments": [dataclasses.asdict(segment) for segment in ledger.segments(steps)],
-            "starts": [dataclasses.asdict(s) for s in ledger.starts(steps) if s.steps > 0],
+            "segments": [dataclasses.asdict(segment) for segment in ledger.segments()],
+            "starts": [dataclasses.asdict(s) for s in ledger.starts() if s.steps > 0],
             "ancestors": [dataclasses.asdict(ancestor) for ancestor in ledger.ancestors],
             "budget": None if ledger.budget is None else dataclasses.asdict(ledger.budget),
             "adaptive": ledger.adaptive,

@@ -8,6 +8,7 @@ Guarantee:
 """
 
 import dataclasses
+import hashlib
 import json
 import os
 from collections import Counter
@@ -84,6 +85,7 @@ class ExecutedSteps:
         self._path = os.path.join(folder, EXECUTED_FILE)
         self._begun: Counter[tuple[str, float, float]] = Counter()
         self._torn = 0  # lines whose terms were lost: counted on the worst terms
+        self._torn_name = ""  # the same in a copy of the file, however it goes on
         self._tail_is_torn = False
         if os.path.exists(self._path):
             with open(self._path, "rb") as file:
@@ -93,6 +95,9 @@ class ExecutedSteps:
             for number, line in enumerate(lines, start=1):
                 if line.endswith(_TORN) or (self._tail_is_torn and number == len(lines)):
                     self._torn += 1
+                    so_far = "\n".join(lines[:number]).removesuffix(f" {_TORN}")
+                    digest = hashlib.sha256(so_far.encode()).hexdigest()
+                    self._torn_name = f"{_TORN} {digest[:16]}"
                 else:
                     self._begun[self._parse(line, number)] += 1
 
@@ -123,10 +128,13 @@ class ExecutedSteps:
         line = f"{step} {key[1]!r} {key[2]!r} {key[0]}\n" * stretch.steps
         # A torn last line was begun too, and must neither swallow the next nor pass for whole.
         line = f" {_TORN}\n" * self._tail_is_torn + line
+        is_new = not os.path.exists(self._path)
         with open(self._path, "ab", opener=_private_opener) as file:
             file.write(line.encode())
             file.flush()
             os.fsync(file.fileno())
+        if is_new:
+            _sync_folder(os.path.dirname(self._path))
         self._tail_is_torn = False
         self._begun[key] += stretch.steps
 
@@ -137,7 +145,7 @@ class ExecutedSteps:
             known = [(s.noise_multiplier, s.sample_rate) for s in found]
             known.append((settings.noise_multiplier, settings.sample_rate))
             worst = min(sigma for sigma, _ in known), max(rate for _, rate in known)
-            found.append(Stretch(f"{_TORN} {os.path.realpath(self._path)}", *worst, self._torn))
+            found.append(Stretch(self._torn_name, *worst, self._torn))
         return found
 
     def _parse(self, line: str, number: int) -> tuple[str, float, float]:
@@ -190,6 +198,15 @@ def write_atomically(path: str, content: bytes) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(temporary, path)
+
+
+def _sync_folder(folder: str) -> None:
+    """A new file's name is on disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _private_opener(path: str, flags: int) -> int:

@@ -43,6 +43,11 @@ def start_from(ledger: Ledger, config: JobConfig) -> None:
                 f"privacy.initial_weights_public = false: the weights in '{path}' come without a "
                 "ledger of what they spent; set it to true if they never saw private records"
             )
+        if os.path.realpath(path).startswith(os.path.realpath(config.job.dump_folder) + os.sep):
+            raise ValueError(
+                f"checkpoint.initial_load_path = '{path}': it lies in job.dump_folder, where "
+                "weights count as those of this run; move it elsewhere"
+            )
         ledger.add_caveat(PUBLIC)
         return
     earlier, all_begun = found

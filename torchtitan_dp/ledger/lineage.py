@@ -193,16 +193,17 @@ class Ledger:
 
     def segments(self, steps: int | None = None) -> list[Segment]:
         """Those of this folder's lineage, up to `steps` (by default all that were taken)."""
-        total = self.steps if steps is None else steps
-        current = total - sum(segment.steps for segment in self.finished)
-        assert current >= 0, (total, self.finished)
-        return [*self.finished, Segment(self.settings, current)]
+        left = self.steps if steps is None else steps
+        found = []
+        for segment in self.finished:
+            found.append(Segment(segment.settings, min(segment.steps, left)))
+            left -= found[-1].steps
+        return [*found, Segment(self.settings, left)]
 
-    def starts(self, steps: int | None = None) -> list[Start]:
+    def starts(self) -> list[Start]:
         """The same steps by the starts of the trainer that took them."""
-        total = self.steps if steps is None else steps
-        current = total - sum(start.steps for start in self.finished_starts)
-        assert current >= 0, (total, self.finished_starts)
+        current = self.steps - sum(start.steps for start in self.finished_starts)
+        assert current >= 0, (self.steps, self.finished_starts)
         return [*self.finished_starts, Start(self.start, current)]
 
     def rewind(self) -> None:

@@ -10,7 +10,16 @@ import json
 import os
 from dataclasses import dataclass
 
-from torchtitan_dp.checkpoint import checkpoint_folder, checkpoint_folders, resumes
+from torch.distributed.checkpoint import CheckpointException
+
+from torchtitan_dp.checkpoint import (
+    checkpoint_folder,
+    checkpoint_folders,
+    newest_whole_checkpoint,
+    read_ledger,
+    resumes,
+    step_folder,
+)
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.opening import noun, privacy_unit
 from torchtitan_dp.ledger.files import (
@@ -68,13 +77,15 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
         settings_of(config, records), planned_steps=steps, config_hash=config_hash(config)
     )
     if before is not None:
-        _refuse_another_checkpoint_folder(config)
+        _refuse_to_leave_checkpoints(config)
         ledger.inherit(before)
     if not resumes(config):
         start_from(ledger, config)
         if before is not None:  # its weights are lost: what goes on from here is no step old
             before = dataclasses.replace(before)
             before.rewind()
+    else:  # from these weights, which may be older than the folder's account
+        before = _newest_weights(config) or before
     sigma = _noise_multiplier(config, ledger, before)
     ledger.settings = dataclasses.replace(ledger.settings, noise_multiplier=float(sigma))
     if before is None:
@@ -207,16 +218,29 @@ def earlier_ledger(folder: str) -> Ledger | None:
     return ledger if begun > 0 else None
 
 
-def _refuse_another_checkpoint_folder(config: JobConfig) -> None:
-    """`privacy.json` speaks for all checkpoints of its folder: they are of one lineage."""
-    here = checkpoint_folder(config)
-    for folder in checkpoint_folders(config.job.dump_folder):
-        if os.path.abspath(folder) != os.path.abspath(here):
-            raise ValueError(
-                f"checkpoint.folder = '{config.checkpoint.folder}': this run's checkpoints are in "
-                f"'{os.path.basename(folder)}'; set it back, or start afresh in another "
-                "job.dump_folder"
-            )
+def _newest_weights(config: JobConfig) -> Ledger | None:
+    """The ledger of the newest checkpoint; None where it is damaged, for a start to find out."""
+    folder = checkpoint_folder(config)
+    try:
+        text = read_ledger(step_folder(folder, newest_whole_checkpoint(folder)))
+        return None if text is None else Ledger.from_json(text)
+    except (ValueError, KeyError, TypeError, CheckpointException):
+        return None
+
+
+def _refuse_to_leave_checkpoints(config: JobConfig) -> None:
+    """`privacy.json` speaks for all checkpoints of its folder: weights must go on from them."""
+    held = checkpoint_folders(config.job.dump_folder)
+    if not held or resumes(config):
+        return
+    name = os.path.basename(held[0])
+    key, value = "checkpoint.folder", f"'{config.checkpoint.folder}'"
+    if not config.checkpoint.enable:
+        key, value = "checkpoint.enable", "false"
+    raise ValueError(
+        f"{key} = {value}: this run has checkpoints in '{name}', from which it goes on; set it "
+        "back, or start afresh in another job.dump_folder"
+    )
 
 
 def refuse_private_folder(folder: str) -> None:
@@ -234,5 +258,6 @@ def config_hash(config: JobConfig) -> str:
     sections = dataclasses.asdict(config)
     sections["training"].pop("dataset_path")
     sections["job"].pop("dump_folder")
+    sections["job"].pop("config_file")
     text = json.dumps(sections, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

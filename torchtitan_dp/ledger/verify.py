@@ -21,6 +21,7 @@ from torchtitan_dp.ledger.files import (
     EXECUTED_FILE,
     PRIVACY_FILE,
     ExecutedSteps,
+    ledger_of,
     read_fingerprint,
     read_published,
     read_published_fields,
@@ -75,6 +76,7 @@ class Total:
     delta: float
     accountant: str
     steps_executed: int
+    neighbouring_relation: str  # the weaker, where runs differ
 
 
 def verify(folder: str) -> Run:
@@ -83,14 +85,17 @@ def verify(folder: str) -> Run:
     Raises:
         ValueError: one line, if there is no run, or a file of it cannot be read.
     """
-    ledger = read_published(folder)
-    if ledger is None:
+    if read_published(folder) is None:
         raise ValueError(f"'{folder}' holds no {PRIVACY_FILE}: name the job.dump_folder of a run")
-    executed, said = ExecutedSteps(folder), read_published_fields(folder)
+    said = read_published_fields(folder)  # before the log, which a live run lengthens
     if "epsilon" not in said:
         raise ValueError(f"'{folder}' is a release: name the job.dump_folder of the run it is of")
+    ledger, executed = ledger_of(said), ExecutedSteps(folder)
     begun = [*ledger.stretches(), *executed.stretches(ledger.settings)]
     run = Run(folder, ledger, begun, read_fingerprint(folder))
+    for checkpoints in checkpoint_folders(folder):
+        for step in finished_checkpoints(checkpoints):
+            check_checkpoint(run, step, step_folder(checkpoints, step))
     for name in _TERMS:
         if said.get(name) != getattr(ledger.settings, name):
             run.faults.append(f"{PRIVACY_FILE}: {name} is not that of its last segment")
@@ -105,9 +110,6 @@ def verify(folder: str) -> Run:
     _check_epsilon(run, "epsilon", said["epsilon"], run.epsilon)
     if executed.count <= said["steps_executed"]:
         _check_epsilon(run, "epsilon_executed", said["epsilon_executed"], run.epsilon_executed)
-    for checkpoints in checkpoint_folders(folder):
-        for step in finished_checkpoints(checkpoints):
-            check_checkpoint(run, step, step_folder(checkpoints, step))
     return run
 
 
@@ -130,6 +132,7 @@ def check_checkpoint(run: Run, step: int, folder: str) -> None:
     except (ValueError, KeyError, TypeError) as error:
         run.faults.append(f"{name}: its ledger cannot be read ({error})")
         return
+    run.begun.extend(kept.stretches())  # of which the log may know nothing
     if kept.run != ledger.run:
         run.faults.append(f"{name}: is of another run, {kept.run}")
     if kept.steps != step:
@@ -176,6 +179,8 @@ def total(runs: Sequence[Run], delta: float | None = None) -> Total:
     _require_common([run.ledger.settings.privacy_unit for run in runs], "privacy unit", runs)
     deltas = [run.ledger.settings.delta for run in runs]
     steps = sum(segment.steps for segment in union(s for run in runs for s in run.begun))
+    relation = max(run.ledger.settings.neighbouring_relation for run in runs)
+    assert relation in ("add_remove", "zero_out")  # whoever may be left out may be emptied
     adaptive = any(run.ledger.adaptive for run in runs)
     if adaptive and delta is not None:
         raise ValueError(
@@ -185,18 +190,18 @@ def total(runs: Sequence[Run], delta: float | None = None) -> Total:
     if delta is None:
         delta = min(deltas)
     if not all(run.ledger.private for run in runs):
-        return Total(None, delta, "none", steps)
+        return Total(None, delta, "none", steps, relation)
     if adaptive and len(runs) > 1:
         # Filters at different orders do not add up; their guarantees do.
         spent = [run.epsilon_executed or 0.0 for run in runs]
-        return Total(sum(spent), sum(deltas), "sum of the runs' epsilon and delta", steps)
+        return Total(sum(spent), sum(deltas), "sum of the runs' epsilon and delta", steps, relation)
     segments = union(stretch for run in runs for stretch in run.stretches())
     if adaptive:
-        return Total(runs[0].ledger.compose(segments), delta, "rdp filter", steps)
+        return Total(runs[0].ledger.compose(segments), delta, "rdp filter", steps, relation)
     names = {run.ledger.settings.accountant for run in runs}
     accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
     epsilon = accounting.compose(segments, delta=delta, accountant=accountant)
-    return Total(epsilon, delta, accountant, steps)
+    return Total(epsilon, delta, accountant, steps, relation)
 
 
 def _require_common(values: list[str | None], what: str, runs: Sequence[Run]) -> None:

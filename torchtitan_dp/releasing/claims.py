@@ -70,6 +70,10 @@ def claims(run: str, checkpoint: str, ledger: Ledger) -> dict[str, Any]:
     terms |= {
         "segments": [dataclasses.asdict(s) for s in ledger.segments() if s.steps > 0],
         "starts": [dataclasses.asdict(s) for s in ledger.starts() if s.steps > 0],
+        # Of the folder's account, which gives epsilon.
+        "accountant": found.ledger.settings.accountant,
+        "adaptive": found.ledger.adaptive,
+        "budget": dataclasses.asdict(found.ledger)["budget"],
         "steps_executed": found.steps_executed,
         "epsilon_executed": found.epsilon_executed,
         "caveats": list(dict.fromkeys([*ledger.caveats, *found.ledger.caveats])),

@@ -144,7 +144,7 @@ MUTANTS = [
         32,
         "ranks that see other records train on",
         "distributed/agreement.py",
-        "    if agreed[0] != repr(terms):\n",
+        "    if agreed != repr(terms):\n",
         "    if not agreed:\n",
         ("test_agreement.py::test_ranks_that_see_other_records_refuse_to_train",),
     ),
