@@ -42,17 +42,17 @@ class Account:
         """Steps ever begun in the folder, and those of a lineage that came without their log."""
         return self._first_count + self._executed.count - self._lines
 
-    def epsilon(self, steps: int | None = None) -> float:
-        """Spent by the lineage at `steps` (default: now); infinite if it is not private."""
+    def epsilon(self) -> float:
+        """Spent by the lineage; infinite if it is not private."""
         if self._ledger.adaptive:  # what was chosen may depend on abandoned steps as well
             return self.epsilon_executed()
-        steps = self._ledger.steps if steps is None else steps
-        return self._at(self._lineage_curve, self._lineage, steps - self._first_step)
+        taken = self._ledger.steps - self._first_step
+        return self._at(self._lineage_curve, self._lineage, taken)
 
-    def epsilon_executed(self, count: int | None = None) -> float:
+    def epsilon_executed(self) -> float:
         """Spent by all steps ever begun in the folder."""
-        count = self.steps_executed if count is None else count
-        return self._at(self._begun_curve, self._begun, count - self._first_count)
+        begun = self._executed.count - self._lines
+        return self._at(self._begun_curve, self._begun, begun)
 
     def publish(self, folder: str) -> dict[str, Any]:
         """Write `privacy.json` atomically; returns what it says.
@@ -61,9 +61,8 @@ class Account:
         which were loaded from the newest.
         """
         ledger, settings = self._ledger, self._ledger.settings
-        executed = max(self.steps_executed, ledger.steps)
         epsilon = self.epsilon()
-        epsilon_executed = max(self.epsilon_executed(executed), epsilon)
+        epsilon_executed = max(self.epsilon_executed(), epsilon)
         content = {
             "private": ledger.private,
             "epsilon": epsilon if ledger.private else None,
@@ -74,7 +73,7 @@ class Account:
             "sample_rate": settings.sample_rate,
             "sample_rate_source": settings.sample_rate_source,
             "steps": ledger.steps,
-            "steps_executed": executed,
+            "steps_executed": self.steps_executed,
             "epsilon_executed": epsilon_executed if ledger.private else None,
             "expected_batch_size": settings.expected_batch_size,
             "privacy_unit": settings.privacy_unit,
