@@ -11,6 +11,7 @@ from tests.launch import Run, arguments, privacy, with_sigma, write_records
 from torchtitan_dp import ledger
 from torchtitan_dp.checkpoint import damaged_entry, finished_checkpoints
 from torchtitan_dp.launch import EXIT_STOPPED
+from torchtitan_dp.ledger.verify import verify
 
 HUGE_BYTES = 100 * 2**30
 COLLECTIVE_TIMEOUT_S = 20
@@ -60,7 +61,8 @@ class FaultyRun:
     def begun(self) -> list[int]:
         """Every step ever begun, in order."""
         path = self.out / ledger.EXECUTED_FILE
-        return [int(line) for line in path.read_text().split()] if path.exists() else []
+        lines = path.read_text().splitlines() if path.exists() else []
+        return [int(line.split()[0]) for line in lines]
 
     def finished(self) -> int:
         """The newest checkpoint's step, 0 if there is none."""
@@ -107,6 +109,9 @@ class FaultyRun:
     def check_what_is_left(self, process: Run) -> int:
         """After any end: a whole checkpoint, and an account that covers it; the steps lost."""
         steps, finished = self.begun(), self.finished()
+        if steps:
+            faults = verify(str(self.out)).faults
+            require(not faults, f"the account contradicts itself: {faults}", process)
         resumed = [line for line in process.output().splitlines() if "Training starts" in line]
         if resumed:
             first = int(resumed[0].rsplit(maxsplit=1)[1])
