@@ -261,7 +261,8 @@ def test_hazard_21_the_ledger_counts_optimizer_steps(which, request):
     assert counts == {STEPS}
     assert run.spent["steps"] == run.spent["steps_executed"] == STEPS
     assert json.loads(state["train_state.ledger"])["steps"] == STEPS
-    terms = f"{run.spent['noise_multiplier']!r} {run.spent['sample_rate']!r}"
+    (start,) = run.spent["starts"]
+    terms = f"{run.spent['noise_multiplier']!r} {run.spent['sample_rate']!r} {start['name']}"
     lines = (run.out / "steps_executed.log").read_text().splitlines()
     assert lines == [f"{step} {terms}" for step in range(1, STEPS + 1)]
 
@@ -320,9 +321,11 @@ def test_hazard_24_privacy_json_holds_the_contract_alone(probed):
         "neighbouring_relation",
         "caveats",
         "segments",
+        "starts",
         "ancestors",
         "budget",
         "adaptive",
+        "planned_steps",
         "run",
         "config_hash",
         "versions",
@@ -382,7 +385,7 @@ def test_hazard_44_ledger_in_the_checkpoint_is_public_or_terms(probed):
         == {f.name for f in dataclasses.fields(Ledger)}
         == {
             *("settings", "steps", "private", "caveats", "finished", "ancestors", "budget"),
-            *("adaptive", "run", "config_hash"),
+            *("adaptive", "planned_steps", "run", "start", "finished_starts", "config_hash"),
         }
     )
     assert set(ledger["settings"]) - {"target_epsilon"} <= set(probed.spent)
