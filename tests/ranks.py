@@ -63,11 +63,23 @@ class _Pool:
                 rank, value, error = self.results.get(timeout=TIMEOUT_S)
             except queue.Empty:
                 missing = set(range(len(self.tasks))) - set(results)
-                raise AssertionError(f"ranks {missing} hang in {function.__name__}") from None
+                raise AssertionError(
+                    f"ranks {missing} hang in {function.__name__}{self._dead()}"
+                ) from None
             if error is not None:
-                raise AssertionError(f"rank {rank} failed in {function.__name__}:\n{error}")
+                raise AssertionError(
+                    f"rank {rank} failed in {function.__name__}{self._dead()}:\n{error}"
+                )
             results[rank] = value
         return [results[rank] for rank in range(len(self.tasks))]
+
+    def _dead(self) -> str:
+        """Workers that ended, and how: the others tell only of a lost connection."""
+        return "".join(
+            f"; rank {rank} ended with exit code {process.exitcode}"
+            for rank, process in enumerate(self.processes)
+            if process.exitcode is not None
+        )
 
     def close(self) -> None:
         for process in self.processes:

@@ -3,11 +3,13 @@
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 
 import torchtitan_dp.distributed.cpu as cpu
+from tests.ranks import on_ranks
 
 without_accelerator = pytest.mark.skipif(cpu.has_accelerator(), reason="the shim is for CPU")
 
@@ -46,6 +48,34 @@ def test_memory_monitor_reports_this_process():
     from torchtitan.components import metrics
 
     assert metrics.build_device_memory_monitor().get_peak_stats().max_reserved_gib > 0.05
+
+
+def gloo_threads(interfaces):
+    """The threads that do collectives, those that a new group adds, and the ranks' sum in it."""
+    import torch.distributed as dist
+
+    def count():
+        names = [file.read_text() for file in Path("/proc/self/task").glob("*/comm")]
+        return sum("gloo_runloop" in name for name in names)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GLOO_SOCKET_IFNAME", interfaces)
+        before = count()
+        group = dist.new_group(list(range(dist.get_world_size())))
+    x = torch.ones(3)
+    dist.all_reduce(x, group=group)
+    added = count() - before  # a thread names itself, some time after its start
+    dist.destroy_process_group(group)
+    return before, added, x.tolist()
+
+
+@without_accelerator
+@pytest.mark.parametrize("interfaces", ["", "lo", "lo,lo"])
+def test_a_gloo_group_has_one_thread(interfaces):
+    """With PyTorch's two, torch 2.13 corrupts the heap after some thousand microbatches."""
+    for before, added, summed in on_ranks(2, gloo_threads, interfaces):
+        assert before >= 1  # the name of such threads is still the one counted
+        assert (added, summed) == (1, [2, 2, 2])
 
 
 def test_the_privacy_and_data_rooms_import_no_torchtitan():

@@ -61,6 +61,12 @@ def with_real_tensors(overrides, world_size):
     with tracking(like_cuda=False) as tracker:
         step, tracked, _ = run_step(tracker, overrides, world_size)
         before = sum(tracker.current.values())
+    # gloo's threads may keep what they sent for a while: the least of several is the step's own.
+    return tracked, before + min(allocated_peak(step) for _ in range(5))
+
+
+def allocated_peak(step):
+    """The most bytes that PyTorch's CPU allocator gave out during a microbatch."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -70,7 +76,7 @@ def with_real_tensors(overrides, world_size):
     for event in sorted(events, key=lambda event: event.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
-    return tracked, before + peak
+    return peak
 
 
 @pytest.mark.parametrize(

@@ -7,11 +7,13 @@ and `tests/distributed/test_cpu.py` tells when a new TorchTitan makes it unneces
 
 import functools
 import importlib.util
+import os
 import platform
 import resource
 import sys
 import types
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -32,6 +34,7 @@ def install() -> None:
     _report_process_memory()
     _accept_string_device_ids_in_barrier()
     _profile_cpu_only()
+    _give_gloo_groups_one_thread()
 
 
 def peak_memory_bytes() -> int:
@@ -100,3 +103,33 @@ def _profile_cpu_only() -> None:
         return profile(*args, activities=known, **kwargs)
 
     torch.profiler.profile = profile_known_activities  # type: ignore[misc,assignment]
+
+
+def _give_gloo_groups_one_thread() -> None:
+    """Let one thread do a gloo group's collectives; PyTorch starts two, which corrupt the heap.
+
+    Each notes the name of what it has just done in a string that they share, without a lock
+    (`ProcessGroupGloo::runLoop` of torch 2.13, `lastCompletedWorkName`). A name of more than 15
+    letters, as `_REDUCE_SCATTER_BASE`, is on the heap: it is freed twice now and then, and after
+    some thousand microbatches the run dies (`malloc(): unaligned tcache chunk detected`).
+    """
+    gloo = dist.ProcessGroupGloo
+    create = gloo.__init__
+
+    @functools.wraps(create)
+    def create_with_one_thread(
+        group: dist.ProcessGroupGloo,
+        store: dist.Store,
+        rank: int,
+        size: int,
+        timeout: timedelta = dist.default_pg_timeout,
+    ) -> None:
+        interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
+        devices = [gloo.create_device(interface=name) for name in interfaces]
+        options = gloo._Options()  # type: ignore[attr-defined]
+        options._devices = devices or [gloo.create_default_device()]
+        options._threads = 1
+        options._timeout = timeout
+        create(group, store, rank, size, options)
+
+    gloo.__init__ = create_with_one_thread  # type: ignore[method-assign,assignment]

@@ -12,7 +12,6 @@ Every private name of PyTorch's context parallelism that this package uses is in
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -54,7 +53,6 @@ def configure_ring(
     public_names.set_rotate_method(rotate_method)
     if device_type == "cpu":
         _register_cpu_kernels()
-        ring._create_rotater = _create_waiting_rotater
 
 
 def apply_ring_attention(attention_modules: list[nn.Module], cp_mesh: DeviceMesh) -> None:
@@ -68,32 +66,6 @@ def apply_ring_attention(attention_modules: list[nn.Module], cp_mesh: DeviceMesh
     apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
     for module in attention_modules:
         module.sdpa_backends = _RING_BACKENDS  # type: ignore[assignment]
-
-
-class _WaitingAllGather(ring._AllGatherRotater):
-    def exchange_buffers(self, curr_buffer: torch.Tensor) -> None:
-        super().exchange_buffers(curr_buffer)
-        assert self._aggregated_buffer is not None
-        self._aggregated_buffer = ring._maybe_wait(self._aggregated_buffer)
-
-
-class _WaitingAllToAll(ring._AllToAllRotater):
-    def exchange_buffers(self, curr_buffer: torch.Tensor) -> None:
-        super().exchange_buffers(curr_buffer)
-        assert self._buffer is not None
-        self._buffer = ring._maybe_wait(self._buffer)
-
-
-def _create_waiting_rotater(
-    pg: dist.ProcessGroup, seq_dim: int, method: ring._RotateMethod | None = None
-) -> ring._RingRotater:
-    """What PyTorch's ring passes keys and values around with; on CPU, one message at a time.
-
-    In torch 2.13 functional collectives that overlap on gloo corrupt the heap (`malloc():
-    unaligned tcache chunk detected`), here after some thousand microbatches.
-    """
-    gathers = (method or ring._cp_options.rotate_method) == ring._RotateMethod.ALL_GATHER
-    return (_WaitingAllGather if gathers else _WaitingAllToAll)(pg, seq_dim)
 
 
 def _register_cpu_kernels() -> None:
