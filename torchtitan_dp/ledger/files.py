@@ -41,21 +41,27 @@ def read_published(folder: str) -> Ledger | None:
     Raises:
         ValueError: if the file is not one of ours.
     """
+    content = read_published_fields(folder)
+    return None if content is None else ledger_of(content)
+
+
+def read_published_fields(folder: str) -> dict[str, Any] | None:
+    """What `privacy.json` says, as it stands there; `ledger_of` it can be told.
+
+    Raises:
+        ValueError: if the file is not one of ours.
+    """
     path = os.path.join(folder, PRIVACY_FILE)
     if not os.path.exists(path):
         return None
     try:
-        return ledger_of(read_published_fields(folder))
+        with open(path, encoding="utf-8") as file:
+            content: dict[str, Any] = json.load(file)
+        ledger_of(content)
     except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
         raise ValueError(
             f"{path} cannot be read ({error!r}): restore it, or use another job.dump_folder"
         ) from error
-
-
-def read_published_fields(folder: str) -> dict[str, Any]:
-    """What `privacy.json` says, as it stands there."""
-    with open(os.path.join(folder, PRIVACY_FILE), encoding="utf-8") as file:
-        content: dict[str, Any] = json.load(file)
     return content
 
 
@@ -88,18 +94,7 @@ class ExecutedSteps:
         self._torn_name = ""  # the same in a copy of the file, however it goes on
         self._tail_is_torn = False
         if os.path.exists(self._path):
-            with open(self._path, "rb") as file:
-                content = file.read()
-            self._tail_is_torn = content != b"" and not content.endswith(b"\n")
-            lines = content.decode("ascii", errors="replace").splitlines()
-            for number, line in enumerate(lines, start=1):
-                if line.endswith(_TORN) or (self._tail_is_torn and number == len(lines)):
-                    self._torn += 1
-                    so_far = "\n".join(lines[:number]).removesuffix(f" {_TORN}")
-                    digest = hashlib.sha256(so_far.encode()).hexdigest()
-                    self._torn_name = f"{_TORN} {digest[:16]}"
-                else:
-                    self._begun[self._parse(line, number)] += 1
+            self._read()
 
     @property
     def count(self) -> int:
@@ -118,14 +113,13 @@ class ExecutedSteps:
     def adopt(self, lineage: Iterable[Stretch]) -> None:
         """Add the steps of a checkpoint that came without (all of) its log. Call on one rank."""
         for stretch in lineage:
-            key = stretch.start, stretch.noise_multiplier, stretch.sample_rate
-            missing = stretch.steps - self._begun[key]
+            missing = stretch.steps - self._begun[stretch.which]
             if missing > 0:
                 self._append(0, dataclasses.replace(stretch, steps=missing))
 
     def _append(self, step: int, stretch: Stretch) -> None:
-        key = stretch.start, stretch.noise_multiplier, stretch.sample_rate
-        line = f"{step} {key[1]!r} {key[2]!r} {key[0]}\n" * stretch.steps
+        start, sigma, rate = stretch.which
+        line = f"{step} {sigma!r} {rate!r} {start}\n" * stretch.steps
         # A torn last line was begun too, and must neither swallow the next nor pass for whole.
         line = f" {_TORN}\n" * self._tail_is_torn + line
         is_new = not os.path.exists(self._path)
@@ -136,7 +130,7 @@ class ExecutedSteps:
         if is_new:
             _sync_folder(os.path.dirname(self._path))
         self._tail_is_torn = False
-        self._begun[key] += stretch.steps
+        self._begun[stretch.which] += stretch.steps
 
     def stretches(self, settings: Settings) -> list[Stretch]:
         """By start; torn lines on the worst of all terms and `settings`, as their own start's."""
@@ -147,6 +141,22 @@ class ExecutedSteps:
             worst = min(sigma for sigma, _ in known), max(rate for _, rate in known)
             found.append(Stretch(self._torn_name, *worst, self._torn))
         return found
+
+    def _read(self) -> None:
+        with open(self._path, "rb") as file:
+            content = file.read()
+        self._tail_is_torn = content != b"" and not content.endswith(b"\n")
+        lines = content.decode("ascii", errors="replace").splitlines()
+        last_torn = 0
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(_TORN) or (self._tail_is_torn and number == len(lines)):
+                self._torn += 1
+                last_torn = number
+            else:
+                self._begun[self._parse(line, number)] += 1
+        if last_torn:
+            so_far = "\n".join(lines[:last_torn]).removesuffix(f" {_TORN}")
+            self._torn_name = f"{_TORN} {hashlib.sha256(so_far.encode()).hexdigest()[:16]}"
 
     def _parse(self, line: str, number: int) -> tuple[str, float, float]:
         try:

@@ -42,6 +42,11 @@ class Stretch:
     sample_rate: float
     steps: int
 
+    @property
+    def which(self) -> tuple[str, float, float]:
+        """Of two stretches with the same, the longer includes the shorter."""
+        return self.start, self.noise_multiplier, self.sample_rate
+
 
 def stretches(segments: Sequence["Segment"], starts: Sequence[Start]) -> list[Stretch]:
     """A lineage told in segments and in starts, both of the same steps in the same order."""
@@ -64,8 +69,7 @@ def union(told: Iterable[Stretch]) -> list[Mechanism]:
     """All steps that any stretch tells of, each once, by terms."""
     most: dict[tuple[str, float, float], int] = {}
     for stretch in told:
-        key = stretch.start, stretch.noise_multiplier, stretch.sample_rate
-        most[key] = max(most.get(key, 0), stretch.steps)
+        most[stretch.which] = max(most.get(stretch.which, 0), stretch.steps)
     by_terms: dict[tuple[float, float], int] = {}
     for (_, *terms), steps in most.items():
         by_terms[terms[0], terms[1]] = by_terms.get((terms[0], terms[1]), 0) + steps

@@ -26,7 +26,7 @@ from torchtitan_dp.ledger.files import (
     EXECUTED_FILE,
     PRIVACY_FILE,
     ExecutedSteps,
-    read_published,
+    ledger_of,
     read_published_fields,
 )
 from torchtitan_dp.ledger.initial import start_from
@@ -201,21 +201,21 @@ def earlier_ledger(folder: str) -> Ledger | None:
         ValueError: if steps were begun whose terms, or whose number, are no longer known.
     """
     begun = ExecutedSteps(folder).count
-    ledger = read_published(folder)
-    if ledger is None:
+    said = read_published_fields(folder)
+    if said is None:
         if begun == 0:
             return None
         raise ValueError(
             f"job.dump_folder = '{folder}': {begun} steps were begun here, but {PRIVACY_FILE}, "
             "which says on what terms, is gone; restore it, or use another folder"
         )
-    told = read_published_fields(folder)["steps_executed"]
+    told = said["steps_executed"]
     if begun < told:
         raise ValueError(
             f"job.dump_folder = '{folder}': {told} steps were begun here, of which {EXECUTED_FILE} "
             f"has only {begun}; restore it as the run wrote it, or use another folder"
         )
-    return ledger if begun > 0 else None
+    return ledger_of(said) if begun > 0 else None
 
 
 def _newest_weights(config: JobConfig) -> Ledger | None:

@@ -23,7 +23,6 @@ from torchtitan_dp.ledger.files import (
     ExecutedSteps,
     ledger_of,
     read_fingerprint,
-    read_published,
     read_published_fields,
 )
 from torchtitan_dp.ledger.lineage import Ledger, Segment, Settings
@@ -85,9 +84,9 @@ def verify(folder: str) -> Run:
     Raises:
         ValueError: one line, if there is no run, or a file of it cannot be read.
     """
-    if read_published(folder) is None:
-        raise ValueError(f"'{folder}' holds no {PRIVACY_FILE}: name the job.dump_folder of a run")
     said = read_published_fields(folder)  # before the log, which a live run lengthens
+    if said is None:
+        raise ValueError(f"'{folder}' holds no {PRIVACY_FILE}: name the job.dump_folder of a run")
     if "epsilon" not in said:
         raise ValueError(f"'{folder}' is a release: name the job.dump_folder of the run it is of")
     ledger, executed = ledger_of(said), ExecutedSteps(folder)

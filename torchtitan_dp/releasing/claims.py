@@ -8,7 +8,7 @@ Guarantee:
 import dataclasses
 from typing import Any
 
-from torchtitan_dp.ledger import PRIVACY_FILE, Ledger, read_published
+from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.ledger.account import versions
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.ledger.verify import check_checkpoint, verify
@@ -52,9 +52,10 @@ def claims(run: str, checkpoint: str, ledger: Ledger) -> dict[str, Any]:
     Raises:
         ValueError: one line for the user; the run is not private, or its files disagree.
     """
-    if read_published(run) is None:
+    told = read_published_fields(run)
+    if told is None:
         raise ValueError(f"RUN = '{run}': it has no {PRIVACY_FILE}; restore it")
-    _refuse_not_private(run, ledger, read_published_fields(run))
+    _refuse_not_private(run, ledger, told)
     step = int(checkpoint.rpartition("-")[2])
     if ledger.steps != step:
         raise ValueError(
