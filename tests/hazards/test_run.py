@@ -150,7 +150,7 @@ def empty(tmp_path_factory):
                 place / "out",
                 data,
                 *with_sigma(1),
-                "--privacy.sample_rate=1e-9",
+                "--privacy.sample_rate=1e-10",
                 "--training.global_batch_size=7",
             ),
             log=place / "log",
