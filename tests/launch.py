@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "train_configs" / "llama3_debug.toml"
-TIMEOUT_S = 300
+TIMEOUT_S = 500  # for failing only: less than a test has, which then tells what was said
 _MARK = "TORCHTITAN_DP_TEST_RUN"
 
 
@@ -165,7 +165,7 @@ class Run:
             except ProcessLookupError:
                 continue
 
-    def dies(self, timeout_s: float = 30) -> bool:
+    def dies(self, timeout_s: float = 120) -> bool:
         """Whether every process of the run ends by itself in time."""
         deadline = time.monotonic() + timeout_s
         while time.monotonic() < deadline:
@@ -181,7 +181,7 @@ class Run:
             self.kill(pids)
             self.process.poll()
             time.sleep(0.02)
-        self.process.wait(10)
+        self.process.wait(60)
 
 
 def train(overrides: list[str], *, log: Path, **options: Any) -> str:

@@ -300,7 +300,7 @@ def run_train(*overrides, **env):
         env={**os.environ, "TORCHTITAN_DP_PYTHON": sys.executable, "NGPU": "2", **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
 
 

@@ -12,14 +12,16 @@ import time
 
 import pytest
 
-from tests.launch import privacy, with_sigma
+from tests.launch import TIMEOUT_S, privacy, with_sigma
 from tests.test_resume import STEPS, Folder, steps_saved
 from torchtitan_dp.checkpoint import damage, finished_checkpoints
 from torchtitan_dp.distributed.safe_checkpoint import entries, read_metadata
 from torchtitan_dp.launch import EXIT_STOPPED
 
 HUNG_AT = 3
-TIMEOUT_S = 4
+# Of collectives: more than a rank on a busy machine lets another wait, less than the default's 100.
+COLLECTIVES_S = 15
+STEPS_TO_COME = 4000  # more than can be over when a signal comes
 
 
 def main(argv):
@@ -50,23 +52,28 @@ def hung(tmp_path_factory):
     """A run one of whose ranks hangs after its first checkpoint; how long its end took."""
     folder = Folder(tmp_path_factory.mktemp("hung"), *with_sigma(1))
     run = folder.start(
-        "--training.steps=400", f"--comm.train_timeout_seconds={TIMEOUT_S}", program=(__file__,)
+        f"--training.steps={STEPS_TO_COME}",
+        f"--comm.train_timeout_seconds={COLLECTIVES_S}",
+        program=(__file__,),
     )
     try:
         run.wait_for((folder.checkpoint(2) / ".metadata").exists, "the first checkpoint")
         begun = time.monotonic()
-        code = run.process.wait(60)
-        return folder, code, time.monotonic() - begun, run.processes()
+        code = run.process.wait(TIMEOUT_S)
+        return folder, code, time.monotonic() - begun, run.dies(), run.output()
     finally:
         run.end()
 
 
 def test_a_hung_rank_ends_the_run(hung):
-    """By the timeout of collectives, 5 s of grace for SIGTERM and torchrun's own polling."""
-    folder, code, seconds, left = hung
+    """By the timeout of collectives, 5 s of grace for SIGTERM and torchrun's own polling.
+
+    On a quiet machine that is 25 s in all. Without the timeout it would be 100 s, the default.
+    """
+    folder, code, seconds, dead, output = hung
     assert code == 1
-    assert seconds < TIMEOUT_S + 15
-    assert left == []
+    assert seconds < 90, output
+    assert dead
     assert steps_saved(folder) == [2]
 
 
@@ -74,23 +81,23 @@ def test_a_hung_rank_ends_the_run(hung):
 def stopped(hung):
     """The same run, started again and told to stop by a scheduler while it trains."""
     folder, *_ = hung
-    run = folder.start("--training.steps=400", "--checkpoint.interval=1000")
+    run = folder.start(f"--training.steps={STEPS_TO_COME}", "--checkpoint.interval=10000")
     try:
         run.wait_for(lambda: folder.steps_begun() > HUNG_AT + 2, "the next steps")
         run.process.send_signal(signal.SIGTERM)
-        code = run.process.wait(30)
-        return folder, code, run.output(), run.processes()
+        code = run.process.wait(TIMEOUT_S)
+        return folder, code, run.output(), run.dies()
     finally:
         run.end()
 
 
 def test_sigterm_saves_a_checkpoint_and_stops(stopped):
-    folder, code, output, left = stopped
-    assert (code, left) == (EXIT_STOPPED, [])
+    folder, code, output, dead = stopped
+    assert (code, dead) == (EXIT_STOPPED, True)
     assert "Training starts at step 3" in output  # what the hung run had saved
     last = max(steps_saved(folder))
     assert last > HUNG_AT
-    assert f"stopped at step {last} of 400, as asked, saved: the same command goes on" in output
+    assert f"stopped at step {last} of {STEPS_TO_COME}, as asked, saved: the same command" in output
     spent = privacy(folder.out)
     assert (spent["private"], spent["steps"]) == (True, last)
     assert spent["steps_executed"] == folder.steps_begun() >= last
@@ -106,7 +113,7 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(stopped):
         run.wait_for(lambda: len(run.workers()) == 2, "the workers' start")
         for pid in run.workers():
             resource.prlimit(pid, resource.RLIMIT_FSIZE, (2**17, 2**17))
-        assert run.process.wait(60) == 1
+        assert run.process.wait(TIMEOUT_S) == 1
     finally:
         run.end()
     assert f"Training starts at step {last + 1}" in run.output()  # stopped, and gone on

@@ -16,11 +16,11 @@ from torchtitan_dp.process import LOCK_FILE, forbid_core_dumps, lock_folder
 
 HOLD = (
     "import sys, time; from torchtitan_dp.process import lock_folder; "
-    "lock = lock_folder(sys.argv[1]); print('held', flush=True); time.sleep(60)"
+    "lock = lock_folder(sys.argv[1]); print('held', flush=True); time.sleep(600)"
 )
 DIE = (
     "import os, time; from torchtitan_dp.process import die_with_parent; "
-    "die_with_parent(); print(os.getpid(), flush=True); time.sleep(60)"
+    "die_with_parent(); print(os.getpid(), flush=True); time.sleep(600)"
 )
 SPAWN = f"import subprocess, sys; subprocess.Popen([sys.executable, '-c', {DIE!r}]).wait()"
 
@@ -50,7 +50,7 @@ def lives(pid):
         return False
 
 
-def ends(pid, timeout_s=10.0):
+def ends(pid, timeout_s=120.0):
     deadline = time.monotonic() + timeout_s
     while lives(pid) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -64,13 +64,13 @@ def test_a_folder_is_one_runs_at_a_time(tmp_path):
         with pytest.raises(ValueError, match=r"job\.dump_folder = '.*run': another run is using"):
             lock_folder(str(folder), wait_s=0.3)
         holder.send_signal(signal.SIGKILL)  # as a crashed run ends
-        lock_folder(str(folder), wait_s=5).close()
+        lock_folder(str(folder), wait_s=60).close()
 
 
 def test_a_lock_is_waited_for(tmp_path):
-    with python(HOLD.replace("time.sleep(60)", "time.sleep(0.5)"), tmp_path) as holder:
+    with python(HOLD.replace("time.sleep(600)", "time.sleep(0.5)"), tmp_path) as holder:
         assert holder.stdout.readline() == "held\n"
-        lock_folder(str(tmp_path), wait_s=10).close()
+        lock_folder(str(tmp_path), wait_s=60).close()
 
 
 def test_other_folders_are_free(tmp_path):
@@ -104,7 +104,7 @@ def test_a_child_dies_when_its_parent_is_killed(monkeypatch):
 
 def test_a_child_whose_launcher_died_already_ends_at_once():
     with python(DIE, TORCHTITAN_DP_LAUNCHER_PID=str(2**22 + 1)) as child:
-        output, _ = child.communicate(timeout=20)
+        output, _ = child.communicate(timeout=120)
         assert (child.returncode, output) == (1, "")
 
 
@@ -137,7 +137,7 @@ def test_a_crash_leaves_no_core(tmp_path):
     if resource.getrlimit(resource.RLIMIT_CORE)[1] == 0:
         pytest.skip("no core can be asked for")
     with python(CRASH.format(str(tmp_path))) as crashed:
-        output, _ = crashed.communicate(timeout=20)
+        output, _ = crashed.communicate(timeout=120)
     assert crashed.returncode == -signal.SIGABRT
     assert output.split() == ["(1,", "1)", "00000000"]  # and nothing to put into one
     assert os.listdir(tmp_path) == []

@@ -9,7 +9,16 @@ import shutil
 import pytest
 import torch
 
-from tests.launch import Run, arguments, privacy, train, weights, with_sigma, write_records
+from tests.launch import (
+    TIMEOUT_S,
+    Run,
+    arguments,
+    privacy,
+    train,
+    weights,
+    with_sigma,
+    write_records,
+)
 from torchtitan_dp import plan
 from torchtitan_dp.process import lock_folder
 
@@ -123,7 +132,7 @@ def test_a_worker_refuses_too(finished):
     folder, spent = finished
     run = folder.start("--privacy.max_grad_norm=2")
     try:
-        assert run.process.wait(60) != 0
+        assert run.process.wait(TIMEOUT_S) != 0
     finally:
         run.end()
     assert "privacy.max_grad_norm = 2.0" in run.output()
@@ -174,16 +183,16 @@ def killed(tmp_path_factory):
     def start_and_kill(kill, *overrides):
         folder = Folder(tmp_path_factory.mktemp(kill.__name__), *with_sigma(1), *overrides)
         # More steps than can be over when the signal comes.
-        run = folder.start("--training.steps=400", "--checkpoint.keep_latest_k=2")
+        run = folder.start("--training.steps=4000", "--checkpoint.keep_latest_k=2")
         try:
-            first = folder.checkpoint(2) / ".metadata"
-            run.wait_for(first.exists, "the first checkpoint")
+            # Any one: step 2's is gone again after step 6.
+            run.wait_for(lambda: bool(steps_saved(folder)), "a checkpoint")
             assert len(run.workers()) == 2
             with pytest.raises(ValueError, match="another run is using it"):
                 lock_folder(str(folder.out), wait_s=0)
             kill(run)
             assert run.dies(), f"{run.processes()} live on:\n{run.output()}"
-            lock_folder(str(folder.out), wait_s=5).close()  # free for the next
+            lock_folder(str(folder.out), wait_s=60).close()  # free for the next
             assert "done:" not in run.output()
         finally:
             run.end()

@@ -3,7 +3,6 @@
 import logging
 import os
 import signal
-import socket
 import tempfile
 from collections.abc import Callable
 from typing import Any
@@ -36,10 +35,13 @@ def on_processes(devices: int, function: Callable[..., Any], *args: Any, **kwarg
     if method == "forkserver":
         context.set_forkserver_preload(["torchtitan_dp.train", "opacus"])
     queue = context.SimpleQueue()
+    # Held here: a free port that is looked for could be taken before rank 0 binds it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         os.environ.update(
             MASTER_ADDR="127.0.0.1",
-            MASTER_PORT=str(_free_port()),
+            MASTER_PORT=str(store.port),
+            TORCHELASTIC_USE_AGENT_STORE=str(True),  # rank 0 makes none of its own
             OMP_NUM_THREADS="1",
             OMP_WAIT_POLICY="PASSIVE",  # on a shared machine, threads that spin wait for ever
         )
@@ -86,9 +88,3 @@ def _work(
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from tests.ranks import on_ranks
+from tests.threads import let_go
 
 V1 = ("--privacy.gradient_method=grad_sample", "--privacy.no-shard_grad_samples")
 V2 = ("--privacy.gradient_method=grad_sample", "--privacy.shard_grad_samples")
@@ -20,6 +21,7 @@ SIZES = {"dim": 64, "n_layers": 3, "vocab_size": 264}
 
 def live_bytes() -> int:
     """Bytes of all storages that a live tensor of this process holds."""
+    let_go()
     gc.collect()
     storages = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
@@ -63,8 +65,20 @@ def test_v2_keeps_a_share_of_the_bytes():
         assert 0.24 * whole < share < 0.30 * whole
 
 
+class Awaited:
+    """A collective's work that remembers whether it was waited for."""
+
+    def __init__(self, work):
+        self.work, self.is_waited_for = work, False
+
+    def wait(self):
+        self.is_waited_for = True
+        return self.work.wait()
+
+
 def wholes_alive(degrees, overrides):
-    """How many unreduced per-sample gradients are alive each time that another is sent."""
+    """How many unreduced per-sample gradients are alive, or not waited for, each time that another
+    is sent."""
     from tests import build
     from torchtitan_dp.gradients import grad_sample
 
@@ -73,10 +87,14 @@ def wholes_alive(degrees, overrides):
     send = grad_sample.reduce_scatter_sum
 
     def watched(output, whole, group, async_op=False):
-        alive.append(sum(earlier() is not None for earlier in sent))
-        if async_op:
-            sent.append(weakref.ref(whole))
-        return send(output, whole, group, async_op)
+        in_flight = sum(not work.is_waited_for for _, work in sent)
+        let_go()  # gloo's threads, of what has arrived
+        alive.append(max(in_flight, sum(earlier() is not None for earlier, _ in sent)))
+        work = send(output, whole, group, async_op)
+        if not async_op:
+            return work
+        sent.append((weakref.ref(whole), Awaited(work)))
+        return sent[-1][1]
 
     grad_sample.reduce_scatter_sum = watched
     try:

@@ -311,7 +311,7 @@ def audits(tmp_path_factory):
     done = {}
     for name, process in runs.items():
         try:
-            code = process.wait(120)
+            code = process.wait(500)
         finally:
             process.kill()
         text = (folder / f"{name}.log").read_text()

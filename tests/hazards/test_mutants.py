@@ -98,17 +98,20 @@ def without_a_fault(runner: Runner, mutants: list[Mutant]) -> None:
     assert outcome.passed, str(outcome)
 
 
+@pytest.mark.timeout(6000)  # a hundred and more test runs
 def test_quick_mutants_are_caught(runner):
     assert survivors(runner, QUICK) == []
 
 
 @pytest.mark.mutants
+@pytest.mark.timeout(1500)
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_mutant_is_caught(runner, mutant):
     assert survivors(runner, [mutant]) == []
 
 
 @pytest.mark.mutants
+@pytest.mark.timeout(1500)
 def test_without_a_fault_all_pass(runner):
     without_a_fault(runner, MUTANTS)
 

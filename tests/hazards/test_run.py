@@ -150,7 +150,7 @@ def empty(tmp_path_factory):
                 place / "out",
                 data,
                 *with_sigma(1),
-                "--privacy.sample_rate=1e-9",
+                "--privacy.sample_rate=1e-10",
                 "--training.global_batch_size=7",
             ),
             log=place / "log",
@@ -244,7 +244,9 @@ def test_hazard_16_an_empty_draw_is_a_step(empty):
     before, after = weights(run.checkpoint(2)), weights(run.checkpoint(4))
     for name, weight in before.items():
         moved = (weight != after[name]).float().mean().item()
-        assert moved > 0.99, f"{name}: {moved:.2%} of it moved"
+        # A norm's weights are 192 near 1, of which one comes back to the same fp32 number with
+        # 1e-5: two of them would be 1%. Without the step, none moves.
+        assert moved > 0.9, f"{name}: {moved:.2%} of it moved"
     epsilons = [scalars["epsilon"][step] for step in range(1, STEPS + 1)]
     assert epsilons == sorted(epsilons)
     assert run.spent["steps"] == STEPS

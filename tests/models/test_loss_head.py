@@ -15,6 +15,7 @@ PLAIN = "--training.loss_chunk_tokens=0"
 def head_and_inputs(samples=1, tokens=33, dim=24, vocabulary=37):
     generator = torch.Generator().manual_seed(0)
     output = nn.Linear(dim, vocabulary, bias=False)
+    nn.init.normal_(output.weight, std=dim**-0.5, generator=generator)
     h = torch.randn(samples, tokens, dim, generator=generator)
     labels = torch.randint(0, vocabulary, (samples, tokens), generator=generator)
     labels[:, 20:] = -100
