@@ -1,22 +1,22 @@
 """Runs a function on several gloo ranks: worker processes that are started once and reused.
 
 `on_ranks(4, function, *args)` returns each rank's result. Functions must be importable (defined at
-a module's top level). A rank that raises, or 120 s of silence, ends the pool and fails the test.
+a module's top level). A rank that raises, or silence, ends the pool and fails the test.
 """
 
 import atexit
 import os
 import queue
-import socket
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.multiprocessing as mp
 
-TIMEOUT_S = 120
+TIMEOUT_S = 400  # less than a test has, more than a compilation on a busy machine takes
 # "fork" saves the imports; only for a process that ran nothing yet (tests/hazards/mutants).
 START_METHOD = "TORCHTITAN_DP_TEST_START_METHOD"
 _pools: dict[int, "_Pool"] = {}
@@ -38,14 +38,14 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
 class _Pool:
     def __init__(self, world_size: int) -> None:
         context = mp.get_context(os.environ.get(START_METHOD, "spawn"))
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        # Held here: a free port that is looked for could be taken before rank 0 binds it.
+        self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self.tasks = [context.Queue() for _ in range(world_size)]
         self.results = context.Queue()
         self.processes = [
             context.Process(
-                target=_work, args=(rank, world_size, port, self.tasks[rank], self.results)
+                target=_work,
+                args=(rank, world_size, self.store.port, self.tasks[rank], self.results),
             )
             for rank in range(world_size)
         ]
@@ -95,12 +95,13 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> No
         WORLD_SIZE=str(world_size),
         MASTER_ADDR="127.0.0.1",
         MASTER_PORT=str(port),
+        TORCHELASTIC_USE_AGENT_STORE=str(True),  # rank 0 makes none of its own
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)
     import torchtitan_dp.distributed  # noqa: F401
 
-    torch.distributed.init_process_group("gloo", timeout=timedelta(seconds=60))
+    dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S - 100))
     while True:
         function, args = tasks.get()
         try:
