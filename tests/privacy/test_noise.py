@@ -84,7 +84,7 @@ def test_numpy_philox_matches_random123(counter, key, expected):
 
 
 def test_cpu_noise_is_numpys_philox_at_the_documented_key_and_counter():
-    key = int.from_bytes(noise._derive(KEY, "philox4x64", "w"), "little")
+    key = int.from_bytes(noise.cipher_key(KEY, "philox4x64", "w"), "little")
     for block in (0, 1, 5):
         generator = np.random.Generator(np.random.Philox(key=key, counter=block << 64))
         expected = generator.standard_normal(noise.BLOCK, dtype=np.float32)
@@ -241,7 +241,7 @@ def test_all_128_bits_reach_both_generators(monkeypatch):
     for draw in (philox, threefry):
         seen = set()
         for key in [base, *(flip(base, bit) for bit in range(128))]:
-            monkeypatch.setattr(noise, "_derive", lambda *_, key=key: key)
+            monkeypatch.setattr(noise, "cipher_key", lambda *_, key=key: key)
             seen.add(draw(KEY, "w", 0, 4).numpy().tobytes())
         assert len(seen) == 129
 
@@ -251,14 +251,14 @@ def test_row39_the_generators_keys_are_128_bits_of_hmac():
     for generator in ("philox4x64", "threefry4x32"):
         message = f"{generator}/w".encode()
         expected = hmac.new(KEY, message, hashlib.sha256).digest()[:16]
-        assert noise._derive(KEY, generator, "w") == expected
+        assert noise.cipher_key(KEY, generator, "w") == expected
     words = noise.threefry_key(KEY, "w", "cpu")
     assert words.shape == (4,)
-    assert words.numpy().tobytes() == noise._derive(KEY, "threefry4x32", "w")
+    assert words.numpy().tobytes() == noise.cipher_key(KEY, "threefry4x32", "w")
 
 
 def test_the_two_generators_share_nothing():
-    assert noise._derive(KEY, "philox4x64", "w") != noise._derive(KEY, "threefry4x32", "w")
+    assert noise.cipher_key(KEY, "philox4x64", "w") != noise.cipher_key(KEY, "threefry4x32", "w")
     a, b = philox(KEY, "w", 0, 20_000), threefry(KEY, "w", 0, 20_000)
     assert abs(torch.corrcoef(torch.stack([a, b]))[0, 1]) * np.sqrt(20_000) < 4
 

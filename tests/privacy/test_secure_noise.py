@@ -29,7 +29,7 @@ def threefry(
 ) -> torch.Tensor:
     """The accelerator's path, eagerly, on CPU."""
     flat = torch.full((count,), value)
-    words = bytearray(secure_noise._derive(key, "threefry4x32-secure", name))
+    words = bytearray(secure_noise.cipher_key(key, "threefry4x32-secure", name))
     secure_noise._add_threefry(flat, std, torch.frombuffer(words, dtype=torch.int32), start)
     return flat
 
@@ -64,7 +64,7 @@ def test_the_grid_is_a_power_of_two_far_below_the_noise(std):
 
 
 def test_a_value_is_the_sum_of_four_fp64_draws_added_in_fp64_and_rounded_once():
-    key = int.from_bytes(secure_noise._derive(KEY, "philox4x64-secure", "w"), "little")
+    key = int.from_bytes(secure_noise.cipher_key(KEY, "philox4x64-secure", "w"), "little")
     for block in (0, 3):
         total = np.zeros(BLOCK)
         for i in range(4):

@@ -70,7 +70,7 @@ def add_gaussian_noise_(flat: Tensor, *, std: float, key: bytes, name: str, star
     if std == 0 or flat.numel() == 0:
         return
     if flat.device.type == "cpu":
-        _add_philox(flat, std, _derive(key, "philox4x64", name), start)
+        _add_philox(flat, std, cipher_key(key, "philox4x64", name), start)
     else:
         _add_threefry(flat, std, threefry_key(key, name, flat.device), start)
 
@@ -97,8 +97,8 @@ def standard_normal(
     return noise
 
 
-def _derive(key: bytes, generator: str, name: str) -> bytes:
-    """128 bits for one generator and parameter."""
+def cipher_key(key: bytes, generator: str, name: str) -> bytes:
+    """128 bits for one generator and parameter, independent of those for any other."""
     return hmac.digest(key, f"{generator}/{name}".encode(), "sha256")[:16]
 
 
@@ -143,9 +143,11 @@ _ROTATIONS = ((10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10)
 _PARITY = 0x1BD11BDA
 
 
-def threefry_key(key: bytes, name: str, device: torch.device | str) -> Tensor:
+def threefry_key(
+    key: bytes, name: str, device: torch.device | str, generator: str = "threefry4x32"
+) -> Tensor:
     """The cipher's key for one parameter: int32, shape (4,), on `device`."""
-    words = bytearray(_derive(key, "threefry4x32", name))
+    words = bytearray(cipher_key(key, generator, name))
     return torch.frombuffer(words, dtype=torch.int32).to(device)
 
 

@@ -32,7 +32,6 @@ Vadhan & Wagaman 2022), against which clipping leaves room of 1e-5 of C only.
 """
 
 import functools
-import hmac
 import math
 from collections.abc import Callable
 
@@ -43,8 +42,10 @@ from torch import Tensor
 from torchtitan_dp.privacy.noise import (
     BLOCK,
     check_arguments,
+    cipher_key,
     on_threads,
     threefry4x32,
+    threefry_key,
 )
 
 DRAWS = 4
@@ -79,16 +80,10 @@ def add_secure_gaussian_noise_(
     if std == 0 or flat.numel() == 0:
         return
     if flat.device.type == "cpu":
-        _add_philox(flat, std, _derive(key, "philox4x64-secure", name), start)
+        _add_philox(flat, std, cipher_key(key, "philox4x64-secure", name), start)
     else:
-        words = bytearray(_derive(key, "threefry4x32-secure", name))
-        cipher_key = torch.frombuffer(words, dtype=torch.int32).to(flat.device)
-        _add_threefry(flat, std, cipher_key, start)
-
-
-def _derive(key: bytes, generator: str, name: str) -> bytes:
-    """128 bits for one generator and parameter; `noise` has other generators' names."""
-    return hmac.digest(key, f"{generator}/{name}".encode(), "sha256")[:16]
+        words = threefry_key(key, name, flat.device, "threefry4x32-secure")
+        _add_threefry(flat, std, words, start)
 
 
 def _add_rounded(flat: Tensor, noise: Tensor, std: float) -> None:
