@@ -255,6 +255,19 @@ def test_executed_steps_are_never_fewer_than_the_lineages(tmp_path):
 # Segments.
 
 
+def test_a_log_that_another_run_writes_to_is_not_written_on(tmp_path):
+    """A lock that somebody removed, or a file system without locks: neither run knows of all."""
+    one, other = ExecutedSteps(str(tmp_path)), ExecutedSteps(str(tmp_path))
+    one.begin(1, SETTINGS)
+    with pytest.raises(SystemExit, match=r"steps_executed\.log .* another run"):
+        other.begin(1, SETTINGS)
+    one.begin(2, SETTINGS)
+    assert ExecutedSteps(str(tmp_path)).count == 2
+    os.remove(tmp_path / "steps_executed.log")
+    with pytest.raises(SystemExit, match="another run"):
+        one.begin(3, SETTINGS)
+
+
 def test_a_segment_starts_where_the_settings_change():
     loaded, quieter = Ledger(SETTINGS, steps=30), dataclasses.replace(SETTINGS, noise_multiplier=2)
     with pytest.raises(ValueError, match=r"open a new segment with privacy\.new_segment"):

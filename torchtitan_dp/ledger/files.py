@@ -17,6 +17,7 @@ from typing import Any
 
 from torchtitan_dp.ledger.lineage import Ledger, Settings
 from torchtitan_dp.ledger.starts import Stretch, new_name
+from torchtitan_dp.process import Fault
 
 PRIVACY_FILE = "privacy.json"
 EXECUTED_FILE = "steps_executed.log"
@@ -93,6 +94,7 @@ class ExecutedSteps:
         self._torn = 0  # lines whose terms were lost: counted on the worst terms
         self._torn_name = ""  # the same in a copy of the file, however it goes on
         self._tail_is_torn = False
+        self._size = 0  # in bytes, as this object read or left it
         if os.path.exists(self._path):
             self._read()
 
@@ -121,15 +123,22 @@ class ExecutedSteps:
         start, sigma, rate = stretch.which
         line = f"{step} {sigma!r} {rate!r} {start}\n" * stretch.steps
         # A torn last line was begun too, and must neither swallow the next nor pass for whole.
-        line = f" {_TORN}\n" * self._tail_is_torn + line
+        content = (f" {_TORN}\n" * self._tail_is_torn + line).encode()
         is_new = not os.path.exists(self._path)
         with open(self._path, "ab", opener=_private_opener) as file:
-            file.write(line.encode())
+            if os.fstat(file.fileno()).st_size != self._size:  # the lock was removed, or is none
+                raise Fault(
+                    f"{self._path} was changed since this run read it: another run writes to the "
+                    "same job.dump_folder, or the file was edited; end the other run, and start "
+                    "this one again"
+                )
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if is_new:
             _sync_folder(os.path.dirname(self._path))
         self._tail_is_torn = False
+        self._size += len(content)
         self._begun[stretch.which] += stretch.steps
 
     def stretches(self, settings: Settings) -> list[Stretch]:
@@ -145,6 +154,7 @@ class ExecutedSteps:
     def _read(self) -> None:
         with open(self._path, "rb") as file:
             content = file.read()
+        self._size = len(content)
         self._tail_is_torn = content != b"" and not content.endswith(b"\n")
         lines = content.decode("ascii", errors="replace").splitlines()
         last_torn = 0
