@@ -391,3 +391,15 @@ def test_more_steps_than_planned_at_first_are_a_caveat():
         later.go_on_from(first, None)
         assert sum("raised from 10 to 12" in caveat for caveat in later.caveats) == told
         assert later.planned_steps == max(planned, 10)
+
+
+def test_more_steps_because_of_results_are_adaptive():
+    """The terms of a step are the same: only their number was chosen."""
+    budget = fix_budget(SETTINGS, 10, [])
+    first = Ledger(SETTINGS, steps=10, planned_steps=10, budget=budget)
+    for planned, new_segment, adaptive in ((12, "adaptive", True), (10, "adaptive", False)):
+        later = Ledger(SETTINGS, planned_steps=planned)
+        later.go_on_from(first, new_segment)
+        assert later.adaptive is adaptive
+        assert any("after results were seen" in caveat for caveat in later.caveats) is adaptive
+        assert not any("assumed not to follow" in caveat for caveat in later.caveats)

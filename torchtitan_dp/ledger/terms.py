@@ -78,7 +78,7 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
     )
     if before is not None:
         _refuse_to_leave_checkpoints(config)
-        ledger.inherit(before)
+        ledger.inherit(before, privacy.new_segment)
     if not resumes(config):
         start_from(ledger, config)
         if before is not None:  # its weights are lost: what goes on from here is no step old
