@@ -208,6 +208,24 @@ def test_an_adaptive_segment_stays_within_the_budget_of_the_first_start(copy, da
         plan_of(quieter, copy)
 
 
+def test_checkpoints_without_their_log_are_not_gone_on_with_adaptively(copy, data, tmp_path):
+    """What was lost where they come from was seen too, and nobody knows how much it was."""
+    at_step(copy, 2)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.copytree(copy / "checkpoint", moved / "checkpoint")
+    options = ("--privacy.new_segment=adaptive", "--training.steps=5", *with_sigma(2.0))
+    plan_of(arguments(copy, data, *options), copy)
+    with pytest.raises(ValueError, match=r"2 steps .* without .*steps_executed\.log"):
+        plan_of(arguments(moved, data, *options), moved)
+    ledger = plan_of(arguments(moved, data, "--training.steps=5"), moved).ledger
+    executed = ExecutedSteps(str(moved))
+    executed.adopt(ledger.stretches())  # a start that goes on as planned
+    Account(ledger, executed, 5).publish(str(moved))
+    with pytest.raises(ValueError, match=r"2 steps .* without .*steps_executed\.log"):
+        plan_of(arguments(moved, data, *options), moved)
+
+
 def test_the_budget_counts_the_steps_of_weights_that_are_lost(copy, data):
     """Without its checkpoints a run starts again, and all its steps are yet to come."""
     quieter = arguments(
