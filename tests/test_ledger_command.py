@@ -153,6 +153,8 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     assert spent["steps"] == 2
     assert spent["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
     assert any("whose steps are included" in caveat for caveat in spent["caveats"])
+    # As a new segment would say, since sigma was chosen when the first run had shown its results.
+    assert any("assumed not to follow from what run" in caveat for caveat in spent["caveats"])
     assert run(out)[1]["total"]["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
     both = run(out, first)[1]["total"]  # the ancestor is one of the two: counted once
     assert both["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
