@@ -255,6 +255,19 @@ def test_executed_steps_are_never_fewer_than_the_lineages(tmp_path):
 # Segments.
 
 
+def test_a_log_that_another_run_writes_to_is_not_written_on(tmp_path):
+    """A lock that somebody removed, or a file system without locks: neither run knows of all."""
+    one, other = ExecutedSteps(str(tmp_path)), ExecutedSteps(str(tmp_path))
+    one.begin(1, SETTINGS)
+    with pytest.raises(SystemExit, match=r"steps_executed\.log .* another run"):
+        other.begin(1, SETTINGS)
+    one.begin(2, SETTINGS)
+    assert ExecutedSteps(str(tmp_path)).count == 2
+    os.remove(tmp_path / "steps_executed.log")
+    with pytest.raises(SystemExit, match="another run"):
+        one.begin(3, SETTINGS)
+
+
 def test_a_segment_starts_where_the_settings_change():
     loaded, quieter = Ledger(SETTINGS, steps=30), dataclasses.replace(SETTINGS, noise_multiplier=2)
     with pytest.raises(ValueError, match=r"open a new segment with privacy\.new_segment"):
@@ -378,3 +391,15 @@ def test_more_steps_than_planned_at_first_are_a_caveat():
         later.go_on_from(first, None)
         assert sum("raised from 10 to 12" in caveat for caveat in later.caveats) == told
         assert later.planned_steps == max(planned, 10)
+
+
+def test_more_steps_because_of_results_are_adaptive():
+    """The terms of a step are the same: only their number was chosen."""
+    budget = fix_budget(SETTINGS, 10, [])
+    first = Ledger(SETTINGS, steps=10, planned_steps=10, budget=budget)
+    for planned, new_segment, adaptive in ((12, "adaptive", True), (10, "adaptive", False)):
+        later = Ledger(SETTINGS, planned_steps=planned)
+        later.go_on_from(first, new_segment)
+        assert later.adaptive is adaptive
+        assert any("after results were seen" in caveat for caveat in later.caveats) is adaptive
+        assert not any("assumed not to follow" in caveat for caveat in later.caveats)

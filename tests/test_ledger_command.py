@@ -153,6 +153,8 @@ def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tm
     assert spent["steps"] == 2
     assert spent["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
     assert any("whose steps are included" in caveat for caveat in spent["caveats"])
+    # As a new segment would say, since sigma was chosen when the first run had shown its results.
+    assert any("assumed not to follow from what run" in caveat for caveat in spent["caveats"])
     assert run(out)[1]["total"]["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
     both = run(out, first)[1]["total"]  # the ancestor is one of the two: counted once
     assert both["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
@@ -206,6 +208,24 @@ def test_an_adaptive_segment_stays_within_the_budget_of_the_first_start(copy, da
         log.write(2 * "3 1.0 0.125 lost\n")  # what was seen of them counts too
     with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
         plan_of(quieter, copy)
+
+
+def test_checkpoints_without_their_log_are_not_gone_on_with_adaptively(copy, data, tmp_path):
+    """What was lost where they come from was seen too, and nobody knows how much it was."""
+    at_step(copy, 2)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.copytree(copy / "checkpoint", moved / "checkpoint")
+    options = ("--privacy.new_segment=adaptive", "--training.steps=5", *with_sigma(2.0))
+    plan_of(arguments(copy, data, *options), copy)
+    with pytest.raises(ValueError, match=r"2 steps .* without .*steps_executed\.log"):
+        plan_of(arguments(moved, data, *options), moved)
+    ledger = plan_of(arguments(moved, data, "--training.steps=5"), moved).ledger
+    executed = ExecutedSteps(str(moved))
+    executed.adopt(ledger.stretches())  # a start that goes on as planned
+    Account(ledger, executed, 5).publish(str(moved))
+    with pytest.raises(ValueError, match=r"2 steps .* without .*steps_executed\.log"):
+        plan_of(arguments(moved, data, *options), moved)
 
 
 def test_the_budget_counts_the_steps_of_weights_that_are_lost(copy, data):

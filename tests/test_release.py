@@ -26,13 +26,14 @@ from tests.models.hugging_face import (
 from torchtitan_dp import release as release_module
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger
+from torchtitan_dp.ledger.initial import PUBLIC
 from torchtitan_dp.ledger.terms import settings_of
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3 import Llama
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release import empty_model, main, release
-from torchtitan_dp.releasing.card import _factor
+from torchtitan_dp.releasing.card import _factor, model_card
 from torchtitan_dp.releasing.claims import PUBLIC_KEYS
 from torchtitan_dp.run_config import read_config, write_config
 
@@ -166,6 +167,16 @@ def test_lost_steps_are_claimed(run, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"ε = {rounded_up(terms['epsilon_executed'])}\n" in card
     assert rounded_up(before) not in card
+
+
+@pytest.mark.parametrize("caveat", [PUBLIC, f"of the initial weights: {PUBLIC}"])
+def test_given_weights_are_told_though_the_last_start_did_not_name_them(finished, caveat):
+    """A start that resumes loads no initial weights: its configuration may have lost them."""
+    terms, config = privacy(finished), read_config(str(finished))
+    assert "random weights" in model_card(terms, config, shape(config))
+    card = model_card({**terms, "caveats": [caveat]}, config, shape(config))
+    assert "random weights" not in card
+    assert "The weights that training started from were given." in card
 
 
 def test_rounding_is_never_down():

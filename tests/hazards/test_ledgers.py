@@ -257,3 +257,11 @@ def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
     stopped_after_a_step(tmp_path, earlier)
     spent = starting_from(tmp_path).before()
     assert sorted(spent) == sorted([louder.mechanism(), SETTINGS.mechanism(STEP)])
+
+
+def test_row45_what_initial_weights_showed_and_their_units_are_assumptions(tmp_path):
+    """A line is no file, and sigma was chosen when their run had ended."""
+    stopped_after_a_step(tmp_path, Ledger(SETTINGS, steps=STEP))
+    assumed = starting_from(tmp_path).caveats[-1]
+    assert "rate and steps are assumed not to follow from what run" in assumed
+    assert "records not to be larger" in assumed

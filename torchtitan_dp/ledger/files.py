@@ -17,6 +17,7 @@ from typing import Any
 
 from torchtitan_dp.ledger.lineage import Ledger, Settings
 from torchtitan_dp.ledger.starts import Stretch, new_name
+from torchtitan_dp.process import Fault
 
 PRIVACY_FILE = "privacy.json"
 EXECUTED_FILE = "steps_executed.log"
@@ -90,9 +91,11 @@ class ExecutedSteps:
         self._start = new_name()
         self._path = os.path.join(folder, EXECUTED_FILE)
         self._begun: Counter[tuple[str, float, float]] = Counter()
+        self._adopted = 0  # of them, steps of checkpoints that came without their log
         self._torn = 0  # lines whose terms were lost: counted on the worst terms
         self._torn_name = ""  # the same in a copy of the file, however it goes on
         self._tail_is_torn = False
+        self._size = 0  # in bytes, as this object read or left it
         if os.path.exists(self._path):
             self._read()
 
@@ -117,20 +120,36 @@ class ExecutedSteps:
             if missing > 0:
                 self._append(0, dataclasses.replace(stretch, steps=missing))
 
+    def unlogged(self, lineage: Iterable[Stretch]) -> int:
+        """Of a lineage's steps, those that were taken elsewhere, without a line here before them.
+
+        More may have been begun there, and lost. A torn line may stand for one of them.
+        """
+        missing = sum(max(s.steps - self._begun[s.which], 0) for s in lineage)
+        return max(self._adopted + missing - self._torn, 0)
+
     def _append(self, step: int, stretch: Stretch) -> None:
         start, sigma, rate = stretch.which
         line = f"{step} {sigma!r} {rate!r} {start}\n" * stretch.steps
         # A torn last line was begun too, and must neither swallow the next nor pass for whole.
-        line = f" {_TORN}\n" * self._tail_is_torn + line
+        content = (f" {_TORN}\n" * self._tail_is_torn + line).encode()
         is_new = not os.path.exists(self._path)
         with open(self._path, "ab", opener=_private_opener) as file:
-            file.write(line.encode())
+            if os.fstat(file.fileno()).st_size != self._size:  # the lock was removed, or is none
+                raise Fault(
+                    f"{self._path} was changed since this run read it: another run writes to the "
+                    "same job.dump_folder, or the file was edited; end the other run, and start "
+                    "this one again"
+                )
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         if is_new:
             _sync_folder(os.path.dirname(self._path))
         self._tail_is_torn = False
+        self._size += len(content)
         self._begun[stretch.which] += stretch.steps
+        self._adopted += stretch.steps * (step == 0)
 
     def stretches(self, settings: Settings) -> list[Stretch]:
         """By start; torn lines on the worst of all terms and `settings`, as their own start's."""
@@ -145,6 +164,7 @@ class ExecutedSteps:
     def _read(self) -> None:
         with open(self._path, "rb") as file:
             content = file.read()
+        self._size = len(content)
         self._tail_is_torn = content != b"" and not content.endswith(b"\n")
         lines = content.decode("ascii", errors="replace").splitlines()
         last_torn = 0
@@ -153,16 +173,17 @@ class ExecutedSteps:
                 self._torn += 1
                 last_torn = number
             else:
-                self._begun[self._parse(line, number)] += 1
+                step, start, sigma, rate = self._parse(line, number)
+                self._begun[start, sigma, rate] += 1
+                self._adopted += step == 0
         if last_torn:
             so_far = "\n".join(lines[:last_torn]).removesuffix(f" {_TORN}")
             self._torn_name = f"{_TORN} {hashlib.sha256(so_far.encode()).hexdigest()[:16]}"
 
-    def _parse(self, line: str, number: int) -> tuple[str, float, float]:
+    def _parse(self, line: str, number: int) -> tuple[int, str, float, float]:
         try:
             step, sigma, rate, start = line.split()
-            int(step)
-            return start, float(sigma), float(rate)
+            return int(step), start, float(sigma), float(rate)
         except ValueError:
             raise ValueError(
                 f"{self._path}, line {number}: '{line[:40]}' is no step; restore the file, or use "

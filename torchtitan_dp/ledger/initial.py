@@ -63,6 +63,10 @@ def start_from(ledger: Ledger, config: JobConfig) -> None:
     lineage = [*ledger.ancestors, *earlier.ancestors, own, *all_begun]
     ledger.ancestors = list(dict.fromkeys(lineage))
     ledger.add_caveat(f"the initial weights are of run {earlier.run}, whose steps are included")
+    ledger.add_caveat(
+        f"this run's noise, rate and steps are assumed not to follow from what run {earlier.run} "
+        f"showed, and its {ledger.settings.privacy_unit}s not to be larger than that run's"
+    )
 
 
 def _refuse_what_does_not_compose(ledger: Ledger, earlier: Ledger, path: str) -> None:

@@ -159,14 +159,22 @@ class Ledger:
         if caveat not in self.caveats:
             self.caveats.append(caveat)
 
-    def inherit(self, earlier: "Ledger") -> None:
-        """What was said of this run's earlier weights stays said of those that go on from them."""
+    def inherit(self, earlier: "Ledger", new_segment: NewSegment | None = None) -> None:
+        """What was said of this run's earlier weights stays said of those that go on from them.
+
+        Args:
+            new_segment: how more steps than were planned came about, too.
+        """
         self.private = self.private and earlier.private
         self.caveats = list(dict.fromkeys([*self.caveats, *earlier.caveats]))
         self.ancestors = list(dict.fromkeys([*earlier.ancestors, *self.ancestors]))
         self.adaptive = self.adaptive or earlier.adaptive
         self.budget, self.run = earlier.budget, earlier.run
-        if self.planned_steps > earlier.planned_steps > 0 and not self.adaptive:
+        raised = self.planned_steps > earlier.planned_steps > 0
+        if raised and new_segment == "adaptive":
+            self.adaptive = True
+            self.add_caveat(_CAVEATS["adaptive"])
+        elif raised and not self.adaptive:
             self.add_caveat(
                 f"training.steps was raised from {earlier.planned_steps} to {self.planned_steps} "
                 "after the first start, which is assumed not to follow from results"
@@ -179,7 +187,7 @@ class Ledger:
         Raises:
             ValueError: the terms differ, and no new segment was asked for or may change them.
         """
-        self.inherit(loaded)
+        self.inherit(loaded, new_segment)
         self.steps, self.finished = loaded.steps, list(loaded.finished)
         self.finished_starts = [start for start in loaded.starts() if start.steps > 0]
         if self.settings.is_as(loaded.settings):

@@ -78,7 +78,7 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
     )
     if before is not None:
         _refuse_to_leave_checkpoints(config)
-        ledger.inherit(before)
+        ledger.inherit(before, privacy.new_segment)
     if not resumes(config):
         start_from(ledger, config)
         if before is not None:  # its weights are lost: what goes on from here is no step old
@@ -120,7 +120,14 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
     if not ledger.adaptive or ledger.budget is None:
         return epsilon
     # What was chosen may depend on lost and abandoned steps as well: the filter counts them.
-    begun = ExecutedSteps(config.job.dump_folder).stretches(ledger.settings)
+    executed = ExecutedSteps(config.job.dump_folder)
+    if unlogged := executed.unlogged(ledger.stretches()):
+        raise ValueError(
+            f"privacy.new_segment = 'adaptive': {unlogged} steps of these weights were taken in "
+            f"another folder and came without its {EXECUTED_FILE}, so that the filter cannot count "
+            "what was lost there; copy that whole job.dump_folder, or start afresh"
+        )
+    begun = executed.stretches(ledger.settings)
     spent = union([*ledger.stretches_before(), *ledger.stretches(), *begun])
     to_come = ledger.settings.mechanism(max(steps - ledger.steps, 0))
     epsilon = max(epsilon, ledger.compose([*spent, to_come]))
