@@ -93,7 +93,7 @@ class ExecutedSteps:
         self._begun: Counter[tuple[str, float, float]] = Counter()
         self._adopted = 0  # of them, steps of checkpoints that came without their log
         self._torn = 0  # lines whose terms were lost: counted on the worst terms
-        self._torn_name = ""  # the same in a copy of the file, however it goes on
+        self._torn_name = ""  # of their own in each folder: copies may tear at different steps
         self._tail_is_torn = False
         self._size = 0  # in bytes, as this object read or left it
         if os.path.exists(self._path):
@@ -178,6 +178,7 @@ class ExecutedSteps:
                 self._adopted += step == 0
         if last_torn:
             so_far = "\n".join(lines[:last_torn]).removesuffix(f" {_TORN}")
+            so_far = os.path.realpath(self._path) + so_far
             self._torn_name = f"{_TORN} {hashlib.sha256(so_far.encode()).hexdigest()[:16]}"
 
     def _parse(self, line: str, number: int) -> tuple[int, str, float, float]:

@@ -174,7 +174,7 @@ MUTANTS = [
         45,
         "not private undone by loading",
         LINEAGE,
-        "        self.inherit(loaded)\n",
+        "        self.inherit(loaded, new_segment)\n",
         "",
         (f"{LEDGERS}test_row45_not_private_is_loaded_with_the_weights",),
         quick=True,
@@ -183,9 +183,9 @@ MUTANTS = [
         45,
         "not private undone by a new start",
         "ledger/terms.py",
-        "        ledger.inherit(before)\n",
+        "        ledger.inherit(before, privacy.new_segment)\n",
         "        before = dataclasses.replace(before, private=True, caveats=[])\n"
-        "        ledger.inherit(before)\n",
+        "        ledger.inherit(before, privacy.new_segment)\n",
         (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
     ),
     Mutant(
