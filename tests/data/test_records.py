@@ -162,6 +162,24 @@ def test_one_real_file_is_one_record_whatever_links_name_it(tmp_path: Path, open
     assert ids(open_("text", tmp_path / "also")) == every
 
 
+def test_a_file_in_a_linked_folder_goes_by_its_own_name(tmp_path: Path, open_: Open) -> None:
+    """By the link's name one folder's files would be in another's unit, and part of one in two."""
+    root = write(tmp_path / "d", {"a/own.txt": b"a", "b/f/x.txt": b"x", "b/f/deep/y.txt": b"y"})
+    write(root, {".old/z.txt": b"z", "b/w.txt": b"w"})
+    (root / "a/vendor").symlink_to(root / "b/f")
+    (root / "a/old").symlink_to(root / ".old")  # whose own name is not listed
+    (root / "c").symlink_to(root / "a")
+    every = ["a/old/z.txt", "a/own.txt", "b/f/deep/y.txt", "b/f/x.txt", "b/w.txt"]
+    assert ids(open_("text", root)) == every
+    assert ids(open_("text", root / "a/**/*.txt")) == [
+        "old/z.txt",
+        "own.txt",
+        "vendor/deep/y.txt",
+        "vendor/x.txt",
+    ]
+    assert list(open_("text", root, unit_field="folder").unit_names()) == list("aabbb")
+
+
 def test_one_real_file_is_one_record_whatever_hard_links_name_it(
     tmp_path: Path, open_: Open
 ) -> None:

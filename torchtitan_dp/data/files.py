@@ -97,13 +97,20 @@ def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iter
     """Relative names of the files below `root` that match, one component a pattern, sorted by
     their bytes."""
 
+    def is_seen(parts: list[str]) -> bool:
+        return not any(_is_hidden(part) or part in skipped for part in parts)
+
     def is_listed(parts: list[str]) -> bool:
-        return not any(_is_hidden(part) for part in parts) and _matches(parts, patterns)
+        return is_seen(parts) and _matches(parts, patterns)
 
     def inside(path: str) -> list[str]:
-        return os.path.relpath(os.path.realpath(path), real_root).split("/")
+        place = os.path.relpath(os.path.realpath(path), real_root)
+        return [] if place == "." else place.split("/")
 
     real_root, entered = os.path.realpath(root), set()
+    # Folders that a link leads into, and the place that they have in the walk without it, if any:
+    # by that their files are listed, lest a link put them into another unit.
+    linked: dict[str, list[str] | None] = {}
     pending = [""]  # the next one last; a folder ends in "/", which also sorts whole paths
     while pending:
         name = pending.pop()
@@ -112,9 +119,11 @@ def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iter
             continue
         folder = os.path.join(root, name)
         status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in entered:  # a link back, or a second way in
+        place = linked.get(name)
+        way_in = status.st_dev, status.st_ino, name in linked, place is not None
+        if way_in in entered:  # a link back, or a second link
             continue
-        entered.add((status.st_dev, status.st_ino))
+        entered.add(way_in)
         children = []
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -125,11 +134,18 @@ def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iter
                 # os.path, unlike the entry, does not raise for a link to itself
                 is_folder = os.path.isdir(entry.path) if is_link else entry.is_dir()
                 is_file = os.path.isfile(entry.path) if is_link else entry.is_file()
+                by_link = is_link or name in linked
+                own = None if place is None else [*place, entry.name]
                 if is_folder and _may_hold(parts, patterns):
                     children.append(child + "/")
+                    if by_link:
+                        own = inside(entry.path) if own is None else own
+                        linked[child + "/"] = own if is_seen(own) else None
                 elif is_file and is_listed(parts):
-                    if is_link and is_listed(inside(entry.path)):
-                        continue  # listed already, under its own name
+                    if own is not None and is_listed(own):
+                        continue  # listed without the link
+                    if by_link and is_listed(inside(entry.path)):
+                        continue  # listed under its own name
                     children.append(child)
         pending.extend(sorted(children, key=os.fsencode, reverse=True))  # alike in every locale
 

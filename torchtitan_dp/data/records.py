@@ -88,8 +88,9 @@ def open_records(
     `text`: one file, one record; `path` is a file, a glob, a folder (all files below it), or
     "python-stdlib". `jsonl`: one line, one record; `path` is a file, a glob, or a folder of
     *.jsonl. Hidden files, `__pycache__` and .pyc are skipped; symbolic links are followed, but no
-    folder is entered twice, and a file that links name more than once is listed once, by its own
-    name if that is listed, else by the first; of hard links, by the first.
+    folder is entered twice by them, and a file that links (to it or to a folder above it) name more
+    than once is listed once, by its own name if that is listed, else by the first; of hard links,
+    by the first.
 
     `unit_field` says whose record one is (`units`). For `jsonl` it is a field that holds a string
     or a whole number; 7 and "7" are one unit, else names must be equal character by character. A
