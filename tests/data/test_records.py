@@ -13,6 +13,7 @@ import pytest
 from torchtitan_dp.data import index as line_index
 from torchtitan_dp.data import records
 from torchtitan_dp.data.records import RecordStore, open_records
+from torchtitan_dp.data.units import open_units
 
 Open = Callable[..., RecordStore]
 
@@ -431,6 +432,18 @@ def test_failed_build_leaves_nothing(
     assert saved(index) == []
 
 
+def test_a_file_rewritten_under_its_old_time_is_indexed_anew(tmp_path: Path, open_: Open) -> None:
+    """Archives and image layers give all files one time: who has which lines was then stale."""
+    for owners in ("AABB", "ABAB"):
+        lines = [json.dumps({"who": owner, "text": owner}).encode() for owner in owners]
+        root = write(tmp_path / "d", {"a.jsonl": b"\n".join(lines)})
+        os.utime(root / "a.jsonl", ns=(1, 1))
+        store = open_("jsonl", root, unit_field="who")
+        units = open_units(store, "who", index_folder=str(tmp_path / "index"))
+        whose = [{store.read(int(record)) for record in units.records(unit)} for unit in (0, 1)]
+        assert sorted(map(sorted, whose)) == [["A"], ["B"]]
+
+
 # The fingerprint
 
 BASE = {"a.jsonl": b'{"text": "1"}\n', "b/c.jsonl": b'{"text": "2"}\n'}
@@ -474,6 +487,14 @@ def test_fingerprint_sees_the_number_of_records(tmp_path: Path, open_: Open) -> 
     two = write(tmp_path / "two", {"a.jsonl": b"{}\n\n\n"})
     assert open_("jsonl", one).fingerprint != open_("jsonl", two).fingerprint
     assert open_("text", one).fingerprint == open_("text", two).fingerprint
+
+
+def test_fingerprint_sees_the_order_of_lines(tmp_path: Path, open_: Open) -> None:
+    """Two nodes with copies in two orders would deal one record to both."""
+    lines = [b'{"text": "1"}\n', b'{"text": "22"}\n', b'{"text": "333"}\n']
+    one = write(tmp_path / "one", {"a.jsonl": b"".join(lines)})
+    two = write(tmp_path / "two", {"a.jsonl": b"".join(lines[::-1])})
+    assert open_("jsonl", one).fingerprint != open_("jsonl", two).fingerprint
 
 
 # The user's mistakes

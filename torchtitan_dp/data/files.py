@@ -25,7 +25,7 @@ class Files(NamedTuple):
     name_starts: np.ndarray  # (files + 1,) int64 into names
     starts: np.ndarray  # (files + 1,) int64: where each begins if all lay one after the other
     content_hash: str  # of relative names and sizes
-    place_hash: str  # of absolute paths, sizes and modification times
+    place_hash: str  # of absolute paths, sizes and times; of inodes, since times can be set
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -59,9 +59,9 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
                     continue
                 linked.add((status.st_dev, status.st_ino))
             content.update(raw + struct.pack("=xq", status.st_size))  # x is NUL: ends the name
-            place.update(
-                os.fsencode(path) + struct.pack("=xqq", status.st_size, status.st_mtime_ns)
-            )
+            times = status.st_mtime_ns, status.st_ctime_ns
+            place.update(os.fsencode(path))
+            place.update(struct.pack("=xqqqQ", status.st_size, *times, status.st_ino))
             name_end, byte_end = name_end + len(raw), byte_end + status.st_size
             blob.write(raw)
             spans.write(struct.pack("=qq", name_end, byte_end))

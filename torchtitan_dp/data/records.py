@@ -29,11 +29,11 @@ class RecordStore(Protocol):
     """Records by position, 0 <= index < len(store); an index outside raises `IndexError`."""
 
     fingerprint: str
-    """SHA-256, hex, of the relative names, the sizes and the number of records: tells that a data
-    set is the same one, wherever it lies. PRIVATE: never published, never logged."""
+    """SHA-256, hex, of the relative names, the sizes and where records begin: tells that a data set
+    is the same one, wherever it lies. PRIVATE: never published, never logged."""
 
     place_hash: str
-    """Of format, absolute paths, sizes and modification times."""
+    """Of format, absolute paths, sizes, times and inodes."""
 
     def __len__(self) -> int:
         """The number of records, undecodable ones included."""
@@ -101,7 +101,7 @@ def open_records(
 
     The lines of jsonl files are found in one streaming pass, kept in `index_folder` (default:
     `$XDG_CACHE_HOME` or ~/.cache, torchtitan_dp/index) and found again while the files' absolute
-    paths, sizes and modification times stay the same.
+    paths, sizes, times and inodes stay the same.
 
     Raises `ValueError`, one line, for an unknown format, an empty text field, a unit field that
     the format has not, a path that is missing or cannot be listed or holds no record, an index
@@ -147,7 +147,7 @@ class TextRecords:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self.fingerprint = _fingerprint("text", files, len(files))
+        self.fingerprint = _fingerprint("text", files, str(len(files)))
         self.place_hash = f"text-{files.place_hash}"
 
     def __len__(self) -> int:
@@ -202,7 +202,8 @@ class JsonlRecords:
         self._files, self._text_field, self._unit_field = files, text_field, unit_field
         self._bounds = line_bounds(files, index_folder)  # (records + 1,)
         self._first = np.searchsorted(self._bounds, files.starts)  # (files + 1,) first record
-        self.fingerprint = _fingerprint("jsonl", files, len(self))
+        lines = hashlib.sha256(self._bounds.data).hexdigest()  # in which order they are
+        self.fingerprint = _fingerprint("jsonl", files, lines)
         self.place_hash = f"jsonl-{files.place_hash}"
 
     def __len__(self) -> int:
@@ -308,6 +309,6 @@ def _decode(data: bytes, max_bytes: int | None, start: int, codec: str = "utf-8-
     return codecs.getincrementaldecoder(codec)().decode(data, final=not is_cut)
 
 
-def _fingerprint(format: str, files: Files, records: int) -> str:
+def _fingerprint(format: str, files: Files, records: str) -> str:
     text = f"{format}\0{files.content_hash}\0{records}"
     return hashlib.sha256(text.encode()).hexdigest()
