@@ -26,13 +26,14 @@ from tests.models.hugging_face import (
 from torchtitan_dp import release as release_module
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger
+from torchtitan_dp.ledger.initial import PUBLIC
 from torchtitan_dp.ledger.terms import settings_of
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3 import Llama
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release import empty_model, main, release
-from torchtitan_dp.releasing.card import _factor
+from torchtitan_dp.releasing.card import _assumptions, _factor
 from torchtitan_dp.releasing.claims import PUBLIC_KEYS
 from torchtitan_dp.run_config import read_config, write_config
 
@@ -166,6 +167,14 @@ def test_lost_steps_are_claimed(run, tmp_path):
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"ε = {rounded_up(terms['epsilon_executed'])}\n" in card
     assert rounded_up(before) not in card
+
+
+@pytest.mark.parametrize("caveats, random", [([], True), ([PUBLIC], False)])
+def test_a_resumed_run_does_not_forget_that_its_weights_were_given(caveats, random):
+    """Its last start, whose configuration is kept, need not name the initial weights again."""
+    card = _assumptions({"ancestors": [], "caveats": caveats}, small_config())
+    assert ("random weights" in card) == random
+    assert ("were given" in card) == (not random)
 
 
 def test_rounding_is_never_down():

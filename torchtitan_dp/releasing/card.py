@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
+from torchtitan_dp.ledger.initial import PUBLIC
 from torchtitan_dp.models.hugging_face import parameter_count
 from torchtitan_dp.models.llama3 import LlamaArgs
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -168,7 +169,10 @@ def _segments(terms: dict[str, Any]) -> str:
 
 
 def _assumptions(terms: dict[str, Any], config: JobConfig) -> str:
-    loaded = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
+    checkpoint = config.checkpoint
+    # A resumed run's configuration need not name them again.
+    loaded = checkpoint.initial_load_path or checkpoint.initial_load_in_hf
+    loaded = loaded or PUBLIC in terms["caveats"]
     if terms["ancestors"]:
         start = (
             "The weights that training started from saw the same data, with privacy: their steps "
