@@ -566,6 +566,19 @@ def test_decodability_is_told_block_by_block(
     assert found == [text is not None for text in texts(store)]
 
 
+def test_a_line_that_memory_does_not_hold_is_undecodable(
+    open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nested lists take 30 times as much as their text; what a record holds stops no run."""
+
+    def refuse(line: str) -> Any:
+        raise MemoryError
+
+    store = open_("jsonl", write(tmp_path / "data", {"a.jsonl": b'{"text": "x"}\n'}))
+    monkeypatch.setattr(json, "loads", refuse)
+    assert texts(store) == [None]
+
+
 def test_a_line_too_long_to_parse_is_undecodable(
     open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

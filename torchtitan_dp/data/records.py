@@ -19,8 +19,8 @@ from torchtitan_dp.data.index import line_bounds, writable_folder
 
 FOLDER = "folder"  # the unit field of text files
 CHUNK = 2**16
-MAX_LINE_BYTES = 256 * 2**20
-"""A longer jsonl line is undecodable: JSON is parsed whole, in a few times its size of memory."""
+MAX_LINE_BYTES = 64 * 2**20
+"""A longer jsonl line is undecodable: JSON is parsed whole, in up to 30 times its size of memory."""
 _BLOCK_BYTES = 16 * 2**20
 _CONTINUATIONS = bytes(range(0x80, 0xC0))  # of a character's first byte
 
@@ -274,7 +274,7 @@ def _parse(line: bytes, size: int) -> dict[str, object]:
     """The JSON object on a line; an empty one if it is none, or not `size` bytes long."""
     try:
         value = json.loads(line.decode("utf-8-sig")) if len(line) == size else None
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, MemoryError):
         return {}
     return value if isinstance(value, dict) else {}
 
