@@ -20,7 +20,7 @@ from torchtitan_dp.data.index import line_bounds, writable_folder
 FOLDER = "folder"  # the unit field of text files
 CHUNK = 2**16
 MAX_LINE_BYTES = 64 * 2**20
-"""A longer jsonl line is undecodable: JSON is parsed whole, in up to 30 times its size of memory."""
+"""A longer jsonl line is undecodable: JSON is parsed whole, in up to 30 times its size."""
 _BLOCK_BYTES = 16 * 2**20
 _CONTINUATIONS = bytes(range(0x80, 0xC0))  # of a character's first byte
 
