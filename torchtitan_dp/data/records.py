@@ -9,7 +9,7 @@ import codecs
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Protocol
 
 import numpy as np
@@ -196,6 +196,9 @@ class TextRecords:
 class JsonlRecords:
     """One line, one record: a JSON object whose `text_field` is the text."""
 
+    is_of: Callable[[int, str], bool] | None = None
+    """Whether a record is of the unit of that name, once `units` has found out."""
+
     def __init__(
         self, files: Files, text_field: str, unit_field: str | None, index_folder: str
     ) -> None:
@@ -234,8 +237,10 @@ class JsonlRecords:
                 fields = _read_object(file, end - begin)
         except OSError:
             return None
-        if self._unit_field is not None and _unit_name(fields.get(self._unit_field)) is None:
-            return None  # nobody knows whose it is
+        if self._unit_field is not None:
+            name = _unit_name(fields.get(self._unit_field))
+            if name is None or (self.is_of is not None and not self.is_of(index, name)):
+                return None  # nobody knows whose it is, or somebody else's by now
         return _encode(fields.get(self._text_field))
 
     def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
