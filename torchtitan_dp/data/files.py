@@ -134,17 +134,16 @@ def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iter
                 # os.path, unlike the entry, does not raise for a link to itself
                 is_folder = os.path.isdir(entry.path) if is_link else entry.is_dir()
                 is_file = os.path.isfile(entry.path) if is_link else entry.is_file()
-                by_link = is_link or name in linked
                 own = None if place is None else [*place, entry.name]
                 if is_folder and _may_hold(parts, patterns):
                     children.append(child + "/")
-                    if by_link:
+                    if is_link or name in linked:
                         own = inside(entry.path) if own is None else own
                         linked[child + "/"] = own if is_seen(own) else None
                 elif is_file and is_listed(parts):
                     if own is not None and is_listed(own):
                         continue  # listed without the link
-                    if by_link and is_listed(inside(entry.path)):
+                    if is_link and is_listed(inside(entry.path)):
                         continue  # listed under its own name
                     children.append(child)
         pending.extend(sorted(children, key=os.fsencode, reverse=True))  # alike in every locale

@@ -315,8 +315,8 @@ MUTANTS = [
         43,
         "a linked folder's files in the link's unit",
         "data/files.py",
-        "if by_link and is_listed(",
-        "if is_link and is_listed(",
+        "if own is not None and is_listed(own):",
+        "if own is not None and not own:",
         ("data/test_records.py::test_a_file_in_a_linked_folder_goes_by_its_own_name",),
     ),
 ]
