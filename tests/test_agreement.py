@@ -29,6 +29,25 @@ def test_ranks_that_see_other_records_refuse_to_train():
     assert "ranks disagree" in second
 
 
+def private_disagreement() -> str:
+    import torch.distributed as dist
+
+    from torchtitan_dp.distributed.agreement import require_agreement
+
+    try:
+        require_agreement(("sigma = 1",), private=(f"fingerprint of rank {dist.get_rank()}",))
+    except RuntimeError as error:
+        return str(error)
+    return "agreed"
+
+
+def test_what_ranks_disagree_on_is_not_told_if_it_is_private():
+    """Names and sizes of files can be guessed from their hash, and the log is kept by others."""
+    _, second = on_ranks(2, private_disagreement)
+    assert "ranks disagree" in second
+    assert "fingerprint of" not in second
+
+
 def opening(folder: str, differ: bool) -> str:
     """A start on two ranks, one of which was given another sequence length."""
     from types import SimpleNamespace

@@ -57,6 +57,21 @@ def test_json_to_a_file_is_the_same(tmp_path, planned):
     assert json.loads(path.read_text()) == printed
 
 
+def test_a_number_of_records_that_is_private_is_not_told(tmp_path, capsys):
+    """With `add_remove` one unit more or less must not show in what the plan calls public."""
+    said = []
+    for count in (24, 25):
+        data = write_records(tmp_path / f"data{count}", count)
+        rate = ("--privacy.sample_rate=0.1", "--privacy.delta=0.5", *with_sigma(1))
+        command = arguments(tmp_path / "out", data, *rate)
+        plan.main([*command, "--world_size=1", "--json=-", "--no_memory"])
+        output = capsys.readouterr()
+        lines = [line.partition("not private: ")[0] for line in output.err.splitlines()]
+        said.append((output.out, lines))
+    assert said[0] == said[1]
+    assert "at least 1 / number of records" in output.err
+
+
 @pytest.mark.parametrize("accountant", ["prv", "rdp", "pld"])
 @pytest.mark.parametrize("target", [0.5, 8.0])
 def test_hazard_38_target_is_not_overshot(planned, accountant, target):

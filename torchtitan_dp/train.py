@@ -209,7 +209,9 @@ class DPTrainer(Trainer):
         check_fingerprint(folder, fingerprint)
         ledger = make_plan(config, len(units), earlier_ledger(folder)).ledger
         dealt = hashlib.sha256(units.tobytes()).hexdigest()
-        require_agreement((fingerprint, dealt, ledger.settings, ledger.config_hash, versions()))
+        require_agreement(
+            (ledger.settings, ledger.config_hash, versions()), private=(fingerprint, dealt)
+        )
         ledger.rewind()  # until a checkpoint says otherwise
         executed = ExecutedSteps(folder)
         dist.barrier()  # all ranks have read the folder

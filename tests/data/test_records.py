@@ -13,6 +13,7 @@ import pytest
 from torchtitan_dp.data import index as line_index
 from torchtitan_dp.data import records
 from torchtitan_dp.data.records import RecordStore, open_records
+from torchtitan_dp.data.units import open_units
 
 Open = Callable[..., RecordStore]
 
@@ -160,6 +161,24 @@ def test_one_real_file_is_one_record_whatever_links_name_it(tmp_path: Path, open
     assert ids(open_("text", root / "n*.txt")) == ["n.txt"]
     os.symlink(root, tmp_path / "also")  # a root that is a link itself
     assert ids(open_("text", tmp_path / "also")) == every
+
+
+def test_a_file_in_a_linked_folder_goes_by_its_own_name(tmp_path: Path, open_: Open) -> None:
+    """By the link's name one folder's files would be in another's unit, and part of one in two."""
+    root = write(tmp_path / "d", {"a/own.txt": b"a", "b/f/x.txt": b"x", "b/f/deep/y.txt": b"y"})
+    write(root, {".old/z.txt": b"z", "b/w.txt": b"w"})
+    (root / "a/vendor").symlink_to(root / "b/f")
+    (root / "a/old").symlink_to(root / ".old")  # whose own name is not listed
+    (root / "c").symlink_to(root / "a")
+    every = ["a/old/z.txt", "a/own.txt", "b/f/deep/y.txt", "b/f/x.txt", "b/w.txt"]
+    assert ids(open_("text", root)) == every
+    assert ids(open_("text", root / "a/**/*.txt")) == [
+        "old/z.txt",
+        "own.txt",
+        "vendor/deep/y.txt",
+        "vendor/x.txt",
+    ]
+    assert list(open_("text", root, unit_field="folder").unit_names()) == list("aabbb")
 
 
 def test_one_real_file_is_one_record_whatever_hard_links_name_it(
@@ -413,6 +432,18 @@ def test_failed_build_leaves_nothing(
     assert saved(index) == []
 
 
+def test_a_file_rewritten_under_its_old_time_is_indexed_anew(tmp_path: Path, open_: Open) -> None:
+    """Archives and image layers give all files one time: who has which lines was then stale."""
+    for owners in ("AABB", "ABAB"):
+        lines = [json.dumps({"who": owner, "text": owner}).encode() for owner in owners]
+        root = write(tmp_path / "d", {"a.jsonl": b"\n".join(lines)})
+        os.utime(root / "a.jsonl", ns=(1, 1))
+        store = open_("jsonl", root, unit_field="who")
+        units = open_units(store, "who", index_folder=str(tmp_path / "index"))
+        whose = [{store.read(int(record)) for record in units.records(unit)} for unit in (0, 1)]
+        assert sorted(map(sorted, whose)) == [["A"], ["B"]]
+
+
 # The fingerprint
 
 BASE = {"a.jsonl": b'{"text": "1"}\n', "b/c.jsonl": b'{"text": "2"}\n'}
@@ -456,6 +487,14 @@ def test_fingerprint_sees_the_number_of_records(tmp_path: Path, open_: Open) -> 
     two = write(tmp_path / "two", {"a.jsonl": b"{}\n\n\n"})
     assert open_("jsonl", one).fingerprint != open_("jsonl", two).fingerprint
     assert open_("text", one).fingerprint == open_("text", two).fingerprint
+
+
+def test_fingerprint_sees_the_order_of_lines(tmp_path: Path, open_: Open) -> None:
+    """Two nodes with copies in two orders would deal one record to both."""
+    lines = [b'{"text": "1"}\n', b'{"text": "22"}\n', b'{"text": "333"}\n']
+    one = write(tmp_path / "one", {"a.jsonl": b"".join(lines)})
+    two = write(tmp_path / "two", {"a.jsonl": b"".join(lines[::-1])})
+    assert open_("jsonl", one).fingerprint != open_("jsonl", two).fingerprint
 
 
 # The user's mistakes
@@ -525,6 +564,19 @@ def test_decodability_is_told_block_by_block(
     found = [store.is_decodable(i) for i in range(4)]
     assert found == [True, False, False, True]
     assert found == [text is not None for text in texts(store)]
+
+
+def test_a_line_that_memory_does_not_hold_is_undecodable(
+    open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nested lists take 30 times as much as their text; what a record holds stops no run."""
+
+    def refuse(line: str) -> Any:
+        raise MemoryError
+
+    store = open_("jsonl", write(tmp_path / "data", {"a.jsonl": b'{"text": "x"}\n'}))
+    monkeypatch.setattr(json, "loads", refuse)
+    assert texts(store) == [None]
 
 
 def test_a_line_too_long_to_parse_is_undecodable(

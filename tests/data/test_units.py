@@ -110,6 +110,23 @@ def test_identity_is_by_the_name_or_else_the_place_alone(tmp_path: Path) -> None
     assert hashes(units) == sorted(named + alone)
 
 
+def test_a_line_that_has_become_anothers_reads_as_nothing(tmp_path: Path) -> None:
+    """A file that is sorted in place while a run has it open: the units are those of its start."""
+    rows = [("A", "A0"), ("B", "B1"), ("A", "A2"), ("B", "B3"), (None, "n44")]
+    root = write_lines(tmp_path / "data", a=rows)
+    store, units = opened(root, "jsonl", "who")
+
+    def read() -> set[frozenset[str | None]]:
+        every = [units.records(unit).tolist() for unit in range(len(units))]
+        return {frozenset(store.read(record) for record in unit) for unit in every}
+
+    assert read() == {frozenset({"A0", "A2"}), frozenset({"B1", "B3"}), frozenset({None})}
+    write_lines(root, a=[rows[i] for i in (0, 2, 1, 3, 4)])
+    assert read() == {frozenset({"A0", None}), frozenset({"B3", None}), frozenset({None})}
+    write_lines(root, a=[*rows[:4], ("nul", "n4")])  # as long as before, now with a name
+    assert read() == {frozenset({"A0", "A2"}), frozenset({"B1", "B3"}), frozenset({None})}
+
+
 def test_unit_without_a_text_stays_a_record_of_its_unit(tmp_path: Path) -> None:
     root = write_lines(tmp_path / "d", a=[("ann", None), ("ann", "x"), ("bob", 3)])
     store, units = opened(root, "jsonl", "who")

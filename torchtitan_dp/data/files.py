@@ -25,7 +25,7 @@ class Files(NamedTuple):
     name_starts: np.ndarray  # (files + 1,) int64 into names
     starts: np.ndarray  # (files + 1,) int64: where each begins if all lay one after the other
     content_hash: str  # of relative names and sizes
-    place_hash: str  # of absolute paths, sizes and modification times
+    place_hash: str  # of absolute paths, sizes and times; of inodes, since times can be set
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -59,9 +59,9 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
                     continue
                 linked.add((status.st_dev, status.st_ino))
             content.update(raw + struct.pack("=xq", status.st_size))  # x is NUL: ends the name
-            place.update(
-                os.fsencode(path) + struct.pack("=xqq", status.st_size, status.st_mtime_ns)
-            )
+            times = status.st_mtime_ns, status.st_ctime_ns
+            place.update(os.fsencode(path))
+            place.update(struct.pack("=xqqqQ", status.st_size, *times, status.st_ino))
             name_end, byte_end = name_end + len(raw), byte_end + status.st_size
             blob.write(raw)
             spans.write(struct.pack("=qq", name_end, byte_end))
@@ -97,13 +97,20 @@ def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iter
     """Relative names of the files below `root` that match, one component a pattern, sorted by
     their bytes."""
 
+    def is_seen(parts: list[str]) -> bool:
+        return not any(_is_hidden(part) or part in skipped for part in parts)
+
     def is_listed(parts: list[str]) -> bool:
-        return not any(_is_hidden(part) for part in parts) and _matches(parts, patterns)
+        return is_seen(parts) and _matches(parts, patterns)
 
     def inside(path: str) -> list[str]:
-        return os.path.relpath(os.path.realpath(path), real_root).split("/")
+        place = os.path.relpath(os.path.realpath(path), real_root)
+        return [] if place == "." else place.split("/")
 
     real_root, entered = os.path.realpath(root), set()
+    # Folders that a link leads into, and the place that they have in the walk without it, if any:
+    # by that their files are listed, lest a link put them into another unit.
+    linked: dict[str, list[str] | None] = {}
     pending = [""]  # the next one last; a folder ends in "/", which also sorts whole paths
     while pending:
         name = pending.pop()
@@ -112,9 +119,11 @@ def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iter
             continue
         folder = os.path.join(root, name)
         status = os.stat(folder)
-        if (status.st_dev, status.st_ino) in entered:  # a link back, or a second way in
+        place = linked.get(name)
+        way_in = status.st_dev, status.st_ino, name in linked, place is not None
+        if way_in in entered:  # a link back, or a second link
             continue
-        entered.add((status.st_dev, status.st_ino))
+        entered.add(way_in)
         children = []
         with os.scandir(folder) as entries:
             for entry in entries:
@@ -125,11 +134,17 @@ def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iter
                 # os.path, unlike the entry, does not raise for a link to itself
                 is_folder = os.path.isdir(entry.path) if is_link else entry.is_dir()
                 is_file = os.path.isfile(entry.path) if is_link else entry.is_file()
+                own = None if place is None else [*place, entry.name]
                 if is_folder and _may_hold(parts, patterns):
                     children.append(child + "/")
+                    if is_link or name in linked:
+                        own = inside(entry.path) if own is None else own
+                        linked[child + "/"] = own if is_seen(own) else None
                 elif is_file and is_listed(parts):
+                    if own is not None and is_listed(own):
+                        continue  # listed without the link
                     if is_link and is_listed(inside(entry.path)):
-                        continue  # listed already, under its own name
+                        continue  # listed under its own name
                     children.append(child)
         pending.extend(sorted(children, key=os.fsencode, reverse=True))  # alike in every locale
 

@@ -1,6 +1,6 @@
 """What one streaming pass over the files found, kept on disk and never trusted: where lines begin.
 
-A saved index is found again while the files' absolute paths, sizes and modification times stay the
+A saved index is found again while the files' absolute paths, sizes, times and inodes stay the
 same, and is checked whole before it is used. It is private: it tells how long the records are.
 """
 

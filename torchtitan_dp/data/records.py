@@ -9,7 +9,7 @@ import codecs
 import hashlib
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import IO, Protocol
 
 import numpy as np
@@ -19,8 +19,8 @@ from torchtitan_dp.data.index import line_bounds, writable_folder
 
 FOLDER = "folder"  # the unit field of text files
 CHUNK = 2**16
-MAX_LINE_BYTES = 256 * 2**20
-"""A longer jsonl line is undecodable: JSON is parsed whole, in a few times its size of memory."""
+MAX_LINE_BYTES = 64 * 2**20
+"""A longer jsonl line is undecodable: JSON is parsed whole, in up to 30 times its size."""
 _BLOCK_BYTES = 16 * 2**20
 _CONTINUATIONS = bytes(range(0x80, 0xC0))  # of a character's first byte
 
@@ -29,11 +29,11 @@ class RecordStore(Protocol):
     """Records by position, 0 <= index < len(store); an index outside raises `IndexError`."""
 
     fingerprint: str
-    """SHA-256, hex, of the relative names, the sizes and the number of records: tells that a data
-    set is the same one, wherever it lies. PRIVATE: never published, never logged."""
+    """SHA-256, hex, of the relative names, the sizes and where records begin: tells that a data set
+    is the same one, wherever it lies. PRIVATE: never published, never logged."""
 
     place_hash: str
-    """Of format, absolute paths, sizes and modification times."""
+    """Of format, absolute paths, sizes, times and inodes."""
 
     def __len__(self) -> int:
         """The number of records, undecodable ones included."""
@@ -88,8 +88,9 @@ def open_records(
     `text`: one file, one record; `path` is a file, a glob, a folder (all files below it), or
     "python-stdlib". `jsonl`: one line, one record; `path` is a file, a glob, or a folder of
     *.jsonl. Hidden files, `__pycache__` and .pyc are skipped; symbolic links are followed, but no
-    folder is entered twice, and a file that links name more than once is listed once, by its own
-    name if that is listed, else by the first; of hard links, by the first.
+    folder is entered twice by them, and a file that links (to it or to a folder above it) name more
+    than once is listed once, by its own name if that is listed, else by the first; of hard links,
+    by the first.
 
     `unit_field` says whose record one is (`units`). For `jsonl` it is a field that holds a string
     or a whole number; 7 and "7" are one unit, else names must be equal character by character. A
@@ -100,7 +101,7 @@ def open_records(
 
     The lines of jsonl files are found in one streaming pass, kept in `index_folder` (default:
     `$XDG_CACHE_HOME` or ~/.cache, torchtitan_dp/index) and found again while the files' absolute
-    paths, sizes and modification times stay the same.
+    paths, sizes, times and inodes stay the same.
 
     Raises `ValueError`, one line, for an unknown format, an empty text field, a unit field that
     the format has not, a path that is missing or cannot be listed or holds no record, an index
@@ -146,7 +147,7 @@ class TextRecords:
 
     def __init__(self, files: Files) -> None:
         self._files = files
-        self.fingerprint = _fingerprint("text", files, len(files))
+        self.fingerprint = _fingerprint("text", files, str(len(files)))
         self.place_hash = f"text-{files.place_hash}"
 
     def __len__(self) -> int:
@@ -195,13 +196,17 @@ class TextRecords:
 class JsonlRecords:
     """One line, one record: a JSON object whose `text_field` is the text."""
 
+    is_of: Callable[[int, str], bool] | None = None
+    """Whether a record is of the unit of that name, once `units` has found out."""
+
     def __init__(
         self, files: Files, text_field: str, unit_field: str | None, index_folder: str
     ) -> None:
         self._files, self._text_field, self._unit_field = files, text_field, unit_field
         self._bounds = line_bounds(files, index_folder)  # (records + 1,)
         self._first = np.searchsorted(self._bounds, files.starts)  # (files + 1,) first record
-        self.fingerprint = _fingerprint("jsonl", files, len(self))
+        lines = hashlib.sha256(self._bounds.data).hexdigest()  # in which order they are
+        self.fingerprint = _fingerprint("jsonl", files, lines)
         self.place_hash = f"jsonl-{files.place_hash}"
 
     def __len__(self) -> int:
@@ -232,8 +237,10 @@ class JsonlRecords:
                 fields = _read_object(file, end - begin)
         except OSError:
             return None
-        if self._unit_field is not None and _unit_name(fields.get(self._unit_field)) is None:
-            return None  # nobody knows whose it is
+        if self._unit_field is not None:
+            name = _unit_name(fields.get(self._unit_field))
+            if name is None or (self.is_of is not None and not self.is_of(index, name)):
+                return None  # nobody knows whose it is, or somebody else's by now
         return _encode(fields.get(self._text_field))
 
     def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
@@ -272,7 +279,7 @@ def _parse(line: bytes, size: int) -> dict[str, object]:
     """The JSON object on a line; an empty one if it is none, or not `size` bytes long."""
     try:
         value = json.loads(line.decode("utf-8-sig")) if len(line) == size else None
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError, MemoryError):
         return {}
     return value if isinstance(value, dict) else {}
 
@@ -307,6 +314,6 @@ def _decode(data: bytes, max_bytes: int | None, start: int, codec: str = "utf-8-
     return codecs.getincrementaldecoder(codec)().decode(data, final=not is_cut)
 
 
-def _fingerprint(format: str, files: Files, records: int) -> str:
+def _fingerprint(format: str, files: Files, records: str) -> str:
     text = f"{format}\0{files.content_hash}\0{records}"
     return hashlib.sha256(text.encode()).hexdigest()

@@ -19,7 +19,7 @@ import numpy as np
 from torchtitan_dp.data.index import WriteWords, cached_words
 from torchtitan_dp.data.records import RecordStore
 
-INDEX_VERSION = "units-2"  # of the format, of the hash and of the name
+INDEX_VERSION = "units-3"  # of the format, of the hash and of the name
 SHARD_RECORDS = 2**20
 MOST_SHARDS = 256  # open files
 CHUNK = 2**16
@@ -33,8 +33,14 @@ class UnitIndex(NamedTuple):
     members: np.ndarray  # (records,) int64: unit after unit, rising within one
     starts: np.ndarray  # (units + 1,) int64 into members
     hashes: np.ndarray  # (units,) uint64: the first half of each hash
+    owners: np.ndarray  # (records,) int64: the unit of each
     named: int  # how many records name their unit
     fingerprint: str  # of all this; private
+
+    def is_of(self, record: int, name: str) -> bool:
+        """Whether a record is of the unit of that name."""
+        high = np.frombuffer(unit_hash(name), dtype="<u8")[0]
+        return bool(self.hashes[self.owners[record]] == high)
 
 
 def unit_index(store: RecordStore, unit_field: str, folder: str) -> UnitIndex:
@@ -46,12 +52,13 @@ def unit_index(store: RecordStore, unit_field: str, folder: str) -> UnitIndex:
     words = cached_words(
         os.path.join(folder, f"{INDEX_VERSION}-{name}.npy"),
         lambda write: _build(write, store, folder),
-        lambda words: len(words) == 3 * words[0] + len(store) + 3,
+        lambda words: len(words) == 3 * words[0] + 2 * len(store) + 3,
     )
     units, named = int(words[0]), int(words[1])
-    members, starts, hashes = np.split(words[2:], [len(store), len(store) + units + 1])
+    ends = np.cumsum([len(store), units + 1, 2 * units])
+    members, starts, hashes, owners = np.split(words[2:], ends)
     fingerprint = hashlib.sha256(words.data).hexdigest()
-    return UnitIndex(members, starts, hashes.view(np.uint64)[::2], named, fingerprint)
+    return UnitIndex(members, starts, hashes.view(np.uint64)[::2], owners, named, fingerprint)
 
 
 def record_hash(record_id: str, size: int = _HASH_BYTES) -> bytes:
@@ -69,7 +76,7 @@ def unit_hash(name: str) -> bytes:
 
 
 def _build(write: WriteWords, store: RecordStore, folder: str) -> None:
-    """Writes the numbers of units and of named records, members, starts and hashes."""
+    """Writes the numbers of units and of named records, members, starts, hashes and owners."""
     bits = min((len(store) // SHARD_RECORDS).bit_length(), MOST_SHARDS.bit_length() - 1)
     with contextlib.ExitStack() as stack:
 
@@ -77,7 +84,8 @@ def _build(write: WriteWords, store: RecordStore, folder: str) -> None:
             return stack.enter_context(tempfile.TemporaryFile(dir=folder))
 
         shards = [scratch() for _ in range(2**bits)]
-        members, starts, hashes = scratch(), scratch(), scratch()
+        members, starts, hashes, owners = scratch(), scratch(), scratch(), scratch()
+        owner_of = np.memmap(owners, dtype="<i8", mode="w+", shape=(len(store),))
         named = 0
         for rows, named_here in _rows(store):
             named += named_here
@@ -93,12 +101,14 @@ def _build(write: WriteWords, store: RecordStore, folder: str) -> None:
             is_first[1:] = (np.diff(rows["high"]) != 0) | (np.diff(rows["low"]) != 0)
             firsts = rows[is_first]
             members.write(rows["record"].tobytes())
+            owner_of[rows["record"]] = units + np.cumsum(is_first) - 1
             starts.write((np.flatnonzero(is_first) + records).astype("<i8").tobytes())
             hashes.write(np.stack([firsts["high"], firsts["low"]], axis=1).tobytes())
             units, records = units + len(firsts), records + len(rows)
         starts.write(np.array([records], dtype="<i8").tobytes())
+        owner_of.flush()
         write(np.array([units, named]))
-        for part in (members, starts, hashes):
+        for part in (members, starts, hashes, owners):
             part.seek(0)
             while chunk := part.read(8 * CHUNK):
                 write(np.frombuffer(chunk, dtype="<i8"))

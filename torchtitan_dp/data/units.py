@@ -4,7 +4,8 @@ Guarantee:
     Every record belongs to exactly one unit, so that a unit that is drawn brings in nobody else's
     records, and nobody else brings in its own. A record whose unit cannot be read is a unit of its
     own, known by its place, and reads as nothing: it is neither dropped, which would change who
-    else can be drawn, nor used, since nobody knows whose it is.
+    else can be drawn, nor used, since nobody knows whose it is. So does a line of a file that was
+    changed meanwhile, if it names another unit now.
 
 Neighbours:
     Which units there are, and how many, is public: with `zero_out` one unit's records are replaced
@@ -21,7 +22,7 @@ from typing import Protocol
 import numpy as np
 
 from torchtitan_dp.data.index import writable_folder
-from torchtitan_dp.data.records import RecordStore
+from torchtitan_dp.data.records import JsonlRecords, RecordStore
 from torchtitan_dp.data.unit_index import UnitIndex, record_hash, unit_index
 
 CHUNK = 2**16
@@ -132,4 +133,6 @@ def open_units(
             "the JSON field that holds the unit (a string or a whole number), or, for text files, "
             "give a training.dataset_path above the units' folders"
         )
+    if isinstance(store, JsonlRecords):  # a text file's unit is in its name, which stays
+        store.is_of = index.is_of
     return GroupedUnits(index)

@@ -33,18 +33,24 @@ def of_first_rank(text: str) -> str:
     return shared[0]
 
 
-def require_agreement(terms: tuple[object, ...]) -> None:
+def require_agreement(terms: tuple[object, ...], private: tuple[object, ...] = ()) -> None:
     """Refuse to train if ranks see other records or terms: one record could count twice.
 
     Collective: rank 0's are broadcast over the world.
 
+    Args:
+        private: terms as well, which the message leaves out.
+
     Raises:
-        RuntimeError: on each rank whose `terms` read otherwise than rank 0's.
+        RuntimeError: on each rank whose terms read otherwise than rank 0's.
     """
-    agreed = of_first_rank(repr(terms))
-    if agreed != repr(terms):
-        raise RuntimeError(
-            "ranks disagree on the records or the privacy settings: training.dataset_path and "
-            f"job.dump_folder must be the same files on every node (here {terms}, on rank 0 "
-            f"{agreed})"
-        )
+    of_records, agreed = of_first_rank(repr(private)), of_first_rank(repr(terms))
+    if (of_records, agreed) == (repr(private), repr(terms)):
+        return
+    told = f"here {terms}, on rank 0 {agreed}"
+    if of_records != repr(private):
+        told = "the records differ"
+    raise RuntimeError(
+        "ranks disagree on the records or the privacy settings: training.dataset_path and "
+        f"job.dump_folder must be the same files on every node ({told})"
+    )

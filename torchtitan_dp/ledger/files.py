@@ -211,8 +211,7 @@ def check_fingerprint(folder: str, fingerprint: str) -> None:
     if before is not None and before != fingerprint:
         raise ValueError(
             "training.dataset_path: the records (or data.unit_field, heldout_fraction or "
-            "text_field) are not those that this run was started with (fingerprint "
-            f"{fingerprint[:12]}, was {before[:12]}); restore them, or start "
+            "text_field) are not those that this run was started with; restore them, or start "
             "afresh in another job.dump_folder"
         )
 

@@ -68,8 +68,9 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
     assert privacy.delta is not None
     warnings = []
     if privacy.delta >= 1 / records:
+        label = "" if privacy.sample_rate is None else "not private: "
         warnings.append(
-            f"privacy.delta = {privacy.delta:g} is at least 1 / number of {noun(config)}s "
+            f"{label}privacy.delta = {privacy.delta:g} is at least 1 / number of {noun(config)}s "
             f"({1 / records:.2g}): such a delta allows publishing a {noun(config)} outright; use "
             "less"
         )
