@@ -132,6 +132,11 @@ BAD = {
         ["--checkpoint.initial_load_path=.", "--checkpoint.no-initial_load_model_only"],
         "checkpoint.initial_load_model_only = false",
     ),
+    "a writer that outlives the run": (
+        ["--checkpoint.async_mode=async_with_pinned_mem"],
+        "checkpoint.async_mode = async_with_pinned_mem",
+    ),
+    "losses sent away": (["--metrics.enable_wandb"], "metrics.enable_wandb = true"),
     "second clip": (["--training.max_norm=1"], "training.max_norm = 1"),
     "bf16 weights": (["--training.dtype=bfloat16"], "training.dtype = bfloat16"),
     "cpu offload": (["--training.enable_cpu_offload"], "training.enable_cpu_offload = true"),

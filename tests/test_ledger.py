@@ -234,8 +234,9 @@ def test_other_data_is_refused(tmp_path):
     ledger.check_fingerprint(str(tmp_path), "a" * 64)  # a first start: nothing to compare
     ledger.write_fingerprint(str(tmp_path), "a" * 64)
     ledger.check_fingerprint(str(tmp_path), "a" * 64)
-    with pytest.raises(ValueError, match=r"^training\.dataset_path: .*b{12}.*a{12}"):
+    with pytest.raises(ValueError, match=r"^training\.dataset_path: ") as refused:
         ledger.check_fingerprint(str(tmp_path), "b" * 64)
+    assert not re.search("aaaa|bbbb", str(refused.value))  # fingerprints are private
     assert stat.S_IMODE((tmp_path / "data_fingerprint.private").stat().st_mode) == 0o600
 
 

@@ -1,6 +1,7 @@
 """Settings that cannot work together, refused in one line that names the key and the remedy."""
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.conflicts import check_conflicts
 
 
 def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
@@ -91,7 +92,7 @@ def check(config: JobConfig, world_size: int) -> None:
         )
     if config.privacy.enable:
         _check_privacy(config)
-        _check_conflicts_with_privacy(config)
+        check_conflicts(config)
 
 
 def _check_initial_weights(config: JobConfig) -> None:
@@ -215,103 +216,3 @@ def _check_privacy(config: JobConfig) -> None:
             f"training.global_batch_size = {config.training.global_batch_size}: set the expected "
             "number of records in a step (it is also the update's divisor)"
         )
-
-
-def _check_conflicts_with_privacy(config: JobConfig) -> None:
-    """Features of TorchTitan that would read, move or clip gradients behind privacy's back."""
-    conflicts: list[tuple[bool, str, object, str]] = [
-        (
-            config.training.max_norm != 0,
-            "training.max_norm",
-            config.training.max_norm,
-            "set it to 0; each record's gradient is clipped by privacy.max_grad_norm",
-        ),
-        (
-            config.optimizer.early_step_in_backward,
-            "optimizer.early_step_in_backward",
-            True,
-            "set it to false; the step needs the whole batch's clipped sum",
-        ),
-        (
-            bool(config.model.converters),
-            "model.converters",
-            config.model.converters,
-            "remove them; float8 and other converters are not supported with privacy",
-        ),
-        (
-            config.compile.enable and config.privacy.gradient_method == "grad_sample",
-            "compile.enable",
-            True,
-            "set it to false, or privacy.gradient_method to 'microbatch'; the layers of "
-            "'grad_sample' start collectives within backward, which cannot be compiled",
-        ),
-        (
-            config.training.enable_cpu_offload,
-            "training.enable_cpu_offload",
-            True,
-            "set it to false; it is not supported with privacy",
-        ),
-        (
-            config.training.dtype != "float32",
-            "training.dtype",
-            config.training.dtype,
-            "set it to 'float32' (and mixed_precision_param to 'bfloat16' for bf16 compute); "
-            "norms, noise and updates need fp32",
-        ),
-        (
-            bool(config.checkpoint.exclude_from_loading),
-            "checkpoint.exclude_from_loading",
-            config.checkpoint.exclude_from_loading,
-            "remove it; weights must come with the ledger of what they spent",
-        ),
-        (
-            config.checkpoint.load_step != -1,
-            "checkpoint.load_step",
-            config.checkpoint.load_step,
-            "set it to -1; a branch from an earlier step would share this folder's ledger",
-        ),
-        (
-            config.checkpoint.folder in ("", ".", "..")
-            or "/" in config.checkpoint.folder
-            or config.checkpoint.folder.endswith(".damaged"),
-            "checkpoint.folder",
-            repr(config.checkpoint.folder),
-            "give the name of a folder inside job.dump_folder ('checkpoint')",
-        ),
-        (
-            config.checkpoint.last_save_model_only,
-            "checkpoint.last_save_model_only",
-            True,
-            "set it to false: a checkpoint of weights alone lacks the ledger of what they spent; "
-            "python -m torchtitan_dp.release publishes them with it",
-        ),
-        (
-            not config.checkpoint.initial_load_model_only,
-            "checkpoint.initial_load_model_only",
-            False,
-            "set it to true; to go on with another run, with its optimizer and its ledger, copy "
-            "its whole job.dump_folder",
-        ),
-        (
-            config.fault_tolerance.enable,
-            "fault_tolerance.enable",
-            True,
-            "set it to false; replicas that come and go would change who is sampled",
-        ),
-        (
-            config.comm.mode != "default",
-            "comm.mode",
-            config.comm.mode,
-            "set it to 'default'; the others do not train",
-        ),
-        (
-            config.checkpoint.create_seed_checkpoint,
-            "checkpoint.create_seed_checkpoint",
-            True,
-            "remove it; initial weights follow from debug.seed on any mesh",
-        ),
-    ]
-    for refused, key, value, remedy in conflicts:
-        if refused:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            raise ValueError(f"{key} = {shown}: {remedy}")

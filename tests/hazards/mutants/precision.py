@@ -158,7 +158,7 @@ MUTANTS = [
     Mutant(
         26,
         "a second clip accepted",
-        "checks.py",
+        "conflicts.py",
         "config.training.max_norm != 0",
         "config.training.max_norm < 0",
         (f"{HERE}test_row26_max_norm_is_refused",),
