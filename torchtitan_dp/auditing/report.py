@@ -1,11 +1,13 @@
 """An audit's result: for people, for programs, as a picture."""
 
+import math
 from typing import Any
 
 import numpy as np
 
 from torchtitan_dp.auditing.game import Outcome
 from torchtitan_dp.auditing.one_run import CanaryAudit
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.auditing import gaussian_epsilon
 
 _LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may exist"
@@ -54,32 +56,38 @@ def canaries_for_programs(audit: CanaryAudit, confidence: float) -> dict[str, An
     }
 
 
+def _down(lower_bound: float, decimals: int) -> str:
+    """A lower bound for people to read: never more than was shown."""
+    return f"{math.floor(lower_bound * 10**decimals) / 10**decimals:.{decimals}f}"
+
+
 def table(result: dict[str, Any]) -> list[str]:
     """The result's lines."""
     exceeds = result["exceeds_claim"]
     lines = [
-        f"audit ({result['instrument']}): epsilon >= {result['epsilon_lower_bound']:.3g} "
+        f"audit ({result['instrument']}): epsilon >= {_down(result['epsilon_lower_bound'], 2)} "
         f"at delta = {result['delta']:g}, with {result['confidence']:.4g} confidence; "
-        f"claimed: {result['epsilon_claimed']:.3g}"
+        f"claimed: {rounded_up(result['epsilon_claimed'], digits=3)}"
     ]
     if result["instrument"] == "game":
         lines.append(
-            f"      one step; mu >= {result['mu_lower_bound']:.3f}, claimed: 1 / sigma = "
+            f"      one step; mu >= {_down(result['mu_lower_bound'], 3)}, claimed: 1 / sigma = "
             f"{result['mu_claimed']:.3f}; 2 x {result['trials']} trials a case"
         )
         for name, case in result["cases"].items():
             verdict = "EXCEEDS the claim" if case["mu_lower_bound"] > result["mu_claimed"] else ""
             lines.append(
-                f"      {name:16} mu >= {case['mu_lower_bound']:6.3f}   wrong: "
+                f"      {name:16} mu >= {_down(case['mu_lower_bound'], 3):>6}   wrong: "
                 f"{case['false_positives']:4} without, {case['false_negatives']:4} with   {verdict}"
             )
         lines.append(f"      about one step of a tiny model; {_LOW_IS_NO_PROOF}")
     else:
+        most = result["epsilon_lower_bound_if_all_right"]
         lines += [
             f"      {result['correct']} of {result['guesses']} guesses right, on "
             f"{result['canaries']} canaries of which {result['included']} were included",
-            f"      with all guesses right it would be "
-            f"{result['epsilon_lower_bound_if_all_right']:.3g}: more cannot be shown by so many",
+            f"      with all guesses right it would be {_down(most, 2)}: more cannot be shown by "
+            "so many",
             f"      about these canaries, not about records; {_LOW_IS_NO_PROOF}",
         ]
     lines.append(
@@ -112,7 +120,8 @@ def plot_canaries(audit: CanaryAudit, path: str) -> None:
     axes.set_ylabel("canaries")
     axes.set_title(
         f"{audit.correct} of {np.count_nonzero(audit.guesses)} guesses right (beyond the dashed "
-        f"lines): epsilon >= {audit.epsilon_lower_bound:.2f}, claimed {audit.epsilon_claimed:.2f}",
+        f"lines): epsilon >= {_down(audit.epsilon_lower_bound, 2)}, claimed "
+        f"{rounded_up(audit.epsilon_claimed, digits=3)}",
         fontsize="medium",
     )
     axes.legend(frameon=False)

@@ -20,7 +20,9 @@ from torchtitan_dp.data.tokenizer import Tokenizer
 
 EDGE_TOKENS = 64  # the tokens next to a cut may differ from those of the whole text
 EDGE_BYTES = 8  # more than a byte order mark and a split character can take away
-MOST_BYTES = 2**26  # looked at where a long text has hardly any tokens (blanks, zeros)
+# Looked at where a long text has hardly any tokens (blanks, zeros), or 8 times what should do:
+# a tokenizer takes seconds for a word of so many bytes, and the other ranks wait.
+MOST_BYTES = 2**22
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 
@@ -127,13 +129,14 @@ class Excerpts:
         """
         needed += self._edge
         limit = needed * self._tokenizer.bytes_per_token + EDGE_BYTES
+        most = max(MOST_BYTES, 8 * limit)
         while True:
             text = self._read(record, limit, start)
             ids = None if text is None else self._tokenizer.encode(text)
             if text is None or ids is None:
                 return None
             is_all = len(text.encode("utf-8")) < limit - EDGE_BYTES
-            if is_all or len(ids) >= needed or limit > MOST_BYTES:
+            if is_all or len(ids) >= needed or limit > most:
                 return ids
             limit *= 2  # long tokens (runs of spaces, base64): the prefix was too short
 
@@ -141,13 +144,14 @@ class Excerpts:
         """The last `needed` ids of the text or more, and whether these are all."""
         size = self._records.size(record)
         limit = (needed + self._edge) * self._tokenizer.bytes_per_token + EDGE_BYTES
+        most = max(MOST_BYTES, 8 * limit)
         while True:
             start = max(size - limit, 0)
             text = self._read(record, limit, start)
             ids = None if text is None else self._tokenizer.encode(text)
             if ids is None:
                 return _NO_IDS, False
-            is_enough = len(ids) >= needed + self._edge or limit > MOST_BYTES
+            is_enough = len(ids) >= needed + self._edge or limit > most
             if start == 0 or is_enough:
                 return ids, start == 0
             limit *= 2
