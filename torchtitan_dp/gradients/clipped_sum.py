@@ -4,7 +4,9 @@ Guarantee:
     `take` returns this rank's shard of sum_i clip(g_i) over the samples of all data-parallel ranks
     since `reset`, each counting at most C (see `privacy.clipping`). Assumes that the shards passed
     to `add` are those of one sample each, summed over the context-parallel group, and that the cp
-    ranks together hold every element of a gradient exactly once.
+    ranks together hold every element of a gradient exactly once. The sum is in fp32: a sample can
+    also change how later ones round, by up to 6e-8 of the sum for each (see
+    `privacy.secure_noise`), which the C does not include.
 """
 
 from collections.abc import Sequence
