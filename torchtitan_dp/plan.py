@@ -81,9 +81,8 @@ def main(argv: list[str]) -> None:
     for caveat in plan.ledger.caveats:
         print(f"      assumed or recorded: {caveat}", file=sys.stderr)
     print(model, file=sys.stderr)
-    rate, count = plan.settings.sample_rate, len(records.train)
-    if plan.settings.neighbouring_relation == "add_remove":  # the number of units is private
-        count = round(plan.settings.expected_batch_size / rate)
+    rate = plan.settings.sample_rate
+    count = round(plan.settings.expected_batch_size / rate)  # public, as units' number need not be
     costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
     print(f"      {costs.describe()}", file=sys.stderr)
     with exit_on_mistake():

@@ -116,7 +116,7 @@ class ExecutedSteps:
     def adopt(self, lineage: Iterable[Stretch]) -> None:
         """Add the steps of a checkpoint that came without (all of) its log. Call on one rank."""
         for stretch in lineage:
-            missing = stretch.steps - self._begun[stretch.which]
+            missing = self._missing(stretch)
             if missing > 0:
                 self._append(0, dataclasses.replace(stretch, steps=missing))
 
@@ -125,8 +125,10 @@ class ExecutedSteps:
 
         More may have been begun there, and lost. A torn line may stand for one of them.
         """
-        missing = sum(max(s.steps - self._begun[s.which], 0) for s in lineage)
-        return max(self._adopted + missing - self._torn, 0)
+        return max(self._adopted + sum(map(self._missing, lineage)) - self._torn, 0)
+
+    def _missing(self, stretch: Stretch) -> int:
+        return max(stretch.steps - self._begun[stretch.which], 0)
 
     def _append(self, step: int, stretch: Stretch) -> None:
         start, sigma, rate = stretch.which
