@@ -280,7 +280,7 @@ def test_a_segment_starts_where_the_settings_change():
     assert kept.run == loaded.run
     assert any("fixed before" in caveat for caveat in kept.caveats)
     kept.steps = 40
-    own = [s.mechanism() for s in kept.segments()]
+    own = [s.spending() for s in kept.segments()]
     assert [s.steps for s in own] == [30, 10]
     assert kept.epsilon() == accounting.compose(own, delta=1e-5, accountant="rdp")
     assert loaded.epsilon() < kept.epsilon() < Ledger(SETTINGS, steps=40).epsilon()
@@ -305,7 +305,7 @@ def test_an_adaptive_segment_is_counted_by_the_filter_for_good():
     assert kept.budget == budget
     kept.steps = 40
     planned = accounting.compose(
-        [s.mechanism() for s in kept.segments()], delta=1e-5, accountant="rdp"
+        [s.spending() for s in kept.segments()], delta=1e-5, accountant="rdp"
     )
     assert planned <= kept.epsilon() <= budget.epsilon
     later = Ledger(kept.settings)
@@ -350,7 +350,7 @@ def test_a_lineage_is_told_by_start():
 
 def test_steps_of_one_start_count_once_and_others_add_up():
     told = [Stretch("a", 1.0, 0.01, 5), Stretch("a", 1.0, 0.01, 8), Stretch("b", 1.0, 0.01, 5)]
-    assert union(told) == [SETTINGS.mechanism(13)]
+    assert union(told) == [SETTINGS.spending(13)]
     assert union([*told, Stretch("a", 2.0, 0.01, 1)])[1].steps == 1
 
 
@@ -383,7 +383,7 @@ def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
     executed.adopt(lineage)  # they are there already
     again = ExecutedSteps(str(tmp_path))
     assert again.count == executed.count == 4
-    assert union([*again.stretches(SETTINGS), *lineage]) == [SETTINGS.mechanism(4)]
+    assert union([*again.stretches(SETTINGS), *lineage]) == [SETTINGS.spending(4)]
 
 
 def test_more_steps_than_planned_at_first_are_a_caveat():
@@ -403,5 +403,5 @@ def test_more_steps_because_of_results_are_adaptive():
         later = Ledger(SETTINGS, planned_steps=planned)
         later.go_on_from(first, new_segment)
         assert later.adaptive is adaptive
-        assert any("after results were seen" in caveat for caveat in later.caveats) is adaptive
+        assert any("after weights were seen" in caveat for caveat in later.caveats) is adaptive
         assert not any("assumed not to follow" in caveat for caveat in later.caveats)

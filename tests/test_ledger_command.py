@@ -95,7 +95,10 @@ def test_a_forgotten_mark_is_found(copy):
     Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
     code, told = run(copy)
     assert (code, told["total"]["epsilon"]) == (0, None)  # said of the folder: nothing is claimed
-    edit(copy, **{key: text[key] for key in ("private", "epsilon", "epsilon_executed")})
+    edit(
+        copy,
+        **{key: text[key] for key in ("private", "epsilon", "epsilon_executed", "epsilon_planned")},
+    )
     assert run(copy)[0] == 0  # the checkpoints say private too: only an edit could tell
 
 
@@ -251,7 +254,7 @@ def test_the_target_leaves_what_was_not_spent(copy, data):
     )
     plan = plan_of(command, copy)
     assert 9 * 0.99 <= plan.epsilon <= 9
-    segments = [s.mechanism() for s in plan.ledger.segments(8)]
+    segments = [s.spending() for s in plan.ledger.segments(8)]
     assert [s.steps for s in segments] == [4, 4]
     assert plan.epsilon == accounting.compose(segments, delta=DELTA, accountant="rdp")
 

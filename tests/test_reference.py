@@ -1,4 +1,4 @@
-"""The README's configuration reference is the one that `config.py` gives."""
+"""The references in the documents are those that the code gives."""
 
 import dataclasses
 from pathlib import Path
@@ -6,14 +6,23 @@ from pathlib import Path
 import pytest
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.reference import BEGIN, END, insert, main, markdown
+from torchtitan_dp.ledger import schema
+from torchtitan_dp.reference import config_reference as markdown
+from torchtitan_dp.reference import insert, main, privacy_reference
 
-README = Path(__file__).parents[1] / "README.md"
+ROOT = Path(__file__).parents[1]
+BEGIN, END = "<!-- config reference: begin -->", "<!-- config reference: end -->"
 
 
-def test_readme_is_up_to_date() -> None:
-    text = README.read_text(encoding="utf-8")
-    assert text == insert(text), "run: python -m torchtitan_dp.reference --write README.md"
+@pytest.mark.parametrize("name", ["README.md", "docs/privacy_json.md"])
+def test_a_document_is_up_to_date(name: str) -> None:
+    text = (ROOT / name).read_text(encoding="utf-8")
+    assert text == insert(text), f"run: python -m torchtitan_dp.reference --write {name}"
+
+
+def test_every_key_of_privacy_json_is_described_once() -> None:
+    for key in schema.KEYS:
+        assert privacy_reference().count(f"\n| `{key.name}` |") == 1
 
 
 def test_every_key_is_listed_once() -> None:
@@ -25,7 +34,8 @@ def test_every_key_is_listed_once() -> None:
 
 
 def test_tables_have_four_columns() -> None:
-    rows = [line for line in markdown().splitlines() if line.startswith("|")]
+    text = f"{markdown()}\n{privacy_reference()}"
+    rows = [line for line in text.splitlines() if line.startswith("|")]
     assert {line.replace("\\|", "").count("|") for line in rows} == {5}
 
 

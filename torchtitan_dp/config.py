@@ -45,9 +45,10 @@ class Privacy:
 
     new_segment: Literal["planned", "adaptive"] | None = None
     """A resumed run whose noise, rate, C or batch was changed is refused, unless this says how the
-    change came about. `planned`: it was fixed before training. `adaptive`: results were seen (more
+    change came about. `planned`: it was fixed before training. `adaptive`: weights were seen (more
     `training.steps` because of them, too); only within a budget fixed at the first start, and
-    counted by an RDP filter."""
+    counted by an RDP filter. It covers what was chosen from weights alone: not from losses, norms
+    or any other log of the run, nor from held-out loss, which no epsilon counts."""
 
     initial_weights_public: bool = False
     """The weights that the run starts from never saw private records. Needed where they come

@@ -19,7 +19,9 @@ from torchtitan_dp.data.excerpts import scan_undecodable
 from torchtitan_dp.data.opening import Records, noun
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.ledger import check_fingerprint
-from torchtitan_dp.ledger.terms import Plan, earlier_ledger, make_plan, refuse_private_folder
+from torchtitan_dp.ledger.account import explain
+from torchtitan_dp.ledger.baseline import refuse_private_folder
+from torchtitan_dp.ledger.terms import Plan, earlier_ledger, make_plan
 from torchtitan_dp.models.hugging_face import describe, origin, parameter_count, shape
 from torchtitan_dp.models.hugging_face_weights import check_files
 from torchtitan_dp.models.llama3 import LlamaArgs
@@ -85,6 +87,7 @@ def main(argv: list[str]) -> None:
     count = round(plan.settings.expected_batch_size / rate)  # public, as units' number need not be
     costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
     print(f"      {costs.describe()}", file=sys.stderr)
+    _explain(plan)
     with exit_on_mistake():
         memory = _predict_memory(options, overrides, world_size)
     if options.json:
@@ -121,6 +124,15 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"of at most {config.training.seq_len:,} tokens each",
     ]
     print("\n".join(lines), file=sys.stderr)
+
+
+def _explain(plan: Plan) -> None:
+    """Say what epsilon means for one person."""
+    ledger = plan.ledger
+    spent = [*ledger.before(), *(s.spending() for s in ledger.segments(plan.steps))]
+    meaning = explain(ledger, spent, plan.epsilon)
+    for line in meaning.sentences(ledger.settings.privacy_unit) if meaning else ():
+        print(f"      {line}", file=sys.stderr)
 
 
 def _for_programs(

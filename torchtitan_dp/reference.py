@@ -1,9 +1,11 @@
-"""The reference of the configuration, generated from the docstrings in `config.py`.
+"""The references in the documents: of the configuration, from the docstrings in `config.py`, and of
+`privacy.json`, from `ledger.schema`.
 
-    python -m torchtitan_dp.reference [--write README.md]
+    python -m torchtitan_dp.reference [--write FILE]
 
-Prints Markdown: a table for each section that this project adds or changes. `--write` puts it
-between the two `config reference` marks of a file instead.
+Prints Markdown: a table for each section of the configuration that this project adds or changes,
+and one of the keys of `privacy.json`. `--write` puts each between its two marks in a file instead
+(README.md, docs/privacy_json.md).
 """
 
 import argparse
@@ -16,28 +18,59 @@ import typing
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.ledger import schema
 
-BEGIN = "<!-- config reference: begin -->"
-END = "<!-- config reference: end -->"
+_BEGIN, _END = "<!-- {} reference: begin -->", "<!-- {} reference: end -->"
 
 
-def markdown() -> str:
-    """One table a section, in the order of `JobConfig`."""
+def config_reference() -> str:
+    """Return one table a section, in the order of `JobConfig`."""
     sections = [_section(f.name, f.type) for f in dataclasses.fields(JobConfig)]
     return "\n\n".join(sections)
 
 
+def privacy_reference() -> str:
+    """Return the table of the keys of `privacy.json`."""
+    rows = ["| key | type | in a release | meaning |", "| --- " * 4 + "|"]
+    for key in schema.KEYS:
+        is_only = key.origin is schema.Origin.RELEASE
+        where = "only there" if is_only else "yes" if key.released else "no"
+        kind = _json_type(key.type)
+        rows.append(f"| `{key.name}` | {kind} | {where} | {_cell(key.meaning)} |")
+    return "\n".join(rows)
+
+
+REFERENCES = {"config": config_reference, "privacy.json": privacy_reference}
+
+
 def insert(text: str) -> str:
-    """`text` with what lies between the marks replaced by the reference.
+    """Return `text` with what lies between marks replaced by the reference that they name.
 
     Raises:
-        ValueError: unless each mark occurs once, in order.
+        ValueError: there are no marks, or a pair of them is not there once, in order.
     """
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not (begin and end) or BEGIN in rest or END in before + after:
-        raise ValueError(f"needs one line '{BEGIN}' and, below it, one line '{END}'")
-    return f"{before}{BEGIN}\n\n{markdown()}\n\n{END}{after}"
+    wanted = [name for name in REFERENCES if any(m.format(name) in text for m in (_BEGIN, _END))]
+    if not wanted:
+        raise ValueError(f"needs one line '{_BEGIN.format('config')}' and, below it, its end")
+    for name in wanted:
+        begin, end = _BEGIN.format(name), _END.format(name)
+        before, has_begin, rest = text.partition(begin)
+        _, has_end, after = rest.partition(end)
+        if not (has_begin and has_end) or begin in rest or end in before + after:
+            raise ValueError(f"needs one line '{begin}' and, below it, one line '{end}'")
+        text = f"{before}{begin}\n\n{REFERENCES[name]()}\n\n{end}{after}"
+    return text
+
+
+def _json_type(kind: Any) -> str:
+    """The type of a key of `privacy.json`, in words."""
+    if isinstance(kind, types.UnionType):
+        told = dict.fromkeys(_json_type(one) for one in typing.get_args(kind))
+        return " or ".join(name for name in told if (name, "number" in told) != ("integer", True))
+    if typing.get_origin(kind) is list:
+        return f"list of {_json_type(typing.get_args(kind)[0])}s"
+    names: dict[Any, str] = {int: "integer", float: "number", str: "string", bool: "boolean"}
+    return {**names, dict: "object", types.NoneType: "null"}[kind]
 
 
 def _section(name: str, cls: Any) -> str:
@@ -92,7 +125,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--write", metavar="FILE", help="update this Markdown file")
     options = parser.parse_args(argv)
     if options.write is None:
-        print(markdown())
+        print("\n\n".join(reference() for reference in REFERENCES.values()))
         return
     with open(options.write, encoding="utf-8") as file:
         old = file.read()

@@ -12,7 +12,6 @@ Guarantee:
 """
 
 import hashlib
-import math
 import os
 import sys
 from typing import Any
@@ -26,6 +25,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
+from torchtitan_dp.baseline import BaselineTrainer
 from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
@@ -48,12 +48,8 @@ from torchtitan_dp.ledger import (
     versions,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.terms import (
-    earlier_ledger,
-    make_plan,
-    refuse_overspending,
-    refuse_private_folder,
-)
+from torchtitan_dp.ledger.baseline import refuse_private_folder
+from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.llama3 import require_loaded, trainable_parameters
@@ -256,13 +252,7 @@ class DPTrainer(Trainer):
 
 def build_trainer(config: JobConfig) -> Trainer:
     """The trainer that `config` asks for: with privacy, or TorchTitan's own, the baseline."""
-    if config.privacy.enable:
-        return DPTrainer(config)
-    # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
-    config.training.max_norm = config.training.max_norm or math.inf
-    trainer = Trainer(config)
-    trainer.checkpointer = Checkpointer(trainer)
-    return trainer
+    return DPTrainer(config) if config.privacy.enable else BaselineTrainer(config)
 
 
 @record
@@ -286,8 +276,7 @@ def main(argv: list[str]) -> None:
         trainer.train()
         if exports and trainer.step == config.training.steps:  # not where it was stopped
             ledger = os.path.join(config.job.dump_folder, PRIVACY_FILE)
-            beside = [ledger] if config.privacy.enable else []
-            folder = export(trainer.model_parts[0], config, beside)
+            folder = export(trainer.model_parts[0], config, [ledger])
             logger.info(f"Hugging Face folder: {folder}/")
     finally:
         trainer.close()

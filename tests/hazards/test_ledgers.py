@@ -206,7 +206,7 @@ def test_row31_an_adaptive_lineage_spends_at_the_order_fixed_before_it():
     kept = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=4.0))
     kept.go_on_from(Ledger(SETTINGS, steps=30, budget=budget), "adaptive")
     kept.steps = 40
-    taken = [segment.mechanism() for segment in kept.segments()]
+    taken = [segment.spending() for segment in kept.segments()]
     planned = compose(taken, delta=SETTINGS.delta, accountant="rdp")
     spent = adaptive_epsilon(taken, budget.order, SETTINGS.delta)
     assert budget.epsilon > spent > planned * 1.01
@@ -256,7 +256,7 @@ def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
     )
     stopped_after_a_step(tmp_path, earlier)
     spent = starting_from(tmp_path).before()
-    assert sorted(spent) == sorted([louder.mechanism(), SETTINGS.mechanism(STEP)])
+    assert sorted(spent) == sorted([louder.spending(), SETTINGS.spending(STEP)])
 
 
 def test_row45_what_initial_weights_showed_and_their_units_are_assumptions(tmp_path):

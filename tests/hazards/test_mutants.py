@@ -13,6 +13,7 @@ import pytest
 
 from tests.hazards.mutants import (
     accounting,
+    claims,
     clipping,
     keys,
     lineage,
@@ -26,7 +27,7 @@ from tests.hazards.mutants import (
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = range(1, 47)
+ROWS = range(1, 56)
 ROOMS = (
     clipping,
     precision,
@@ -37,6 +38,7 @@ ROOMS = (
     accounting,
     outputs,
     lineage,
+    claims,
     whole,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]

@@ -234,12 +234,11 @@ def test_row20_only_without_privacy_is_the_shuffling_trainer_built(monkeypatch, 
     from tests import build
     from torchtitan_dp import train
 
-    for name in ("DPTrainer", "Trainer"):
+    for name in ("DPTrainer", "BaselineTrainer"):
         monkeypatch.setattr(train, name, lambda config, name=name: SimpleNamespace(name=name))
-    monkeypatch.setattr(train, "Checkpointer", lambda trainer: f"of {trainer.name}")
     config = build.config(*([] if private else ["--privacy.no-enable"]))
     built = train.build_trainer(config)
-    assert built.name == ("DPTrainer" if private else "Trainer")
+    assert built.name == ("DPTrainer" if private else "BaselineTrainer")
 
 
 def test_row20_a_private_step_is_given_the_loader_not_its_shuffled_batches():

@@ -7,7 +7,9 @@ guesses follow from the scores alone and are on disk before anybody looks at a c
 Guarantee:
     If training is (epsilon, delta)-DP, `audit` reports a lower bound above epsilon with probability
     at most 1 - confidence. The audited weights themselves are not private: their ledger says so for
-    good, and they live in a folder of their own.
+    good, and they live in a folder of their own. The result is computed from noised gradients of
+    the real records too: publishing it spends what the audited run's steps spend, which the
+    folder's ledger tells as `epsilon_executed` and adds to that of other runs.
 """
 
 import json
@@ -56,7 +58,7 @@ class AuditTrainer(DPTrainer):
 
     def __init__(self, job_config: JobConfig, canaries: int) -> None:
         super().__init__(job_config)
-        self.ledger.mark_not_private(f"audited: {canaries} canaries were trained on")
+        self.ledger.mark_audited(canaries)
         loader, dims = self.dataloader, self.parallel_dims
         samples = CanarySamples(loader.samples, job_config.data)
         batch = dims.get_mesh("batch") if dims.dp_enabled else None

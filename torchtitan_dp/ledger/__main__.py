@@ -1,6 +1,6 @@
-"""Verifies runs, and adds up what several on the same records spend.
+"""Verifies runs, and adds up what several of them spend.
 
-    python -m torchtitan_dp.ledger RUN… [--delta D] [--json FILE] [--plot FILE.png]
+    python -m torchtitan_dp.ledger RUN… [--delta D] [--overlapping] [--json FILE] [--plot FILE.png]
 
 RUN is a `job.dump_folder`. Exit code 0 if all that the runs' files say holds together, 1 if not,
 2 for a mistake on the command line.
@@ -25,12 +25,12 @@ def main(argv: list[str]) -> int:
     with exit_on_mistake():
         runs = [verify(folder) for folder in options.runs]
         holds = not any(run.faults for run in runs)
-        spent = total(runs, options.delta) if holds else None
+        spent = total(runs, options.delta, overlapping=options.overlapping) if holds else None
         if options.json:
             _write(options.json, runs, spent)
         if options.plot:
             plot(runs, spent, options.plot)
-    _show(runs, spent)
+    _show(runs, spent, overlapping=options.overlapping)
     return 0 if holds else 1
 
 
@@ -40,15 +40,20 @@ def _parse(argv: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="the job.dump_folder of a run")
     parser.add_argument("--delta", type=float, help="of the total; default: the runs' smallest")
+    parser.add_argument(
+        "--overlapping",
+        action="store_true",
+        help="add up runs on different records too: the sum is that of a unit in all of them",
+    )
     parser.add_argument("--json", metavar="FILE", help="write it for programs; - is stdout")
     parser.add_argument("--plot", metavar="FILE.png", help="draw epsilon over steps")
     return parser.parse_args(argv)
 
 
-def _show(runs: list[Run], spent: Total | None) -> None:
+def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     table = Table(Column("run", overflow="fold"), Column("name", no_wrap=True))
-    for head in ("steps", "epsilon", "begun", "epsilon of all begun", "verified"):
+    for head in ("steps", "epsilon", "begun", "of all begun", "and planned", "verified"):
         table.add_column(head, justify="right")
     for run in runs:
         table.add_row(
@@ -58,6 +63,7 @@ def _show(runs: list[Run], spent: Total | None) -> None:
             _epsilon(run.epsilon),
             f"{run.steps_executed:,}",
             _epsilon(run.epsilon_executed),
+            _epsilon(run.epsilon_planned),
             "NO" if run.faults else "yes",
         )
     console.print(table)
@@ -65,7 +71,7 @@ def _show(runs: list[Run], spent: Total | None) -> None:
         for kind, lines in (("FAULT", run.faults), ("note", run.notes)):
             for line in lines:
                 console.print(f"{kind}: {run.folder}: {line}", markup=False)
-        for caveat in run.ledger.caveats:
+        for caveat in run.caveats():
             console.print(f"assumed: {run.folder}: {caveat}", markup=False)
     if spent is None:
         console.print("nothing is added up while files contradict each other")
@@ -80,6 +86,13 @@ def _show(runs: list[Run], spent: Total | None) -> None:
         console.print(
             "assumed: the number of runs and their noise, rates and steps did not follow from "
             "private results"
+        )
+    if len(runs) > 1 and overlapping:
+        console.print("this is what a unit pays whose records are in all of them")
+    if any(run.ledger.audit is not None for run in runs):
+        console.print(
+            "of an audited run this counts the audit's published result; its weights stay NOT "
+            "private"
         )
 
 
@@ -98,11 +111,12 @@ def _write(path: str, runs: list[Run], spent: Total | None) -> None:
                 "epsilon": run.epsilon,
                 "steps_executed": run.steps_executed,
                 "epsilon_executed": run.epsilon_executed,
+                "epsilon_planned": run.epsilon_planned,
                 "delta": run.ledger.settings.delta,
                 "verified": not run.faults,
                 "faults": run.faults,
                 "notes": run.notes,
-                "caveats": run.ledger.caveats,
+                "caveats": run.caveats(),
             }
             for run in runs
         ],

@@ -2,27 +2,31 @@
 
 Guarantee:
     `epsilon` is of the weights' own lineage, `epsilon_executed` of every step ever begun in the
-    folder, both never below `Ledger.compose` of those steps: they are computed once for a few
-    points ahead, and a query gives the next point up, so that no step waits for an accountant.
+    folder, `epsilon_planned` of those and of all that are still planned. None is ever below
+    `Ledger.compose` of its steps: they are computed once for a few points ahead, and a query gives
+    the next point up, so that no step waits for an accountant. `epsilon_planned` holds also if
+    results decided when to stop.
 """
 
 import dataclasses
 import functools
-import importlib.metadata
 import json
 import math
 import os
 from typing import Any
 
+from torchtitan_dp.ledger import schema
+from torchtitan_dp.ledger.caveats import assumptions, caveats
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ExecutedSteps, write_atomically
 from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.program import source, versions
 from torchtitan_dp.ledger.starts import union
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.curve import EpsilonCurve
+from torchtitan_dp.privacy.events import dp_event
+from torchtitan_dp.privacy.meaning import Meaning, meaning, meaning_of
 from torchtitan_dp.privacy.segments import Segment as Mechanism
 from torchtitan_dp.privacy.segments import merged
-
-_LIBRARIES = ("torchtitan-dp", "torch", "torchtitan", "opacus", "dp-accounting", "numpy", "scipy")
 
 
 class Account:
@@ -31,7 +35,7 @@ class Account:
     def __init__(self, ledger: Ledger, executed: ExecutedSteps, total_steps: int) -> None:
         self._ledger, self._executed = ledger, executed
         self._first_step, self._lines = ledger.steps, executed.count
-        self._remaining = max(total_steps - ledger.steps, 0)
+        self._remaining = max(total_steps - ledger.steps, ledger.planned_steps - ledger.steps, 0)
         before, own = ledger.stretches_before(), ledger.stretches()
         begun = [*own, *executed.stretches(ledger.settings)]  # a checkpoint may lack its log
         self._first_count = sum(segment.steps for segment in union(begun))
@@ -40,7 +44,7 @@ class Account:
     @property
     def steps_executed(self) -> int:
         """Steps ever begun in the folder, and those of a lineage that came without their log."""
-        return self._first_count + self._executed.count - self._lines
+        return self._first_count + self._begun_now
 
     def epsilon(self) -> float:
         """Spent by the lineage; infinite if it is not private."""
@@ -51,8 +55,16 @@ class Account:
 
     def epsilon_executed(self) -> float:
         """Spent by all steps ever begun in the folder."""
-        begun = self._executed.count - self._lines
-        return self._at(self._begun_curve, self._begun, begun)
+        return self._at(self._begun_curve, self._begun, self._begun_now)
+
+    def epsilon_planned(self) -> float:
+        """Spent by all steps ever begun and those still planned."""
+        return self._at(self._begun_curve, self._begun, self._begun_now + self._left)
+
+    def planned(self) -> list[Mechanism]:
+        """The steps that `epsilon_planned` is of."""
+        coming = self._ledger.settings.spending(self._begun_now + self._left)
+        return list(merged([*self._begun, coming]))
 
     def publish(self, folder: str) -> dict[str, Any]:
         """Write `privacy.json` atomically; returns what it says.
@@ -60,46 +72,41 @@ class Account:
         The file speaks for every checkpoint in the folder: none is further than these weights,
         which were loaded from the newest.
         """
-        ledger, settings = self._ledger, self._ledger.settings
+        ledger = self._ledger
         epsilon = self.epsilon()
-        epsilon_executed = max(self.epsilon_executed(), epsilon)
-        content = {
-            "private": ledger.private,
-            "epsilon": epsilon if ledger.private else None,
-            "delta": settings.delta,
-            "accountant": settings.accountant,
-            "noise_multiplier": settings.noise_multiplier,
-            "max_grad_norm": settings.max_grad_norm,
-            "sample_rate": settings.sample_rate,
-            "sample_rate_source": settings.sample_rate_source,
-            "steps": ledger.steps,
-            "steps_executed": self.steps_executed,
-            "epsilon_executed": epsilon_executed if ledger.private else None,
-            "expected_batch_size": settings.expected_batch_size,
-            "privacy_unit": settings.privacy_unit,
-            "neighbouring_relation": settings.neighbouring_relation,
-            "caveats": ledger.caveats,
-            "segments": [dataclasses.asdict(segment) for segment in ledger.segments()],
-            "starts": [dataclasses.asdict(s) for s in ledger.starts() if s.steps > 0],
-            "ancestors": [dataclasses.asdict(ancestor) for ancestor in ledger.ancestors],
-            "budget": None if ledger.budget is None else dataclasses.asdict(ledger.budget),
-            "adaptive": ledger.adaptive,
-            "planned_steps": ledger.planned_steps,
-            "run": ledger.run,
-            "config_hash": ledger.config_hash,
-            "versions": versions(),
-        }
+        executed = max(self.epsilon_executed(), epsilon)
+        planned = max(self.epsilon_planned(), executed)
+        content = schema.assemble(
+            ledger,
+            {
+                "epsilon": epsilon if ledger.private else None,
+                "epsilon_executed": executed if ledger.composes else None,
+                "epsilon_planned": planned if ledger.composes else None,
+                "steps_executed": self.steps_executed,
+                "caveats": caveats(ledger, epsilon, planned),
+                **told_of(ledger, self.planned(), planned),
+            },
+        )
         write_atomically(
             os.path.join(folder, PRIVACY_FILE), json.dumps(content, indent=2).encode() + b"\n"
         )
         return content
 
+    @property
+    def _begun_now(self) -> int:
+        """Steps begun since this start."""
+        return self._executed.count - self._lines
+
+    @property
+    def _left(self) -> int:
+        return max(self._ledger.planned_steps - self._ledger.steps, 0)
+
     def _at(self, curve: EpsilonCurve | None, spent: list[Mechanism], more: int) -> float:
-        if not self._ledger.private:
+        if not self._ledger.composes:
             return math.inf
         if curve is not None and more >= 0:
             return curve.at(more)
-        return self._ledger.compose([*spent, self._ledger.settings.mechanism(max(more, 0))])
+        return self._ledger.compose([*spent, self._ledger.settings.spending(max(more, 0))])
 
     @functools.cached_property
     def _lineage_curve(self) -> EpsilonCurve | None:
@@ -125,16 +132,32 @@ class Account:
         )
 
 
-@functools.cache
-def versions() -> dict[str, str]:
-    """Of the libraries that the guarantee rests on."""
-    found = {}
-    for name in _LIBRARIES:
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:  # on a path, not installed
-            found[name] = "unknown"
-    return found
+def told_of(ledger: Ledger, segments: list[Mechanism], epsilon: float) -> dict[str, Any]:
+    """What `privacy.json` says of a ledger and of the steps that an epsilon is of.
+
+    Args:
+        segments: those steps.
+        epsilon: infinite if they are not private.
+    """
+    what = explain(ledger, segments, epsilon)
+    return {
+        "meaning": what.to_json() if what is not None else None,
+        "dp_event": dp_event(segments) if ledger.composes else None,
+        "assumptions": assumptions(ledger),
+        "segments": [dataclasses.asdict(segment) for segment in ledger.segments()],
+        "starts": [dataclasses.asdict(s) for s in ledger.starts() if s.steps > 0],
+        "versions": versions(),
+        "source": source(),
+    }
+
+
+def explain(ledger: Ledger, segments: list[Mechanism], epsilon: float) -> Meaning | None:
+    """What an epsilon means for one person; None where there is no privacy."""
+    if not ledger.composes or not math.isfinite(epsilon):
+        return None
+    if ledger.adaptive:  # only the budget holds, of whatever steps
+        return meaning_of(epsilon, ledger.settings.delta)
+    return meaning(segments, ledger.settings.delta)
 
 
 def summary(spent: dict[str, Any]) -> list[str]:

@@ -15,7 +15,10 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from torchtitan_dp.ledger.lineage import Ledger, Settings
+from torchtitan_dp.ledger import schema
+from torchtitan_dp.ledger.caveats import recorded
+from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.starts import Stretch, new_name
 from torchtitan_dp.process import Fault
 
@@ -23,17 +26,6 @@ PRIVACY_FILE = "privacy.json"
 EXECUTED_FILE = "steps_executed.log"
 FINGERPRINT_FILE = "data_fingerprint.private"
 _TORN = "torn"
-_OF_A_LEDGER = (
-    "steps",
-    "private",
-    "caveats",
-    "ancestors",
-    "budget",
-    "adaptive",
-    "planned_steps",
-    "run",
-    "config_hash",
-)
 
 
 def read_published(folder: str) -> Ledger | None:
@@ -58,10 +50,13 @@ def read_published_fields(folder: str) -> dict[str, Any] | None:
     try:
         with open(path, encoding="utf-8") as file:
             content: dict[str, Any] = json.load(file)
+        schema.check(content)
         ledger_of(content)
     except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
+        why = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
-            f"{path} cannot be read ({error!r}): restore it, or use another job.dump_folder"
+            f"{path} cannot be read ({why}): restore it, go on with the version of torchtitan_dp "
+            "that wrote it, or use another job.dump_folder"
         ) from error
     return content
 
@@ -71,8 +66,9 @@ def ledger_of(content: dict[str, Any]) -> Ledger:
     *finished, current = content["segments"]
     *finished_starts, start = content["starts"] or [{"name": new_name(), "steps": 0}]
     ledger = Ledger.from_fields(
-        {name: content[name] for name in _OF_A_LEDGER}
+        {name: content[name] for name in schema.names(schema.Origin.LEDGER)}
         | {"settings": current["settings"], "finished": finished}
+        | {"caveats": recorded(content["caveats"])}
         | {"start": start["name"], "finished_starts": finished_starts}
     )
     assert ledger.segments()[-1].steps == current["steps"], "its segments and steps disagree"

@@ -5,8 +5,8 @@ Guarantee:
     their own lineage, and of the lineage of the weights they started from, whatever records those
     saw. A segment opened as "planned" assumes that the change was fixed before training; once one
     was opened as "adaptive", `Account` tells of all steps ever begun, by a Renyi filter
-    (`privacy.filter`) at an order and against a budget fixed at the first start. "Not private" is
-    never undone.
+    (`privacy.filter`) at an order and against a budget fixed at the first start; it assumes that
+    what was chosen followed from weights alone. "Not private" is never undone.
 """
 
 import dataclasses
@@ -15,89 +15,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from torchtitan_dp.ledger.schema import FORMAT
+from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.starts import Start, Stretch, new_name, stretches, union
 from torchtitan_dp.privacy import accounting, filter
 from torchtitan_dp.privacy.segments import Segment as Mechanism
 
 NewSegment = Literal["planned", "adaptive"]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the guarantee depends on; fixed for a segment, at a run's first start."""
-
-    noise_multiplier: float
-    sample_rate: float
-    max_grad_norm: float
-    delta: float
-    expected_batch_size: int
-    accountant: accounting.Accountant
-    sample_rate_source: str
-    neighbouring_relation: str
-    privacy_unit: str = "record"
-    target_epsilon: float | None = None  # from which the noise followed, if it did
-
-    def mechanism(self, steps: int) -> Mechanism:
-        """What an accountant needs to know of `steps` steps on these terms."""
-        return Mechanism(self.noise_multiplier, self.sample_rate, steps)
-
-    def epsilon(self, steps: int) -> float:
-        """Spent by `steps` optimizer steps alone; infinite where there is no noise."""
-        return accounting.epsilon(
-            noise_multiplier=self.noise_multiplier,
-            sample_rate=self.sample_rate,
-            steps=steps,
-            delta=self.delta,
-            accountant=self.accountant,
-        )
-
-    def is_as(self, other: "Settings", *, targets_too: bool = False) -> bool:
-        """Whether a step on these terms spends what one on the others does."""
-        if targets_too and self.target_epsilon != other.target_epsilon:
-            return False
-        return not _changes(self, other, {**_OF_A_SEGMENT, **_OF_A_RUN})
-
-    def refuse_change(self, since: "Settings") -> None:
-        """Raise ValueError, naming both values, if the guarantee's terms differ from `since`."""
-        for key, now, before in _changes(self, since, {**_OF_A_SEGMENT, **_OF_A_RUN}):
-            remedy = (
-                ", or open a new segment with privacy.new_segment"
-                if key in _OF_A_SEGMENT.values()
-                else ""
-            )
-            raise ValueError(
-                f"{key} = {now}: this run was started with {before}; set it back, start afresh "
-                f"in another job.dump_folder{remedy}"
-            )
-
-    def refuse_change_of_run(self, since: "Settings") -> None:
-        """The same for what no new segment may change."""
-        for key, now, before in _changes(self, since, _OF_A_RUN):
-            raise ValueError(
-                f"{key} = {now}: this run was started with {before}, which no new segment may "
-                "change; set it back, or start afresh in another job.dump_folder"
-            )
-
-
-_OF_A_SEGMENT = {
-    "noise_multiplier": "privacy.noise_multiplier",
-    # Before the rate, which may follow from it: the key that was edited is named.
-    "expected_batch_size": "training.global_batch_size",
-    "sample_rate": "privacy.sample_rate",
-    "max_grad_norm": "privacy.max_grad_norm",
-}
-_OF_A_RUN = {
-    "delta": "privacy.delta",
-    "neighbouring_relation": "privacy.sample_rate",
-    "privacy_unit": "data.unit_field",
-}
-
-
-def _changes(
-    now: Settings, before: Settings, keys: dict[str, str]
-) -> list[tuple[str, object, object]]:
-    values = [(key, getattr(now, name), getattr(before, name)) for name, key in keys.items()]
-    return [change for change in values if change[1] != change[2]]
 
 
 @dataclass(frozen=True)
@@ -107,8 +31,8 @@ class Segment:
     settings: Settings
     steps: int
 
-    def mechanism(self) -> Mechanism:
-        return self.settings.mechanism(self.steps)
+    def spending(self) -> Mechanism:
+        return self.settings.spending(self.steps)
 
 
 @dataclass(frozen=True)
@@ -117,6 +41,14 @@ class Budget:
 
     epsilon: float
     order: float
+
+
+@dataclass(frozen=True)
+class Audit:
+    """Of a run that an audit trained: its weights are not private, since canaries are in them."""
+
+    canaries: int
+    otherwise_private: bool  # so that publishing the audit's result spends what its steps do
 
 
 @dataclass(frozen=True)
@@ -143,7 +75,8 @@ class Ledger:
     finished_starts: list[Start] = field(default_factory=list)  # of the same steps and more
     ancestors: list[Ancestor] = field(default_factory=list)
     budget: Budget | None = None
-    adaptive: bool = False  # a segment was opened after results were seen
+    adaptive: bool = False  # a segment was opened after weights were seen
+    audit: Audit | None = None
     planned_steps: int = 0  # the most that training.steps was
     run: str = field(default_factory=new_name)  # random and public, of the folder
     start: str = field(default_factory=new_name)  # the one that goes on
@@ -153,6 +86,16 @@ class Ledger:
         """For good: it survives resume and initial load."""
         self.private = False
         self.add_caveat(why)
+
+    def mark_audited(self, canaries: int) -> None:
+        """Mark as not private, for the canaries' sake alone."""
+        self.audit = Audit(canaries, self.private)
+        self.mark_not_private(f"audited: {canaries} canaries were trained on")
+
+    @property
+    def composes(self) -> bool:
+        """Whether its steps spend a finite epsilon on the records: a private run, or its audit."""
+        return self.private or (self.audit is not None and self.audit.otherwise_private)
 
     def add_caveat(self, caveat: str) -> None:
         """An assumption that the guarantee rests on; never removed."""
@@ -180,6 +123,7 @@ class Ledger:
                 "after the first start, which is assumed not to follow from results"
             )
         self.planned_steps = max(self.planned_steps, earlier.planned_steps)
+        self.audit = self.audit or earlier.audit
 
     def go_on_from(self, loaded: "Ledger", new_segment: NewSegment | None) -> None:
         """Become the account of weights that were loaded, to be trained on with this one's terms.
@@ -191,6 +135,8 @@ class Ledger:
         self.steps, self.finished = loaded.steps, list(loaded.finished)
         self.finished_starts = [start for start in loaded.starts() if start.steps > 0]
         if self.settings.is_as(loaded.settings):
+            most = max(self.settings.summands, loaded.settings.summands)
+            self.settings = dataclasses.replace(self.settings, samples_per_rank=most)
             return
         if new_segment is None:
             self.settings.refuse_change(since=loaded.settings)
@@ -232,7 +178,7 @@ class Ledger:
 
     def epsilon(self, steps: int | None = None) -> float:
         """Spent after `steps` steps of this lineage."""
-        own = [segment.mechanism() for segment in self.segments(steps)]
+        own = [segment.spending() for segment in self.segments(steps)]
         return self.compose([*self.before(), *own])
 
     def compose(self, segments: list[Mechanism]) -> float:
@@ -245,17 +191,28 @@ class Ledger:
         return accounting.compose(segments, delta=delta, accountant=self.settings.accountant)
 
     def to_json(self) -> str:
-        return json.dumps(dataclasses.asdict(self))
+        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
 
     @classmethod
     def from_json(cls, text: str) -> "Ledger":
-        return cls.from_fields(json.loads(text))
+        """Read what `to_json` wrote.
+
+        Raises:
+            ValueError: it is of another format; KeyError or TypeError: it is no ledger.
+        """
+        fields = json.loads(text)
+        if (found := fields.pop("format", None)) != FORMAT:
+            raise ValueError(
+                f"a ledger of format {found}, and this version of torchtitan_dp reads {FORMAT}: go "
+                "on with the version that wrote it"
+            )
+        return cls.from_fields(fields)
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Ledger":
         """From what `dataclasses.asdict` gives."""
         fields = dict(fields)
-        budget = fields.pop("budget")
+        budget, audit = fields.pop("budget"), fields.pop("audit")
         return cls(
             settings=Settings(**fields.pop("settings")),
             finished=_segments(fields.pop("finished")),
@@ -269,13 +226,16 @@ class Ledger:
                 for ancestor in fields.pop("ancestors")
             ],
             budget=None if budget is None else Budget(**budget),
+            audit=None if audit is None else Audit(**audit),
             **fields,
         )
 
 
 _CAVEATS = {
     "planned": "the settings changed during training, in a way assumed to be fixed before it",
-    "adaptive": "settings were chosen after results were seen: epsilon is that of a Renyi filter",
+    "adaptive": "settings were chosen after weights were seen: epsilon is that of a Renyi filter, "
+    "which covers choices made from weights alone, not from losses, norms, batch sizes or any "
+    "other log of the run, nor from held-out loss",
 }
 
 
@@ -287,7 +247,7 @@ def fix_budget(settings: Settings, steps: int, before: list[Mechanism]) -> Budge
     """The filter's terms, from what is planned at the first start; None without noise."""
     if settings.noise_multiplier == 0 or not all(s.noise_multiplier > 0 for s in before):
         return None
-    planned = [*before, settings.mechanism(steps)]
+    planned = [*before, settings.spending(steps)]
     order = filter.fix_order(planned, settings.delta)
     epsilon = filter.adaptive_epsilon(planned, order, settings.delta)
     return Budget(epsilon, order) if math.isfinite(epsilon) else None

@@ -7,6 +7,7 @@ have spent already.
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from dataclasses import dataclass
 
@@ -20,8 +21,10 @@ from torchtitan_dp.checkpoint import (
     resumes,
     step_folder,
 )
+from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.opening import noun, privacy_unit
+from torchtitan_dp.ledger.baseline import refuse_baseline_folder
 from torchtitan_dp.ledger.files import (
     EXECUTED_FILE,
     PRIVACY_FILE,
@@ -30,7 +33,8 @@ from torchtitan_dp.ledger.files import (
     read_published_fields,
 )
 from torchtitan_dp.ledger.initial import start_from
-from torchtitan_dp.ledger.lineage import Ledger, Settings, fix_budget
+from torchtitan_dp.ledger.lineage import Ledger, fix_budget
+from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.starts import union
 from torchtitan_dp.privacy import accounting
 
@@ -66,14 +70,7 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
     """
     privacy, steps = config.privacy, config.training.steps
     assert privacy.delta is not None
-    warnings = []
-    if privacy.delta >= 1 / records:
-        label = "" if privacy.sample_rate is None else "not private: "
-        warnings.append(
-            f"{label}privacy.delta = {privacy.delta:g} is at least 1 / number of {noun(config)}s "
-            f"({1 / records:.2g}): such a delta allows publishing a {noun(config)} outright; use "
-            "less"
-        )
+    warnings = _refuse_delta(config, records)
     ledger = Ledger(
         settings_of(config, records), planned_steps=steps, config_hash=config_hash(config)
     )
@@ -103,6 +100,26 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
     return Plan(ledger, steps, epsilon, tuple(warnings))
 
 
+def _refuse_delta(config: JobConfig, records: int) -> list[str]:
+    """Refuse a delta that allows publishing whole units; a warning where their number is private.
+
+    Raises:
+        ValueError: one line; only where the number of units is public.
+    """
+    delta = config.privacy.delta
+    assert delta is not None
+    if delta < 1 / records:
+        return []
+    problem = (
+        f"privacy.delta = {delta:g}: at least 1 / number of training {noun(config)}s "
+        f"({1 / records:.2g}), which allows publishing a {noun(config)} outright; use a tenth of "
+        "that or less"
+    )
+    if config.privacy.sample_rate is None:
+        raise ValueError(problem)
+    return [f"not private: {problem}"]
+
+
 def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
     """The epsilon that a run will have spent at its last step.
 
@@ -130,7 +147,7 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
         )
     begun = executed.stretches(ledger.settings)
     spent = union([*ledger.stretches_before(), *ledger.stretches(), *begun])
-    to_come = ledger.settings.mechanism(max(steps - ledger.steps, 0))
+    to_come = ledger.settings.spending(max(steps - ledger.steps, 0))
     epsilon = max(epsilon, ledger.compose([*spent, to_come]))
     if epsilon > ledger.budget.epsilon:
         raise ValueError(
@@ -168,7 +185,18 @@ def settings_of(config: JobConfig, records: int) -> Settings:
         neighbouring_relation=relation,
         privacy_unit=privacy_unit(config),
         target_epsilon=privacy.target_epsilon,
+        clipping=privacy.clipping,
+        clip_function=privacy.clip_function,
+        secure_noise=privacy.secure_noise,
+        exact_sum=privacy.exact_sum,
+        units=records if relation == "zero_out" else None,
+        samples_per_rank=math.ceil(batch / _data_parallel_ranks(config)),
     )
+
+
+def _data_parallel_ranks(config: JobConfig) -> int:
+    replicate, shard, _ = mesh_degrees(config)
+    return max(replicate, 1) * max(shard, 1)
 
 
 def _noise_multiplier(config: JobConfig, ledger: Ledger, before: Ledger | None) -> float:
@@ -189,7 +217,7 @@ def _noise_multiplier(config: JobConfig, ledger: Ledger, before: Ledger | None) 
                 "was fixed at the first start; set privacy.noise_multiplier instead"
             )
         steps -= before.steps
-        spent = [*spent, *(segment.mechanism() for segment in before.segments())]
+        spent = [*spent, *(segment.spending() for segment in before.segments())]
         if steps <= 0:
             return kept
     return accounting.noise_multiplier(
@@ -208,6 +236,7 @@ def earlier_ledger(folder: str) -> Ledger | None:
     Raises:
         ValueError: if steps were begun whose terms, or whose number, are no longer known.
     """
+    refuse_baseline_folder(folder)
     begun = ExecutedSteps(folder).count
     said = read_published_fields(folder)
     if said is None:
@@ -249,16 +278,6 @@ def _refuse_to_leave_checkpoints(config: JobConfig) -> None:
         f"{key} = {value}: this run has checkpoints in '{name}', from which it goes on; set it "
         "back, or start afresh in another job.dump_folder"
     )
-
-
-def refuse_private_folder(folder: str) -> None:
-    """Raises ValueError if a private run lives here: one without privacy would go on from its
-    weights beside a `privacy.json` that no longer holds."""
-    if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or ExecutedSteps(folder).count > 0:
-        raise ValueError(
-            f"privacy.enable = false: job.dump_folder = '{folder}' holds a private run; give this "
-            "one its own job.dump_folder"
-        )
 
 
 def config_hash(config: JobConfig) -> str:

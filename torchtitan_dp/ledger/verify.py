@@ -1,13 +1,15 @@
 """Whether what a run's folder says of privacy holds together, and what several runs spend in all.
 
 Guarantee:
-    `total` bounds what all runs together reveal of one unit of their common records: every step
-    ever begun in their folders, and those of the weights that they started from, each once
-    (`ledger.starts`). Assumes that the runs' number, noise, rates and steps were not chosen by what
+    `total` bounds what all runs together reveal of one unit of all their records: every step ever
+    begun in their folders, and those of the weights that they started from, each once
+    (`ledger.starts`). Steps compose whatever the records: a unit of some runs alone is revealed by
+    no more. Of an audited run it counts what publishing the audit's result spends; its weights are
+    not private. Assumes that the runs' number, noise, rates and steps were not chosen by what
     private results showed.
 """
 
-import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -17,6 +19,8 @@ from torchtitan_dp.checkpoint import (
     read_ledger,
     step_folder,
 )
+from torchtitan_dp.ledger import schema
+from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import (
     EXECUTED_FILE,
     PRIVACY_FILE,
@@ -25,11 +29,13 @@ from torchtitan_dp.ledger.files import (
     read_fingerprint,
     read_published_fields,
 )
-from torchtitan_dp.ledger.lineage import Ledger, Segment, Settings
+from torchtitan_dp.ledger.lineage import Ledger, Segment
 from torchtitan_dp.ledger.starts import Stretch, union
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.segments import Segment as Mechanism
+from torchtitan_dp.privacy.segments import merged
 
-_TERMS = tuple(f.name for f in dataclasses.fields(Settings) if f.name != "target_epsilon")
+_TERMS = schema.names(schema.Origin.SETTINGS)
 _SLACK = 1e-6  # relative: of the accountants' arithmetic on another machine
 
 
@@ -58,9 +64,35 @@ class Run:
     @property
     def epsilon_executed(self) -> float | None:
         """Of all that ever ran here, and of what its initial weights had spent."""
-        if not self.ledger.private:
+        if not self.ledger.composes:
             return None
-        return self.ledger.compose(union(self.stretches()))
+        return self.ledger.compose(self.executed())
+
+    @property
+    def epsilon_planned(self) -> float | None:
+        """The same, and of the steps that are still planned."""
+        if not self.ledger.composes:
+            return None
+        return self.ledger.compose(self.planned())
+
+    def executed(self) -> list[Mechanism]:
+        """The steps that `epsilon_executed` is of."""
+        return union(self.stretches())
+
+    def planned(self) -> list[Mechanism]:
+        """The steps that `epsilon_planned` is of."""
+        left = max(self.ledger.planned_steps - self.ledger.steps, 0)
+        return list(merged([*self.executed(), self.ledger.settings.spending(left)]))
+
+    def caveats(self) -> list[str]:
+        """What its epsilon rests on."""
+        spent, planned = self.epsilon, self.epsilon_planned
+        infinite = math.inf
+        return caveats(
+            self.ledger,
+            infinite if spent is None else spent,
+            infinite if planned is None else planned,
+        )
 
     def stretches(self) -> list[Stretch]:
         """All that was begun, and what initial weights had spent."""
@@ -69,7 +101,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Total:
-    """Of several runs on the same records."""
+    """Of several runs, on the same records or on any."""
 
     epsilon: float | None  # None: not private
     delta: float
@@ -87,8 +119,10 @@ def verify(folder: str) -> Run:
     said = read_published_fields(folder)  # before the log, which a live run lengthens
     if said is None:
         raise ValueError(f"'{folder}' holds no {PRIVACY_FILE}: name the job.dump_folder of a run")
-    if "epsilon" not in said:
+    if schema.is_release(said):
         raise ValueError(f"'{folder}' is a release: name the job.dump_folder of the run it is of")
+    if said["mechanism"] == "none":
+        raise ValueError(f"'{folder}' holds a run without privacy, which no epsilon covers")
     ledger, executed = ledger_of(said), ExecutedSteps(folder)
     begun = [*ledger.stretches(), *executed.stretches(ledger.settings)]
     run = Run(folder, ledger, begun, read_fingerprint(folder))
@@ -109,6 +143,7 @@ def verify(folder: str) -> Run:
     _check_epsilon(run, "epsilon", said["epsilon"], run.epsilon)
     if executed.count <= said["steps_executed"]:
         _check_epsilon(run, "epsilon_executed", said["epsilon_executed"], run.epsilon_executed)
+        _check_epsilon(run, "epsilon_planned", said["epsilon_planned"], run.epsilon_planned)
     return run
 
 
@@ -138,6 +173,8 @@ def check_checkpoint(run: Run, step: int, folder: str) -> None:
         run.faults.append(f"{name}: its ledger counts {kept.steps} steps")
     if ledger.private and not kept.private:
         run.faults.append(f"{name}: is not private, but {PRIVACY_FILE} says so")
+    if kept.planned_steps > ledger.planned_steps:
+        run.faults.append(f"{name}: was planned for more steps than {PRIVACY_FILE} says")
     if kept.steps > ledger.steps:
         run.faults.append(f"{name}: is further than the {ledger.steps} steps of {PRIVACY_FILE}")
     elif kept.run == ledger.run and not _begins_as(ledger.segments(), kept.segments()):
@@ -164,18 +201,31 @@ def _begins_as(whole: Sequence[Segment], part: Sequence[Segment]) -> bool:
     )
 
 
-def total(runs: Sequence[Run], delta: float | None = None) -> Total:
+def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool = False) -> Total:
     """What all runs spend together.
 
     Args:
         delta: by default the smallest of the runs'.
+        overlapping: the runs may be on different records; the sum is that of a unit in all.
 
     Raises:
-        ValueError: one line, if they are not on the same records, or not of the same unit; or if
-            `delta` was asked for of adaptive runs, whose budget holds at their own.
+        ValueError: one line, if they are not on the same records and `overlapping` is not said, or
+            not of the same unit; or if `delta` was asked for of adaptive runs, whose budget holds
+            at their own.
     """
-    _require_common([run.fingerprint for run in runs], "records", runs)
-    _require_common([run.ledger.settings.privacy_unit for run in runs], "privacy unit", runs)
+    if not overlapping:
+        _require_common(
+            [run.fingerprint for run in runs],
+            "records",
+            "a unit that is in both pays both: say --overlapping to add them up all the same",
+            runs,
+        )
+    _require_common(
+        [run.ledger.settings.privacy_unit for run in runs],
+        "privacy unit",
+        "add up only runs that are",
+        runs,
+    )
     deltas = [run.ledger.settings.delta for run in runs]
     steps = sum(segment.steps for segment in union(s for run in runs for s in run.begun))
     relation = max(run.ledger.settings.neighbouring_relation for run in runs)
@@ -188,7 +238,7 @@ def total(runs: Sequence[Run], delta: float | None = None) -> Total:
         )
     if delta is None:
         delta = min(deltas)
-    if not all(run.ledger.private for run in runs):
+    if not all(run.ledger.composes for run in runs):
         return Total(None, delta, "none", steps, relation)
     if adaptive and len(runs) > 1:
         # Filters at different orders do not add up; their guarantees do.
@@ -203,10 +253,9 @@ def total(runs: Sequence[Run], delta: float | None = None) -> Total:
     return Total(epsilon, delta, accountant, steps, relation)
 
 
-def _require_common(values: list[str | None], what: str, runs: Sequence[Run]) -> None:
+def _require_common(values: list[str | None], what: str, remedy: str, runs: Sequence[Run]) -> None:
     for run, value in zip(runs, values, strict=True):
         if value != values[0]:
             raise ValueError(
-                f"'{run.folder}' and '{runs[0].folder}' are not on the same {what}: add up only "
-                "runs that are"
+                f"'{run.folder}' and '{runs[0].folder}' are not on the same {what}: {remedy}"
             )

@@ -12,6 +12,7 @@ PLANS = "test_plan.py::"
 ACCOUNTING = "privacy/accounting.py"
 FILES, ACCOUNT = "ledger/files.py", "ledger/account.py"
 LINEAGE, TERMS = "ledger/lineage.py", "ledger/terms.py"
+SCHEMA, SETTINGS = "ledger/schema.py", "ledger/settings.py"
 TORN = f"{LEDGER_TEST}test_a_torn_line_was_begun_too_and_on_the_worst_terms[10 1.0 0.01 0f]"
 
 MUTANTS = [
@@ -54,9 +55,9 @@ MUTANTS = [
     Mutant(
         23,
         "the neighbours left unsaid",
-        ACCOUNT,
-        '            "neighbouring_relation": settings.neighbouring_relation,\n',
-        "",
+        SCHEMA,
+        '        "neighbouring_relation",\n',
+        '        "privacy_unit",\n',
         (f"{OUTPUTS}test_row23_and_24_privacy_json_holds_the_contract_alone",),
         quick=True,
     ),
@@ -71,7 +72,7 @@ MUTANTS = [
     Mutant(
         31,
         "any change accepted",
-        LINEAGE,
+        SETTINGS,
         "if change[1] != change[2]]",
         "if change[1] is None]",
         (f"{LEDGER_TEST}test_a_changed_term_is_refused_with_both_values",),
@@ -80,7 +81,7 @@ MUTANTS = [
     Mutant(
         31,
         "another delta accepted",
-        LINEAGE,
+        SETTINGS,
         '    "delta": "privacy.delta",\n',
         "",
         (f"{LEDGER_TEST}test_a_changed_term_is_refused_with_both_values",),

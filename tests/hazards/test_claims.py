@@ -1,0 +1,290 @@
+"""Hazards of what is claimed: stops, choices, runs without privacy, audits, overlaps (rows 50-55).
+
+../test_release.py shows what a release makes of them.
+"""
+
+import dataclasses
+import json
+
+import pytest
+
+from tests import build
+from tests.hazards.test_trainer import SETTINGS
+from tests.launch import arguments, privacy, train, with_sigma, write_records
+from torchtitan_dp.checkpoint import read_ledger
+from torchtitan_dp.cli import load_config
+from torchtitan_dp.config import Privacy
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, write_fingerprint
+from torchtitan_dp.ledger.baseline import baseline_ledger, refuse_private_folder
+from torchtitan_dp.ledger.initial import start_from
+from torchtitan_dp.ledger.lineage import fix_budget
+from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, settings_of
+from torchtitan_dp.ledger.verify import total, verify
+from torchtitan_dp.privacy.accounting import compose
+from torchtitan_dp.privacy.clipping import fp32_sum_excess
+from torchtitan_dp.reference import _field_docs
+
+
+def publish(folder, ledger, *, fingerprint="f"):
+    """What a run leaves in its folder."""
+    folder.mkdir(exist_ok=True)
+    executed = ExecutedSteps(str(folder))
+    executed.adopt(ledger.stretches())
+    write_fingerprint(str(folder), fingerprint)
+    return Account(ledger, executed, ledger.planned_steps).publish(str(folder))
+
+
+# Row 50: who stops early publishes what was planned, or is told.
+
+
+def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
+    told = publish(tmp_path, Ledger(SETTINGS, steps=2, planned_steps=200))
+    assert told["epsilon"] == pytest.approx(SETTINGS.epsilon(2), rel=1e-3)
+    assert told["epsilon_planned"] >= SETTINGS.epsilon(200) > 2 * told["epsilon"]
+    assert (told["steps"], told["planned_steps"]) == (2, 200)
+    (caveat,) = [c for c in told["caveats"] if "2 of 200" in c]
+    assert "results did not decide when to stop, else epsilon_planned" in caveat
+    assert verify(str(tmp_path)).faults == []
+
+
+def test_row50_a_run_that_was_finished_says_nothing_of_it(tmp_path):
+    told = publish(tmp_path, Ledger(SETTINGS, steps=200, planned_steps=200))
+    assert told["epsilon_planned"] == told["epsilon_executed"] == told["epsilon"]
+    assert not any("planned" in caveat for caveat in told["caveats"])
+
+
+def test_row50_a_stop_is_forgotten_by_weights_that_go_on(tmp_path):
+    publish(tmp_path, Ledger(SETTINGS, steps=2, planned_steps=200))
+    assert verify(str(tmp_path)).ledger.caveats == []
+
+
+def test_row50_fewer_planned_steps_on_resume_do_not_lower_it():
+    first = Ledger(SETTINGS, steps=2, planned_steps=200)
+    later = Ledger(SETTINGS, planned_steps=3)
+    later.go_on_from(first, None)
+    assert later.planned_steps == 200
+
+
+def test_row50_lost_steps_are_planned_again(tmp_path):
+    ledger = Ledger(SETTINGS, steps=2, planned_steps=200)
+    executed = ExecutedSteps(str(tmp_path))
+    executed.begin(3, SETTINGS)  # of a start that was killed
+    executed.adopt(ledger.stretches())
+    told = Account(ledger, executed, 200).publish(str(tmp_path))
+    assert told["epsilon_planned"] >= SETTINGS.epsilon(201)
+    assert told["epsilon_planned"] == pytest.approx(SETTINGS.epsilon(201), rel=1e-6)
+
+
+# Row 51: a filter covers choices made from weights, and from nothing else.
+
+
+def test_row51_adaptive_means_from_weights_alone():
+    first = Ledger(SETTINGS, steps=2, budget=fix_budget(SETTINGS, 10, []))
+    later = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=2.0))
+    later.go_on_from(first, "adaptive")
+    (caveat,) = later.caveats
+    for text in (caveat, _field_docs(Privacy)["new_segment"]):
+        assert "weights alone" in text
+        assert "loss" in text
+        assert "norm" in text
+
+
+def test_row51_assumptions_of_an_adaptive_run_do_not_deny_it():
+    from torchtitan_dp.ledger.caveats import assumptions
+
+    fixed, chosen = (assumptions(Ledger(SETTINGS, adaptive=adaptive)) for adaptive in (False, True))
+    assert any("the terms of each step" in line and "were not chosen" in line for line in fixed)
+    assert not any("the terms of each step" in line for line in chosen)
+    assert any("followed from weights alone" in line for line in chosen)
+
+
+# Row 52: weights of a run without privacy are never taken for public or private.
+
+
+@pytest.fixture(scope="module")
+def baseline(tmp_path_factory):
+    """A run without privacy, exported; and its records."""
+    place = tmp_path_factory.mktemp("baseline")
+    data = write_records(place / "data")
+    options = ("--privacy.no-enable", "--checkpoint.last_save_in_hf", "--training.steps=2")
+    train(arguments(place / "run", data, *options), log=place / "log", world_size=1)
+    return place / "run", data
+
+
+@pytest.mark.parametrize("weights", ["checkpoint/step-2", "hf", "checkpoint/step-9"])
+def test_row52_weights_of_a_run_without_privacy_are_never_private(baseline, weights, tmp_path):
+    run, data = baseline
+    (run / "checkpoint" / "step-9").mkdir(exist_ok=True)  # one of weights alone: of this folder
+    load = f"--checkpoint.initial_load_path={run / weights}"
+    public = "--privacy.initial_weights_public"
+    config = load_config(arguments(tmp_path / "out", data, *with_sigma(1), load, public), 1)
+    plan = make_plan(config, 24, None)
+    assert plan.private is False
+    assert "the initial weights are not private" in plan.ledger.caveats
+    assert any("trained without privacy" in caveat for caveat in plan.ledger.caveats)
+
+
+def test_row52_its_folder_says_so_and_is_no_place_for_a_private_run(baseline):
+    run, _ = baseline
+    told = privacy(run)
+    assert (told["private"], told["epsilon"], told["mechanism"]) == (False, None, "none")
+    assert privacy(run / "hf") == {**told, "steps": 2, "steps_executed": 2}
+    refuse_private_folder(str(run))  # it may go on there itself
+    with pytest.raises(ValueError, match=r"privacy\.enable = true: .* without privacy"):
+        earlier_ledger(str(run))
+    with pytest.raises(ValueError, match="holds a run without privacy"):
+        verify(str(run))
+
+
+def test_row52_a_checkpoint_of_the_baseline_holds_its_ledger(baseline):
+    run, _ = baseline
+    text = read_ledger(str(run / "checkpoint" / "step-2"))
+    assert text is not None
+    assert Ledger.from_json(text).private is False
+
+
+def test_row52_its_ledger_is_not_private():
+    config = build.config("--privacy.no-enable")
+    ledger = baseline_ledger(config, 10)
+    assert (ledger.private, ledger.composes) == (False, False)
+    assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+# Row 53: an audit's result is made from noised gradients of the records: it spends.
+
+
+def test_row53_an_audit_adds_to_what_runs_spend(tmp_path):
+    publish(tmp_path / "run", Ledger(SETTINGS, steps=40))
+    audited = Ledger(SETTINGS, steps=40)
+    audited.mark_audited(100)
+    told = publish(tmp_path / "audit", audited)
+    assert (told["private"], told["epsilon"]) == (False, None)
+    assert told["epsilon_executed"] == pytest.approx(SETTINGS.epsilon(40))
+    assert told["audit"] == {"canaries": 100, "otherwise_private": True}
+    runs = [verify(str(tmp_path / name)) for name in ("run", "audit")]
+    spent = compose([SETTINGS.spending(80)], delta=SETTINGS.delta, accountant=SETTINGS.accountant)
+    assert total(runs).epsilon == pytest.approx(spent)
+    assert not any(run.faults for run in runs)
+
+
+def test_row53_an_audit_that_would_not_be_private_has_no_epsilon(tmp_path):
+    audited = Ledger(SETTINGS, steps=40)
+    audited.mark_not_private("a seed")
+    audited.mark_audited(100)
+    told = publish(tmp_path, audited)
+    assert (told["epsilon_executed"], told["epsilon_planned"]) == (None, None)
+    assert total([verify(str(tmp_path))]).epsilon is None
+
+
+def test_row53_weights_that_were_audited_are_private_for_nobody(tmp_path):
+    audited = Ledger(SETTINGS, steps=40)
+    audited.mark_audited(100)
+    publish(tmp_path / "run", audited)
+    load = f"--checkpoint.initial_load_path={tmp_path}/run"
+    config = load_config(arguments(tmp_path / "new", tmp_path, *with_sigma(1), load), 2)
+    ledger = Ledger(settings_of(config, 24))
+    start_from(ledger, config)
+    assert (ledger.private, ledger.composes) == (False, False)
+
+
+# Row 54: a unit that is in two data sets pays for both.
+
+
+def test_row54_runs_on_overlapping_records_can_be_added_up(tmp_path):
+    for name in ("one", "two"):
+        publish(tmp_path / name, Ledger(SETTINGS, steps=40), fingerprint=name)
+    runs = [verify(str(tmp_path / name)) for name in ("one", "two")]
+    with pytest.raises(ValueError, match=r"not on the same records: .* pays both: say --overlapp"):
+        total(runs)
+    spent = compose([SETTINGS.spending(80)], delta=SETTINGS.delta, accountant=SETTINGS.accountant)
+    assert total(runs, overlapping=True).epsilon == pytest.approx(spent)
+
+
+def test_row54_the_command_takes_the_flag(tmp_path, capsys):
+    from torchtitan_dp.ledger.__main__ import main
+
+    for name in ("one", "two"):
+        publish(tmp_path / name, Ledger(SETTINGS, steps=40), fingerprint=name)
+    folders = [str(tmp_path / name) for name in ("one", "two")]
+    with pytest.raises(SystemExit) as stop:
+        main(folders)
+    assert stop.value.code == 2
+    assert main([*folders, "--overlapping"]) == 0
+    assert "a unit pays whose records are in all of them" in capsys.readouterr().err
+
+
+# Row 55: delta against the number of units; terms that were toggled.
+
+
+def plan(delta, *overrides):
+    return make_plan(build.config(f"--privacy.delta={delta}", *overrides), 20, None)
+
+
+def test_row55_a_delta_that_publishes_units_is_refused_where_their_number_is_public():
+    with pytest.raises(ValueError, match=r"^privacy\.delta = 0\.05: at least 1 / number"):
+        plan(0.05)
+    assert plan(0.049).warnings == ()
+    (warning,) = plan(0.6, "--privacy.sample_rate=0.1").warnings
+    assert warning.startswith("not private: privacy.delta = 0.6")
+
+
+@pytest.mark.parametrize(
+    "key, value",
+    [
+        ("secure_noise", True),
+        ("exact_sum", True),
+        ("clip_function", "automatic"),
+        ("clipping", "per_layer"),
+    ],
+)
+def test_row55_what_a_step_was_taken_with_is_told_by_segment(tmp_path, key, value):
+    first = Ledger(SETTINGS, steps=2)
+    later = Ledger(dataclasses.replace(SETTINGS, **{key: value}))
+    with pytest.raises(ValueError, match=rf"privacy\.{key} = {value}: .*privacy\.new_segment"):
+        dataclasses.replace(later).go_on_from(first, None)
+    later.go_on_from(first, "planned")
+    later.steps = 5
+    told = publish(tmp_path, later)
+    assert told[key] == value
+    before = getattr(SETTINGS, key)
+    assert [s["settings"][key] for s in told["segments"]] == [before, value]
+    assert json.loads((tmp_path / "privacy.json").read_text()) == json.loads(json.dumps(told))
+
+
+def test_row55_the_ledger_tells_of_the_configuration():
+    options = ("--privacy.secure_noise", "--privacy.exact_sum")
+    options += ("--privacy.clip_function=automatic",)
+    settings = settings_of(build.config(*options), 20)
+    assert (settings.secure_noise, settings.exact_sum) == (True, True)
+    assert (settings.clipping, settings.clip_function, settings.units) == ("flat", "automatic", 20)
+    assert settings_of(build.config("--privacy.sample_rate=0.1"), 20).units is None
+
+
+# Row 49: what fp32 adds to C is told, and grows with the samples that a rank adds up.
+
+
+def test_row49_the_rounded_sum_is_a_caveat_that_grows(tmp_path):
+    said = []
+    for place, summands in enumerate((8, 4096)):
+        settings = dataclasses.replace(SETTINGS, samples_per_rank=summands)
+        told = publish(tmp_path / str(place), Ledger(settings, steps=2))
+        (caveat,) = [c for c in told["caveats"] if "the clipped sum is rounded" in c]
+        assert f"about {summands} records" in caveat
+        said.append(float(caveat.split("up to ")[1].split(" C,")[0]))
+    for bound, summands in zip(said, (8, 4096), strict=True):
+        assert bound - 1 == pytest.approx(fp32_sum_excess(summands), rel=0.1)
+        assert bound - 1 >= fp32_sum_excess(summands)
+
+
+def test_row49_an_exact_sum_has_no_such_caveat(tmp_path):
+    told = publish(tmp_path, Ledger(dataclasses.replace(SETTINGS, exact_sum=True), steps=2))
+    assert told["caveats"] == []
+
+
+def test_row49_the_worst_mesh_of_a_segment_counts():
+    most = dataclasses.replace(SETTINGS, samples_per_rank=64)
+    least = dataclasses.replace(SETTINGS, samples_per_rank=8)
+    for before, now in ((most, least), (least, most)):
+        later = Ledger(now)
+        later.go_on_from(Ledger(before, steps=2), None)
+        assert later.settings.samples_per_rank == 64

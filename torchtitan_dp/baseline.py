@@ -1,0 +1,52 @@
+"""TorchTitan's Trainer as it is, on the same data path: the baseline WITHOUT privacy.
+
+Its checkpoints, its folder and what it exports say that they are not private, for good.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch.distributed as dist
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.train import Trainer
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.distributed.checkpointer import Checkpointer
+from torchtitan_dp.ledger import Ledger
+from torchtitan_dp.ledger.baseline import baseline_ledger, publish_baseline
+
+
+class BaselineTrainer(Trainer):
+    """TorchTitan's Trainer, whose weights carry a ledger that says "not private"."""
+
+    job_config: JobConfig
+    dataloader: RecordLoader
+
+    def __init__(self, job_config: JobConfig) -> None:
+        # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
+        job_config.training.max_norm = job_config.training.max_norm or math.inf
+        super().__init__(job_config)
+        self.checkpointer = Checkpointer(self)
+        self.ledger = baseline_ledger(job_config, len(self.dataloader.units))
+        self._publish()
+
+    def train(self) -> None:
+        super().train()
+        self._publish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint holds besides weights, optimizer and schedule; TorchTitan's, and the
+        ledger."""
+        return {**super().state_dict(), "ledger": self._told().to_json()}
+
+    def _told(self) -> Ledger:
+        return dataclasses.replace(self.ledger, steps=self.step)
+
+    def _publish(self) -> None:
+        if dist.get_rank() == 0:
+            publish_baseline(self.job_config.job.dump_folder, self._told())

@@ -1,0 +1,100 @@
+"""The ledger of a run without privacy: it says that its weights are not private.
+
+Guarantee:
+    Weights of such a run bring "not private" along, in each checkpoint, beside each export and in
+    the run's folder, so that a private run that starts from them cannot pass for private.
+"""
+
+import contextlib
+import json
+import os
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.ledger import schema
+from torchtitan_dp.ledger.account import told_of
+from torchtitan_dp.ledger.files import (
+    PRIVACY_FILE,
+    ExecutedSteps,
+    read_published_fields,
+    write_atomically,
+)
+from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.settings import Settings
+
+NO_MECHANISM = "none"
+WHY = "trained without privacy (privacy.enable = false)"
+
+
+def baseline_ledger(config: JobConfig, units: int) -> Ledger:
+    """Return the ledger of a run without privacy on so many training units."""
+    batch = config.training.global_batch_size
+    settings = Settings(
+        noise_multiplier=0.0,
+        sample_rate=min(max(batch, 1) / units, 1.0),
+        max_grad_norm=0.0,  # none
+        delta=config.privacy.delta or 0.0,
+        expected_batch_size=batch,
+        accountant=config.privacy.accountant,
+        sample_rate_source="shuffled batches of one size",
+        neighbouring_relation="none",
+        mechanism=NO_MECHANISM,
+        sampling="shuffled",
+        clipping="none",
+        clip_function="none",
+    )
+    ledger = Ledger(settings, planned_steps=config.training.steps)
+    ledger.mark_not_private(WHY)
+    return ledger
+
+
+def publish_baseline(folder: str, ledger: Ledger) -> None:
+    """Write the `privacy.json` of a run without privacy, atomically."""
+    spent = dict.fromkeys(("epsilon", "epsilon_planned", "epsilon_executed"))
+    content = schema.assemble(
+        ledger,
+        {
+            **spent,
+            "steps_executed": ledger.steps,
+            "caveats": ledger.caveats,
+            **told_of(ledger, [], 0.0),
+        },
+    )
+    text = json.dumps(content, indent=2) + "\n"
+    write_atomically(os.path.join(folder, PRIVACY_FILE), text.encode())
+
+
+def refuse_private_folder(folder: str) -> None:
+    """Refuse to train without privacy where a private run lives.
+
+    Its weights would be gone on from beside a `privacy.json` that no longer holds.
+
+    Raises:
+        ValueError: one line.
+    """
+    is_there = os.path.exists(os.path.join(folder, PRIVACY_FILE))
+    if (is_there and not _is_baseline(folder)) or ExecutedSteps(folder).count > 0:
+        raise ValueError(
+            f"privacy.enable = false: job.dump_folder = '{folder}' holds a private run; give this "
+            "one its own job.dump_folder"
+        )
+
+
+def refuse_baseline_folder(folder: str) -> None:
+    """Refuse to train with privacy where a run without privacy lives: its weights are not private.
+
+    Raises:
+        ValueError: one line.
+    """
+    if _is_baseline(folder):
+        raise ValueError(
+            f"privacy.enable = true: job.dump_folder = '{folder}' holds a run without privacy, "
+            "whose weights nothing makes private; give this one its own job.dump_folder"
+        )
+
+
+def _is_baseline(folder: str) -> bool:
+    """Whether its `privacy.json` tells of a run without privacy; what cannot be read does not."""
+    with contextlib.suppress(ValueError):
+        said = read_published_fields(folder)
+        return said is not None and said["mechanism"] == NO_MECHANISM
+    return False

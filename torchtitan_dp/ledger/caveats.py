@@ -1,0 +1,83 @@
+"""What epsilon rests on: in every run, and in this one.
+
+Guarantee:
+    `caveats` tells whatever the ledger has recorded, and what follows from its numbers: steps that
+    were planned and not taken, and a clipped sum that was rounded. `recorded` undoes that for
+    weights that go on from here, whose numbers are others.
+"""
+
+from collections.abc import Iterable
+
+from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.clipping import fp32_sum_excess
+
+_OF_EVERY_RUN = (
+    "whoever trained saw the records: the guarantee is towards everybody who gets the weights",
+    "whether, and when, the machine fails does not depend on what records hold: a run that does "
+    "not fit its memory, or whose kernels are missing, ends before it draws a record, whatever the "
+    "records are",
+    "nobody but the owner sees losses, gradient norms, batch sizes, timing or other logs of the "
+    "run, which are made from records without noise",
+    "draws and noise, from counter-based generators with secret 128-bit keys of the operating "
+    "system, cannot be told from random",
+    "the program does what it says: it is tested, not proven",
+)
+_FIXED = (
+    "the model, the terms of each step and the number of runs were not chosen by what the same "
+    "records had shown; what several runs spend adds up (python -m torchtitan_dp.ledger)"
+)
+_FILTERED = (
+    "the model and the number of runs were not chosen by what the same records had shown, and the "
+    "terms that were changed on the way followed from weights alone, from no log of the run"
+)
+
+
+def assumptions(ledger: Ledger) -> list[str]:
+    """Return what epsilon rests on in every run; nothing where there is no epsilon."""
+    if not ledger.composes:
+        return []
+    return [*_OF_EVERY_RUN, _FILTERED if ledger.adaptive else _FIXED]
+
+
+_EARLY = "not all planned steps were taken: "
+_ROUNDED = "the clipped sum is rounded: "
+
+
+def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]:
+    """Return what to read beside epsilon, in this run.
+
+    Args:
+        epsilon, epsilon_planned: as `privacy.json` tells them; infinite if it is not private.
+    """
+    told = list(ledger.caveats)
+    if ledger.composes and ledger.steps < ledger.planned_steps:
+        told.append(
+            f"{_EARLY}{ledger.steps} of {ledger.planned_steps}; epsilon = {rounded_up(epsilon)} "
+            "holds if results did not decide when to stop, else epsilon_planned = "
+            f"{rounded_up(epsilon_planned)} does"
+        )
+    rounding = [s.settings for s in ledger.segments() if s.steps > 0] or [ledger.settings]
+    summands = [settings.summands for settings in rounding if not settings.exact_sum]
+    if ledger.composes and summands:
+        excess = fp32_sum_excess(max(summands))
+        told.append(
+            f"{_ROUNDED}one rank adds up about {max(summands)} records of a step in fp32, in which "
+            "records made for that, in an order made for that, let one of them move the sum by up "
+            f"to {rounded_up(1 + excess, digits=_digits(excess))} C, where epsilon counts C; with "
+            "privacy.exact_sum none does"
+        )
+    return told
+
+
+def recorded(told: Iterable[str]) -> list[str]:
+    """Return those caveats that stay with weights that go on from here."""
+    return [caveat for caveat in told if not caveat.startswith((_EARLY, _ROUNDED))]
+
+
+def _digits(excess: float) -> int:
+    """How many digits of 1 + excess show two of the excess."""
+    digits = 2
+    while digits < 12 and excess < 10.0 ** (1 - digits):
+        digits += 1
+    return digits + 1

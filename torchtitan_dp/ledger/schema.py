@@ -1,0 +1,327 @@
+"""Every key of `privacy.json`, once: its type, where its value comes from, who may see it, what it
+means.
+
+What is written (`assemble`), read (`check`), verified, released and documented
+(`docs/privacy_json.md`) follows from `KEYS`. Format 1.
+
+Guarantee:
+    `assemble` writes the keys of `KEYS` and no other, so that nothing leaves by `privacy.json` that
+    is not described here; a release leaves out those that are not `released`.
+"""
+
+import dataclasses
+import enum
+import math
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torchtitan_dp.ledger.lineage import Ledger
+
+FORMAT = 1
+
+
+class Origin(enum.Enum):
+    """Where the value of a key comes from."""
+
+    SETTINGS = "an attribute of the last segment's `Settings`"
+    LEDGER = "an attribute of the `Ledger`"
+    ACCOUNT = "computed when the file is written"
+    RELEASE = "computed when a release is made; a run's own file lacks it"
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of `privacy.json`."""
+
+    name: str
+    type: Any  # of the value as JSON has it
+    origin: Origin
+    meaning: str
+    released: bool = True
+
+
+_SETTINGS, _LEDGER, _ACCOUNT, _RELEASE = Origin
+_NUMBER = int | float
+
+KEYS = (
+    Key("format", int, _ACCOUNT, f"The version of this table: {FORMAT}."),
+    Key(
+        "private",
+        bool,
+        _LEDGER,
+        "Whether the weights are differentially private at all. Once false, it stays false for "
+        "weights that go on from these.",
+    ),
+    Key(
+        "epsilon",
+        _NUMBER | None,
+        _ACCOUNT,
+        "The ε of these weights; null if they are not private. In a run's own folder: of every "
+        "step of their lineage, if results did not decide when to stop. In a release: the ε that "
+        "its model card quotes.",
+    ),
+    Key(
+        "epsilon_counts",
+        str,
+        _RELEASE,
+        "What the released `epsilon` is of: `planned_steps` (it is `epsilon_planned`), or "
+        "`executed_steps` (it is `epsilon_executed`), where the owner stated that results did not "
+        "decide when to stop.",
+    ),
+    Key(
+        "epsilon_planned",
+        _NUMBER | None,
+        _ACCOUNT,
+        "The ε of every step ever begun and of those still planned: it holds whatever decided when "
+        "to stop.",
+    ),
+    Key(
+        "epsilon_executed",
+        _NUMBER | None,
+        _ACCOUNT,
+        "The ε of every step ever begun in the folder, lost and abandoned ones included. Of an "
+        "audited run, what publishing the audit's result spends.",
+    ),
+    Key("delta", _NUMBER, _SETTINGS, "δ: the probability that ε may fail to hold."),
+    Key("accountant", str, _SETTINGS, "How ε is computed: `pld`, `prv` or `rdp`."),
+    Key(
+        "mechanism",
+        str,
+        _SETTINGS,
+        "`poisson_sampled_gaussian`: each step adds Gaussian noise to the sum of the clipped "
+        "gradients of the units that were drawn. `none`: trained without privacy.",
+    ),
+    Key(
+        "sampling",
+        str,
+        _SETTINGS,
+        "`poisson`: every unit is drawn at each step by a coin of its own. `shuffled`: in batches "
+        "of one size, which no ε here counts.",
+    ),
+    Key("sample_rate", _NUMBER, _SETTINGS, "q: the probability that a unit is drawn at a step."),
+    Key("sample_rate_source", str, _SETTINGS, "What q follows from."),
+    Key(
+        "noise_multiplier",
+        _NUMBER,
+        _SETTINGS,
+        "σ: the standard deviation of the noise on each coordinate of the sum, over C.",
+    ),
+    Key("max_grad_norm", _NUMBER, _SETTINGS, "C: the norm that a unit's gradient is clipped to."),
+    Key("clipping", str, _SETTINGS, "`flat`: one norm over all parameters."),
+    Key(
+        "clip_function",
+        str,
+        _SETTINGS,
+        "How a gradient g is scaled: `vanilla` by min(1, C / |g|), `automatic` by C / (|g| + "
+        "0.01).",
+    ),
+    Key(
+        "secure_noise",
+        bool,
+        _SETTINGS,
+        "Whether the noise resists attacks on its low bits (`privacy.secure_noise`).",
+    ),
+    Key(
+        "exact_sum",
+        bool,
+        _SETTINGS,
+        "Whether the clipped sum is exact, so that rounding adds nothing to its sensitivity "
+        "(`privacy.exact_sum`).",
+    ),
+    Key(
+        "expected_batch_size",
+        int,
+        _SETTINGS,
+        "The expected number of units in a step, which the sum is divided by; public.",
+    ),
+    Key("privacy_unit", str, _SETTINGS, "What ε protects: one of these."),
+    Key(
+        "neighbouring_relation",
+        str,
+        _SETTINGS,
+        "Which two data sets ε compares: `zero_out` (one unit's content replaced by an empty one) "
+        "or `add_remove` (one unit more or less).",
+    ),
+    Key(
+        "units",
+        int | None,
+        _SETTINGS,
+        "The number of training units, which `zero_out` treats as public; null under "
+        "`add_remove`, which does not.",
+    ),
+    Key("steps", int, _LEDGER, "Optimizer steps of these weights, in this run."),
+    Key(
+        "planned_steps",
+        int,
+        _LEDGER,
+        "The largest `training.steps` that this run was ever started with.",
+    ),
+    Key("steps_executed", int, _ACCOUNT, "Steps ever begun in the folder."),
+    Key(
+        "meaning",
+        dict | None,
+        _ACCOUNT,
+        "What `epsilon_planned` (in a release: `epsilon`) means for one person: see below.",
+    ),
+    Key(
+        "dp_event",
+        dict | None,
+        _ACCOUNT,
+        "The steps that `epsilon_planned` (in a release: `epsilon`) counts, as an event of "
+        "Google's dp-accounting (the fields of `DpEvent.to_named_tuple`), so that anybody can "
+        "account for them again. Null where a step has no noise.",
+    ),
+    Key(
+        "caveats",
+        list[str],
+        _ACCOUNT,
+        "What ε rests on beyond what holds of every run; read each before you publish.",
+    ),
+    Key("assumptions", list[str], _ACCOUNT, "What ε of every run rests on."),
+    Key(
+        "segments",
+        list[dict],
+        _ACCOUNT,
+        "The steps of this run by the terms they were taken on, in order.",
+    ),
+    Key(
+        "starts",
+        list[dict],
+        _ACCOUNT,
+        "The same steps by the start of the trainer that took them, under random names, so that "
+        "what several files tell of one step counts once.",
+    ),
+    Key(
+        "ancestors",
+        list[dict],
+        _LEDGER,
+        "The runs that the initial weights come from, with their segments and starts.",
+    ),
+    Key(
+        "budget",
+        dict | None,
+        _LEDGER,
+        "The ε and the Renyi order, fixed at the first start, that adaptive segments stay within.",
+    ),
+    Key(
+        "adaptive",
+        bool,
+        _LEDGER,
+        "Whether a segment's terms were chosen after weights were seen; ε is then the budget.",
+    ),
+    Key(
+        "audit",
+        dict | None,
+        _LEDGER,
+        "Of an audited run: how many canaries were trained on, and whether it would be private "
+        "without them.",
+        released=False,
+    ),
+    Key("run", str, _LEDGER, "A random, public name of the run."),
+    Key(
+        "config_hash",
+        str,
+        _LEDGER,
+        "SHA-256 of what was trained and how, without the places of records and outputs.",
+    ),
+    Key("versions", dict, _ACCOUNT, "Versions of the libraries that ε rests on."),
+    Key(
+        "source",
+        dict,
+        _ACCOUNT,
+        "The program: its version and, from a git checkout, its commit and whether files were "
+        "changed since.",
+    ),
+)
+
+
+def names(*origins: Origin, released: bool | None = None) -> tuple[str, ...]:
+    """Return the names of the keys of some origins, or of all.
+
+    Args:
+        released: only those that a release tells, or only those that it does not.
+    """
+    return tuple(
+        key.name
+        for key in KEYS
+        if (not origins or key.origin in origins) and released in (None, key.released)
+    )
+
+
+def assemble(
+    ledger: "Ledger", computed: Mapping[str, Any], *, release: bool = False
+) -> dict[str, Any]:
+    """Return the whole content of a `privacy.json`, in the order of `KEYS`.
+
+    Args:
+        computed: the value of every key that is computed (`Origin.ACCOUNT`; for a release also
+            `Origin.RELEASE`), and of no other.
+        release: whether it is a release's file.
+    """
+    content = {}
+    expected = {_ACCOUNT, _RELEASE} if release else {_ACCOUNT}
+    given = set(names(*expected)) - {"format"}
+    assert set(computed) == given, set(computed) ^ given
+    of_ledger = dataclasses.asdict(ledger)
+    for key in KEYS:
+        if key.name == "format":
+            value: Any = FORMAT
+        elif key.origin in expected:
+            value = computed[key.name]
+        elif key.origin is _RELEASE:
+            continue
+        else:
+            value = (of_ledger if key.origin is _LEDGER else of_ledger["settings"])[key.name]
+        assert fits(value, key.type), (key.name, value)
+        if key.released or not release:
+            content[key.name] = value
+    return content
+
+
+def check(content: Any) -> None:
+    """Refuse what is no `privacy.json` of this format.
+
+    Raises:
+        ValueError: what is wrong with it, for the end of a message that names the file.
+    """
+    if not isinstance(content, dict):
+        raise ValueError("it is no JSON object")
+    if content.get("format") != FORMAT:
+        found = content.get("format", "one that had no number yet")
+        raise ValueError(
+            f"its format is {found}, and this version of torchtitan_dp reads format {FORMAT}"
+        )
+    for key in KEYS:
+        if key.origin is _RELEASE:
+            continue
+        if key.name not in content:
+            raise ValueError(f"it lacks '{key.name}'")
+        if not fits(content[key.name], key.type):
+            raise ValueError(f"'{key.name}' is {content[key.name]!r}")
+
+
+def is_release(content: Mapping[str, Any]) -> bool:
+    """Tell a release's file from a run's."""
+    return any(name in content for name in names(_RELEASE))
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Tell whether a value, as JSON or as Python has it, is of a key's type.
+
+    >>> fits(1, int | float), fits(True, int), fits(None, str | None), fits([1], list[str])
+    (True, False, True, False)
+    """
+    if isinstance(kind, types.UnionType):
+        return any(fits(value, one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        (inside,) = typing.get_args(kind)
+        return isinstance(value, list | tuple) and all(fits(one, inside) for one in value)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    if kind is float and isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, kind)

@@ -1,0 +1,101 @@
+"""The terms that a step is taken on, and which of them may change during a run."""
+
+from dataclasses import dataclass
+
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.segments import Segment as Mechanism
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the guarantee depends on; fixed for a segment, at a run's first start."""
+
+    noise_multiplier: float
+    sample_rate: float
+    max_grad_norm: float
+    delta: float
+    expected_batch_size: int
+    accountant: accounting.Accountant
+    sample_rate_source: str
+    neighbouring_relation: str
+    privacy_unit: str = "record"
+    target_epsilon: float | None = None  # from which the noise followed, if it did
+    mechanism: str = "poisson_sampled_gaussian"
+    sampling: str = "poisson"
+    clipping: str = "flat"
+    clip_function: str = "vanilla"
+    secure_noise: bool = False
+    exact_sum: bool = False
+    units: int | None = None  # where their number is public
+    samples_per_rank: int | None = None  # the most that a rank is expected to add up in a step
+
+    def spending(self, steps: int) -> Mechanism:
+        """What an accountant needs to know of `steps` steps on these terms."""
+        return Mechanism(self.noise_multiplier, self.sample_rate, steps)
+
+    @property
+    def summands(self) -> int:
+        """The most samples that one rank is expected to add up in a step; of all, if unknown."""
+        return self.samples_per_rank or self.expected_batch_size
+
+    def epsilon(self, steps: int) -> float:
+        """Spent by `steps` optimizer steps alone; infinite where there is no noise."""
+        return accounting.epsilon(
+            noise_multiplier=self.noise_multiplier,
+            sample_rate=self.sample_rate,
+            steps=steps,
+            delta=self.delta,
+            accountant=self.accountant,
+        )
+
+    def is_as(self, other: "Settings", *, targets_too: bool = False) -> bool:
+        """Whether a step on these terms spends what one on the others does."""
+        if targets_too and self.target_epsilon != other.target_epsilon:
+            return False
+        return not _changes(self, other, {**_OF_A_SEGMENT, **_OF_A_RUN})
+
+    def refuse_change(self, since: "Settings") -> None:
+        """Raise ValueError, naming both values, if the guarantee's terms differ from `since`."""
+        for key, now, before in _changes(self, since, {**_OF_A_SEGMENT, **_OF_A_RUN}):
+            remedy = (
+                ", or open a new segment with privacy.new_segment"
+                if key in _OF_A_SEGMENT.values()
+                else ""
+            )
+            raise ValueError(
+                f"{key} = {now}: this run was started with {before}; set it back, start afresh "
+                f"in another job.dump_folder{remedy}"
+            )
+
+    def refuse_change_of_run(self, since: "Settings") -> None:
+        """The same for what no new segment may change."""
+        for key, now, before in _changes(self, since, _OF_A_RUN):
+            raise ValueError(
+                f"{key} = {now}: this run was started with {before}, which no new segment may "
+                "change; set it back, or start afresh in another job.dump_folder"
+            )
+
+
+_OF_A_SEGMENT = {
+    "noise_multiplier": "privacy.noise_multiplier",
+    # Before the rate, which may follow from it: the key that was edited is named.
+    "expected_batch_size": "training.global_batch_size",
+    "sample_rate": "privacy.sample_rate",
+    "max_grad_norm": "privacy.max_grad_norm",
+    "clipping": "privacy.clipping",
+    "clip_function": "privacy.clip_function",
+    "secure_noise": "privacy.secure_noise",
+    "exact_sum": "privacy.exact_sum",
+}
+_OF_A_RUN = {
+    "delta": "privacy.delta",
+    "neighbouring_relation": "privacy.sample_rate",
+    "privacy_unit": "data.unit_field",
+}
+
+
+def _changes(
+    now: Settings, before: Settings, keys: dict[str, str]
+) -> list[tuple[str, object, object]]:
+    values = [(key, getattr(now, name), getattr(before, name)) for name, key in keys.items()]
+    return [change for change in values if change[1] != change[2]]

@@ -1,0 +1,45 @@
+"""The steps of a run as an event of Google's dp-accounting, in plain JSON.
+
+Guarantee
+---------
+`dp_event` tells every step that it is given, once, with its noise and its sampling rate, so that an
+accountant of another program, given the event and delta, bounds the same run.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from torchtitan_dp.privacy.segments import Segment
+
+_MODULE = "dp_accounting.dp_event"
+
+
+def dp_event(segments: Sequence[Segment]) -> dict[str, Any] | None:
+    """Return what `dp_accounting.DpEvent.to_named_tuple` gives for these steps, as a dictionary.
+
+    Args:
+        segments: planned segments on the same data.
+
+    Returns:
+        A `ComposedDpEvent` of one `SelfComposedDpEvent` for each segment with steps, of Poisson
+        sampled Gaussian events whose noise is in units of C; None if a step has no noise, which no
+        event of theirs tells of.
+
+    >>> event = dp_event([Segment(2.0, 0.1, 5)])["events"][0]
+    >>> event["class_name"], event["count"], event["event"]["event"]["noise_multiplier"]
+    ('SelfComposedDpEvent', 5, 2.0)
+    """
+    taken = [segment for segment in segments if segment.steps > 0]
+    if any(segment.noise_multiplier == 0 for segment in taken):
+        return None
+    return _event("ComposedDpEvent", events=[_steps(segment) for segment in taken])
+
+
+def _steps(segment: Segment) -> dict[str, Any]:
+    gaussian = _event("GaussianDpEvent", noise_multiplier=segment.noise_multiplier)
+    step = _event("PoissonSampledDpEvent", sampling_probability=segment.sample_rate, event=gaussian)
+    return _event("SelfComposedDpEvent", event=step, count=segment.steps)
+
+
+def _event(name: str, **fields: Any) -> dict[str, Any]:
+    return {"module_name": _MODULE, "class_name": name, **fields}
