@@ -1,6 +1,7 @@
 """Releases: what leaves a run's folder, what its card claims, and which runs are refused."""
 
 import copy
+import dataclasses
 import hashlib
 import json
 import os
@@ -25,16 +26,18 @@ from tests.models.hugging_face import (
 )
 from torchtitan_dp import release as release_module
 from torchtitan_dp.data.tokenizer import ByteTokenizer
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, schema
+from torchtitan_dp.ledger.caveats import assumptions
 from torchtitan_dp.ledger.initial import PUBLIC
-from torchtitan_dp.ledger.terms import settings_of
+from torchtitan_dp.ledger.terms import earlier_ledger, settings_of
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3 import Llama
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release import empty_model, main, release
 from torchtitan_dp.releasing.card import _factor, model_card
-from torchtitan_dp.releasing.claims import PUBLIC_KEYS
+from torchtitan_dp.releasing.claims import STATED
+from torchtitan_dp.releasing.owner import BLANK, OWNER_ITEMS
 from torchtitan_dp.run_config import read_config, write_config
 
 FILES = [
@@ -122,8 +125,9 @@ def test_sums(released):
 
 def test_the_card_and_the_terms_say_what_was_spent(released, finished):
     terms, spent = privacy(released), privacy(finished)
-    assert list(terms) == list(PUBLIC_KEYS)
-    assert terms == {key: spent[key] for key in PUBLIC_KEYS}
+    assert list(terms) == list(schema.names(released=True))
+    only_there = {"epsilon_counts": "planned_steps"}
+    assert terms == {key: spent[key] for key in terms if key in spent} | only_there
     card = (released / "README.md").read_text()
     assert card.startswith("---\n# license: ")
     epsilon = rounded_up(spent["epsilon_executed"])
@@ -133,9 +137,11 @@ def test_the_card_and_the_terms_say_what_was_spent(released, finished):
         "`zero_out`",
         "`rdp`: Opacus' Renyi accountant",
         "Choosing among runs",
-        "| steps counted | 4 |",
+        "| steps ever begun | 4, ",
+        "| program | torchtitan_dp ",
         "random weights of a public seed",
-        "Attacks on the low bits",
+        "Attacks on timing",
+        "nobody can recognise more than",
     ):
         assert part in card, part
     assert not re.search(r"None|[{}]", card)
@@ -169,10 +175,63 @@ def test_lost_steps_are_claimed(run, tmp_path):
     assert rounded_up(before) not in card
 
 
+def stopped_early(run, planned=200):
+    """As a run does that was asked to stop: here at 4 of so many planned steps."""
+    ledger = dataclasses.replace(earlier_ledger(str(run)), planned_steps=planned)
+    return Account(ledger, ExecutedSteps(str(run)), planned).publish(str(run))
+
+
+def test_a_run_that_stopped_early_claims_what_was_planned(run, tmp_path):
+    """Unless its owner states that results had no part in it; hazard row 50."""
+    spent = stopped_early(run)
+    assert spent["epsilon_planned"] > 2 * spent["epsilon_executed"]
+    for stated, epsilon, counts in (
+        (False, spent["epsilon_planned"], "planned_steps"),
+        (True, spent["epsilon_executed"], "executed_steps"),
+    ):
+        out = tmp_path / f"out_{stated}"
+        main([str(run), str(out), *(["--stop_not_from_results"] if stated else [])])
+        terms = privacy(out)
+        assert terms["epsilon"] == pytest.approx(epsilon, rel=1e-6)
+        assert terms["epsilon_counts"] == counts
+        card = (out / "README.md").read_text()
+        assert f"with ε = {rounded_up(terms['epsilon'])}\n" in card
+        assert (STATED in terms["caveats"]) == stated
+        assert ("and 196 that were planned" in card) == (not stated)
+        steps = [event["count"] for event in terms["dp_event"]["events"]]
+        assert sum(steps) == (4 if stated else 200)
+    both = [privacy(tmp_path / f"out_{stated}")["meaning"] for stated in (True, False)]
+    assert both[0]["posterior_from_half"] <= both[1]["posterior_from_half"]
+    assert both[0]["gaussian_dp_mu"] < both[1]["gaussian_dp_mu"]
+
+
+def test_what_only_the_owner_knows_is_listed_at_the_end(run, tmp_path, capfd):
+    main([str(run), str(tmp_path / "out")])
+    said = capfd.readouterr().err
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count(BLANK) == len(OWNER_ITEMS)
+    for item in OWNER_ITEMS:
+        assert f"- {item.title}\n" in said
+        assert f"- **{item.title}.** {item.question}\n  {BLANK}" in card
+
+
+def test_an_adaptive_card_does_not_say_that_terms_were_fixed(released, finished):
+    terms, config = privacy(released), read_config(str(finished))
+    fixed = model_card(terms, config, shape(config))
+    chosen = Ledger(settings_of(config, 24), adaptive=True)
+    card = model_card(
+        {**terms, "adaptive": True, "assumptions": assumptions(chosen)}, config, shape(config)
+    )
+    assert "The model, the terms of each step and the number of runs were not chosen" in fixed
+    assert "terms of each step" not in card
+    assert "without looking" not in card
+    assert "followed from weights alone" in card
+
+
 @pytest.mark.parametrize("caveat", [PUBLIC, f"of the initial weights: {PUBLIC}"])
-def test_given_weights_are_told_though_the_last_start_did_not_name_them(finished, caveat):
+def test_given_weights_are_told_though_the_last_start_did_not_name_them(released, finished, caveat):
     """A start that resumes loads no initial weights: its configuration may have lost them."""
-    terms, config = privacy(finished), read_config(str(finished))
+    terms, config = privacy(released), read_config(str(finished))
     assert "random weights" in model_card(terms, config, shape(config))
     card = model_card({**terms, "caveats": [caveat]}, config, shape(config))
     assert "random weights" not in card
@@ -232,7 +291,7 @@ REFUSED = [
     (another_model, "model.flavor = '30M'"),
     (marked, "NOT private (privacy.debug_seed was set)"),
     (lambda run: edit_privacy(run, epsilon=None), "NOT private"),
-    (lambda run: edit_privacy(run, private="yes"), "NOT private"),
+    (lambda run: edit_privacy(run, private="yes"), "'private' is 'yes'"),
     (
         lambda run: edit_privacy(run, noise_multiplier=1.001),
         "noise_multiplier is not that of",
@@ -360,5 +419,5 @@ def test_tied_weights_and_a_given_tokenizer(tmp_path):
     assert "_name_or_path" not in (out / "config.json").read_text()
     card = (out / "README.md").read_text()
     assert "`add_remove`" in card
-    assert f"- Recorded by the run: {caveat}." in card
+    assert f"- {caveat.capitalize()}." in card
     assert "The tokenizer was given" in card

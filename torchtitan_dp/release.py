@@ -1,6 +1,6 @@
 """Take out of a private run what may be published, with its guarantee in words.
 
-    python -m torchtitan_dp.release RUN OUT
+    python -m torchtitan_dp.release RUN OUT [--stop_not_from_results]
 
 RUN is the `job.dump_folder` of a private run. OUT, which must not exist yet, becomes a Hugging Face
 folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. Optimizer
@@ -9,10 +9,11 @@ One plain process on the CPU, which holds the weights in fp32; the private recor
 
 Guarantee:
     What OUT says is never less than what was spent: the terms are those of the ledger inside the
-    checkpoint that the weights come from, and epsilon covers every step of `steps_executed.log`.
+    checkpoint that the weights come from, and epsilon covers every step of `steps_executed.log` and
+    every step that was planned, unless the owner states that results did not decide when to stop.
     A run that is not private is refused, and so is one whose `privacy.json` is missing or
     disagrees with that ledger. It trusts the run's owner: who edits the checkpoint and the log as
-    well is believed. Only what `releasing.claims.PUBLIC_KEYS` lists is published of the terms.
+    well is believed. Only the keys that `ledger.schema` calls released are published of the terms.
 """
 
 import argparse
@@ -45,6 +46,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.releasing.card import model_card
 from torchtitan_dp.releasing.claims import claims
+from torchtitan_dp.releasing.owner import OWNER_ITEMS
 from torchtitan_dp.run_config import read_config
 
 CARD_FILE = "README.md"
@@ -52,8 +54,11 @@ SUMS_FILE = "SHA256SUMS"
 _PATH_KEYS = ("_name_or_path", "name_or_path")  # where transformers notes a folder on this machine
 
 
-def release(run: str, out: str) -> dict[str, Any]:
+def release(run: str, out: str, *, stop_not_from_results: bool = False) -> dict[str, Any]:
     """Write OUT whole, or leave nothing; what its `privacy.json` says.
+
+    Args:
+        stop_not_from_results: as of `releasing.claims.claims`.
 
     Raises:
         ValueError: one line for the user, who gave a run or a folder that cannot be used.
@@ -63,7 +68,12 @@ def release(run: str, out: str) -> dict[str, Any]:
     with lock_folder(run, wait_s=0):
         config = read_config(run)
         checkpoint = _newest_checkpoint(run, config)
-        terms = claims(run, checkpoint, read_ledger(checkpoint))
+        terms = claims(
+            run,
+            checkpoint,
+            read_ledger(checkpoint),
+            stop_not_from_results=stop_not_from_results,
+        )
         args = check_model(config)
         model = empty_model(args)
         load_weights(checkpoint, model)
@@ -212,15 +222,29 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("run", metavar="RUN", help="the job.dump_folder of a private run")
     parser.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
+    parser.add_argument(
+        "--stop_not_from_results",
+        action="store_true",
+        help="state, in the card too, that no result of a run that stopped early decided when to "
+        "stop: epsilon then leaves out the planned steps that were not taken",
+    )
     options = parser.parse_args(argv)
     with exit_on_mistake():
-        terms = release(options.run, options.out)
-    print(
-        f"released: {options.out}/ (epsilon = {rounded_up(terms['epsilon_executed'])} over all "
-        f"{terms['steps_executed']} steps executed, delta = {terms['delta']:g})\n"
-        f"          before you publish it, read {CARD_FILE}, and name a license and the data there",
-        file=sys.stderr,
-    )
+        terms = release(
+            options.run, options.out, stop_not_from_results=options.stop_not_from_results
+        )
+    print("\n".join(_said(options.out, terms)), file=sys.stderr)
+
+
+def _said(out: str, terms: dict[str, Any]) -> list[str]:
+    """What to tell the owner at the end."""
+    count = "begun" if terms["epsilon_counts"] == "executed_steps" else "begun or planned"
+    return [
+        f"released: {out}/ (epsilon = {rounded_up(terms['epsilon'])}, delta = {terms['delta']:g}; "
+        f"every step {count})",
+        f"          read {CARD_FILE} before you publish it, and fill in what only you know:",
+        *(f"          - {item.title}" for item in OWNER_ITEMS),
+    ]
 
 
 if __name__ == "__main__":

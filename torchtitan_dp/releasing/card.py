@@ -1,8 +1,11 @@
-"""The model card of a release: its guarantee in words, made from the ledger's terms.
+"""The model card of a release: its guarantee in words, made from the terms in `privacy.json`.
+
+It answers what NIST SP 800-226 and section 5.3 of "How to DP-fy ML" (Ponomareva et al. 2023) ask of
+a claim; what only the owner knows is left to be filled in (`owner`).
 
 Guarantee:
     The card holds the terms that it is handed, fixed text, and settings from an allow-list: no
-    path, name or number that records decide. Epsilon is rounded up.
+    path, name or number that records decide. Epsilon, and what follows from it, is rounded up.
 """
 
 import math
@@ -14,9 +17,12 @@ from torchtitan_dp.ledger.initial import PUBLIC
 from torchtitan_dp.models.hugging_face import parameter_count
 from torchtitan_dp.models.llama3 import LlamaArgs
 from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.meaning import Meaning
+from torchtitan_dp.releasing.owner import owner_section
 
 _FRONT = """---
-# license: name one before you publish; whether you may depends on your data and starting weights
+# license: TO FILL IN (whether you may publish depends on your data and starting weights)
+# base_model: TO FILL IN (what training started from, if anything)
 library_name: transformers
 pipeline_tag: text-generation
 tags:
@@ -56,6 +62,7 @@ def model_card(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str
         _computation(terms),
         _assumptions(terms, config),
         _training(terms, config, args),
+        owner_section(),
         _use(),
     )
     count = parameter_count(args)
@@ -65,10 +72,12 @@ def model_card(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str
 
 
 def _guarantee(terms: dict[str, Any], config: JobConfig) -> str:
-    epsilon, delta, unit = terms["epsilon_executed"], terms["delta"], terms["privacy_unit"]
+    epsilon, delta, unit = terms["epsilon"], terms["delta"], terms["privacy_unit"]
     relation = terms["neighbouring_relation"]
     other, says = (text.format(unit=unit) for text in _NEIGHBOURS[relation])
     what = f" ({_RECORDS[config.training.dataset]})" if _is_plain(unit, config) else ""
+    units = "not public" if terms["units"] is None else f"{terms['units']:,}, public"
+    meaning = "".join(f"- {line}\n" for line in Meaning.from_json(terms["meaning"]).sentences(unit))
     return f"""
 **These weights are (ε, δ)-differentially private for one {unit}, with ε = {rounded_up(epsilon)}
 and δ = {delta:g}.**
@@ -78,20 +87,36 @@ and δ = {delta:g}.**
 Take any one {unit}{what} of the training data, and think of a second model, {other}.
 Whatever someone looks for in these weights, or in what the model writes, and whatever else they
 know: they find it at most {_factor(epsilon)} times (e^ε) as often as with the second model, and
-the other way round, but for a probability of {delta:g} (δ). That bounds what the weights reveal
-about any one {unit}, and nothing that is done with them later loosens the bound.
+the other way round, but for a probability of {delta:g} (δ). Nothing that is done with the weights
+later loosens that bound.
 
+Somebody who knows all the other records, and tries to tell from the weights whether this {unit}
+was among them, can do no better than this:
+
+{meaning}
 | | |
 | --- | --- |
 | privacy unit | one {unit}{what} |
 | neighbouring data sets | {says} |
+| {unit}s in training | {units} |
 | ε | {rounded_up(epsilon)} (rounded up) |
 | δ | {delta:g} |
-| mechanism | DP-SGD: Poisson sampling, each {unit}'s gradient clipped, Gaussian noise |
+| ε covers | {_covers(terms)} |
+| who is trusted | whoever trained: the records lay there in the clear (the central model) |
+| what is protected | these weights, and all that is computed from them |
 
 Smaller is stronger. As a guide, Ponomareva et al. (How to DP-fy ML, 2023) call ε up to 1 strong, up
-to 10 reasonable, and above that weak. δ should be well below 1 / number of units.
+to 10 reasonable, and above that weak.
 """
+
+
+def _covers(terms: dict[str, Any]) -> str:
+    """Which steps the quoted epsilon is of."""
+    begun = f"all {terms['steps_executed']:,} steps that were ever begun"
+    if terms["epsilon_counts"] == "executed_steps":
+        return begun
+    left = max(terms["planned_steps"] - terms["steps"], 0)
+    return f"{begun}, and {left:,} that were planned" if left else begun
 
 
 def _is_plain(unit: str, config: JobConfig) -> bool:
@@ -121,10 +146,10 @@ def _not_said(terms: dict[str, Any], config: JobConfig) -> str:
 - **Another content.** For one {unit} replaced by *another* of its kind, ε doubles and δ becomes
   (1 + e^ε) δ.
 - **What many say.** A text that stands in many of the training data may be learned and repeated.
-- **Choosing among runs.** ε is that of this one run. If it, its settings or the moment to stop were
-  chosen by looking at results on the private data (the training loss, say), or if other models of
-  the same data are published, that costs more, and is not counted here. What several runs cost
-  together is computed from their folders by `python -m torchtitan_dp.ledger RUN...`.
+- **Choosing among runs.** ε is that of this one run. If it or its settings were chosen by looking
+  at results on the private data (the training loss, say), or if other models of the same data are
+  published, that costs more, and is not counted here. What several runs cost together is computed
+  from their folders by `python -m torchtitan_dp.ledger RUN...`.
 {heldout}- **Anything outside this folder.** Logs, losses, gradient norms, batch sizes and timing
   are made from the data without noise. They are not part of this release.
 - **Quality.** Privacy says nothing of whether the model is right, fair or safe.
@@ -132,29 +157,40 @@ def _not_said(terms: dict[str, Any], config: JobConfig) -> str:
 
 
 def _computation(terms: dict[str, Any]) -> str:
-    steps, executed, unit = terms["steps"], terms["steps_executed"], terms["privacy_unit"]
-    batch = terms["expected_batch_size"]
+    unit = terms["privacy_unit"]
     accountant = f"`{terms['accountant']}`: {_ACCOUNTANTS[terms['accountant']]}"
     if terms["adaptive"]:
         accountant = "a Renyi filter, at an order and against a budget fixed at the first start"
+    program = terms["source"]
+    commit = program["commit"] or "unknown"
+    changed = ", with changes" if program["modified"] else ""
     return f"""
 ## How ε was computed
 
 | | |
 | --- | --- |
-| noise multiplier σ | {terms["noise_multiplier"]:.6g} |
+| mechanism | DP-SGD: in each step, Gaussian noise on the sum of clipped gradients |
+| sampling | Poisson: every {unit} by a draw of its own at each step |
 | sampling rate q | {terms["sample_rate"]:.6g}, from {terms["sample_rate_source"]} |
-| clipping norm C | {terms["max_grad_norm"]:g} |
-| steps of these weights | {steps} |
-| steps counted | {executed} |
+| noise multiplier σ | {terms["noise_multiplier"]:.6g} |
+| clipping | to norm C = {terms["max_grad_norm"]:g}, {terms["clipping"]}, {terms["clip_function"]} |
+| divisor of the sum | {terms["expected_batch_size"]}, the expected batch |
+| noise safe in its low bits | {_yes(terms["secure_noise"])} (`privacy.secure_noise`) |
+| sum exact | {_yes(terms["exact_sum"])} (`privacy.exact_sum`) |
+| steps of these weights | {terms["steps"]:,} of {terms["planned_steps"]:,} planned |
+| steps ever begun | {terms["steps_executed"]:,}, those lost in a crash or repeated included |
 | accountant | {accountant} |
+| program | torchtitan_dp {program["version"]}, commit {commit}{changed} |
 {_segments(terms)}
-In each step every {unit} takes part with probability q, by a draw of its own; its gradient is
-clipped to norm C; noise of standard deviation σC is added once to the sum, in every coordinate; and
-the sum is divided by a constant, the expected batch of {batch}. ε covers every step that the run
-ever began, also those lost in a crash or repeated: hence "steps counted". From these numbers any
-accountant of the Poisson-sampled Gaussian mechanism can check ε.
+In each step every {unit} takes part with probability q; its gradient is clipped to norm C; noise of
+standard deviation σC is added once to the sum, in every coordinate; and the sum is divided by a
+constant. `privacy.json` has these steps as an event of Google's dp-accounting (`dp_event`), from
+which anybody can compute ε again.
 """
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
 
 
 def _segments(terms: dict[str, Any]) -> str:
@@ -190,20 +226,23 @@ def _assumptions(terms: dict[str, Any], config: JobConfig) -> str:
         if not isinstance(load_tokenizer(config.model.hf_assets_path), ByteTokenizer)
         else "Text is read as bytes: no tokenizer was learned."
     )
-    caveats = "".join(f"- Recorded by the run: {caveat}.\n" for caveat in terms["caveats"])
+    lines = [start, tokens, *map(_sentence, terms["assumptions"])]
+    caveats = "".join(f"- {_sentence(caveat)}\n" for caveat in terms["caveats"])
+    if caveats:
+        caveats = f"\nRecorded by this run, to be read before it is published:\n\n{caveats}"
+    listed = "".join(f"- {line}\n" for line in lines)
     return f"""
 ## What it rests on
 
-- {start}
-- {tokens}
-- Model, settings and number of steps were fixed without looking at the private data, and σ, q, C,
-  the expected batch and the number of steps are public, as this card is.
-- Draws and noise come from counter-based generators (Philox, Threefry) with secret 128-bit keys
-  from the operating system, never stored. They are not proven cryptographic generators.
-- The mathematics is that of real numbers; training used floating point. Attacks on the low bits of
-  the noise, on timing, or on the machine that trained are not covered.
-- The program, torchtitan_dp on TorchTitan, does what it says: it is tested, not proven.
+{listed}- The mathematics is that of real numbers; training used floating point. Attacks on timing,
+  or on the machine that trained, are not covered.
+- What is told above (σ, q, C, batch, steps) is public, and follows from no record.
 {caveats}"""
+
+
+def _sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}."
 
 
 def _training(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str:
@@ -217,8 +256,6 @@ def _training(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str:
         f"eps {optimizer.eps:g}, weight decay {optimizer.weight_decay:g}",
         "learning rate": f"{optimizer.lr:g}; warm-up {schedule.warmup_steps} steps, "
         f"{schedule.decay_type} decay to {schedule.min_lr_factor:g} of it",
-        "planned steps": training.steps,
-        "clipping": f"{config.privacy.clipping}, {config.privacy.clip_function}",
         "precision": f"{training.mixed_precision_param}; {training.mixed_precision_reduce} "
         "reduction, norms and noise",
     }
@@ -247,7 +284,4 @@ tokenizer = AutoTokenizer.from_pretrained(".")
 
 `sha256sum -c SHA256SUMS` checks the files; `privacy.json` has the numbers above for programs, not
 rounded.
-
-<!-- For whoever publishes this: say what the data is, what the model is for and how well it does on
-public data; name license and base_model (what training started from) in the front matter. -->
 """

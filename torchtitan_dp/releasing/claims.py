@@ -2,52 +2,33 @@
 
 Guarantee:
     The returned terms are those of the ledger inside the checkpoint, at every step that the run
-    ever began. Disagreement is never settled: it is refused.
+    ever began; and, unless the owner states that results did not decide when to stop, at every step
+    that was planned. Disagreement is never settled: it is refused.
 """
 
 import dataclasses
 from typing import Any
 
-from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
-from torchtitan_dp.ledger.account import versions
+from torchtitan_dp.ledger import PRIVACY_FILE, Ledger, schema
+from torchtitan_dp.ledger.account import told_of
+from torchtitan_dp.ledger.caveats import recorded
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.ledger.verify import check_checkpoint, verify
 
-PUBLIC_KEYS = (
-    "private",
-    "epsilon_executed",
-    "delta",
-    "accountant",
-    "noise_multiplier",
-    "max_grad_norm",
-    "sample_rate",
-    "sample_rate_source",
-    "steps",
-    "steps_executed",
-    "expected_batch_size",
-    "privacy_unit",
-    "neighbouring_relation",
-    "caveats",
-    "segments",
-    "starts",
-    "ancestors",
-    "budget",
-    "adaptive",
-    "planned_steps",
-    "run",
-    "config_hash",
-    "versions",
-)
-"""What a release tells of `privacy.json`. Not `epsilon`, which leaves out lost steps."""
+STATED = "the owner states that results did not decide when to stop"
 
 
-def claims(run: str, checkpoint: str, ledger: Ledger) -> dict[str, Any]:
-    """The terms that hold for the weights in the folder `checkpoint`, under `PUBLIC_KEYS`.
+def claims(
+    run: str, checkpoint: str, ledger: Ledger, *, stop_not_from_results: bool = False
+) -> dict[str, Any]:
+    """Return the terms that hold for the weights in the folder `checkpoint`: a `privacy.json`.
 
     Args:
         run: the folder that holds `privacy.json` and the executed steps.
         checkpoint: named `step-N`.
         ledger: that of the checkpoint.
+        stop_not_from_results: what the owner states of a run that stopped before its planned steps;
+            its epsilon then is of the steps that were begun.
 
     Raises:
         ValueError: one line for the user; the run is not private, or its files disagree.
@@ -67,27 +48,37 @@ def claims(run: str, checkpoint: str, ledger: Ledger) -> dict[str, Any]:
         raise ValueError(
             f"RUN = '{run}': {'; '.join(found.faults)}: restore its files as the run wrote them"
         )
-    terms = dataclasses.asdict(ledger) | dataclasses.asdict(ledger.settings)
-    terms |= {
-        "segments": [dataclasses.asdict(s) for s in ledger.segments() if s.steps > 0],
-        "starts": [dataclasses.asdict(s) for s in ledger.starts() if s.steps > 0],
-        # Of the folder's account, which gives epsilon.
-        "accountant": found.ledger.settings.accountant,
-        "adaptive": found.ledger.adaptive,
-        "budget": dataclasses.asdict(found.ledger)["budget"],
-        "steps_executed": found.steps_executed,
-        "epsilon_executed": found.epsilon_executed,
-        "caveats": list(dict.fromkeys([*ledger.caveats, *found.ledger.caveats])),
-        "versions": versions(),
-    }
-    return {key: terms[key] for key in PUBLIC_KEYS}
+    epsilon_executed, epsilon_planned = found.epsilon_executed, found.epsilon_planned
+    assert epsilon_executed is not None
+    assert epsilon_planned is not None
+    account = found.ledger  # of the folder, which gives epsilon: its caveats, marks and budget hold
+    ledger.inherit(account)
+    ledger.settings = dataclasses.replace(ledger.settings, accountant=account.settings.accountant)
+    caveats = list(dict.fromkeys([*ledger.caveats, *found.caveats()]))
+    epsilon, steps = epsilon_planned, found.planned()
+    if stop_not_from_results:
+        epsilon, steps = epsilon_executed, found.executed()
+        if account.steps < account.planned_steps:
+            caveats.append(STATED)
+    return schema.assemble(
+        ledger,
+        {
+            "epsilon": epsilon,
+            "epsilon_counts": "executed_steps" if stop_not_from_results else "planned_steps",
+            "epsilon_planned": epsilon_planned,
+            "epsilon_executed": epsilon_executed,
+            "steps_executed": found.steps_executed,
+            "caveats": caveats,
+            **told_of(ledger, steps, epsilon),
+        },
+        release=True,
+    )
 
 
 def _refuse_not_private(run: str, ledger: Ledger, told: dict[str, Any]) -> None:
-    if ledger.private and told.get("private") is True and told.get("epsilon") is not None:
+    if ledger.private and told["private"] and told["epsilon"] is not None:
         return
-    caveats = told["caveats"] if isinstance(told["caveats"], list) else []
-    why = "; ".join(dict.fromkeys([*ledger.caveats, *map(str, caveats)])) or PRIVACY_FILE
+    why = "; ".join(dict.fromkeys([*ledger.caveats, *recorded(told["caveats"])])) or PRIVACY_FILE
     raise ValueError(
         f"RUN = '{run}': it is NOT private ({why}), and nothing undoes that; train afresh in "
         "another job.dump_folder"
