@@ -30,9 +30,9 @@ the member and t with the member, says
   even odds. Then a < e^-L t, so t (1 - e^(epsilon - L)) <= delta(epsilon), and t is at most x
   for L = epsilon - ln(1 - delta(epsilon) / x), whichever epsilon is the best. The same holds of
   "not a member", without the member, by the other direction: whichever is true, the probability
-  that somebody becomes surer of it is at most x. It holds, too, for somebody who sees only a part or a
-  function of the output; the tail of the privacy loss of the whole output does not: who sees less
-  may reach a given posterior more often. At q = 1 the best epsilon gives, in closed form,
+  that somebody becomes surer of it is at most x. It holds, too, for somebody who sees only a part
+  or a function of the output; the tail of the privacy loss of the whole output does not: who sees
+  less may reach a given posterior more often. At q = 1 the best epsilon gives, in closed form,
   e^L = x / Phi(Phi^-1(x) - mu).
 """
 
