@@ -41,7 +41,7 @@ with sigma / sqrt(k).
 
 import math
 from collections.abc import Sequence
-from decimal import ROUND_CEILING, Context
+from decimal import ROUND_CEILING, Context, Decimal
 from typing import Literal, get_args
 
 from torchtitan_dp.privacy.pld import pld_epsilon
@@ -227,3 +227,16 @@ def rounded_up(value: float, digits: int = 5) -> str:
         return f"{value}"
     up = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(value))
     return f"{up:f}".rstrip("0").rstrip(".") if "." in f"{up:f}" else f"{up:f}"
+
+
+def percent(share: float) -> str:
+    """A probability for people to read: rounded up, to as many digits as tell it from 100%.
+
+    >>> percent(0.3652), percent(0.999637), percent(0.001), percent(0.5), percent(1.0)
+    ('36.6%', '99.97%', '0.1%', '50%', '100%')
+    """
+    exact = Decimal(repr(share)) * 100
+    if 90 < exact < 100:
+        digits = max(1, -(100 - exact).adjusted())
+        return f"{exact.quantize(Decimal(1).scaleb(-digits), rounding=ROUND_CEILING):f}%"
+    return rounded_up(float(exact), digits=3) + "%"

@@ -11,17 +11,19 @@ which both directions are composed and the worse one is told. Where these number
 the answer is infinity. `gaussian_epsilon` is exact but for float64's rounding, allowed for.
 
 The grid is fine enough for a bound within about 0.1% of the true epsilon, and coarser only where
-it would exceed `_MAX_POINTS`.
+it would exceed `_MAX_POINTS`. `pld_profile` is the same bound at every epsilon at once.
 """
 
 import functools
 import logging
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy.optimize import brentq
+from scipy.signal import lfilter
 from scipy.special import log_ndtr, ndtr
 
 from torchtitan_dp.privacy.prv import fft_noise
@@ -29,6 +31,7 @@ from torchtitan_dp.privacy.rdp import loss_bound, rdp_epsilon
 from torchtitan_dp.privacy.segments import Segment
 
 if TYPE_CHECKING:  # imported when it is used: it takes a second
+    from dp_accounting.pld.pld_pmf import PLDPmf
     from dp_accounting.pld.privacy_loss_distribution import PrivacyLossDistribution
 
 logger = logging.getLogger(__name__)
@@ -81,9 +84,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     """
 
     def excess(epsilon: float) -> float:
-        outside = ndtr(mu / 2 - epsilon / mu)
-        rounding = 1e-14 * (1 + epsilon) * outside
-        return float(outside - math.exp(epsilon + log_ndtr(-mu / 2 - epsilon / mu)) + rounding)
+        value, rounding = gaussian_delta(mu, np.asarray(epsilon))
+        return float(value + rounding)
 
     if excess(0.0) <= delta:
         return 0.0
@@ -93,25 +95,129 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     return root * (1 + precision) + precision
 
 
+def gaussian_delta(mu: float, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """delta(epsilon) of the Gaussian mechanism with sensitivity / noise = mu (Balle & Wang 2018).
+
+    Args:
+        mu: above 0.
+        epsilons: float64, of any shape, at least 0.
+
+    Returns:
+        delta as computed, and what float64 may have added or taken: float64 of the same shape.
+    """
+    outside = ndtr(mu / 2 - epsilons / mu)
+    value = outside - np.exp(epsilons + log_ndtr(-mu / 2 - epsilons / mu))
+    return value, 1e-14 * (1 + epsilons) * outside
+
+
+@dataclass(frozen=True, eq=False)
+class Profile:
+    """An upper bound on delta at every epsilon >= 0, the worse of both directions.
+
+    Args:
+        interval: between the epsilons at which `deltas` holds; the first of them is 0.
+        deltas: (points,) float64, falling; the last also bounds delta at every larger epsilon.
+    """
+
+    interval: float
+    deltas: np.ndarray
+
+    def at(self, epsilons: np.ndarray) -> np.ndarray:
+        """The bound at each epsilon >= 0: float64, same shape.
+
+        Between points it is linear in e^epsilon: delta is convex in that, as the largest
+        P[S] - e^epsilon Q[S] over events S, so a chord lies above it.
+        """
+        position = epsilons / self.interval
+        left = np.minimum(np.floor(position), len(self.deltas) - 1).astype(int)
+        right = np.minimum(left + 1, len(self.deltas) - 1)
+        share = np.expm1(np.minimum(epsilons - left * self.interval, self.interval))
+        share = share / math.expm1(self.interval)
+        return self.deltas[left] + share * (self.deltas[right] - self.deltas[left])
+
+
+@functools.lru_cache(maxsize=16)
+def pld_profile(segments: tuple[Segment, ...], delta: float) -> Profile | None:
+    """PLD's upper bound on delta(epsilon) for all epsilons; None where it cannot be had.
+
+    Args:
+        segments: as `segments.merged` gives them: at least one, noise above 0.
+        delta: about which the bound is to be tight: its grid and its tails are `pld_epsilon`'s.
+    """
+    noise = fft_noise(segments)
+    aim = max(delta, 2 * noise)
+    try:
+        with np.errstate(all="ignore"):  # as in pld_epsilon
+            *_, (_, total) = _attempts(segments, aim)
+            worse = np.maximum.reduce(_aligned(total._pmf_remove, total._pmf_add))
+    except (ArithmeticError, IndexError, ValueError) as why:
+        logger.info("PLD accounting failed: %s", why)
+        return None
+    # Sums of up to 2^20 positive terms round by less than 2^-30 of themselves.
+    worse = np.minimum(worse * (1 + 2.0**-30) + noise, 1.0)
+    if np.isnan(worse).any():
+        logger.info("PLD is out of its depth at %s", segments)
+        return None
+    worse = np.minimum.accumulate(worse)  # delta falls with epsilon
+    worse.setflags(write=False)  # it is shared by the cache
+    return Profile(total._pmf_remove._discretization, worse)
+
+
+def _aligned(*pmfs: "PLDPmf") -> tuple[np.ndarray, ...]:
+    """delta of each at the same multiples 0, 1, 2, … of the grid's interval."""
+    profiles = [_profile(pmf) for pmf in pmfs]
+    points = max(len(deltas) for deltas in profiles)
+    return tuple(np.pad(deltas, (0, points - len(deltas)), "edge") for deltas in profiles)
+
+
+def _profile(pmf: "PLDPmf") -> np.ndarray:
+    """delta = E[(1 - e^(epsilon - loss))+] at each multiple of the interval d up to the last loss.
+
+    By sums of positive terms, since a difference of two would lose digits where losses are small:
+    with W(k) = sum of p(l) e^(-(l - k) d) over l > k, and infinite loss beyond,
+    delta(k) - delta(k + 1) = (e^d - 1) W(k), and W(k) = e^-d (p(k + 1) + W(k + 1)).
+    """
+    dense = pmf.to_dense_pmf()
+    first, d = dense._lower_loss, dense._discretization
+    positive = dense._probs[max(0, 1 - first) :]  # of losses d, 2 d, …
+    if first > 1:
+        positive = np.concatenate([np.zeros(first - 1), positive])
+    decay = math.exp(-d)
+    weighted = lfilter([decay], [1.0, -decay], positive[::-1])
+    rises = np.concatenate([[dense._infinity_mass], math.expm1(d) * weighted])
+    return np.cumsum(rises)[::-1]
+
+
 def _compose(segments: tuple[Segment, ...], delta: float) -> float:
-    rough = rdp_epsilon(segments, delta)
-    grid, bound = _grid(segments, delta, rough), math.inf
+    return min(bound for bound, _ in _attempts(segments, delta))
+
+
+def _attempts(
+    segments: tuple[Segment, ...], delta: float
+) -> "Iterator[tuple[float, PrivacyLossDistribution]]":
+    """Epsilon at `delta` and the distribution behind it, on finer and finer grids."""
+    rough, least = rdp_epsilon(segments, delta), math.inf
+    grid = _grid(segments, delta, rough)
     for _ in range(3):  # `rough` may overestimate, and then the first grid is too coarse
-        bound = min(bound, _compose_on(grid, segments, delta))
-        finer = _grid(segments, delta, bound)
+        total = _compose_on(grid, segments, delta)
+        bound = float(total.get_epsilon_for_delta(delta - fft_noise(segments)))
+        yield bound, total
+        least = min(least, bound)
+        finer = _grid(segments, delta, least)
         if finer.interval > grid.interval / 4:
             break
         grid = finer
-    return bound
 
 
-def _compose_on(grid: _Grid, segments: tuple[Segment, ...], delta: float) -> float:
+def _compose_on(
+    grid: _Grid, segments: tuple[Segment, ...], delta: float
+) -> "PrivacyLossDistribution":
     total = None
     for s in segments:
         part = _steps(s, grid, _TAIL * delta)
         total = part if total is None else total.compose(part, _TAIL * delta)
     assert total is not None, "no segment, no distribution"
-    return float(total.get_epsilon_for_delta(delta - fft_noise(segments)))
+    return total
 
 
 def _grid(segments: tuple[Segment, ...], delta: float, rough: float) -> _Grid:

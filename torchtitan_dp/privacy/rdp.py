@@ -70,6 +70,16 @@ def rdp_epsilon(segments: Sequence[Segment], delta: float) -> float:
     return max(0.0, float(to_epsilon(divergence(segments), delta).min()))
 
 
+def rdp_delta(segments: Sequence[Segment], epsilons: np.ndarray) -> np.ndarray:
+    """RDP's bound on delta at each epsilon: `to_epsilon` solved for delta, of the best order."""
+    log_delta = np.zeros_like(epsilons)
+    for order, total in zip(ORDERS, divergence(segments), strict=True):
+        of_order = (order - 1) * (total + math.log1p(-1 / order) - epsilons) - math.log(order)
+        rounding = 1e-15 * order * (1 + total + epsilons)
+        log_delta = np.minimum(log_delta, of_order + rounding)
+    return np.exp(log_delta)
+
+
 def loss_bound(segments: Sequence[Segment], probability: float) -> float:
     """What the privacy loss of all segments exceeds, up or down, with at most `probability`.
 

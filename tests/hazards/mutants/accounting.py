@@ -10,6 +10,9 @@ LEDGERS = "hazards/test_ledgers.py::"
 PLANS = "test_plan.py::"
 
 ACCOUNTING = "privacy/accounting.py"
+MEANING, MEANS = "privacy/meaning.py", "privacy/test_meaning.py::"
+ONE_STEP = f"{MEANS}test_one_step_against_neyman_and_pearson_in_closed_form"
+LIBRARYS = f"{MEANS}test_the_profile_is_the_librarys_in_both_directions"
 FILES, ACCOUNT = "ledger/files.py", "ledger/account.py"
 LINEAGE, TERMS = "ledger/lineage.py", "ledger/terms.py"
 SCHEMA, SETTINGS = "ledger/schema.py", "ledger/settings.py"
@@ -155,6 +158,79 @@ MUTANTS = [
         "        if not math.isfinite(bound):\n            break\n",
         "        if not math.isfinite(bound):\n            bound = 0.0\n",
         (f"{ONE}test_a_failing_prv_never_gives_a_smaller_number",),
+        quick=True,
+    ),
+    Mutant(
+        37,
+        "mu excused twice",
+        MEANING,
+        "    needed = (_profile(segments, delta, epsilons) - delta)[:-1]\n",
+        "    needed = (_profile(segments, delta, epsilons) - 2 * delta)[:-1]\n",
+        (ONE_STEP,),
+        quick=True,
+    ),
+    Mutant(
+        37,
+        "the harmless direction alone",
+        "privacy/pld.py",
+        "_aligned(total._pmf_remove, total._pmf_add)",
+        "_aligned(total._pmf_add)",
+        (ONE_STEP,),
+        quick=True,
+    ),
+    Mutant(
+        37,
+        "infinite losses left out of the profile",
+        "privacy/pld.py",
+        "[[dense._infinity_mass], ",
+        "[[0.0], ",
+        (LIBRARYS,),
+        quick=True,
+    ),
+    Mutant(
+        37,
+        "Fouriers noise left out of the profile",
+        "privacy/pld.py",
+        "np.minimum(worse * (1 + 2.0**-30) + noise, 1.0)",
+        "np.minimum(worse * (1 + 2.0**-30), 1.0)",
+        (LIBRARYS,),
+        quick=True,
+    ),
+    Mutant(
+        37,
+        "false alarms on the wrong side",
+        MEANING,
+        "    second = 1 - np.exp(-epsilons) * np.maximum(1 - profile - alarms, 0.0)\n",
+        "    second = 1 - np.exp(-epsilons) * np.maximum(1 - alarms, 0.0) + profile\n"
+        "    second = np.minimum(second, np.exp(-epsilons) * (alarms + profile))\n",
+        (ONE_STEP,),
+        quick=True,
+    ),
+    Mutant(
+        37,
+        "a posterior for who sees all alone",
+        MEANING,
+        "    log_odds = math.log(delta) - float(log_ndtr(ndtri(delta) - _up(mu)))\n",
+        "    log_odds = mu**2 / 2 - mu * float(ndtri(delta))\n",
+        (f"{MEANS}test_who_sees_less_does_not_reach_a_posterior_more_often",),
+        quick=True,
+    ),
+    Mutant(
+        37,
+        "a pairs posterior but for delta",
+        MEANING,
+        "        posterior_but_for=min(2 * delta, 1.0),\n",
+        "        posterior_but_for=delta,\n",
+        (f"{MEANS}test_a_pair_by_itself",),
+        quick=True,
+    ),
+    Mutant(
+        37,
+        "percentages rounded to nearest",
+        ACCOUNTING,
+        "scaleb(-digits), rounding=ROUND_CEILING)",
+        "scaleb(-digits))",
+        (f"{MEANS}test_percent_never_rounds_down_nor_to_certainty",),
         quick=True,
     ),
     Mutant(

@@ -1,0 +1,310 @@
+"""What epsilon means, against trade-offs computed without the package (row 37)."""
+
+import functools
+import json
+import math
+
+import numpy as np
+import pytest
+from scipy.stats import norm
+
+from tests.privacy.tradeoffs import Roc, composed, gaussian_step
+from torchtitan_dp.privacy import meaning as module
+from torchtitan_dp.privacy import pld
+from torchtitan_dp.privacy.accounting import compose, percent
+from torchtitan_dp.privacy.meaning import FALSE_ALARMS, Meaning, meaning, meaning_of
+from torchtitan_dp.privacy.rdp import rdp_delta, rdp_epsilon
+from torchtitan_dp.privacy.segments import Segment
+
+DELTA = 1e-5
+# (sigma, q, steps) of each segment; delta; half-width and points of the independent grid.
+RUNS = {
+    "debug": ([(0.458, 0.0141, 40)], DELTA, 60, 2**21),
+    "long": ([(1.0, 0.001, 10_000)], DELTA, 8, 2**22),
+    "half": ([(2.0, 0.5, 20)], 1e-4, 40, 2**21),
+    "two": ([(0.8, 0.05, 50), (2.0, 0.2, 30)], 1e-6, 40, 2**21),
+}
+ONE_STEP = [(0.5, 0.01, 1e-5), (1.0, 0.3, 1e-5), (2.0, 0.9, 1e-4), (0.7, 0.001, 1e-6)]
+ALARMS = np.concatenate([np.geomspace(1e-9, 0.5, 4_000), 1 - np.geomspace(1e-9, 0.5, 4_000)])
+
+
+@functools.cache
+def truth(name: str) -> Roc:
+    parts, _, half_width, points = RUNS[name]
+    return composed(parts, half_width, points)
+
+
+def claim(name: str) -> Meaning:
+    return meaning([Segment(*part) for part in RUNS[name][0]], RUNS[name][1])
+
+
+def check(claimed: Meaning, roc: Roc, delta: float, slack: float = 1e-7) -> None:
+    """Never below the truth in either direction, and close to it.
+
+    Args:
+        slack: what the independent computation may be off by, relative.
+    """
+    directions = (roc, roc.reversed())
+    for alarms, at_most in claimed.detected:
+        best = max(float(one.detected(alarms)) for one in directions)
+        assert best * (1 - slack) <= at_most <= best * 1.0005
+
+    def gap(mu: float) -> float:
+        allowed = norm.cdf(norm.ppf(ALARMS) + mu) + claimed.mu_but_for
+        return min(float((allowed - one.detected(ALARMS)).min()) for one in directions)
+
+    assert gap(claimed.mu) >= -slack * delta
+    assert gap(0.995 * claimed.mu) < 0
+
+    odds = max(math.log(delta / one.false_alarms(delta)) for one in directions)
+    told = math.log(claimed.posterior / (1 - claimed.posterior))
+    assert odds * (1 - slack) <= told <= odds * 1.001
+    assert (claimed.mu_but_for, claimed.posterior_but_for) == (delta, delta)
+
+
+@pytest.mark.parametrize("sigma, q, delta", ONE_STEP)
+def test_one_step_against_neyman_and_pearson_in_closed_form(sigma, q, delta):
+    check(meaning([Segment(sigma, q, 1)], delta), gaussian_step(sigma, q), delta)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_hazard_37_compositions_against_an_independent_fourier_transform(name):
+    # The independent grid of interval d adds up to d^2 / 4 a step to the loss's variance.
+    check(claim(name), truth(name), RUNS[name][1], slack=2e-5)
+
+
+def test_the_independent_transform_is_the_closed_form_for_one_step_and_for_gaussians():
+    alarms = np.geomspace(1e-6, 0.9, 50)
+    exact = gaussian_step(1.0, 0.3).detected(alarms)
+    assert composed([(1.0, 0.3, 1)], 30, 2**20).detected(alarms) == pytest.approx(exact, rel=1e-5)
+    gaussians = composed([(4.0, 1.0, 9), (3.0, 1.0, 1)], 30, 2**20)
+    exact = norm.cdf(norm.ppf(alarms) + math.sqrt(9 / 16 + 1 / 9))
+    assert gaussians.detected(alarms) == pytest.approx(exact, rel=1e-5)
+
+
+@pytest.mark.parametrize("sigma, steps, delta", [(2.0, 4, 1e-5), (50.0, 10, 1e-9), (0.3, 7, 1e-3)])
+def test_without_sampling_the_gaussians_own_trade_off(sigma, steps, delta):
+    mu = math.sqrt(steps) / sigma
+    claimed = meaning([Segment(sigma, 1.0, steps)], delta)
+    assert claimed.mu == pytest.approx(mu, rel=1e-12)
+    assert claimed.mu_but_for == 0.0
+    for alarms, at_most in claimed.detected:
+        exact = norm.cdf(norm.ppf(alarms) + mu)
+        assert exact <= at_most <= exact * (1 + 1e-6)
+    odds = delta / norm.cdf(norm.ppf(delta) - mu)
+    assert odds / (1 + odds) <= claimed.posterior <= odds / (1 + odds) + 1e-12
+
+
+@pytest.mark.parametrize("delta", [1e-3, 1e-9])
+def test_sampling_all_but_surely_is_hardly_other_than_the_gaussian(delta):
+    """The general way, where the exact one is known: it takes over at q = 1."""
+    exact = meaning([Segment(2.0, 1.0, 9)], delta)
+    near = meaning([Segment(2.0, 1 - 1e-9, 9)], delta)
+    assert dict(near.detected) == pytest.approx(dict(exact.detected), rel=5e-4)
+    assert near.posterior == pytest.approx(exact.posterior, abs=1e-4)
+    assert 0.99 * exact.mu < near.mu <= exact.mu * (1 + 1e-9)
+
+
+def test_who_sees_less_does_not_reach_a_posterior_more_often():
+    """The tail of the whole output's privacy loss would be broken by who sees one bit of it."""
+    mu, delta = 1.0, 1e-3
+    claimed = meaning([Segment(1 / mu, 1.0, 1)], delta).posterior
+    threshold = norm.isf(delta, mu)  # what is seen: whether the output is above it
+    odds = norm.sf(threshold, mu) / norm.sf(threshold)
+    tail_of_the_loss = mu * threshold - mu**2 / 2
+    assert tail_of_the_loss < math.log(odds) - 0.1
+    assert odds / (1 + odds) <= claimed <= odds / (1 + odds) + 1e-9
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_profile_contains_epsilon_and_is_never_below_the_truth(name):
+    parts, delta, *_ = RUNS[name]
+    segments = tuple(Segment(*part) for part in parts)
+    epsilon = compose(segments, delta=delta, accountant="pld")
+    profile = pld.pld_profile(segments, delta)
+    assert float(profile.at(np.array([epsilon]))[0]) == pytest.approx(delta, rel=2e-3)
+    epsilons = np.linspace(0, 1.1 * epsilon, 8)
+    told = profile.at(epsilons)
+    assert (np.diff(told) <= 0).all()
+    directions = (truth(name), truth(name).reversed())
+    for epsilon, at_most in zip(epsilons, told, strict=True):
+        exact = max(
+            float(np.max(one.detections - math.exp(epsilon) * one.alarms)) for one in directions
+        )
+        assert exact * (1 - 1e-4) - 1e-12 <= at_most <= exact * 1.01 + 1e-9
+
+
+def test_the_profile_is_the_librarys_in_both_directions():
+    segments = (Segment(1.0, 0.3, 3), Segment(2.0, 0.2, 5))
+    profile = pld.pld_profile(segments, DELTA)
+    *_, (_, library) = pld._attempts(segments, DELTA)
+    at = np.array([0.0, 0.01, 0.77, 2.5, 5.0, 30.0])
+    fourier = 8 * 4e-15  # eight steps
+    for direction in (library._pmf_remove, library._pmf_add):
+        least = direction.get_delta_for_epsilon(list(at)) + fourier
+        assert (profile.at(at) >= least * (1 - 1e-12)).all()
+    assert profile.at(at)[-1] > 1e3 * fourier  # the infinite loss
+    expected = library.get_delta_for_epsilon(list(at))
+    assert profile.at(at) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+def test_rdps_delta_is_its_epsilon_turned_round():
+    segments = (Segment(1.0, 0.01, 1_000),)
+    for delta in (1e-3, 1e-6, 1e-12):
+        epsilon = np.array([rdp_epsilon(segments, delta)])
+        assert float(rdp_delta(segments, epsilon)[0]) == pytest.approx(delta, rel=1e-6)
+
+
+def test_mu_is_no_smaller_than_epsilon_at_delta_asks_for():
+    """delta(e) <= D(e) + delta: at 2 delta, the run's epsilon is at most mu's own at delta."""
+    claimed = claim("half")
+    segments = [Segment(*part) for part in RUNS["half"][0]]
+    epsilon = compose(segments, delta=2 * claimed.mu_but_for, accountant="pld")
+    assert epsilon <= pld.gaussian_epsilon(claimed.mu, claimed.mu_but_for) * 1.001
+
+
+def test_mu_of_the_example_that_gdpnum_publishes():
+    """1.56856, with a misfit of 0.001, for noise of 9.4, a rate of 0.328 and 2,000 steps."""
+    assert meaning([Segment(9.4, 0.328, 2_000)], 1e-9).mu == pytest.approx(1.56856, rel=1e-3)
+
+
+# --- one pair, and what cannot be had -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epsilon, delta", [(0.1, 1e-5), (1.0, 0.0), (3.0, 1e-3), (40.0, 1e-5)])
+def test_a_pair_by_itself(epsilon, delta):
+    """Against the trade-off of Kairouz et al., written down again."""
+    claimed = meaning_of(epsilon, delta)
+    errors = np.maximum.reduce(
+        [
+            1 - delta - math.exp(epsilon) * ALARMS,
+            math.exp(-epsilon) * (1 - delta - ALARMS),
+            np.zeros_like(ALARMS),
+        ]
+    )
+    order = np.argsort(ALARMS)
+    worst = Roc(ALARMS[order], 1 - errors[order])
+    for alarms, at_most in claimed.detected:
+        assert at_most == pytest.approx(float(worst.detected(alarms)), rel=1e-3)
+    allowed = norm.cdf(norm.ppf(ALARMS) + claimed.mu) + claimed.mu_but_for
+    assert (allowed >= 1 - errors - 1e-12).all()
+    if delta > 0:
+        # P[S] <= e^epsilon Q[S] + delta and odds above e^L: P[S] (1 - e^(epsilon - L)) <= delta.
+        log_odds = epsilon + math.log(2)
+        assert delta / -math.expm1(epsilon - log_odds) == pytest.approx(claimed.posterior_but_for)
+    else:
+        log_odds = epsilon
+    assert claimed.posterior == pytest.approx(1 / (1 + math.exp(-log_odds)), abs=1e-12)
+
+
+def test_a_pair_is_never_better_than_the_run():
+    for name, (parts, delta, *_) in RUNS.items():
+        epsilon = compose([Segment(*p) for p in parts], delta=delta, accountant="pld")
+        pair, run = meaning_of(epsilon, delta), claim(name)
+        assert run.mu < pair.mu
+        assert all(
+            ours[1] < theirs[1] for ours, theirs in zip(run.detected, pair.detected, strict=True)
+        )
+
+
+def test_nothing_spent_no_noise_and_no_bound():
+    nothing = Meaning(0.0, 0.0, ((0.01, 0.01), (0.001, 0.001)), 0.5, 0.0)
+    assert meaning([], DELTA) == nothing
+    assert meaning([Segment(1.0, 0.1, 0), Segment(math.inf, 0.1, 5)], DELTA) == nothing
+    assert "guessing" in " ".join(nothing.sentences())
+    for none in (
+        meaning([Segment(1.0, 0.1, 9), Segment(0.0, 0.1, 1)], DELTA),
+        meaning_of(math.inf, DELTA),
+    ):
+        assert none.mu == math.inf
+        assert [share for _, share in none.detected] == [1.0, 1.0]
+        assert none.posterior == 1.0
+        assert json.loads(json.dumps(none.to_json(), allow_nan=False))["gaussian_dp_mu"] is None
+        assert len(none.sentences()) == 1
+    with pytest.raises(ValueError, match=r"privacy\.delta"):
+        meaning([Segment(1.0, 0.1, 1)], 1.0)
+
+
+@pytest.mark.parametrize(
+    "sigma, q, steps, delta",
+    [
+        (0.3, 0.9, 100, 1e-12),
+        (0.3, 1e-7, 1, 1e-3),
+        (1e4, 1e-7, 1, 1e-12),
+        (1e4, 0.5, 10_000, 1e-12),
+        (1.0, 1e-4, 1_000_000, 1e-12),  # float64's noise in PLD is above delta
+        (0.02, 0.5, 10, 1e-5),  # PLD has no number
+        (1e-4, 0.5, 10, 1e-5),
+    ],
+)
+def test_extremes_have_numbers(sigma, q, steps, delta):
+    claimed = meaning([Segment(sigma, q, steps)], delta)
+    assert 0 <= claimed.mu < math.inf
+    assert all(alarms <= share <= 1 for alarms, share in claimed.detected)
+    assert 0.5 <= claimed.posterior <= 1
+    json.dumps(claimed.to_json(), allow_nan=False)
+
+
+@pytest.mark.parametrize("wrong", [None, "nan", "error"])
+def test_where_pld_fails_rdp_stands_in_and_no_number_gets_smaller(monkeypatch, wrong):
+    right = claim("half")
+    module._meaning.cache_clear()
+    pld.pld_profile.cache_clear()
+    if wrong is None:
+        monkeypatch.setattr(module, "pld_profile", lambda *_: None)
+    elif wrong == "nan":
+        monkeypatch.setattr(pld, "_profile", lambda _: np.array([0.1, math.nan]))
+    else:
+        monkeypatch.setattr(pld, "_compose_on", lambda *_: [][0])
+    fallen = claim("half")
+    assert right.mu < fallen.mu < math.inf
+    assert right.posterior < fallen.posterior < 1
+    assert all(a[1] < b[1] < 1 for a, b in zip(right.detected, fallen.detected, strict=True))
+    module._meaning.cache_clear()
+    pld.pld_profile.cache_clear()
+
+
+@pytest.mark.parametrize("worthless", [1.0, math.nan])
+def test_a_worthless_profile_bounds_nothing(monkeypatch, worthless):
+    module._meaning.cache_clear()
+    monkeypatch.setattr(module, "rdp_delta", lambda _, at: np.full_like(at, worthless))
+    monkeypatch.setattr(module, "gaussian_delta", lambda _, at: (np.full_like(at, worthless), 0.0))
+    monkeypatch.setattr(module, "pld_profile", lambda *_: None)
+    claimed = meaning([Segment(2.0, 0.5, 4)], DELTA)
+    assert (claimed.mu, claimed.mu_but_for) == (1.0, 0.0)  # without sampling
+    assert [share for _, share in claimed.detected] == [1.0, 1.0]
+    assert claimed.posterior == 1.0
+    module._meaning.cache_clear()
+
+
+def test_more_steps_more_sampling_and_less_noise_tell_more():
+    base = (1.0, 0.01, 400)
+    for more in [(1.0, 0.01, 800), (1.0, 0.02, 400), (0.8, 0.01, 400)]:
+        less, grown = (meaning([Segment(*run)], DELTA) for run in (base, more))
+        assert less.mu < grown.mu
+        assert less.posterior < grown.posterior
+        assert all(a[1] < b[1] for a, b in zip(less.detected, grown.detected, strict=True))
+
+
+# --- for people -----------------------------------------------------------------------------------
+
+
+def test_sentences_round_up():
+    told = Meaning(1.2301, 2e-5, ((0.01, 0.12301), (0.001, 0.5)), 0.999811, 3e-7)
+    text = " ".join(told.sentences("patient"))
+    for part in ("12.4%", "50%", "99.99%", "1 in 50,000", "1 in 3,333,333", "1.24-G", "patient"):
+        assert part in text, part
+    assert "record" not in text
+    assert FALSE_ALARMS == (0.01, 0.001)
+
+
+@pytest.mark.parametrize(
+    "share", [1e-9, 0.01, 0.123401, 0.9, 0.95, 0.99, 0.9990001, 1 - 1e-12, 1.0]
+)
+def test_percent_never_rounds_down_nor_to_certainty(share):
+    shown = float(percent(share).rstrip("%")) / 100
+    assert shown >= share * (1 - 1e-15)
+    assert (shown == 1.0) == (share == 1.0)
+    assert shown - share <= max(0.01 * share, 1e-3) + 1e-15
+    if share < 1:
+        assert 1 - shown >= 0.5 * (1 - share) - 1e-15 or share < 0.9
