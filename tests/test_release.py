@@ -141,7 +141,7 @@ def test_the_card_and_the_terms_say_what_was_spent(released, finished):
         "| program | torchtitan_dp ",
         "random weights of a public seed",
         "Attacks on timing",
-        "nobody can recognise more than",
+        "is recognised with a probability of at most",
     ):
         assert part in card, part
     assert not re.search(r"None|[{}]", card)

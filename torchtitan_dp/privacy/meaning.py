@@ -86,6 +86,18 @@ class Meaning:
             "posterior_but_for": self.posterior_but_for,
         }
 
+    @classmethod
+    def from_json(cls, fields: dict[str, Any]) -> "Meaning":
+        """Read what `to_json` gave."""
+        mu = fields["gaussian_dp_mu"]
+        return cls(
+            mu=math.inf if mu is None else mu,
+            mu_but_for=fields["gaussian_dp_but_for"],
+            detected=tuple((d["false_alarms"], d["at_most"]) for d in fields["members_detected"]),
+            posterior=fields["posterior_from_half"],
+            posterior_but_for=fields["posterior_but_for"],
+        )
+
     def sentences(self, unit: str = "record") -> list[str]:
         """The same in plain English, each number rounded up.
 
