@@ -38,10 +38,12 @@ from torchtitan_dp.data.opening import Records
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.parallelize import fsdp_mesh
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps, write_atomically
+from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.ledger.terms import Plan, make_plan
 from torchtitan_dp.models.hugging_face import parameter_count
 from torchtitan_dp.models.llama3 import LlamaArgs
 from torchtitan_dp.plan import check_model
+from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.auditing import expected_mu
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.process import forbid_core_dumps, lock_folder
@@ -193,7 +195,16 @@ def _tell(
         folder = config.job.dump_folder
         text = json.dumps(result, indent=2) + "\n"
         write_atomically(os.path.join(folder, RESULT_FILE), text.encode())
-        print(f"audit: {folder}/ is not private, for good: delete it", file=sys.stderr)
+        spent = read_published_fields(folder)
+        assert spent is not None
+        cost = spent["epsilon_executed"]
+        told = "no epsilon covers" if cost is None else f"spends epsilon = {rounded_up(cost)} on"
+        print(
+            f"audit: publishing this result {told} the records it trained on; {folder}/{PRIVACY_FILE} "
+            "keeps count (python -m torchtitan_dp.ledger)\n"
+            f"audit: the weights in {folder}/ are not private, for good: delete them",
+            file=sys.stderr,
+        )
     print("\n".join(report.table(result)), file=sys.stderr)
     if options.json:
         write_json(options.json, result)
