@@ -66,7 +66,7 @@ def scaled_noise(scale):
     def add(flat, *, std, **terms):
         noise.add_gaussian_noise_(flat, std=scale * std, **terms)
 
-    return mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add)
+    return mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add)
 
 
 def no_clipping():
@@ -117,7 +117,7 @@ def noise_repeated_across_parameters():
     def add(flat, *, name, **terms):
         noise.add_gaussian_noise_(flat, name="any", **terms)
 
-    return mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add)
+    return mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add)
 
 
 def norms_not_reduced():
@@ -251,7 +251,7 @@ from torchtitan_dp.privacy import noise
 def add(flat, *, std, **terms):
     noise.add_gaussian_noise_(flat, std=std / 100, **terms)
 
-with mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add):
+with mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add):
     audit.main(sys.argv[1:])
 """
 _TINY = dict(
