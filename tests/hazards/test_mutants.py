@@ -14,6 +14,7 @@ import pytest
 from tests.hazards.mutants import (
     accounting,
     clipping,
+    exact_sum,
     keys,
     lineage,
     noise,
@@ -26,10 +27,11 @@ from tests.hazards.mutants import (
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = range(1, 47)
+ROWS = [*range(1, 47), 49]
 ROOMS = (
     clipping,
     precision,
+    exact_sum,
     parameters,
     noise,
     keys,

@@ -55,7 +55,7 @@ def test_row49_the_unit_is_a_public_power_of_two_with_room_on_both_sides(C):
     # Rounding every one of the most values there may be stays within what clipping leaves, ...
     assert math.sqrt(fixed_point.MAX_VALUES) * h / 2 <= 1.5e-7 * C
     # ... and twice the largest expected batch, all along one value, with noise beyond any draw,
-    # within int64. A draw's largest value is 12.2 (noise.py); a sum of four over 2 has less than 32.
+    # within int64: no fp64 draw of numpy's exceeds 12.2, so a sum of four over 2 stays below 32.
     most = 2 * fixed_point.MAX_EXPECTED_BATCH * Fraction(C) / Fraction(h)
     most += 32 * Fraction(fixed_point.MAX_NOISE_MULTIPLIER) * Fraction(C) / Fraction(h)
     assert most < 2**63
@@ -96,14 +96,17 @@ def test_row49_no_sample_has_more_than_C(C, clip_function):
                 assert squared >= (Fraction(C) * Fraction(1 - 3e-5)) ** 2
 
 
-def test_row49_many_values_below_half_a_unit_up_to_one_stay_within_C():
-    """The worst of rounding: every value of a gradient of norm C is rounded up by half a unit."""
-    C, n = 1.0, 2**20
-    h = unit(C, n)
-    gradient = torch.full((n,), 2.0**-10)
-    gradient = ((gradient.double() / h).floor() * h + 0.5 * h * (1 + 1e-6)).float()
-    units = clipped_units(gradient, C).tolist()
-    assert sum(k * k for k in units) * Fraction(h) ** 2 <= Fraction(C) ** 2
+def test_row49_values_that_are_all_rounded_up_alike_stay_within_C():
+    """65,536 equal values of a norm just above C: rounding does not cancel out among them."""
+    C, n = 1.0, 2**16
+    largest = 0.0
+    for i in range(64):
+        units = clipped_units(torch.full((n,), 2.0**-8 * (1 + i * 2.0**-23)), C)
+        assert (units == units[0]).all()
+        k = int(units[0])
+        assert n * k * k * Fraction(unit(C, n)) ** 2 <= Fraction(C) ** 2
+        largest = max(largest, math.sqrt(n) * k * unit(C, n))
+    assert largest > C * (1 - 2e-5)
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF, 3e38, 1.0], ids=str)
