@@ -185,7 +185,7 @@ FAULTS = {
     ids=["microbatch", "grad_sample", "secure", "exact", "exact grad_sample"],
 )
 def test_row35_the_clean_build_stays_under_the_claim(method, batch_size, summed):
-    (bounds,) = on_ranks(1, play, (1, 1, 1), None, 200, None, method, batch_size, 0.999, summed)
+    (bounds,) = on_ranks(1, play, (1, 1, 1), None, 300, None, method, batch_size, 0.999, summed)
     assert len(bounds) == 6
     assert max(bounds.values()) <= 1 / SIGMA
     assert bounds.pop("not_a_number") < 0.1
