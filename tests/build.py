@@ -22,11 +22,12 @@ from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.parallelize import parallelize_llama, trained_fsdp_modules
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.methods import GradientMethod, build_gradients
+from torchtitan_dp.gradients.methods import GradientMethod, build_gradients, build_summation
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.models.llama3 import Llama, LlamaArgs, canonical_name, trainable_parameters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.privacy.sampling import deal
+from torchtitan_dp.privacy.summation import FixedPointSum, Summation
 
 T = 32
 VOCABULARY = 37  # no mesh divides it
@@ -60,15 +61,21 @@ class Built:
     dims: ParallelDims
     groups: ReductionGroups
     parameters: dict[str, nn.Parameter]
+    summation: Summation
     batch_size: int
 
     def clipped_sum(
         self, tokens_NT: torch.Tensor, labels_NT: torch.Tensor
     ) -> tuple[dict[str, torch.Tensor], list[float]]:
-        """The step's sum over all ranks as whole tensors by name, and this rank's norms."""
+        """The step's sum over all ranks as whole tensors by name, and this rank's norms.
+
+        In fp64, if the sum is exact.
+        """
         norms = self.accumulate(tokens_NT, labels_NT)
         total = self.gradients.clipped_sum.take()
         whole = {name: self.whole(name, flat) for name, flat in total.items()}
+        if isinstance(self.summation, FixedPointSum):
+            whole = {name: units.double() * self.summation.unit for name, units in whole.items()}
         self.gradients.clipped_sum.reset()
         return whole, norms
 
@@ -143,11 +150,13 @@ def build(
         with torch.no_grad():
             edit(model)
     parameters = trainable_parameters(model)
+    summation = build_summation(job_config.privacy, parameters, max_grad_norm)
     clipped_sum = ClippedSum(
         parameters,
         groups,
         max_grad_norm=max_grad_norm,
         clip_function=job_config.privacy.clip_function,
+        summation=summation,
     )
     gradients = build_gradients(job_config.privacy, model, trained_fsdp_modules(model), clipped_sum)
     losses = SampleLosses(
@@ -157,7 +166,7 @@ def build(
         job_config.parallelism.context_parallel_load_balancer,
     )
     batch_size = job_config.training.local_batch_size
-    return Built(model, gradients, losses, dims, groups, parameters, batch_size)
+    return Built(model, gradients, losses, dims, groups, parameters, summation, batch_size)
 
 
 def data(samples: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -137,6 +137,18 @@ BAD = {
         "checkpoint.async_mode = async_with_pinned_mem",
     ),
     "losses sent away": (["--metrics.enable_wandb"], "metrics.enable_wandb = true"),
+    "an exact sum with fp32 noise": (["--privacy.exact_sum"], "privacy.exact_sum = true"),
+    "an exact sum of too many": (
+        ["--privacy.exact_sum", "--privacy.secure_noise", "--training.global_batch_size=1048577"],
+        "training.global_batch_size = 1048577",
+    ),
+    "an exact sum with too much noise": (
+        [
+            *("--privacy.exact_sum", "--privacy.secure_noise"),
+            *("--privacy.target_epsilon=None", "--privacy.noise_multiplier=32769"),
+        ],
+        "privacy.noise_multiplier = 32769",
+    ),
     "second clip": (["--training.max_norm=1"], "training.max_norm = 1"),
     "bf16 weights": (["--training.dtype=bfloat16"], "training.dtype = bfloat16"),
     "cpu offload": (["--training.enable_cpu_offload"], "training.enable_cpu_offload = true"),

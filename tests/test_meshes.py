@@ -92,3 +92,18 @@ def test_row12_the_weights_change_alike_on_every_mesh(changes):
     errors = {name: ((c - one).norm() / one.norm()).item() for name, c in changes.items()}
     print(errors)
     assert max(errors.values()) < 1e-3, errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+def test_row12_and_49_so_it_does_with_an_exact_sum(tmp_path, changes):
+    """And the weights move as far as with a sum in fp32, under noise of other draws."""
+    options = ["--privacy.debug_seed=1", "--privacy.secure_noise", "--privacy.exact_sum"]
+    one, *others = (
+        change(weights_after_five_steps(tmp_path / name, MESHES[name], *options))
+        for name in ("cp1", "cp2_dp_shard2", "cp2_dp_replicate2")
+    )
+    errors = [((other - one).norm() / one.norm()).item() for other in others]
+    print(errors)
+    assert one.norm() == pytest.approx(changes["cp1"].norm(), rel=0.1)
+    assert max(errors) < 1e-3, errors

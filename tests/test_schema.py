@@ -53,7 +53,7 @@ def test_every_attribute_of_a_ledger_is_told_or_known_otherwise():
     """Who adds one decides whether `privacy.json` tells of it."""
     otherwise = {"settings", "caveats", "finished", "finished_starts", "start"}
     assert set(names(Origin.LEDGER)) == set(Ledger.__dataclass_fields__) - otherwise
-    otherwise = {"target_epsilon", "samples_per_rank"}
+    otherwise = {"target_epsilon", "samples_per_rank", "ranks_added_up"}
     assert set(names(Origin.SETTINGS)) == set(Settings.__dataclass_fields__) - otherwise
 
 

@@ -198,13 +198,13 @@ def _tell(
         spent = read_published_fields(folder)
         assert spent is not None
         cost = spent["epsilon_executed"]
-        told = "no epsilon covers" if cost is None else f"spends epsilon = {rounded_up(cost)} on"
-        print(
-            f"audit: publishing this result {told} the records it trained on; {folder}/{PRIVACY_FILE} "
-            "keeps count (python -m torchtitan_dp.ledger)\n"
-            f"audit: the weights in {folder}/ are not private, for good: delete them",
-            file=sys.stderr,
-        )
+        price = "has no epsilon" if cost is None else f"spends epsilon = {rounded_up(cost)}"
+        for line in (
+            f"publishing this result {price} on the records; python -m torchtitan_dp.ledger adds "
+            f"it up, from {folder}/",
+            "the weights there are not private, for good: delete them",
+        ):
+            print(f"audit: {line}", file=sys.stderr)
     print("\n".join(report.table(result)), file=sys.stderr)
     if options.json:
         write_json(options.json, result)

@@ -2,6 +2,7 @@
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.conflicts import check_conflicts
+from torchtitan_dp.privacy.fixed_point import MAX_EXPECTED_BATCH, MAX_NOISE_MULTIPLIER
 
 
 def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
@@ -189,6 +190,8 @@ def _check_privacy(config: JobConfig) -> None:
             f"privacy.sample_rate = {privacy.sample_rate}: it is a probability, above 0 and at "
             "most 1"
         )
+    if privacy.exact_sum:
+        _check_exact_sum(config)
     built: dict[str, tuple[str, ...]] = {
         "accountant": ("prv", "rdp", "pld"),
         "clipping": ("flat",),
@@ -215,4 +218,25 @@ def _check_privacy(config: JobConfig) -> None:
         raise ValueError(
             f"training.global_batch_size = {config.training.global_batch_size}: set the expected "
             "number of records in a step (it is also the update's divisor)"
+        )
+
+
+def _check_exact_sum(config: JobConfig) -> None:
+    privacy = config.privacy
+    if not privacy.secure_noise:
+        raise ValueError(
+            "privacy.exact_sum = true with secure_noise = false: noise in fp32 would round what is "
+            "summed exactly; set privacy.secure_noise = true, or exact_sum to false"
+        )
+    if config.training.global_batch_size > MAX_EXPECTED_BATCH:
+        raise ValueError(
+            f"training.global_batch_size = {config.training.global_batch_size}: with "
+            f"privacy.exact_sum at most {MAX_EXPECTED_BATCH}, so that 64-bit sums cannot wrap; "
+            "lower it, or set exact_sum to false"
+        )
+    if privacy.noise_multiplier is not None and privacy.noise_multiplier > MAX_NOISE_MULTIPLIER:
+        raise ValueError(
+            f"privacy.noise_multiplier = {privacy.noise_multiplier}: with privacy.exact_sum at "
+            f"most {MAX_NOISE_MULTIPLIER:.0f}, so that 64-bit sums cannot wrap; lower it, or set "
+            "exact_sum to false"
         )

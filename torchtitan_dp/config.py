@@ -64,6 +64,12 @@ class Privacy:
     fixed grid (`privacy/secure_noise.py`). Drawing noise then takes about five
     times as long."""
 
+    exact_sum: bool = False
+    """Add clipped gradients up in integers, without rounding, so that one unit moves the sum by at
+    most C however many are added (`privacy/fixed_point.py`). An fp32 sum of n units on a rank can
+    be moved by up to n^2 / 2^24 of C more, by gradients and an order made for it. Needs
+    `secure_noise`; the accumulator takes 8 instead of 4 bytes a trainable value."""
+
     clipping: Literal["flat", "per_layer"] = "flat"
     """`flat`: one norm over the whole gradient. `per_layer`: not built yet."""
 

@@ -3,9 +3,11 @@
 Guarantee:
     The gradient handed to the inner optimizer is (S + N(0, (sigma C)^2 I)) / b: S the clipped sum,
     of sensitivity C, and b the expected batch size, fixed and public. So each step is a Gaussian
-    mechanism of noise multiplier sigma, whatever the inner optimizer makes of it. Each position of
-    each parameter has one noise value, from (key, name, position) alone: shards do not share it,
-    replicas do, and it is the same on every mesh. Assumes that a key is used for one step only.
+    mechanism of noise multiplier sigma, whatever the inner optimizer makes of it. This holds for
+    real numbers; `privacy.summation` says what becomes of it in fp32 and in fixed point. Each
+    position of each parameter has one noise value, from (key, name, position) alone: shards do not
+    share it, replicas do, and it is the same on every mesh. Assumes that a key is used for one step
+    only.
 """
 
 import math
@@ -16,8 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
-from torchtitan_dp.privacy.noise import add_gaussian_noise_
-from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
+from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
 
 class DPOptimizer:
@@ -31,35 +32,34 @@ class DPOptimizer:
         noise_multiplier: float,
         max_grad_norm: float,
         expected_batch_size: float,
-        secure_noise: bool = False,
+        summation: Summation = FP32_SUM,
     ) -> None:
         """
         Args:
             optimizer: any `torch.optim.Optimizer` over exactly `parameters`.
             parameters: DTensors sharded on dim 0, by canonical name.
-            secure_noise: resist attacks on floating-point noise, as `privacy.secure_noise` says.
+            summation: how noise is added, and to what; the `ClippedSum` must have the same.
         """
         self._optimizer = optimizer
         self._parameters = parameters
         self._noise_std = noise_multiplier * max_grad_norm
         self._expected_batch_size = expected_batch_size
-        self._secure_noise = secure_noise
+        self._summation = summation
         self._starts = {name: _flat_start(parameter) for name, parameter in parameters.items()}
 
     def step(self, clipped_sum: dict[str, Tensor], key: bytes) -> None:
         """Take one step.
 
         Args:
-            clipped_sum: by name, this rank's flat fp32 shard of the sum; overwritten.
+            clipped_sum: by name, this rank's flat shard of the sum, as `ClippedSum.take` has it;
+                overwritten.
             key: this step's noise key, the same on all ranks, used once.
         """
-        add_noise = add_secure_gaussian_noise_ if self._secure_noise else add_gaussian_noise_
         for name, parameter in self._parameters.items():
             gradient = clipped_sum[name]
-            if self._noise_std > 0:
-                add_noise(
-                    gradient, std=self._noise_std, key=key, name=name, start=self._starts[name]
-                )
+            gradient = self._summation.add_noise_(
+                gradient, std=self._noise_std, key=key, name=name, start=self._starts[name]
+            )
             gradient.div_(self._expected_batch_size)
             parameter.grad = _as_gradient_of(parameter, gradient)
         self._optimizer.step()

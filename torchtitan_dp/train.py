@@ -36,7 +36,7 @@ from torchtitan_dp.distributed.checkpointer import Checkpointer
 from torchtitan_dp.distributed.parallelize import trained_fsdp_modules
 from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.methods import build_gradients
+from torchtitan_dp.gradients.methods import build_gradients, build_summation
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.ledger import (
     PRIVACY_FILE,
@@ -86,11 +86,13 @@ class DPTrainer(Trainer):
         self._open_account()
         settings = self.ledger.settings
         groups = ReductionGroups.build(self.device.type, mesh_degrees(job_config))
+        summation = build_summation(privacy, parameters, settings.max_grad_norm)
         self.clipped_sum = self.clipped_sum_type(
             parameters,
             groups,
             max_grad_norm=settings.max_grad_norm,
             clip_function=privacy.clip_function,
+            summation=summation,
         )
         self.gradients = build_gradients(
             privacy, model, trained_fsdp_modules(model), self.clipped_sum
@@ -101,7 +103,7 @@ class DPTrainer(Trainer):
             noise_multiplier=settings.noise_multiplier,
             max_grad_norm=settings.max_grad_norm,
             expected_batch_size=settings.expected_batch_size,
-            secure_noise=privacy.secure_noise,
+            summation=summation,
         )
         self.sample_losses = SampleLosses(
             model,

@@ -58,6 +58,11 @@ _OPTIONS = [
     # Padding left out; its tokens are counted as if they were there, so that seconds compare.
     Arm("microbatch + buckets", (*_MICROBATCH, "--data.length_buckets")),
     Arm("microbatch + plain head", (*_MICROBATCH, "--training.loss_chunk_tokens=0")),
+    Arm("microbatch + secure noise", (*_MICROBATCH, "--privacy.secure_noise")),
+    Arm(
+        "microbatch + exact sum",
+        (*_MICROBATCH, "--privacy.secure_noise", "--privacy.exact_sum"),
+    ),
 ]
 ARMS = {arm.name: arm for pair in zip(*_BOTH_WAYS, strict=True) for arm in pair} | {
     arm.name: arm for arm in [*_OPACUS, *_OPTIONS]

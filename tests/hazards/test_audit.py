@@ -23,7 +23,11 @@ from tests.ranks import on_ranks
 SIGMA = 1.0
 
 
-def new_game(degrees, method, batch_size):
+SECURE = {"secure_noise": True}
+EXACT = {"secure_noise": True, "exact_sum": True}
+
+
+def new_game(degrees, method, batch_size, summed):
     import torchtitan_dp.distributed  # noqa: F401
 
     # isort: split
@@ -37,7 +41,7 @@ def new_game(degrees, method, batch_size):
     dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
     dims.build_mesh()
     return Game(
-        Privacy(gradient_method=method, max_grad_norm=0.5),
+        Privacy(gradient_method=method, max_grad_norm=0.5, **summed),
         noise_multiplier=SIGMA,
         batch_size=batch_size,
         degrees=degrees,
@@ -46,10 +50,19 @@ def new_game(degrees, method, batch_size):
     )
 
 
-def play(degrees, names, trials, fault=None, method="microbatch", batch_size=1, confidence=0.95):
+def play(
+    degrees,
+    names,
+    trials,
+    fault=None,
+    method="microbatch",
+    batch_size=1,
+    confidence=0.95,
+    summed=None,
+):
     """The bounds on mu that the named cases prove, with a fault in the code."""
     with FAULTS[fault]() if fault else contextlib.nullcontext():
-        game = new_game(degrees, method, batch_size)
+        game = new_game(degrees, method, batch_size, summed or {})
         return {
             case.name: game.play(case, trials=trials, confidence=confidence).mu
             for case in game.cases
@@ -60,13 +73,19 @@ def play(degrees, names, trials, fault=None, method="microbatch", batch_size=1, 
 # The faults.
 
 
-def scaled_noise(scale):
-    from torchtitan_dp.privacy import noise
+@contextlib.contextmanager
+def scaled_noise(scale, *names):
+    """Of one kind of noise, so that a game flags it only if that is the kind it plays with."""
+    from torchtitan_dp.privacy import summation
 
-    def add(flat, *, std, **terms):
-        noise.add_gaussian_noise_(flat, std=scale * std, **terms)
+    def scaled(add):
+        return lambda flat, *, std, **terms: add(flat, std=scale * std, **terms)
 
-    return mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add)
+    with contextlib.ExitStack() as stack:
+        for name in names or ("add_gaussian_noise_",):
+            patch = mock.patch.object(summation, name, scaled(getattr(summation, name)))
+            stack.enter_context(patch)
+        yield
 
 
 def no_clipping():
@@ -117,7 +136,7 @@ def noise_repeated_across_parameters():
     def add(flat, *, name, **terms):
         noise.add_gaussian_noise_(flat, name="any", **terms)
 
-    return mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add)
+    return mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add)
 
 
 def norms_not_reduced():
@@ -142,6 +161,8 @@ def samples_summed_over_dp():
 FAULTS = {
     "no noise": lambda: scaled_noise(0.0),
     "half the noise": lambda: scaled_noise(0.5),
+    "half the secure noise": lambda: scaled_noise(0.5, "add_secure_gaussian_noise_"),
+    "half the noise in units": lambda: scaled_noise(0.5, "add_noise_units_"),
     "no clipping": no_clipping,
     "clipping after the sum": clipping_after_the_sum,
     "bad samples kept": bad_samples_kept,
@@ -152,9 +173,19 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("method, batch_size", [("microbatch", 1), ("grad_sample", 2)])
-def test_row35_the_clean_build_stays_under_the_claim(method, batch_size):
-    (bounds,) = on_ranks(1, play, (1, 1, 1), None, 200, None, method, batch_size, 0.999)
+@pytest.mark.parametrize(
+    "method, batch_size, summed",
+    [
+        ("microbatch", 1, {}),
+        ("grad_sample", 2, {}),
+        ("microbatch", 1, SECURE),
+        ("microbatch", 1, EXACT),
+        ("grad_sample", 2, EXACT),
+    ],
+    ids=["microbatch", "grad_sample", "secure", "exact", "exact grad_sample"],
+)
+def test_row35_the_clean_build_stays_under_the_claim(method, batch_size, summed):
+    (bounds,) = on_ranks(1, play, (1, 1, 1), None, 300, None, method, batch_size, 0.999, summed)
     assert len(bounds) == 6
     assert max(bounds.values()) <= 1 / SIGMA
     assert bounds.pop("not_a_number") < 0.1
@@ -178,6 +209,21 @@ def test_row35_flags(fault, case, trials):
 
 
 @pytest.mark.parametrize(
+    "fault, case, trials, summed",
+    [
+        ("half the secure noise", "norm_C", 300, SECURE),
+        ("half the noise in units", "norm_C", 300, EXACT),
+        ("no clipping", "norm_100C", 50, EXACT),
+    ],
+)
+def test_row35_and_49_flags_what_is_summed_and_noised_as_configured(fault, case, trials, summed):
+    """The game plays with `secure_noise` and `exact_sum` where the run does."""
+    confidence = "microbatch", 1, 0.95
+    (bounds,) = on_ranks(1, play, (1, 1, 1), [case], trials, fault, *confidence, summed)
+    assert bounds[case] > 1 / SIGMA
+
+
+@pytest.mark.parametrize(
     "fault, degrees, case, trials",
     [
         ("noise repeated across shards", (1, 1, 2), "twin_halves", 40),
@@ -195,7 +241,7 @@ def test_row35_flags_on_two_ranks(fault, degrees, case, trials):
 # Canaries.
 
 
-def canary_scores(degrees, method):
+def canary_scores(degrees, method, exact):
     """Two noiseless steps with canaries 0..5 among records, two of them drawn in one step only."""
     from tests import build
     from torchtitan_dp.auditing.canaries import Canaries, CanarySum, ScoreKeeper
@@ -204,6 +250,8 @@ def canary_scores(degrees, method):
     overrides = (f"--privacy.gradient_method={method}",)
     if method == "grad_sample":
         overrides += ("--training.local_batch_size=3",)
+    if exact:
+        overrides += ("--privacy.secure_noise", "--privacy.exact_sum")
     with mock.patch("tests.build.ClippedSum", CanarySum):
         built = build.build(degrees, *overrides, max_grad_norm=0.5)
     sums = built.gradients.clipped_sum
@@ -221,6 +269,7 @@ def canary_scores(degrees, method):
         noise_multiplier=0.0,
         max_grad_norm=0.5,
         expected_batch_size=4.0,
+        summation=built.summation,
     )
     tokens_NT, labels_NT = build.data(samples=7)
     labels_NT[:] = -100
@@ -233,10 +282,11 @@ def canary_scores(degrees, method):
     return (keeper.scores(degrees[0]) * 4.0 / 0.5).tolist(), canaries.names
 
 
+@pytest.mark.parametrize("exact", [False, True], ids=["fp32", "exact"])
 @pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)
-def test_an_included_canary_adds_C_at_its_place_and_an_excluded_one_nothing(degrees, method):
-    for scores, names in on_ranks(math.prod(degrees), canary_scores, degrees, method):
+def test_an_included_canary_adds_C_at_its_place_and_an_excluded_one_nothing(degrees, method, exact):
+    for scores, names in on_ranks(math.prod(degrees), canary_scores, degrees, method, exact):
         assert scores == pytest.approx([2, 0, 2, 2, 0, 1], abs=1e-4)
         assert scores[1] == scores[4] == 0.0
         assert len(set(names)) > 2
@@ -251,7 +301,7 @@ from torchtitan_dp.privacy import noise
 def add(flat, *, std, **terms):
     noise.add_gaussian_noise_(flat, std=std / 100, **terms)
 
-with mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add):
+with mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add):
     audit.main(sys.argv[1:])
 """
 _TINY = dict(

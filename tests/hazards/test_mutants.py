@@ -15,6 +15,7 @@ from tests.hazards.mutants import (
     accounting,
     claims,
     clipping,
+    exact_sum,
     keys,
     lineage,
     noise,
@@ -31,6 +32,7 @@ ROWS = range(1, 56)
 ROOMS = (
     clipping,
     precision,
+    exact_sum,
     parameters,
     noise,
     keys,

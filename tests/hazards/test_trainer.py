@@ -248,3 +248,35 @@ def test_row20_a_private_step_is_given_the_loader_not_its_shuffled_batches():
     trainer = MagicMock(model_parts=[torch.nn.Linear(2, 2)])
     trainer.checkpointer.resumes = False
     assert DPTrainer.batch_generator(trainer, one) is one
+
+
+# What is summed, and in what.
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact):
+    from tests import build
+    from torchtitan_dp import train
+    from torchtitan_dp.privacy.fixed_point import unit
+    from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum
+
+    def start(trainer, _):
+        trainer.model_parts, trainer.device = [torch.nn.Linear(3, 2)], torch.device("cpu")
+        trainer.parallel_dims = trainer.optimizers = MagicMock()
+
+    def open_ledger(_):
+        return SimpleNamespace(settings=SETTINGS), MagicMock()
+
+    monkeypatch.setattr(train.Trainer, "__init__", start)
+    monkeypatch.setattr(train.DPTrainer, "_open_ledger", open_ledger)
+    for name in ("_open_account", "_draw_secrets"):
+        monkeypatch.setattr(train.DPTrainer, name, lambda _: None)
+    for name in ("Checkpointer", "StopRequest", "ReductionGroups", "SampleLosses"):
+        monkeypatch.setattr(train, name, MagicMock())
+    for name in ("build_gradients", "trained_fsdp_modules", "DPOptimizer"):
+        monkeypatch.setattr(train, name, MagicMock())
+    options = ["--privacy.exact_sum"] if exact else []
+    trainer = train.DPTrainer(build.config("--privacy.secure_noise", *options))
+    expected = FixedPointSum(unit(SETTINGS.max_grad_norm, 8)) if exact else FloatSum(True)
+    assert trainer.clipped_sum._summation == expected
+    assert train.DPOptimizer.call_args.kwargs["summation"] == expected

@@ -91,8 +91,16 @@ def allocated_peak(step):
                 "--parallelism.context_parallel_rotate_method=alltoall",
             ],
         ),
+        (
+            2,
+            [
+                "--parallelism.data_parallel_shard_degree=2",
+                "--privacy.secure_noise",
+                "--privacy.exact_sum",
+            ],
+        ),
     ],
-    ids=["one rank", "ring, per-sample, recomputed"],
+    ids=["one rank", "ring, per-sample, recomputed", "two samples, exact sum"],
 )
 def test_predicted_is_what_real_tensors_take(world_size, overrides):
     context = multiprocessing.get_context("spawn")
@@ -146,6 +154,15 @@ def test_the_longest_configs_fit_four_ranks_of_80_gib(name, parameters):
     assert memory.parts["parameters"] == pytest.approx(parameters * 4 / 4, rel=0.01)
     assert memory.parts["optimizer"] == pytest.approx(2 * parameters * 4 / 4, rel=0.01)
     assert memory.parts["accumulator"] == pytest.approx(parameters * 4 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "method", ["--training.local_batch_size=1", "--training.local_batch_size=2"]
+)
+def test_row49_an_exact_sum_takes_eight_bytes_a_value(method):
+    fp32 = predict(small(method), 2, 80, longest=False).parts["accumulator"]
+    exact = small(method, "--privacy.secure_noise", "--privacy.exact_sum")
+    assert predict(exact, 2, 80, longest=False).parts["accumulator"] == 2 * fp32 > 0
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """Secure noise: the right distribution, on a fixed grid, the same on every mesh, its own stream."""
 
+import functools
 import hashlib
 import itertools
 
@@ -30,7 +31,8 @@ def threefry(
     """The accelerator's path, eagerly, on CPU."""
     flat = torch.full((count,), value)
     words = bytearray(secure_noise.cipher_key(key, "threefry4x32-secure", name))
-    secure_noise._add_threefry(flat, std, torch.frombuffer(words, dtype=torch.int32), start)
+    add = functools.partial(secure_noise._add_rounded, std=std)
+    secure_noise._add_threefry(flat, add, torch.frombuffer(words, dtype=torch.int32), start)
     return flat
 
 
@@ -155,6 +157,7 @@ def update(degrees: tuple[int, int, int]) -> dict[str, torch.Tensor]:
     """The whole gradients that the inner optimizer sees, of a sum of zeros."""
     from tests import build
     from torchtitan_dp.optimizer import DPOptimizer
+    from torchtitan_dp.privacy.summation import FloatSum
 
     built = build.build(degrees)
     seen: dict[str, torch.Tensor] = {}
@@ -169,7 +172,7 @@ def update(degrees: tuple[int, int, int]) -> dict[str, torch.Tensor]:
         noise_multiplier=1.0,
         max_grad_norm=0.5,
         expected_batch_size=1,
-        secure_noise=True,
+        summation=FloatSum(secure_noise=True),
     )
     dp.step(built.gradients.clipped_sum.take(), KEY)
     return seen

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.layers import per_sample_layers
-from torchtitan_dp.gradients.methods import build_gradients
+from torchtitan_dp.gradients.methods import build_gradients, build_summation
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.privacy.auditing import gaussian_mu
@@ -133,7 +133,7 @@ class Game:
     ) -> None:
         """
         Args:
-            privacy: C, the clip function and the gradient method.
+            privacy: C, the clip function, the gradient method, and how is summed and noised.
             noise_multiplier: sigma > 0, the claim.
             batch_size: MBS.
             degrees: dp_replicate, dp_shard, cp.
@@ -156,8 +156,13 @@ class Game:
         module = _shard(model, mesh)
         parameters = dict(model.named_parameters())
         groups = ReductionGroups.build(mesh.device_type, degrees)
+        summation = build_summation(privacy, parameters, self._C)
         self._sum = ClippedSum(
-            parameters, groups, max_grad_norm=self._C, clip_function=privacy.clip_function
+            parameters,
+            groups,
+            max_grad_norm=self._C,
+            clip_function=privacy.clip_function,
+            summation=summation,
         )
         self._model = model
         self._gradients = build_gradients(privacy, model, [module], self._sum)
@@ -168,6 +173,7 @@ class Game:
             noise_multiplier=self._sigma,
             max_grad_norm=self._C,
             expected_batch_size=1,
+            summation=summation,
         )
 
     def play(self, case: Case, *, trials: int, confidence: float) -> Outcome:

@@ -1,12 +1,13 @@
-"""Where every gradient method ends: norms over cp, clip, one fp32 sum; over dp once a step.
+"""Where every gradient method ends: norms over cp, clip, one sum; over dp once a step.
 
 Guarantee:
     `take` returns this rank's shard of sum_i clip(g_i) over the samples of all data-parallel ranks
     since `reset`, each counting at most C (see `privacy.clipping`). Assumes that the shards passed
     to `add` are those of one sample each, summed over the context-parallel group, and that the cp
-    ranks together hold every element of a gradient exactly once. The sum is in fp32: a sample can
-    also change how later ones round, by up to 6e-8 of the sum for each (see
-    `privacy.secure_noise`), which the C does not include.
+    ranks together hold every element of a gradient exactly once. How samples are added up is the
+    `Summation`'s: in fixed point a sample moves the sum by at most C, exactly; in fp32 it also
+    changes how later samples round, which moves the sum of n samples on a rank by up to n^2 / 2^24
+    of C more (`privacy.summation.fp32_sum_excess`): more than C itself from 4,096 samples on.
 """
 
 from collections.abc import Sequence
@@ -17,7 +18,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan_dp.gradients.reduction import ReductionGroups, reduce_scatter_sum
-from torchtitan_dp.privacy.clipping import Clip, ClipFunction, add_clipped_, clip, squared_norm
+from torchtitan_dp.privacy.clipping import Clip, ClipFunction, clip, squared_norm
+from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
 
 class Place(NamedTuple):
@@ -29,7 +31,7 @@ class Place(NamedTuple):
 
 
 class ClippedSum:
-    """The clipped sum of one step, in fp32, on flat `(dp_shard, chunk)` shards."""
+    """The clipped sum of one step, on flat `(dp_shard, chunk)` shards."""
 
     def __init__(
         self,
@@ -38,17 +40,20 @@ class ClippedSum:
         *,
         max_grad_norm: float,
         clip_function: ClipFunction = "vanilla",
+        summation: Summation = FP32_SUM,
     ) -> None:
         """
         Args:
             parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
             groups: the mesh's process groups.
             max_grad_norm: C.
+            summation: what samples are added up in; the optimizer must have the same.
         """
         self.parameters = parameters
         self.groups = groups
         self._max_grad_norm = max_grad_norm
         self._clip_function = clip_function
+        self._summation = summation
         self._whole = torch.empty(0)
         self._pieces: tuple[torch.Tensor, ...] = ()  # views of `_whole`
         self._places: dict[str, Place] = {}
@@ -65,7 +70,8 @@ class ClippedSum:
         """
         assert not self._places
         assert places.keys() == self.parameters.keys(), places.keys() ^ self.parameters.keys()
-        self._whole = torch.zeros(self.groups.dp_shard_size, sum(sizes), device=device)
+        shape = (self.groups.dp_shard_size, sum(sizes))
+        self._whole = torch.zeros(shape, dtype=self._summation.dtype, device=device)
         self._pieces = self._whole.split(list(sizes), dim=1)
         self._places = places
 
@@ -94,22 +100,26 @@ class ClippedSum:
             shard_BDN = shards.pop(0)
             assert shard_BDN.shape[1:] == piece_DN.shape, "the set of used parameters changed"
             for sample, shard_DN in enumerate(shard_BDN):
-                add_clipped_(
+                self._summation.add_clipped_(
                     piece_DN, shard_DN, clipped.factor_B[sample], clipped.rejected_B[sample]
                 )
         return clipped
 
     def take(self) -> dict[str, torch.Tensor]:
-        """The clipped sum over all data-parallel ranks: flat fp32 local shards, by name.
+        """The clipped sum over all data-parallel ranks: flat local shards, by name.
 
-        The tensors may be changed in place; they are valid until `reset`. Zeros if nothing was
-        accumulated, which holds on all ranks or on none.
+        They are of the summation's dtype, for its `add_noise_`, and valid until `reset`; they may
+        be changed in place. Zeros if nothing was accumulated, which holds on all ranks or on none.
 
         Collectives: a reduce-scatter over dp_shard, and an all-reduce over dp_replicate.
         """
         if not self._places:
             return {
-                name: torch.zeros_like(parameter.to_local()).view(-1)  # type: ignore[attr-defined]
+                name: torch.zeros(
+                    parameter.to_local().numel(),  # type: ignore[attr-defined]
+                    dtype=self._summation.dtype,
+                    device=parameter.device,
+                )
                 for name, parameter in self.parameters.items()
             }
         chunk_N = self._whole[0]

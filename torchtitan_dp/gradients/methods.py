@@ -1,4 +1,4 @@
-"""`privacy.gradient_method` by name."""
+"""What `privacy` asks for, by name: the gradient method, and what its samples are added up in."""
 
 from typing import Protocol
 
@@ -11,6 +11,8 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.microbatch import MicrobatchGradients
 from torchtitan_dp.privacy.clipping import Clip
+from torchtitan_dp.privacy.fixed_point import unit
+from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, Summation
 
 
 class GradientMethod(Protocol):
@@ -42,3 +44,19 @@ def build_gradients(
         return MicrobatchGradients(fsdp_modules, clipped_sum)
     assert privacy.gradient_method == "grad_sample", privacy.gradient_method
     return GradSampleGradients(model, clipped_sum, shard_grad_samples=privacy.shard_grad_samples)
+
+
+def build_summation(
+    privacy: Privacy, parameters: dict[str, nn.Parameter], max_grad_norm: float
+) -> Summation:
+    """What a checked configuration adds clipped gradients up in, and how it adds noise.
+
+    Args:
+        parameters: every trainable parameter, a DTensor: its shape is the whole's on every rank.
+        max_grad_norm: C.
+    """
+    if not privacy.exact_sum:
+        return FloatSum(privacy.secure_noise)
+    assert privacy.secure_noise, "noise in fp32 would round what is summed exactly"
+    values = sum(parameter.numel() for parameter in parameters.values())
+    return FixedPointSum(unit(max_grad_norm, values))

@@ -9,8 +9,9 @@ Guarantee:
 from collections.abc import Iterable
 
 from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.privacy.clipping import fp32_sum_excess
+from torchtitan_dp.privacy.summation import fp32_sum_excess
 
 _OF_EVERY_RUN = (
     "whoever trained saw the records: the guarantee is towards everybody who gets the weights",
@@ -57,17 +58,23 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
             "holds if results did not decide when to stop, else epsilon_planned = "
             f"{rounded_up(epsilon_planned)} does"
         )
-    rounding = [s.settings for s in ledger.segments() if s.steps > 0] or [ledger.settings]
-    summands = [settings.summands for settings in rounding if not settings.exact_sum]
-    if ledger.composes and summands:
-        excess = fp32_sum_excess(max(summands))
+    taken = [s.settings for s in ledger.segments() if s.steps > 0] or [ledger.settings]
+    rounded = [settings for settings in taken if not settings.exact_sum]
+    if ledger.composes and rounded:
+        worst = max(rounded, key=lambda s: fp32_sum_excess(s.summands, s.ranks_added_up))
+        excess = fp32_sum_excess(worst.summands, worst.ranks_added_up)
         told.append(
-            f"{_ROUNDED}one rank adds up about {max(summands)} records of a step in fp32, in which "
-            "records made for that, in an order made for that, let one of them move the sum by up "
-            f"to {rounded_up(1 + excess, digits=_digits(excess))} C, where epsilon counts C; with "
-            "privacy.exact_sum none does"
+            f"{_ROUNDED}each rank adds up to {worst.summands} {unit(worst)}s of a step in fp32, so "
+            "that gradients made for it, in an order made for it, could let one of them move the "
+            f"sum by {rounded_up(1 + excess, digits=_digits(excess))} C, while epsilon counts C; "
+            "privacy.exact_sum rules that out"
         )
     return told
+
+
+def unit(settings: Settings) -> str:
+    """What is clipped, in a word."""
+    return settings.privacy_unit.split()[0]
 
 
 def recorded(told: Iterable[str]) -> list[str]:

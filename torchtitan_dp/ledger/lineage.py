@@ -135,8 +135,12 @@ class Ledger:
         self.steps, self.finished = loaded.steps, list(loaded.finished)
         self.finished_starts = [start for start in loaded.starts() if start.steps > 0]
         if self.settings.is_as(loaded.settings):
-            most = max(self.settings.summands, loaded.settings.summands)
-            self.settings = dataclasses.replace(self.settings, samples_per_rank=most)
+            now, then = self.settings, loaded.settings  # on whatever meshes: the worst of both
+            self.settings = dataclasses.replace(
+                now,
+                samples_per_rank=max(now.summands, then.summands),
+                ranks_added_up=max(now.ranks_added_up, then.ranks_added_up),
+            )
             return
         if new_segment is None:
             self.settings.refuse_change(since=loaded.settings)

@@ -27,7 +27,8 @@ class Settings:
     secure_noise: bool = False
     exact_sum: bool = False
     units: int | None = None  # where their number is public
-    samples_per_rank: int | None = None  # the most that a rank is expected to add up in a step
+    samples_per_rank: int | None = None  # hardly ever exceeded in a step, whatever is drawn
+    ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
 
     def spending(self, steps: int) -> Mechanism:
         """What an accountant needs to know of `steps` steps on these terms."""
@@ -35,8 +36,8 @@ class Settings:
 
     @property
     def summands(self) -> int:
-        """The most samples that one rank is expected to add up in a step; of all, if unknown."""
-        return self.samples_per_rank or self.expected_batch_size
+        """How many samples one rank adds up in a step, at most; a guess, where it is not known."""
+        return self.samples_per_rank or 2 * self.expected_batch_size
 
     def epsilon(self, steps: int) -> float:
         """Spent by `steps` optimizer steps alone; infinite where there is no noise."""

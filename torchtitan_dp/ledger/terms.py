@@ -11,6 +11,7 @@ import math
 import os
 from dataclasses import dataclass
 
+from scipy import stats
 from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_dp.checkpoint import (
@@ -174,6 +175,8 @@ def settings_of(config: JobConfig, records: int) -> Settings:
                 f"{noun(config)}s, so the sample rate would exceed 1; use at most {records}"
             )
     assert privacy.delta is not None
+    replicate, shard, _ = mesh_degrees(config)
+    ranks = max(replicate, 1) * max(shard, 1)
     return Settings(
         noise_multiplier=privacy.noise_multiplier or 0.0,
         sample_rate=rate,
@@ -190,13 +193,18 @@ def settings_of(config: JobConfig, records: int) -> Settings:
         secure_noise=privacy.secure_noise,
         exact_sum=privacy.exact_sum,
         units=records if relation == "zero_out" else None,
-        samples_per_rank=math.ceil(batch / _data_parallel_ranks(config)),
+        samples_per_rank=math.ceil(_most_drawn(batch) / ranks),
+        ranks_added_up=ranks,
     )
 
 
-def _data_parallel_ranks(config: JobConfig) -> int:
-    replicate, shard, _ = mesh_degrees(config)
-    return max(replicate, 1) * max(shard, 1)
+def _most_drawn(expected: int) -> int:
+    """How many units a step hardly ever draws more of: once in 1e9 steps, whatever their number.
+
+    A binomial tail is below that of the Poisson distribution of the same mean (Anderson & Samuels
+    1967).
+    """
+    return int(stats.poisson.isf(1e-9, expected))
 
 
 def _noise_multiplier(config: JobConfig, ledger: Ledger, before: Ledger | None) -> float:

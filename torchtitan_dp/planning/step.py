@@ -26,21 +26,22 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_dp import optimizer as dp_optimizer
 from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed import offload
 from torchtitan_dp.distributed.parallelize import parallelize_llama, trained_fsdp_modules
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
-from torchtitan_dp.gradients.methods import build_gradients
+from torchtitan_dp.gradients.methods import build_gradients, build_summation
 from torchtitan_dp.gradients.reduction import ReduceScatterOverCP, ReductionGroups
 from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.models import loss_head
 from torchtitan_dp.models.llama3 import Llama, LlamaArgs, trainable_parameters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.rms_norm import rms_norm
+from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.planning.tracker import MemoryTracker, wrapped
+from torchtitan_dp.privacy import summation as dp_summation
 
 
 class Step:
@@ -66,11 +67,13 @@ class Step:
             self.parameters = trainable_parameters(self.model)
             for parameter in self.parameters.values():
                 nn.init.zeros_(parameter.to_local())  # type: ignore[attr-defined]
+        summation = build_summation(config.privacy, self.parameters, config.privacy.max_grad_norm)
         self.clipped_sum = ClippedSum(
             self.parameters,
             groups,
             max_grad_norm=config.privacy.max_grad_norm,
             clip_function=config.privacy.clip_function,
+            summation=summation,
         )
         with tracker.labelled("accumulator"):
             self.gradients = build_gradients(
@@ -79,12 +82,13 @@ class Step:
         # One parameter at a time: temporaries as small as those of the fused kernel's rank.
         inner = torch.optim.AdamW(self.parameters.values(), foreach=False, fused=False)
         with unset_fake_temporarily():  # it asks where its shards lie
-            self.optimizer = dp_optimizer.DPOptimizer(
+            self.optimizer = DPOptimizer(
                 inner,
                 self.parameters,
                 noise_multiplier=1.0,
                 max_grad_norm=config.privacy.max_grad_norm,
                 expected_batch_size=config.training.global_batch_size,
+                summation=summation,
             )
         self.model.output.register_forward_pre_hook(self._enter_loss_head)
         self.losses = SampleLosses(
@@ -224,7 +228,8 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         # Nothing is drawn, and where a storage would lie only tells storages apart.
-        stack.enter_context(mock.patch.object(dp_optimizer, "add_gaussian_noise_", _no_noise))
+        for draw in ("add_gaussian_noise_", "add_secure_gaussian_noise_", "add_noise_units_"):
+            stack.enter_context(mock.patch.object(dp_summation, draw, _no_noise))
         stack.enter_context(
             mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         )

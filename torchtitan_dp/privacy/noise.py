@@ -75,12 +75,25 @@ def add_gaussian_noise_(flat: Tensor, *, std: float, key: bytes, name: str, star
         _add_threefry(flat, std, threefry_key(key, name, flat.device), start)
 
 
-def check_arguments(flat: Tensor, *, std: float, key: bytes, name: str, start: int) -> None:
-    """Refuses what `add_gaussian_noise_` and its secure variant cannot take."""
-    if flat.dtype != torch.float32 or flat.dim() != 1:
+def check_arguments(
+    flat: Tensor,
+    *,
+    std: float,
+    key: bytes,
+    name: str,
+    start: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:
+    """Refuses what `add_gaussian_noise_` and its variants cannot take.
+
+    Args:
+        dtype: of the sum that the variant adds noise to.
+    """
+    if flat.dtype != dtype or flat.dim() != 1:
+        wanted = "fp32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
         raise ValueError(
             f"noise for {name}: got {flat.dtype} of shape {tuple(flat.shape)}; "
-            "pass the flattened fp32 shard"
+            f"pass the flattened {wanted} shard"
         )
     if not (math.isfinite(std) and std >= 0):
         raise ValueError(f"noise for {name}: std = {std} must be finite and not negative")

@@ -26,9 +26,10 @@ Gaussian sampled in integers (Canonne, Kamath & Steinke 2020), is too slow for e
 model at every step. What comes after (the division by the batch, Adam) is post-processing.
 
 Not resisted: timing (the ziggurat on CPU rejects some draws), reading this process's memory, and
-what `noise` assumes of its ciphers. Nor the rounding of the clipped sum itself, in fp32: one record
-more can change how later ones round, by up to 6e-8 of the sum for each (Casacuberta, Shoemate,
-Vadhan & Wagaman 2022), against which clipping leaves room of 1e-5 of C only.
+what `noise` assumes of its ciphers. Nor the rounding of the clipped sum itself, where that is in
+fp32: one record can change how each later one is rounded (Casacuberta, Shoemate, Vadhan & Wagaman
+2022). With thousands of samples on a rank, made for the purpose, that moves the sum by more than C:
+`summation.fp32_sum_excess` bounds by how much, and `fixed_point` is a sum without rounding.
 """
 
 import functools
@@ -49,6 +50,7 @@ from torchtitan_dp.privacy.noise import (
 )
 
 DRAWS = 4
+Add = Callable[[Tensor, Tensor], None]
 _GRID_BITS = 18
 _CHUNK = 2**21  # positions handed to the torch cipher at once: bounds the temporaries
 
@@ -77,23 +79,37 @@ def add_secure_gaussian_noise_(
     (True, True)
     """
     check_arguments(flat, std=std, key=key, name=name, start=start)
-    if std == 0 or flat.numel() == 0:
+    if std == 0:
+        return
+    add_draws(flat, functools.partial(_add_rounded, std=std), key=key, name=name, start=start)
+
+
+def add_draws(flat: Tensor, add: Add, *, key: bytes, name: str, start: int) -> None:
+    """Calls `add(part, noise)` once for each part of `flat`, in any order, on several threads.
+
+    Args:
+        flat: shape (n,): positions [start, start + n) of the whole flattened parameter.
+        add: adds `noise` to `part`, a view of `flat`, in place. `noise`: fp64, of the same shape,
+            sums of `DRAWS` unit normals, hence of standard deviation 2; it may be overwritten.
+        key, name, start: as of `noise.add_gaussian_noise_`.
+    """
+    if flat.numel() == 0:
         return
     if flat.device.type == "cpu":
-        _add_philox(flat, std, cipher_key(key, "philox4x64-secure", name), start)
+        _add_philox(flat, add, cipher_key(key, "philox4x64-secure", name), start)
     else:
         words = threefry_key(key, name, flat.device, "threefry4x32-secure")
-        _add_threefry(flat, std, words, start)
+        _add_threefry(flat, add, words, start)
 
 
-def _add_rounded(flat: Tensor, noise: Tensor, std: float) -> None:
-    """flat + noise * std / 2, in fp64, to the grid; noise is the sum of four unit normals."""
+def _add_rounded(flat: Tensor, noise: Tensor, *, std: float) -> None:
+    """flat + noise * std / 2, in fp64, to the grid."""
     step = grid(std)
     noise.mul_(std / math.sqrt(DRAWS)).add_(flat)
     flat.copy_(noise.div_(step).round_().mul_(step))
 
 
-def _add_philox(flat: Tensor, std: float, key: bytes, start: int) -> None:
+def _add_philox(flat: Tensor, add: Add, key: bytes, start: int) -> None:
     """Block b of draw i starts at counter i * 2**128 + b * 2**64."""
     end = start + flat.numel()
 
@@ -113,7 +129,7 @@ def _add_philox(flat: Tensor, std: float, key: bytes, start: int) -> None:
                 generator.standard_normal(out=draw[:count])
                 total[:count] += draw[:count]
             values = torch.from_numpy(total)[low - block * BLOCK : count]
-            _add_rounded(flat[low - start : high - start], values, std)
+            add(flat[low - start : high - start], values)
 
     on_threads(add_blocks, range(start // BLOCK, (end - 1) // BLOCK + 1))
 
@@ -153,9 +169,9 @@ def _compiled_threefry_normal_sum() -> Callable[[Tensor, Tensor, int], Tensor]:
     return torch.compile(threefry_normal_sum, fullgraph=True, dynamic=True)
 
 
-def _add_threefry(flat: Tensor, std: float, key: Tensor, start: int) -> None:
+def _add_threefry(flat: Tensor, add: Add, key: Tensor, start: int) -> None:
     total = _compiled_threefry_normal_sum() if flat.device.type == "cuda" else threefry_normal_sum
     for done in range(0, flat.numel(), _CHUNK):
         part = flat[done : done + _CHUNK]
         first = torch.tensor(start + done, dtype=torch.int64, device=flat.device)
-        _add_rounded(part, total(key, first, part.numel()), std)
+        add(part, total(key, first, part.numel()))

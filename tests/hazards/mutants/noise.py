@@ -70,8 +70,8 @@ MUTANTS = [
         8,
         "no noise",
         OPTIMIZER,
-        "            if self._noise_std > 0:\n",
-        "            if self._noise_std < 0:\n",
+        "        self._noise_std = noise_multiplier * max_grad_norm\n",
+        "        self._noise_std = 0.0\n",
         (f"{VARIANCE}[(1, 1, 1)-1]",),
     ),
     Mutant(

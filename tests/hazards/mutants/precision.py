@@ -10,8 +10,8 @@ MUTANTS = [
         13,
         "a sum in bf16",
         SUM,
-        "sum(sizes), device=device)",
-        "sum(sizes), device=device, dtype=torch.bfloat16)",
+        "dtype=self._summation.dtype, device=device)",
+        "dtype=torch.bfloat16, device=device)",
         (f"{HERE}test_row13_a_thousand_small_adds[grad_sample]",),
     ),
     Mutant(

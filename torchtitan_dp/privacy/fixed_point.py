@@ -1,0 +1,155 @@
+"""The clipped sum in integers: multiples of one small public unit, whose addition rounds nothing.
+
+A sum in fp32 rounds at every addition, and how it rounds depends on all that was added before. So
+one sample can change what thousands of others contribute (`summation.fp32_sum_excess` says by how
+much). Here each sample is rounded once, by itself, to a multiple of `unit(C)`, and the multiples
+are added in int64. That is exact and associative: the order of samples, the ranks that they lie on
+and the order in which ranks are reduced change no bit.
+
+Guarantee
+---------
+Let h = unit(C), y the clipped gradient of a sample, and k = round(y / h).
+
+Sensitivity. y is the product of two fp32 numbers, formed in fp64 without rounding. So each of the P
+trainable values is off by at most h / 2, and the norm by at most h sqrt(P) / 2, which is at most
+1.5e-7 C for P up to `MAX_VALUES`. `clipping` leaves 2.1e-6 C of room. Hence |h k| <= C. The sum S
+of the k's is a sum of integers: to replace a record by an empty one (whose k is 0), to add one or
+to leave one out changes S by the k of this record alone, hence h S by at most C, however many
+samples there are. A rejected sample (NaN, Inf, padding) adds exactly 0.
+
+Noise. With ideal draws N of N(0, (sigma C)^2), the step is an exact Gaussian mechanism: since S is
+an integer, S + round(N / h) = round((h S + N) / h) (but for ties, of probability 0). So adding the
+rounded noise to the integers is rounding the exactly noised sum, and all that follows is
+post-processing: the rounding to `secure_noise.grid`, to fp32, the division by the batch, AdamW.
+The draws are those of `secure_noise`, with what is said there about their being ideal.
+
+Wrapping. int64 adds modulo 2^64. The result is still a function of S + round(N / h), so privacy
+would not suffer; the update would. It takes 2^21 samples of norm C that all point along one value:
+then the sum reaches 2^62 units, and noise stays below 2^61 for sigma up to `MAX_NOISE_MULTIPLIER`.
+The expected batch may be half as many samples (`MAX_EXPECTED_BATCH`); both limits are public.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from torchtitan_dp.privacy.noise import check_arguments
+from torchtitan_dp.privacy.secure_noise import DRAWS, add_draws, grid
+
+UNIT_BITS = 40
+MAX_VALUES = 10**11  # trainable values of the whole model
+MAX_NOISE_MULTIPLIER = 2.0**15
+MAX_EXPECTED_BATCH = 2**20  # samples
+# Values that are converted at once: bounds the fp64 temporaries, and fits a processor's cache.
+_CHUNK = 2**20
+
+
+def unit(max_grad_norm: float, values: int) -> float:
+    """h: the largest power of two that is at most C / 2^40, the same on every rank and step.
+
+    Args:
+        max_grad_norm: C > 0.
+        values: P, the number of trainable values of the whole model, on all ranks.
+
+    >>> unit(1.0, 10**9) == unit(1.9, 10**9) == 2.0**-40
+    True
+    """
+    assert values <= MAX_VALUES, f"{values} values: rounding them to a unit would exceed C"
+    return math.ldexp(1.0, math.frexp(max_grad_norm)[1] - 1 - UNIT_BITS)
+
+
+@torch.no_grad()
+def add_clipped_units_(
+    accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor, *, unit: float
+) -> None:
+    """Add one sample's scaled gradient, rounded to multiples of `unit`, in place.
+
+    Args:
+        accumulator: int64, shape (D, N).
+        gradient: fp32, of the same shape; kept.
+        factor, rejected: scalars on the device, of `clipping.clip`. A rejected sample is left out
+            by selection before it is converted: NaN has no integer.
+
+    >>> total = torch.zeros(1, 2, dtype=torch.int64)
+    >>> gradient, factor = torch.tensor([[3.0, -1.0]]), torch.tensor(0.25)
+    >>> add_clipped_units_(total, gradient, factor, torch.tensor(False), unit=0.5)
+    >>> total.tolist()  # 0.75 and -0.25, rounded half to even
+    [[2, 0]]
+    """
+    assert accumulator.dtype == torch.int64, accumulator.dtype
+    assert gradient.dtype == torch.float32, gradient.dtype
+    assert accumulator.shape == gradient.shape, (accumulator.shape, gradient.shape)
+    to_units = _compiled_to_units() if gradient.device.type == "cuda" else _to_units
+    scale = factor.double() * (1 / unit)  # exact: a power of two
+    for total_N, gradient_N in zip(accumulator, gradient, strict=True):
+        for start in range(0, len(total_N), _CHUNK):
+            here = slice(start, start + _CHUNK)
+            total_N[here].add_(to_units(gradient_N[here], scale, rejected))
+
+
+def _to_units(gradient: Tensor, scale: Tensor, rejected: Tensor) -> Tensor:
+    """round(gradient * scale), int64; the product of 24 and 24 bits is exact in fp64."""
+    return gradient.masked_fill(rejected, 0.0).double().mul_(scale).round_().to(torch.int64)
+
+
+@functools.cache
+def _compiled_to_units() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    return torch.compile(_to_units, fullgraph=True, dynamic=True)
+
+
+@torch.no_grad()
+def add_noise_units_(
+    flat: Tensor, *, unit: float, std: float, key: bytes, name: str, start: int
+) -> None:
+    """Adds N(0, std^2), rounded to multiples of `unit`, in place.
+
+    Args:
+        flat: int64, shape (n,): positions [start, start + n) of the parameter's sum, in units.
+        unit: h, of `unit`.
+        std, key, name, start: as of `noise.add_gaussian_noise_`.
+
+    Raises:
+        ValueError: `flat` is not a vector of int64, or `std` is not finite or too large for it.
+    """
+    check_arguments(flat, std=std, key=key, name=name, start=start, dtype=torch.int64)
+    if std / unit > MAX_NOISE_MULTIPLIER * 2.0 ** (UNIT_BITS + 1):
+        raise ValueError(
+            f"privacy.noise_multiplier: a standard deviation of {std:.4g} is too large for "
+            f"privacy.exact_sum (C times {MAX_NOISE_MULTIPLIER:,.0f}); set it to false, or ask "
+            "for less noise"
+        )
+    if std == 0:
+        return
+    scale = std / math.sqrt(DRAWS) / unit
+
+    def add(part: Tensor, noise: Tensor) -> None:
+        part.add_(noise.mul_(scale).round_().to(torch.int64))
+
+    add_draws(flat, add, key=key, name=name, start=start)
+
+
+@torch.no_grad()
+def units_to_fp32_(flat: Tensor, *, unit: float, std: float) -> Tensor:
+    """The noised sum as fp32, rounded to `secure_noise.grid(std)`: post-processing.
+
+    Args:
+        flat: int64, shape (n,), contiguous; its memory is used for the result.
+        std: of the noise that was added; 0 rounds to fp32 alone.
+
+    Returns:
+        fp32, shape (n,), in the first half of the memory of `flat`: nothing is held twice.
+
+    >>> units_to_fp32_(torch.tensor([3, -5]), unit=0.25, std=0.0)
+    tensor([ 0.7500, -1.2500])
+    """
+    assert flat.dtype == torch.int64, flat.dtype
+    step = grid(std) if std > 0 else unit
+    out = flat.view(torch.float32)[: flat.numel()]
+    # In order: a chunk's results end before the place where the next chunk's integers begin.
+    for start in range(0, flat.numel(), _CHUNK):
+        here = slice(start, start + _CHUNK)
+        out[here].copy_(flat[here].double().mul_(unit / step).round_().mul_(step))
+    return out
