@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_dp.data import excerpts as excerpts_module
 from torchtitan_dp.data.excerpts import Excerpts
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.data.records import open_records
@@ -159,10 +158,7 @@ def test_many_records_are_not_all_read(tmp_path: Path, how: Any, text: str) -> N
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_huge_text_is_read_in_part(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(excerpts_module, "MOST_BYTES", 1 << 16)
+def test_huge_text_is_read_in_part(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "huge.txt"
     with open(path, "wb") as file:
         file.write(b"abc")
