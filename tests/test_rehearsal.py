@@ -189,15 +189,27 @@ def test_row47_ranks_of_one_cp_group_rehearse_alike(tmp_path, how):
 # What is run is what a step runs.
 
 
-def peaks(argv: list[str]) -> list[tuple[int, int, int]]:
-    """Of each length: the peak bytes of a microbatch of padding, and of a full one; what stays."""
+def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
+    """Of each length: the peak bytes of a microbatch of padding, and of a full one; and whether
+    both run the same operators on the same shapes."""
     from torchtitan_dp.data.buckets import ladder
     from torchtitan_dp.data.loading import Microbatch
     from torchtitan_dp.metrics import SampleStatistics
     from torchtitan_dp.planning.tracker import MemoryTracker
 
+    class Operators(MemoryTracker):
+        """Also notes what runs."""
+
+        ran: list[tuple[str, list[Any]]]
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
+            self.ran.append((str(func), shapes))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
     trainer = start(argv)
-    found = []
     generator = torch.Generator().manual_seed(0)
 
     def full(padding: Microbatch) -> Microbatch:
@@ -206,32 +218,35 @@ def peaks(argv: list[str]) -> list[tuple[int, int, int]]:
         )
         return Microbatch(tokens, labels, torch.ones_like(padding.valid_B))
 
+    found = []
     try:
-        trainer.accumulate(
-            trainer.dataloader.padding(trainer.job_config.training.seq_len), mock.MagicMock()
-        )
-        with MemoryTracker("all") as tracker:
-            for length in ladder(trainer.job_config):
+        rungs = ladder(trainer.job_config)
+        first = trainer.dataloader.padding(rungs[-1])
+        trainer.accumulate(first, SampleStatistics(1.0))
+        with Operators("all") as tracker:
+            for length in rungs:
                 padding = trainer.dataloader.padding(length)
-                row = []
-                for microbatch in (full(padding), padding, full(padding)):
+                row, ran = [], []
+                for microbatch in (full(padding), padding, full(padding)):  # the first warms up
                     tracker.start_over()
-                    before = tracker.peak_bytes
+                    before, tracker.ran = tracker.peak_bytes, []
                     trainer.accumulate(microbatch, SampleStatistics(1.0))
                     row.append(tracker.peak_bytes - before)
-                found.append(tuple(row[1:]))
+                    ran.append(tracker.ran)
+                found.append((row[1], row[2], ran[1] == ran[2] and len(ran[1]) > 100))
     finally:
         trainer.close()
     return found
 
 
 @pytest.mark.parametrize("how", ["microbatch", "selective", "offload", "grad_sample"])
-def test_row47_padding_takes_as_much_memory_as_samples(tmp_path, how):
+def test_row47_padding_takes_the_path_and_the_memory_of_samples(tmp_path, how):
     """No operator is left out where all labels are ignored."""
     argv = command(tmp_path, *HOW[how], "--training.seq_len=256", "--training.loss_chunk_tokens=32")
-    (found,) = on_ranks(1, peaks, argv)
+    (found,) = on_ranks(1, traces, argv)
     assert len(found) == 8
-    assert all(padding == samples > 0 for padding, samples in found), found
+    assert all(padding == samples > 0 for padding, samples, _ in found), found
+    assert all(alike for _, _, alike in found)
     assert found[0] < found[-1]
 
 

@@ -82,7 +82,7 @@ def rehearse(trainer: "DPTrainer") -> None:
             trainer.accumulate(loader.padding(length), statistics)
         passed = length
         if place == 0:
-            with _told("an update (noise and optimizer)", config, 0):
+            with _told("an update (noise and optimizer)", config, None):
                 trainer.dp_optimizer.rehearse(trainer.clipped_sum.take())
     trainer.clipped_sum.reset()
     elapsed = time.perf_counter() - begun
@@ -107,11 +107,11 @@ def _check_tokenizer(trainer: "DPTrainer") -> None:
 
 
 @contextlib.contextmanager
-def _told(what: str, config: JobConfig, fits: int) -> Iterator[None]:
+def _told(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
     """What fails within is one line.
 
     Args:
-        fits: the longest sample that passed; 0 if none did.
+        fits: the longest sample that passed, 0 if none did; None for what has no length.
     """
     try:
         yield
@@ -135,8 +135,10 @@ def _is_out_of_memory(error: Exception) -> bool:
     return any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
-def _remedy(config: JobConfig, fits: int) -> str:
+def _remedy(config: JobConfig, fits: int | None) -> str:
     """What would need less memory, the surest first."""
+    if fits is None:
+        return "what would fit: more ranks, or a smaller model"
     training, checkpointing = config.training, config.activation_checkpoint
     found = []
     if fits:

@@ -14,6 +14,7 @@ import pytest
 from tests.hazards.mutants import (
     accounting,
     clipping,
+    crashes,
     keys,
     lineage,
     noise,
@@ -26,7 +27,7 @@ from tests.hazards.mutants import (
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = range(1, 47)
+ROWS = range(1, 48)
 ROOMS = (
     clipping,
     precision,
@@ -38,6 +39,7 @@ ROOMS = (
     outputs,
     lineage,
     whole,
+    crashes,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
 QUICK = [mutant for mutant in MUTANTS if mutant.quick]
