@@ -40,9 +40,9 @@ from torchtitan_dp.distributed.parallelize import fsdp_mesh
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps, write_atomically
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.ledger.terms import Plan, make_plan
+from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.hugging_face import parameter_count
 from torchtitan_dp.models.llama3 import LlamaArgs
-from torchtitan_dp.plan import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.auditing import expected_mu
 from torchtitan_dp.privacy.keys import RootKey

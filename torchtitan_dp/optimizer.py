@@ -12,6 +12,7 @@ Guarantee:
 
 import math
 
+import torch
 import torch.nn as nn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
@@ -55,6 +56,27 @@ class DPOptimizer:
                 overwritten.
             key: this step's noise key, the same on all ranks, used once.
         """
+        self._set_gradients(clipped_sum, key)
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def rehearse(self, clipped_sum: dict[str, Tensor]) -> None:
+        """Do what a step does, on noise of a public key that is thrown away, and change nothing.
+
+        Where the inner optimizer has no state yet, it is made, as the first step would make it: its
+        step is run with gradients of 0 at a learning rate of 0, and its count set back to 0. Where
+        it has one, it is left alone.
+
+        Args:
+            clipped_sum: as of `step`; overwritten.
+        """
+        self._set_gradients(clipped_sum, bytes(32))
+        for optimizer in getattr(self._optimizer, "optimizers", [self._optimizer]):
+            if not any(optimizer.state.values()):
+                _make_state(optimizer)
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def _set_gradients(self, clipped_sum: dict[str, Tensor], key: bytes) -> None:
         for name, parameter in self._parameters.items():
             gradient = clipped_sum[name]
             gradient = self._summation.add_noise_(
@@ -62,8 +84,22 @@ class DPOptimizer:
             )
             gradient.div_(self._expected_batch_size)
             parameter.grad = _as_gradient_of(parameter, gradient)
-        self._optimizer.step()
-        self._optimizer.zero_grad(set_to_none=True)
+
+
+@torch.no_grad()
+def _make_state(optimizer: Optimizer) -> None:
+    """Make Adam's or AdamW's state, all zeros, which they make in their first step."""
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+        for parameter in group["params"]:
+            parameter.grad.zero_()
+    optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    for state in optimizer.state.values():
+        for value in state.values():
+            value.zero_()
 
 
 def _flat_start(parameter: nn.Parameter) -> int:

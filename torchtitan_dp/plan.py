@@ -15,36 +15,18 @@ from typing import Any
 
 from torchtitan_dp.cli import exit_on_mistake, load_config, write_json
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.excerpts import scan_undecodable
 from torchtitan_dp.data.opening import Records, noun
-from torchtitan_dp.data.tokenizer import load_tokenizer
-from torchtitan_dp.ledger import check_fingerprint
 from torchtitan_dp.ledger.account import explain
-from torchtitan_dp.ledger.baseline import refuse_private_folder
-from torchtitan_dp.ledger.terms import Plan, earlier_ledger, make_plan
-from torchtitan_dp.models.hugging_face import describe, origin, parameter_count, shape
-from torchtitan_dp.models.hugging_face_weights import check_files
+from torchtitan_dp.ledger.terms import Plan
+from torchtitan_dp.models.hugging_face import describe, parameter_count
 from torchtitan_dp.models.llama3 import LlamaArgs
 from torchtitan_dp.planning.cost import StepCost, step_cost
 from torchtitan_dp.planning.memory import DEFAULT_GIB, MemoryPlan, predict
 from torchtitan_dp.planning.options import check, parse
 from torchtitan_dp.planning.report import plot, report
+from torchtitan_dp.preflight import check_run
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
-
-
-def check_model(config: JobConfig) -> LlamaArgs:
-    """The model's shape. Raises ValueError if it is none of ours, or its files do not fit it."""
-    args = shape(config)
-    check_files(config, args)
-    tokens = load_tokenizer(config.model.hf_assets_path).get_vocab_size()
-    if tokens > args.vocab_size:
-        raise ValueError(
-            f"model.hf_assets_path = '{config.model.hf_assets_path}': its tokenizer has {tokens} "
-            f"tokens, more than the {args.vocab_size} of {origin(config)}; use the model's own "
-            "tokenizer"
-        )
-    return args
 
 
 def main(argv: list[str]) -> None:
@@ -52,27 +34,11 @@ def main(argv: list[str]) -> None:
     with exit_on_mistake():
         world_size = check(options)
         config = load_config(overrides, world_size)
-        args = check_model(config)
-        records = Records.open(config)
-        if config.data.on_undecodable == "error":
-            trained = (record for unit in records.train for record in records.units.records(unit))
-            bad = scan_undecodable(records.store, trained)
-            if bad:
-                count = sum(len(records.units.places(unit)) for unit in records.train)
-                raise ValueError(
-                    f"data.on_undecodable = 'error': {bad} of {count} records cannot "
-                    "be decoded; mend them, or set it to 'empty' (they then contribute nothing)"
-                )
-        folder = config.job.dump_folder
-        if not config.privacy.enable:
-            refuse_private_folder(folder)
-        else:
-            check_fingerprint(folder, records.fingerprint)
-            before = earlier_ledger(folder)
-            plan = make_plan(config, len(records.train), before)
-        lock_folder(folder).close()
+        checked = check_run(config)
+        args, records, plan = checked.args, checked.records, checked.plan
+        lock_folder(config.job.dump_folder).close()
     model = f"      {describe(config, args)}"
-    if not config.privacy.enable:
+    if plan is None:
         print(f"plan: without privacy (privacy.enable = false)\n{model}", file=sys.stderr)
         if options.memory_gib is not None or options.json or options.plot:
             print("      nothing more is predicted without privacy", file=sys.stderr)

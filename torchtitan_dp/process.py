@@ -36,6 +36,15 @@ def os_errors_as_faults() -> Iterator[None]:
         raise Fault(f"{type(error).__name__}: {error}") from error
 
 
+@contextlib.contextmanager
+def mistakes_as_faults() -> Iterator[None]:
+    """A user's mistake (`ValueError`), found in a worker, is one line without a traceback."""
+    try:
+        yield
+    except ValueError as error:
+        raise Fault(str(error)) from error
+
+
 def protect() -> None:
     """What each worker does first: its outputs are its owner's alone, and it outlives nobody."""
     die_with_parent()

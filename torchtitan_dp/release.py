@@ -38,10 +38,10 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import byte_tokenizer_files
 from torchtitan_dp.distributed import safe_checkpoint
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger, write_atomically
+from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.hugging_face import CONFIG_FILE, on_meta
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.llama3 import Llama, LlamaArgs, require_loaded
-from torchtitan_dp.plan import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.releasing.card import model_card

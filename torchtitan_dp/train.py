@@ -8,7 +8,8 @@ Guarantee:
     Poisson-subsampled Gaussian mechanism on the sum of clipped gradients, one a unit. It rests on
     the guarantees of `privacy.sampling`, `data.units`, `gradients`, `optimizer` and
     `privacy.accounting`, and on keys that leave this process's memory only to the other ranks.
-    Control flow depends on records' lengths (`data.buckets`) and on no other content.
+    Control flow depends on records' lengths (`data.buckets`) and on no other content. Whether and
+    when a run ends does not depend on records, as far as `rehearsal` can see to it.
 """
 
 import hashlib
@@ -30,7 +31,7 @@ from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.buckets import ladder
-from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.distributed.agreement import of_first_rank, require_agreement, shared_root_key
 from torchtitan_dp.distributed.checkpointer import Checkpointer
 from torchtitan_dp.distributed.parallelize import trained_fsdp_modules
@@ -48,17 +49,18 @@ from torchtitan_dp.ledger import (
     versions,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.baseline import refuse_private_folder
 from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.llama3 import require_loaded, trainable_parameters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.preflight import check_run
 from torchtitan_dp.privacy.sampling import poisson_draw
-from torchtitan_dp.process import lock_folder, os_errors_as_faults, protect
+from torchtitan_dp.process import lock_folder, mistakes_as_faults, os_errors_as_faults, protect
+from torchtitan_dp.rehearsal import rehearse
 from torchtitan_dp.run_config import write_config
-from torchtitan_dp.train_spec import register
+from torchtitan_dp.train_spec import OpenOnce, register
 
 
 class DPTrainer(Trainer):
@@ -124,10 +126,7 @@ class DPTrainer(Trainer):
         lengths = loader.lengths(draw, ladder(self.job_config), self.device, choices)
         for microbatch in loader.microbatches(draw, lengths, choices):  # may be none
             self.metrics_processor.ntokens_since_last_log += microbatch.labels_BT.numel()
-            for part in microbatch.to(self.device).split(self.gradients.batch_size):
-                loss_B = self.sample_losses(part.tokens_BT, part.labels_BT)
-                clip = self.gradients.accumulate_clipped(loss_B, part.valid_B)
-                statistics.add(loss_B, part.valid_B, clip)
+            self.accumulate(microbatch, statistics)
         self.checkpointer.maybe_wait_for_staging()
         if dist.get_rank() == 0:
             self.executed.begin(self.step, settings)
@@ -138,6 +137,16 @@ class DPTrainer(Trainer):
         self._log(lr, statistics)
         if self._is_told(self.step):
             self._publish()
+
+    def accumulate(self, microbatch: Microbatch, statistics: SampleStatistics) -> None:
+        """Clip each sample's gradient and add it to the step's sum.
+
+        It is also what is rehearsed: whatever of it needs memory or a kernel belongs here.
+        """
+        for part in microbatch.to(self.device).split(self.gradients.batch_size):
+            loss_B = self.sample_losses(part.tokens_BT, part.labels_BT)
+            clip = self.gradients.accumulate_clipped(loss_B, part.valid_B)
+            statistics.add(loss_B, part.valid_B, clip)
 
     def should_continue_training(self) -> bool:
         if self.step == self.checkpointer.loaded_step + 1:
@@ -164,6 +173,8 @@ class DPTrainer(Trainer):
         if self.checkpointer.resumes and not self._ledger_loaded:
             raise RuntimeError("weights were loaded from a checkpoint without its ledger")
         require_loaded(self.model_parts[0])
+        if self.step < self.job_config.training.steps:
+            rehearse(self)
         self._publish()
         return data_iterable
 
@@ -265,12 +276,14 @@ def main(argv: list[str]) -> None:
         raise RuntimeError("assertions guard privacy here: unset PYTHONOPTIMIZE and -O")
     protect()
     init_logger()
-    config = load_config(argv, int(os.environ["WORLD_SIZE"]))
-    register(config)
-    # Held by the kernel until this process ends.
-    lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
-    if not config.privacy.enable:
-        refuse_private_folder(config.job.dump_folder)
+    open_records = OpenOnce()
+    with mistakes_as_faults():
+        config = load_config(argv, int(os.environ["WORLD_SIZE"]))
+        here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+        check_run(config, open_records, share=here)
+        # Held by the kernel until this process ends.
+        lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
+    register(config, open_records)
     # Not TorchTitan's: in checkpoint/ it would be taken for one to resume from.
     exports, config.checkpoint.last_save_in_hf = config.checkpoint.last_save_in_hf, False
     trainer = build_trainer(config)

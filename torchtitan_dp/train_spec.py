@@ -109,16 +109,17 @@ def build_validator(
     return HeldOutValidator(loader, job_config, parallel_dims, amp, metrics_processor)
 
 
-def register(config: JobConfig | None = None) -> None:
+def register(config: JobConfig | None = None, open_records: OpenOnce | None = None) -> None:
     """Make `model.name = "llama3"` mean this spec, in this process. Call it once.
 
     Args:
         config: the run's, whose flavor then has the shape that `hugging_face.shape` reads for it.
+        open_records: that may have them open already.
     """
     flavors = dict(FLAVORS)
     if config is not None:
         flavors[config.model.flavor] = shape(config)
-    open_records = OpenOnce()
+    open_records = open_records or OpenOnce()
     register_train_spec(
         "llama3",
         TrainSpec(

@@ -11,6 +11,7 @@ import torch
 from tests.ranks import on_ranks
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data import buckets
 from torchtitan_dp.data.buckets import MOST_LENGTHS, ladder, padded_lengths
 from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.data.records import open_records
@@ -222,3 +223,25 @@ def test_clipped_sum_is_the_same(
     assert padded == pytest.approx(bucketed, rel=1e-5)
     assert padded[:2] == bucketed[:2] == [0, 0]  # the two records without tokens
     assert padded[2] > 0
+
+
+@pytest.mark.parametrize("at_once", [1, 3])
+def test_row47_nobody_waits_for_more_than_a_few_samples_of_another(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, at_once: int
+) -> None:
+    """Rank 1 of 3: how many records it has tokenized before each all-reduce."""
+    one, asked, sent = loader(folder), [], []
+    tokens = one.samples.tokens
+    one.samples.tokens = lambda index: asked.append(index) or tokens(index)  # type: ignore
+    for name, value in (("is_initialized", True), ("get_world_size", 3), ("get_rank", 1)):
+        monkeypatch.setattr(buckets.dist, name, lambda value=value: value)
+
+    def all_reduce(found: torch.Tensor) -> None:
+        sent.append((len(found), len(asked)))
+        asked.clear()
+
+    monkeypatch.setattr(buckets.dist, "all_reduce", all_reduce)
+    buckets.TokenCounts(one.samples, at_once).of(np.arange(20), CPU)
+    assert [size for size, _ in sent] == [3 * at_once] * (20 // (3 * at_once)) + [2]
+    assert all(counted <= at_once for _, counted in sent)
+    assert sum(counted for _, counted in sent) == 7  # records 1, 4, ..., 19

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_dp.data import excerpts as excerpts_module
+from torchtitan_dp.data import excerpts, slowest
 from torchtitan_dp.data.excerpts import Excerpts
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.data.records import open_records
@@ -159,10 +159,7 @@ def test_many_records_are_not_all_read(tmp_path: Path, how: Any, text: str) -> N
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_huge_text_is_read_in_part(
-    tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(excerpts_module, "MOST_BYTES", 1 << 16)
+def test_huge_text_is_read_in_part(tmp_path: Path, seed: int) -> None:
     path = tmp_path / "huge.txt"
     with open(path, "wb") as file:
         file.write(b"abc")
@@ -355,3 +352,85 @@ def test_baseline_without_privacy_chooses_too_and_alike_on_cp_ranks(tmp_path: Pa
     )
     for _ in range(12):
         assert torch.equal(next(first)[1], next(second)[1])
+
+
+# How much is read and tokenized (row 47)
+
+
+class Counted(Words):
+    """Blanks make a token each 1,000; remembers how much text it was given."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
+    def encode(self, text: str) -> np.ndarray:
+        self.bytes += len(text.encode())
+        return np.zeros(len(text) // 1000, dtype=np.int64)
+
+
+SLOW: dict[str, list[str | None]] = {
+    "one text": [" " * 3_000_000],
+    "many texts": [" " * 100_000] * 40,
+    "short texts": [" " * 900] * 3000,
+    "no text": [""] * 5000,
+    "bad texts": [None] * 5000,
+}
+
+
+@pytest.mark.parametrize("seq_len", [16, 8000])
+@pytest.mark.parametrize("name", SLOW)
+def test_row47_a_sample_is_tokenized_from_bounded_text(
+    tmp_path: Path, name: str, seq_len: int
+) -> None:
+    """Over all records of a unit and over what is read again; `tokens` and `sample` each."""
+    store, (ann,) = samples(
+        tmp_path, {"ann": SLOW[name]}, seq_len, tokenizer=(counted := Counted())
+    )
+    assert store.most_bytes == max(2**17, 24 * (seq_len + 65))
+    read = []
+    real = store.records.read
+    store.records.read = lambda index, **k: read.append(index) or real(index, **k)  # type: ignore
+    for look in (lambda: store.tokens(ann), lambda: store.sample(ann)):
+        counted.bytes = 0
+        read.clear()
+        look()
+        assert counted.bytes <= store.most_bytes
+        assert len(read) <= store.most_bytes / 64 + 1
+    windows = SampleStore(store.records, counted, seq_len, store.units, long_records="window")
+    assert windows.most_bytes == 3 * store.most_bytes
+    for seed in range(5):
+        counted.bytes = 0
+        windows.sample(ann, rng=rng(seed))
+        assert counted.bytes <= windows.most_bytes
+
+
+def test_row47_lines_that_are_parsed_for_nothing_are_few(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A JSON line is parsed whole, whatever part of it is text."""
+    monkeypatch.setattr(excerpts, "READ_BYTES", 1)
+    monkeypatch.setattr(excerpts, "MAX_LINE_BYTES", 2**17)
+    line = json.dumps({"who": "ann", "text": "", "scan": "x" * 100_000})
+    (tmp_path / "a.jsonl").write_text("\n".join([line] * 30))
+    folder = str(tmp_path / "index")
+    records = open_records("jsonl", str(tmp_path), unit_field="who", index_folder=folder)
+    units = open_units(records, "who", index_folder=folder)
+    read = []
+    real = records.read
+    records.read = lambda index, **k: read.append(index) or real(index, **k)  # type: ignore
+    assert SampleStore(records, ByteTokenizer(), T, units).tokens(0) == 0
+    assert len(read) == 4  # 3 x 2**17 bytes
+
+
+def test_row47_the_estimate_is_of_the_slowest_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that the tokenizer turns: 1 us a byte, 5 for digits; n log n from 8 KiB on."""
+    now = [0.0]
+
+    class Slow(ByteTokenizer):
+        def encode(self, text: str) -> np.ndarray:
+            now[0] += len(text.encode()) * (5e-6 if text.isdigit() else 1e-6)
+            return super().encode(text)
+
+    monkeypatch.setattr(slowest.time, "perf_counter", lambda: now[0])
+    assert slowest.slowest_seconds(Slow(), 2**13) == pytest.approx(5e-6 * 2**13)
+    assert slowest.slowest_seconds(Slow(), 2**26) == pytest.approx(2 * 5e-6 * 2**26)

@@ -20,6 +20,7 @@ class Texts:
     """A store in memory that remembers how much was asked for."""
 
     fingerprint = ""
+    reads_whole = False
 
     def __init__(self, *texts: str | None) -> None:
         self.texts = texts
@@ -32,6 +33,9 @@ class Texts:
         self.asked.append(max_bytes)
         text = self.texts[index]
         return None if text is None else text.encode()[:max_bytes].decode("utf-8", "ignore")
+
+    def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
+        return np.array([len((self.texts[int(i)] or "").encode()) for i in indices])
 
     def is_decodable(self, index: int) -> bool:
         return self.texts[index] is not None

@@ -15,6 +15,7 @@ from tests.hazards.mutants import (
     accounting,
     claims,
     clipping,
+    crashes,
     exact_sum,
     keys,
     lineage,
@@ -42,6 +43,7 @@ ROOMS = (
     lineage,
     claims,
     whole,
+    crashes,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
 QUICK = [mutant for mutant in MUTANTS if mutant.quick]

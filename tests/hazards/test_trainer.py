@@ -5,6 +5,7 @@ order of a step, what it draws and divides by are looked at directly.
 """
 
 import dataclasses
+import functools
 import hashlib
 import math
 import os
@@ -39,12 +40,16 @@ class Texts:
     """A store of short records."""
 
     fingerprint = "f" * 64
+    reads_whole = False
 
     def __len__(self):
         return 12
 
     def read(self, index, max_bytes=None):
         return "text" * (index + 1)
+
+    def stored_bytes(self, indices):
+        return 4 * (indices + 1)
 
 
 def loader():
@@ -86,6 +91,7 @@ class Step:
             return self.draw
 
         monkeypatch.setattr(train, "poisson_draw", record)
+        trainer.accumulate = functools.partial(train.DPTrainer.accumulate, trainer)
         monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
         train.DPTrainer.train_step(trainer, self.loader)
 
@@ -247,6 +253,7 @@ def test_row20_a_private_step_is_given_the_loader_not_its_shuffled_batches():
     one = loader()
     trainer = MagicMock(model_parts=[torch.nn.Linear(2, 2)])
     trainer.checkpointer.resumes = False
+    trainer.step = trainer.job_config.training.steps = 5  # nothing left to rehearse
     assert DPTrainer.batch_generator(trainer, one) is one
 
 

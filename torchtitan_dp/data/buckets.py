@@ -49,8 +49,12 @@ class TokenCounts:
     PRIVATE, like the records: in memory only, never logged, saved or put in a checkpoint.
     """
 
-    def __init__(self, samples: "SampleStore") -> None:
-        self._samples = samples
+    def __init__(self, samples: "SampleStore", at_once: int) -> None:
+        """
+        Args:
+            at_once: how many samples a rank counts, at most, while the others may wait for it.
+        """
+        self._samples, self._at_once = samples, at_once
         self._counts: np.ndarray | None = None  # 4 bytes a source, once somebody asks
 
     def of(self, sources: np.ndarray, device: torch.device) -> np.ndarray:
@@ -58,10 +62,11 @@ class TokenCounts:
 
         Every rank counts its share of those not known yet, and all take the sum: if one could not
         read a record that others can, they still agree on how to deal out the draw, so that no
-        record is processed twice.
+        record is processed twice. In rounds, so that nobody waits for more than `at_once` samples
+        of another, each of which takes a bounded time (`excerpts.most_bytes`).
 
-        Collective: where something is not known yet, an all-reduce of 4 bytes for each over the
-        world, if there is a process group.
+        Collective: for every `at_once` samples a rank that are not known yet, an all-reduce of 4
+        bytes each over the world, if there is a process group.
 
         Args:
             device: what the process group sends from.
@@ -73,14 +78,16 @@ class TokenCounts:
             ranks, rank = 1, 0
             if dist.is_initialized():
                 ranks, rank = dist.get_world_size(), dist.get_rank()
-            found = np.zeros(len(unknown), dtype=np.int32)
-            for place in range(rank, len(unknown), ranks):
-                found[place] = self._samples.tokens(int(unknown[place]))
-            if ranks > 1:
-                summed = torch.from_numpy(found).to(device)
-                dist.all_reduce(summed)
-                found = summed.cpu().numpy()
-            self._counts[unknown] = found
+            for start in range(0, len(unknown), ranks * self._at_once):
+                asked = unknown[start : start + ranks * self._at_once]
+                found = np.zeros(len(asked), dtype=np.int32)
+                for place in range(rank, len(asked), ranks):
+                    found[place] = self._samples.tokens(int(asked[place]))
+                if ranks > 1:
+                    summed = torch.from_numpy(found).to(device)
+                    dist.all_reduce(summed)
+                    found = summed.cpu().numpy()
+                self._counts[asked] = found
         return self._counts[sources].astype(np.int64)
 
 

@@ -4,26 +4,55 @@ A unit's ids are those of its records, one after the other, each with its marks:
 (marks that exist; where there are none, a blank line comes between records). Records without text
 tokens, empty or undecodable, are left out; one that the tokenizer has no tokens for, in the part
 that is read, is undecodable too. Only about as much is read and tokenized as `limit` ids need,
-however large a record and however many there are.
+however large a record and however many there are: one look at a unit hands at most `most_bytes` to
+the tokenizer, over all its records and over what is read again.
 
 Guarantee:
     An excerpt is a function of one unit's records and of one random number; its length is one of
-    the records alone: a window has as many ids as the head.
+    the records alone: a window has as many ids as the head. How much is read and tokenized for it
+    is bounded by `limit` alone, which is public, so that no record keeps the other ranks waiting
+    for longer than they wait for any.
 """
 
 from collections.abc import Iterable
 
 import numpy as np
 
-from torchtitan_dp.data.records import RecordStore
+from torchtitan_dp.data.records import MAX_LINE_BYTES, RecordStore
 from torchtitan_dp.data.tokenizer import Tokenizer
 
 EDGE_TOKENS = 64  # the tokens next to a cut may differ from those of the whole text
 EDGE_BYTES = 8  # more than a byte order mark and a split character can take away
-# Looked at where a long text has hardly any tokens (blanks, zeros), or 8 times what should do:
-# a tokenizer takes seconds for a word of so many bytes, and the other ranks wait.
-MOST_BYTES = 2**22
+# What one look may cost, in bytes of text that a tokenizer takes, about a microsecond each. A token
+# has 3 or 4 bytes in most texts; those of blanks or zeros may have a hundred: their samples have
+# fewer tokens than the unit.
+TOKEN_BYTES = 24
+LEAST_BYTES = 2**17
+RECORD_BYTES = 64  # for a record's opening
+READ_BYTES = 64  # are read, or parsed as JSON, while one is tokenized
+WINDOW_LOOKS = 3  # the head, from a place on, the end
 _NO_IDS = np.empty(0, dtype=np.int64)
+
+
+def most_bytes(limit: int) -> int:
+    """How much text one look at a unit hands to the tokenizer at most, for `limit` ids.
+
+    >>> most_bytes(1025), most_bytes(2**17 + 1)
+    (131072, 3147312)
+    """
+    return max(LEAST_BYTES, TOKEN_BYTES * (limit + EDGE_TOKENS))
+
+
+class _Budget:
+    """What a look may still cost."""
+
+    def __init__(self, limit: int) -> None:
+        self.text = most_bytes(limit)
+        self.read = READ_BYTES * self.text + 2 * MAX_LINE_BYTES  # the longest line, and again
+
+    @property
+    def is_spent(self) -> bool:
+        return self.text <= 0 or self.read <= 0
 
 
 class Excerpts:
@@ -88,11 +117,12 @@ class Excerpts:
     def _first(
         self, members: np.ndarray, needed: int, *, start: int = 0, counted: bool = True
     ) -> np.ndarray:
-        """`needed` ids or more, from byte `start` of the first record on; else all."""
+        """`needed` ids or more, from byte `start` of the first record on; else all, or as many
+        as the budget allows."""
         pieces: list[np.ndarray] = []
-        have = 0
+        have, budget = 0, _Budget(self._limit)
         for record in members[:needed].tolist():
-            ids = self._text_ids(record, needed - have, start)
+            ids = self._text_ids(record, needed - have, start, budget)
             if ids is None:
                 self.undecodable += counted
             elif len(ids) > 0:
@@ -101,65 +131,78 @@ class Excerpts:
                     np.concatenate([between, bos if start == 0 else _NO_IDS, ids, self._eos])
                 )
                 have += len(pieces[-1])
-            if have >= needed:
+            if have >= needed or budget.is_spent:
                 break
             start = 0
         return np.concatenate(pieces) if pieces else _NO_IDS
 
     def _last(self, members: np.ndarray, needed: int) -> np.ndarray:
-        """The last `needed` ids, or all."""
+        """The last `needed` ids, or all, or as many as the budget allows."""
         pieces: list[np.ndarray] = []
-        have = 0
+        have, budget = 0, _Budget(self._limit)
         for record in members[-needed:][::-1].tolist():
-            ids, is_whole = self._tail_ids(record, needed - have)
+            ids, is_whole = self._tail_ids(record, needed - have, budget)
             if len(ids) > 0:
                 between, bos = self._between if pieces else _NO_IDS, self._bos
                 pieces.append(
                     np.concatenate([bos if is_whole else _NO_IDS, ids, self._eos, between])
                 )
                 have += len(pieces[-1])
-            if have >= needed:
+            if have >= needed or budget.is_spent:
                 break
         return np.concatenate(pieces[::-1])[-needed:] if pieces else _NO_IDS
 
-    def _text_ids(self, record: int, needed: int, start: int) -> np.ndarray | None:
+    def _text_ids(self, record: int, needed: int, start: int, budget: _Budget) -> np.ndarray | None:
         """The ids of the text from a byte on, or `needed` or more of their first.
 
         `None` for an undecodable record.
         """
         needed += self._edge
         limit = needed * self._tokenizer.bytes_per_token + EDGE_BYTES
-        most = max(MOST_BYTES, 8 * limit)
         while True:
-            text = self._read(record, limit, start)
+            limit = min(limit, budget.text)
+            text = self._read(record, limit, start, budget)
             ids = None if text is None else self._tokenizer.encode(text)
             if text is None or ids is None:
                 return None
             is_all = len(text.encode("utf-8")) < limit - EDGE_BYTES
-            if is_all or len(ids) >= needed or limit > most:
+            if is_all or len(ids) >= needed or budget.is_spent or budget.text <= limit:
                 return ids
-            limit *= 2  # long tokens (runs of spaces, base64): the prefix was too short
+            limit = _longer(limit, len(ids), needed)
 
-    def _tail_ids(self, record: int, needed: int) -> tuple[np.ndarray, bool]:
+    def _tail_ids(self, record: int, needed: int, budget: _Budget) -> tuple[np.ndarray, bool]:
         """The last `needed` ids of the text or more, and whether these are all."""
+        needed += self._edge
         size = self._records.size(record)
-        limit = (needed + self._edge) * self._tokenizer.bytes_per_token + EDGE_BYTES
-        most = max(MOST_BYTES, 8 * limit)
+        limit = needed * self._tokenizer.bytes_per_token + EDGE_BYTES
         while True:
+            limit = min(limit, budget.text)
             start = max(size - limit, 0)
-            text = self._read(record, limit, start)
+            text = self._read(record, limit, start, budget)
             ids = None if text is None else self._tokenizer.encode(text)
             if ids is None:
                 return _NO_IDS, False
-            is_enough = len(ids) >= needed + self._edge or limit > most
-            if start == 0 or is_enough:
+            is_spent = budget.is_spent or budget.text <= limit
+            if start == 0 or len(ids) >= needed or is_spent:
                 return ids, start == 0
-            limit *= 2
+            limit = _longer(limit, len(ids), needed)
 
-    def _read(self, record: int, max_bytes: int, start: int) -> str | None:
+    def _read(self, record: int, max_bytes: int, start: int, budget: _Budget) -> str | None:
+        stored = int(self._records.stored_bytes(np.array([record]))[0])
+        budget.read -= min(stored, MAX_LINE_BYTES if self._records.reads_whole else max_bytes)
+        budget.text -= RECORD_BYTES
         if start == 0:
-            return self._records.read(record, max_bytes=max_bytes)
-        return self._records.read(record, max_bytes=max_bytes, start=start)
+            text = self._records.read(record, max_bytes=max_bytes)
+        else:
+            text = self._records.read(record, max_bytes=max_bytes, start=start)
+        if text is not None:
+            budget.text -= len(text.encode("utf-8"))
+        return text
+
+
+def _longer(read: int, tokens: int, needed: int) -> int:
+    """How much to read instead, where `read` bytes had too few tokens (of blanks, zeros)."""
+    return max(2 * read, 5 * read * needed // (4 * max(tokens, 1)))
 
 
 def scan_undecodable(store: RecordStore, indices: Iterable[int]) -> int:

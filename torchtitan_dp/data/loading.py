@@ -62,7 +62,20 @@ class RecordLoader:
         self.samples, self.units, self.fingerprint = samples, units, fingerprint
         self._ranks, self._rank, self._batch_size = ranks, rank, batch_size
         self._shuffle_seed = shuffle_seed
-        self._counts = TokenCounts(samples)
+        self._counts = TokenCounts(samples, batch_size)
+
+    def padding(self, length: int) -> Microbatch:
+        """A microbatch of padding alone, as a draw that leaves this rank nothing has; no record is
+        read."""
+        slots = np.full(self._batch_size, -1)
+        tokens_BT, labels_BT = self.samples.batch(slots, length)
+        return Microbatch(tokens_BT, labels_BT, torch.from_numpy(slots >= 0))
+
+    @property
+    def most_bytes(self) -> int:
+        """How much text this rank hands to the tokenizer at most while the others may wait for it:
+        that of one microbatch."""
+        return self._batch_size * self.samples.most_bytes
 
     def lengths(
         self,

@@ -35,6 +35,9 @@ class RecordStore(Protocol):
     place_hash: str
     """Of format, absolute paths, sizes, times and inodes."""
 
+    reads_whole: bool
+    """Whether `read` goes through all that is stored of a record, whatever part is asked for."""
+
     def __len__(self) -> int:
         """The number of records, undecodable ones included."""
         ...
@@ -145,6 +148,8 @@ def open_records(
 class TextRecords:
     """One file, one record."""
 
+    reads_whole = False
+
     def __init__(self, files: Files) -> None:
         self._files = files
         self.fingerprint = _fingerprint("text", files, str(len(files)))
@@ -195,6 +200,8 @@ class TextRecords:
 
 class JsonlRecords:
     """One line, one record: a JSON object whose `text_field` is the text."""
+
+    reads_whole = True
 
     is_of: Callable[[int, str], bool] | None = None
     """Whether a record is of the unit of that name, once `units` has found out."""

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from torchtitan_dp.data.excerpts import Excerpts
+from torchtitan_dp.data.excerpts import WINDOW_LOOKS, Excerpts, most_bytes
 from torchtitan_dp.data.records import RecordStore
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import RecordUnits, Units
@@ -55,6 +55,12 @@ class SampleStore:
         """How many undecodable records were met in samples so far, repeats included. It is
         computed from private records: for the log, labelled not private."""
         return self._excerpts.undecodable
+
+    @property
+    def most_bytes(self) -> int:
+        """How much text making one sample hands to the tokenizer at most: a function of `seq_len`
+        and of how samples are made, whatever the records."""
+        return (WINDOW_LOOKS if self._window else 1) * most_bytes(self.seq_len + 1)
 
     @property
     def sources(self) -> int:

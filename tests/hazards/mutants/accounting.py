@@ -23,9 +23,9 @@ MUTANTS = [
         21,
         "microbatches counted",
         "train.py",
-        "                statistics.add(loss_B, part.valid_B, clip)\n",
-        "                statistics.add(loss_B, part.valid_B, clip)\n"
-        "                self.executed.begin(self.step, settings)\n",
+        "            statistics.add(loss_B, part.valid_B, clip)\n",
+        "            statistics.add(loss_B, part.valid_B, clip)\n"
+        "            self.executed.begin(self.step, self.ledger.settings)\n",
         (f"{TRAINER}test_row21_and_46_a_step_is_begun_once_before_its_one_update",),
         quick=True,
     ),

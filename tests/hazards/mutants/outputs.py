@@ -72,10 +72,10 @@ MUTANTS = [
         25,
         "a bad loss ends the step",
         "train.py",
-        "                clip = self.gradients.accumulate_clipped(",
-        "                if not loss_B.isfinite().all():\n"
-        "                    return\n"
-        "                clip = self.gradients.accumulate_clipped(",
+        "            clip = self.gradients.accumulate_clipped(",
+        "            if not loss_B.isfinite().all():\n"
+        "                return\n"
+        "            clip = self.gradients.accumulate_clipped(",
         (f"{TRAINER}test_row22_and_25_a_bad_loss_changes_no_course",),
         quick=True,
     ),

@@ -234,9 +234,9 @@ MUTANTS = [
     Mutant(
         43,
         "q counts held out units",
-        "plan.py",
-        "make_plan(config, len(records.train), before)",
-        "make_plan(config, len(records.units), before)",
+        "preflight.py",
+        "make_plan(config, len(records.train), ",
+        "make_plan(config, len(records.units), ",
         (f"{PLANS}test_held_out_records_are_no_part_of_q",),
     ),
     Mutant(

@@ -1,0 +1,134 @@
+"""Faults by which a run's end tells of its records: row 47."""
+
+from tests.hazards.mutants.table import Mutant
+
+REHEARSAL = "test_rehearsal.py::test_row47_"
+NOTHING = f"{REHEARSAL}a_rehearsal_changes_nothing[microbatch]"
+MEMORY = f"{REHEARSAL}out_of_memory_is_one_line_before_step_1[cpu]"
+PATH = f"{REHEARSAL}padding_takes_the_path_and_the_memory_of_samples"
+EXCERPTS = "data/test_excerpts.py::test_row47_"
+NEIGHBOURS = "hazards/test_crashes.py::test_row47_"
+
+MUTANTS = [
+    Mutant(
+        47,
+        "no rehearsal",
+        "train.py",
+        "            rehearse(self)\n",
+        "            pass\n",
+        (MEMORY,),
+    ),
+    Mutant(
+        47,
+        "the longest sample not rehearsed",
+        "rehearsal.py",
+        "enumerate((rungs[0], *rungs))",
+        "enumerate((rungs[0], *rungs[:-1]))",
+        (f"{NEIGHBOURS}neighbours_end_alike_in_the_rehearsal",),
+    ),
+    Mutant(
+        47,
+        "the optimizers state is made by the first step",
+        "rehearsal.py",
+        "                trainer.dp_optimizer.rehearse(trainer.clipped_sum.take())\n",
+        "                trainer.clipped_sum.take()\n",
+        (NOTHING,),
+    ),
+    Mutant(
+        47,
+        "a rehearsed update is counted",
+        "optimizer.py",
+        "            value.zero_()\n",
+        "            value.add_(0)\n",
+        (NOTHING,),
+    ),
+    Mutant(
+        47,
+        "the learning rate stays zero",
+        "optimizer.py",
+        '        group["lr"] = rate\n',
+        '        group["lr"] = 0.0 * rate\n',
+        (NOTHING,),
+    ),
+    Mutant(
+        47,
+        "the sum is left in the middle of a step",
+        "rehearsal.py",
+        "    trainer.clipped_sum.reset()\n",
+        "    del statistics\n",
+        (NOTHING,),
+    ),
+    Mutant(
+        47,
+        "moments of a resumed run are reset",
+        "optimizer.py",
+        "            if not any(optimizer.state.values()):\n",
+        "            if self._parameters:\n",
+        (f"{REHEARSAL}a_resumed_run_is_the_same_with_a_rehearsal[microbatch]",),
+    ),
+    Mutant(
+        47,
+        "the head skips chunks without labels",
+        "models/loss_head.py",
+        "                scale_N = scale_B[sample].expand(tokens.stop - tokens.start)\n"
+        "                loss_N,",
+        "                if (labels_T[tokens] == IGNORE_INDEX).all():\n"
+        "                    continue\n"
+        "                scale_N = scale_B[sample].expand(tokens.stop - tokens.start)\n"
+        "                loss_N,",
+        (f"{PATH}[microbatch]",),
+    ),
+    Mutant(
+        47,
+        "an audit takes canaries for padding",
+        "data/loading.py",
+        "        tokens_BT, labels_BT = self.samples.batch(slots, length)\n",
+        "        tokens_BT, labels_BT = self.samples.batch(slots[:1], length)\n"
+        "        tokens_BT = tokens_BT.repeat(len(slots), 1)\n"
+        "        labels_BT = labels_BT.repeat(len(slots), 1)\n",
+        (f"{REHEARSAL}an_audit_is_rehearsed_too[grad_sample]",),
+    ),
+    Mutant(
+        47,
+        "workers check no more than their options",
+        "train.py",
+        "        check_run(config, open_records, share=here)\n",
+        "        open_records(config)\n",
+        (f"{NEIGHBOURS}a_tokenizer_beyond_the_vocabulary_is_refused_by_every_worker",),
+    ),
+    Mutant(
+        47,
+        "every record is read as far as one",
+        "data/excerpts.py",
+        '            budget.text -= len(text.encode("utf-8"))\n',
+        "            budget.text -= 0\n",
+        (f"{EXCERPTS}a_sample_is_tokenized_from_bounded_text[many texts-16]",),
+        quick=True,
+    ),
+    Mutant(
+        47,
+        "any number of lines is parsed",
+        "data/excerpts.py",
+        "        return self.text <= 0 or self.read <= 0\n",
+        "        return self.text <= 0\n",
+        (f"{EXCERPTS}lines_that_are_parsed_for_nothing_are_few",),
+        quick=True,
+    ),
+    Mutant(
+        47,
+        "a rank counts its whole share at once",
+        "data/buckets.py",
+        "        self._samples, self._at_once = samples, at_once\n",
+        "        self._samples, self._at_once = samples, 2**30\n",
+        ("data/test_buckets.py::test_row47_nobody_waits_for_more_than_a_few_samples_of_another",),
+        quick=True,
+    ),
+    Mutant(
+        47,
+        "slow text is not refused",
+        "rehearsal.py",
+        "    if seconds > _SHARE * timeout:\n",
+        "    if seconds > 4 * timeout:\n",
+        (f"{REHEARSAL}text_that_may_keep_ranks_waiting_is_refused",),
+    ),
+]

@@ -1,0 +1,167 @@
+"""Hazard 47: whether, and when, a run ends must not tell what its records hold.
+
+Two neighbours of 20 text files: the last one is empty, or long. Without the rehearsal the one run
+ends well under a memory limit at which the other dies when it draws the long record.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.launch import ROOT, arguments, with_sigma
+
+LONG = "long " * 2000  # more than seq_len tokens
+SEED = 3  # draws the last file within the six steps, but not in the first
+LOW, HIGH = 128 * 2**20, 1024 * 2**20  # a sample of 512 tokens fits; one of 4,096 does
+STEPS = 6
+TOO_LARGE = "<|surplus|>"  # the token that the model's vocabulary lacks
+
+
+def records(folder: Path, last: str) -> Path:
+    folder.mkdir()
+    for i in range(19):
+        (folder / f"{i:02}.txt").write_text(f"record {i} says {i}")
+    (folder / "19.txt").write_text(last)
+    return folder
+
+
+def tokenizer(folder: Path) -> Path:
+    """Bytes, and one token more than the debug model's vocabulary has."""
+    import tokenizers
+
+    from torchtitan_dp.data.tokenizer import byte_tokenizer_files
+    from torchtitan_dp.models.llama3 import FLAVORS
+
+    folder.mkdir()
+    for name, text in byte_tokenizer_files().items():
+        (folder / name).write_text(text)
+    path = str(folder / "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_file(path)
+    missing = FLAVORS["debug"].vocab_size - backend.get_vocab_size()
+    backend.add_tokens([f"<|unused {i}|>" for i in range(missing)])
+    backend.add_tokens([TOO_LARGE])
+    backend.save(path)
+    return folder
+
+
+def task(out: Path, data: Path, *overrides: str, headroom: int | None, rehearsed: bool = True):
+    argv = arguments(
+        out,
+        data,
+        "--training.seq_len=4096",
+        "--training.global_batch_size=6",
+        f"--training.steps={STEPS}",
+        "--checkpoint.no-enable",
+        "--metrics.no-enable_tensorboard",
+        "--parallelism.context_parallel_degree=1",
+        *with_sigma(1),
+        *overrides,
+    )
+    return {"argv": argv, "headroom": headroom, "rehearsed": rehearsed}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory) -> dict[str, tuple[int, str, Path]]:
+    """Exit code, output and folder of each run."""
+    root = tmp_path_factory.mktemp("neighbours")
+    data = {"A": records(root / "A", ""), "B": records(root / "B", LONG)}
+    surplus = {"A": root / "A", "B": records(root / "C", f"one {TOO_LARGE} is enough")}
+    assets = f"--model.hf_assets_path={tokenizer(root / 'assets')}"
+    seed = f"--privacy.debug_seed={SEED}"
+    tasks: dict[str, Any] = {}
+    for name in ("A", "B"):
+        for how, options, overrides in (
+            ("unrehearsed", {"headroom": LOW, "rehearsed": False}, (seed,)),
+            ("low", {"headroom": LOW}, ()),
+            ("high", {"headroom": HIGH}, ()),
+        ):
+            out = root / f"{how}_{name}"
+            tasks[out.name] = task(out, data[name], *overrides, **options)
+        out = root / f"surplus_{name}"
+        tasks[out.name] = task(out, surplus[name], assets, "--training.seq_len=64", headroom=None)
+    path = root / "tasks.json"
+    path.write_text(json.dumps(list(tasks.values())))
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.neighbours", str(path)],
+        cwd=ROOT,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "CUDA_VISIBLE_DEVICES": "",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "MALLOC_ARENA_MAX": "1",  # else each thread reserves 64 MiB
+            "OMP_NUM_THREADS": "1",
+            "XDG_CACHE_HOME": str(root / "cache"),
+        },
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    answers = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(answers) == len(tasks)
+    return {
+        name: (code, said, root / name) for name, (code, said) in zip(tasks, answers, strict=True)
+    }
+
+
+def published(folder: Path) -> dict[str, Any]:
+    """`privacy.json`, without the names that are drawn at random."""
+    content = json.loads((folder / "privacy.json").read_text())
+    content.pop("run")
+    for start in content["starts"]:
+        start.pop("name")
+    return content
+
+
+def test_row47_without_a_rehearsal_neighbours_end_differently(ended):
+    """What the other tests would not see if the limit did not separate the two."""
+    code, said, folder = ended["unrehearsed_A"]
+    assert code == 0, said
+    assert published(folder)["steps"] == STEPS
+    code, said, folder = ended["unrehearsed_B"]
+    assert code == 1
+    assert "can't allocate memory" in said
+    assert 0 < published(folder)["steps"] < STEPS
+
+
+def test_row47_neighbours_end_alike_in_the_rehearsal(ended):
+    for name in ("low_A", "low_B"):
+        code, said, folder = ended[name]
+        assert code == 1, said
+        (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert line.startswith(
+            "error: rehearsal before the first step: a microbatch of 1 sample of"
+        )
+        assert "out of memory" in line
+        assert "what would fit: training.seq_len = " in line
+        assert "Traceback" not in said
+        assert "privacy.json" not in os.listdir(folder)
+        assert "steps_executed.log" not in os.listdir(folder)
+    assert os.listdir(ended["low_A"][2]) == os.listdir(ended["low_B"][2])
+
+
+def test_row47_neighbours_end_alike_where_memory_suffices(ended):
+    for name in ("high_A", "high_B"):
+        assert ended[name][0] == 0, ended[name][1]
+    first, second = (published(ended[name][2]) for name in ("high_A", "high_B"))
+    assert first == second
+    assert first["private"] is True
+    assert first["steps"] == first["steps_executed"] == STEPS
+
+
+def test_row47_a_tokenizer_beyond_the_vocabulary_is_refused_by_every_worker(ended):
+    """Without a plan, as plain torchrun starts it; also where no record has such a token."""
+    lines = set()
+    for name in ("surplus_A", "surplus_B"):
+        code, said, folder = ended[name]
+        assert code == 1, said
+        (line,) = said.splitlines()
+        lines.add(line)
+        assert not folder.exists()
+    (line,) = lines
+    assert line.startswith("error: model.hf_assets_path = ")
+    assert "use the model's own tokenizer" in line

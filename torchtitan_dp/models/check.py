@@ -1,0 +1,26 @@
+"""Whether the model, its files and its tokenizer fit together, found out before anything runs."""
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.models.hugging_face import origin, shape
+from torchtitan_dp.models.hugging_face_weights import check_files
+from torchtitan_dp.models.llama3 import LlamaArgs
+
+
+def check_model(config: JobConfig) -> LlamaArgs:
+    """Return the model's shape.
+
+    Raises:
+        ValueError: one line for the user: it is none of ours, its files do not fit it, or its
+            tokenizer has ids that the vocabulary lacks (a record with one would end the run).
+    """
+    args = shape(config)
+    check_files(config, args)
+    tokens = load_tokenizer(config.model.hf_assets_path).get_vocab_size()
+    if tokens > args.vocab_size:
+        raise ValueError(
+            f"model.hf_assets_path = '{config.model.hf_assets_path}': its tokenizer has {tokens} "
+            f"tokens, more than the {args.vocab_size} of {origin(config)}; use the model's own "
+            "tokenizer"
+        )
+    return args

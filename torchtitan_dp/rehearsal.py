@@ -1,0 +1,161 @@
+"""A rehearsal before step 1: padding of every length a step may have, and an update of nothing.
+
+Memory that runs out on the longest sample only, a kernel that is missing or a compilation that
+fails would end a run when the first record of that length is drawn; the number of steps, which is
+published, would tell that it was (hazard row 47). So each length of `data.buckets.ladder` is run
+first, on padding: no record is read for it, and what fails, fails whatever the records hold.
+
+Guarantee:
+    Nothing that training depends on is changed: weights, optimizer state (made where there is none,
+    all zeros), LR schedule, clipped sum, key streams, ledgers, RNG. Where it passes, a later step
+    allocates on the device nothing larger than was allocated here: a microbatch of padding runs
+    the same operators on the same shapes as one of samples, and the optimizer's state and the
+    accumulator are there meanwhile.
+
+Assumed, as crashes that do not depend on records:
+    - the memory that is free to this process stays as it is, and a device's allocator finds a place
+      again for what it has placed before (the orders of lengths differ);
+    - the host has room for what one sample is made of: at most `excerpts.most_bytes` of text or one
+      JSON line (`records.MAX_LINE_BYTES`), parsed, and some 200 bytes for each of its tokens;
+      beside that, for the index, 4 bytes a unit (made here, by `TokenCounts`), and a step's
+      statistics, 32 bytes a sample;
+    - checkpoints, validation and `privacy.json` need what they need at the same steps of every
+      run: their shapes are public;
+    - what takes time is waited for: one sample's text is bounded (`excerpts.most_bytes`), which is
+      held here against `comm.train_timeout_seconds`; files are read, and JSON is parsed, in much
+      less than the rest;
+    - the machine: power, hardware, network, disks, drivers.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torchtitan.tools.logging import logger
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.buckets import ladder
+from torchtitan_dp.data.slowest import slowest_seconds
+from torchtitan_dp.metrics import SampleStatistics
+from torchtitan_dp.process import Fault
+
+if TYPE_CHECKING:
+    from torchtitan_dp.train import DPTrainer
+
+# Of the time-out of collectives: the most that a rank may let others wait for its tokenizer.
+_SHARE = 0.25
+_OUT_OF_MEMORY = (
+    "out of memory",
+    "can't allocate memory",
+    "cannot allocate memory",
+    "bad_alloc",
+    "alloc_failed",
+)
+_LOST_PEER = ("closed by peer", "reset by peer", "broken pipe")
+
+
+def rehearse(trainer: "DPTrainer") -> None:
+    """Run padding of every length, and an update that changes nothing; log that, and how long.
+
+    Collective over the world: those of two microbatches of the shortest length and one of each
+    other, and of an update.
+
+    Raises:
+        Fault: one line that names what failed and what would fit.
+    """
+    config, loader, metrics = trainer.job_config, trainer.dataloader, trainer.metrics_processor
+    rungs = ladder(config)
+    begun = time.perf_counter()
+    logger.info(f"rehearsal: padding of {_listed(rungs)} tokens, before any record is read")
+    _check_tokenizer(trainer)
+    loader.lengths(np.empty(0, dtype=np.int64), rungs, trainer.device)  # makes room for them
+    statistics = SampleStatistics(config.privacy.max_grad_norm)
+    passed = 0
+    # The first lays out the accumulator, the update makes the optimizer's state: all others run
+    # beside both.
+    for place, length in enumerate((rungs[0], *rungs)):
+        with _told(f"a microbatch of {_samples(config)} of {length:,} tokens", config, passed):
+            trainer.accumulate(loader.padding(length), statistics)
+        passed = length
+        if place == 0:
+            with _told("an update (noise and optimizer)", config, None):
+                trainer.dp_optimizer.rehearse(trainer.clipped_sum.take())
+    trainer.clipped_sum.reset()
+    elapsed = time.perf_counter() - begun
+    metrics.time_last_log += elapsed  # the first logged throughput is of training
+    metrics.device_memory_monitor.reset_peak_stats()
+    logger.info(f"rehearsal: done in {elapsed:.1f} s")
+
+
+def _check_tokenizer(trainer: "DPTrainer") -> None:
+    """Refuse samples whose text may keep the other ranks waiting for too long."""
+    config, loader = trainer.job_config, trainer.dataloader
+    timeout = config.comm.train_timeout_seconds
+    seconds = slowest_seconds(loader.samples.tokenizer, loader.most_bytes)
+    if seconds > _SHARE * timeout:
+        raise Fault(
+            f"comm.train_timeout_seconds = {timeout}: the slowest text may take this tokenizer "
+            f"about {seconds:.0f} s here for a microbatch of {_samples(config)} of "
+            f"{config.training.seq_len:,} tokens, more than a quarter of it; set it to "
+            f"{math.ceil(1.2 * seconds / _SHARE)}, or lower training.local_batch_size or "
+            "training.seq_len"
+        )
+
+
+@contextlib.contextmanager
+def _told(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
+    """What fails within is one line.
+
+    Args:
+        fits: the longest sample that passed, 0 if none did; None for what has no length.
+    """
+    try:
+        yield
+    except AssertionError:
+        raise  # ours: with its traceback
+    except Exception as error:
+        text = str(error).strip()
+        first = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
+        where = f"rehearsal before the first step: {what}"
+        if _is_out_of_memory(error):
+            raise Fault(f"{where}: out of memory ({first}); {_remedy(config, fits)}") from error
+        if any(words in text.lower() for words in _LOST_PEER):
+            first += "; another rank has ended, and its own line says why"
+        raise Fault(f"{where}: {first}") from error
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Also CPU's, which is a RuntimeError, and what a compiler or a library wraps."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return any(words in str(error).lower() for words in _OUT_OF_MEMORY)
+
+
+def _remedy(config: JobConfig, fits: int | None) -> str:
+    """What would need less memory, the surest first."""
+    if fits is None:
+        return "what would fit: more ranks, or a smaller model"
+    training, checkpointing = config.training, config.activation_checkpoint
+    found = []
+    if fits:
+        found.append(f"training.seq_len = {fits} (samples of {fits:,} tokens passed)")
+    if checkpointing.mode != "full":
+        found.append(f"activation_checkpoint.mode = 'full' (now '{checkpointing.mode}')")
+    elif not checkpointing.offload_inputs:
+        found.append("activation_checkpoint.offload_inputs = true")
+    if training.local_batch_size > 1:
+        found.append(f"a smaller training.local_batch_size (now {training.local_batch_size})")
+    return f"what would fit: {', or '.join([*found, 'more ranks'])}"
+
+
+def _samples(config: JobConfig) -> str:
+    count = config.training.local_batch_size
+    return "1 sample" if count == 1 else f"{count} samples"
+
+
+def _listed(rungs: tuple[int, ...]) -> str:
+    return ", ".join(f"{rung:,}" for rung in rungs)
