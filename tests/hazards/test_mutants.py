@@ -20,13 +20,14 @@ from tests.hazards.mutants import (
     outputs,
     parameters,
     precision,
+    same_records,
     sampling,
     whole,
 )
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = range(1, 47)
+ROWS = (*range(1, 47), 48)
 ROOMS = (
     clipping,
     precision,
@@ -34,6 +35,7 @@ ROOMS = (
     noise,
     keys,
     sampling,
+    same_records,
     accounting,
     outputs,
     lineage,
