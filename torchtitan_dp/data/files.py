@@ -68,8 +68,9 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
         blob.write(b"\0")  # an empty file cannot be mapped
         blob.flush()
         spans.flush()
-        span_array = np.memmap(spans, dtype=np.int64, mode="r").reshape(-1, 2)
-        name_array = np.memmap(blob, dtype=np.uint8, mode="r")
+        # As plain arrays, whose items and slices come several times as fast.
+        span_array = np.asarray(np.memmap(spans, dtype=np.int64, mode="r")).reshape(-1, 2)
+        name_array = np.asarray(np.memmap(blob, dtype=np.uint8, mode="r"))
     hashes = listing.hexdigest(), place.hexdigest()
     return Files(root, name_array, span_array[:, 0], span_array[:, 1], *hashes)
 

@@ -109,10 +109,10 @@ MUTANTS = [
     ),
     Mutant(
         48,
-        "labels alone compared",
+        "only the first token compared",
         "data/comparison.py",
         "        for tensor in (tokens_T, labels_T):\n",
-        "        for tensor in (labels_T[:1],):\n",
+        "        for tensor in (tokens_T[:1],):\n",
         (f"{DRAWN}[text-cp]",),
     ),
     Mutant(
@@ -134,11 +134,10 @@ MUTANTS = [
     ),
     Mutant(
         48,
-        "compared when the step is over",
+        "only empty draws compared",
         "data/loading.py",
-        "        if comparison is not None:\n            self._compare(comparison, draw, lengths, key)\n",
-        "        if comparison is not None and len(draw) == 0:\n"
-        "            self._compare(comparison, draw, lengths, key)\n",
+        "        if comparison is not None:\n            self._compare(",
+        "        if comparison is not None and len(draw) == 0:\n            self._compare(",
         (f"{SAME}test_row48_a_refused_step_is_not_begun_and_changes_no_weights",),
         quick=True,
     ),
