@@ -121,6 +121,17 @@ class Data:
     """What to do with a record that is no UTF-8 text (or no JSON with the field): `empty` keeps it
     as a record that contributes exactly nothing, and counts it; `error` refuses to start."""
 
+    verify_records: Literal["contents", "drawn"] = "contents"
+    """How ranks make sure that they hold the same records under the same indices; else one person
+    could enter twice. `contents`: all files are read and hashed before the first step, by one
+    process a machine, and again only where they have changed; other contents on another node, or
+    on resume, are refused. `drawn`, with privacy, for data too large to be read whole: names, sizes
+    and where lines begin are compared at the start; in each step every machine makes the sample of
+    every drawn unit, not of its share alone, and the step is refused, before anything comes of it,
+    if two differ (token ids, labels, padding or window). It does not see what was never drawn, nor,
+    on resume, contents that have changed everywhere. Both take it that the ranks of one machine
+    read the same files, and that nobody writes to them during the run."""
+
     length_buckets: bool = True
     """With privacy: pad each sample to the smallest of a few public lengths that holds it (a power
     of two times 2 x `context_parallel_degree`, at least T / 128, at most T = `training.seq_len`)

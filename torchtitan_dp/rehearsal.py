@@ -16,7 +16,7 @@ Assumed, as crashes that do not depend on records:
     - the memory that is free to this process stays as it is, and a device's allocator finds a place
       again for what it has placed before (the orders of lengths differ);
     - the host has room for what one sample is made of: at most `excerpts.most_bytes` of text or one
-      JSON line (`records.MAX_LINE_BYTES`), parsed, and some 200 bytes for each of its tokens;
+      JSON line (`jsonl_records.MAX_LINE_BYTES`), parsed, and some 200 bytes for each of its tokens;
       beside that, for the index, 4 bytes a unit (made here, by `TokenCounts`), and a step's
       statistics, 32 bytes a sample;
     - checkpoints, validation and `privacy.json` need what they need at the same steps of every

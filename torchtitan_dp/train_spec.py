@@ -2,7 +2,11 @@
 
 import contextlib
 import functools
+import os
 from typing import Any
+
+import torch
+import torch.distributed as dist
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -13,8 +17,10 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.comparison import Place
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.samples import SampleStore
@@ -72,7 +78,21 @@ def build_loader(
         batch_size=job_config.training.local_batch_size,
         fingerprint=records.fingerprint,
         shuffle_seed=job_config.debug.seed or 0,
+        compared=compared(job_config, dp_world_size),
     )
+
+
+def compared(config: JobConfig, dp_world_size: int) -> tuple[Place, torch.device] | None:
+    """Where this rank stands if ranks compare what they draw, and what they send from.
+
+    Without torchrun's word on which ranks share a machine, each is taken to have one for itself.
+    """
+    if config.data.verify_records != "drawn" or not config.privacy.enable:
+        return None
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    local_rank = int(os.environ["LOCAL_RANK"]) if ranks > 1 else 0
+    cp = dist.get_world_size() // dp_world_size
+    return Place.of(dist.get_rank(), cp, local_rank, ranks), torch.device(device_type)
 
 
 def build_metrics(

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from torchtitan_dp.data import contents, jsonl_records, text_records
 from torchtitan_dp.data import index as line_index
-from torchtitan_dp.data import records
 from torchtitan_dp.data.records import RecordStore, open_records
 from torchtitan_dp.data.units import open_units
 
@@ -255,7 +255,7 @@ def test_jsonl_only_newlines_and_empty_files(tmp_path: Path, open_: Open) -> Non
 def test_jsonl_lines_across_blocks(
     tmp_path: Path, open_: Open, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(line_index, "BLOCK_BYTES", block)
+    monkeypatch.setattr(contents, "LEAF_BYTES", block)
     lines = [json.dumps({"text": "x" * n}) for n in range(5)]
     root = write(tmp_path / "d", {f"{i}.jsonl": "\n".join(lines).encode() for i in range(2)})
     assert texts(open_("jsonl", root)) == ["x" * n for n in range(5)] * 2
@@ -305,14 +305,17 @@ def test_second_open_reads_no_data(
 ) -> None:
     root = write(tmp_path / "d", {"a.jsonl": b'{"text": "1"}\n' * 3, "b.jsonl": b"x\n"})
     opened = count_opens(monkeypatch, root)
-    first = open_("jsonl", root)
-    assert opened == ["a.jsonl", "b.jsonl"]
-    second = open_("jsonl", root)
-    assert opened == ["a.jsonl", "b.jsonl"]
-    assert texts(first) == texts(second)
-    assert first.fingerprint == second.fingerprint
+    for format, hashed in (("jsonl", True), ("jsonl", False), ("text", True)):
+        opened.clear()
+        first = open_(format, root, contents=hashed)
+        assert sorted(opened) == ["a.jsonl", "b.jsonl"]
+        opened.clear()
+        second = open_(format, root, contents=hashed)
+        assert opened == []
+        assert texts(first) == texts(second)
+        assert first.fingerprint == second.fingerprint
     opened.clear()
-    open_("text", root)
+    open_("text", root, contents=False)
     assert opened == []
 
 
@@ -327,14 +330,17 @@ def test_default_index_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert len(saved(tmp_path / "cache/torchtitan_dp/index")) == 1
 
 
+@pytest.mark.parametrize("format", ["text", "jsonl"])
 @pytest.mark.parametrize("damage", ["empty", "short", "header", "flip", "longer", "pickle"])
-def test_damaged_index_is_rebuilt(tmp_path: Path, open_: Open, index: Path, damage: str) -> None:
+def test_damaged_index_is_rebuilt(
+    tmp_path: Path, open_: Open, index: Path, damage: str, format: str
+) -> None:
     root = write(tmp_path / "d", {"a.jsonl": b'{"text": "1"}\n{"text": "22"}\n{"text": "3"}'})
-    open_("jsonl", root)
+    before = open_(format, root).fingerprint
     (path,) = saved(index)
     good = path.read_bytes()
     flipped = bytearray(good)
-    flipped[-24] ^= 1  # the low byte of the third bound
+    flipped[-24] ^= 1  # of the contents' hash
     path.write_bytes(
         {
             "empty": b"",
@@ -345,7 +351,10 @@ def test_damaged_index_is_rebuilt(tmp_path: Path, open_: Open, index: Path, dama
             "pickle": b"\x80\x04N.",
         }[damage]
     )
-    assert texts(open_("jsonl", root)) == ["1", "22", "3"]
+    after = open_(format, root)
+    assert after.fingerprint == before
+    if format == "jsonl":
+        assert texts(after) == ["1", "22", "3"]
     if damage != "longer":  # numpy does not look beyond the array
         assert path.read_bytes() == good
 
@@ -375,49 +384,6 @@ def test_size_alone_or_place_alone_is_enough(tmp_path: Path, open_: Open) -> Non
         for path in root.iterdir():
             os.utime(path, ns=(1, 1))
         assert texts(open_("jsonl", root)) == expected
-
-
-def test_file_that_changes_after_it_was_listed(
-    tmp_path: Path, open_: Open, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = write(tmp_path / "d", {"a.jsonl": b'{"text": "1"}\n{"text": "2"}  '})
-    build = line_index._write_bounds
-
-    def grow_and_build(*args: Any) -> None:
-        with open(root / "a.jsonl", "ab") as file:
-            file.write(b'\n{"text": "3"}')
-        build(*args)
-
-    monkeypatch.setattr(line_index, "_write_bounds", grow_and_build)
-    store = open_("jsonl", root)
-    assert texts(store) == ["1", "2"]
-    os.truncate(root / "a.jsonl", 27)  # what is left of line 2 is JSON still, but not the record
-    assert texts(store) == ["1", None]
-
-    def shrink_and_build(*args: Any) -> None:
-        os.truncate(root / "a.jsonl", 20)
-        build(*args)
-
-    monkeypatch.setattr(line_index, "_write_bounds", shrink_and_build)
-    with pytest.raises(ValueError, match=r"training\.dataset_path: .*a\.jsonl' shrank"):
-        open_("jsonl", root)
-
-
-def test_processes_may_build_at_once(
-    tmp_path: Path, open_: Open, index: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    root = write(tmp_path / "d", {"a.jsonl": b'{"text": "1"}\n{"text": "2"}'})
-    build, others = line_index._write_bounds, []
-
-    def build_while_another_finishes(*args: Any) -> None:
-        monkeypatch.setattr(line_index, "_write_bounds", build)
-        others.append(open_("jsonl", root))
-        build(*args)
-
-    monkeypatch.setattr(line_index, "_write_bounds", build_while_another_finishes)
-    mine = open_("jsonl", root)
-    assert texts(mine) == texts(others[0]) == ["1", "2"]
-    assert len(saved(index)) == 1
 
 
 def test_failed_build_leaves_nothing(
@@ -486,7 +452,8 @@ def test_fingerprint_sees_the_number_of_records(tmp_path: Path, open_: Open) -> 
     one = write(tmp_path / "one", {"a.jsonl": b"{}\n{}"})
     two = write(tmp_path / "two", {"a.jsonl": b"{}\n\n\n"})
     assert open_("jsonl", one).fingerprint != open_("jsonl", two).fingerprint
-    assert open_("text", one).fingerprint == open_("text", two).fingerprint
+    one_text, two_text = (open_("text", place, contents=False) for place in (one, two))
+    assert one_text.fingerprint == two_text.fingerprint  # of as many records
 
 
 def test_fingerprint_sees_the_order_of_lines(tmp_path: Path, open_: Open) -> None:
@@ -552,13 +519,13 @@ def test_a_record_larger_than_memory_is_read_in_part(open_: Open, tmp_path: Path
     """Sparse: 100 GiB of zeros on disk take no space, in memory they would."""
     root = write(tmp_path / "data", {"huge.txt": b"begins"})
     os.truncate(root / "huge.txt", 100 * 2**30)
-    assert open_("text", root).read(0, max_bytes=8) == "begins\0\0"
+    assert open_("text", root, contents=False).read(0, max_bytes=8) == "begins\0\0"
 
 
 def test_decodability_is_told_block_by_block(
     open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "_BLOCK_BYTES", 3)  # cuts characters
+    monkeypatch.setattr(text_records, "_BLOCK_BYTES", 3)  # cuts characters
     files = {"a": "ünï ☃☃".encode(), "b": b"good, then \xff", "c": "cut ☃".encode()[:-1], "d": b""}
     store = open_("text", write(tmp_path / "data", files))
     found = [store.is_decodable(i) for i in range(4)]
@@ -582,7 +549,7 @@ def test_a_line_that_memory_does_not_hold_is_undecodable(
 def test_a_line_too_long_to_parse_is_undecodable(
     open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(records, "MAX_LINE_BYTES", 20)
+    monkeypatch.setattr(jsonl_records, "MAX_LINE_BYTES", 20)
     lines = b'{"text": "short"}\n{"text": "' + b"x" * 20 + b'"}\n{"text": "last"}\n'
     store = open_("jsonl", write(tmp_path / "data", {"a.jsonl": lines}))
     assert texts(store) == ["short", None, "last"]

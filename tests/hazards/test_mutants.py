@@ -23,6 +23,7 @@ from tests.hazards.mutants import (
     outputs,
     parameters,
     precision,
+    same_records,
     sampling,
     whole,
 )
@@ -38,6 +39,7 @@ ROOMS = (
     noise,
     keys,
     sampling,
+    same_records,
     accounting,
     outputs,
     lineage,

@@ -24,7 +24,7 @@ class Files(NamedTuple):
     names: np.ndarray  # uint8: all relative names, one after the other
     name_starts: np.ndarray  # (files + 1,) int64 into names
     starts: np.ndarray  # (files + 1,) int64: where each begins if all lay one after the other
-    content_hash: str  # of relative names and sizes
+    listing_hash: str  # of relative names and sizes
     place_hash: str  # of absolute paths, sizes and times; of inodes, since times can be set
 
     def __len__(self) -> int:
@@ -41,7 +41,7 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
     A file that several links name, symbolic or hard, is taken once, by the first name. Nothing is
     saved for a later run: telling that the list is unchanged takes the same walk.
     """
-    content, place = hashlib.sha256(), hashlib.sha256()
+    listing, place = hashlib.sha256(), hashlib.sha256()
     name_end = byte_end = 0
     linked: set[tuple[int, int]] = set()  # files that may come again under another name
     real_root, folder_name, is_far = os.path.realpath(root), "", False
@@ -58,7 +58,7 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
                 if (status.st_dev, status.st_ino) in linked:
                     continue
                 linked.add((status.st_dev, status.st_ino))
-            content.update(raw + struct.pack("=xq", status.st_size))  # x is NUL: ends the name
+            listing.update(raw + struct.pack("=xq", status.st_size))  # x is NUL: ends the name
             times = status.st_mtime_ns, status.st_ctime_ns
             place.update(os.fsencode(path))
             place.update(struct.pack("=xqqqQ", status.st_size, *times, status.st_ino))
@@ -68,9 +68,10 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
         blob.write(b"\0")  # an empty file cannot be mapped
         blob.flush()
         spans.flush()
-        span_array = np.memmap(spans, dtype=np.int64, mode="r").reshape(-1, 2)
-        name_array = np.memmap(blob, dtype=np.uint8, mode="r")
-    hashes = content.hexdigest(), place.hexdigest()
+        # As plain arrays, whose items and slices come several times as fast.
+        span_array = np.asarray(np.memmap(spans, dtype=np.int64, mode="r")).reshape(-1, 2)
+        name_array = np.asarray(np.memmap(blob, dtype=np.uint8, mode="r"))
+    hashes = listing.hexdigest(), place.hexdigest()
     return Files(root, name_array, span_array[:, 0], span_array[:, 1], *hashes)
 
 

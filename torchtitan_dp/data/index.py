@@ -1,22 +1,30 @@
-"""What one streaming pass over the files found, kept on disk and never trusted: where lines begin.
+"""What one pass over the files found, kept on disk: where lines begin, and the contents' hash.
 
 A saved index is found again while the files' absolute paths, sizes, times and inodes stay the
-same, and is checked whole before it is used. It is private: it tells how long the records are.
+same, and is checked whole before it is used. It is private: it tells how long the records are, and
+guesses of what they say can be confirmed by the hash. Of several processes that look for the same
+index, one makes it and the others wait.
 """
 
 import contextlib
+import fcntl
 import os
 import tempfile
+import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import BinaryIO
 
 import numpy as np
 
+from torchtitan_dp.data.contents import DIGEST_BYTES, is_readable, read_contents, say
 from torchtitan_dp.data.files import Files
 
-BLOCK_BYTES = 16 * 2**20
-INDEX_VERSION = "lines-2"  # of the format and of the name
+# Of the formats and of the names.
+LINES_VERSION, HASHED_LINES_VERSION, TEXTS_VERSION = "lines-2", "hashed-lines-1", "texts-1"
+_DIGEST_WORDS = DIGEST_BYTES // 8
+_POLL_S = 0.1
+_FIRST_LINE_S = 5.0
 
 WriteWords = Callable[[np.ndarray], None]
 
@@ -38,32 +46,110 @@ def writable_folder(folder: str | None) -> str:
         ) from error
 
 
-def line_bounds(files: Files, folder: str) -> np.ndarray:
-    """Where lines begin and end, (records + 1,) int64, as if all files lay one after the other."""
-    return cached_words(
-        os.path.join(folder, f"{INDEX_VERSION}-{files.place_hash}.npy"),
-        lambda write: _write_bounds(write, files),
-        lambda bounds: bounds[0] == 0 and bounds[-1] == files.starts[-1],
+def line_bounds(files: Files, folder: str, *, hashed: bool) -> tuple[np.ndarray, str]:
+    """Where lines begin and end, and what all of them hold, found in one pass.
+
+    Args:
+        hashed: whether the contents' hash is wanted: the same pass, with more to compute.
+
+    Returns:
+        (records + 1,) int64 bounds, as if all files lay one after the other; and the contents'
+        hash, hex, private; empty if not `hashed`.
+    """
+    tail = _DIGEST_WORDS if hashed else 0
+    version = HASHED_LINES_VERSION if hashed else LINES_VERSION
+    words = cached_words(
+        os.path.join(folder, f"{version}-{files.place_hash}.npy"),
+        lambda write: _write_bounds(write, files, hashed),
+        lambda words: words[0] == 0 and words[len(words) - tail - 1] == files.starts[-1],
     )
+    return words[: len(words) - tail], _hex(words[len(words) - tail :])
+
+
+def text_contents(files: Files, folder: str) -> tuple[str, np.ndarray]:
+    """What files hold: their contents' hash, hex, private, and which of them cannot be read.
+
+    The latter are int64 indices, rising. The hash takes all of them for the same. It is made anew
+    once one of them can be read.
+    """
+    words = cached_words(
+        os.path.join(folder, f"{TEXTS_VERSION}-{files.place_hash}.npy"),
+        lambda write: _write_texts(write, files),
+        lambda words: len(words) >= _DIGEST_WORDS,
+        lambda words: not any(is_readable(files, int(i)) for i in words[_DIGEST_WORDS:]),
+    )
+    return _hex(words[:_DIGEST_WORDS]), words[_DIGEST_WORDS:]
 
 
 def cached_words(
-    path: str, build: Callable[[WriteWords], None], fits: Callable[[np.ndarray], bool]
+    path: str,
+    build: Callable[[WriteWords], None],
+    fits: Callable[[np.ndarray], bool],
+    holds: Callable[[np.ndarray], bool] = lambda words: True,
 ) -> np.ndarray:
     """What `build` writes, int64, memory-mapped; taken from `path` if it is there and whole.
+
+    One process builds at a time; whoever waited for it takes what it made.
 
     Args:
         build: is handed a function that appends int64 values, any number of times.
         fits: whether what was read back can be what is wanted; may raise.
+        holds: whether what was kept is still true.
     """
-    words = _load_words(path, fits)
-    if words is None:
-        # Whoever finishes last wins, with the same content; readers keep the file they mapped.
+
+    def kept() -> np.ndarray | None:
+        words = _load_words(path, fits)
+        return words if words is not None and holds(words) else None
+
+    if (words := kept()) is not None:
+        return words
+    with _alone(f"{path}.lock"):
+        if (words := kept()) is not None:
+            return words
         _replace(path, lambda file: _write_words(file, build))
         words = _load_words(path, fits)
     if words is None:
         raise ValueError(f"training.dataset_path: its index {path!r} cannot be read back")
     return words
+
+
+@contextlib.contextmanager
+def _alone(path: str) -> Iterator[None]:
+    """Hold the lock at `path`, which the kernel frees when this process ends; leave no file behind.
+
+    On a file system without locks nobody waits, and several processes do the same work.
+    """
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            _wait_for(handle)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(handle), os.stat(path)):
+                    break  # else who held it has removed it since, and others lock another file
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(path)
+        os.close(handle)
+
+
+def _wait_for(handle: int) -> None:
+    told_at = time.monotonic() + _FIRST_LINE_S
+    while True:
+        try:
+            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(_POLL_S)
+        except OSError:
+            return None
+        if time.monotonic() > told_at:
+            told_at = float("inf")
+            say("waiting for another process, which reads the same files of training.dataset_path")
 
 
 def _load_words(path: str, fits: Callable[[np.ndarray], bool]) -> np.ndarray | None:
@@ -97,22 +183,30 @@ def _write_words(output: BinaryIO, build: Callable[[WriteWords], None]) -> None:
     assert write_header(count) == header_bytes
 
 
-def _write_bounds(write: WriteWords, files: Files) -> None:
+def _write_bounds(write: WriteWords, files: Files, hashed: bool) -> None:
+    def take(index: int, newlines: np.ndarray, is_last: bool) -> None:
+        begin, end = (int(x) for x in files.starts[index : index + 2])
+        write(begin + 1 + newlines)
+        if is_last and end > begin and (len(newlines) == 0 or newlines[-1] != end - begin - 1):
+            write(np.array([end]))  # a last line that no newline ends
+
     write(np.zeros(1))
-    block = bytearray(BLOCK_BYTES)
-    for file_index in range(len(files)):
-        place, end = (int(x) for x in files.starts[file_index : file_index + 2])
-        path, last = os.path.join(files.root, files.name(file_index)), 0x0A
-        with open(path, "rb", buffering=0) as file:
-            while place < end:
-                got = file.readinto(memoryview(block)[: end - place])
-                if not got:
-                    raise ValueError(f"training.dataset_path: {path!r} shrank while it was read")
-                found = np.flatnonzero(np.frombuffer(block, np.uint8, got) == 0x0A)
-                write(place + 1 + found)
-                place, last = place + got, block[got - 1]
-        if last != 0x0A:
-            write(np.array([end]))
+    contents = read_contents(files, hashed=hashed, scan=_newlines, take=take)
+    write(np.frombuffer(contents.digest, dtype="<i8"))
+
+
+def _newlines(block: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(block == 0x0A)
+
+
+def _write_texts(write: WriteWords, files: Files) -> None:
+    contents = read_contents(files, skip_unreadable=True)
+    write(np.frombuffer(contents.digest, dtype="<i8"))
+    write(np.array(contents.unreadable, dtype=np.int64))
+
+
+def _hex(words: np.ndarray) -> str:
+    return words.astype("<i8").tobytes().hex()
 
 
 def _replace(path: str, write: Callable[[BinaryIO], None]) -> None:

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from torchtitan_dp.data.buckets import TokenCounts, padded_lengths
+from torchtitan_dp.data.comparison import Comparison, Place
 from torchtitan_dp.data.samples import SampleStore
 from torchtitan_dp.privacy.sampling import choices, deal
 
@@ -48,6 +49,7 @@ class RecordLoader:
         batch_size: int,
         fingerprint: str = "",
         shuffle_seed: int = 0,
+        compared: tuple[Place, torch.device] | None = None,
     ) -> None:
         """
         Args:
@@ -58,10 +60,12 @@ class RecordLoader:
             batch_size: B, samples in a microbatch.
             fingerprint: of the data and how it was split; private.
             shuffle_seed: of the baseline without privacy.
+            compared: this rank's place, and what the process group sends from: ranks hold the
+                samples of each draw against each other.
         """
         self.samples, self.units, self.fingerprint = samples, units, fingerprint
         self._ranks, self._rank, self._batch_size = ranks, rank, batch_size
-        self._shuffle_seed = shuffle_seed
+        self._shuffle_seed, self._compared = shuffle_seed, compared
         self._counts = TokenCounts(samples, batch_size)
 
     def padding(self, length: int) -> Microbatch:
@@ -114,9 +118,13 @@ class RecordLoader:
         whatever was drawn; the rest is padding. Each length is dealt out by itself, the longest
         first, so that ranks in lockstep compute equally much and no sample is padded for another's
         sake. It costs at most one microbatch a length more, whose lengths together are below 2T.
+
+        Collective, where ranks compare (`data.comparison`): asking for the microbatch after the
+        last one raises `Fault` on all ranks if two of them made different samples of one unit.
         """
         if lengths is None:
             lengths = np.full(len(draw), self.samples.seq_len)
+        comparison = None if self._compared is None else Comparison(draw, self._compared[1])
         for length in np.unique(lengths)[::-1]:
             share = draw[lengths == length]
             dealt = deal(share, ranks=self._ranks, rank=self._rank, batch_size=self._batch_size)
@@ -125,7 +133,33 @@ class RecordLoader:
                 indices = np.where(valid, self.units[slots], -1)
                 rngs = [self._rng(key, slot) for slot in slots]
                 tokens_BT, labels_BT = self.samples.batch(indices, int(length), rngs)
+                if comparison is not None:
+                    for row in np.flatnonzero(valid).tolist():
+                        comparison.add(int(slots[row]), tokens_BT[row], labels_BT[row])
                 yield Microbatch(tokens_BT, labels_BT, torch.from_numpy(valid))
+        if comparison is not None:
+            self._compare(comparison, draw, lengths, key)
+
+    def _compare(
+        self, comparison: Comparison, draw: np.ndarray, lengths: np.ndarray, key: bytes
+    ) -> None:
+        """Also make this rank's share of what is dealt to no rank of its machine."""
+        assert self._compared is not None
+        place, _ = self._compared
+        dealt_here = {
+            position
+            for length in np.unique(lengths)
+            for rank in place.machine
+            for slots in deal(
+                draw[lengths == length], ranks=self._ranks, rank=rank, batch_size=self._batch_size
+            )
+            for position in slots.tolist()
+        }
+        for number, (position, length) in enumerate(zip(draw.tolist(), lengths, strict=True)):
+            if position not in dealt_here and number % place.local_ranks == place.local_rank:
+                unit, rng = int(self.units[position]), self._rng(key, position)
+                comparison.add(position, *self.samples.sample_again(unit, int(length), rng))
+        comparison.require_alike()
 
     def __iter__(self) -> Iterator[Batch]:
         """Shuffled fixed-size batches without end: the baseline WITHOUT privacy, and only that.

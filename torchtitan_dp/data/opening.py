@@ -31,7 +31,13 @@ class Records:
                 "('python-stdlib' to try)"
             )
         data, format = config.data, config.training.dataset
-        store = open_records(format, path, text_field=data.text_field, unit_field=data.unit_field)
+        store = open_records(
+            format,
+            path,
+            text_field=data.text_field,
+            unit_field=data.unit_field,
+            contents=data.verify_records == "contents",
+        )
         units = open_units(store, data.unit_field)
         train, heldout = split(units, data.heldout_fraction)
         if len(train) == 0:

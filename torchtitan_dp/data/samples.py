@@ -113,6 +113,15 @@ class SampleStore:
             labels_T[: len(ids) - 1] = ids[1:]
         return tokens_T, labels_T
 
+    def sample_again(
+        self, unit: int, length: int, rng: np.random.Generator | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `sample`, to compare with another rank's: `undecodable` does not count it."""
+        before = self.undecodable
+        tokens_T, labels_T = self.sample(unit, length, rng)
+        self._excerpts.undecodable = before
+        return tokens_T, labels_T
+
     def batch(
         self,
         units: Sequence[int] | np.ndarray,

@@ -22,7 +22,8 @@ from typing import Protocol
 import numpy as np
 
 from torchtitan_dp.data.index import writable_folder
-from torchtitan_dp.data.records import JsonlRecords, RecordStore
+from torchtitan_dp.data.jsonl_records import JsonlRecords
+from torchtitan_dp.data.records import RecordStore
 from torchtitan_dp.data.unit_index import UnitIndex, record_hash, unit_index
 
 CHUNK = 2**16

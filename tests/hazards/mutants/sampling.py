@@ -297,7 +297,7 @@ MUTANTS = [
     Mutant(
         43,
         "a record without a unit used",
-        "data/records.py",
+        "data/jsonl_records.py",
         "            if name is None or (self",
         "            if name is not None and (self",
         (f"{LOADER}test_row43_a_record_that_names_no_unit_contributes_nothing",),
@@ -306,7 +306,7 @@ MUTANTS = [
     Mutant(
         43,
         "a line that has become another's used",
-        "data/records.py",
+        "data/jsonl_records.py",
         "not self.is_of(index, name)",
         "not name",
         ("data/test_units.py::test_a_line_that_has_become_anothers_reads_as_nothing",),

@@ -1,0 +1,91 @@
+"""`data.verify_records = "drawn"`: ranks compare the samples that they make of each draw.
+
+For data too large to be hashed whole. Every unit that is drawn becomes a sample on the ranks that
+it is dealt to, and once more on each machine where it is dealt to nobody, only to be compared. The
+cost is public: each machine makes the samples of the whole draw instead of its share.
+
+Guarantee:
+    If a step is not refused, every unit drawn in it has the same sample (token ids, labels, padding
+    and window) on all ranks that it was dealt to and on at least one rank of every machine. So no
+    sample is one person's on one rank and another's on the next, and nobody enters under two
+    indices because machines hold records in two orders. Assumed: the ranks of one machine read the
+    same files, and these do not change between two draws. Nothing is said about units that were
+    never drawn.
+"""
+
+import hashlib
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from torchtitan_dp.distributed.agreement import know_alike
+from torchtitan_dp.process import Fault
+
+_MASK = 2**62 - 1
+
+
+class Place(NamedTuple):
+    """Where a rank is among those that read the same files."""
+
+    machine: range
+    """The data-parallel ranks that lie on its machine, in part or as a whole."""
+
+    local_rank: int
+    local_ranks: int
+
+    @classmethod
+    def of(cls, rank: int, cp: int, local_rank: int, local_ranks: int) -> "Place":
+        """As torchrun numbers ranks: those of a machine in a row, as are those of a cp group.
+
+        Args:
+            rank: in the world.
+            cp: the context-parallel degree.
+            local_rank, local_ranks: the rank's number on its machine, and how many are there.
+
+        >>> Place.of(rank=5, cp=2, local_rank=1, local_ranks=4)
+        Place(machine=range(2, 4), local_rank=1, local_ranks=4)
+        """
+        first = rank - local_rank
+        return cls(range(first // cp, (first + local_ranks - 1) // cp + 1), local_rank, local_ranks)
+
+
+class Comparison:
+    """What this rank made of the units of one draw."""
+
+    def __init__(self, draw: np.ndarray, device: torch.device) -> None:
+        """
+        Args:
+            draw: positions, int64 (n,), the same on every rank.
+            device: what the process group sends from.
+        """
+        self._device = device
+        self._slots = {int(position): slot for slot, position in enumerate(draw)}
+        self._words = np.zeros((len(draw), 2), dtype=np.int64)  # 0: this rank did not make it
+
+    def add(self, position: int, tokens_T: torch.Tensor, labels_T: torch.Tensor) -> None:
+        """A sample of the unit at a position of the draw, int64, padding included."""
+        digest = hashlib.blake2b(digest_size=16)
+        for tensor in (tokens_T, labels_T):
+            digest.update(tensor.contiguous().numpy().tobytes())
+        words = np.frombuffer(digest.digest(), dtype="<i8") & _MASK
+        self._words[self._slots[position]] = words + 1
+
+    def has(self, position: int) -> bool:
+        """Whether this rank has made it."""
+        return bool(self._words[self._slots[position], 0])
+
+    def require_alike(self) -> None:
+        """Refuse the draw if two ranks made different samples of one unit.
+
+        Collective (of `agreement.know_alike`), whatever was drawn.
+
+        Raises:
+            Fault: on all ranks. It does not say which unit.
+        """
+        if not know_alike(self._words, self._device):
+            raise Fault(
+                "data.verify_records = 'drawn': ranks made different samples of one drawn unit, "
+                "and the step was not taken: training.dataset_path and model.hf_assets_path must "
+                "hold the same on every node, and stay so; mend the copies, and start again"
+            )

@@ -1,0 +1,136 @@
+"""The record store of `training.dataset` = "jsonl": one line, one record."""
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterator
+from typing import IO
+
+import numpy as np
+
+from torchtitan_dp.data.files import Files
+from torchtitan_dp.data.index import line_bounds
+from torchtitan_dp.data.record_bytes import checked, decode, fingerprint
+
+CHUNK = 2**16
+MAX_LINE_BYTES = 64 * 2**20
+"""A longer line is undecodable: JSON is parsed whole, in up to 30 times its size."""
+
+
+class JsonlRecords:
+    """One line, one record: a JSON object whose `text_field` is the text."""
+
+    reads_whole = True
+
+    is_of: Callable[[int, str], bool] | None = None
+    """Whether a record is of the unit of that name, once `units` has found out."""
+
+    def __init__(
+        self,
+        files: Files,
+        text_field: str,
+        unit_field: str | None,
+        index_folder: str,
+        *,
+        contents: bool,
+    ) -> None:
+        """
+        Args:
+            contents: whether the fingerprint is of what the lines hold, too.
+        """
+        self._files, self._text_field, self._unit_field = files, text_field, unit_field
+        # (records + 1,)
+        self._bounds, hashed = line_bounds(files, index_folder, hashed=contents)
+        self._first = np.searchsorted(self._bounds, files.starts)  # (files + 1,) first record
+        lines = hashlib.sha256(self._bounds.data).hexdigest()  # in which order they are
+        self.fingerprint = fingerprint("jsonl", files, lines, hashed)
+        self.place_hash = f"jsonl-{files.place_hash}"
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def _file_of(self, index: int) -> int:
+        return int(np.searchsorted(self._first, checked(index, len(self)), side="right")) - 1
+
+    def read(self, index: int, max_bytes: int | None = None, start: int = 0) -> str | None:
+        text = self._text(index)
+        if text is None:
+            return None
+        part = text[start:] if max_bytes is None else text[start : start + max_bytes + 1]
+        return decode(part, max_bytes, start, codec="utf-8")
+
+    def is_decodable(self, index: int) -> bool:
+        return self._text(index) is not None
+
+    def size(self, index: int) -> int:
+        return len(self._text(index) or b"")
+
+    def _text(self, index: int) -> bytes | None:
+        file_index = self._file_of(index)
+        begin, end = int(self._bounds[index]), int(self._bounds[index + 1])
+        try:
+            with open(os.path.join(self._files.root, self._files.name(file_index)), "rb") as file:
+                file.seek(begin - int(self._files.starts[file_index]))
+                fields = _read_object(file, end - begin)
+        except OSError:
+            return None
+        if self._unit_field is not None:
+            name = _unit_name(fields.get(self._unit_field))
+            if name is None or (self.is_of is not None and not self.is_of(index, name)):
+                return None  # nobody knows whose it is, or somebody else's by now
+        return _encode(fields.get(self._text_field))
+
+    def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
+        return self._bounds[indices + 1] - self._bounds[indices]
+
+    def record_id(self, index: int) -> str:
+        file_index = self._file_of(index)
+        return f"{self._files.name(file_index)}:{index - int(self._first[file_index]) + 1}"
+
+    def record_ids(self) -> Iterator[str]:
+        for file_index in range(len(self._files)):
+            name = self._files.name(file_index)
+            for line in range(int(self._first[file_index + 1] - self._first[file_index])):
+                yield f"{name}:{line + 1}"
+
+    def unit_names(self) -> Iterator[str | None]:
+        assert self._unit_field is not None
+        for file_index in range(len(self._files)):
+            first, last = (int(x) for x in self._first[file_index : file_index + 2])
+            with open(os.path.join(self._files.root, self._files.name(file_index)), "rb") as file:
+                for start in range(first, last, CHUNK):
+                    stop = min(start + CHUNK, last)
+                    for size in np.diff(self._bounds[start : stop + 1]).tolist():
+                        yield _unit_name(_read_object(file, size).get(self._unit_field))
+
+
+def _read_object(file: IO[bytes], size: int) -> dict[str, object]:
+    """The JSON object on the next line, of so many bytes, which is passed in any case."""
+    if size > MAX_LINE_BYTES:
+        file.seek(size, os.SEEK_CUR)
+        return {}
+    return _parse(file.read(size), size)
+
+
+def _parse(line: bytes, size: int) -> dict[str, object]:
+    """The JSON object on a line; an empty one if it is none, or not `size` bytes long."""
+    try:
+        value = json.loads(line.decode("utf-8-sig")) if len(line) == size else None
+    except (ValueError, RecursionError, MemoryError):
+        return {}
+    return value if isinstance(value, dict) else {}
+
+
+def _encode(value: object) -> bytes | None:
+    """UTF-8; `None` for what is no text. JSON can spell half a surrogate pair, which is none."""
+    try:
+        return value.encode("utf-8") if isinstance(value, str) else None
+    except UnicodeError:
+        return None
+
+
+def _unit_name(value: object) -> str | None:
+    # A bool is an int to Python, and 1.0 is not 1 to JSON's other readers.
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return value if isinstance(value, str) and _encode(value) else None

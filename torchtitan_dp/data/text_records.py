@@ -1,0 +1,78 @@
+"""The record store of `training.dataset` = "text": one file, one record."""
+
+import codecs
+import os
+from collections.abc import Iterator
+
+import numpy as np
+
+from torchtitan_dp.data.files import Files
+from torchtitan_dp.data.index import text_contents
+from torchtitan_dp.data.record_bytes import checked, decode, fingerprint
+
+_BLOCK_BYTES = 16 * 2**20
+
+
+class TextRecords:
+    """One file, one record."""
+
+    reads_whole = False
+
+    def __init__(self, files: Files, index_folder: str, *, contents: bool) -> None:
+        """
+        Args:
+            contents: whether the fingerprint is of what the files hold, too.
+        """
+        self._files, hashed = files, ""
+        self._unreadable: frozenset[int] = frozenset()  # when they were hashed
+        if contents:
+            hashed, unreadable = text_contents(files, index_folder)
+            self._unreadable = frozenset(unreadable.tolist())
+        self.fingerprint = fingerprint("text", files, str(len(files)), hashed)
+        self.place_hash = f"text-{files.place_hash}"
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self, index: int, max_bytes: int | None = None, start: int = 0) -> str | None:
+        path = os.path.join(self._files.root, self.record_id(index))
+        if index in self._unreadable:
+            return None  # as the fingerprint has it, even if it can be read by now
+        try:
+            with open(path, "rb") as file:
+                file.seek(start)
+                data = file.read() if max_bytes is None else file.read(max_bytes + 1)
+            return decode(data, max_bytes, start)
+        except (OSError, UnicodeError):
+            return None
+
+    def is_decodable(self, index: int) -> bool:
+        if checked(index, len(self)) in self._unreadable:
+            return False
+        decoder = codecs.getincrementaldecoder("utf-8-sig")()
+        try:
+            with open(os.path.join(self._files.root, self.record_id(index)), "rb") as file:
+                while block := file.read(_BLOCK_BYTES):
+                    decoder.decode(block)
+            decoder.decode(b"", final=True)
+        except (OSError, UnicodeError):
+            return False
+        return True
+
+    def size(self, index: int) -> int:
+        return int(self.stored_bytes(np.array([checked(index, len(self))]))[0])
+
+    def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
+        return self._files.starts[indices + 1] - self._files.starts[indices]
+
+    def record_id(self, index: int) -> str:
+        return self._files.name(checked(index, len(self)))
+
+    def record_ids(self) -> Iterator[str]:
+        return map(self._files.name, range(len(self)))
+
+    def unit_names(self) -> Iterator[str | None]:
+        for name in self.record_ids():
+            folder, slash, _ = os.fsencode(name).partition(b"/")
+            # not as the locale reads it, on which the unit must not depend
+            yield folder.decode("utf-8", "surrogateescape") if slash else None
