@@ -50,7 +50,7 @@ OWNER_ITEMS = (
         "How well does it do on public data, and for which groups of people worse than for others? "
         "Clipping and noise cost rare groups most.",
     ),
-    OwnerItem("Source code", "Where can the program of the commit below be read?"),
+    OwnerItem("Source code", "Where can the program of the commit named above be read?"),
     OwnerItem("Contact", "Whom does one ask, and tell of a suspected leak?"),
 )
 
