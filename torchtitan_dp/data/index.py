@@ -119,10 +119,11 @@ def _alone(path: str) -> Iterator[None]:
 
     On a file system without locks nobody waits, and several processes do the same work.
     """
+    tell_at = time.monotonic() + _FIRST_LINE_S
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            _wait_for(handle)
+            tell_at = _wait_for(handle, tell_at)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.stat(path)):
                     break  # else who held it has removed it since, and others lock another file
@@ -138,17 +139,18 @@ def _alone(path: str) -> Iterator[None]:
         os.close(handle)
 
 
-def _wait_for(handle: int) -> None:
-    told_at = time.monotonic() + _FIRST_LINE_S
+def _wait_for(handle: int, tell_at: float) -> float:
+    """Say so once, after `tell_at`; return when to say it, if it comes to that again."""
     while True:
         try:
-            return fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return tell_at
         except BlockingIOError:
             time.sleep(_POLL_S)
         except OSError:
-            return None
-        if time.monotonic() > told_at:
-            told_at = float("inf")
+            return tell_at
+        if time.monotonic() > tell_at:
+            tell_at = float("inf")
             say("waiting for another process, which reads the same files of training.dataset_path")
 
 
