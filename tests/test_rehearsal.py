@@ -12,6 +12,7 @@ import torch
 
 from tests.launch import arguments, with_sigma, write_records
 from tests.ranks import on_ranks
+from torchtitan_dp.cli import load_config
 
 STEPS = 3
 HOW = {
@@ -189,6 +190,27 @@ def test_row47_ranks_of_one_cp_group_rehearse_alike(tmp_path, how):
 # What is run is what a step runs.
 
 
+def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
+    """On stand-ins that note what is asked of them, in order."""
+    from tests.hazards.test_trainer import loader
+    from torchtitan_dp.data.buckets import ladder
+    from torchtitan_dp.rehearsal import rehearse
+
+    did: list[Any] = []
+    trainer = mock.MagicMock()
+    trainer.job_config = load_config(command(tmp_path), 1)
+    trainer.dataloader, trainer.device = loader(), torch.device("cpu")
+    trainer.accumulate = lambda microbatch, _: did.append(microbatch)
+    trainer.dp_optimizer.rehearse = lambda _: did.append("update")
+    trainer.clipped_sum.reset = lambda: did.append("reset")
+    rehearse(trainer)
+    first, update, *rungs, reset = did
+    assert [m.labels_BT.shape[1] for m in rungs] == list(ladder(trainer.job_config))
+    assert first.labels_BT.shape == rungs[0].labels_BT.shape
+    assert (update, reset) == ("update", "reset")
+    assert not any(m.valid_B.any() or (m.labels_BT >= 0).any() for m in rungs)
+
+
 def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     """Of each length: the peak bytes of a microbatch of padding, and of a full one; and whether
     both run the same operators on the same shapes."""
@@ -200,7 +222,9 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     class Operators(MemoryTracker):
         """Also notes what runs."""
 
-        ran: list[tuple[str, list[Any]]]
+        def __init__(self) -> None:
+            super().__init__("all")
+            self.ran: list[tuple[str, list[Any]]] = []
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
@@ -223,7 +247,7 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
         rungs = ladder(trainer.job_config)
         first = trainer.dataloader.padding(rungs[-1])
         trainer.accumulate(first, SampleStatistics(1.0))
-        with Operators("all") as tracker:
+        with Operators() as tracker:
             for length in rungs:
                 padding = trainer.dataloader.padding(length)
                 row, ran = [], []

@@ -78,8 +78,11 @@ class RecordLoader:
     @property
     def most_bytes(self) -> int:
         """How much text this rank hands to the tokenizer at most while the others may wait for it:
-        that of one microbatch."""
-        return self._batch_size * self.samples.most_bytes
+        that of one microbatch, and where ranks compare, of what it makes again meanwhile."""
+        samples = self._batch_size
+        if self._compared is not None:
+            samples += -(-self._ranks * self._batch_size // self._compared[0].local_ranks)
+        return samples * self.samples.most_bytes
 
     def lengths(
         self,
@@ -124,42 +127,49 @@ class RecordLoader:
         """
         if lengths is None:
             lengths = np.full(len(draw), self.samples.seq_len)
+        dealt = [
+            (int(length), slots)
+            for length in np.unique(lengths)[::-1]
+            for slots in self._deal(draw[lengths == length], self._rank)
+        ]
         comparison = None if self._compared is None else Comparison(draw, self._compared[1])
-        for length in np.unique(lengths)[::-1]:
-            share = draw[lengths == length]
-            dealt = deal(share, ranks=self._ranks, rank=self._rank, batch_size=self._batch_size)
-            for slots in dealt:
-                valid = slots >= 0
-                indices = np.where(valid, self.units[slots], -1)
-                rngs = [self._rng(key, slot) for slot in slots]
-                tokens_BT, labels_BT = self.samples.batch(indices, int(length), rngs)
-                if comparison is not None:
-                    for row in np.flatnonzero(valid).tolist():
-                        comparison.add(int(slots[row]), tokens_BT[row], labels_BT[row])
-                yield Microbatch(tokens_BT, labels_BT, torch.from_numpy(valid))
+        others = [] if comparison is None else self._others(draw, lengths)
+        for number, (length, slots) in enumerate(dealt):
+            valid = slots >= 0
+            indices = np.where(valid, self.units[slots], -1)
+            rngs = [self._rng(key, slot) for slot in slots]
+            tokens_BT, labels_BT = self.samples.batch(indices, length, rngs)
+            if comparison is not None:
+                for row in np.flatnonzero(valid).tolist():
+                    comparison.add(int(slots[row]), tokens_BT[row], labels_BT[row])
+                # As many in each microbatch: nobody waits for many of them at once.
+                for position, its_length in others[number :: len(dealt)]:
+                    unit, rng = int(self.units[position]), self._rng(key, position)
+                    comparison.add(position, *self.samples.sample_again(unit, its_length, rng))
+            yield Microbatch(tokens_BT, labels_BT, torch.from_numpy(valid))
         if comparison is not None:
-            self._compare(comparison, draw, lengths, key)
+            comparison.require_alike()
 
-    def _compare(
-        self, comparison: Comparison, draw: np.ndarray, lengths: np.ndarray, key: bytes
-    ) -> None:
-        """Also make this rank's share of what is dealt to no rank of its machine."""
+    def _deal(self, share: np.ndarray, rank: int) -> list[np.ndarray]:
+        return deal(share, ranks=self._ranks, rank=rank, batch_size=self._batch_size)
+
+    def _others(self, draw: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
+        """This rank's share of what is dealt to no rank of its machine: positions and lengths."""
         assert self._compared is not None
         place, _ = self._compared
         dealt_here = {
             position
             for length in np.unique(lengths)
             for rank in place.machine
-            for slots in deal(
-                draw[lengths == length], ranks=self._ranks, rank=rank, batch_size=self._batch_size
-            )
+            for slots in self._deal(draw[lengths == length], rank)
             for position in slots.tolist()
         }
-        for number, (position, length) in enumerate(zip(draw.tolist(), lengths, strict=True)):
-            if position not in dealt_here and number % place.local_ranks == place.local_rank:
-                unit, rng = int(self.units[position]), self._rng(key, position)
-                comparison.add(position, *self.samples.sample_again(unit, int(length), rng))
-        comparison.require_alike()
+        missing = [
+            (position, length)
+            for position, length in zip(draw.tolist(), lengths.tolist(), strict=True)
+            if position not in dealt_here
+        ]
+        return missing[place.local_rank :: place.local_ranks]
 
     def __iter__(self) -> Iterator[Batch]:
         """Shuffled fixed-size batches without end: the baseline WITHOUT privacy, and only that.

@@ -3,8 +3,8 @@
 Guarantee:
     `steps_executed.log` has a line, synced before the update, for every step ever begun in this
     dump folder, with its noise, rate and start: lost and abandoned ones too. Nothing is computed
-    from what records hold; the fingerprint, which is (from their names and sizes), has a file of
-    its own that is never published.
+    from what records hold; the fingerprint, which is (from their names, sizes and contents), has a
+    file of its own that is never published.
 """
 
 import dataclasses
@@ -208,9 +208,9 @@ def check_fingerprint(folder: str, fingerprint: str) -> None:
     before = read_fingerprint(folder)
     if before is not None and before != fingerprint:
         raise ValueError(
-            "training.dataset_path: the records (or data.unit_field, heldout_fraction or "
-            "text_field) are not those that this run was started with; restore them, or start "
-            "afresh in another job.dump_folder"
+            "training.dataset_path: the records (or data.unit_field, heldout_fraction, text_field "
+            "or verify_records) are not those that this run was started with; restore them, or "
+            "start afresh in another job.dump_folder"
         )
 
 

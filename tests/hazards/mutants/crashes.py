@@ -24,6 +24,15 @@ MUTANTS = [
         "rehearsal.py",
         "enumerate((rungs[0], *rungs))",
         "enumerate((rungs[0], *rungs[:-1]))",
+        (f"{REHEARSAL}every_length_is_run_beside_the_optimizers_state",),
+        quick=True,
+    ),
+    Mutant(
+        47,
+        "only the shortest samples rehearsed",
+        "rehearsal.py",
+        "enumerate((rungs[0], *rungs))",
+        "enumerate((rungs[0], *rungs[:1]))",
         (f"{NEIGHBOURS}neighbours_end_alike_in_the_rehearsal",),
     ),
     Mutant(
