@@ -5,13 +5,14 @@
 Times one sample's scaled addition to the sum, and the noise of one step (for the exact sum with its
 way back to fp32), on flat tensors of N values. The three arms take turns in every round, so that a
 machine whose speed drifts treats them alike; the table has medians, and the range of the rounds.
+"CPU" is processor time, of all threads: what other programs on the machine disturb least.
 """
 
 import argparse
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -19,6 +20,7 @@ from torchtitan_dp.privacy.fixed_point import unit
 from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, Summation
 
 C = 1.0
+Seconds = tuple[float, float]  # elapsed, and of all processors
 
 
 def main() -> None:
@@ -39,20 +41,23 @@ def main() -> None:
         f"{options.values:,} values, {options.device}, {platform.processor() or platform.machine()}"
         f", torch {torch.__version__}; ms: median of {options.rounds} rounds (least to most)\n"
     )
-    print("| threads | arm | bytes a value | a sample's addition | a step's noise |")
-    print("| --- | --- | --- | --- | --- |")
+    columns = "threads", "arm", "bytes a value"
+    columns += "a sample's addition", "its CPU", "a step's noise", "its CPU"
+    print(f"| {' | '.join(columns)} |")
+    print("|" + " --- |" * len(columns))
     for threads in map(int, options.threads.split(",")):
         torch.set_num_threads(threads)
         measured = _time_in_turns(arms, options.values, options.rounds, options.device)
         for name, (adding, noising) in measured.items():
             size = arms[name].dtype.itemsize
-            print(f"| {threads} | {name} | {size} | {_spread(adding)} | {_spread(noising)} |")
+            times = [_spread(t) for work in (adding, noising) for t in zip(*work, strict=True)]
+            print(f"| {threads} | {name} | {size} | {' | '.join(times)} |")
 
 
 def _time_in_turns(
     arms: dict[str, Summation], values: int, rounds: int, device: str
-) -> dict[str, tuple[list[float], list[float]]]:
-    """Seconds of one addition and of one step's noise, by arm and round, after one to warm up."""
+) -> dict[str, tuple[list[Seconds], list[Seconds]]]:
+    """Of one addition and of one step's noise, by arm and round, after one to warm up."""
     factor = torch.tensor(0.5, device=device)
     rejected = torch.tensor(False, device=device)
     source = torch.randn(1, values, device=device) * (C * values**-0.5)
@@ -60,7 +65,7 @@ def _time_in_turns(
     sums = {
         name: torch.zeros(1, values, dtype=arm.dtype, device=device) for name, arm in arms.items()
     }
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in arms}
+    seconds: dict[str, tuple[list[Seconds], list[Seconds]]] = {name: ([], []) for name in arms}
     for round_ in range(rounds + 1):
         for name in arms if round_ % 2 == 0 else reversed(arms):
             arm, total = arms[name], sums[name]
@@ -80,12 +85,12 @@ def _time_in_turns(
     return seconds
 
 
-def _seconds(work: Callable[[], None], device: str) -> float:
+def _seconds(work: Callable[[], None], device: str) -> Seconds:
     _wait(device)
-    start = time.perf_counter()
+    start, start_cpu = time.perf_counter(), time.process_time()
     work()
     _wait(device)
-    return time.perf_counter() - start
+    return time.perf_counter() - start, time.process_time() - start_cpu
 
 
 def _wait(device: str) -> None:
@@ -93,7 +98,7 @@ def _wait(device: str) -> None:
         torch.accelerator.synchronize()
 
 
-def _spread(seconds: list[float]) -> str:
+def _spread(seconds: Sequence[float]) -> str:
     least, middle, most = min(seconds), statistics.median(seconds), max(seconds)
     return f"{1e3 * middle:.0f} ({1e3 * least:.0f} to {1e3 * most:.0f})"
 

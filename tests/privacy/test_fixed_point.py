@@ -119,7 +119,7 @@ def test_row22_what_is_rejected_leaves_no_trace(value):
 
 def test_row49_sums_are_those_of_python_in_any_order(monkeypatch):
     """Random samples of wild sizes, in random orders, in chunks that do not divide them."""
-    monkeypatch.setattr(fixed_point, "_CHUNK", 7)
+    monkeypatch.setattr(fixed_point, "BLOCK", 7)
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(5)
     h, n = 2.0**-40, 23
     for _ in range(20):
@@ -134,6 +134,21 @@ def test_row49_sums_are_those_of_python_in_any_order(monkeypatch):
             for sample in rng.permutation(40):
                 add_clipped_units_(total, gradients[sample], torch.tensor(1.0), KEPT, unit=h)
             assert total.flatten().tolist() == exact
+
+
+def test_row49_threads_change_nothing():
+    gradient = torch.randn(2, 3 * BLOCK + 5, generator=torch.Generator().manual_seed(0))
+    threads, totals = torch.get_num_threads(), []
+    try:
+        for count in (1, 3):
+            torch.set_num_threads(count)
+            totals.append(torch.zeros_like(gradient, dtype=torch.int64))
+            add_clipped_units_(totals[-1], gradient, torch.tensor(0.3), KEPT, unit=2.0**-40)
+    finally:
+        torch.set_num_threads(threads)
+    expected = (gradient.double() * torch.tensor(0.3).double() * 2.0**40).round().long()
+    assert torch.equal(totals[0], totals[1])
+    assert torch.equal(totals[0], expected)
 
 
 def test_row49_strided_accumulators_are_added_to_row_by_row():

@@ -227,9 +227,15 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
-        # Nothing is drawn, and where a storage would lie only tells storages apart.
-        for draw in ("add_gaussian_noise_", "add_secure_gaussian_noise_", "add_noise_units_"):
-            stack.enter_context(mock.patch.object(dp_summation, draw, _no_noise))
+        # Nothing is drawn or converted, in small parts that take next to no memory; and where a
+        # storage would lie only tells storages apart.
+        for name in (
+            "add_gaussian_noise_",
+            "add_secure_gaussian_noise_",
+            "add_noise_units_",
+            "add_clipped_units_",
+        ):
+            stack.enter_context(mock.patch.object(dp_summation, name, _nothing))
         stack.enter_context(
             mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         )
@@ -247,5 +253,5 @@ def _empty_as(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(copy.shape, dtype=copy.dtype, device=device)
 
 
-def _no_noise(flat: torch.Tensor, **_: Any) -> None:
+def _nothing(*_: torch.Tensor, **__: Any) -> None:
     pass

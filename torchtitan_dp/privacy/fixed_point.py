@@ -36,15 +36,16 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchtitan_dp.privacy.noise import check_arguments
+from torchtitan_dp.privacy.noise import BLOCK, check_arguments, on_threads
 from torchtitan_dp.privacy.secure_noise import DRAWS, add_draws, grid
 
 UNIT_BITS = 40
 MAX_VALUES = 10**11  # trainable values of the whole model
 MAX_NOISE_MULTIPLIER = 2.0**15
 MAX_EXPECTED_BATCH = 2**20  # samples
-# Values that are converted at once: bounds the fp64 temporaries, and fits a processor's cache.
-_CHUNK = 2**20
+# Values that are converted at once: bounds the fp64 temporaries. On CPU a sample is converted in
+# blocks of `BLOCK`, which fit a core's cache.
+_CHUNK = 2**22
 
 
 def unit(max_grad_norm: float, values: int) -> float:
@@ -82,12 +83,26 @@ def add_clipped_units_(
     assert accumulator.dtype == torch.int64, accumulator.dtype
     assert gradient.dtype == torch.float32, gradient.dtype
     assert accumulator.shape == gradient.shape, (accumulator.shape, gradient.shape)
-    to_units = _compiled_to_units() if gradient.device.type == "cuda" else _to_units
     scale = factor.double() * (1 / unit)  # exact: a power of two
     for total_N, gradient_N in zip(accumulator, gradient, strict=True):
-        for start in range(0, len(total_N), _CHUNK):
-            here = slice(start, start + _CHUNK)
-            total_N[here].add_(to_units(gradient_N[here], scale, rejected))
+        _add_row_(total_N, gradient_N, scale, rejected)
+
+
+def _add_row_(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:
+    on_cpu = gradient.device.type == "cpu"
+    size = BLOCK if on_cpu else _CHUNK
+    to_units = _compiled_to_units() if gradient.device.type == "cuda" else _to_units
+
+    def add_blocks(mine: range) -> None:
+        for block in mine:
+            here = slice(block * size, (block + 1) * size)
+            total[here].add_(to_units(gradient[here], scale, rejected))
+
+    blocks = range(math.ceil(len(total) / size))
+    if on_cpu:
+        on_threads(add_blocks, blocks)
+    else:
+        add_blocks(blocks)
 
 
 def _to_units(gradient: Tensor, scale: Tensor, rejected: Tensor) -> Tensor:
