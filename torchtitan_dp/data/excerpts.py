@@ -39,7 +39,7 @@ def most_bytes(limit: int) -> int:
     """How much text one look at a unit hands to the tokenizer at most, for `limit` ids.
 
     >>> most_bytes(1025), most_bytes(2**17 + 1)
-    (131072, 3147312)
+    (131072, 3147288)
     """
     return max(LEAST_BYTES, TOKEN_BYTES * (limit + EDGE_TOKENS))
 
