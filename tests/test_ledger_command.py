@@ -11,7 +11,8 @@ from torchtitan_dp.cli import load_config
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
 from torchtitan_dp.ledger.initial import PUBLIC, start_from
-from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, settings_of
+from torchtitan_dp.ledger.settings import settings_of
+from torchtitan_dp.ledger.terms import earlier_ledger, make_plan
 from torchtitan_dp.ledger.verify import total, verify
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Segment

@@ -63,7 +63,7 @@ def test_a_number_of_records_that_is_private_is_not_told(tmp_path, capsys):
     said = []
     for count in (24, 25):
         data = write_records(tmp_path / f"data{count}", count)
-        rate = ("--privacy.sample_rate=0.1", "--privacy.delta=0.5", *with_sigma(1))
+        rate = ("--privacy.sample_rate=0.3", "--privacy.delta=0.05", *with_sigma(1))
         command = arguments(tmp_path / "out", data, *rate)
         plan.main([*command, "--world_size=1", "--json=-", "--no_memory"])
         output = capsys.readouterr()

@@ -28,8 +28,9 @@ from torchtitan_dp import release as release_module
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, schema
 from torchtitan_dp.ledger.caveats import assumptions
-from torchtitan_dp.ledger.initial import PUBLIC
-from torchtitan_dp.ledger.terms import earlier_ledger, settings_of
+from torchtitan_dp.ledger.initial import PUBLIC, start_from
+from torchtitan_dp.ledger.settings import settings_of
+from torchtitan_dp.ledger.terms import earlier_ledger
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3 import Llama
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -205,6 +206,31 @@ def test_a_run_that_stopped_early_claims_what_was_planned(run, tmp_path):
     assert both[0]["gaussian_dp_mu"] < both[1]["gaussian_dp_mu"]
 
 
+def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, tmp_path):
+    """The newest checkpoint was lost: going on from the one before takes its steps again."""
+    (run / "checkpoint" / "step-4").unlink()
+    terms = release(str(run), str(tmp_path / "out"))
+    assert (terms["steps"], terms["planned_steps"], terms["steps_executed"]) == (2, 4, 4)
+    assert sum(event["count"] for event in terms["dp_event"]["events"]) == 6
+    assert terms["epsilon"] > terms["epsilon_executed"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| ε covers | all 4 steps that were ever begun, and 2 that were planned |" in card
+
+
+def test_a_release_brings_its_ledger_along_as_initial_weights(released, tmp_path):
+    config = small_config(
+        f"--job.dump_folder={tmp_path}",
+        f"--checkpoint.initial_load_path={released}",
+        "--checkpoint.enable",
+        "--privacy.initial_weights_public",
+    )
+    ledger = Ledger(settings_of(config, 24))
+    start_from(ledger, config)
+    (ancestor,) = ledger.ancestors
+    assert ancestor.run == privacy(released)["run"]
+    assert sum(segment.steps for segment in ledger.before()) == 4
+
+
 def test_what_only_the_owner_knows_is_listed_at_the_end(run, tmp_path, capfd):
     main([str(run), str(tmp_path / "out")])
     said = capfd.readouterr().err
@@ -226,6 +252,8 @@ def test_an_adaptive_card_does_not_say_that_terms_were_fixed(released, finished)
     assert "terms of each step" not in card
     assert "without looking" not in card
     assert "followed from weights alone" in card
+    assert "anybody can compute ε again" in fixed
+    assert "anybody can compute ε again" not in card
 
 
 @pytest.mark.parametrize("caveat", [PUBLIC, f"of the initial weights: {PUBLIC}"])

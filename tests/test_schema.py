@@ -142,6 +142,7 @@ def test_an_adaptive_runs_meaning_is_of_its_budget_alone(tmp_path):
     told = publish(tmp_path, ledger)
     assert told["epsilon_planned"] == told["epsilon"] == budget.epsilon
     assert told["meaning"] == meaning_of(budget.epsilon, 1e-5).to_json()
+    assert told["dp_event"] is None  # by which epsilon would seem smaller
 
 
 def test_the_program_is_told():

@@ -21,9 +21,9 @@ Assumed, as crashes that do not depend on records:
       statistics, 32 bytes a sample;
     - checkpoints, validation and `privacy.json` need what they need at the same steps of every
       run: their shapes are public;
-    - what takes time is waited for: one sample's text is bounded (`excerpts.most_bytes`), which is
-      held here against `comm.train_timeout_seconds`; files are read, and JSON is parsed, in much
-      less than the rest;
+    - what takes time is waited for: one sample's text and JSON are bounded (`excerpts.most_bytes`,
+      `excerpts.most_parsed`), which is held here against `comm.train_timeout_seconds`; files are
+      opened and read in less than the rest;
     - the machine: power, hardware, network, disks, drivers.
 """
 
@@ -39,7 +39,7 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.buckets import ladder
-from torchtitan_dp.data.slowest import slowest_seconds
+from torchtitan_dp.data.slowest import slowest_parse_seconds, slowest_seconds
 from torchtitan_dp.metrics import SampleStatistics
 from torchtitan_dp.process import Fault
 
@@ -95,11 +95,13 @@ def _check_tokenizer(trainer: "DPTrainer") -> None:
     """Refuse samples whose text may keep the other ranks waiting for too long."""
     config, loader = trainer.job_config, trainer.dataloader
     timeout = config.comm.train_timeout_seconds
-    seconds = slowest_seconds(loader.samples.tokenizer, loader.most_bytes)
+    samples, at_once = loader.samples, loader.at_once
+    seconds = slowest_seconds(samples.tokenizer, at_once * samples.most_bytes)
+    seconds += slowest_parse_seconds(at_once * samples.most_parsed)
     if seconds > _SHARE * timeout:
         raise Fault(
-            f"comm.train_timeout_seconds = {timeout}: the slowest text may take this tokenizer "
-            f"about {seconds:.0f} s here for a microbatch of {_samples(config)} of "
+            f"comm.train_timeout_seconds = {timeout}: the slowest text may take about "
+            f"{seconds:.0f} s here to be parsed and tokenized, for {_samples(config)} of "
             f"{config.training.seq_len:,} tokens, more than a quarter of it; set it to "
             f"{math.ceil(1.2 * seconds / _SHARE)}, or lower training.local_batch_size or "
             "training.seq_len"

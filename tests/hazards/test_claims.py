@@ -14,11 +14,13 @@ from tests.launch import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint import read_ledger
 from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import Privacy
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, write_fingerprint
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, schema, write_fingerprint
 from torchtitan_dp.ledger.baseline import baseline_ledger, refuse_private_folder
+from torchtitan_dp.ledger.caveats import assumptions
 from torchtitan_dp.ledger.initial import start_from
 from torchtitan_dp.ledger.lineage import fix_budget
-from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, settings_of
+from torchtitan_dp.ledger.settings import settings_of
+from torchtitan_dp.ledger.terms import earlier_ledger, make_plan
 from torchtitan_dp.ledger.verify import total, verify
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.summation import fp32_sum_excess
@@ -75,6 +77,50 @@ def test_row50_lost_steps_are_planned_again(tmp_path):
     assert told["epsilon_planned"] == pytest.approx(SETTINGS.epsilon(201), rel=1e-6)
 
 
+def stopped(folder, **changes):
+    """The ledger of weights that start from those of a run stopped at 2 of 2,000 steps."""
+    settings = dataclasses.replace(SETTINGS, samples_per_rank=4096)
+    publish(folder, Ledger(settings, steps=2, planned_steps=2_000))
+    load = f"--checkpoint.initial_load_path={folder}"
+    config = load_config(arguments(folder / "new", folder, *with_sigma(1), load), 2)
+    child = Ledger(dataclasses.replace(SETTINGS, **changes), steps=1, planned_steps=1)
+    start_from(child, config)
+    return child
+
+
+def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
+    child = stopped(tmp_path / "first", exact_sum=True)
+    told = publish(tmp_path / "second", child)
+    assert told["epsilon_planned"] >= SETTINGS.epsilon(2_001) > 2 * told["epsilon"]
+    (caveat,) = [c for c in told["caveats"] if "2 of 2000 by run" in c]
+    assert "if weights alone did, and none if losses" in caveat
+    found = verify(str(tmp_path / "second"))
+    assert found.faults == []
+    assert total([found]).epsilon_planned == pytest.approx(told["epsilon_planned"])
+
+
+def test_row49_what_initial_weights_were_summed_in_is_told(tmp_path):
+    told = publish(tmp_path / "second", stopped(tmp_path / "first", exact_sum=True))
+    assert any("adds up to 4096 records" in caveat for caveat in told["caveats"])
+
+
+def test_row50_terms_that_were_made_better_do_not_lower_what_was_planned(tmp_path):
+    quieter = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=100.0), planned_steps=200)
+    quieter.go_on_from(Ledger(SETTINGS, steps=2, planned_steps=200), "planned")
+    told = publish(tmp_path, quieter)
+    assert told["epsilon_planned"] >= SETTINGS.epsilon(200)
+
+
+def test_row50_no_epsilon_is_said_to_cover_a_stop_by_logs():
+    (planned,) = [key for key in schema.KEYS if key.name == "epsilon_planned"]
+    assert "if weights decided when to stop" in planned.meaning
+    assert "No ε covers a stop that followed from losses" in planned.meaning
+    for adaptive in (False, True):
+        assert any(
+            "numbers of steps" in x for x in assumptions(Ledger(SETTINGS, adaptive=adaptive))
+        )
+
+
 # Row 51: a filter covers choices made from weights, and from nothing else.
 
 
@@ -90,8 +136,6 @@ def test_row51_adaptive_means_from_weights_alone():
 
 
 def test_row51_assumptions_of_an_adaptive_run_do_not_deny_it():
-    from torchtitan_dp.ledger.caveats import assumptions
-
     fixed, chosen = (assumptions(Ledger(SETTINGS, adaptive=adaptive)) for adaptive in (False, True))
     assert any("the terms of each step" in line and "were not chosen" in line for line in fixed)
     assert not any("the terms of each step" in line for line in chosen)
@@ -167,6 +211,14 @@ def test_row53_an_audit_adds_to_what_runs_spend(tmp_path):
     assert not any(run.faults for run in runs)
 
 
+def test_row53_an_audited_folder_is_no_place_for_a_run(tmp_path):
+    audited = Ledger(SETTINGS, steps=4)
+    audited.mark_audited(100)
+    publish(tmp_path, audited)
+    with pytest.raises(ValueError, match="holds an audited run"):
+        earlier_ledger(str(tmp_path))
+
+
 def test_row53_an_audit_that_would_not_be_private_has_no_epsilon(tmp_path):
     audited = Ledger(SETTINGS, steps=40)
     audited.mark_not_private("a seed")
@@ -224,8 +276,11 @@ def test_row55_a_delta_that_publishes_units_is_refused_where_their_number_is_pub
     with pytest.raises(ValueError, match=r"^privacy\.delta = 0\.05: at least 1 / number"):
         plan(0.05)
     assert plan(0.049).warnings == ()
-    (warning,) = plan(0.6, "--privacy.sample_rate=0.1").warnings
-    assert warning.startswith("not private: privacy.delta = 0.6")
+    public = "--privacy.sample_rate=0.4"  # of a batch of 4: one in about 10 units
+    (warning,) = plan(0.09, public).warnings
+    assert warning.startswith("not private: privacy.delta = 0.09")
+    with pytest.raises(ValueError, match=r"^privacy\.delta = 0\.1: at least privacy\.sample_rate"):
+        plan(0.1, public)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.records import open_records
 from torchtitan_dp.data.samples import SampleStore
 from torchtitan_dp.data.tokenizer import ByteTokenizer
-from torchtitan_dp.ledger.terms import settings_of
+from torchtitan_dp.ledger.settings import settings_of
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.train_spec import build_samples

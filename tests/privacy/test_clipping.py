@@ -119,3 +119,19 @@ def test_row22_an_overflow_stays_visible():
     assert not torch.isfinite(squared_norm(gradient)) or squared_norm(gradient) > 1e76
     gradient[5000] = INF
     assert not torch.isfinite(squared_norm(gradient))
+
+
+@pytest.mark.parametrize("clip_function", ["vanilla", "automatic"])
+@pytest.mark.parametrize("max_grad_norm", [1e-2, 1e-5, 1e-7, 1e-9])
+def test_a_factor_that_fp32_rounds_coarsely_is_no_factor(max_grad_norm, clip_function):
+    """Norms near fp32's limit over a small C: a subnormal factor may be off by half of itself."""
+    for norm in (1e30, 1e36, 1.4e38, 2.9e38, 3.4e38):
+        squared = torch.tensor([norm], dtype=torch.float64).square()
+        clipped = clip(
+            squared,
+            torch.tensor([True]),
+            max_grad_norm=max_grad_norm,
+            clip_function=clip_function,
+        )
+        assert clipped.factor_B.double().item() * norm <= max_grad_norm
+        assert clipped.rejected_B.item() == (clipped.factor_B.item() == 0)

@@ -29,8 +29,9 @@ EDGE_BYTES = 8  # more than a byte order mark and a split character can take awa
 # fewer tokens than the unit.
 TOKEN_BYTES = 24
 LEAST_BYTES = 2**17
-RECORD_BYTES = 64  # for a record's opening
-READ_BYTES = 64  # are read, or parsed as JSON, while one is tokenized
+RECORD_BYTES = 256  # for a record's opening
+READ_BYTES = 64  # are read while one is tokenized
+PARSED_BYTES = 4  # are parsed as JSON while one is tokenized
 WINDOW_LOOKS = 3  # the head, from a place on, the end
 _NO_IDS = np.empty(0, dtype=np.int64)
 
@@ -44,12 +45,23 @@ def most_bytes(limit: int) -> int:
     return max(LEAST_BYTES, TOKEN_BYTES * (limit + EDGE_TOKENS))
 
 
+def most_parsed(limit: int) -> int:
+    """How many bytes of JSON one look parses at most, for `limit` ids.
+
+    >>> most_parsed(1025) // 2**20
+    48
+    """
+    lines = 3 * MAX_LINE_BYTES  # the longest line, that one again, and once for its size
+    return PARSED_BYTES * most_bytes(limit) + lines
+
+
 class _Budget:
     """What a look may still cost."""
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, *, parses: bool) -> None:
         self.text = most_bytes(limit)
-        self.read = READ_BYTES * self.text + 2 * MAX_LINE_BYTES  # the longest line, and again
+        # Of what is parsed the last line may exceed it, and may be parsed twice more.
+        self.read = PARSED_BYTES * self.text if parses else READ_BYTES * self.text
 
     @property
     def is_spent(self) -> bool:
@@ -121,7 +133,7 @@ class Excerpts:
         """`needed` ids or more, from byte `start` of the first record on; else all, or as many
         as the budget allows."""
         pieces: list[np.ndarray] = []
-        have, budget = 0, _Budget(self._limit)
+        have, budget = 0, self._budget()
         for record in members[:needed].tolist():
             ids = self._text_ids(record, needed - have, start, budget)
             if ids is None:
@@ -140,7 +152,7 @@ class Excerpts:
     def _last(self, members: np.ndarray, needed: int) -> np.ndarray:
         """The last `needed` ids, or all, or as many as the budget allows."""
         pieces: list[np.ndarray] = []
-        have, budget = 0, _Budget(self._limit)
+        have, budget = 0, self._budget()
         for record in members[-needed:][::-1].tolist():
             ids, is_whole = self._tail_ids(record, needed - have, budget)
             if len(ids) > 0:
@@ -187,6 +199,9 @@ class Excerpts:
             if start == 0 or len(ids) >= needed or is_spent:
                 return ids, start == 0
             limit = _longer(limit, len(ids), needed)
+
+    def _budget(self) -> _Budget:
+        return _Budget(self._limit, parses=self._records.reads_whole)
 
     def _read(self, record: int, max_bytes: int, start: int, budget: _Budget) -> str | None:
         stored = int(self._records.stored_bytes(np.array([record]))[0])

@@ -8,6 +8,7 @@ import fnmatch
 import glob
 import hashlib
 import os
+import platform
 import struct
 import sysconfig
 import tempfile
@@ -41,7 +42,8 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
     A file that several links name, symbolic or hard, is taken once, by the first name. Nothing is
     saved for a later run: telling that the list is unchanged takes the same walk.
     """
-    listing, place = hashlib.sha256(), hashlib.sha256()
+    # Two machines may share a cache, and each have an image with the same inodes and times.
+    listing, place = hashlib.sha256(), hashlib.sha256(platform.node().encode())
     name_end = byte_end = 0
     linked: set[tuple[int, int]] = set()  # files that may come again under another name
     real_root, folder_name, is_far = os.path.realpath(root), "", False
@@ -61,7 +63,9 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
             listing.update(raw + struct.pack("=xq", status.st_size))  # x is NUL: ends the name
             times = status.st_mtime_ns, status.st_ctime_ns
             place.update(os.fsencode(path))
-            place.update(struct.pack("=xqqqQ", status.st_size, *times, status.st_ino))
+            place.update(
+                struct.pack("=xqqqQQ", status.st_size, *times, status.st_ino, status.st_dev)
+            )
             name_end, byte_end = name_end + len(raw), byte_end + status.st_size
             blob.write(raw)
             spans.write(struct.pack("=qq", name_end, byte_end))

@@ -13,7 +13,7 @@ from torchtitan_dp.data.index import line_bounds
 from torchtitan_dp.data.record_bytes import checked, decode, fingerprint
 
 CHUNK = 2**16
-MAX_LINE_BYTES = 64 * 2**20
+MAX_LINE_BYTES = 16 * 2**20
 """A longer line is undecodable: JSON is parsed whole, in up to 30 times its size."""
 
 

@@ -76,13 +76,13 @@ class RecordLoader:
         return Microbatch(tokens_BT, labels_BT, torch.from_numpy(slots >= 0))
 
     @property
-    def most_bytes(self) -> int:
-        """How much text this rank hands to the tokenizer at most while the others may wait for it:
-        that of one microbatch, and where ranks compare, of what it makes again meanwhile."""
+    def at_once(self) -> int:
+        """How many samples this rank makes at most while the others may wait for it: those of one
+        microbatch, and where ranks compare, what it makes again meanwhile."""
         samples = self._batch_size
         if self._compared is not None:
             samples += -(-self._ranks * self._batch_size // self._compared[0].local_ranks)
-        return samples * self.samples.most_bytes
+        return samples
 
     def lengths(
         self,

@@ -14,7 +14,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from torchtitan_dp.data.excerpts import WINDOW_LOOKS, Excerpts, most_bytes
+from torchtitan_dp.data.excerpts import WINDOW_LOOKS, Excerpts, most_bytes, most_parsed
 from torchtitan_dp.data.records import RecordStore
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import RecordUnits, Units
@@ -61,6 +61,13 @@ class SampleStore:
         """How much text making one sample hands to the tokenizer at most: a function of `seq_len`
         and of how samples are made, whatever the records."""
         return (WINDOW_LOOKS if self._window else 1) * most_bytes(self.seq_len + 1)
+
+    @property
+    def most_parsed(self) -> int:
+        """How many bytes of JSON making one sample parses at most: 0 for other formats."""
+        if not self.records.reads_whole:
+            return 0
+        return (WINDOW_LOOKS if self._window else 1) * most_parsed(self.seq_len + 1)
 
     @property
     def sources(self) -> int:

@@ -82,6 +82,11 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
         f"({spent.accountant}; {spent.steps_executed:,} steps; unit: one "
         f"{runs[0].ledger.settings.privacy_unit}; neighbours: {spent.neighbouring_relation})"
     )
+    if spent.epsilon != spent.epsilon_planned:
+        console.print(
+            f"with the planned steps that were not taken: {_epsilon(spent.epsilon_planned)}, which "
+            "holds if weights decided when to stop"
+        )
     if len(runs) > 1:
         console.print(
             "assumed: the number of runs and their noise, rates and steps did not follow from "

@@ -5,7 +5,8 @@ Guarantee:
     folder, `epsilon_planned` of those and of all that are still planned. None is ever below
     `Ledger.compose` of its steps: they are computed once for a few points ahead, and a query gives
     the next point up, so that no step waits for an accountant. `epsilon_planned` holds also if
-    results decided when to stop.
+    weights decided when to stop; no epsilon covers a stop that followed from losses, norms or other
+    logs.
 """
 
 import dataclasses
@@ -59,12 +60,14 @@ class Account:
 
     def epsilon_planned(self) -> float:
         """Spent by all steps ever begun and those still planned."""
-        return self._at(self._begun_curve, self._begun, self._begun_now + self._left)
+        if not self._ledger.composes:
+            return math.inf
+        return self._ledger.compose(self.planned())
 
     def planned(self) -> list[Mechanism]:
         """The steps that `epsilon_planned` is of."""
-        coming = self._ledger.settings.spending(self._begun_now + self._left)
-        return list(merged([*self._begun, coming]))
+        begun = self._ledger.settings.spending(self._begun_now)
+        return list(merged([*self._begun, begun, *self._ledger.still_planned()]))
 
     def publish(self, folder: str) -> dict[str, Any]:
         """Write `privacy.json` atomically; returns what it says.
@@ -96,10 +99,6 @@ class Account:
     def _begun_now(self) -> int:
         """Steps begun since this start."""
         return self._executed.count - self._lines
-
-    @property
-    def _left(self) -> int:
-        return max(self._ledger.planned_steps - self._ledger.steps, 0)
 
     def _at(self, curve: EpsilonCurve | None, spent: list[Mechanism], more: int) -> float:
         if not self._ledger.composes:
@@ -142,7 +141,8 @@ def told_of(ledger: Ledger, segments: list[Mechanism], epsilon: float) -> dict[s
     what = explain(ledger, segments, epsilon)
     return {
         "meaning": what.to_json() if what is not None else None,
-        "dp_event": dp_event(segments) if ledger.composes else None,
+        # Of adaptive segments the filter's budget is the epsilon, which no event tells of.
+        "dp_event": dp_event(segments) if ledger.composes and not ledger.adaptive else None,
         "assumptions": assumptions(ledger),
         "segments": [dataclasses.asdict(segment) for segment in ledger.segments()],
         "starts": [dataclasses.asdict(s) for s in ledger.starts() if s.steps > 0],

@@ -25,12 +25,13 @@ _OF_EVERY_RUN = (
     "the program does what it says: it is tested, not proven",
 )
 _FIXED = (
-    "the model, the terms of each step and the number of runs were not chosen by what the same "
-    "records had shown; what several runs spend adds up (python -m torchtitan_dp.ledger)"
+    "the model, the terms of each step and the numbers of steps and runs were not chosen by what "
+    "the same records had shown; what several runs spend adds up (python -m torchtitan_dp.ledger)"
 )
 _FILTERED = (
     "the model and the number of runs were not chosen by what the same records had shown, and the "
-    "terms that were changed on the way followed from weights alone, from no log of the run"
+    "terms and numbers of steps that were changed on the way followed from weights alone, from no "
+    "log of the run"
 )
 
 
@@ -52,13 +53,20 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
         epsilon, epsilon_planned: as `privacy.json` tells them; infinite if it is not private.
     """
     told = list(ledger.caveats)
-    if ledger.composes and ledger.steps < ledger.planned_steps:
+    stopped = [f"{ledger.steps} of {ledger.planned_steps}"] if ledger.left else []
+    for ancestor in ledger.ancestors:
+        if ancestor.left:
+            done = ancestor.planned_steps - ancestor.left
+            stopped.append(f"{done} of {ancestor.planned_steps} by run {ancestor.run}")
+    if ledger.composes and stopped:
         told.append(
-            f"{_EARLY}{ledger.steps} of {ledger.planned_steps}; epsilon = {rounded_up(epsilon)} "
-            "holds if results did not decide when to stop, else epsilon_planned = "
-            f"{rounded_up(epsilon_planned)} does"
+            f"{_EARLY}{', '.join(stopped)}; epsilon = {rounded_up(epsilon)} holds if results did "
+            f"not decide when to stop, epsilon_planned = {rounded_up(epsilon_planned)} if weights "
+            "alone did, and none if losses, norms or other logs did"
         )
-    taken = [s.settings for s in ledger.segments() if s.steps > 0] or [ledger.settings]
+    before = [segment for ancestor in ledger.ancestors for segment in ancestor.segments]
+    segments = [*before, *ledger.segments()]
+    taken = [s.settings for s in segments if s.steps > 0] or [ledger.settings]
     rounded = [settings for settings in taken if not settings.exact_sum]
     if ledger.composes and rounded:
         worst = max(rounded, key=lambda s: fp32_sum_excess(s.summands, s.ranks_added_up))

@@ -66,7 +66,7 @@ def ledger_of(content: dict[str, Any]) -> Ledger:
     *finished, current = content["segments"]
     *finished_starts, start = content["starts"] or [{"name": new_name(), "steps": 0}]
     ledger = Ledger.from_fields(
-        {name: content[name] for name in schema.names(schema.Origin.LEDGER)}
+        {name: content.get(name) for name in schema.names(schema.Origin.LEDGER)}
         | {"settings": current["settings"], "finished": finished}
         | {"caveats": recorded(content["caveats"])}
         | {"start": start["name"], "finished_starts": finished_starts}

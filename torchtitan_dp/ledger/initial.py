@@ -59,7 +59,7 @@ def start_from(ledger: Ledger, config: JobConfig) -> None:
     _refuse_what_does_not_compose(ledger, earlier, path)
     segments = tuple(segment for segment in earlier.segments() if segment.steps > 0)
     starts = tuple(start for start in earlier.starts() if start.steps > 0)
-    own = Ancestor(earlier.run, segments, starts)
+    own = Ancestor(earlier.run, segments, starts, earlier.planned_steps)
     lineage = [*ledger.ancestors, *earlier.ancestors, own, *all_begun]
     ledger.ancestors = list(dict.fromkeys(lineage))
     ledger.add_caveat(f"the initial weights are of run {earlier.run}, whose steps are included")

@@ -12,6 +12,7 @@ Guarantee:
 import dataclasses
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -58,6 +59,12 @@ class Ancestor:
     run: str
     segments: tuple[Segment, ...]
     starts: tuple[Start, ...]
+    planned_steps: int = 0  # of all of its steps, those above included
+
+    @property
+    def left(self) -> int:
+        """Steps that were planned and are not told of here."""
+        return max(self.planned_steps - sum(segment.steps for segment in self.segments), 0)
 
     def stretches(self) -> list[Stretch]:
         return stretches(self.segments, self.starts)
@@ -168,6 +175,13 @@ class Ledger:
         """Become the account of weights that no step of this lineage has changed yet."""
         self.steps, self.finished, self.finished_starts = 0, [], []
 
+    def go_back_to(self, weights: "Ledger") -> None:
+        """Become the account of older weights of this lineage, on whose terms it began."""
+        accountant = self.settings.accountant  # the folder's, by which its epsilon is told
+        self.settings = dataclasses.replace(weights.settings, accountant=accountant)
+        self.steps, self.start = weights.steps, weights.start
+        self.finished, self.finished_starts = weights.finished, weights.finished_starts
+
     def stretches(self) -> list[Stretch]:
         """Of this folder's lineage."""
         return stretches(self.segments(), self.starts())
@@ -179,6 +193,19 @@ class Ledger:
     def before(self) -> list[Mechanism]:
         """What initial weights had spent."""
         return union(self.stretches_before())
+
+    @property
+    def left(self) -> int:
+        """Steps that are planned and were not taken by these weights."""
+        return max(self.planned_steps - self.steps, 0)
+
+    def still_planned(self) -> list[Mechanism]:
+        """The steps that this run and those behind its initial weights planned and did not take,
+        on the worst terms that each run had: terms that were made better on the way count from
+        there on only for steps that were taken."""
+        own = [Segment(s.settings, self.left) for s in self.segments()]
+        told = [_worst(own), *(_worst(a.segments, a.left) for a in self.ancestors)]
+        return [spending for spending in told if spending is not None and spending.steps > 0]
 
     def epsilon(self, steps: int | None = None) -> float:
         """Spent after `steps` steps of this lineage."""
@@ -226,6 +253,7 @@ class Ledger:
                     ancestor["run"],
                     tuple(_segments(ancestor["segments"])),
                     tuple(Start(**start) for start in ancestor["starts"]),
+                    ancestor["planned_steps"],
                 )
                 for ancestor in fields.pop("ancestors")
             ],
@@ -241,6 +269,18 @@ _CAVEATS = {
     "which covers choices made from weights alone, not from losses, norms, batch sizes or any "
     "other log of the run, nor from held-out loss",
 }
+
+
+def _worst(segments: Sequence[Segment], steps: int | None = None) -> Mechanism | None:
+    """So many steps with the least noise and the highest rate of all segments."""
+    if not segments:
+        return None
+    terms = [segment.settings for segment in segments]
+    return Mechanism(
+        min(t.noise_multiplier for t in terms),
+        max(t.sample_rate for t in terms),
+        segments[0].steps if steps is None else steps,
+    )
 
 
 def _segments(listed: list[dict[str, Any]]) -> list[Segment]:

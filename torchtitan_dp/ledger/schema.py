@@ -76,8 +76,9 @@ KEYS = (
         "epsilon_planned",
         _NUMBER | None,
         _ACCOUNT,
-        "The ε of every step ever begun and of those still planned: it holds whatever decided when "
-        "to stop.",
+        "The ε of every step ever begun and of those still planned, by the runs behind the initial "
+        "weights too: it also holds if weights decided when to stop. No ε covers a stop that "
+        "followed from losses, norms or other logs.",
     ),
     Key(
         "epsilon_executed",
@@ -173,7 +174,7 @@ KEYS = (
         _ACCOUNT,
         "The steps that `epsilon_planned` (in a release: `epsilon`) counts, as an event of "
         "Google's dp-accounting (the fields of `DpEvent.to_named_tuple`), so that anybody can "
-        "account for them again. Null where a step has no noise.",
+        "account for them again. Null where a step has no noise, and for adaptive runs.",
     ),
     Key(
         "caveats",
@@ -296,7 +297,7 @@ def check(content: Any) -> None:
             f"its format is {found}, and this version of torchtitan_dp reads format {FORMAT}"
         )
     for key in KEYS:
-        if key.origin is _RELEASE:
+        if key.origin is _RELEASE or (is_release(content) and not key.released):
             continue
         if key.name not in content:
             raise ValueError(f"it lacks '{key.name}'")

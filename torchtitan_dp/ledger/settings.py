@@ -1,7 +1,14 @@
 """The terms that a step is taken on, and which of them may change during a run."""
 
+import math
 from dataclasses import dataclass
 
+from scipy import stats
+
+from torchtitan_dp.checks import mesh_degrees
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.buckets import ladder
+from torchtitan_dp.data.opening import noun, privacy_unit
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Segment as Mechanism
 
@@ -100,3 +107,51 @@ def _changes(
 ) -> list[tuple[str, object, object]]:
     values = [(key, getattr(now, name), getattr(before, name)) for name, key in keys.items()]
     return [change for change in values if change[1] != change[2]]
+
+
+def settings_of(config: JobConfig, records: int) -> Settings:
+    """All that the configuration says of the guarantee, but for noise that follows from epsilon."""
+    privacy, batch = config.privacy, config.training.global_batch_size
+    if privacy.sample_rate is not None:
+        rate, source, relation = privacy.sample_rate, "privacy.sample_rate", "add_remove"
+    else:
+        rate, relation = batch / records, "zero_out"
+        source = f"training.global_batch_size / number of training {noun(config)}s"
+        source += " (which is public)"
+        if rate > 1:
+            raise ValueError(
+                f"training.global_batch_size = {batch}: more than the {records} training "
+                f"{noun(config)}s, so the sample rate would exceed 1; use at most {records}"
+            )
+    assert privacy.delta is not None
+    replicate, shard, _ = mesh_degrees(config)
+    ranks = max(replicate, 1) * max(shard, 1)
+    return Settings(
+        noise_multiplier=privacy.noise_multiplier or 0.0,
+        sample_rate=rate,
+        max_grad_norm=float(privacy.max_grad_norm),
+        delta=privacy.delta,
+        expected_batch_size=batch,
+        accountant=privacy.accountant,
+        sample_rate_source=source,
+        neighbouring_relation=relation,
+        privacy_unit=privacy_unit(config),
+        target_epsilon=privacy.target_epsilon,
+        clipping=privacy.clipping,
+        clip_function=privacy.clip_function,
+        secure_noise=privacy.secure_noise,
+        exact_sum=privacy.exact_sum,
+        units=records if relation == "zero_out" else None,
+        # Each length of the ladder is dealt out by itself, rounded up.
+        samples_per_rank=math.ceil(_most_drawn(batch) / ranks) + len(ladder(config)),
+        ranks_added_up=ranks,
+    )
+
+
+def _most_drawn(expected: int) -> int:
+    """How many units a step hardly ever draws more of: once in 1e9 steps, whatever their number.
+
+    A binomial tail is below that of the Poisson distribution of the same mean (Anderson & Samuels
+    1967).
+    """
+    return int(stats.poisson.isf(1e-9, expected))

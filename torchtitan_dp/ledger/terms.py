@@ -7,11 +7,9 @@ have spent already.
 import dataclasses
 import hashlib
 import json
-import math
 import os
 from dataclasses import dataclass
 
-from scipy import stats
 from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_dp.checkpoint import (
@@ -22,9 +20,8 @@ from torchtitan_dp.checkpoint import (
     resumes,
     step_folder,
 )
-from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.opening import noun, privacy_unit
+from torchtitan_dp.data.opening import noun
 from torchtitan_dp.ledger.baseline import refuse_baseline_folder
 from torchtitan_dp.ledger.files import (
     EXECUTED_FILE,
@@ -35,9 +32,14 @@ from torchtitan_dp.ledger.files import (
 )
 from torchtitan_dp.ledger.initial import start_from
 from torchtitan_dp.ledger.lineage import Ledger, fix_budget
-from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.settings import Settings, settings_of
 from torchtitan_dp.ledger.starts import union
 from torchtitan_dp.privacy import accounting
+
+_DRAWN = (
+    "machines compared the records of each draw, not all of them (data.verify_records = 'drawn'): "
+    "the ranks of one machine are assumed to read the same files"
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
     ledger = Ledger(
         settings_of(config, records), planned_steps=steps, config_hash=config_hash(config)
     )
+    if config.data.verify_records == "drawn":
+        ledger.add_caveat(_DRAWN)
     if before is not None:
         _refuse_to_leave_checkpoints(config)
         ledger.inherit(before, privacy.new_segment)
@@ -107,8 +111,14 @@ def _refuse_delta(config: JobConfig, records: int) -> list[str]:
     Raises:
         ValueError: one line; only where the number of units is public.
     """
-    delta = config.privacy.delta
+    delta, rate = config.privacy.delta, config.privacy.sample_rate
     assert delta is not None
+    if rate is not None and delta >= (most := rate / config.training.global_batch_size):
+        raise ValueError(
+            f"privacy.delta = {delta:g}: at least privacy.sample_rate / training.global_batch_size "
+            f"({most:.2g}), about 1 / number of {noun(config)}s, which allows publishing a "
+            f"{noun(config)} outright; use a tenth of that or less"
+        )
     if delta < 1 / records:
         return []
     problem = (
@@ -160,53 +170,6 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
     return epsilon
 
 
-def settings_of(config: JobConfig, records: int) -> Settings:
-    """All that the configuration says of the guarantee, but for noise that follows from epsilon."""
-    privacy, batch = config.privacy, config.training.global_batch_size
-    if privacy.sample_rate is not None:
-        rate, source, relation = privacy.sample_rate, "privacy.sample_rate", "add_remove"
-    else:
-        rate, relation = batch / records, "zero_out"
-        source = f"training.global_batch_size / number of training {noun(config)}s"
-        source += " (which is public)"
-        if rate > 1:
-            raise ValueError(
-                f"training.global_batch_size = {batch}: more than the {records} training "
-                f"{noun(config)}s, so the sample rate would exceed 1; use at most {records}"
-            )
-    assert privacy.delta is not None
-    replicate, shard, _ = mesh_degrees(config)
-    ranks = max(replicate, 1) * max(shard, 1)
-    return Settings(
-        noise_multiplier=privacy.noise_multiplier or 0.0,
-        sample_rate=rate,
-        max_grad_norm=float(privacy.max_grad_norm),
-        delta=privacy.delta,
-        expected_batch_size=batch,
-        accountant=privacy.accountant,
-        sample_rate_source=source,
-        neighbouring_relation=relation,
-        privacy_unit=privacy_unit(config),
-        target_epsilon=privacy.target_epsilon,
-        clipping=privacy.clipping,
-        clip_function=privacy.clip_function,
-        secure_noise=privacy.secure_noise,
-        exact_sum=privacy.exact_sum,
-        units=records if relation == "zero_out" else None,
-        samples_per_rank=math.ceil(_most_drawn(batch) / ranks),
-        ranks_added_up=ranks,
-    )
-
-
-def _most_drawn(expected: int) -> int:
-    """How many units a step hardly ever draws more of: once in 1e9 steps, whatever their number.
-
-    A binomial tail is below that of the Poisson distribution of the same mean (Anderson & Samuels
-    1967).
-    """
-    return int(stats.poisson.isf(1e-9, expected))
-
-
 def _noise_multiplier(config: JobConfig, ledger: Ledger, before: Ledger | None) -> float:
     """The configuration's, the resumed run's, or what the target leaves for the coming steps."""
     privacy = config.privacy
@@ -253,6 +216,11 @@ def earlier_ledger(folder: str) -> Ledger | None:
         raise ValueError(
             f"job.dump_folder = '{folder}': {begun} steps were begun here, but {PRIVACY_FILE}, "
             "which says on what terms, is gone; restore it, or use another folder"
+        )
+    if said["audit"] is not None:
+        raise ValueError(
+            f"job.dump_folder = '{folder}' holds an audited run, whose weights nothing makes "
+            "private; give this one its own job.dump_folder"
         )
     told = said["steps_executed"]
     if begun < told:

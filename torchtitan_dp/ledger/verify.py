@@ -81,8 +81,7 @@ class Run:
 
     def planned(self) -> list[Mechanism]:
         """The steps that `epsilon_planned` is of."""
-        left = max(self.ledger.planned_steps - self.ledger.steps, 0)
-        return list(merged([*self.executed(), self.ledger.settings.spending(left)]))
+        return list(merged([*self.executed(), *self.ledger.still_planned()]))
 
     def caveats(self) -> list[str]:
         """What its epsilon rests on."""
@@ -104,6 +103,7 @@ class Total:
     """Of several runs, on the same records or on any."""
 
     epsilon: float | None  # None: not private
+    epsilon_planned: float | None  # with what all runs still planned
     delta: float
     accountant: str
     steps_executed: int
@@ -239,18 +239,25 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     if delta is None:
         delta = min(deltas)
     if not all(run.ledger.composes for run in runs):
-        return Total(None, delta, "none", steps, relation)
+        return Total(None, None, delta, "none", steps, relation)
     if adaptive and len(runs) > 1:
         # Filters at different orders do not add up; their guarantees do.
-        spent = [run.epsilon_executed or 0.0 for run in runs]
-        return Total(sum(spent), sum(deltas), "sum of the runs' epsilon and delta", steps, relation)
+        spent = sum(run.epsilon_executed or 0.0 for run in runs)
+        planned = sum(run.epsilon_planned or 0.0 for run in runs)
+        how = "sum of the runs' epsilon and delta"
+        return Total(spent, planned, sum(deltas), how, steps, relation)
     segments = union(stretch for run in runs for stretch in run.stretches())
+    coming = [spending for run in runs for spending in run.ledger.still_planned()]
     if adaptive:
-        return Total(runs[0].ledger.compose(segments), delta, "rdp filter", steps, relation)
+        told = [runs[0].ledger.compose(parts) for parts in (segments, [*segments, *coming])]
+        return Total(told[0], told[1], delta, "rdp filter", steps, relation)
     names = {run.ledger.settings.accountant for run in runs}
     accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
-    epsilon = accounting.compose(segments, delta=delta, accountant=accountant)
-    return Total(epsilon, delta, accountant, steps, relation)
+    told = [
+        accounting.compose(parts, delta=delta, accountant=accountant)
+        for parts in (segments, [*segments, *coming])
+    ]
+    return Total(told[0], max(told), delta, accountant, steps, relation)
 
 
 def _require_common(values: list[str | None], what: str, remedy: str, runs: Sequence[Run]) -> None:

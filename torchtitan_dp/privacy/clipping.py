@@ -21,7 +21,8 @@ _STABILITY = 0.01
 # Elements whose squares are summed in fp32 before fp64 takes over. Of n terms that are not negative
 # a sum in any order, so on any device, loses at most a share of n u (u = 2^-24: Higham 2002,
 # "Accuracy and Stability of Numerical Algorithms", section 4.2), a norm half of that. For 256 this
-# is 7.7e-6; the square root, the factor and the product add u each: 7.9e-6 < 1 - _SAFETY.
+# is 7.7e-6; the square root, the factor (a normal number, else the sample is rejected) and the
+# product add u each: 7.9e-6 < 1 - _SAFETY.
 # (1.2e-4 for 4096: of squares just below u, summed after a one, none counts.) Squares below the
 # smallest fp32 number are lost too, in sum less than 1e-9 C^2 for C >= 1e-9 and 1e10 elements.
 _ROW = 256
@@ -31,7 +32,7 @@ class Clip(NamedTuple):
     """How each sample of a microbatch enters the sum; all of shape (B,)."""
 
     factor_B: torch.Tensor  # fp32: what the gradient is multiplied by
-    rejected_B: torch.Tensor  # bool: contributes exactly 0 (padding, NaN, Inf, overflow)
+    rejected_B: torch.Tensor  # bool: contributes exactly 0 (padding, NaN, Inf, norms near overflow)
     norm_B: torch.Tensor  # fp64: norms before clipping; private, for metrics only
 
 
@@ -79,7 +80,9 @@ def clip(
         scale_B = (bound / norm_B).clamp(max=1.0)
     else:
         scale_B = bound / (norm_B + _STABILITY)
-    rejected_B = ~(torch.isfinite(squared_norm_B) & valid_B)
+    # Below the smallest normal number a factor is rounded so coarsely that the norm could exceed C.
+    is_fine_B = scale_B >= torch.finfo(torch.float32).tiny
+    rejected_B = ~(torch.isfinite(squared_norm_B) & valid_B & is_fine_B)
     factor_B = scale_B.masked_fill(rejected_B, 0.0).float()
     return Clip(factor_B, rejected_B, norm_B)
 

@@ -184,9 +184,18 @@ def _computation(terms: dict[str, Any]) -> str:
 {_segments(terms)}
 In each step every {unit} takes part with probability q; its gradient is clipped to norm C; noise of
 standard deviation σC is added once to the sum, in every coordinate; and the sum is divided by a
-constant. `privacy.json` has these steps as an event of Google's dp-accounting (`dp_event`), from
-which anybody can compute ε again.
+constant. {_again(terms)}
 """
+
+
+def _again(terms: dict[str, Any]) -> str:
+    """How somebody else can compute epsilon."""
+    if terms["adaptive"]:
+        return "ε is the budget that the filter kept to, not what these steps alone would spend."
+    return (
+        "`privacy.json` has these steps as an event of Google's dp-accounting (`dp_event`), from\n"
+        "which anybody can compute ε again."
+    )
 
 
 def _yes(value: bool) -> str:
@@ -236,8 +245,15 @@ def _assumptions(terms: dict[str, Any], config: JobConfig) -> str:
 
 {listed}- The mathematics is that of real numbers; training used floating point. Attacks on timing,
   or on the machine that trained, are not covered.
-- What is told above (σ, q, C, batch, steps) is public, and follows from no record.
+- What is told above (σ, q, C, batch, steps) is public{_origin(terms)}.
 {caveats}"""
+
+
+def _origin(terms: dict[str, Any]) -> str:
+    """What the terms follow from."""
+    if terms["adaptive"]:
+        return ", and followed from weights alone where it was chosen on the way"
+    return ", and was fixed before training"
 
 
 def _sentence(text: str) -> str:

@@ -48,10 +48,11 @@ def claims(
         raise ValueError(
             f"RUN = '{run}': {'; '.join(found.faults)}: restore its files as the run wrote them"
         )
+    account = found.ledger  # of the folder, which gives epsilon: its caveats, marks and budget hold
+    account.go_back_to(ledger)  # what is planned is planned from the released weights on
     epsilon_executed, epsilon_planned = found.epsilon_executed, found.epsilon_planned
     assert epsilon_executed is not None
     assert epsilon_planned is not None
-    account = found.ledger  # of the folder, which gives epsilon: its caveats, marks and budget hold
     ledger.inherit(account)
     ledger.settings = dataclasses.replace(ledger.settings, accountant=account.settings.accountant)
     caveats = list(dict.fromkeys([*ledger.caveats, *found.caveats()]))

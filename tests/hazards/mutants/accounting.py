@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         23,
         "the wrong neighbours named",
-        TERMS,
+        SETTINGS,
         'rate, relation = batch / records, "zero_out"',
         'rate, relation = batch / records, "add_remove"',
         (f"{PLANS}test_hazard_15_the_source_of_q_is_named",),

@@ -10,13 +10,13 @@ PLANS = "test_plan.py::"
 SPLIT = "data/test_split.py::"
 
 SAMPLING = "privacy/sampling.py"
-TERMS = "ledger/terms.py"
+TERMS, SETTINGS = "ledger/terms.py", "ledger/settings.py"
 
 MUTANTS = [
     Mutant(
         15,
         "the rate of a count said to be given",
-        TERMS,
+        SETTINGS,
         """        source = f"training.global_batch_size / number of training {noun(config)}s"
         source += " (which is public)"
 """,
@@ -74,8 +74,8 @@ MUTANTS = [
         19,
         "the last microbatch dropped",
         "data/loading.py",
-        "            for slots in dealt:\n",
-        "            for slots in dealt[:-1]:\n",
+        "in enumerate(dealt):\n",
+        "in enumerate(dealt[:-1]):\n",
         (f"{LOADER}test_row19_what_is_drawn_is_what_is_processed[1]",),
         quick=True,
     ),
@@ -242,7 +242,7 @@ MUTANTS = [
     Mutant(
         43,
         "q is not batch over units",
-        TERMS,
+        SETTINGS,
         'rate, relation = batch / records, "zero_out"',
         'rate, relation = batch / (2 * records), "zero_out"',
         (f"{LEDGERS}test_row15_q_is_the_batch_over_the_training_units",),

@@ -38,7 +38,7 @@ MUTANTS = [
         35,
         "bad samples kept",
         "privacy/clipping.py",
-        "    rejected_B = ~(torch.isfinite(squared_norm_B) & valid_B)\n",
+        "    rejected_B = ~(torch.isfinite(squared_norm_B) & valid_B & is_fine_B)\n",
         "    rejected_B = ~valid_B\n",
         (CLEAN,),
     ),
