@@ -374,7 +374,7 @@ def test_row47_text_that_may_keep_ranks_waiting_is_refused(tmp_path):
     assert on_ranks(1, too_slow, argv, 20.0) == [f"[{2 * 2**17}]"]
     (line,) = on_ranks(1, too_slow, argv, 20.5)
     assert line.startswith("error: comm.train_timeout_seconds = 80: the slowest text may take ")
-    assert "about 20 s here for a microbatch of 2 samples of 32 tokens" in line
+    assert "about 20 s here to be parsed and tokenized, for 2 samples of 32 tokens" in line
     assert "set it to 99, or lower training.local_batch_size" in line
 
 

@@ -45,7 +45,7 @@ def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
     assert told["epsilon_planned"] >= SETTINGS.epsilon(200) > 2 * told["epsilon"]
     assert (told["steps"], told["planned_steps"]) == (2, 200)
     (caveat,) = [c for c in told["caveats"] if "2 of 200" in c]
-    assert "results did not decide when to stop, else epsilon_planned" in caveat
+    assert "holds if results did not decide when to stop, epsilon_planned" in caveat
     assert verify(str(tmp_path)).faults == []
 
 

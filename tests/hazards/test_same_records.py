@@ -274,7 +274,7 @@ def alike(known: list[list[list[int]]]) -> bool:
     import torch
     import torch.distributed as dist
 
-    from torchtitan_dp.distributed.agreement import know_alike
+    from torchtitan_dp.data.comparison import know_alike
 
     mine = np.array(known[dist.get_rank()], dtype=np.int64).reshape(-1, 2)
     return know_alike(mine, torch.device("cpu"))

@@ -18,8 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from torchtitan_dp.distributed.agreement import know_alike
 from torchtitan_dp.process import Fault
 
 _MASK = 2**62 - 1
@@ -78,7 +78,7 @@ class Comparison:
     def require_alike(self) -> None:
         """Refuse the draw if two ranks made different samples of one unit.
 
-        Collective (of `agreement.know_alike`), whatever was drawn.
+        Collective (of `know_alike`), whatever was drawn.
 
         Raises:
             Fault: on all ranks. It does not say which unit.
@@ -89,3 +89,25 @@ class Comparison:
                 "and the step was not taken: training.dataset_path and model.hf_assets_path must "
                 "hold the same on every node, and stay so; mend the copies, and start again"
             )
+
+
+def know_alike(known: np.ndarray, device: torch.device) -> bool:
+    """Whether no two ranks know different values of one thing; the same answer on every rank.
+
+    Collective: an all-reduce over the world of 16 bytes for each value and 16 more, even if there
+    are none.
+
+    Args:
+        known: int64 of one shape on all ranks; 0 where this rank knows nothing, else 1 to 2^62.
+        device: what the default process group's backend sends from.
+    """
+    assert known.dtype == np.int64
+    assert known.min(initial=0) >= 0
+    least = np.int64(-(2**62) - 1)  # below minus every value: who knows nothing decides nothing
+    highest = np.append(known.ravel(), 1)
+    lowest = np.append(np.where(known.ravel() == 0, least, -known.ravel()), -1)
+    both = torch.from_numpy(np.stack([highest, lowest])).to(device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    highest, lowest = both.cpu().numpy()
+    is_unknown = highest == 0
+    return bool(((highest == -lowest) | is_unknown).all())

@@ -1,6 +1,5 @@
 """What all ranks must hold alike: the root key of a start, the terms of a run, what is drawn."""
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -55,25 +54,3 @@ def require_agreement(terms: tuple[object, ...], private: tuple[object, ...] = (
         "ranks disagree on the records or the privacy settings: training.dataset_path and "
         f"job.dump_folder must be the same files on every node ({told})"
     )
-
-
-def know_alike(known: np.ndarray, device: torch.device) -> bool:
-    """Whether no two ranks know different values of one thing; the same answer on every rank.
-
-    Collective: an all-reduce over the world of 16 bytes for each value and 16 more, even if there
-    are none.
-
-    Args:
-        known: int64 of one shape on all ranks; 0 where this rank knows nothing, else 1 to 2^62.
-        device: what the default process group's backend sends from.
-    """
-    assert known.dtype == np.int64
-    assert known.min(initial=0) >= 0
-    least = np.int64(-(2**62) - 1)  # below minus every value: who knows nothing decides nothing
-    highest = np.append(known.ravel(), 1)
-    lowest = np.append(np.where(known.ravel() == 0, least, -known.ravel()), -1)
-    both = torch.from_numpy(np.stack([highest, lowest])).to(device)
-    dist.all_reduce(both, op=dist.ReduceOp.MAX)
-    highest, lowest = both.cpu().numpy()
-    is_unknown = highest == 0
-    return bool(((highest == -lowest) | is_unknown).all())

@@ -118,7 +118,7 @@ MUTANTS = [
     Mutant(
         48,
         "half of the digests compared",
-        "distributed/agreement.py",
+        "data/comparison.py",
         "    return bool(((highest == -lowest) | is_unknown).all())\n",
         "    return bool(((highest == -lowest) | is_unknown)[::2].all())\n",
         (f"{SAME}test_row48_what_one_rank_does_not_know_is_no_difference",),
@@ -126,7 +126,7 @@ MUTANTS = [
     Mutant(
         48,
         "a rank sees its own difference alone",
-        "distributed/agreement.py",
+        "data/comparison.py",
         "    dist.all_reduce(both, op=dist.ReduceOp.MAX)\n    highest",
         "    if dist.get_rank() == 0:\n        both[0], both[1] = 1, -1\n"
         "    dist.all_reduce(both, op=dist.ReduceOp.MIN)\n    highest",
