@@ -248,7 +248,10 @@ def test_an_adaptive_card_does_not_say_that_terms_were_fixed(released, finished)
     card = model_card(
         {**terms, "adaptive": True, "assumptions": assumptions(chosen)}, config, shape(config)
     )
-    assert "The model, the terms of each step and the number of runs were not chosen" in fixed
+    assert (
+        "The model, the terms of each step and the numbers of steps and runs were not chosen"
+        in fixed
+    )
     assert "terms of each step" not in card
     assert "without looking" not in card
     assert "followed from weights alone" in card
