@@ -241,6 +241,17 @@ def test_what_only_the_owner_knows_is_listed_at_the_end(run, tmp_path, capfd):
         assert f"- **{item.title}.** {item.question}\n  {BLANK}" in card
 
 
+def test_a_card_names_units_of_several_records_by_a_word(released, finished):
+    terms, config = privacy(released), read_config(str(finished))
+    config.data.unit_field = "patient"
+    named = {**terms, "privacy_unit": "unit of data.unit_field 'patient'"}
+    card = model_card(named, config, shape(config))
+    assert "| privacy unit | one unit (all records with one value of `patient`) |" in card
+    assert "| units in training | 24, public |" in card
+    assert "a unit that was trained on is recognised" in card
+    assert "data.unit_field" not in card
+
+
 def test_an_adaptive_card_does_not_say_that_terms_were_fixed(released, finished):
     terms, config = privacy(released), read_config(str(finished))
     fixed = model_card(terms, config, shape(config))

@@ -97,7 +97,7 @@ def _explain(plan: Plan) -> None:
     ledger = plan.ledger
     spent = [*ledger.before(), *(s.spending() for s in ledger.segments(plan.steps))]
     meaning = explain(ledger, spent, plan.epsilon)
-    for line in meaning.sentences(ledger.settings.privacy_unit) if meaning else ():
+    for line in meaning.sentences(ledger.settings.unit) if meaning else ():
         print(f"      {line}", file=sys.stderr)
 
 

@@ -9,7 +9,6 @@ Guarantee:
 from collections.abc import Iterable
 
 from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.summation import fp32_sum_excess
 
@@ -72,17 +71,12 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
         worst = max(rounded, key=lambda s: fp32_sum_excess(s.summands, s.ranks_added_up))
         excess = fp32_sum_excess(worst.summands, worst.ranks_added_up)
         told.append(
-            f"{_ROUNDED}each rank adds up to {worst.summands} {unit(worst)}s of a step in fp32, so "
+            f"{_ROUNDED}each rank adds up to {worst.summands} {worst.unit}s of a step in fp32, so "
             "that gradients made for it, in an order made for it, could let one of them move the "
             f"sum by {rounded_up(1 + excess, digits=_digits(excess))} C, while epsilon counts C; "
             "privacy.exact_sum rules that out"
         )
     return told
-
-
-def unit(settings: Settings) -> str:
-    """What is clipped, in a word."""
-    return settings.privacy_unit.split()[0]
 
 
 def recorded(told: Iterable[str]) -> list[str]:

@@ -42,6 +42,11 @@ class Settings:
         return Mechanism(self.noise_multiplier, self.sample_rate, steps)
 
     @property
+    def unit(self) -> str:
+        """What is drawn, clipped and protected, in a word: a record, or a unit of several."""
+        return self.privacy_unit.split()[0]
+
+    @property
     def summands(self) -> int:
         """How many samples one rank adds up in a step, at most; a guess, where it is not known."""
         return self.samples_per_rank or 2 * self.expected_batch_size

@@ -72,10 +72,10 @@ def model_card(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str
 
 
 def _guarantee(terms: dict[str, Any], config: JobConfig) -> str:
-    epsilon, delta, unit = terms["epsilon"], terms["delta"], terms["privacy_unit"]
+    epsilon, delta, unit = terms["epsilon"], terms["delta"], _unit(terms)
     relation = terms["neighbouring_relation"]
     other, says = (text.format(unit=unit) for text in _NEIGHBOURS[relation])
-    what = f" ({_RECORDS[config.training.dataset]})" if _is_plain(unit, config) else ""
+    what = _what(config)
     units = "not public" if terms["units"] is None else f"{terms['units']:,}, public"
     meaning = "".join(f"- {line}\n" for line in Meaning.from_json(terms["meaning"]).sentences(unit))
     return f"""
@@ -90,8 +90,8 @@ know: they find it at most {_factor(epsilon)} times (e^ε) as often as with the 
 the other way round, but for a probability of {delta:g} (δ). Nothing that is done with the weights
 later loosens that bound.
 
-Somebody who knows all the other records, and tries to tell from the weights whether this {unit}
-was among them, can do no better than this:
+Somebody who knows all the other {unit}s, and tries to tell from the weights whether this one was
+among them, can do no better than this:
 
 {meaning}
 | | |
@@ -119,8 +119,16 @@ def _covers(terms: dict[str, Any]) -> str:
     return f"{begun}, and {left:,} that were planned" if left else begun
 
 
-def _is_plain(unit: str, config: JobConfig) -> bool:
-    return unit == "record" and config.training.dataset in _RECORDS
+def _unit(terms: dict[str, Any]) -> str:
+    """What is protected, in a word: a record, or a unit of several."""
+    return str(terms["privacy_unit"]).split()[0]
+
+
+def _what(config: JobConfig) -> str:
+    """What such a one is."""
+    if (field := config.data.unit_field) is not None:
+        return f" (all records with one value of `{field}`)"
+    return f" ({_RECORDS[config.training.dataset]})"
 
 
 def _factor(epsilon: float) -> str:
@@ -131,7 +139,7 @@ def _factor(epsilon: float) -> str:
 
 
 def _not_said(terms: dict[str, Any], config: JobConfig) -> str:
-    unit = terms["privacy_unit"]
+    unit = _unit(terms)
     heldout = ""
     if config.data.heldout_fraction > 0:
         heldout = (
@@ -157,7 +165,7 @@ def _not_said(terms: dict[str, Any], config: JobConfig) -> str:
 
 
 def _computation(terms: dict[str, Any]) -> str:
-    unit = terms["privacy_unit"]
+    unit = _unit(terms)
     accountant = f"`{terms['accountant']}`: {_ACCOUNTANTS[terms['accountant']]}"
     if terms["adaptive"]:
         accountant = "a Renyi filter, at an order and against a budget fixed at the first start"
@@ -266,7 +274,7 @@ def _training(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str:
     rows = {
         "model": f"Llama, {args.n_layers} layers of {args.dim}, {args.n_heads} heads, "
         f"{args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
-        "sample": f"at most {training.seq_len} tokens of one {terms['privacy_unit']} in a step",
+        "sample": f"at most {training.seq_len} tokens of one {_unit(terms)} in a step",
         "expected batch": terms["expected_batch_size"],
         "optimizer": f"{optimizer.name}, betas {optimizer.beta1:g} and {optimizer.beta2:g}, "
         f"eps {optimizer.eps:g}, weight decay {optimizer.weight_decay:g}",
