@@ -36,7 +36,7 @@ class Account:
     def __init__(self, ledger: Ledger, executed: ExecutedSteps, total_steps: int) -> None:
         self._ledger, self._executed = ledger, executed
         self._first_step, self._lines = ledger.steps, executed.count
-        self._remaining = max(total_steps - ledger.steps, ledger.planned_steps - ledger.steps, 0)
+        self._remaining = max(total_steps - ledger.steps, 0)
         before, own = ledger.stretches_before(), ledger.stretches()
         begun = [*own, *executed.stretches(ledger.settings)]  # a checkpoint may lack its log
         self._first_count = sum(segment.steps for segment in union(begun))
