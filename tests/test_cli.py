@@ -200,10 +200,12 @@ def test_an_empty_data_folder(tmp_path, capsys):
     assert "training.dataset_path = " in line
 
 
-def test_delta_of_a_record_is_a_warning(tmp_path, data, capsys):
-    said = accepted(tmp_path, data, capsys, f"--privacy.delta={1 / RECORDS}")
-    (warning,) = [line for line in said.splitlines() if line.startswith("warning: ")]
-    assert "privacy.delta = 0.0416667 is at least 1 / number of records" in warning
+def test_delta_of_a_record_is_refused(tmp_path, data, capsys):
+    with pytest.raises(SystemExit) as stop:
+        accepted(tmp_path, data, capsys, f"--privacy.delta={1 / RECORDS}")
+    assert stop.value.code == 2
+    said = capsys.readouterr().err
+    assert "privacy.delta = 0.0416667: at least 1 / number of training records" in said
     assert "warning" not in accepted(tmp_path, data, capsys, f"--privacy.delta={0.9 / RECORDS}")
 
 
