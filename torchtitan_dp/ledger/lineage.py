@@ -203,8 +203,8 @@ class Ledger:
         """The steps that this run and those behind its initial weights planned and did not take,
         on the worst terms that each run had: terms that were made better on the way count from
         there on only for steps that were taken."""
-        own = [Segment(s.settings, self.left) for s in self.segments()]
-        told = [_worst(own), *(_worst(a.segments, a.left) for a in self.ancestors)]
+        own = _worst(self.segments(), self.left)
+        told = [own, *(_worst(a.segments, a.left) for a in self.ancestors)]
         return [spending for spending in told if spending is not None and spending.steps > 0]
 
     def epsilon(self, steps: int | None = None) -> float:
@@ -271,7 +271,7 @@ _CAVEATS = {
 }
 
 
-def _worst(segments: Sequence[Segment], steps: int | None = None) -> Mechanism | None:
+def _worst(segments: Sequence[Segment], steps: int) -> Mechanism | None:
     """So many steps with the least noise and the highest rate of all segments."""
     if not segments:
         return None
@@ -279,7 +279,7 @@ def _worst(segments: Sequence[Segment], steps: int | None = None) -> Mechanism |
     return Mechanism(
         min(t.noise_multiplier for t in terms),
         max(t.sample_rate for t in terms),
-        segments[0].steps if steps is None else steps,
+        steps,
     )
 
 

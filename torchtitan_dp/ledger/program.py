@@ -32,7 +32,7 @@ def source() -> dict[str, Any]:
     """
     commit = _git("rev-parse", "HEAD")
     tracked = commit is not None and _git("ls-files", "--", __file__)
-    changes = _git("status", "--porcelain", "--", os.path.join("..")) if tracked else None
+    changes = _git("status", "--porcelain", "--", "..") if tracked else None
     return {
         "name": _NAME,
         "version": versions()[_NAME],
