@@ -105,5 +105,5 @@ def test_row12_and_49_so_it_does_with_an_exact_sum(tmp_path, changes):
     )
     errors = [((other - one).norm() / one.norm()).item() for other in others]
     print(errors)
-    assert one.norm() == pytest.approx(changes["cp1"].norm(), rel=0.1)
+    assert one.norm().item() == pytest.approx(changes["cp1"].norm().item(), rel=0.1)
     assert max(errors) < 1e-3, errors

@@ -123,7 +123,8 @@ def test_row45_not_private_is_loaded_with_the_weights():
 def test_row45_weights_loaded_without_their_ledger_are_not_trained_on():
     from torchtitan_dp.train import DPTrainer
 
-    trainer = MagicMock(_ledger_loaded=False, model_parts=[torch.nn.Linear(2, 2)])
+    trainer = MagicMock(_ledger_loaded=False, model_parts=[torch.nn.Linear(2, 2)], step=1)
+    trainer.job_config.training.steps = 1  # no step is left, so that nothing is rehearsed
     trainer.checkpointer.resumes = True
     with pytest.raises(RuntimeError, match="without its ledger"):
         DPTrainer.batch_generator(trainer, [])

@@ -153,6 +153,7 @@ def empty(tmp_path_factory):
                 data,
                 *with_sigma(1),
                 "--privacy.sample_rate=1e-10",
+                "--privacy.delta=1e-12",  # below sample_rate / global_batch_size
                 "--training.global_batch_size=7",
             ),
             log=place / "log",
