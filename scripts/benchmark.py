@@ -36,7 +36,7 @@ from benchmarking.measure import (
     read_config,
 )
 
-from torchtitan_dp.cli import exit_on_mistake, fail
+from torchtitan_dp.config.load import exit_on_mistake, fail
 
 ROOT = Path(__file__).resolve().parent.parent
 RANKS = (1, 2, 4)

@@ -18,14 +18,15 @@ import torchtitan_dp.distributed  # noqa: F401
 # isort: split
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.distributed.parallelize import parallelize_llama, trained_fsdp_modules
+from torchtitan_dp.config.load import load_config
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.methods import GradientMethod, build_gradients, build_summation
 from torchtitan_dp.gradients.reduction import ReductionGroups
-from torchtitan_dp.models.llama3 import Llama, LlamaArgs, canonical_name, trainable_parameters
+from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
+from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_fsdp_modules
 from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.parameters import canonical_name, trainable_parameters
 from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.privacy.summation import FixedPointSum, Summation
 

@@ -11,11 +11,11 @@ import sys
 import time
 
 import pytest
+from tests.checkpoint.test_resume import STEPS, Folder, steps_saved
 
 from tests.launch import TIMEOUT_S, privacy, with_sigma
-from tests.test_resume import STEPS, Folder, steps_saved
-from torchtitan_dp.checkpoint import damage, finished_checkpoints
-from torchtitan_dp.distributed.safe_checkpoint import entries, read_metadata
+from torchtitan_dp.checkpoint.folder import damage, finished_checkpoints
+from torchtitan_dp.checkpoint.safe_load import entries, read_metadata
 from torchtitan_dp.launch import EXIT_STOPPED
 
 HUNG_AT = 3

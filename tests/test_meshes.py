@@ -58,7 +58,7 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
 
 
 def initial_weights() -> dict[str, torch.Tensor]:
-    from torchtitan_dp.models.llama3 import FLAVORS, Llama
+    from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 
     model = Llama(FLAVORS["debug"])
     model.init_weights()

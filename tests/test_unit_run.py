@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import torchtitan_dp.plan.__main__ as plan
 from tests.launch import arguments, privacy, train
-from torchtitan_dp import plan
 
 USERS, STEPS = 6, 3
 NOTES = 40  # of each user

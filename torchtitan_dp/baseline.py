@@ -14,9 +14,9 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.train import Trainer
 
+from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.distributed.checkpointer import Checkpointer
 from torchtitan_dp.ledger import Ledger
 from torchtitan_dp.ledger.baseline import baseline_ledger, publish_baseline
 

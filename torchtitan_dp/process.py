@@ -1,4 +1,4 @@
-"""One run a folder: its lock, workers that die with their launcher, no core dumps, faults told."""
+"""One run a folder: its lock, workers that die with their launcher, no core dumps, whole files."""
 
 import contextlib
 import ctypes
@@ -114,3 +114,18 @@ def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
                     "this one its own job.dump_folder"
                 ) from None
             time.sleep(0.2)
+
+
+def write_atomically(path: str, content: bytes) -> None:
+    """Replace the file by `content` whole, readable by its owner only, or leave it as it was."""
+    temporary = f"{path}.{os.getpid()}.tmp"
+    with open(temporary, "wb", opener=private_opener) as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def private_opener(path: str, flags: int) -> int:
+    """Open a file that its owner alone can read: an `opener` for `open`."""
+    return os.open(path, flags, 0o600)

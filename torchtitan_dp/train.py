@@ -27,14 +27,18 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
 from torchtitan_dp.baseline import BaselineTrainer
-from torchtitan_dp.checks import mesh_degrees
-from torchtitan_dp.cli import load_config
+from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.config.saved import write_config
 from torchtitan_dp.data.buckets import ladder
 from torchtitan_dp.data.loading import Microbatch, RecordLoader
-from torchtitan_dp.distributed.agreement import of_first_rank, require_agreement, shared_root_key
-from torchtitan_dp.distributed.checkpointer import Checkpointer
-from torchtitan_dp.distributed.parallelize import trained_fsdp_modules
+from torchtitan_dp.distributed.agreement import (
+    broadcast_from_rank0,
+    require_agreement,
+    shared_root_key,
+)
 from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.methods import build_gradients, build_summation
@@ -52,14 +56,14 @@ from torchtitan_dp.ledger import (
 from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.hugging_face_weights import export
-from torchtitan_dp.models.llama3 import require_loaded, trainable_parameters
+from torchtitan_dp.models.llama3.parallelize import trained_fsdp_modules
 from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
 from torchtitan_dp.optimizer import DPOptimizer
-from torchtitan_dp.preflight import check_run
+from torchtitan_dp.preflight.check import check_run
+from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import lock_folder, mistakes_as_faults, os_errors_as_faults, protect
-from torchtitan_dp.rehearsal import rehearse
-from torchtitan_dp.run_config import write_config
 from torchtitan_dp.train_spec import OpenOnce, register
 
 
@@ -135,7 +139,7 @@ class DPTrainer(Trainer):
         self.lr_schedulers.step()
         self.ledger.steps = self.step
         self._log(lr, statistics)
-        if self._is_told(self.step):
+        if self._should_publish(self.step):
             self._publish()
 
     def accumulate(self, microbatch: Microbatch, statistics: SampleStatistics) -> None:
@@ -193,7 +197,7 @@ class DPTrainer(Trainer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         loaded = Ledger.from_json(state_dict["ledger"])
         self._ledger_loaded = True
-        self.ledger.go_on_from(loaded, self.job_config.privacy.new_segment)
+        self.ledger.resume_from(loaded, self.job_config.privacy.new_segment)
         refuse_overspending(self.job_config, self.ledger)
         assert loaded.steps == state_dict["step"]
         self.step = loaded.steps
@@ -235,7 +239,7 @@ class DPTrainer(Trainer):
         Collective over the world: any rank may write the ledger into a checkpoint.
         """
         self.ledger.start = self.executed.new_start()
-        self.ledger = Ledger.from_json(of_first_rank(self.ledger.to_json()))
+        self.ledger = Ledger.from_json(broadcast_from_rank0(self.ledger.to_json()))
         if dist.get_rank() == 0:
             self.executed.adopt(self.ledger.stretches())
         self.account = Account(self.ledger, self.executed, self.job_config.training.steps)
@@ -251,7 +255,7 @@ class DPTrainer(Trainer):
         }
         self.metrics_processor.log_step(self.step, public, statistics.reduce(self.parallel_dims))
 
-    def _is_told(self, step: int) -> bool:
+    def _should_publish(self, step: int) -> bool:
         """Whether `privacy.json` is renewed: before each checkpoint, when logging, at the end."""
         config, last = self.job_config.checkpoint, step == self.job_config.training.steps
         return last or step % config.interval == 0 or self.metrics_processor.should_log(step)

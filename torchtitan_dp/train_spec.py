@@ -25,11 +25,11 @@ from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.samples import SampleStore
 from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_dp.distributed.parallelize import parallelize_llama
 from torchtitan_dp.metrics import PrivateMetricsProcessor
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import HuggingFaceAdapter
-from torchtitan_dp.models.llama3 import FLAVORS, Llama
+from torchtitan_dp.models.llama3.model import FLAVORS, Llama
+from torchtitan_dp.models.llama3.parallelize import parallelize_llama
 from torchtitan_dp.validate import HeldOutValidator
 
 

@@ -122,7 +122,7 @@ class Setting:
         return self.records * self.seq_len
 
     def arguments(self, arm: Arm, folder: str) -> list[str]:
-        """The command line of `arm`, for `torchtitan_dp.cli.load_config`; without outputs."""
+        """The command line of `arm`, for `config.load.load_config`; without outputs."""
         return [
             *("--job.config_file", self.config_file),
             *self.overrides,

@@ -5,9 +5,9 @@ import tempfile
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_dp.checks import mesh_degrees
-from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.load import load_config
 
 from . import worker
 from .arms import Arm, Setting

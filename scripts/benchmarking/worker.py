@@ -71,7 +71,7 @@ def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
 
 def _build(arm: Arm, setting: Setting, folder: str) -> Step:
     """A trainer as `torchtitan_dp.train` builds it, without outputs; what takes one step."""
-    from torchtitan_dp.cli import load_config  # first: lets TorchTitan import without a GPU
+    from torchtitan_dp.config.load import load_config  # first: lets TorchTitan import without a GPU
 
     # isort: split
     from torchtitan_dp.train import build_trainer

@@ -11,8 +11,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from scripts.faulting.run import require
-from torchtitan_dp.checkpoint import damaged_entry
-from torchtitan_dp.distributed import safe_checkpoint
+from torchtitan_dp.checkpoint import safe_load
+from torchtitan_dp.checkpoint.folder import damaged_entry
 
 TRIES = 200
 
@@ -25,7 +25,7 @@ def share_of_flips_told(checkpoint: Path, rng: random.Random) -> str:
     files = sorted(path for path in copy.iterdir() if path.suffix == ".distcp")
     found: Counter[tuple[str, str]] = Counter()
     for number in range(TRIES):
-        path = rng.choice(files) if number % 2 else copy / safe_checkpoint.METADATA_FILE
+        path = rng.choice(files) if number % 2 else copy / safe_load.METADATA_FILE
         place, change = rng.randrange(path.stat().st_size), rng.randrange(1, 256)
         _change(path, place, change)
         outcome = _outcome(copy, checkpoint, saved)
@@ -51,14 +51,14 @@ def _outcome(copy: Path, checkpoint: Path, saved: dict[str, Any]) -> str:
 
 def _load(folder: Path, template: Path) -> dict[str, Any]:
     """All that `template` holds, from `folder`."""
-    held = safe_checkpoint.read_metadata(template).state_dict_metadata
+    held = safe_load.read_metadata(template).state_dict_metadata
     state: dict[str, Any] = {
         name: torch.full(kind.size, torch.nan, dtype=kind.properties.dtype)
         if isinstance(kind, TensorStorageMetadata)
         else None
         for name, kind in held.items()
     }
-    safe_checkpoint.load(state, str(folder), no_dist=True)
+    safe_load.load(state, str(folder), no_dist=True)
     return state
 
 

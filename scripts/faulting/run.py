@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.launch import Run, arguments, privacy, with_sigma, write_records
 from torchtitan_dp import ledger
-from torchtitan_dp.checkpoint import damaged_entry, finished_checkpoints
+from torchtitan_dp.checkpoint.folder import damaged_entry, finished_checkpoints
 from torchtitan_dp.launch import EXIT_STOPPED
 from torchtitan_dp.ledger.verify import verify
 

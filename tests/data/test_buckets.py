@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from tests.ranks import on_ranks
-from torchtitan_dp.cli import load_config
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data import buckets
 from torchtitan_dp.data.buckets import MOST_LENGTHS, ladder, padded_lengths
 from torchtitan_dp.data.loading import Microbatch, RecordLoader

@@ -5,8 +5,8 @@ import torch.nn.functional as F
 from opacus import GradSampleModule
 
 from tests import build
-from torchtitan_dp.models.llama3 import canonical_name
 from torchtitan_dp.models.loss import per_sample_loss
+from torchtitan_dp.models.parameters import canonical_name
 
 
 def test_the_reference_is_what_opacus_computes():

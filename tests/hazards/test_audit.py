@@ -33,9 +33,9 @@ def new_game(degrees, method, batch_size, summed):
     # isort: split
     from torchtitan.distributed import ParallelDims
 
-    from torchtitan_dp.auditing.game import Game
+    from torchtitan_dp.audit.game import Game
     from torchtitan_dp.config import Privacy
-    from torchtitan_dp.distributed.parallelize import fsdp_mesh
+    from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
     from torchtitan_dp.privacy.keys import RootKey
 
     dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
@@ -244,7 +244,7 @@ def test_row35_flags_on_two_ranks(fault, degrees, case, trials):
 def canary_scores(degrees, method, exact):
     """Two noiseless steps with canaries 0..5 among records, two of them drawn in one step only."""
     from tests import build
-    from torchtitan_dp.auditing.canaries import Canaries, CanarySum, ScoreKeeper
+    from torchtitan_dp.audit.canaries import Canaries, CanarySum, ScoreKeeper
     from torchtitan_dp.optimizer import DPOptimizer
 
     overrides = (f"--privacy.gradient_method={method}",)
@@ -295,7 +295,7 @@ def test_an_included_canary_adds_C_at_its_place_and_an_excluded_one_nothing(degr
 _PLANTED = """
 import sys
 from unittest import mock
-from torchtitan_dp import audit
+import torchtitan_dp.audit.__main__ as audit
 from torchtitan_dp.privacy import noise
 
 def add(flat, *, std, **terms):
@@ -424,7 +424,7 @@ def test_an_audited_run_is_not_private_and_apart(audits):
     ],
 )
 def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options, names):
-    from torchtitan_dp import audit
+    import torchtitan_dp.audit.__main__ as audit
 
     data = write_records(tmp_path / "data")
     used = tmp_path / "used"

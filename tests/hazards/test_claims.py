@@ -11,9 +11,10 @@ import pytest
 from tests import build
 from tests.hazards.test_trainer import SETTINGS
 from tests.launch import arguments, privacy, train, with_sigma, write_records
-from torchtitan_dp.checkpoint import read_ledger
-from torchtitan_dp.cli import load_config
+from torchtitan_dp.checkpoint.folder import read_ledger
 from torchtitan_dp.config import Privacy
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.config.reference import field_docs
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, schema, write_fingerprint
 from torchtitan_dp.ledger.baseline import baseline_ledger, refuse_private_folder
 from torchtitan_dp.ledger.caveats import assumptions
@@ -24,7 +25,6 @@ from torchtitan_dp.ledger.terms import earlier_ledger, make_plan
 from torchtitan_dp.ledger.verify import total, verify
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.summation import fp32_sum_excess
-from torchtitan_dp.reference import _field_docs
 
 
 def publish(folder, ledger, *, fingerprint="f"):
@@ -63,7 +63,7 @@ def test_row50_a_stop_is_forgotten_by_weights_that_go_on(tmp_path):
 def test_row50_fewer_planned_steps_on_resume_do_not_lower_it():
     first = Ledger(SETTINGS, steps=2, planned_steps=200)
     later = Ledger(SETTINGS, planned_steps=3)
-    later.go_on_from(first, None)
+    later.resume_from(first, None)
     assert later.planned_steps == 200
 
 
@@ -106,7 +106,7 @@ def test_row49_what_initial_weights_were_summed_in_is_told(tmp_path):
 
 def test_row50_terms_that_were_made_better_do_not_lower_what_was_planned(tmp_path):
     quieter = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=100.0), planned_steps=200)
-    quieter.go_on_from(Ledger(SETTINGS, steps=2, planned_steps=200), "planned")
+    quieter.resume_from(Ledger(SETTINGS, steps=2, planned_steps=200), "planned")
     told = publish(tmp_path, quieter)
     assert told["epsilon_planned"] >= SETTINGS.epsilon(200)
 
@@ -127,9 +127,9 @@ def test_row50_no_epsilon_is_said_to_cover_a_stop_by_logs():
 def test_row51_adaptive_means_from_weights_alone():
     first = Ledger(SETTINGS, steps=2, budget=fix_budget(SETTINGS, 10, []))
     later = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=2.0))
-    later.go_on_from(first, "adaptive")
+    later.resume_from(first, "adaptive")
     (caveat,) = later.caveats
-    for text in (caveat, _field_docs(Privacy)["new_segment"]):
+    for text in (caveat, field_docs(Privacy)["new_segment"]):
         assert "weights alone" in text
         assert "loss" in text
         assert "norm" in text
@@ -296,8 +296,8 @@ def test_row55_what_a_step_was_taken_with_is_told_by_segment(tmp_path, key, valu
     first = Ledger(SETTINGS, steps=2)
     later = Ledger(dataclasses.replace(SETTINGS, **{key: value}))
     with pytest.raises(ValueError, match=rf"privacy\.{key} = {value}: .*privacy\.new_segment"):
-        dataclasses.replace(later).go_on_from(first, None)
-    later.go_on_from(first, "planned")
+        dataclasses.replace(later).resume_from(first, None)
+    later.resume_from(first, "planned")
     later.steps = 5
     told = publish(tmp_path, later)
     assert told[key] == value
@@ -341,5 +341,5 @@ def test_row49_the_worst_mesh_of_a_segment_counts():
     least = dataclasses.replace(SETTINGS, samples_per_rank=8)
     for before, now in ((most, least), (least, most)):
         later = Ledger(now)
-        later.go_on_from(Ledger(before, steps=2), None)
+        later.resume_from(Ledger(before, steps=2), None)
         assert later.settings.samples_per_rank == 64

@@ -35,7 +35,7 @@ def tokenizer(folder: Path) -> Path:
     import tokenizers
 
     from torchtitan_dp.data.tokenizer import byte_tokenizer_files
-    from torchtitan_dp.models.llama3 import FLAVORS
+    from torchtitan_dp.models.llama3.model import FLAVORS
 
     folder.mkdir()
     for name, text in byte_tokenizer_files().items():

@@ -193,7 +193,7 @@ def test_row31_a_third_segment_keeps_the_first():
     weights = Ledger(SETTINGS, steps=30)
     for sigma in (2.0, 3.0):
         later = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=sigma))
-        later.go_on_from(weights, "planned")
+        later.resume_from(weights, "planned")
         later.steps += 10
         weights = later
     taken = [(s.settings.noise_multiplier, s.steps) for s in weights.segments()]
@@ -205,7 +205,7 @@ def test_row31_an_adaptive_lineage_spends_at_the_order_fixed_before_it():
     by results. What is told is the budget, which a filter bounds, not how much of it was used."""
     budget = fix_budget(SETTINGS, 1000, [])
     kept = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=4.0))
-    kept.go_on_from(Ledger(SETTINGS, steps=30, budget=budget), "adaptive")
+    kept.resume_from(Ledger(SETTINGS, steps=30, budget=budget), "adaptive")
     kept.steps = 40
     taken = [segment.spending() for segment in kept.segments()]
     planned = compose(taken, delta=SETTINGS.delta, accountant="rdp")

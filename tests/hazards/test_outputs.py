@@ -120,7 +120,7 @@ def test_row23_and_24_privacy_json_holds_the_contract_alone(tmp_path):
 def test_row28_names_know_no_wrappers():
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-    from torchtitan_dp.models.llama3 import trainable_parameters
+    from torchtitan_dp.models.parameters import trainable_parameters
 
     plain = nn.ModuleDict({"block": nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))})
     names = set(trainable_parameters(plain))
@@ -134,7 +134,8 @@ def test_row28_a_tied_weight_is_one_parameter():
     import dataclasses
 
     from tests import build
-    from torchtitan_dp.models.llama3 import Llama, trainable_parameters
+    from torchtitan_dp.models.llama3.model import Llama
+    from torchtitan_dp.models.parameters import trainable_parameters
 
     with torch.device("meta"):
         model = Llama(dataclasses.replace(build.ARGS, tie_embeddings=True))

@@ -34,7 +34,7 @@ def main(argv):
     """Training with known secrets, on a smaller model; what it sees goes to $PROBE_<rank>.json."""
     import torchtitan_dp.train as train
     from torchtitan_dp.gradients.microbatch import MicrobatchGradients
-    from torchtitan_dp.models.llama3 import FLAVORS, LlamaArgs
+    from torchtitan_dp.models.llama3.model import FLAVORS, LlamaArgs
     from torchtitan_dp.privacy.keys import RootKey
 
     FLAVORS["debug"] = LlamaArgs(dim=32, n_layers=1, n_heads=4, vocab_size=264, multiple_of=8)

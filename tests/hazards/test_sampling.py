@@ -12,7 +12,7 @@ import torch
 
 from tests.launch import arguments
 from tests.ranks import on_ranks
-from torchtitan_dp.cli import load_config
+from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.records import open_records

@@ -25,7 +25,8 @@ from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
 from torchtitan_dp.models.hugging_face import feed_forward_size, on_meta, parameter_count, shape
 from torchtitan_dp.models.hugging_face_weights import HuggingFaceAdapter, check_files, export
-from torchtitan_dp.models.llama3 import FLAVORS, Llama, require_loaded
+from torchtitan_dp.models.llama3.model import FLAVORS, Llama
+from torchtitan_dp.models.parameters import require_loaded
 
 HEADER = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
 COMMON = {

@@ -5,6 +5,7 @@ import shutil
 import pytest
 import torch
 
+import torchtitan_dp.plan.__main__ as plan
 from tests.launch import arguments, load, privacy, train, with_sigma, write_records
 from tests.models.hugging_face import (
     PLAIN,
@@ -13,8 +14,7 @@ from tests.models.hugging_face import (
     transformers_logits,
     write_llama,
 )
-from torchtitan_dp import plan
-from torchtitan_dp.checkpoint import newest_whole_checkpoint
+from torchtitan_dp.checkpoint.folder import newest_whole_checkpoint
 from torchtitan_dp.ledger.caveats import recorded
 
 FROM_HF = (

@@ -26,7 +26,7 @@ def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
     return RootKey(shared.cpu().numpy().tobytes())
 
 
-def of_first_rank(text: str) -> str:
+def broadcast_from_rank0(text: str) -> str:
     """What rank 0 has, on all ranks. Collective: a broadcast over the world."""
     shared: list[str] = [text]
     dist.broadcast_object_list(shared, src=0)
@@ -44,7 +44,7 @@ def require_agreement(terms: tuple[object, ...], private: tuple[object, ...] = (
     Raises:
         RuntimeError: on each rank whose terms read otherwise than rank 0's.
     """
-    of_records, agreed = of_first_rank(repr(private)), of_first_rank(repr(terms))
+    of_records, agreed = broadcast_from_rank0(repr(private)), broadcast_from_rank0(repr(terms))
     if (of_records, agreed) == (repr(private), repr(terms)):
         return
     told = f"here {terms}, on rank 0 {agreed}"

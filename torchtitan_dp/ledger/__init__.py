@@ -15,7 +15,6 @@ from torchtitan_dp.ledger.files import (
     ExecutedSteps,
     check_fingerprint,
     read_published,
-    write_atomically,
     write_fingerprint,
 )
 from torchtitan_dp.ledger.lineage import Budget, Ledger, Segment
@@ -36,6 +35,5 @@ __all__ = [
     "read_published",
     "summary",
     "versions",
-    "write_atomically",
     "write_fingerprint",
 ]

@@ -13,7 +13,7 @@ import sys
 from rich.console import Console
 from rich.table import Column, Table
 
-from torchtitan_dp.cli import exit_on_mistake, write_json
+from torchtitan_dp.config.load import exit_on_mistake, write_json
 from torchtitan_dp.ledger.verify import Run, Total, total, verify
 from torchtitan_dp.privacy.accounting import rounded_up
 

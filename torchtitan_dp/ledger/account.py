@@ -18,7 +18,7 @@ from typing import Any
 
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.caveats import assumptions, caveats
-from torchtitan_dp.ledger.files import PRIVACY_FILE, ExecutedSteps, write_atomically
+from torchtitan_dp.ledger.files import PRIVACY_FILE, ExecutedSteps
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.program import source, versions
 from torchtitan_dp.ledger.starts import union
@@ -28,6 +28,7 @@ from torchtitan_dp.privacy.events import dp_event
 from torchtitan_dp.privacy.meaning import Meaning, meaning, meaning_of
 from torchtitan_dp.privacy.segments import Segment as Mechanism
 from torchtitan_dp.privacy.segments import merged
+from torchtitan_dp.process import write_atomically
 
 
 class Account:

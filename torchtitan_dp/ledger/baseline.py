@@ -16,10 +16,10 @@ from torchtitan_dp.ledger.files import (
     PRIVACY_FILE,
     ExecutedSteps,
     read_published_fields,
-    write_atomically,
 )
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.process import write_atomically
 
 NO_MECHANISM = "none"
 WHY = "trained without privacy (privacy.enable = false)"

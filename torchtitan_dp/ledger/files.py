@@ -20,7 +20,7 @@ from torchtitan_dp.ledger.caveats import recorded
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.starts import Stretch, new_name
-from torchtitan_dp.process import Fault
+from torchtitan_dp.process import Fault, private_opener, write_atomically
 
 PRIVACY_FILE = "privacy.json"
 EXECUTED_FILE = "steps_executed.log"
@@ -132,7 +132,7 @@ class ExecutedSteps:
         # A torn last line was begun too, and must neither swallow the next nor pass for whole.
         content = (f" {_TORN}\n" * self._tail_is_torn + line).encode()
         is_new = not os.path.exists(self._path)
-        with open(self._path, "ab", opener=_private_opener) as file:
+        with open(self._path, "ab", opener=private_opener) as file:
             if os.fstat(file.fileno()).st_size != self._size:  # the lock was removed, or is none
                 raise Fault(
                     f"{self._path} was changed since this run read it: another run writes to the "
@@ -219,16 +219,6 @@ def write_fingerprint(folder: str, fingerprint: str) -> None:
     write_atomically(os.path.join(folder, FINGERPRINT_FILE), fingerprint.encode() + b"\n")
 
 
-def write_atomically(path: str, content: bytes) -> None:
-    """Replace the file by `content` whole, readable by its owner only, or leave it as it was."""
-    temporary = f"{path}.{os.getpid()}.tmp"
-    with open(temporary, "wb", opener=_private_opener) as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
 def _sync_folder(folder: str) -> None:
     """A new file's name is on disk only when its folder is."""
     descriptor = os.open(folder, os.O_RDONLY)
@@ -236,7 +226,3 @@ def _sync_folder(folder: str) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _private_opener(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

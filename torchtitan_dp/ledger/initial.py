@@ -10,7 +10,7 @@ Guarantee:
 import dataclasses
 import os
 
-from torchtitan_dp.checkpoint import read_ledger
+from torchtitan_dp.checkpoint.folder import read_ledger
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ExecutedSteps, read_published
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger, Segment

@@ -132,7 +132,7 @@ class Ledger:
         self.planned_steps = max(self.planned_steps, earlier.planned_steps)
         self.audit = self.audit or earlier.audit
 
-    def go_on_from(self, loaded: "Ledger", new_segment: NewSegment | None) -> None:
+    def resume_from(self, loaded: "Ledger", new_segment: NewSegment | None) -> None:
         """Become the account of weights that were loaded, to be trained on with this one's terms.
 
         Raises:
@@ -141,7 +141,7 @@ class Ledger:
         self.inherit(loaded, new_segment)
         self.steps, self.finished = loaded.steps, list(loaded.finished)
         self.finished_starts = [start for start in loaded.starts() if start.steps > 0]
-        if self.settings.is_as(loaded.settings):
+        if self.settings.same_terms(loaded.settings):
             now, then = self.settings, loaded.settings  # on whatever meshes: the worst of both
             self.settings = dataclasses.replace(
                 now,

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from scipy import stats
 
-from torchtitan_dp.checks import mesh_degrees
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.data.buckets import ladder
 from torchtitan_dp.data.opening import noun, privacy_unit
 from torchtitan_dp.privacy import accounting
@@ -61,7 +61,7 @@ class Settings:
             accountant=self.accountant,
         )
 
-    def is_as(self, other: "Settings", *, targets_too: bool = False) -> bool:
+    def same_terms(self, other: "Settings", *, targets_too: bool = False) -> bool:
         """Whether a step on these terms spends what one on the others does."""
         if targets_too and self.target_epsilon != other.target_epsilon:
             return False

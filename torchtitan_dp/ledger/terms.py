@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint import CheckpointException
 
-from torchtitan_dp.checkpoint import (
+from torchtitan_dp.checkpoint.folder import (
     checkpoint_folder,
     checkpoint_folders,
     newest_whole_checkpoint,
@@ -94,7 +94,7 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
     if before is None:
         ledger.budget = fix_budget(ledger.settings, steps, ledger.before())
     else:
-        ledger.go_on_from(before, privacy.new_segment)
+        ledger.resume_from(before, privacy.new_segment)
     epsilon = refuse_overspending(config, ledger)
     if sigma == 0:
         ledger.mark_not_private("privacy.noise_multiplier = 0")
@@ -180,7 +180,7 @@ def _noise_multiplier(config: JobConfig, ledger: Ledger, before: Ledger | None) 
     if before is not None:
         kept = before.settings.noise_multiplier
         terms = dataclasses.replace(ledger.settings, noise_multiplier=kept)
-        if privacy.new_segment is None or terms.is_as(before.settings, targets_too=True):
+        if privacy.new_segment is None or terms.same_terms(before.settings, targets_too=True):
             return kept
         if privacy.new_segment == "adaptive":
             raise ValueError(

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchtitan_dp.checkpoint import (
+from torchtitan_dp.checkpoint.folder import (
     checkpoint_folders,
     finished_checkpoints,
     read_ledger,
@@ -195,7 +195,7 @@ def _begins_as(whole: Sequence[Segment], part: Sequence[Segment]) -> bool:
     if len(part) > len(whole):
         return False
     pairs = list(zip(part, whole, strict=False))
-    return all(ours.settings.is_as(theirs.settings) for ours, theirs in pairs) and (
+    return all(ours.settings.same_terms(theirs.settings) for ours, theirs in pairs) and (
         all(ours.steps == theirs.steps for ours, theirs in pairs[:-1])
         and all(ours.steps <= theirs.steps for ours, theirs in pairs[-1:])
     )

@@ -15,7 +15,7 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import load_tokenizer
-from torchtitan_dp.models.llama3 import FLAVORS, Llama, LlamaArgs
+from torchtitan_dp.models.llama3.model import FLAVORS, Llama, LlamaArgs
 
 CONFIG_FILE = "config.json"
 

@@ -16,14 +16,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
-from torchtitan_dp.checkpoint import (
+from torchtitan_dp.checkpoint.folder import (
     check_newest,
     checkpoint_folder,
     damage,
     refuse_another_model,
 )
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.ledger import write_atomically
 from torchtitan_dp.models.hugging_face import (
     CONFIG_FILE,
     export_settings,
@@ -32,7 +31,8 @@ from torchtitan_dp.models.hugging_face import (
     shape,
     weights_folder,
 )
-from torchtitan_dp.models.llama3 import Llama, LlamaArgs
+from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
+from torchtitan_dp.process import write_atomically
 
 EXPORT_FOLDER = "hf"
 INDEX_FILE = "model.safetensors.index.json"

@@ -3,11 +3,11 @@
 from tests.hazards.mutants.table import Mutant
 
 ONE = "privacy/test_accounting.py::"
-LEDGER_TEST = "test_ledger.py::"
+LEDGER_TEST = "ledger/test_ledger.py::"
 OUTPUTS = "hazards/test_outputs.py::"
 TRAINER = "hazards/test_trainer.py::"
 LEDGERS = "hazards/test_ledgers.py::"
-PLANS = "test_plan.py::"
+PLANS = "plan/test_plan.py::"
 
 ACCOUNTING = "privacy/accounting.py"
 MEANING, MEANS = "privacy/meaning.py", "privacy/test_meaning.py::"
@@ -263,8 +263,8 @@ MUTANTS = [
         46,
         "a lost steps count replaced",
         FILES,
-        'open(self._path, "ab", opener=_private_opener)',
-        'open(self._path, "wb", opener=_private_opener)',
+        'open(self._path, "ab", opener=private_opener)',
+        'open(self._path, "wb", opener=private_opener)',
         (f"{LEDGER_TEST}test_every_step_ever_begun_is_counted",),
         quick=True,
     ),
@@ -347,14 +347,14 @@ MUTANTS = [
         TERMS,
         "    if not held or resumes(config):\n",
         "    if held or resumes(config):\n",
-        ("test_ledger_command.py::test_another_checkpoint_folder_is_refused",),
+        ("ledger/test_command.py::test_another_checkpoint_folder_is_refused",),
     ),
     Mutant(
         46,
         "each rank its own ledger",
         "train.py",
-        "Ledger.from_json(of_first_rank(self.ledger.to_json()))\n",
+        "Ledger.from_json(broadcast_from_rank0(self.ledger.to_json()))\n",
         "Ledger.from_json(self.ledger.to_json())\n",
-        ("test_agreement.py::test_ranks_keep_one_ledger",),
+        ("distributed/test_agreement.py::test_ranks_keep_one_ledger",),
     ),
 ]

@@ -3,7 +3,7 @@
 from tests.hazards.mutants.table import Mutant
 
 CLAIMS = "hazards/test_claims.py::"
-RELEASE = "test_release.py::"
+RELEASE = "release/test_release.py::"
 LINEAGE, ACCOUNT = "ledger/lineage.py", "ledger/account.py"
 VERIFY, CAVEATS = "ledger/verify.py", "ledger/caveats.py"
 
@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant(
         50,
         "a release quotes what was executed",
-        "releasing/claims.py",
+        "release/claims.py",
         "    epsilon, steps = epsilon_planned, found.planned()\n",
         "    epsilon, steps = epsilon_executed, found.planned()\n",
         (f"{RELEASE}test_a_run_that_stopped_early_claims_what_was_planned",),
@@ -189,7 +189,7 @@ MUTANTS = [
     Mutant(
         50,
         "a release plans from the folders account",
-        "releasing/claims.py",
+        "release/claims.py",
         "    account.go_back_to(ledger)  # what",
         "    # what",
         (f"{RELEASE}test_older_weights_claim_what_was_begun_and_what_they_still_planned",),
@@ -200,7 +200,7 @@ MUTANTS = [
         ACCOUNT,
         "if ledger.composes and not ledger.adaptive else None",
         "if ledger.composes else None",
-        ("test_schema.py::test_an_adaptive_runs_meaning_is_of_its_budget_alone",),
+        ("ledger/test_schema.py::test_an_adaptive_runs_meaning_is_of_its_budget_alone",),
         quick=True,
     ),
     Mutant(

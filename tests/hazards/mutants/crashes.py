@@ -2,7 +2,7 @@
 
 from tests.hazards.mutants.table import Mutant
 
-REHEARSAL = "test_rehearsal.py::test_row47_"
+REHEARSAL = "preflight/test_rehearsal.py::test_row47_"
 NOTHING = f"{REHEARSAL}a_rehearsal_changes_nothing[microbatch]"
 MEMORY = f"{REHEARSAL}out_of_memory_is_one_line_before_step_1[cpu]"
 PATH = f"{REHEARSAL}padding_takes_the_path_and_the_memory_of_samples"
@@ -21,7 +21,7 @@ MUTANTS = [
     Mutant(
         47,
         "the longest sample not rehearsed",
-        "rehearsal.py",
+        "preflight/rehearsal.py",
         "enumerate((rungs[0], *rungs))",
         "enumerate((rungs[0], *rungs[:-1]))",
         (f"{REHEARSAL}every_length_is_run_beside_the_optimizers_state",),
@@ -30,7 +30,7 @@ MUTANTS = [
     Mutant(
         47,
         "only the shortest samples rehearsed",
-        "rehearsal.py",
+        "preflight/rehearsal.py",
         "enumerate((rungs[0], *rungs))",
         "enumerate((rungs[0], *rungs[:1]))",
         (f"{NEIGHBOURS}neighbours_end_alike_in_the_rehearsal",),
@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant(
         47,
         "the optimizers state is made by the first step",
-        "rehearsal.py",
+        "preflight/rehearsal.py",
         "                trainer.dp_optimizer.rehearse(trainer.clipped_sum.take())\n",
         "                trainer.clipped_sum.take()\n",
         (NOTHING,),
@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant(
         47,
         "the sum is left in the middle of a step",
-        "rehearsal.py",
+        "preflight/rehearsal.py",
         "    trainer.clipped_sum.reset()\n",
         "    del statistics\n",
         (NOTHING,),
@@ -135,7 +135,7 @@ MUTANTS = [
     Mutant(
         47,
         "slow text is not refused",
-        "rehearsal.py",
+        "preflight/rehearsal.py",
         "    if seconds > _SHARE * timeout:\n",
         "    if seconds > 4 * timeout:\n",
         (f"{REHEARSAL}text_that_may_keep_ranks_waiting_is_refused",),

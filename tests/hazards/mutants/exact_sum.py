@@ -147,10 +147,10 @@ MUTANTS = [
     Mutant(
         49,
         "exact sum without secure noise accepted",
-        "checks.py",
+        "config/checks.py",
         "    if not privacy.secure_noise:\n",
         "    if False:\n",
-        ("test_cli.py::test_bad_input[an exact sum with fp32 noise]",),
+        ("config/test_load.py::test_bad_input[an exact sum with fp32 noise]",),
         quick=True,
     ),
     Mutant(
@@ -174,7 +174,7 @@ MUTANTS = [
     Mutant(
         49,
         "the game plays with fp32 whatever the run does",
-        "auditing/game.py",
+        "audit/game.py",
         "build_summation(privacy, parameters, self._C)",
         "build_summation(Privacy(), parameters, self._C)",
         (GAME,),
@@ -182,11 +182,11 @@ MUTANTS = [
     Mutant(
         49,
         "the plan counts four bytes",
-        "planning/step.py",
+        "plan/fake_step.py",
         "build_summation(config.privacy, ",
         "build_summation(type(config.privacy)(), ",
         (
-            "planning/test_memory.py::"
+            "plan/test_memory.py::"
             "test_row49_an_exact_sum_takes_eight_bytes_a_value[--training.local_batch_size=1]",
         ),
     ),

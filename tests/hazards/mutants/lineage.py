@@ -2,9 +2,9 @@
 
 from tests.hazards.mutants.table import Mutant
 
-LEDGER_TEST = "test_ledger.py::"
+LEDGER_TEST = "ledger/test_ledger.py::"
 LEDGERS = "hazards/test_ledgers.py::"
-COMMAND = "test_ledger_command.py::"
+COMMAND = "ledger/test_command.py::"
 
 LINEAGE, ACCOUNT = "ledger/lineage.py", "ledger/account.py"
 INITIAL, TERMS = "ledger/initial.py", "ledger/terms.py"

@@ -3,11 +3,11 @@
 from tests.hazards.mutants.table import Mutant
 
 ONE = "privacy/test_accounting.py::"
-LEDGER_TEST = "test_ledger.py::"
+LEDGER_TEST = "ledger/test_ledger.py::"
 OUTPUTS = "hazards/test_outputs.py::"
 TRAINER = "hazards/test_trainer.py::"
 LEDGERS = "hazards/test_ledgers.py::"
-PLANS = "test_plan.py::"
+PLANS = "plan/test_plan.py::"
 
 LINEAGE, ACCOUNT = "ledger/lineage.py", "ledger/account.py"
 
@@ -54,13 +54,13 @@ MUTANTS = [
         ACCOUNT,
         '                "caveats": caveats(ledger, epsilon, planned),\n',
         '                "caveats": [open(entry).read() for entry in os.scandir(folder)],\n',
-        ("test_ledger.py::test_fingerprint_is_not_published",),
+        ("ledger/test_ledger.py::test_fingerprint_is_not_published",),
         quick=True,
     ),
     Mutant(
         25,
         "a rule on the loss in the configuration",
-        "config.py",
+        "config/schema.py",
         '    text_field: str = "text"\n',
         '    loss_threshold: float = 0.0\n\n    text_field: str = "text"\n',
         (
@@ -82,7 +82,7 @@ MUTANTS = [
     Mutant(
         33,
         "a buffer learns from the data",
-        "models/llama3.py",
+        "models/llama3/model.py",
         "        h_BTD = self.tok_embeddings(tokens)\n",
         "        h_BTD = self.tok_embeddings(tokens)\n"
         "        self.freqs_cis.data = self.freqs_cis * (1 + 1e-6 * h_BTD.detach().abs().mean())\n",

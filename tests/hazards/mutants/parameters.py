@@ -54,7 +54,7 @@ MUTANTS = [
     Mutant(
         28,
         "noise keyed by a compiled name",
-        "models/llama3.py",
+        "models/parameters.py",
         '.replace("_orig_mod.", "")',
         "",
         (f"{OUTPUTS}test_row28_names_know_no_wrappers",),
@@ -63,7 +63,7 @@ MUTANTS = [
     Mutant(
         28,
         "noise keyed by a checkpointed name",
-        "models/llama3.py",
+        "models/parameters.py",
         '.replace("_checkpoint_wrapped_module.", "")',
         "",
         (f"{OUTPUTS}test_row28_names_know_no_wrappers",),
@@ -72,7 +72,7 @@ MUTANTS = [
     Mutant(
         28,
         "tied weights untied",
-        "models/llama3.py",
+        "models/llama3/model.py",
         "        if model_args.tie_embeddings:\n",
         "        if not model_args:\n",
         (f"{OUTPUTS}test_row28_a_tied_weight_is_one_parameter",),
@@ -98,7 +98,7 @@ MUTANTS = [
     Mutant(
         36,
         "frozen parameters trained",
-        "models/llama3.py",
+        "models/parameters.py",
         "        for name, parameter in model.named_parameters()\n"
         "        if parameter.requires_grad\n",
         "        for name, parameter in model.named_parameters()\n",

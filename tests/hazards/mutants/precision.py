@@ -27,7 +27,7 @@ MUTANTS = [
     Mutant(
         13,
         "gradients reduced in bf16",
-        "distributed/parallelize.py",
+        "models/llama3/parallelize.py",
         "reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce]",
         "reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]",
         (f"{HERE}test_row13_a_thousand_small_adds[microbatch]",),
@@ -158,7 +158,7 @@ MUTANTS = [
     Mutant(
         26,
         "a second clip accepted",
-        "conflicts.py",
+        "config/conflicts.py",
         "config.training.max_norm != 0",
         "config.training.max_norm < 0",
         (f"{HERE}test_row26_max_norm_is_refused",),

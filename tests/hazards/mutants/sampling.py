@@ -6,7 +6,7 @@ DRAWS = "privacy/test_sampling.py::"
 LOADER = "hazards/test_sampling.py::"
 TRAINER = "hazards/test_trainer.py::"
 LEDGERS = "hazards/test_ledgers.py::"
-PLANS = "test_plan.py::"
+PLANS = "plan/test_plan.py::"
 SPLIT = "data/test_split.py::"
 
 SAMPLING = "privacy/sampling.py"
@@ -138,7 +138,7 @@ MUTANTS = [
         "train.py",
         "(ledger.settings, ledger.config_hash, versions()), private",
         "(ledger.settings,), private",
-        ("test_agreement.py::test_ranks_with_other_configurations_refuse_to_train",),
+        ("distributed/test_agreement.py::test_ranks_with_other_configurations_refuse_to_train",),
     ),
     Mutant(
         32,
@@ -146,7 +146,7 @@ MUTANTS = [
         "distributed/agreement.py",
         "    if (of_records, agreed) == (repr(private), repr(terms)):\n",
         "    if agreed:\n",
-        ("test_agreement.py::test_ranks_that_see_other_records_refuse_to_train",),
+        ("distributed/test_agreement.py::test_ranks_that_see_other_records_refuse_to_train",),
     ),
     Mutant(
         41,
@@ -184,7 +184,7 @@ MUTANTS = [
         "        train, heldout = split(units, data.heldout_fraction)\n",
         "        train, heldout = split(units, data.heldout_fraction)\n"
         "        train = np.array([i for i in train if store.read(int(i)) is not None])\n",
-        ("test_cli.py::test_undecodable_records",),
+        ("config/test_load.py::test_undecodable_records",),
     ),
     Mutant(
         42,
@@ -234,7 +234,7 @@ MUTANTS = [
     Mutant(
         43,
         "q counts held out units",
-        "preflight.py",
+        "preflight/check.py",
         "make_plan(config, len(records.train), ",
         "make_plan(config, len(records.units), ",
         (f"{PLANS}test_held_out_records_are_no_part_of_q",),

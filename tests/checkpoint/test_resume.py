@@ -1,0 +1,256 @@
+"""Killed at any moment, then the same command: no worker lives on, no step is lost or unaccounted.
+
+Real runs of two processes at cp 2. Hazard rows 11, 31, 45 and 46, where they need a restart.
+"""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+import torchtitan_dp.plan.__main__ as plan
+from tests.launch import (
+    TIMEOUT_S,
+    Run,
+    arguments,
+    privacy,
+    train,
+    weights,
+    with_sigma,
+    write_records,
+)
+from torchtitan_dp.process import lock_folder
+
+STEPS = 4
+
+
+class Folder:
+    """One dump folder, its data and its command line."""
+
+    def __init__(self, place, *overrides, copy_of=None):
+        self.place, self.out = place, place / "out"
+        if copy_of is None:
+            self.data = write_records(place / "data")
+        else:
+            self.data = copy_of.data
+            shutil.copytree(copy_of.out, self.out)
+        self.command = arguments(self.out, self.data, *overrides)
+
+    def start(self, *overrides, **options):
+        return Run([*self.command, *overrides], log=self.place / "log", **options)
+
+    def train(self, *overrides, **options):
+        return train([*self.command, *overrides], log=self.place / "log", **options)
+
+    def steps_begun(self):
+        return len((self.out / "steps_executed.log").read_text().splitlines())
+
+    def checkpoint(self, step):
+        return self.out / "checkpoint" / f"step-{step}"
+
+    def planned_epsilon(self, capsys, steps):
+        capsys.readouterr()
+        plan.main(
+            [
+                *self.command,
+                f"--training.steps={steps}",
+                "--world_size=2",
+                "--no_memory",
+                "--json=-",
+            ]
+        )
+        return json.loads(capsys.readouterr().out)["epsilon"]
+
+    def refuses(self, capsys, *overrides):
+        """What the plan says about a command that it must refuse, changing nothing."""
+        before = (self.out / "privacy.json").read_bytes()
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            plan.main([*self.command, *overrides, "--world_size=2"])
+        assert stop.value.code == 2
+        assert (self.out / "privacy.json").read_bytes() == before
+        (line,) = capsys.readouterr().err.splitlines()
+        return line
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run to the end, and what it published."""
+    folder = Folder(tmp_path_factory.mktemp("finished"))
+    output = folder.train()
+    assert f"done: {STEPS} steps" in output
+    return folder, privacy(folder.out)
+
+
+def test_a_run_ends_at_its_step(finished):
+    folder, spent = finished
+    assert spent["private"] is True
+    assert spent["steps"] == spent["steps_executed"] == folder.steps_begun() == STEPS
+    assert 0.99 * 8 <= spent["epsilon"] == spent["epsilon_executed"] <= 8  # hazard 38
+    assert spent["sample_rate"] == 3 / 24
+    assert "global_batch_size" in spent["sample_rate_source"]  # hazard 15
+    assert folder.checkpoint(STEPS).joinpath(".metadata").exists()
+
+
+@pytest.mark.parametrize(
+    "overrides, key, values",
+    [
+        (("--privacy.delta=1e-4",), "privacy.delta", ("0.0001", "0.001")),
+        (("--privacy.max_grad_norm=2",), "privacy.max_grad_norm", ("2.0", "1.0")),
+        (("--training.global_batch_size=4",), "training.global_batch_size", ("4", "3")),
+        (("--privacy.sample_rate=0.25",), "privacy.sample_rate", ("0.25", "0.125")),
+        (with_sigma(3), "privacy.noise_multiplier", ("3.0", "0.49")),
+        (("--training.steps=8",), "privacy.target_epsilon", ("8", "training.steps")),
+    ],
+)
+def test_changed_terms_are_refused(finished, capsys, overrides, key, values):
+    line = finished[0].refuses(capsys, *overrides)
+    assert line.startswith(f"error: {key} = {values[0]}")
+    assert values[1] in line
+    assert "job.dump_folder" in line
+
+
+def test_changed_data_is_refused(finished, capsys, tmp_path):
+    folder, _ = finished
+    other = write_records(tmp_path / "other")
+    (other / "record_007.txt").write_text("longer than it was, by far and away")
+    line = folder.refuses(capsys, f"--training.dataset_path={other}")
+    assert line.startswith("error: training.dataset_path: the records ")
+    before = (folder.out / "data_fingerprint.private").read_text()
+    assert before[:8] not in line  # private
+
+
+def test_the_same_data_elsewhere_is_accepted(finished, capsys, tmp_path):
+    folder, _ = finished
+    moved = shutil.copytree(folder.data, tmp_path / "moved")
+    plan.main([*folder.command, f"--training.dataset_path={moved}", "--world_size=2"])
+
+
+def test_a_worker_refuses_too(finished):
+    """Not only the plan: the ledger in the checkpoint is checked where it is loaded."""
+    folder, spent = finished
+    run = folder.start("--privacy.max_grad_norm=2")
+    try:
+        assert run.process.wait(TIMEOUT_S) != 0
+    finally:
+        run.end()
+    assert "privacy.max_grad_norm = 2.0" in run.output()
+    assert privacy(folder.out) == spent
+
+
+def test_a_finished_run_has_nothing_left_to_do(finished):
+    folder, spent = finished
+    output = folder.train()
+    assert f"done: {STEPS} steps" in output
+    assert privacy(folder.out) == spent
+    assert folder.steps_begun() == STEPS
+
+
+def test_two_starts_from_one_checkpoint_differ(finished, tmp_path):
+    """Hazard 11, and 46: the steps of an abandoned branch stay in `steps_executed`."""
+    original, spent = finished
+    folder = Folder(tmp_path, copy_of=original)
+    first = weights(folder.checkpoint(STEPS))
+    shutil.rmtree(folder.checkpoint(STEPS))
+    output = folder.train()
+    assert "Training starts at step 3" in output
+    second = weights(folder.checkpoint(STEPS))
+    assert all(not torch.equal(first[name], second[name]) for name in first)
+    again = privacy(folder.out)
+    assert again["steps"] == STEPS
+    assert again["epsilon"] == spent["epsilon"]
+    assert again["steps_executed"] == folder.steps_begun() == STEPS + 2
+    assert again["epsilon_executed"] > again["epsilon"]
+
+
+def kill_launcher(run):
+    run.kill([run.process.pid])
+
+
+def kill_worker(run):
+    run.kill(run.workers()[-1:])
+
+
+def kill_all(run):
+    run.kill(run.processes())
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Starts a run with noise given, kills it once its first checkpoint is whole."""
+
+    def start_and_kill(kill, *overrides):
+        folder = Folder(tmp_path_factory.mktemp(kill.__name__), *with_sigma(1), *overrides)
+        # More steps than can be over when the signal comes.
+        run = folder.start("--training.steps=4000", "--checkpoint.keep_latest_k=2")
+        try:
+            # Any one: step 2's is gone again after step 6.
+            run.wait_for(lambda: bool(steps_saved(folder)), "a checkpoint")
+            assert len(run.workers()) == 2
+            with pytest.raises(ValueError, match="another run is using it"):
+                lock_folder(str(folder.out), wait_s=0)
+            kill(run)
+            assert run.dies(), f"{run.processes()} live on:\n{run.output()}"
+            lock_folder(str(folder.out), wait_s=60).close()  # free for the next
+            assert "done:" not in run.output()
+        finally:
+            run.end()
+        return folder
+
+    return start_and_kill
+
+
+def steps_saved(folder):
+    return [
+        int(metadata.parent.name.removeprefix("step-"))
+        for metadata in folder.out.glob("checkpoint/step-*/.metadata")
+    ]
+
+
+@pytest.mark.parametrize("kill", [kill_launcher, kill_worker, kill_all])
+def test_killed_and_resumed(killed, kill, capsys):
+    mode = "async" if kill is kill_launcher else "disabled"
+    folder = killed(kill, f"--checkpoint.async_mode={mode}")
+    begun, at = folder.steps_begun(), max(steps_saved(folder))
+    assert privacy(folder.out)["steps"] >= at  # never less than the newest checkpoint holds
+    last = at + 2
+    # Noise was given, not a target: going on is the user's choice, and the plan says what it costs.
+    assert folder.planned_epsilon(capsys, at) < folder.planned_epsilon(capsys, last)
+    output = folder.train(f"--training.steps={last}")
+    assert f"Training starts at step {at + 1}" in output
+    spent = privacy(folder.out)
+    assert spent["private"] is True
+    assert spent["steps"] == last
+    assert spent["epsilon"] == folder.planned_epsilon(capsys, last)
+    assert spent["steps_executed"] == folder.steps_begun() == begun + 2 >= last
+    assert spent["epsilon_executed"] >= spent["epsilon"]
+    assert max(steps_saved(folder)) == last
+
+
+def test_killed_in_its_first_save(finished, tmp_path):
+    """A `checkpoint/` without one whole step must not stop the start, nor reset the account."""
+    folder = Folder(tmp_path, copy_of=finished[0])
+    for step in steps_saved(folder):
+        (folder.checkpoint(step) / ".metadata").unlink()
+    begun = folder.steps_begun()
+    output = folder.train("--training.steps=2")
+    assert "holds no whole checkpoint" in output
+    assert "Training starts at step 1" in output
+    spent = privacy(folder.out)
+    assert spent["steps"] == 2
+    assert spent["steps_executed"] == begun + 2
+    assert steps_saved(folder) == [2]
+
+
+def test_a_run_with_a_debug_seed_stays_not_private(tmp_path):
+    """Hazard 45: resumed without the seed, its weights still come of noise that can be redrawn."""
+    folder = Folder(tmp_path, *with_sigma(1))
+    folder.train("--privacy.debug_seed=1", "--training.steps=2", world_size=1)
+    assert privacy(folder.out)["private"] is False
+    output = folder.train("--training.steps=3", world_size=1)
+    assert "NOT private" in output
+    spent = privacy(folder.out)
+    assert (spent["private"], spent["epsilon"], spent["epsilon_executed"]) == (False, None, None)
+    assert any("debug_seed" in caveat for caveat in spent["caveats"])
+    assert spent["steps"] == 3

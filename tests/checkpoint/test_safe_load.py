@@ -1,0 +1,255 @@
+"""Loading a checkpoint runs no code from it, and tells damaged bytes, however small."""
+
+import io
+import os
+import pickle
+import struct
+import tracemalloc
+import warnings
+import zipfile
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint.filesystem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
+
+from torchtitan_dp.checkpoint.folder import damage, damaged_entry, refuse_another_model, set_aside
+from torchtitan_dp.checkpoint.safe_load import entries, load, read_metadata
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+
+
+class Malicious:
+    """Makes a folder when unpickled."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.path),)
+
+
+def content():
+    return {
+        "weight": torch.arange(6.0).reshape(2, 3),
+        "half": torch.ones(5, dtype=torch.bfloat16),
+        "state": {"step": 3, "betas": (0.9, 0.95), "rates": [1e-3], "ledger": '{"steps": 3}'},
+        "flag": True,
+    }
+
+
+def blank():
+    return {
+        "weight": torch.zeros(2, 3),
+        "half": torch.zeros(5, dtype=torch.bfloat16),
+        "state": {"step": 0, "betas": None, "rates": None, "ledger": ""},
+        "flag": False,
+    }
+
+
+def save(state, folder):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+    return str(folder)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    return save(content(), tmp_path / "step-1")
+
+
+def test_what_was_saved_is_loaded(saved):
+    state = blank()
+    load(state, saved, no_dist=True)
+    expected = content()
+    assert torch.equal(state.pop("weight"), expected.pop("weight"))
+    assert torch.equal(state.pop("half"), expected.pop("half"))
+    assert state == expected
+    assert damage(saved) == damaged_entry(saved, 0, 1) == ""
+
+
+def test_metadata_is_that_of_pytorchs_reader(saved):
+    """Also tells when PyTorch adds to its records: a new one would be refused here."""
+    theirs, ours = dcp.FileSystemReader(saved).read_metadata(), read_metadata(saved)
+    assert ours.state_dict_metadata == theirs.state_dict_metadata
+    assert ours.storage_data == theirs.storage_data
+    assert ours.planner_data == theirs.planner_data
+
+
+def test_pytorchs_own_unpickling_is_never_reached(saved, monkeypatch):
+    """Tells when PyTorch reads metadata, or values, in a place that is not ours."""
+
+    def refuse(*args, **kwargs):
+        raise AssertionError("the full pickle was used")
+
+    original, unsafe = torch.load, []
+
+    def watched(file, *args, weights_only=None, **kwargs):
+        if weights_only is not True:
+            unsafe.append(file)
+        return original(file, *args, weights_only=weights_only, **kwargs)
+
+    monkeypatch.setattr(torch.distributed.checkpoint.filesystem.pickle, "load", refuse)
+    monkeypatch.setattr(torch, "load", watched)
+    load(blank(), saved, no_dist=True)
+    # PyTorch's planner unpickles the plain values that we have pickled again.
+    assert len(unsafe) == len([e for e in entries(read_metadata(saved)) if not e.is_tensor])
+
+
+def test_malicious_metadata_is_refused(saved, tmp_path):
+    made = tmp_path / "made"
+    metadata = dcp.FileSystemReader(saved).read_metadata()
+    metadata.planner_data = Malicious(made)
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        pickle.dump(metadata, file)
+    with pytest.raises(dcp.api.CheckpointException, match=r"it asks for posix\.mkdir"):
+        load(blank(), saved, no_dist=True)
+    assert "posix.mkdir" in damage(saved)
+    assert not made.exists()
+    dcp.FileSystemReader(saved).read_metadata()  # the attack works where nothing guards
+    assert made.exists()
+
+
+def test_a_malicious_value_is_refused(tmp_path):
+    made = tmp_path / "made"
+    folder = save({**content(), "flag": Malicious(made)}, tmp_path / "step-1")
+    assert damage(folder) == ""  # the metadata knows nothing of it
+    assert "flag in __0_0.distcp" in damaged_entry(folder, 0, 1)
+    with pytest.raises(dcp.api.CheckpointException, match="mkdir"):
+        load(blank(), folder, no_dist=True)
+    assert not made.exists()
+    dcp.load(blank(), checkpoint_id=folder, no_dist=True)
+    assert made.exists()
+
+
+def test_a_path_out_of_the_folder_is_refused(saved):
+    metadata = dcp.FileSystemReader(saved).read_metadata()
+    next(iter(metadata.storage_data.values())).relative_path = "../other"
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        pickle.dump(metadata, file)
+    assert "outside" in damage(saved)
+
+
+@pytest.mark.parametrize("field, value", [("offsets", (1, 0)), ("sizes", (1, 3))])
+def test_chunks_that_leave_a_hole_are_told(saved, field, value):
+    metadata = dcp.FileSystemReader(saved).read_metadata()
+    setattr(metadata.state_dict_metadata["weight"].chunks[0], field, torch.Size(value))
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        pickle.dump(metadata, file)
+    assert "the chunks of weight" in damage(saved)
+
+
+@pytest.mark.parametrize("start, fault", [(2, True), (3, False)])
+def test_chunks_that_overlap_are_told(saved, start, fault):
+    """They hold as many numbers as the tensor does, and leave one of it out."""
+    metadata = dcp.FileSystemReader(saved).read_metadata()
+    second = ChunkStorageMetadata(torch.Size((start,)), torch.Size((2,)))
+    first = ChunkStorageMetadata(torch.Size((0,)), torch.Size((3,)))
+    metadata.state_dict_metadata["half"].chunks = [second, first]
+    (place,) = (at for index, at in metadata.storage_data.items() if index.fqn == "half")
+    index = MetadataIndex("half", second.offsets)
+    metadata.storage_data[index] = replace(place, relative_path="__1_0.distcp")
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        pickle.dump(metadata, file)
+    assert ("the chunks of half" in damage(saved)) == fault
+
+
+def test_a_chunk_that_is_stored_nowhere_is_told(saved):
+    metadata = dcp.FileSystemReader(saved).read_metadata()
+    (index,) = (index for index in metadata.storage_data if index.fqn == "weight")
+    metadata.storage_data[MetadataIndex("weight", (1, 0))] = metadata.storage_data.pop(index)
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        pickle.dump(metadata, file)
+    assert "the chunks of weight" in damage(saved)
+
+
+def test_two_entries_in_the_same_bytes_are_told(saved):
+    metadata = dcp.FileSystemReader(saved).read_metadata()
+    first, second, *_ = sorted(metadata.storage_data.values(), key=lambda place: place.offset)
+    second.offset = first.offset
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        pickle.dump(metadata, file)
+    assert "lies where another entry does" in damage(saved)
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        b"N" + pickle.LONG_BINPUT + struct.pack("<I", 2**24),  # C's memo would have 2**25 places
+        pickle.BYTEARRAY8 + struct.pack("<Q", 2**28),
+        pickle.BINBYTES8 + struct.pack("<Q", 2**28),
+    ],
+)
+def test_damaged_bytes_ask_for_no_memory(saved, damaged):
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        file.write(pickle.PROTO + b"\x05" + damaged + pickle.STOP)
+    tracemalloc.start()
+    try:
+        assert ".metadata" in damage(saved)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_metadata_changes_no_class(saved):
+    """`BUILD` could set attributes of the records' classes, for the rest of the process."""
+    name = pickle.GLOBAL + f"{Metadata.__module__}\nMetadata\n".encode()
+    state = pickle.dumps((None, {"planted": 1}), 2)[2:-1]
+    with open(os.path.join(saved, ".metadata"), "wb") as file:
+        file.write(name + state + pickle.BUILD + pickle.STOP)
+    try:
+        assert "it changes" in damage(saved)
+        assert not hasattr(Metadata, "planted")
+    finally:
+        if hasattr(Metadata, "planted"):
+            del Metadata.planted
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata"])
+def test_a_truncated_or_missing_file_is_told(saved, name):
+    path = os.path.join(saved, name)
+    os.truncate(path, os.path.getsize(path) - 1)
+    assert name in damage(saved)
+    assert name in damaged_entry(saved, 0, 1)
+    os.unlink(path)
+    assert name in damage(saved)
+
+
+@pytest.mark.parametrize("name", ["weight", "half", "flag", "state.ledger"])
+def test_one_flipped_bit_is_told(saved, name):
+    """By one of the ranks that share the reading."""
+    (entry,) = (e for e in entries(read_metadata(saved)) if e.name == name)
+    with open(os.path.join(saved, entry.file), "rb+") as file:
+        file.seek(entry.offset)
+        archive = io.BytesIO(file.read(entry.length))
+        with zipfile.ZipFile(archive) as stored:
+            part = max(stored.infolist(), key=lambda i: i.filename.endswith("/data/0"))
+            last = stored.read(part)[-8:]  # of the tensor's data, or of the pickled value
+        place = entry.offset + archive.getvalue().index(last)
+        file.seek(place)
+        file.write(bytes([last[0] ^ 1]))
+    assert damage(saved) == ""
+    told = [damaged_entry(saved, rank, 3) for rank in range(3)]
+    assert len([problem for problem in told if problem.startswith(f"{name} in ")]) == 1
+
+
+def test_another_model_is_refused(saved):
+    meta = {"weight": torch.empty(2, 3, device="meta"), "half": torch.empty(5, device="meta")}
+    refuse_another_model(saved, meta, "model.flavor = 'debug'")
+    meta["weight"] = torch.empty(2, 4, device="meta")
+    with pytest.raises(ValueError, match=r"^model\.flavor = 'debug': its weight is \[2, 4\], .*"):
+        refuse_another_model(saved, meta, "model.flavor = 'debug'")
+
+
+def test_setting_aside_never_overwrites(tmp_path):
+    folder = tmp_path / "checkpoint"
+    for i in range(2):
+        save({"value": i}, folder / "step-4")
+        kept = set_aside(str(folder), 4)
+        state = {"value": -1}
+        load(state, kept, no_dist=True)
+        assert state == {"value": i}
+    assert os.listdir(folder) == []

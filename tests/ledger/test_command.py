@@ -1,0 +1,488 @@
+"""Segments, initial weights and `python -m torchtitan_dp.ledger`, on real runs (hazard row 45)."""
+
+import dataclasses
+import json
+import shutil
+
+import pytest
+
+from tests.launch import arguments, privacy, train, with_sigma, write_records
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, write_fingerprint
+from torchtitan_dp.ledger.__main__ import main
+from torchtitan_dp.ledger.initial import PUBLIC, start_from
+from torchtitan_dp.ledger.settings import settings_of
+from torchtitan_dp.ledger.terms import earlier_ledger, make_plan
+from torchtitan_dp.ledger.verify import total, verify
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.segments import Segment
+
+SIGMA, DELTA = 1.0, 1e-3
+RATE = 3 / 24
+PUBLIC_OPTION = "--privacy.initial_weights_public"
+
+
+def spends(*steps_by_sigma):
+    segments = [Segment(sigma, RATE, steps) for sigma, steps in steps_by_sigma]
+    return accounting.compose(segments, delta=DELTA, accountant="rdp")
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_records(tmp_path_factory.mktemp("ledger") / "data")
+
+
+@pytest.fixture(scope="module")
+def first(data):
+    """A run of four steps, and its folder."""
+    out = data.parent / "first"
+    train(arguments(out, data, *with_sigma(SIGMA)), log=data.parent / "first.log")
+    return out
+
+
+@pytest.fixture
+def copy(first, tmp_path):
+    shutil.copytree(first, tmp_path / "out")
+    return tmp_path / "out"
+
+
+def run(*arguments_):
+    """Exit code and JSON of the command."""
+    path = str(arguments_[0]) + ".json"
+    return main([*map(str, arguments_), "--json", path]), json.loads(open(path).read())
+
+
+def test_a_run_that_holds_together(first, capsys):
+    code, told = run(first)
+    assert code == 0
+    assert told["runs"][0]["verified"] is True
+    assert told["runs"][0]["epsilon"] == pytest.approx(spends((SIGMA, 4)))
+    assert told["total"]["epsilon"] == told["runs"][0]["epsilon_executed"]
+    assert privacy(first)["epsilon"] == pytest.approx(spends((SIGMA, 4)))
+    assert "the run: epsilon = " in capsys.readouterr().err
+
+
+def edit(folder, **changes):
+    path = folder / "privacy.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+@pytest.mark.parametrize(
+    "change, fault",
+    [
+        (lambda f: edit(f, epsilon=0.5), "epsilon = 0.5, but its steps spend"),
+        (lambda f: edit(f, epsilon_executed=0.5), "epsilon_executed = 0.5"),
+        (lambda f: edit(f, noise_multiplier=9.0), "noise_multiplier is not that of its last"),
+        (lambda f: edit(f, run="another"), "is of another run"),
+        (lambda f: edit(f, budget=None), "lacks the budget of checkpoint step-4"),
+        (
+            lambda f: (f / "steps_executed.log").write_text("1 1.0 0.125 a\n"),
+            "counts 1 steps, but privacy.json 4",
+        ),
+        (lambda f: (f / "checkpoint/step-4").rename(f / "checkpoint/step-5"), "counts 4 steps"),
+    ],
+)
+def test_files_that_contradict_each_other(copy, change, fault):
+    change(copy)
+    code, told = run(copy)
+    assert code == 1
+    assert any(fault in line for line in told["runs"][0]["faults"]), told["runs"][0]["faults"]
+
+
+def test_a_forgotten_mark_is_found(copy):
+    text = json.loads((copy / "privacy.json").read_text())
+    kept = make_plan_of(copy)
+    kept.mark_not_private("seen")
+    Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    code, told = run(copy)
+    assert (code, told["total"]["epsilon"]) == (0, None)  # said of the folder: nothing is claimed
+    edit(
+        copy,
+        **{key: text[key] for key in ("private", "epsilon", "epsilon_executed", "epsilon_planned")},
+    )
+    assert run(copy)[0] == 0  # the checkpoints say private too: only an edit could tell
+
+
+def make_plan_of(folder):
+    return dataclasses.replace(earlier_ledger(str(folder)))
+
+
+def test_steps_lost_after_the_last_writing_are_counted(copy):
+    with open(copy / "steps_executed.log", "a") as file:
+        file.write("5 0.5 0.125 a\n")
+    code, told = run(copy)
+    assert code == 0
+    assert told["runs"][0]["epsilon_executed"] == pytest.approx(spends((SIGMA, 4), (0.5, 1)))
+    assert "1 steps were begun after" in told["runs"][0]["notes"][0]
+
+
+def another_run(copy):
+    """The same terms and numbers, taken by another start of another run."""
+    shutil.rmtree(copy / "checkpoint")
+    for name in ("privacy.json", "steps_executed.log"):
+        text = (copy / name).read_text().replace(lines(copy, 1)[0].split()[-1], "another")
+        (copy / name).write_text(text)
+    edit(copy, run="b")
+
+
+def lines(run, count):
+    """The first so many of the run's log."""
+    return (run / "steps_executed.log").read_text().splitlines(keepends=True)[:count]
+
+
+def test_runs_add_up_and_only_on_the_same_records(first, copy, tmp_path):
+    another_run(copy)
+    code, told = run(first, copy, "--plot", tmp_path / "plot.png")
+    assert code == 0
+    assert told["total"]["epsilon"] == pytest.approx(spends((SIGMA, 8)))
+    assert (tmp_path / "plot.png").stat().st_size > 1000
+    write_fingerprint(str(copy), "f" * 64)
+    with pytest.raises(SystemExit) as stop:
+        run(first, copy)
+    assert stop.value.code == 2
+
+
+def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main([str(tmp_path)])
+    assert stop.value.code == 2
+    assert "holds no privacy.json" in capsys.readouterr().err
+
+
+def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path):
+    out = tmp_path / "second"
+    load = f"--checkpoint.initial_load_path={first}/checkpoint/step-4"
+    train(arguments(out, data, *with_sigma(2.0), load, "--training.steps=2"), log=tmp_path / "log")
+    spent = privacy(out)
+    assert spent["steps"] == 2
+    assert spent["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
+    assert any("whose steps are included" in caveat for caveat in spent["caveats"])
+    # As a new segment would say, since sigma was chosen when the first run had shown its results.
+    assert any("assumed not to follow from what run" in caveat for caveat in spent["caveats"])
+    assert run(out)[1]["total"]["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
+    both = run(out, first)[1]["total"]  # the ancestor is one of the two: counted once
+    assert both["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
+    assert both["steps_executed"] == 6
+
+
+def test_a_planned_segment(copy, data, tmp_path):
+    changed = [*with_sigma(2.0), "--training.steps=6"]
+    command = arguments(copy, data, *changed)
+    with pytest.raises(ValueError, match=r"privacy\.new_segment"):
+        plan_of(command, copy)
+    train([*command, "--privacy.new_segment=planned"], log=tmp_path / "log")
+    spent = privacy(copy)
+    assert [segment["steps"] for segment in spent["segments"]] == [4, 2]
+    assert (spent["steps"], spent["steps_executed"]) == (6, 6)
+    assert spent["epsilon"] == pytest.approx(spends((SIGMA, 4), (2.0, 2)))
+    assert spent["epsilon_executed"] == pytest.approx(spent["epsilon"])
+    assert any("fixed before" in caveat for caveat in spent["caveats"])
+    assert run(copy)[0] == 0
+
+
+def plan_of(command, folder):
+    return make_plan(load_config(command, 2), 24, earlier_ledger(str(folder)))
+
+
+def at_step(copy, step):
+    """The folder as it was after so many steps of four."""
+    ledger = earlier_ledger(str(copy))
+    ledger.steps = step
+    (copy / "steps_executed.log").write_text("".join(lines(copy, step)))
+    Account(ledger, ExecutedSteps(str(copy)), 5).publish(str(copy))
+    for newer in range(step + 1, 5):
+        shutil.rmtree(copy / "checkpoint" / f"step-{newer}", ignore_errors=True)
+    assert (copy / "checkpoint" / f"step-{step}").exists()
+
+
+def test_an_adaptive_segment_stays_within_the_budget_of_the_first_start(copy, data):
+    budget = privacy(copy)["budget"]["epsilon"]
+    assert budget >= spends((SIGMA, 4)) * (1 - 1e-9)
+    command = arguments(copy, data, "--privacy.new_segment=adaptive", "--training.steps=5")
+    quieter = [*command, *with_sigma(2.0)]
+    with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
+        plan_of(quieter, copy)
+    with pytest.raises(ValueError, match=r"set privacy\.noise_multiplier instead"):
+        plan_of(command, copy)
+    at_step(copy, 2)  # stopped half-way, and gone on with more noise
+    plan = plan_of(quieter, copy)
+    assert plan.ledger.adaptive
+    assert spends((SIGMA, 2), (2.0, 3)) <= plan.epsilon <= budget
+    with (copy / "steps_executed.log").open("a") as log:
+        log.write(2 * "3 1.0 0.125 lost\n")  # what was seen of them counts too
+    with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
+        plan_of(quieter, copy)
+
+
+def test_checkpoints_without_their_log_are_not_gone_on_with_adaptively(copy, data, tmp_path):
+    """What was lost where they come from was seen too, and nobody knows how much it was."""
+    at_step(copy, 2)
+    moved = tmp_path / "moved"
+    moved.mkdir()
+    shutil.copytree(copy / "checkpoint", moved / "checkpoint")
+    options = ("--privacy.new_segment=adaptive", "--training.steps=5", *with_sigma(2.0))
+    plan_of(arguments(copy, data, *options), copy)
+    with pytest.raises(ValueError, match=r"2 steps .* without .*steps_executed\.log"):
+        plan_of(arguments(moved, data, *options), moved)
+    ledger = plan_of(arguments(moved, data, "--training.steps=5"), moved).ledger
+    executed = ExecutedSteps(str(moved))
+    executed.adopt(ledger.stretches())  # a start that goes on as planned
+    Account(ledger, executed, 5).publish(str(moved))
+    with pytest.raises(ValueError, match=r"2 steps .* without .*steps_executed\.log"):
+        plan_of(arguments(moved, data, *options), moved)
+
+
+def test_the_budget_counts_the_steps_of_weights_that_are_lost(copy, data):
+    """Without its checkpoints a run starts again, and all its steps are yet to come."""
+    quieter = arguments(
+        copy, data, "--privacy.new_segment=adaptive", "--training.steps=27", *with_sigma(2.0)
+    )
+    at_step(copy, 2)
+    plan_of(quieter, copy)
+    shutil.rmtree(copy / "checkpoint")
+    with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
+        plan_of(quieter, copy)
+
+
+def test_the_target_leaves_what_was_not_spent(copy, data):
+    """`new_segment` with a target: the coming steps get the noise that keeps the sum within it."""
+    command = arguments(
+        copy,
+        data,
+        "--privacy.new_segment=planned",
+        "--privacy.target_epsilon=9",
+        "--training.steps=8",
+    )
+    plan = plan_of(command, copy)
+    assert 9 * 0.99 <= plan.epsilon <= 9
+    segments = [s.spending() for s in plan.ledger.segments(8)]
+    assert [s.steps for s in segments] == [4, 4]
+    assert plan.epsilon == accounting.compose(segments, delta=DELTA, accountant="rdp")
+
+
+# What initial weights bring along.
+
+
+def starting_from(path, *overrides):
+    config = load_config(
+        arguments(
+            path / "new",
+            path,
+            *with_sigma(1.0),
+            f"--checkpoint.initial_load_path={path}",
+            *overrides,
+        ),
+        2,
+    )
+    ledger = Ledger(settings_of(config, 24))
+    start_from(ledger, config)
+    return ledger
+
+
+def test_hazard_45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
+    with pytest.raises(ValueError, match=r"^privacy\.initial_weights_public = false: "):
+        starting_from(tmp_path)
+    kept = starting_from(tmp_path, PUBLIC_OPTION)
+    assert (kept.private, kept.caveats) == (True, [PUBLIC])
+
+
+def publish(folder, kept):
+    """As an export lies in its run's folder."""
+    (folder / "hf").mkdir(parents=True)
+    executed = ExecutedSteps(str(folder))
+    executed.adopt(kept.stretches())
+    Account(kept, executed, 10).publish(str(folder))
+    shutil.copy(folder / "privacy.json", folder / "hf")
+    return folder / "hf"
+
+
+def test_hazard_45_not_private_sticks_to_exported_weights(tmp_path, copy):
+    kept = make_plan_of(copy)
+    kept.mark_not_private("a seed")
+    later = starting_from(publish(tmp_path, kept), PUBLIC_OPTION)
+    assert later.private is False
+    assert "of the initial weights: a seed" in later.caveats
+
+
+def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
+    """Other names, sizes or held-out parts do not make other people of them."""
+    kept = make_plan_of(copy)
+    hf = publish(tmp_path, kept)
+    write_fingerprint(str(tmp_path), "theirs")
+    later = starting_from(hf, PUBLIC_OPTION)
+    assert [ancestor.run for ancestor in later.ancestors] == [kept.run]
+    assert later.before() == [Segment(SIGMA, RATE, 4)]
+
+
+@pytest.mark.parametrize(
+    "change, said",
+    [
+        ({"privacy_unit": "patient"}, r"no epsilon covers both; set data\.unit_field"),
+        ({"neighbouring_relation": "zero_out"}, r"^privacy\.sample_rate = .* are not covered"),
+    ],
+)
+def test_weights_whose_guarantee_is_of_another_kind_are_refused(tmp_path, copy, change, said):
+    kept = make_plan_of(copy)
+    kept.settings = dataclasses.replace(kept.settings, neighbouring_relation="add_remove")
+    starting_from(publish(tmp_path / "as it is", kept), "--privacy.sample_rate=0.125")
+    kept.settings = dataclasses.replace(kept.settings, **change)
+    hf = publish(tmp_path / "changed", kept)
+    with pytest.raises(ValueError, match=said):
+        starting_from(hf, "--privacy.sample_rate=0.125")
+
+
+def test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun(first, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(first, run)
+    with (run / "steps_executed.log").open("a") as log:
+        log.write("5 1.0 0.125 lost\n")
+    (run / "hf").mkdir()  # as a version before had it
+    (run / "checkpoint" / "step-9").mkdir()  # weights alone
+    (tmp_path / "link").symlink_to(run / "hf")
+    for place in (run / "hf", run / "checkpoint" / "step-9", tmp_path / "link"):
+        later = starting_from(place, PUBLIC_OPTION)
+        assert later.before() == [Segment(SIGMA, RATE, 5)], place
+
+
+def test_hazard_45_initial_weights_count_where_a_run_lost_its_own(first, data, tmp_path):
+    """Steps were begun in the folder, but none was saved: the next start loads them afresh."""
+    out = tmp_path / "out"
+    out.mkdir()
+    ledger = dataclasses.replace(earlier_ledger(str(first)), run="b", steps=1)
+    executed = ExecutedSteps(str(out))
+    ledger.start = executed.new_start()
+    executed.begin(1, ledger.settings)
+    Account(ledger, executed, 4).publish(str(out))
+    load = f"--checkpoint.initial_load_path={first}/checkpoint/step-4"
+    plan = plan_of(arguments(out, data, *with_sigma(SIGMA), load), out)
+    assert plan.epsilon == pytest.approx(spends((SIGMA, 8)))
+    (tmp_path / "plain").mkdir()
+    load = f"--checkpoint.initial_load_path={tmp_path}/plain"
+    with pytest.raises(ValueError, match=r"^privacy\.initial_weights_public = false: "):
+        plan_of(arguments(out, data, *with_sigma(SIGMA), load), out)
+
+
+# One step is counted once, and none is lost.
+
+
+def test_a_copy_that_went_on_is_another_run_from_there_on(copy, first, tmp_path):
+    """Of one name, and each with steps that the other knows nothing of."""
+    with (copy / "steps_executed.log").open("a") as log:
+        log.write(3 * "5 1.0 0.125 here\n")
+    told = run(copy, first)[1]["total"]
+    assert told["epsilon"] == pytest.approx(spends((SIGMA, 7)))
+    assert told["steps_executed"] == 7
+
+
+def test_branches_of_one_ancestor_share_what_it_did_for_both(first, tmp_path):
+    """Its four steps once, whether it is named or not; their own two each."""
+    folders = []
+    for name in ("b", "c"):
+        child = starting_from(first / "checkpoint" / "step-4")
+        child.run, child.steps = name, 2
+        folders.append(publish(tmp_path / name, child).parent)
+        shutil.copy(first / "data_fingerprint.private", folders[-1])
+    for given, steps in ((folders, 4), ([*folders, first], 8)):
+        told = total([verify(str(folder)) for folder in given])
+        assert told.epsilon == pytest.approx(spends((SIGMA, 8)))
+        assert told.steps_executed == steps
+
+
+def test_two_drawings_of_an_ancestors_steps_are_two(first, copy, tmp_path):
+    """The second child started from a copy of the ancestor that had been trained again."""
+    another_run(copy)
+    edit(copy, run=privacy(first)["run"])
+    folders = []
+    for name, ancestor in (("b", first), ("c", copy)):
+        child = starting_from(ancestor)
+        child.run, child.steps = name, 2
+        folders.append(publish(tmp_path / name, child).parent)
+    told = total([verify(str(folder)) for folder in folders])
+    assert told.epsilon == pytest.approx(spends((SIGMA, 12)))
+
+
+@pytest.mark.parametrize("text", ["", "1 1.0 0.125 a\n"])
+def test_a_log_that_lost_lines_is_refused(copy, data, text):
+    (copy / "steps_executed.log").write_text(text)
+    with pytest.raises(ValueError, match=r"4 steps were begun here, of which steps_executed\.log"):
+        plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
+
+
+def test_another_checkpoint_folder_is_refused(copy, data):
+    with pytest.raises(ValueError, match=r"^checkpoint\.folder = 'second': .* in 'checkpoint'"):
+        plan_of(arguments(copy, data, *with_sigma(SIGMA), "--checkpoint.folder=second"), copy)
+    with pytest.raises(ValueError, match=r"^checkpoint\.enable = false: .* in 'checkpoint'"):
+        plan_of(arguments(copy, data, *with_sigma(SIGMA), "--checkpoint.no-enable"), copy)
+    shutil.copytree(copy / "checkpoint", copy / "backup")  # may be where it goes on from the other
+    assert plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy).steps == 4
+    assert run(copy)[0] == 0
+
+
+def test_a_plan_goes_on_from_the_weights_that_are_there(copy, data):
+    """Two steps were lost: the coming ones are as many more, at the noise that this leaves."""
+    shutil.rmtree(copy / "checkpoint" / "step-4")
+    plan = plan_of(
+        arguments(
+            copy,
+            data,
+            "--privacy.new_segment=planned",
+            "--privacy.target_epsilon=9",
+            "--training.steps=8",
+        ),
+        copy,
+    )
+    assert [s.steps for s in plan.ledger.segments(8)] == [2, 6]
+    assert 9 * 0.99 <= plan.epsilon <= 9
+
+
+def test_weights_in_the_runs_own_folder_are_its_own(tmp_path):
+    (tmp_path / "new" / "hf").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"lies in job\.dump_folder"):
+        starting_from(tmp_path / "new" / "hf", f"--job.dump_folder={tmp_path}/new", PUBLIC_OPTION)
+
+
+def test_a_plot_of_two_segments(copy, data, tmp_path):
+    kept = make_plan_of(copy)
+    later = Ledger(dataclasses.replace(kept.settings, noise_multiplier=2.0))
+    later.resume_from(kept, "planned")
+    later.steps = 6
+    executed = ExecutedSteps(str(copy))
+    executed.adopt(later.stretches())
+    Account(later, executed, 6).publish(str(copy))
+    code, told = run(copy, "--plot", tmp_path / "plot.png")
+    assert (code, told["total"]["steps_executed"]) == (0, 6)
+
+
+def test_a_total_names_the_weaker_neighbours(first, copy):
+    another_run(copy)
+    kept = make_plan_of(copy)
+    kept.settings = dataclasses.replace(kept.settings, neighbouring_relation="add_remove")
+    Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    assert run(copy)[1]["total"]["neighbouring_relation"] == "add_remove"
+    assert run(first, copy)[1]["total"]["neighbouring_relation"] == "zero_out"
+
+
+def test_nothing_is_added_up_while_there_are_faults(copy, capsys):
+    (copy / "steps_executed.log").write_text("")
+    code, told = run(copy)
+    assert (code, told["total"]) == (1, None)
+    assert "nothing is added up" in capsys.readouterr().err
+
+
+def test_another_accountant_is_no_contradiction(copy):
+    kept = make_plan_of(copy)
+    kept.settings = dataclasses.replace(kept.settings, accountant="pld")
+    Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    assert run(copy)[0] == 0
+
+
+def test_a_budget_holds_at_its_own_delta(copy, capsys):
+    kept = make_plan_of(copy)
+    kept.adaptive = True
+    shutil.rmtree(copy / "checkpoint")
+    Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    assert run(copy)[0] == 0
+    with pytest.raises(SystemExit) as stop:
+        main([str(copy), "--delta=1e-12"])
+    assert stop.value.code == 2
+    assert "--delta = 1e-12" in capsys.readouterr().err

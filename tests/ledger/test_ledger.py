@@ -1,0 +1,407 @@
+"""The ledger: published whole or not at all, never undone, and no step is lost."""
+
+import dataclasses
+import json
+import os
+import re
+import stat
+
+import pytest
+
+from torchtitan_dp import ledger
+from torchtitan_dp.ledger import (
+    Account,
+    Budget,
+    ExecutedSteps,
+    Ledger,
+    Segment,
+    Settings,
+    files,
+    read_published,
+)
+from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
+from torchtitan_dp.ledger.starts import Start, Stretch, stretches, union
+from torchtitan_dp.privacy import accounting
+
+SETTINGS = Settings(
+    noise_multiplier=1.0,
+    sample_rate=0.01,
+    max_grad_norm=0.5,
+    delta=1e-5,
+    expected_batch_size=32,
+    accountant="rdp",
+    sample_rate_source="privacy.sample_rate",
+    neighbouring_relation="add_remove",
+)
+
+
+def publish(folder, kept, begun):
+    """What a process that starts with `begun` steps in the folder's log publishes."""
+    line = f"1 {kept.settings.noise_multiplier} {kept.settings.sample_rate} {kept.start}\n"
+    (folder / "steps_executed.log").write_text(begun * line)
+    return Account(kept, ExecutedSteps(str(folder)), total_steps=1000).publish(str(folder))
+
+
+def test_published_file_holds_the_contract_and_is_its_owners_only(tmp_path):
+    os.umask(0)  # the mode must not depend on it
+    try:
+        spent = publish(tmp_path, Ledger(SETTINGS, steps=10), 20)
+    finally:
+        os.umask(0o022)
+    path = tmp_path / "privacy.json"
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    assert json.loads(path.read_text()) == spent
+    assert spent["epsilon"] == SETTINGS.epsilon(10)
+    assert spent["epsilon_executed"] == SETTINGS.epsilon(20) > spent["epsilon"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["privacy.json", "steps_executed.log"]
+
+
+@pytest.mark.parametrize("failing", ["fsync", "replace"])
+def test_a_failed_write_leaves_the_file_before(tmp_path, monkeypatch, failing):
+    publish(tmp_path, Ledger(SETTINGS, steps=10), 10)
+    before = (tmp_path / "privacy.json").read_bytes()
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(files.os, failing, fail)
+    with pytest.raises(OSError, match="disk full"):
+        publish(tmp_path, Ledger(SETTINGS, steps=20), 20)
+    assert (tmp_path / "privacy.json").read_bytes() == before
+
+
+def test_content_is_synced_before_it_replaces(tmp_path, monkeypatch):
+    calls = []
+    sync, replace = os.fsync, os.replace
+    monkeypatch.setattr(files.os, "fsync", lambda *a: (calls.append("fsync"), sync(*a)))
+    monkeypatch.setattr(files.os, "replace", lambda *a: (calls.append("replace"), replace(*a)))
+    publish(tmp_path, Ledger(SETTINGS), 0)
+    assert calls == ["fsync", "replace"]
+
+
+def test_read_back_what_was_published(tmp_path):
+    assert read_published(str(tmp_path)) is None
+    later = dataclasses.replace(SETTINGS, noise_multiplier=2.0)
+    kept = Ledger(
+        later,
+        steps=7,
+        caveats=["one", "two"],
+        finished=[Segment(SETTINGS, 4)],
+        finished_starts=[Start("a", 3), Start("b", 2)],
+        ancestors=[Ancestor("0123", (Segment(later, 2),), (Start("c", 2),))],
+        budget=Budget(3.0, 8.0),
+    )
+    publish(tmp_path, kept, 9)
+    assert read_published(str(tmp_path)) == kept
+    assert Ledger.from_json(kept.to_json()) == kept  # as a checkpoint holds it
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"steps": 3}', "\x00\x00"])
+def test_a_damaged_file_is_refused_and_named(tmp_path, content):
+    (tmp_path / "privacy.json").write_text(content)
+    with pytest.raises(ValueError, match=re.escape(str(tmp_path / "privacy.json"))):
+        read_published(str(tmp_path))
+
+
+def test_a_file_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "privacy.json").write_bytes(b"\xff\xfe\x00{")
+    with pytest.raises(ValueError, match=r"privacy\.json cannot be read"):
+        read_published(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "attribute, key, value",
+    [
+        ("noise_multiplier", "privacy.noise_multiplier", 2.0),
+        ("sample_rate", "privacy.sample_rate", 0.02),
+        ("max_grad_norm", "privacy.max_grad_norm", 0.25),
+        ("delta", "privacy.delta", 1e-6),
+        ("expected_batch_size", "training.global_batch_size", 64),
+        ("privacy_unit", "data.unit_field", "unit of data.unit_field 'user'"),
+    ],
+)
+def test_a_changed_term_is_refused_with_both_values(attribute, key, value):
+    SETTINGS.refuse_change(since=SETTINGS)
+    changed = dataclasses.replace(SETTINGS, **{attribute: value})
+    with pytest.raises(ValueError, match=f"^{re.escape(key)} = ") as refusal:
+        changed.refuse_change(since=SETTINGS)
+    assert str(value) in str(refusal.value)
+    assert str(getattr(SETTINGS, attribute)) in str(refusal.value)
+
+
+def test_a_changed_neighbouring_relation_is_refused():
+    changed = dataclasses.replace(SETTINGS, neighbouring_relation="zero_out")
+    with pytest.raises(ValueError, match=r"zero_out.*add_remove"):
+        changed.refuse_change(since=SETTINGS)
+
+
+def test_a_batch_size_that_moves_q_is_refused_by_the_key_that_was_changed():
+    terms = dataclasses.replace(SETTINGS, sample_rate_source="training.global_batch_size / records")
+    changed = dataclasses.replace(terms, expected_batch_size=64, sample_rate=0.02)
+    with pytest.raises(ValueError, match=r"^training\.global_batch_size = 64.*32"):
+        changed.refuse_change(since=terms)
+
+
+def test_not_private_sticks(tmp_path):
+    kept = Ledger(SETTINGS)
+    kept.mark_not_private("why")
+    kept.mark_not_private("why")
+    assert (kept.private, kept.caveats) == (False, ["why"])
+    assert Ledger.from_json(kept.to_json()).private is False
+    spent = publish(tmp_path, kept, 1)
+    assert spent["private"] is False
+    assert spent["epsilon"] is None
+    assert spent["epsilon_executed"] is None
+    before = read_published(str(tmp_path))
+    assert (before.private, before.caveats) == (False, ["why"])
+
+
+def test_caveats_of_earlier_weights_are_inherited():
+    private = Ledger(SETTINGS, caveats=["the initial weights are assumed to be public"])
+    later = Ledger(SETTINGS, caveats=["mine"])
+    later.inherit(private)
+    assert (later.private, later.caveats) == (True, ["mine", *private.caveats])
+    later.inherit(Ledger(SETTINGS, private=False, caveats=["mine", "seed"]))
+    assert (later.private, later.caveats) == (False, ["mine", *private.caveats, "seed"])
+
+
+def test_every_step_ever_begun_is_counted(tmp_path):
+    executed = ExecutedSteps(str(tmp_path))
+    assert executed.count == 0
+    for step in (1, 2, 3):
+        executed.begin(step, SETTINGS)
+    again = ExecutedSteps(str(tmp_path))  # killed, and resumed from step 1
+    assert again.count == 3
+    again.begin(2, SETTINGS)
+    assert again.count == ExecutedSteps(str(tmp_path)).count == 4
+    assert stat.S_IMODE((tmp_path / "steps_executed.log").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("torn", [b"1", b"10 0.5 0.0", b"10 1.0 0.01 0f"])
+def test_a_torn_line_was_begun_too_and_on_the_worst_terms(tmp_path, torn):
+    (tmp_path / "steps_executed.log").write_bytes(b"8 2.0 0.5 a\n9 0.5 0.001 a\n" + torn)
+    executed = ExecutedSteps(str(tmp_path))
+    assert executed.count == 3
+    executed.begin(10, SETTINGS)
+    for read in (executed, ExecutedSteps(str(tmp_path))):  # it does not swallow the next
+        found = union(read.stretches(SETTINGS))
+        assert [(s.noise_multiplier, s.sample_rate, s.steps) for s in found] == [
+            (0.5, 0.001, 1),
+            (0.5, 0.5, 1),
+            (1.0, 0.01, 1),
+            (2.0, 0.5, 1),
+        ]
+
+
+@pytest.mark.parametrize("line", ["x 1.0 0.01 a", "3 1.0 0.01", "3 one 0.01 a", ""])
+def test_a_line_that_is_no_step_is_refused(tmp_path, line):
+    (tmp_path / "steps_executed.log").write_text(f"1 1.0 0.01 a\n{line}\n2 1.0 0.01 a\n")
+    with pytest.raises(ValueError, match=r"steps_executed\.log, line 2"):
+        ExecutedSteps(str(tmp_path))
+
+
+def test_a_step_is_on_disk_before_its_update(tmp_path, monkeypatch):
+    synced, path = [], tmp_path / "steps_executed.log"
+
+    def sync(descriptor):
+        of_log = os.path.samestat(os.fstat(descriptor), path.stat())
+        synced.append(path.read_bytes() if of_log else "folder")
+
+    monkeypatch.setattr(files.os, "fsync", sync)
+    executed = ExecutedSteps(str(tmp_path))
+    start = executed.new_start()
+    executed.begin(1, SETTINGS)
+    assert synced == [f"1 1.0 0.01 {start}\n".encode(), "folder"]  # whose entry is new
+    executed.begin(2, SETTINGS)
+    assert len(synced) == 3
+
+
+def test_a_torn_line_has_one_name_in_a_folder_and_another_in_each_copy(tmp_path):
+    """Copies that went on may tear at the same byte of different steps; a first line may, too."""
+    names = []
+    for folder in (tmp_path / "a", tmp_path / "b"):
+        folder.mkdir()
+        (folder / "steps_executed.log").write_bytes(b"9 1.0 0.01 a\n10 1.0 0.0")
+        executed = ExecutedSteps(str(folder))
+        names.append(executed.stretches(SETTINGS)[-1].start)
+        executed.begin(10, SETTINGS)
+        names.append(ExecutedSteps(str(folder)).stretches(SETTINGS)[-1].start)
+    assert names[0] == names[1] != names[2] == names[3]
+    assert str(tmp_path) not in names[0]
+
+
+def test_other_data_is_refused(tmp_path):
+    ledger.check_fingerprint(str(tmp_path), "a" * 64)  # a first start: nothing to compare
+    ledger.write_fingerprint(str(tmp_path), "a" * 64)
+    ledger.check_fingerprint(str(tmp_path), "a" * 64)
+    with pytest.raises(ValueError, match=r"^training\.dataset_path: ") as refused:
+        ledger.check_fingerprint(str(tmp_path), "b" * 64)
+    assert not re.search("aaaa|bbbb", str(refused.value))  # fingerprints are private
+    assert stat.S_IMODE((tmp_path / "data_fingerprint.private").stat().st_mode) == 0o600
+
+
+def test_fingerprint_is_not_published(tmp_path):
+    ledger.write_fingerprint(str(tmp_path), "a" * 64)
+    publish(tmp_path, Ledger(SETTINGS), 0)
+    assert "a" * 12 not in (tmp_path / "privacy.json").read_text()
+
+
+def test_executed_steps_are_never_fewer_than_the_lineages(tmp_path):
+    """A checkpoint copied from elsewhere comes without its log."""
+    settings = Settings(1.0, 0.01, 1.0, 1e-5, 4, "rdp", "test", "zero_out")
+    told = publish(tmp_path, Ledger(settings, steps=60), 10)
+    assert told["steps_executed"] == 60
+    assert told["epsilon_executed"] >= told["epsilon"]
+
+
+# Segments.
+
+
+def test_a_log_that_another_run_writes_to_is_not_written_on(tmp_path):
+    """A lock that somebody removed, or a file system without locks: neither run knows of all."""
+    one, other = ExecutedSteps(str(tmp_path)), ExecutedSteps(str(tmp_path))
+    one.begin(1, SETTINGS)
+    with pytest.raises(SystemExit, match=r"steps_executed\.log .* another run"):
+        other.begin(1, SETTINGS)
+    one.begin(2, SETTINGS)
+    assert ExecutedSteps(str(tmp_path)).count == 2
+    os.remove(tmp_path / "steps_executed.log")
+    with pytest.raises(SystemExit, match="another run"):
+        one.begin(3, SETTINGS)
+
+
+def test_a_segment_starts_where_the_settings_change():
+    loaded, quieter = Ledger(SETTINGS, steps=30), dataclasses.replace(SETTINGS, noise_multiplier=2)
+    with pytest.raises(ValueError, match=r"open a new segment with privacy\.new_segment"):
+        Ledger(quieter).resume_from(loaded, None)
+    kept = Ledger(quieter)
+    kept.resume_from(loaded, "planned")
+    assert (kept.steps, kept.finished, kept.adaptive) == (30, [Segment(SETTINGS, 30)], False)
+    assert kept.run == loaded.run
+    assert any("fixed before" in caveat for caveat in kept.caveats)
+    kept.steps = 40
+    own = [s.spending() for s in kept.segments()]
+    assert [s.steps for s in own] == [30, 10]
+    assert kept.epsilon() == accounting.compose(own, delta=1e-5, accountant="rdp")
+    assert loaded.epsilon() < kept.epsilon() < Ledger(SETTINGS, steps=40).epsilon()
+    assert [s.steps for s in kept.segments(20)] == [20, 0]  # what it had spent then
+    assert kept.epsilon(20) == SETTINGS.epsilon(20)
+    again = Ledger(quieter)  # resumed on the same terms: no third segment
+    again.resume_from(kept, "planned")
+    assert [s.steps for s in again.segments()] == [30, 10]
+
+
+@pytest.mark.parametrize("change", [{"delta": 1e-6}, {"privacy_unit": "patient"}])
+def test_some_terms_no_segment_may_change(change):
+    with pytest.raises(ValueError, match="no new segment may change"):
+        Ledger(dataclasses.replace(SETTINGS, **change)).resume_from(Ledger(SETTINGS), "planned")
+
+
+def test_an_adaptive_segment_is_counted_by_the_filter_for_good():
+    budget = fix_budget(SETTINGS, 1000, [])
+    loaded = Ledger(SETTINGS, steps=30, budget=budget)
+    kept = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=1.5))
+    kept.resume_from(loaded, "adaptive")
+    assert kept.budget == budget
+    kept.steps = 40
+    planned = accounting.compose(
+        [s.spending() for s in kept.segments()], delta=1e-5, accountant="rdp"
+    )
+    assert planned <= kept.epsilon() <= budget.epsilon
+    later = Ledger(kept.settings)
+    later.resume_from(Ledger.from_json(kept.to_json()), None)
+    assert later.adaptive
+    assert later.epsilon() == kept.epsilon()
+
+
+def test_what_ancestors_spent_is_included(tmp_path):
+    kept = Ledger(
+        SETTINGS, steps=5, ancestors=[Ancestor("a", (Segment(SETTINGS, 20),), (Start("b", 20),))]
+    )
+    spent = publish(tmp_path, kept, 8)
+    assert spent["epsilon"] == pytest.approx(SETTINGS.epsilon(25))
+    assert spent["epsilon_executed"] == pytest.approx(SETTINGS.epsilon(28))
+
+
+def test_epsilon_as_the_run_goes_on_is_never_below_what_was_spent(tmp_path):
+    kept = Ledger(SETTINGS, steps=10)
+    executed = ExecutedSteps(str(tmp_path))
+    account = Account(kept, executed, total_steps=200)
+    for step in (11, 57, 130, 200):
+        kept.steps = step
+        assert kept.epsilon() <= account.epsilon() <= Ledger(SETTINGS, steps=200).epsilon() * 1.001
+    assert account.epsilon() == pytest.approx(kept.epsilon())  # exact at the end
+
+
+# Which step is which.
+
+
+def test_a_lineage_is_told_by_start():
+    louder = dataclasses.replace(SETTINGS, noise_multiplier=0.5)
+    segments = [Segment(SETTINGS, 4), Segment(louder, 3)]
+    assert stretches(segments, [Start("a", 1), Start("b", 3), Start("c", 3)]) == [
+        Stretch("a", 1.0, 0.01, 1),
+        Stretch("b", 1.0, 0.01, 3),
+        Stretch("c", 0.5, 0.01, 3),
+    ]
+    both = stretches(segments, [Start("a", 7)])  # no start does that, but none is lost
+    assert [(s.start, s.noise_multiplier, s.steps) for s in both] == [("a", 1.0, 4), ("a", 0.5, 3)]
+
+
+def test_steps_of_one_start_count_once_and_others_add_up():
+    told = [Stretch("a", 1.0, 0.01, 5), Stretch("a", 1.0, 0.01, 8), Stretch("b", 1.0, 0.01, 5)]
+    assert union(told) == [SETTINGS.spending(13)]
+    assert union([*told, Stretch("a", 2.0, 0.01, 1)])[1].steps == 1
+
+
+def test_each_load_is_a_start_of_its_own(tmp_path):
+    executed = ExecutedSteps(str(tmp_path))
+    for _ in range(2):
+        executed.new_start()
+        executed.begin(1, SETTINGS)
+        executed.begin(2, SETTINGS)
+    assert [s.steps for s in ExecutedSteps(str(tmp_path)).stretches(SETTINGS)] == [2, 2]
+
+
+def test_a_resumed_lineage_keeps_its_starts():
+    first = Ledger(SETTINGS, steps=4)
+    second = Ledger(SETTINGS)
+    second.resume_from(first, None)
+    second.steps = 9
+    assert second.stretches() == [
+        Stretch(first.start, 1.0, 0.01, 4),
+        Stretch(second.start, 1.0, 0.01, 5),
+    ]
+    second.rewind()
+    assert (second.steps, second.stretches()) == (0, [])
+
+
+def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
+    executed, lineage = ExecutedSteps(str(tmp_path)), [Stretch("a", 1.0, 0.01, 3)]
+    executed.begin(1, SETTINGS)
+    executed.adopt(lineage)
+    executed.adopt(lineage)  # they are there already
+    again = ExecutedSteps(str(tmp_path))
+    assert again.count == executed.count == 4
+    assert union([*again.stretches(SETTINGS), *lineage]) == [SETTINGS.spending(4)]
+
+
+def test_more_steps_than_planned_at_first_are_a_caveat():
+    first = Ledger(SETTINGS, planned_steps=10)
+    for planned, told in ((10, 0), (8, 0), (12, 1)):
+        later = Ledger(SETTINGS, planned_steps=planned)
+        later.resume_from(first, None)
+        assert sum("raised from 10 to 12" in caveat for caveat in later.caveats) == told
+        assert later.planned_steps == max(planned, 10)
+
+
+def test_more_steps_because_of_results_are_adaptive():
+    """The terms of a step are the same: only their number was chosen."""
+    budget = fix_budget(SETTINGS, 10, [])
+    first = Ledger(SETTINGS, steps=10, planned_steps=10, budget=budget)
+    for planned, new_segment, adaptive in ((12, "adaptive", True), (10, "adaptive", False)):
+        later = Ledger(SETTINGS, planned_steps=planned)
+        later.resume_from(first, new_segment)
+        assert later.adaptive is adaptive
+        assert any("after weights were seen" in caveat for caveat in later.caveats) is adaptive
+        assert not any("assumed not to follow" in caveat for caveat in later.caveats)

@@ -1,0 +1,234 @@
+"""Predicted memory: against the same step with real tensors, and as a user asks for it."""
+
+import json
+import multiprocessing
+from concurrent.futures import ProcessPoolExecutor
+
+import pytest
+import torch
+
+import torchtitan_dp.distributed  # noqa: F401
+
+# isort: split
+import torchtitan_dp.plan.__main__ as plan
+from tests.launch import CONFIG, ROOT, arguments, write_records
+from tests.ranks import on_ranks
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.plan import report as memory_report
+from torchtitan_dp.plan.memory import CATEGORIES, GIB, LONGEST, MemoryPlan, predict
+from torchtitan_dp.plan.tracker import MemoryTracker
+
+
+def small(*overrides):
+    return [
+        f"--job.config_file={CONFIG}",
+        "--training.dataset_path=python-stdlib",
+        "--validation.no-enable",
+        "--training.seq_len=1024",
+        *overrides,
+    ]
+
+
+def run_step(tracker, overrides, world_size):
+    """Two microbatches around an update; the tracker's peak in the last two."""
+    from torchtitan_dp.plan.fake_step import Step
+
+    config = load_config(overrides, world_size)
+    step = Step(config, shape(config), tracker)
+    step.microbatch(config.training.seq_len)
+    tracker.start_over()
+    step.update()
+    step.microbatch(config.training.seq_len)
+    return step, tracker.peak_bytes, tracker.peak
+
+
+def with_fake_tensors(overrides, world_size):
+    from torchtitan_dp.plan.fake_step import fake_world, tracking
+
+    with (
+        fake_world(world_size, like_cuda=False),
+        tracking(like_cuda=False) as tracker,
+    ):
+        return run_step(tracker, overrides, world_size)[1:]
+
+
+def with_real_tensors(overrides, world_size):
+    """The tracker's peak, and that of PyTorch's CPU allocator, which the tracker knows nothing of:
+    what was alive before, and what the profiler saw allocated and freed since."""
+    from torchtitan_dp.plan.fake_step import tracking
+
+    with tracking(like_cuda=False) as tracker:
+        step, tracked, _ = run_step(tracker, overrides, world_size)
+        before = sum(tracker.current.values())
+    # gloo's threads may keep what they sent for a while: the least of several is the step's own.
+    return tracked, before + min(allocated_peak(step) for _ in range(5))
+
+
+def allocated_peak(step):
+    """The most bytes that PyTorch's CPU allocator gave out during a microbatch."""
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        step.microbatch(1024)
+    events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
+    alive = peak = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        alive += event.nbytes()
+        peak = max(peak, alive)
+    return peak
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, []),
+        (
+            2,
+            [
+                "--training.local_batch_size=2",
+                "--activation_checkpoint.mode=full",
+                "--parallelism.context_parallel_rotate_method=alltoall",
+            ],
+        ),
+        (
+            2,
+            [
+                "--parallelism.data_parallel_shard_degree=2",
+                "--privacy.secure_noise",
+                "--privacy.exact_sum",
+            ],
+        ),
+    ],
+    ids=["one rank", "ring, per-sample, recomputed", "two samples, exact sum"],
+)
+def test_predicted_is_what_real_tensors_take(world_size, overrides):
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=context) as process:
+        predicted, parts = process.submit(with_fake_tensors, small(*overrides), world_size).result()
+    tracked, allocated = on_ranks(world_size, with_real_tensors, small(*overrides), world_size)[0]
+    print(f"predicted {predicted:,}, tracked {tracked:,}, allocated {allocated:,} bytes")
+    assert set(parts) <= set(CATEGORIES)
+    assert predicted == pytest.approx(tracked, rel=0.05)  # a collective's input may live longer
+    assert predicted == pytest.approx(allocated, rel=0.10)
+
+
+def test_the_tracker_counts_each_storage_once_until_it_is_freed():
+    with MemoryTracker("rest") as tracker:
+        with tracker.labelled("first"):
+            a = torch.zeros(1000)
+        view, b = a[:10], torch.zeros(500)
+        assert tracker.current == {"first": 4000, "rest": 2000}
+        del a
+        assert tracker.current["first"] == 4000  # the view keeps it
+        del view
+        tracker.relabel([b], "other")
+        assert tracker.current == {"first": 0, "rest": 0, "other": 2000}
+        b.untyped_storage().resize_(0)
+        assert tracker.current["other"] == 0
+    assert tracker.peak_bytes == 6000
+    assert tracker.peak == {"first": 4000, "rest": 2000}
+
+
+def test_the_tracker_counts_a_kernels_workspace_in_the_peak_alone():
+    add = torch.ops.aten.add.Tensor
+    with MemoryTracker("rest", lambda operator, _: 10**6 * (operator is add)) as tracker:
+        torch.ones(2) + torch.ones(2)
+    assert tracker.current == {"rest": 0}
+    assert 10**6 < tracker.peak_bytes < 10**6 + 1000
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    [
+        ("1b_1m_ac", 1_235_814_400),
+        pytest.param("3b_512k_ac", 3_212_749_824, marks=pytest.mark.slow),
+        pytest.param("8b_256k_ac", 8_030_261_248, marks=pytest.mark.slow),
+    ],
+)
+def test_the_longest_configs_fit_four_ranks_of_80_gib(name, parameters):
+    """Optimizer state: two fp32 shards, not the whole shapes that DTensor tries operators on."""
+    overrides = ["--job.config_file", str(ROOT / "train_configs" / f"llama3_{name}.toml")]
+    memory = predict(overrides, 4, 80, longest=False)
+    assert memory.fits
+    assert memory.parts["parameters"] == pytest.approx(parameters * 4 / 4, rel=0.01)
+    assert memory.parts["optimizer"] == pytest.approx(2 * parameters * 4 / 4, rel=0.01)
+    assert memory.parts["accumulator"] == pytest.approx(parameters * 4 / 4, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "method", ["--training.local_batch_size=1", "--training.local_batch_size=2"]
+)
+def test_row49_an_exact_sum_takes_eight_bytes_a_value(method):
+    fp32 = predict(small(method), 2, 80, longest=False).parts["accumulator"]
+    exact = small(method, "--privacy.secure_noise", "--privacy.exact_sum")
+    assert predict(exact, 2, 80, longest=False).parts["accumulator"] == 2 * fp32 > 0
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory):
+    """A tiny run planned with memory: its JSON, and what was said when it did not fit."""
+    folder = tmp_path_factory.mktemp("memory")
+    command = arguments(folder / "out", write_records(folder / "data"), "--model.flavor=1B")
+    command += ["--world_size=2", "--memory_gib=1", f"--json={folder / 'plan.json'}"]
+    command += [f"--plot={folder / 'plan.png'}"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
+        patch.setattr(memory_report, "_enough_ranks", lambda *_: None)  # not tried here
+        with pytest.raises(SystemExit) as stop:
+            plan.main(command)
+    return stop.value.code, json.loads((folder / "plan.json").read_text()), folder
+
+
+def test_json_and_plot_of_a_run_that_does_not_fit(planned):
+    code, content, folder = planned
+    assert code == 2
+    assert content["fits"] is False
+    assert content["longest_seq_len"] == {"none": None, "full": None}
+    assert set(content["memory_gib"]) == set(CATEGORIES)
+    assert content["peak_memory_gib"] == pytest.approx(sum(content["memory_gib"].values()))
+    assert content["parameters"] == 1_235_814_400
+    assert content["microbatches_per_step"] > 0
+    assert (folder / "plan.png").stat().st_size > 1000
+
+
+def plan_of(config, **longest):
+    parts = dict.fromkeys(CATEGORIES, GIB) | {"activations": 90 * GIB}
+    return MemoryPlan(4, config.training.seq_len, parts, 80, longest)
+
+
+def test_a_misfit_names_the_largest_part_and_what_fits(monkeypatch):
+    config = load_config(small(), 4)
+    monkeypatch.setattr(memory_report, "predict", lambda *_, **__: plan_of(config))
+    memory = plan_of(config, none=1024, full=4096)
+    with pytest.raises(ValueError, match="activations; shrunk by activation_checkpoint") as error:
+        memory_report.report(memory, config, small(), limited=True)
+    line = str(error.value)
+    assert "\n" not in line
+    assert "fits: activation_checkpoint.mode = 'full', or training.seq_len = 1024" in line
+    memory_report.report(memory, config, small(), limited=False)  # a warning
+
+
+def test_the_table_says_that_it_predicts(capsys):
+    config = load_config(small(), 4)
+    memory = plan_of(config, none=None, full=LONGEST)
+    memory_report.report(memory, config, small(), limited=False)
+    lines = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
+    assert "(predicted): 96.0 GiB, which does NOT fit 80 GiB" in lines[0]
+    assert [word for word in lines[4].split() if word[0].isalnum()] == [
+        "activations",
+        "90.00",
+        "94%",
+    ]
+    assert "mode = 'none': none fits" in lines[-3]
+    assert lines[-2].endswith("4,194,304 tokens or more")
+
+
+def test_every_category_has_a_remedy():
+    for overrides in ([], ["--activation_checkpoint.mode=full"]):
+        config = load_config(small(*overrides), 4)
+        assert all("shrunk by" in memory_report.shrink(name, config) for name in CATEGORIES)
+
+
+def test_the_page_is_of_the_projects_configurations():
+    assert memory_report.TRAIN_CONFIGS.joinpath("llama3_8b_256k_ac.toml").is_file()

@@ -1,0 +1,220 @@
+"""The plan: what a run will spend, said before it starts; hazard rows 15, 23, 25 and 38."""
+
+import dataclasses
+import json
+import math
+import sys
+
+import pytest
+
+import torchtitan_dp.plan.__main__ as plan
+from tests.launch import ROOT, arguments, with_sigma, write_records
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.ledger import Account, ExecutedSteps
+from torchtitan_dp.ledger.terms import make_plan
+from torchtitan_dp.privacy import accounting
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+TOMLS = sorted((ROOT / "train_configs").glob("*.toml"))
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """Plans a tiny run; its JSON."""
+    data = write_records(tmp_path / "data")
+
+    def run(*overrides):
+        capsys.readouterr()
+        command = arguments(tmp_path / "out", data, *overrides)
+        plan.main([*command, "--world_size=2", "--json=-", "--no_memory"])
+        return json.loads(capsys.readouterr().out)
+
+    return run
+
+
+def test_keys_of_the_json(planned):
+    content = planned()
+    assert {"epsilon", "noise_multiplier", "sample_rate", "steps", "world_size"} <= set(content)
+    assert (content["steps"], content["world_size"], content["sample_rate"]) == (4, 2, 3 / 24)
+    assert content["private"] is True
+    assert content["privacy_unit"] == "record"
+    assert content["tokens_per_step"] == 2 * 16 * content["microbatches_per_step"]  # T = 32, cp = 2
+
+
+def test_json_to_a_file_is_the_same(tmp_path, planned):
+    printed = planned()
+    data, path = tmp_path / "data", tmp_path / "plan.json"
+    command = arguments(tmp_path / "out", data)
+    plan.main([*command, "--world_size=2", f"--json={path}", "--no_memory"])
+    assert json.loads(path.read_text()) == printed
+
+
+def test_a_number_of_records_that_is_private_is_not_told(tmp_path, capsys):
+    """With `add_remove` one unit more or less must not show in what the plan calls public."""
+    said = []
+    for count in (24, 25):
+        data = write_records(tmp_path / f"data{count}", count)
+        rate = ("--privacy.sample_rate=0.3", "--privacy.delta=0.05", *with_sigma(1))
+        command = arguments(tmp_path / "out", data, *rate)
+        plan.main([*command, "--world_size=1", "--json=-", "--no_memory"])
+        output = capsys.readouterr()
+        lines = [line.partition("not private: ")[0] for line in output.err.splitlines()]
+        said.append((output.out, lines))
+    assert said[0] == said[1]
+    assert "at least 1 / number of training records" in output.err
+
+
+@pytest.mark.parametrize("accountant", ["prv", "rdp", "pld"])
+@pytest.mark.parametrize("target", [0.5, 8.0])
+def test_hazard_38_target_is_not_overshot(planned, accountant, target):
+    content = planned(f"--privacy.target_epsilon={target}", f"--privacy.accountant={accountant}")
+    assert 0.99 * target <= content["epsilon"] <= target
+    spent = accounting.epsilon(
+        noise_multiplier=content["noise_multiplier"],
+        sample_rate=content["sample_rate"],
+        steps=content["steps"],
+        delta=content["delta"],
+        accountant=accountant,
+    )
+    assert spent == content["epsilon"]
+
+
+def test_hazard_15_the_source_of_q_is_named(planned, capsys):
+    by_count = planned()
+    assert by_count["sample_rate_source"].startswith("training.global_batch_size / number of")
+    assert by_count["neighbouring_relation"] == "zero_out"  # hazard 23: the count is public
+    given = planned("--privacy.sample_rate=0.2")
+    assert given["sample_rate_source"] == "privacy.sample_rate"
+    assert given["sample_rate"] == 0.2
+    assert given["neighbouring_relation"] == "add_remove"
+    assert given["expected_batch_size"] == 3  # the divisor is the key's, not a count's
+
+
+def test_the_source_of_q_and_the_neighbours_are_said(tmp_path, planned, capsys):
+    plan.main([*arguments(tmp_path / "out", tmp_path / "data"), "--world_size=2"])
+    said = capsys.readouterr().err
+    assert "q = 0.125 from training.global_batch_size / number of training records" in said
+    assert "neighbours: zero_out" in said
+    assert "unit: one record" in said
+
+
+def test_held_out_records_are_no_part_of_q(planned):
+    content = planned("--data.heldout_fraction=0.3")
+    assert 3 / 24 < content["sample_rate"] <= 1
+
+
+@pytest.mark.parametrize("overrides", [("--privacy.debug_seed=1",), with_sigma(0)])
+def test_epsilon_is_null_where_a_run_is_not_private(planned, overrides):
+    content = planned(*overrides)
+    assert content["epsilon"] is None
+    assert content["private"] is False
+
+
+def test_epsilon_follows_from_given_noise(planned):
+    content = planned(*with_sigma(2))
+    assert content["noise_multiplier"] == 2
+    assert 0 < content["epsilon"] < planned(*with_sigma(1))["epsilon"] < math.inf
+
+
+def test_without_privacy_nothing_is_asked(planned, tmp_path, capsys):
+    command = arguments(
+        tmp_path / "out", tmp_path / "data", "--privacy.no-enable", "--privacy.delta=None"
+    )
+    plan.main([*command, "--world_size=2"])
+    assert "without privacy" in capsys.readouterr().err
+
+
+def test_a_plan_leaves_no_account(tmp_path, planned):
+    """It may run as often as one likes: only a step fixes the terms."""
+    planned("--privacy.delta=1e-3")
+    planned("--privacy.delta=1e-4")
+    assert not (tmp_path / "out" / "privacy.json").exists()
+    assert not (tmp_path / "out" / "steps_executed.log").exists()
+
+
+def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, planned):
+    """sigma is read, never recomputed: an accountant that changed would move it."""
+    first = planned()
+    config = load_config(arguments(tmp_path / "out", tmp_path / "data"), 2)
+    kept = make_plan(config, 24, None)
+    sigma = kept.settings.noise_multiplier * 1.001  # as another version would have found it
+    settings = dataclasses.replace(kept.settings, noise_multiplier=sigma)
+    out, ledger = str(tmp_path / "out"), dataclasses.replace(kept.ledger, settings=settings)
+    Account(ledger, ExecutedSteps(out), total_steps=4).publish(out)
+    assert planned()["noise_multiplier"] == first["noise_multiplier"]  # no step was begun
+    ExecutedSteps(out).begin(1, settings)
+    assert planned()["noise_multiplier"] == sigma
+    assert planned("--training.steps=3")["noise_multiplier"] == sigma
+
+
+def test_an_account_that_is_gone_is_refused(tmp_path, planned, capsys):
+    """Steps were begun, so terms were fixed: without `privacy.json` they cannot be known."""
+    planned()
+    (tmp_path / "out" / "steps_executed.log").write_text("1 1.0 0.1 a\n")
+    with pytest.raises(SystemExit) as stop:
+        planned()
+    assert stop.value.code == 2
+    assert "privacy.json" in capsys.readouterr().err
+
+
+def keys(section, prefix=""):
+    for f in dataclasses.fields(section):
+        value = getattr(section, f.name)
+        if dataclasses.is_dataclass(value):
+            yield from keys(value, f"{prefix}{f.name}.")
+        else:
+            yield prefix + f.name
+
+
+@pytest.mark.parametrize("toml", TOMLS, ids=lambda path: path.stem)
+def test_hazard_25_every_config_plans_and_has_no_rule_on_private_values(toml, tmp_path, capsys):
+    degrees = tomllib.loads(toml.read_text()).get("parallelism", {})
+    world_size = max(
+        2,
+        math.prod(
+            max(degrees.get(f"{name}_degree", 1), 1)
+            for name in ("data_parallel_replicate", "data_parallel_shard", "context_parallel")
+        ),
+    )
+    command = [
+        f"--job.config_file={toml}",
+        f"--job.dump_folder={tmp_path / 'out'}",
+        "--training.dataset=text",
+        "--training.dataset_path=python-stdlib",
+        "--model.hf_assets_path=",
+    ]
+    plan.main([*command, f"--world_size={world_size}"])
+    assert "plan: epsilon = " in capsys.readouterr().err
+    config = load_config(command, world_size)
+    # The learning rate follows the step alone: these are TorchTitan's schedules, and all keys of
+    # the sections from which a rule on the loss could come. A new key must be judged here.
+    assert config.lr_scheduler.decay_type in ("linear", "sqrt", "cosine")
+    assert set(keys(config.lr_scheduler)) == {
+        "warmup_steps",
+        "decay_ratio",
+        "decay_type",
+        "min_lr_factor",
+        "total_steps",
+    }
+    assert {key for key in keys(config.validation) if not key.startswith("dataloader.")} == {
+        "enable",
+        "dataset",
+        "dataset_path",
+        "local_batch_size",
+        "seq_len",
+        "freq",
+        "steps",
+    }
+    suspects = ("early_stop", "patience", "plateau", "best", "threshold", "adaptive")
+    recomputation = {"activation_checkpoint.early_stop"}  # of a block, not of training
+    found = {key for key in keys(config) if any(word in key for word in suspects)}
+    assert found - recomputation == set()

@@ -1,0 +1,398 @@
+"""A run is rehearsed on padding: nothing changes by it, and what fails fails for all records."""
+
+import copy
+import os
+import time
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.launch import arguments, with_sigma, write_records
+from tests.ranks import on_ranks
+from torchtitan_dp.config.load import load_config
+
+STEPS = 3
+HOW = {
+    "microbatch": (),
+    "selective": ("--activation_checkpoint.mode=selective",),
+    "offload": ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs"),
+    "grad_sample": ("--training.local_batch_size=2",),
+    "secure": ("--privacy.secure_noise", "--training.local_batch_size=2"),
+    "one length": (
+        "--data.no-length_buckets",
+        "--optimizer.name=Adam",
+        "--optimizer.weight_decay=0.1",
+    ),
+    "compile": ("--compile.enable",),
+}
+
+
+def command(root: Path, *overrides: str) -> list[str]:
+    """A tiny run in `root / "run"` on records that lie beside it."""
+    data = root / "records"
+    if not data.exists():
+        write_records(data)
+    return arguments(
+        root / "run",
+        data,
+        "--model.flavor=debug",
+        f"--training.steps={STEPS}",
+        "--privacy.debug_seed=5",
+        "--checkpoint.interval=100",
+        "--metrics.no-enable_tensorboard",
+        "--parallelism.context_parallel_degree=1",
+        *with_sigma(1),
+        *overrides,
+    )
+
+
+def start(argv: list[str], trainer_type: Any = None, *arguments: Any) -> Any:
+    """A trainer in a process that may have had one before."""
+    import torch.distributed as dist
+    from torchtitan.protocols import train_spec
+
+    from torchtitan_dp.config.load import load_config
+    from torchtitan_dp.train import DPTrainer
+    from torchtitan_dp.train_spec import register
+
+    config = load_config(argv, dist.get_world_size())
+    train_spec._extra_train_specs.pop("llama3", None)
+    register(config)
+    os.makedirs(config.job.dump_folder, exist_ok=True)
+    return (trainer_type or DPTrainer)(config, *arguments)
+
+
+def whole(state: dict[str, Any]) -> dict[str, Any]:
+    """On one process: copies of the local tensors."""
+    local = {k: v.to_local() if hasattr(v, "to_local") else v for k, v in state.items()}
+    return {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in local.items()}
+
+
+def everything(trainer: Any) -> dict[str, Any]:
+    """What a rehearsal must leave alone."""
+    (model,) = trainer.model_parts
+    return {
+        **whole(model.state_dict()),
+        "lr": copy.deepcopy(trainer.lr_schedulers.state_dict()),
+        "ledger": trainer.ledger.to_json(),
+        "begun": trainer.executed.count,
+        "rng": torch.get_rng_state(),
+        "step": trainer.step,
+        "gradients": [parameter.grad for parameter in model.parameters()],
+        "rates": [group["lr"] for group in trainer.optimizers.optimizers[0].param_groups],
+        "tokens": trainer.metrics_processor.ntokens_since_last_log,
+    }
+
+
+def optimizer_state(trainer: Any) -> list[torch.Tensor]:
+    (optimizer,) = trainer.optimizers.optimizers
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [optimizer.state.get(p, {}) for p in parameters]  # [] would make one
+    return [whole({"": s[key]})[""] for s in states if s for key in sorted(s)]
+
+
+def same(first: Any, second: Any) -> bool:
+    """Bit by bit: -0.0 is not 0.0."""
+    if isinstance(first, torch.Tensor):
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        return torch.equal(
+            first.contiguous().reshape(-1).view(torch.uint8),
+            second.contiguous().reshape(-1).view(torch.uint8),
+        )
+    if isinstance(first, dict):
+        return first.keys() == second.keys() and all(same(v, second[k]) for k, v in first.items())
+    if isinstance(first, list | tuple):
+        return len(first) == len(second) and all(map(same, first, second))
+    return bool(first == second)
+
+
+def trained(argv: list[str], rehearsed: bool) -> tuple[dict[str, Any], list[torch.Tensor], str]:
+    """A run to its end: weights and all else, optimizer state, and the changes, if a rehearsal
+    made any."""
+    from torchtitan_dp import train
+
+    changes = []
+    real = train.rehearse
+
+    def watched(trainer: Any) -> None:
+        if not rehearsed:
+            return
+        before, state = everything(trainer), optimizer_state(trainer)
+        trainer.metrics_processor.time_last_log = time.perf_counter()
+        real(trainer)
+        after, made = everything(trainer), optimizer_state(trainer)
+        changes.extend(key for key in before if not same(before[key], after[key]))
+        total = trainer.clipped_sum
+        if total.accumulating or not total.is_laid_out or total._whole.any():
+            changes.append("sum")
+        if not made or (state and not same(state, made)):
+            changes.append("optimizer")
+        if not state and any(value.any() for value in made):
+            changes.append("fresh optimizer")
+
+    with mock.patch.object(train, "rehearse", watched):
+        trainer = start(argv)
+        try:
+            trainer.train()
+            return everything(trainer), optimizer_state(trainer), ", ".join(changes)
+        finally:
+            trainer.close()
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("microbatch", "offload", "secure", "one length"),
+        pytest.param("compile", marks=pytest.mark.slow),
+    ],
+)
+def test_row47_a_rehearsal_changes_nothing(tmp_path, how):
+    """Weights, optimizer state and what comes after are the same bits with and without it."""
+    outcomes = []
+    # A compiled block may be another program, by the order in which lengths were first met.
+    for rehearsed in (True,) if how == "compile" else (True, False):
+        argv = command(tmp_path / str(rehearsed), *HOW[how])
+        ((after, state, changed),) = on_ranks(1, trained, argv, rehearsed)
+        assert changed == ""
+        assert after.pop("step") == STEPS
+        after.pop("ledger")
+        outcomes.append((after, state))
+    assert all(same(outcomes[0], outcome) for outcome in outcomes)
+
+
+@pytest.mark.parametrize("how", ["microbatch", "grad_sample"])
+def test_row47_a_resumed_run_is_the_same_with_a_rehearsal(tmp_path, how):
+    outcomes = []
+    for rehearsed in (True, False):
+        root = tmp_path / str(rehearsed)
+        saves = f"--checkpoint.interval={STEPS - 1}"
+        on_ranks(1, trained, command(root, *HOW[how], saves, f"--training.steps={STEPS - 1}"), True)
+        more = command(root, *HOW[how], saves, f"--training.steps={STEPS}")
+        ((after, state, changed),) = on_ranks(1, trained, more, rehearsed)
+        assert changed == ""
+        assert after.pop("step") == STEPS
+        after.pop("ledger")
+        outcomes.append((after, state))
+    assert same(*outcomes)
+
+
+@pytest.mark.parametrize("how", ["microbatch", "grad_sample"])
+def test_row47_ranks_of_one_cp_group_rehearse_alike(tmp_path, how):
+    argv = command(tmp_path, *HOW[how], "--parallelism.context_parallel_degree=2")
+    for _, _, changed in on_ranks(2, trained, argv, True):
+        assert changed == ""
+
+
+# What is run is what a step runs.
+
+
+def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
+    """On stand-ins that note what is asked of them, in order."""
+    from tests.hazards.test_trainer import loader
+    from torchtitan_dp.data.buckets import ladder
+    from torchtitan_dp.preflight.rehearsal import rehearse
+
+    did: list[Any] = []
+    trainer = mock.MagicMock()
+    trainer.job_config = load_config(command(tmp_path), 1)
+    trainer.dataloader, trainer.device = loader(), torch.device("cpu")
+    trainer.accumulate = lambda microbatch, _: did.append(microbatch)
+    trainer.dp_optimizer.rehearse = lambda _: did.append("update")
+    trainer.clipped_sum.reset = lambda: did.append("reset")
+    rehearse(trainer)
+    first, update, *rungs, reset = did
+    assert [m.labels_BT.shape[1] for m in rungs] == list(ladder(trainer.job_config))
+    assert first.labels_BT.shape == rungs[0].labels_BT.shape
+    assert (update, reset) == ("update", "reset")
+    assert not any(m.valid_B.any() or (m.labels_BT >= 0).any() for m in rungs)
+
+
+def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
+    """Of each length: the peak bytes of a microbatch of padding, and of a full one; and whether
+    both run the same operators on the same shapes."""
+    from torchtitan_dp.data.buckets import ladder
+    from torchtitan_dp.data.loading import Microbatch
+    from torchtitan_dp.metrics import SampleStatistics
+    from torchtitan_dp.plan.tracker import MemoryTracker
+
+    class Operators(MemoryTracker):
+        """Also notes what runs."""
+
+        def __init__(self) -> None:
+            super().__init__("all")
+            self.ran: list[tuple[str, list[Any]]] = []
+
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
+            self.ran.append((str(func), shapes))
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    trainer = start(argv)
+    generator = torch.Generator().manual_seed(0)
+
+    def full(padding: Microbatch) -> Microbatch:
+        tokens, labels = (
+            torch.randint(0, 256, padding.tokens_BT.shape, generator=generator) for _ in range(2)
+        )
+        return Microbatch(tokens, labels, torch.ones_like(padding.valid_B))
+
+    found = []
+    try:
+        rungs = ladder(trainer.job_config)
+        first = trainer.dataloader.padding(rungs[-1])
+        trainer.accumulate(first, SampleStatistics(1.0))
+        with Operators() as tracker:
+            for length in rungs:
+                padding = trainer.dataloader.padding(length)
+                row, ran = [], []
+                for microbatch in (full(padding), padding, full(padding)):  # the first warms up
+                    tracker.start_over()
+                    before, tracker.ran = tracker.peak_bytes, []
+                    trainer.accumulate(microbatch, SampleStatistics(1.0))
+                    row.append(tracker.peak_bytes - before)
+                    ran.append(tracker.ran)
+                found.append((row[1], row[2], ran[1] == ran[2] and len(ran[1]) > 100))
+    finally:
+        trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["microbatch", "selective", "offload", "grad_sample"])
+def test_row47_padding_takes_the_path_and_the_memory_of_samples(tmp_path, how):
+    """No operator is left out where all labels are ignored."""
+    argv = command(tmp_path, *HOW[how], "--training.seq_len=256", "--training.loss_chunk_tokens=32")
+    (found,) = on_ranks(1, traces, argv)
+    assert len(found) == 8
+    assert all(padding == samples > 0 for padding, samples, _ in found), found
+    assert all(alike for _, _, alike in found)
+    assert found[0] < found[-1]
+
+
+# What fails.
+
+
+def ending(argv: list[str], where: str, what: BaseException) -> tuple[str, list[str], list[int]]:
+    """The line with which a run ends whose `where` fails for samples longer than 8 tokens; what
+    its folder then holds; and the steps that were begun."""
+    from torchtitan_dp.train import DPTrainer
+
+    trainer = start(argv)
+
+    def failing(real: Any) -> Any:
+        def run(*arguments: Any) -> Any:
+            if where == "update" or arguments[0].shape[1] > 8:
+                raise what
+            return real(*arguments)
+
+        return run
+
+    if where == "update":
+        trainer.dp_optimizer.rehearse = failing(None)
+    else:
+        object.__setattr__(trainer, "sample_losses", failing(trainer.sample_losses))
+    line = ""
+    try:
+        steps = AssertionError("a step was taken")
+        with mock.patch.object(DPTrainer, "train_step", side_effect=steps):
+            trainer.train()
+    except SystemExit as fault:
+        line = str(fault)
+    finally:
+        trainer.close()
+    folder = trainer.job_config.job.dump_folder
+    return line, sorted(os.listdir(folder)), [trainer.executed.count]
+
+
+CPU_SAYS = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you"
+MEMORY = [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError(CPU_SAYS)]
+
+
+@pytest.mark.parametrize("error", MEMORY, ids=["device", "host", "cpu"])
+def test_row47_out_of_memory_is_one_line_before_step_1(tmp_path, error):
+    ((line, files, begun),) = on_ranks(1, ending, command(tmp_path), "step", error)
+    assert line.startswith(
+        "error: rehearsal before the first step: a microbatch of 1 sample of 16 tokens: out of "
+    ), line
+    assert "what would fit: training.seq_len = 8 (samples of 8 tokens passed), " in line
+    assert "activation_checkpoint.mode = 'full' (now 'none')" in line
+    assert line.endswith("more ranks")
+    assert "\n" not in line
+    assert begun == [0]
+    assert "privacy.json" not in files
+    assert not any("steps_executed" in name for name in files)
+
+
+def test_row47_a_missing_kernel_is_named(tmp_path):
+    error = NotImplementedError("Could not run 'aten::flash' with arguments\nfrom the backend")
+    argv = command(tmp_path, "--training.local_batch_size=2")
+    ((line, _, begun),) = on_ranks(1, ending, argv, "step", error)
+    assert line == (
+        "error: rehearsal before the first step: a microbatch of 2 samples of 16 tokens: "
+        "NotImplementedError: Could not run 'aten::flash' with arguments"
+    )
+    assert begun == [0]
+
+
+def test_row47_an_update_that_fails_is_named(tmp_path):
+    error = RuntimeError("Failed to find C compiler. Please specify via CC environment variable.")
+    ((line, _, begun),) = on_ranks(1, ending, command(tmp_path), "update", error)
+    assert (
+        "rehearsal before the first step: an update (noise and optimizer): RuntimeError: " in line
+    )
+    assert "C compiler" in line
+    assert begun == [0]
+
+
+def too_slow(argv: list[str], seconds: float) -> str:
+    from torchtitan_dp.preflight import rehearsal
+
+    asked = []
+
+    def estimated(tokenizer: Any, size: int) -> float:
+        asked.append(size)
+        return seconds
+
+    trainer = start(argv)
+    try:
+        with mock.patch.object(rehearsal, "slowest_seconds", estimated):
+            rehearsal.rehearse(trainer)
+    except SystemExit as fault:
+        return f"{fault} {asked}"
+    finally:
+        trainer.close()
+    return str(asked)
+
+
+def test_row47_text_that_may_keep_ranks_waiting_is_refused(tmp_path):
+    argv = command(tmp_path, "--training.local_batch_size=2", "--comm.train_timeout_seconds=80")
+    assert on_ranks(1, too_slow, argv, 20.0) == [f"[{2 * 2**17}]"]
+    (line,) = on_ranks(1, too_slow, argv, 20.5)
+    assert line.startswith("error: comm.train_timeout_seconds = 80: the slowest text may take ")
+    assert "about 20 s here to be parsed and tokenized, for 2 samples of 32 tokens" in line
+    assert "set it to 99, or lower training.local_batch_size" in line
+
+
+def audited(argv: list[str]) -> str:
+    """A rehearsal of the audit's trainer: no canary is taken for padding, and none is left over."""
+    from torchtitan_dp.audit.one_run import AuditTrainer
+    from torchtitan_dp.preflight import rehearsal
+
+    trainer = start(argv, AuditTrainer, 4)
+    try:
+        rehearsal.rehearse(trainer)
+        assert not trainer._drawn
+        assert not trainer._keeper._sums.any()
+    finally:
+        trainer.close()
+    return "done"
+
+
+@pytest.mark.parametrize("how", ["microbatch", "grad_sample"])
+def test_row47_an_audit_is_rehearsed_too(tmp_path, how):
+    assert on_ranks(1, audited, command(tmp_path, *HOW[how])) == ["done"]

@@ -1,0 +1,155 @@
+"""Bounds from below: against other libraries, by definition, and on mechanisms that are known."""
+
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.lower_bounds import (
+    expected_mu,
+    gaussian_epsilon,
+    gaussian_mu,
+    one_run_epsilon,
+    one_run_p_value,
+    rate_upper_bound,
+)
+
+
+@pytest.mark.parametrize("errors, trials", [(0, 50), (3, 2000), (990, 1000), (7, 7)])
+@pytest.mark.parametrize("confidence", [0.9, 0.9998])
+def test_clopper_pearson_is_scipys(errors, trials, confidence):
+    exact = stats.binomtest(errors, trials, alternative="less").proportion_ci(confidence, "exact")
+    assert rate_upper_bound(errors, trials, confidence) == pytest.approx(exact.high, rel=1e-9)
+
+
+@pytest.mark.parametrize("sigma", [0.6, 1.0, 2.0, 5.0])
+def test_a_gaussian_mechanisms_epsilon_is_the_accountants(sigma):
+    accounted = accounting.epsilon(
+        noise_multiplier=sigma, sample_rate=1.0, steps=1, delta=1e-5, accountant="prv"
+    )
+    exact = gaussian_epsilon(1 / sigma, 1e-5)
+    assert exact <= accounted <= exact + 0.03
+
+
+def test_epsilon_at_the_ends():
+    assert gaussian_epsilon(0.0, 1e-5) == 0.0
+    assert gaussian_epsilon(1e-6, 1e-5) == 0.0
+    assert gaussian_epsilon(math.inf, 1e-5) == math.inf
+
+
+@pytest.mark.parametrize("mu", [0.0, 0.5, 1.0, 3.0])
+def test_mu_holds_as_often_as_it_says_and_is_not_far_off(mu):
+    """Every experiment at its own, off-centre threshold: the bound must not mind."""
+    rng = np.random.default_rng(1)
+    experiments, trials = 2000, 1000
+    thresholds = mu / 2 + rng.normal(scale=0.3, size=experiments)
+    false_positives = rng.binomial(trials, stats.norm.sf(thresholds))
+    false_negatives = rng.binomial(trials, stats.norm.cdf(thresholds - mu))
+    bounds = np.array(
+        [
+            gaussian_mu(
+                false_positives=int(p),
+                negatives=trials,
+                false_negatives=int(n),
+                positives=trials,
+                confidence=0.9,
+            )
+            for p, n in zip(false_positives, false_negatives, strict=True)
+        ]
+    )
+    assert np.mean(bounds > mu) <= 0.1 + 3 * math.sqrt(0.09 / experiments)
+    assert np.mean(bounds) >= mu - 0.35
+    assert expected_mu(mu, trials, 0.9) == pytest.approx(np.mean(bounds), abs=0.15)
+
+
+@pytest.mark.parametrize("correct", [0, 60, 95, 100])
+@pytest.mark.parametrize("epsilon", [0.0, 1.0, 4.0])
+def test_p_value_by_its_definition(correct, epsilon):
+    m, guesses, delta = 300, 100, 1e-4
+    accuracy = math.exp(epsilon) / (1 + math.exp(epsilon))
+    pmf = [stats.binom.pmf(w, guesses, accuracy) for w in range(guesses + 1)]
+    worst = max((sum(pmf[correct - i : correct]) / i for i in range(1, correct + 1)), default=0.0)
+    expected = min(1.0, sum(pmf[correct:]) + 2 * m * delta * worst)
+    found = one_run_p_value(
+        canaries=m, guesses=guesses, correct=correct, epsilon=epsilon, delta=delta
+    )
+    assert found == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    "canaries, guesses, correct, confidence, delta, epsilon",
+    [
+        (1000, 200, 170, 0.95, 1e-5, 1.3975),
+        (1000, 200, 200, 0.95, 1e-5, 4.1665),
+        (500, 50, 45, 0.95, 1e-6, 1.3932),
+        (5000, 5000, 3100, 0.99, 1e-5, 0.4207),
+    ],
+)
+def test_the_bound_is_jax_privacys(canaries, guesses, correct, confidence, delta, epsilon):
+    """What the one-run bound in `auditing.py` of google-deepmind/jax_privacy (03a095e) computes."""
+    found = one_run_epsilon(
+        canaries=canaries, guesses=guesses, correct=correct, delta=delta, confidence=confidence
+    )
+    assert found == pytest.approx(epsilon, abs=2e-4)
+
+
+def randomized_response(rng, epsilon, canaries, delta=0.0):
+    """Correct guesses of coins told truthfully with the odds e^epsilon, and with delta at once."""
+    truthful = rng.random(canaries) < 1 / (1 + math.exp(-epsilon))
+    return int(np.sum(truthful | (rng.random(canaries) < delta)))
+
+
+def bounds_of(correct, canaries, delta):
+    bound = {
+        c: one_run_epsilon(
+            canaries=canaries, guesses=canaries, correct=c, delta=delta, confidence=0.95
+        )
+        for c in set(correct)
+    }
+    return np.array([bound[c] for c in correct])
+
+
+@pytest.mark.parametrize("epsilon", [0.5, 2.0, 4.0])
+def test_randomized_response_is_not_overtaken_and_nearly_attained(epsilon):
+    rng = np.random.default_rng(2)
+    correct = [randomized_response(rng, epsilon, 2000) for _ in range(400)]
+    bounds = bounds_of(correct, 2000, 0.0)
+    assert np.mean(bounds > epsilon) <= 0.05 + 3 * math.sqrt(0.05 * 0.95 / 400)
+    assert np.mean(bounds) > epsilon - 0.35
+
+
+def test_delta_is_paid_for():
+    """Randomized response that also blurts out a coin now and then: bounds without delta fail."""
+    epsilon, delta = 1.0, 0.06
+    rng = np.random.default_rng(3)
+    correct = [randomized_response(rng, epsilon, 1000, delta) for _ in range(300)]
+    assert np.mean(bounds_of(correct, 1000, 0.0) > epsilon) > 0.2
+    assert np.mean(bounds_of(correct, 1000, delta) > epsilon) <= 0.05
+
+
+def test_many_canaries_on_a_gaussian_mechanism():
+    """The audit's own setting: 1,000 canaries, a fifth guessed at; a claim of 8 is never reached
+    and always shown to a quarter."""
+    rng = np.random.default_rng(4)
+    sigma = accounting.noise_multiplier(
+        target_epsilon=8.0, delta=1e-5, sample_rate=1.0, steps=1, accountant="prv"
+    )
+    for _ in range(50):
+        included = rng.integers(0, 2, 1000)
+        order = np.argsort(included + sigma * rng.standard_normal(1000))
+        correct = int(np.sum(included[order[-100:]]) + np.sum(1 - included[order[:100]]))
+        bound = one_run_epsilon(
+            canaries=1000, guesses=200, correct=correct, delta=1e-5, confidence=0.95
+        )
+        assert 2.0 <= bound < 8.0
+
+
+def test_no_success_proves_nothing():
+    terms = dict(canaries=1000, guesses=200, delta=1e-5, confidence=0.95)
+    assert one_run_epsilon(correct=0, **terms) == 0.0
+    assert one_run_epsilon(correct=110, **terms) == 0.0
+    bounds = [one_run_epsilon(correct=c, **terms) for c in range(110, 201, 10)]
+    assert bounds == sorted(bounds)
+    assert 3.5 < bounds[-1] < 5

@@ -1,0 +1,465 @@
+"""Releases: what leaves a run's folder, what its card claims, and which runs are refused."""
+
+import copy
+import dataclasses
+import hashlib
+import json
+import os
+import re
+import shutil
+import stat
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import torchtitan_dp.release.__main__ as release_module
+from tests.build import config as small_config
+from tests.launch import arguments, privacy, train, weights, with_sigma, write_records
+from tests.models.hugging_face import (
+    SCALED,
+    edit_config,
+    sample_tokens,
+    transformers_logits,
+    write_llama,
+)
+from torchtitan_dp.config.saved import read_config, write_config
+from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, schema
+from torchtitan_dp.ledger.caveats import assumptions
+from torchtitan_dp.ledger.initial import PUBLIC, start_from
+from torchtitan_dp.ledger.settings import settings_of
+from torchtitan_dp.ledger.terms import earlier_ledger
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.llama3.model import Llama
+from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.process import lock_folder
+from torchtitan_dp.release.__main__ import empty_model, main, release
+from torchtitan_dp.release.card import _factor, model_card
+from torchtitan_dp.release.claims import STATED
+from torchtitan_dp.release.owner import BLANK, OWNER_ITEMS
+
+FILES = [
+    "README.md",
+    "SHA256SUMS",
+    "config.json",
+    "model.safetensors",
+    "privacy.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+]
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A private run of 4 steps at cp 2; not to be changed."""
+    place = tmp_path_factory.mktemp("SecretPlace")
+    data = write_records(place / "SecretData")
+    overrides = arguments(place / "SecretRun", data, *with_sigma(1))
+    train([*overrides, "--parallelism.context_parallel_degree=2"], log=place / "log")
+    return place / "SecretRun"
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy that may be spoilt; its checkpoints are links."""
+    folder = tmp_path / "run"
+    shutil.copytree(finished, folder, ignore=shutil.ignore_patterns("step-*"))
+    for step in (finished / "checkpoint").glob("step-*"):
+        (folder / "checkpoint" / step.name).symlink_to(step)
+    return folder
+
+
+def lose_steps(run, count):
+    """As a run does that is killed `count` steps after its last checkpoint."""
+    with (run / "steps_executed.log").open("a") as log:
+        log.write("5 1.0 0.125 lost\n" * count)
+
+
+def edit_privacy(run, **changes):
+    path = run / "privacy.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.fixture(scope="module")
+def released(finished, tmp_path_factory):
+    out = tmp_path_factory.mktemp("released") / "model"
+    main([str(finished), str(out)])
+    return out
+
+
+def test_it_holds_these_files_and_no_more(released):
+    assert sorted(os.listdir(released)) == FILES
+    assert os.listdir(released.parent) == ["model"]
+    for path in (released, *released.iterdir()):
+        assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
+
+
+def test_transformers_computes_what_the_trainer_did(released, finished):
+    model = Llama(shape(read_config(str(finished))))
+    model.load_state_dict(weights(finished / "checkpoint" / "step-4"), strict=False)
+    with torch.no_grad():
+        expected = model(sample_tokens())
+        found = AutoModelForCausalLM.from_pretrained(released)(sample_tokens()).logits
+    assert (found - expected).abs().max() < 1e-4
+    assert expected.std() > 0.1
+
+
+def test_the_byte_tokenizer_comes_along(released):
+    tokenizer = AutoTokenizer.from_pretrained(released)
+    text = "".join(map(chr, [*range(0x300), 0x20AC, 0x1F600])) + "  two  spaces\r\n"
+    ids = tokenizer(text).input_ids
+    assert ids == [256, *ByteTokenizer().encode(text).tolist()]
+    assert tokenizer.decode(ids, skip_special_tokens=True) == text
+    assert (tokenizer.bos_token_id, tokenizer.eos_token_id) == (256, 257)
+
+
+def test_sums(released):
+    lines = (released / "SHA256SUMS").read_text().splitlines()
+    assert [line.split("  ")[1] for line in lines] == [f for f in FILES if f != "SHA256SUMS"]
+    for line in lines:
+        digest, name = line.split("  ")
+        assert hashlib.sha256((released / name).read_bytes()).hexdigest() == digest
+
+
+def test_the_card_and_the_terms_say_what_was_spent(released, finished):
+    terms, spent = privacy(released), privacy(finished)
+    assert list(terms) == list(schema.names(released=True))
+    only_there = {"epsilon_counts": "planned_steps"}
+    assert terms == {key: spent[key] for key in terms if key in spent} | only_there
+    card = (released / "README.md").read_text()
+    assert card.startswith("---\n# license: ")
+    epsilon = rounded_up(spent["epsilon_executed"])
+    assert f"for one record, with ε = {epsilon}\nand δ = 0.001.**" in card
+    for part in (
+        "one record (one file)",
+        "`zero_out`",
+        "`rdp`: Opacus' Renyi accountant",
+        "Choosing among runs",
+        "| steps ever begun | 4, ",
+        "| program | torchtitan_dp ",
+        "random weights of a public seed",
+        "Attacks on timing",
+        "is recognised with a probability of at most",
+    ):
+        assert part in card, part
+    assert not re.search(r"None|[{}]", card)
+
+
+def test_nothing_private_leaves(released, finished):
+    """Neither place nor text of the records, nor the run's own folder, fingerprint and user."""
+    fingerprint = (finished / "data_fingerprint.private").read_text().strip()
+    secrets = ["SecretPlace", "SecretData", "SecretRun", "record_0", "record 1 ", fingerprint]
+    secrets += [str(released.parent), "dump_folder", "exp_avg", "not_private"]
+    for path in released.iterdir():
+        content = path.read_bytes()
+        for secret in secrets:
+            assert secret.encode() not in content, (path.name, secret)
+    # They would be found: the configuration that stays behind has them.
+    kept = (finished / "run_config.json").read_text()
+    assert "SecretData" in kept
+    assert "SecretRun" in kept
+    assert stat.S_IMODE((finished / "run_config.json").stat().st_mode) == 0o600
+
+
+def test_lost_steps_are_claimed(run, tmp_path):
+    before = privacy(run)["epsilon_executed"]
+    lose_steps(run, 3)
+    terms = release(str(run), str(tmp_path / "out"))
+    assert (terms["steps"], terms["steps_executed"]) == (4, 7)
+    assert terms["epsilon_executed"] > before
+    assert terms == privacy(tmp_path / "out")
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert f"ε = {rounded_up(terms['epsilon_executed'])}\n" in card
+    assert rounded_up(before) not in card
+
+
+def stopped_early(run, planned=200):
+    """As a run does that was asked to stop: here at 4 of so many planned steps."""
+    ledger = dataclasses.replace(earlier_ledger(str(run)), planned_steps=planned)
+    return Account(ledger, ExecutedSteps(str(run)), planned).publish(str(run))
+
+
+def test_a_run_that_stopped_early_claims_what_was_planned(run, tmp_path):
+    """Unless its owner states that results had no part in it; hazard row 50."""
+    spent = stopped_early(run)
+    assert spent["epsilon_planned"] > 2 * spent["epsilon_executed"]
+    for stated, epsilon, counts in (
+        (False, spent["epsilon_planned"], "planned_steps"),
+        (True, spent["epsilon_executed"], "executed_steps"),
+    ):
+        out = tmp_path / f"out_{stated}"
+        main([str(run), str(out), *(["--stop_not_from_results"] if stated else [])])
+        terms = privacy(out)
+        assert terms["epsilon"] == pytest.approx(epsilon, rel=1e-6)
+        assert terms["epsilon_counts"] == counts
+        card = (out / "README.md").read_text()
+        assert f"with ε = {rounded_up(terms['epsilon'])}\n" in card
+        assert (STATED in terms["caveats"]) == stated
+        assert ("and 196 that were planned" in card) == (not stated)
+        steps = [event["count"] for event in terms["dp_event"]["events"]]
+        assert sum(steps) == (4 if stated else 200)
+    both = [privacy(tmp_path / f"out_{stated}")["meaning"] for stated in (True, False)]
+    assert both[0]["posterior_from_half"] <= both[1]["posterior_from_half"]
+    assert both[0]["gaussian_dp_mu"] < both[1]["gaussian_dp_mu"]
+
+
+def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, tmp_path):
+    """The newest checkpoint was lost: going on from the one before takes its steps again."""
+    (run / "checkpoint" / "step-4").unlink()
+    terms = release(str(run), str(tmp_path / "out"))
+    assert (terms["steps"], terms["planned_steps"], terms["steps_executed"]) == (2, 4, 4)
+    assert sum(event["count"] for event in terms["dp_event"]["events"]) == 6
+    assert terms["epsilon"] > terms["epsilon_executed"]
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| ε covers | all 4 steps that were ever begun, and 2 that were planned |" in card
+
+
+def test_a_release_brings_its_ledger_along_as_initial_weights(released, tmp_path):
+    config = small_config(
+        f"--job.dump_folder={tmp_path}",
+        f"--checkpoint.initial_load_path={released}",
+        "--checkpoint.enable",
+        "--privacy.initial_weights_public",
+    )
+    ledger = Ledger(settings_of(config, 24))
+    start_from(ledger, config)
+    (ancestor,) = ledger.ancestors
+    assert ancestor.run == privacy(released)["run"]
+    assert sum(segment.steps for segment in ledger.before()) == 4
+
+
+def test_what_only_the_owner_knows_is_listed_at_the_end(run, tmp_path, capfd):
+    main([str(run), str(tmp_path / "out")])
+    said = capfd.readouterr().err
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert card.count(BLANK) == len(OWNER_ITEMS)
+    for item in OWNER_ITEMS:
+        assert f"- {item.title}\n" in said
+        assert f"- **{item.title}.** {item.question}\n  {BLANK}" in card
+
+
+def test_a_card_names_units_of_several_records_by_a_word(released, finished):
+    terms, config = privacy(released), read_config(str(finished))
+    config.data.unit_field = "patient"
+    named = {**terms, "privacy_unit": "unit of data.unit_field 'patient'"}
+    card = model_card(named, config, shape(config))
+    assert "| privacy unit | one unit (all records with one value of `patient`) |" in card
+    assert "| units in training | 24, public |" in card
+    assert "a unit that was trained on is recognised" in card
+    assert "data.unit_field" not in card
+
+
+def test_an_adaptive_card_does_not_say_that_terms_were_fixed(released, finished):
+    terms, config = privacy(released), read_config(str(finished))
+    fixed = model_card(terms, config, shape(config))
+    chosen = Ledger(settings_of(config, 24), adaptive=True)
+    card = model_card(
+        {**terms, "adaptive": True, "assumptions": assumptions(chosen)}, config, shape(config)
+    )
+    assert (
+        "The model, the terms of each step and the numbers of steps and runs were not chosen"
+        in fixed
+    )
+    assert "terms of each step" not in card
+    assert "without looking" not in card
+    assert "followed from weights alone" in card
+    assert "anybody can compute ε again" in fixed
+    assert "anybody can compute ε again" not in card
+
+
+@pytest.mark.parametrize("caveat", [PUBLIC, f"of the initial weights: {PUBLIC}"])
+def test_given_weights_are_told_though_the_last_start_did_not_name_them(released, finished, caveat):
+    """A start that resumes loads no initial weights: its configuration may have lost them."""
+    terms, config = privacy(released), read_config(str(finished))
+    assert "random weights" in model_card(terms, config, shape(config))
+    card = model_card({**terms, "caveats": [caveat]}, config, shape(config))
+    assert "random weights" not in card
+    assert "The weights that training started from were given." in card
+
+
+def test_rounding_is_never_down():
+    for epsilon in (1.00001, 7.96124, 0.000123456, 1e-9, 99999.5, 8.0, 1 / 3):
+        assert epsilon <= float(rounded_up(epsilon)) <= epsilon * 1.0002
+    assert (_factor(0.95555), _factor(8.0), _factor(40.0)) == ("2.61", "2990", "10^18")
+
+
+def unreadable(run):
+    (run / "privacy.json").write_text("{")
+
+
+def without_ledger(run):
+    """As `checkpoint.last_save_model_only` leaves it."""
+    step = run / "checkpoint" / "step-9"
+    dcp.save({"tok_embeddings.weight": torch.zeros(1)}, checkpoint_id=step, no_dist=True)
+
+
+def truncated(run):
+    step = run / "checkpoint" / "step-4"
+    source = step.resolve()
+    step.unlink()
+    shutil.copytree(source, step)
+    for part in step.glob("*.distcp"):
+        part.write_bytes(part.read_bytes()[:1000])
+
+
+def renamed(run):
+    (run / "checkpoint" / "step-4").rename(run / "checkpoint" / "step-40")
+
+
+def marked(run):
+    """As a start with a `debug_seed` after the checkpoint does."""
+    edit_privacy(run, private=False, epsilon=None, caveats=["privacy.debug_seed was set"])
+
+
+def another_model(run):
+    values = json.loads((run / "run_config.json").read_text())
+    values["model"]["flavor"] = "30M"
+    (run / "run_config.json").write_text(json.dumps(values))
+
+
+def misspelt(run):
+    (run / "run_config.json").write_text('{"job": {}, "parallelism": {}, "privcy": {}}')
+
+
+REFUSED = [
+    (lambda run: shutil.rmtree(run), "no such folder"),
+    (lambda run: (run / "privacy.json").unlink(), "no privacy.json"),
+    (unreadable, "cannot be read"),
+    (lambda run: (run / "run_config.json").unlink(), "no run_config.json"),
+    (misspelt, "privcy: unknown key"),
+    (another_model, "model.flavor = '30M'"),
+    (marked, "NOT private (privacy.debug_seed was set)"),
+    (lambda run: edit_privacy(run, epsilon=None), "NOT private"),
+    (lambda run: edit_privacy(run, private="yes"), "'private' is 'yes'"),
+    (
+        lambda run: edit_privacy(run, noise_multiplier=1.001),
+        "noise_multiplier is not that of",
+    ),
+    (lambda run: edit_privacy(run, delta=1e-9), "delta is not that of"),
+    (
+        lambda run: edit_privacy(run, epsilon_executed=0.1),
+        "epsilon_executed = 0.1, but",
+    ),
+    (lambda run: edit_privacy(run, steps=2, steps_executed=2), "cannot be read"),
+    (lambda run: edit_privacy(run, steps="4"), "cannot be read"),
+    (
+        lambda run: edit_privacy(run, privacy_unit="patient"),
+        "privacy_unit is not that of",
+    ),
+    (lambda run: (run / "steps_executed.log").unlink(), "counts 0 steps, but privacy.json 4"),
+    (without_ledger, "step-9 cannot be read"),
+    (truncated, "step-4 cannot be read"),
+    (renamed, "its ledger counts 4 steps"),
+    (lambda run: (run / "checkpoint").rename(run / "moved"), "no whole checkpoint"),
+]
+
+
+@pytest.mark.parametrize("spoil, said", REFUSED)
+def test_a_run_is_refused_in_one_line_and_nothing_is_left(spoil, said, run, tmp_path, capfd):
+    spoil(run)
+    out = tmp_path / "place" / "out"
+    with pytest.raises(SystemExit) as stop:
+        main([str(run), str(out)])
+    assert stop.value.code == 2
+    (line,) = [x for x in capfd.readouterr().err.splitlines() if x.startswith("error")]
+    assert said in line
+    assert not list(tmp_path.glob("place/*"))
+    assert run.exists() == (said != "no such folder")  # none is made by looking
+
+
+def existing(run, out):
+    out.mkdir()
+    (out / "file").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    "prepare, where, said",
+    [
+        (existing, "out", "exists already"),
+        (lambda run, out: out.write_text("mine"), "out", "exists already"),
+        (lambda run, out: Path(f"{out}.tmp").mkdir(), "out", "remove it"),
+        (lambda run, out: None, "run/out", "inside the run"),
+        (lambda run, out: None, "run", "exists already"),
+    ],
+)
+def test_a_place_is_refused(prepare, where, said, run, tmp_path):
+    prepare(run, tmp_path / where)
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(ValueError, match=said):
+        release(str(run), str(tmp_path / where))
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_a_run_that_goes_on_is_refused(run, tmp_path):
+    with lock_folder(str(run)), pytest.raises(ValueError, match="another run is using it"):
+        release(str(run), str(tmp_path / "out"))
+
+
+def test_nothing_is_left_when_writing_fails(run, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(release_module, "_sha256", full)
+    with pytest.raises(ValueError, match=r"cannot be written \(No space left on device\)"):
+        release(str(run), str(tmp_path / "out"))
+    assert os.listdir(tmp_path) == ["run"]
+
+
+def test_a_mark_in_the_checkpoint_is_enough(run, tmp_path, monkeypatch):
+    """A `privacy.json` from before the audit, beside a ledger that tells of it."""
+    read = release_module.read_ledger
+
+    def audited(folder):
+        ledger = copy.deepcopy(read(folder))
+        ledger.mark_not_private("audited")
+        return ledger
+
+    monkeypatch.setattr(release_module, "read_ledger", audited)
+    with pytest.raises(ValueError, match=r"NOT private \(audited\)"):
+        release(str(run), str(tmp_path / "out"))
+
+
+def test_tied_weights_and_a_given_tokenizer(tmp_path):
+    """A run from a Hugging Face folder, as its trainer leaves it; into an empty OUT."""
+    given = write_llama(tmp_path / "given", tied=True, rope=SCALED, eps=1e-6)
+    edit_config(given, _name_or_path="/home/me/model")
+    run, out = tmp_path / "run", tmp_path / "out"
+    config = small_config(
+        f"--job.dump_folder={run}",
+        f"--model.hf_assets_path={os.path.relpath(given)}",
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        "--privacy.sample_rate=0.01",
+        "--privacy.accountant=rdp",
+        degrees=(1, 2, 2),
+    )
+    run.mkdir()
+    out.mkdir()
+    write_config(config)
+    caveat = "the initial weights are assumed to be public"
+    ledger = Ledger(settings_of(config, 100), steps=1, caveats=[caveat])
+    (run / "steps_executed.log").write_text(
+        f"1 {ledger.settings.noise_multiplier} 0.01 {ledger.start}\n"
+    )
+    Account(ledger, ExecutedSteps(str(run)), 1).publish(str(run))
+    torch.manual_seed(1)
+    model = Llama(shape(config))
+    state = {**model.state_dict(), "train_state": {"ledger": ledger.to_json()}}
+    dcp.save(state, checkpoint_id=run / "checkpoint" / "step-1", no_dist=True)
+
+    empty = empty_model(shape(config))
+    assert empty.output.weight is empty.tok_embeddings.weight
+    release(str(run), str(out))
+    assert sorted(os.listdir(out)) == sorted({*FILES, "generation_config.json"})
+    with torch.no_grad():
+        expected = model(sample_tokens())
+    assert (transformers_logits(out) - expected).abs().max() < 1e-4
+    assert (out / "tokenizer.json").read_bytes() == (given / "tokenizer.json").read_bytes()
+    assert "_name_or_path" not in (out / "config.json").read_text()
+    card = (out / "README.md").read_text()
+    assert "`add_remove`" in card
+    assert f"- {caveat.capitalize()}." in card
+    assert "The tokenizer was given" in card

@@ -1,0 +1,1 @@
+"""Attacks on the trainer by its own makers: `python -m torchtitan_dp.audit`."""

@@ -1,0 +1,218 @@
+"""Attack the trainer, and say how much leaked at the least.
+
+    python -m torchtitan_dp.audit --job.config_file FILE [--section.key value …]
+        [--instrument game|canaries] [--canaries N] [--guesses F] [--trials N] [--confidence P]
+        [--folder DIR] [--json FILE] [--plot FILE.png]
+
+In one plain process, or in several under torchrun. `game` plays single steps of a tiny model on the
+configuration's terms (`auditing.game`); `canaries` trains the configured model once, in a folder of
+its own, on the records and on canaries (`auditing.one_run`). Exit code 1 if more leaked than is
+claimed, 2 for a user's mistake.
+"""
+
+import argparse
+import json
+import logging
+import os
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.distributed import ParallelDims
+from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import device_type
+
+from torchtitan_dp.audit import report
+from torchtitan_dp.audit.game import Game, cases
+from torchtitan_dp.audit.one_run import CanaryAudit, audit
+from torchtitan_dp.audit.options import check, parse
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
+from torchtitan_dp.data.opening import Records
+from torchtitan_dp.distributed.agreement import shared_root_key
+from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
+from torchtitan_dp.ledger.files import read_published_fields
+from torchtitan_dp.ledger.terms import Plan, make_plan
+from torchtitan_dp.models.check import check_model
+from torchtitan_dp.models.hugging_face import parameter_count
+from torchtitan_dp.models.llama3.model import LlamaArgs
+from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
+from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.keys import RootKey
+from torchtitan_dp.privacy.lower_bounds import expected_mu
+from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
+from torchtitan_dp.train_spec import register
+
+RESULT_FILE = "audit.json"
+
+
+def play_game(
+    config: JobConfig, plan: Plan, root: RootKey, *, trials: int, confidence: float
+) -> dict[str, Any]:
+    """All cases of the game, on the terms of `config`; what `--json` says.
+
+    Args:
+        root: the same on all ranks; its noise keys are used up.
+
+    Collective over the world.
+    """
+    sigma, degrees = plan.settings.noise_multiplier, mesh_degrees(config)
+    dims = ParallelDims(*degrees, 1, 1, 1, 1, dist.get_world_size())
+    dims.build_mesh()
+    game = Game(
+        config.privacy,
+        noise_multiplier=sigma,
+        batch_size=config.training.local_batch_size,
+        degrees=degrees,
+        mesh=fsdp_mesh(dims),
+        noise_keys=root.stream("noise"),
+    )
+    each = share_of(confidence)
+    outcomes = [game.play(case, trials=trials, confidence=each) for case in game.cases]
+    return report.game_for_programs(
+        outcomes,
+        sigma=sigma,
+        delta=plan.settings.delta,
+        trials=trials,
+        confidence=confidence,
+    )
+
+
+def share_of(confidence: float) -> float:
+    """The confidence of one case, so that all together have `confidence`."""
+    return 1 - (1 - confidence) / len(cases(2))
+
+
+def check_power(options: argparse.Namespace, args: LlamaArgs, sigma: float) -> None:
+    """Refuse an audit that could not show anything, or not be run.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    if options.instrument == "canaries":
+        if options.canaries > (values := parameter_count(args)):
+            raise ValueError(
+                f"--canaries = {options.canaries}: each needs a value of its own, and the model "
+                f"has {values:,}; ask for fewer"
+            )
+    elif expected_mu(2 / sigma, options.trials, share_of(options.confidence)) <= 1 / sigma:
+        raise ValueError(
+            f"--trials = {options.trials}: too few to tell sigma = {sigma:.4g} from half of it; "
+            "more, or another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
+        )
+
+
+def prepare_run(config: JobConfig, folder: str) -> None:
+    """Make `config` that of the audited run, in place: a folder of its own, nothing beside weights.
+
+    Raises:
+        ValueError: one line for the user, if something ran in that folder.
+    """
+    if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or ExecutedSteps(folder).count > 0:
+        raise ValueError(
+            f"--folder = '{folder}': a run lives here, and an audited one is never private; name "
+            "another folder"
+        )
+    config.job.dump_folder = folder
+    config.validation.enable = False
+    config.metrics.enable_tensorboard = False
+    config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
+    loads = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
+    config.checkpoint.enable = bool(loads)
+    config.checkpoint.last_save_in_hf = False
+
+
+def main(argv: list[str]) -> None:
+    options, overrides = parse(argv, (__doc__ or "").splitlines()[0])
+    forbid_core_dumps()
+    os.umask(0o077)
+    with exit_on_mistake():
+        check(options)
+        config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
+        if not config.privacy.enable:
+            raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
+        args = check_model(config)
+        if options.instrument == "canaries":
+            prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
+        records = Records.open(config)
+        plan = make_plan(config, len(records.train), None)
+        if plan.settings.noise_multiplier == 0:
+            raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
+        check_power(options, args, plan.settings.noise_multiplier)
+    _start_ranks()
+    result, canaries = _run(options, config, plan)
+    if dist.get_rank() == 0:
+        _tell(options, config, result, canaries)
+    dist.destroy_process_group()
+    if result["exceeds_claim"]:
+        raise SystemExit(1)
+
+
+def _run(
+    options: argparse.Namespace, config: JobConfig, plan: Plan
+) -> tuple[dict[str, Any], CanaryAudit | None]:
+    terms = {"confidence": options.confidence}
+    if options.instrument == "game":
+        root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
+        return play_game(config, plan, root, trials=options.trials, **terms), None
+    register(config)
+    lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # of a process group that exists already
+    try:
+        guesses = round(options.guesses * options.canaries)
+        canaries = audit(config, canaries=options.canaries, guesses=guesses, **terms)
+    finally:
+        logger.setLevel(level)
+        del lock
+    return report.canaries_for_programs(canaries, options.confidence), canaries
+
+
+def _start_ranks() -> None:
+    """The process group: torchrun's, or one process alone."""
+    if device_type != "cpu":
+        torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group()
+        return
+    os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+    dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _tell(
+    options: argparse.Namespace,
+    config: JobConfig,
+    result: dict[str, Any],
+    canaries: CanaryAudit | None,
+) -> None:
+    if canaries is not None:
+        folder = config.job.dump_folder
+        text = json.dumps(result, indent=2) + "\n"
+        write_atomically(os.path.join(folder, RESULT_FILE), text.encode())
+        spent = read_published_fields(folder)
+        assert spent is not None
+        cost = spent["epsilon_executed"]
+        price = "has no epsilon" if cost is None else f"spends epsilon = {rounded_up(cost)}"
+        for line in (
+            f"publishing this result {price} on the records; python -m torchtitan_dp.ledger adds "
+            f"it up, from {folder}/",
+            "the weights there are not private, for good: delete them",
+        ):
+            print(f"audit: {line}", file=sys.stderr)
+    print("\n".join(report.table(result)), file=sys.stderr)
+    if options.json:
+        write_json(options.json, result)
+    if options.plot and canaries is not None:
+        report.plot_canaries(canaries, options.plot)
+    elif options.plot:
+        report.plot_game(result, options.plot)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,242 @@
+"""The distinguishing game: with one step's noised gradient in hand, was a unit there or not?
+
+Each trial is one whole step at sampling rate 1, through the code that trains: FSDP2's backward, the
+gradient method, `ClippedSum`, its reductions and `DPOptimizer`, up to the gradient handed to AdamW.
+Only the model is small: its loss is linear, so that a unit's gradient is whatever a case asks for.
+A case is a pair of batches that differ in one unit, made to show one kind of fault:
+
+| case | differs by | shows |
+| --- | --- | --- |
+| `norm_C` | a gradient of norm C | noise that is missing or too small |
+| `norm_100C` | one of norm 100 C | no clipping, or by a part of the norm |
+| `neighbour` | -10 C u beside C u | clipping after samples are added |
+| `twin_halves` | u on a parameter's first half, -u on its second | noise repeated across shards |
+| `twin_parameters` | u on one parameter, -u on its like | noise repeated across parameters |
+| `not_a_number` | a gradient of NaN | a bad sample that tells of itself |
+
+Guarantee:
+    A step of the claimed mechanism is 1/sigma-Gaussian-DP for each case, so `Game.play` of it
+    returns more than 1/sigma with probability at most 1 - confidence, over all cases together
+    (each has its share of the risk). Thresholds are fixed by the claim, before any trial.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import cast
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from torchtitan_dp.config import Privacy
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.layers import per_sample_layers
+from torchtitan_dp.gradients.methods import build_gradients, build_summation
+from torchtitan_dp.gradients.reduction import ReductionGroups
+from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.privacy.keys import KeyStream
+from torchtitan_dp.privacy.lower_bounds import gaussian_mu
+from torchtitan_dp.privacy.sampling import deal
+
+_ROWS = 8  # of each parameter on each rank
+
+
+@dataclass(frozen=True)
+class Case:
+    """Two batches of two units, gradients in multiples of C, each (2, 2 parameters, N)."""
+
+    name: str
+    without_UPN: torch.Tensor
+    with_UPN: torch.Tensor
+    along_PN: torch.Tensor  # unit direction in which the difference is looked for
+    threshold: float  # of the score; "with" is guessed on the far side, seen from `without`
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What the guesses in one case prove."""
+
+    case: str
+    false_positives: int
+    false_negatives: int
+    mu: float  # lower bound
+
+
+def cases(rows: int) -> list[Case]:
+    """All cases, for two parameters of `rows` values each."""
+    u = torch.full((2, rows), (2 * rows) ** -0.5)
+    halves, parameters = u.clone(), u.clone()
+    halves[:, rows // 2 :] *= -1
+    parameters[1] *= -1
+    none = torch.zeros_like(u)
+    batch = torch.stack
+    return [
+        Case("norm_C", batch([none, none]), batch([none, u]), u, 0.5),
+        Case("norm_100C", batch([none, none]), batch([none, 100 * u]), u, 0.5),
+        Case("neighbour", batch([u, none]), batch([u, -10 * u]), -u, -0.5),
+        Case("twin_halves", batch([none, none]), batch([none, halves]), halves, 0.5),
+        Case("twin_parameters", batch([none, none]), batch([none, parameters]), parameters, 0.5),
+        Case("not_a_number", batch([u, none]), batch([u, u * torch.nan]), -u, -0.5),
+    ]
+
+
+class _Dials(nn.Module):
+    """Two parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for."""
+
+    def __init__(self, rows: int) -> None:
+        super().__init__()
+        self.first, self.second = (nn.Linear(1, rows, bias=False) for _ in range(2))
+
+    def forward(self, gradient_BPN: torch.Tensor) -> torch.Tensor:
+        one_B1 = gradient_BPN.new_ones(len(gradient_BPN), 1)
+        outputs_BPN = torch.stack([self.first(one_B1), self.second(one_B1)], dim=1)
+        return (outputs_BPN * gradient_BPN).sum((1, 2))
+
+
+class _Observer(torch.optim.Optimizer):
+    """In AdamW's place: keeps how far the gradient it is handed lies along a direction."""
+
+    def __init__(self, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+        super().__init__(list(parameters.values()), {})
+        self._parameters, self._mesh = list(parameters.values()), mesh
+        self._along: list[torch.Tensor] = []
+        self.scores: list[torch.Tensor] = []
+
+    def look_along(self, direction_PN: torch.Tensor) -> None:
+        rank, ranks = self._mesh.get_local_rank(), self._mesh.size()
+        self._along = [whole_N.chunk(ranks)[rank] for whole_N in direction_PN]
+        self.scores = []
+
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        seen = torch.zeros(())
+        for parameter, along in zip(self._parameters, self._along, strict=True):
+            seen = seen + (cast(DTensor, parameter.grad).to_local().view(-1) * along).sum()
+        self.scores.append(seen)
+
+
+class Game:
+    """Plays cases on a mesh, on terms that a run could have."""
+
+    def __init__(
+        self,
+        privacy: Privacy,
+        *,
+        noise_multiplier: float,
+        batch_size: int,
+        degrees: tuple[int, int, int],
+        mesh: DeviceMesh,
+        noise_keys: KeyStream,
+    ) -> None:
+        """
+        Args:
+            privacy: C, the clip function, the gradient method, and how is summed and noised.
+            noise_multiplier: sigma > 0, the claim.
+            batch_size: MBS.
+            degrees: dp_replicate, dp_shard, cp.
+            mesh: of dp_shard x cp, also of one rank.
+            noise_keys: the same on all ranks, not used yet.
+
+        Collective over the world.
+        """
+        self._C, self._sigma, self._batch_size = privacy.max_grad_norm, noise_multiplier, batch_size
+        self._keys, self._trial = noise_keys, 0
+        replicate, shard, self._cp = degrees
+        self._dp, self._dp_rank = replicate * shard, dist.get_rank() // self._cp
+        self._mesh = mesh
+        rows = _ROWS * mesh.size()
+        self.cases = cases(rows)
+        self._device = torch.device(mesh.device_type)
+        model = _Dials(rows).to(self._device)
+        if privacy.gradient_method == "grad_sample":
+            per_sample_layers(model)
+        module = _shard(model, mesh)
+        parameters = dict(model.named_parameters())
+        groups = ReductionGroups.build(mesh.device_type, degrees)
+        summation = build_summation(privacy, parameters, self._C)
+        self._sum = ClippedSum(
+            parameters,
+            groups,
+            max_grad_norm=self._C,
+            clip_function=privacy.clip_function,
+            summation=summation,
+        )
+        self._model = model
+        self._gradients = build_gradients(privacy, model, [module], self._sum)
+        self._observer = _Observer(parameters, mesh)
+        self._optimizer = DPOptimizer(
+            self._observer,
+            parameters,
+            noise_multiplier=self._sigma,
+            max_grad_norm=self._C,
+            expected_batch_size=1,
+            summation=summation,
+        )
+
+    def play(self, case: Case, *, trials: int, confidence: float) -> Outcome:
+        """Guess in `trials` steps with the unit and as many without.
+
+        Args:
+            confidence: of this case alone; for several, give each its share of the risk.
+
+        Collective over the world; all ranks return the same.
+        """
+        without = self.scores(case, case.without_UPN, trials)
+        with_it = self.scores(case, case.with_UPN, trials)
+        # A score that is no number gives the unit away: it counts as "with".
+        false_positives = int((~(without < case.threshold)).sum())
+        false_negatives = int((with_it < case.threshold).sum())
+        mu = gaussian_mu(
+            false_positives=false_positives,
+            negatives=trials,
+            false_negatives=false_negatives,
+            positives=trials,
+            confidence=confidence,
+        )
+        return Outcome(case.name, false_positives, false_negatives, mu)
+
+    def scores(self, case: Case, batch_UPN: torch.Tensor, trials: int) -> np.ndarray:
+        """Steps on one batch: how far each noised gradient lies along the case's direction, over C.
+
+        Returns:
+            fp64 (trials,), the same on all ranks.
+        """
+        self._observer.look_along(case.along_PN.to(self._device))
+        # Each cp rank has a part of the tokens, hence of the loss.
+        units_UPN = (batch_UPN * (self._C / self._cp)).to(self._device)
+        for _ in range(trials):
+            self._trial += 1
+            self._step(units_UPN)
+        total = torch.stack(self._observer.scores).double() / self._C
+        dist.all_reduce(total, group=self._mesh.get_group())
+        return total.cpu().numpy()
+
+    def _step(self, units_UPN: torch.Tensor) -> None:
+        """As `DPTrainer.train_step`: every unit is drawn, dealt out, clipped, summed and noised."""
+        dealt = deal(
+            np.arange(len(units_UPN)),
+            ranks=self._dp,
+            rank=self._dp_rank,
+            batch_size=self._batch_size,
+        )
+        at_once = self._gradients.batch_size or self._batch_size
+        for slots in dealt:
+            for slot_B in torch.from_numpy(slots).to(self._device).split(at_once):
+                valid_B = slot_B >= 0
+                unit_BPN = units_UPN[slot_B].masked_fill(~valid_B[:, None, None], 0.0)
+                self._gradients.accumulate_clipped(self._model(unit_BPN), valid_B)
+        self._optimizer.step(self._sum.take(), self._keys.take(self._trial))
+        self._sum.reset()
+
+
+def _shard(model: _Dials, mesh: DeviceMesh) -> FSDPModule:
+    """FSDP2 over `mesh`, as `distributed.parallelize` has it; one group, to be quick."""
+    module = fully_shard(model, mesh=mesh)
+    if mesh.size() > 1:
+        module.set_gradient_divide_factor(1.0)
+    if mesh.device_type == "cpu":  # gloo has no pre-multiplied sum
+        module.set_force_sum_reduction_for_comms(True)
+    return module

@@ -1,0 +1,161 @@
+"""The one-run canary audit: train once, guess every coin, look, and count.
+
+Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023), Algorithm 1,
+through the trainer itself. The order is the argument: scores are computed without the coins, the
+guesses follow from the scores alone and are on disk before anybody looks at a coin.
+
+Guarantee:
+    If training is (epsilon, delta)-DP, `audit` reports a lower bound above epsilon with probability
+    at most 1 - confidence. The audited weights themselves are not private: their ledger says so for
+    good, and they live in a folder of their own. The result is computed from noised gradients of
+    the real records too: publishing it spends what the audited run's steps spend, which the
+    folder's ledger tells as `epsilon_executed` and adds to that of other runs.
+"""
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import torch.distributed as dist
+
+from torchtitan_dp.audit.canaries import (
+    Canaries,
+    CanarySamples,
+    CanarySum,
+    ScoreKeeper,
+    draw_coins,
+)
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.privacy.lower_bounds import one_run_epsilon
+from torchtitan_dp.process import write_atomically
+from torchtitan_dp.train import DPTrainer
+
+GUESSES_FILE = "audit_guesses.json"
+
+
+@dataclass(frozen=True)
+class CanaryAudit:
+    """What the guesses came to."""
+
+    epsilon_lower_bound: float
+    most: float  # the bound if every guess had been right
+    epsilon_claimed: float
+    delta: float
+    correct: int
+    guesses: np.ndarray  # int8 (canaries,): 1 included, -1 excluded, 0 no guess
+    scores: np.ndarray  # fp64 (canaries,)
+    included: np.ndarray  # bool (canaries,)
+
+
+class AuditTrainer(DPTrainer):
+    """`DPTrainer` with canaries behind the records, and somebody who watches the gradient."""
+
+    clipped_sum_type = CanarySum
+    clipped_sum: CanarySum
+
+    def __init__(self, job_config: JobConfig, canaries: int) -> None:
+        super().__init__(job_config)
+        self.ledger.mark_audited(canaries)
+        loader, dims = self.dataloader, self.parallel_dims
+        samples = CanarySamples(loader.samples, job_config.data)
+        batch = dims.get_mesh("batch") if dims.dp_enabled else None
+        # Only now: sampling rate and noise are those of a run on the records alone.
+        self.dataloader = RecordLoader(
+            samples,
+            np.concatenate([loader.units, samples.first + np.arange(canaries)]),
+            ranks=batch.size() if batch else 1,
+            rank=batch.get_local_rank() if batch else 0,
+            batch_size=job_config.training.local_batch_size,
+            fingerprint=loader.fingerprint,
+        )
+        parameters = self.clipped_sum.parameters
+        places = Canaries.choose(parameters, canaries)
+        self._coins = draw_coins(self.coin_keys.take(0), canaries)
+        self.clipped_sum.plant(places, self._coins, samples.drawn)
+        (optimizer,) = self.optimizers.optimizers
+        self._drawn = samples.drawn
+        self._keeper = ScoreKeeper(places, parameters, optimizer)
+
+    def train_step(self, loader: RecordLoader) -> None:
+        super().train_step(loader)
+        assert not self._drawn, "samples were drawn that were never clipped"
+        steps = self.job_config.training.steps
+        if dist.get_rank() == 0 and self.step % max(steps // 10, 1) == 0:
+            print(f"audit: step {self.step} of {steps}", file=sys.stderr)
+
+    def scores(self) -> np.ndarray:
+        """Each canary's gradient, summed over steps, in units of what one inclusion adds to it.
+
+        Collective over the world; does not look at the coins.
+        """
+        settings = self.ledger.settings
+        scale = settings.expected_batch_size / settings.max_grad_norm
+        return self._keeper.scores(self.parallel_dims.dp_replicate) * scale
+
+    def unblind(self) -> np.ndarray:
+        """bool (canaries,): the coins. Call it when the guesses can no longer change."""
+        assert os.path.exists(os.path.join(self.job_config.job.dump_folder, GUESSES_FILE))
+        return self._coins
+
+
+def guess(scores: np.ndarray, guesses: int) -> np.ndarray:
+    """int8: 1 for the highest scores, -1 for the lowest, half of `guesses` each; 0 between.
+
+    >>> guess(np.array([0.1, 3.0, -1.0, 0.2]), 2).tolist()
+    [0, 1, -1, 0]
+    """
+    order = np.argsort(scores, kind="stable")
+    lowest = guesses // 2
+    said = np.zeros(len(scores), dtype=np.int8)
+    said[order[:lowest]] = -1
+    said[order[len(scores) - (guesses - lowest) :]] = 1
+    return said
+
+
+def audit(config: JobConfig, *, canaries: int, guesses: int, confidence: float) -> CanaryAudit:
+    """Train once on the configuration's records and `canaries` canaries, and guess.
+
+    Args:
+        config: checked; its dump folder is the audit's own.
+        guesses: how many canaries are guessed at, fixed now.
+
+    Collective over the world; all ranks return the same.
+    """
+    trainer = AuditTrainer(config, canaries)
+    try:
+        trainer.train()
+        scores = trainer.scores()
+        said = guess(scores, guesses)
+        if dist.get_rank() == 0:
+            content = {"scores": scores.tolist(), "guesses": said.tolist()}
+            path = os.path.join(config.job.dump_folder, GUESSES_FILE)
+            write_atomically(path, json.dumps(content).encode())
+        dist.barrier()
+        included = trainer.unblind()
+    finally:
+        trainer.close()
+    settings = trainer.ledger.settings
+    correct = int(np.sum((said == 1) & included) + np.sum((said == -1) & ~included))
+    bounds = [
+        one_run_epsilon(
+            canaries=canaries,
+            guesses=guesses,
+            correct=right,
+            delta=settings.delta,
+            confidence=confidence,
+        )
+        for right in (correct, guesses)
+    ]
+    return CanaryAudit(
+        epsilon_lower_bound=bounds[0],
+        most=bounds[1],
+        epsilon_claimed=settings.epsilon(trainer.step),
+        delta=settings.delta,
+        correct=correct,
+        guesses=said,
+        scores=scores,
+        included=included,
+    )

@@ -1,0 +1,151 @@
+"""An audit's result: for people, for programs, as a picture."""
+
+import math
+from typing import Any
+
+import numpy as np
+
+from torchtitan_dp.audit.game import Outcome
+from torchtitan_dp.audit.one_run import CanaryAudit
+from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.lower_bounds import gaussian_epsilon
+
+_LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may exist"
+
+
+def game_for_programs(
+    outcomes: list[Outcome], *, sigma: float, delta: float, trials: int, confidence: float
+) -> dict[str, Any]:
+    """What `--json` says of a game."""
+    worst = max(outcomes, key=lambda outcome: outcome.mu)
+    return {
+        "instrument": "game",
+        "epsilon_lower_bound": gaussian_epsilon(worst.mu, delta),
+        "epsilon_claimed": gaussian_epsilon(1 / sigma, delta),
+        "confidence": confidence,
+        "exceeds_claim": worst.mu > 1 / sigma,
+        "delta": delta,
+        "mu_lower_bound": worst.mu,
+        "mu_claimed": 1 / sigma,
+        "trials": trials,
+        "cases": {
+            outcome.case: {
+                "mu_lower_bound": outcome.mu,
+                "false_positives": outcome.false_positives,
+                "false_negatives": outcome.false_negatives,
+            }
+            for outcome in outcomes
+        },
+    }
+
+
+def canaries_for_programs(audit: CanaryAudit, confidence: float) -> dict[str, Any]:
+    """What `--json` says of a canary audit."""
+    return {
+        "instrument": "canaries",
+        "epsilon_lower_bound": audit.epsilon_lower_bound,
+        "epsilon_claimed": audit.epsilon_claimed,
+        "confidence": confidence,
+        "exceeds_claim": audit.epsilon_lower_bound > audit.epsilon_claimed,
+        "delta": audit.delta,
+        "epsilon_lower_bound_if_all_right": audit.most,
+        "canaries": len(audit.scores),
+        "included": int(audit.included.sum()),
+        "guesses": int(np.count_nonzero(audit.guesses)),
+        "correct": audit.correct,
+    }
+
+
+def _down(lower_bound: float, decimals: int) -> str:
+    """A lower bound for people to read: never more than was shown."""
+    return f"{math.floor(lower_bound * 10**decimals) / 10**decimals:.{decimals}f}"
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """The result's lines."""
+    exceeds = result["exceeds_claim"]
+    lines = [
+        f"audit ({result['instrument']}): epsilon >= {_down(result['epsilon_lower_bound'], 2)} "
+        f"at delta = {result['delta']:g}, with {result['confidence']:.4g} confidence; "
+        f"claimed: {rounded_up(result['epsilon_claimed'], digits=3)}"
+    ]
+    if result["instrument"] == "game":
+        lines.append(
+            f"      one step; mu >= {_down(result['mu_lower_bound'], 3)}, claimed: 1 / sigma = "
+            f"{result['mu_claimed']:.3f}; 2 x {result['trials']} trials a case"
+        )
+        for name, case in result["cases"].items():
+            verdict = "EXCEEDS the claim" if case["mu_lower_bound"] > result["mu_claimed"] else ""
+            lines.append(
+                f"      {name:16} mu >= {_down(case['mu_lower_bound'], 3):>6}   wrong: "
+                f"{case['false_positives']:4} without, {case['false_negatives']:4} with   {verdict}"
+            )
+        lines.append(f"      about one step of a tiny model; {_LOW_IS_NO_PROOF}")
+    else:
+        most = result["epsilon_lower_bound_if_all_right"]
+        lines += [
+            f"      {result['correct']} of {result['guesses']} guesses right, on "
+            f"{result['canaries']} canaries of which {result['included']} were included",
+            f"      with all guesses right it would be {_down(most, 2)}: more cannot be shown by "
+            "so many",
+            f"      about these canaries, not about records; {_LOW_IS_NO_PROOF}",
+        ]
+    lines.append(
+        "      FAULT: more leaks than is claimed; do not publish what this code trained"
+        if exceeds
+        else "      no fault found"
+    )
+    return lines
+
+
+def plot_canaries(audit: CanaryAudit, path: str) -> None:
+    """Histograms of the scores, by coin, and where guesses were made."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    axes = figure.subplots()
+    shown = audit.scores[np.isfinite(audit.scores)]
+    bins = np.histogram_bin_edges(shown, bins=40)
+    for included, color, label in (
+        (False, "tab:blue", "excluded"),
+        (True, "tab:orange", "included"),
+    ):
+        mine = audit.scores[audit.included == included]
+        name = f"{label} ({len(mine)})"
+        axes.hist(mine, bins=bins.tolist(), alpha=0.6, color=color, label=name)
+    for side, edge in ((-1, np.max), (1, np.min)):
+        if (audit.guesses == side).any():
+            axes.axvline(edge(audit.scores[audit.guesses == side]), color="black", lw=1, ls="--")
+    axes.set_xlabel("score (1 = what an included canary adds each time it is drawn)")
+    axes.set_ylabel("canaries")
+    axes.set_title(
+        f"{audit.correct} of {np.count_nonzero(audit.guesses)} guesses right (beyond the dashed "
+        f"lines): epsilon >= {_down(audit.epsilon_lower_bound, 2)}, claimed "
+        f"{rounded_up(audit.epsilon_claimed, digits=3)}",
+        fontsize="medium",
+    )
+    axes.legend(frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def plot_game(result: dict[str, Any], path: str) -> None:
+    """A bar a case: its bound on mu, and the claim."""
+    from matplotlib.figure import Figure
+
+    cases = result["cases"]
+    bounds = [case["mu_lower_bound"] for case in cases.values()]
+    figure = Figure(figsize=(7, 3.0), layout="constrained")
+    axes = figure.subplots()
+    colors = ["tab:red" if bound > result["mu_claimed"] else "tab:blue" for bound in bounds]
+    names = [name.replace("_", " ") for name in cases]
+    bars = axes.barh(names, bounds, color=colors)
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.axvline(result["mu_claimed"], color="black", lw=1, ls="--")
+    axes.invert_yaxis()
+    axes.margins(x=0.12)
+    axes.set_xlabel("lower bound on mu (dashed: the claim, 1 / sigma)")
+    axes.set_title(
+        f"one step, 2 x {result['trials']} trials a case, {result['confidence']:.4g} confidence",
+        fontsize="medium",
+    )
+    figure.savefig(path, dpi=150)

@@ -1,0 +1,189 @@
+"""TorchTitan's checkpointer, which takes the newest whole checkpoint and runs no code from it."""
+
+import shutil
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.components.checkpoint import MODEL, OPTIMIZER, AsyncMode, CheckpointManager
+from torchtitan.tools.logging import logger
+from torchtitan.train import Trainer
+
+from torchtitan_dp.checkpoint import safe_load
+from torchtitan_dp.checkpoint.folder import (
+    damaged_entry,
+    drop_unfinished,
+    finished_checkpoints,
+    newest_whole_checkpoint,
+    none_whole,
+    refuse_another_model,
+    set_aside,
+    step_folder,
+)
+from torchtitan_dp.models.hugging_face import origin
+from torchtitan_dp.process import Fault
+
+
+class Checkpointer(CheckpointManager):
+    """What differs from TorchTitan's: the choice of a checkpoint, how it is read, and messages."""
+
+    resumes = False
+    """Whether `load` took a checkpoint of this run."""
+    loaded_step = 0
+    """Its step."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        """Takes the place of the one that TorchTitan's Trainer has made, with the same states."""
+        config, theirs = trainer.job_config, trainer.checkpointer
+        theirs.close()
+        super().__init__(
+            dataloader=trainer.dataloader,
+            model_parts=trainer.model_parts,
+            optimizers=trainer.optimizers,
+            lr_schedulers=trainer.lr_schedulers,
+            states={"train_state": trainer},
+            checkpoint_config=config.checkpoint,
+            sd_adapter=theirs.sd_adapter if theirs.enable else None,
+            base_folder=config.job.dump_folder,
+        )
+        self._origin = origin(config)
+
+    def load(self, step: int = -1) -> bool:
+        """Load the newest whole checkpoint, else the initial weights asked for; whether any was.
+
+        A damaged one is set aside for an older whole one, in a warning. Collective over the world.
+
+        Raises:
+            Fault: there are checkpoints, and none is whole; nothing was moved.
+            ValueError: the checkpoint is of another model.
+        """
+        if not self.enable:
+            return False
+        self._drop_unfinished()
+        if step == -1:
+            step = self._newest_whole()
+        self.resumes = step >= 0
+        initial = self.initial_load_path
+        starts = not self.resumes and initial and not self.initial_load_in_hf
+        if starts and (problem := _damage_on_any_rank(initial)):
+            raise Fault(
+                f"checkpoint.initial_load_path = '{initial}': it is damaged ({problem}); take a "
+                "whole copy"
+            )
+        loaded = super().load(step)
+        self.loaded_step = max(step, 0)
+        return loaded
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        if from_hf:  # safetensors hold no code
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        refuse_another_model(checkpoint_id, self.states[MODEL].state_dict(), self._origin)
+        if OPTIMIZER in state_dict and not self._has_optimizer(checkpoint_id):
+            raise Fault(
+                f"checkpoint {checkpoint_id} holds weights only (checkpoint.last_save_model_only), "
+                "which cannot go on: start from it as checkpoint.initial_load_path in another "
+                "job.dump_folder"
+            )
+        try:
+            safe_load.load(state_dict, checkpoint_id)
+        except CheckpointException as error:
+            raise Fault(
+                f"checkpoint {checkpoint_id} cannot be loaded ({_first_line(error)}): move it "
+                "away, and the run goes on from the one before"
+            ) from error
+        # As TorchTitan does: the model's states were flattened.
+        self.states[MODEL].load_state_dict(state_dict)
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """TorchTitan's; a save that failed, now or in the background, is told in one line."""
+        try:
+            super().save(curr_step, last_step)
+        except (CheckpointException, OSError) as error:
+            self._tell_unsaved(curr_step, error)
+
+    @torch.no_grad()
+    def stop_at(self, step: int, steps: int) -> None:
+        """Leave a whole checkpoint of `step`, for a run that was asked to stop, and say so.
+
+        Collective over the world.
+        """
+        saves = self.enable and not self.load_only
+        try:
+            if saves:
+                self._async_wait()
+            if saves and step != self.loaded_step and not self._should_save(step):
+                self.dcp_save(
+                    self._flattened_model_states_sd(),
+                    checkpoint_id=self._create_checkpoint_id(step),
+                    async_mode=AsyncMode.DISABLED,
+                )
+        except (CheckpointException, OSError) as error:
+            self._tell_unsaved(step, error)
+        kept = "saved" if saves else "not saved, since checkpoint.enable is false"
+        logger.info(
+            f"stopped at step {step} of {steps}, as asked, {kept}: the same command goes on"
+        )
+
+    def _tell_unsaved(self, step: int, error: BaseException) -> None:
+        newest = newest_whole_checkpoint(self.folder)
+        whole = f"step-{newest}" if newest >= 0 else "none"
+        free = shutil.disk_usage(self.folder).free / 2**30
+        raise Fault(
+            f"checkpoint step-{step} was not saved in {self.folder}, where {free:.2f} GiB are free "
+            f"({_first_line(error)}): mend that and run the same command; the last whole one is "
+            f"{whole}"
+        ) from error
+
+    def _drop_unfinished(self) -> None:
+        dist.barrier()  # all ranks have looked, for what they draw or load
+        if dist.get_rank() == 0 and drop_unfinished(self.folder):
+            logger.warning(f"{self.folder} holds no whole checkpoint: starting from the beginning")
+        dist.barrier()
+
+    def _newest_whole(self) -> int:
+        """The newest whole step, -1 if there is no checkpoint; newer ones are set aside."""
+        found = [finished_checkpoints(self.folder)]
+        dist.broadcast_object_list(found, src=0)
+        (steps,) = found
+        damaged: list[tuple[int, str]] = []
+        for step in steps:
+            if not (problem := _damage_on_any_rank(step_folder(self.folder, step))):
+                break
+            damaged.append((step, problem))
+        else:
+            if damaged:
+                raise Fault(none_whole(self.folder, *damaged[0]))
+            return -1
+        if dist.get_rank() == 0:
+            for broken, problem in damaged:
+                kept = set_aside(self.folder, broken)
+                logger.warning(
+                    f"checkpoint step-{broken} is damaged ({problem}): kept as {kept}, and the run "
+                    f"goes on from step-{step}"
+                )
+        dist.barrier()
+        return int(step)
+
+    def _has_optimizer(self, checkpoint: str) -> bool:
+        names = safe_load.read_metadata(checkpoint).state_dict_metadata
+        return any(name.startswith(f"{OPTIMIZER}.") for name in names)
+
+
+def _damage_on_any_rank(checkpoint: str) -> str:
+    """What a rank found wrong with its share of a checkpoint; "" if none did. Collective."""
+    problems: list[str] = [""] * dist.get_world_size()
+    found = damaged_entry(checkpoint, dist.get_rank(), dist.get_world_size())
+    dist.all_gather_object(problems, found)
+    return next(filter(None, problems), "")
+
+
+def _first_line(error: BaseException) -> str:
+    """Of what failed, on the rank that knows best: torch.save may hide the system's error."""
+    if isinstance(error, CheckpointException):
+        failures = [failure for failure, _ in error.failures.values()]
+        error = min(failures, key=lambda failure: not isinstance(failure, OSError))
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,10 @@
+"""What a run is told: the sections this project adds (`schema`), read and checked.
+
+`load` reads a TOML and the command line, `checks` and `conflicts` refuse what cannot work,
+`saved` keeps a run's configuration in its folder, `reference` writes the documentation.
+TorchTitan's `job.custom_config_module = "torchtitan_dp.config"` finds `JobConfig` here.
+"""
+
+from torchtitan_dp.config.schema import Data, JobConfig, Privacy
+
+__all__ = ["Data", "JobConfig", "Privacy"]

@@ -1,0 +1,242 @@
+"""Settings that cannot work together, refused in one line that names the key and the remedy."""
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.conflicts import check_conflicts
+from torchtitan_dp.privacy.fixed_point import MAX_EXPECTED_BATCH, MAX_NOISE_MULTIPLIER
+
+
+def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
+    """Of dp_replicate, dp_shard and cp."""
+    parallelism = config.parallelism
+    return (
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree,
+        parallelism.context_parallel_degree,
+    )
+
+
+def resolve_degrees(config: JobConfig, world_size: int) -> None:
+    """Fill in `parallelism` degrees of -1 for `world_size` ranks, in place.
+
+    `context_parallel_degree = -1` takes all ranks that the other degrees leave;
+    `data_parallel_shard_degree = -1` takes what is left after that.
+    """
+    parallelism = config.parallelism
+    if parallelism.context_parallel_degree == -1:
+        others = parallelism.data_parallel_replicate_degree * max(
+            parallelism.data_parallel_shard_degree, 1
+        )
+        parallelism.context_parallel_degree = max(world_size // max(others, 1), 1)
+    if parallelism.data_parallel_shard_degree == -1:
+        others = parallelism.data_parallel_replicate_degree * parallelism.context_parallel_degree
+        parallelism.data_parallel_shard_degree = max(world_size // max(others, 1), 1)
+
+
+def resolve_gradient_method(config: JobConfig) -> None:
+    """Make `auto` the method that it stands for, in place: it depends on MBS alone."""
+    if config.privacy.gradient_method == "auto":
+        one = config.training.local_batch_size == 1
+        config.privacy.gradient_method = "microbatch" if one else "grad_sample"
+
+
+def check(config: JobConfig, world_size: int) -> None:
+    """Refuse settings that cannot work together.
+
+    Args:
+        config: with degrees resolved.
+        world_size: number of processes.
+
+    Raises:
+        ValueError: one line that names the key, its value and the remedy.
+    """
+    _check_parallelism(config, world_size)
+    if config.experimental.custom_import:
+        raise ValueError(
+            f"experimental.custom_import = '{config.experimental.custom_import}': a configuration "
+            "runs no code here; remove it"
+        )
+    if config.training.steps < 1:
+        raise ValueError(f"training.steps = {config.training.steps}: must be at least 1")
+    for key, value in (
+        ("training.local_batch_size", config.training.local_batch_size),
+        ("checkpoint.interval", config.checkpoint.interval),
+        ("metrics.log_freq", config.metrics.log_freq),
+        ("validation.freq", config.validation.freq),
+    ):
+        if value < 1:
+            raise ValueError(f"{key} = {value}: must be at least 1")
+    if config.training.loss_chunk_tokens < 0:
+        raise ValueError(
+            f"training.loss_chunk_tokens = {config.training.loss_chunk_tokens}: at least 1, "
+            "or 0 for all logits at once"
+        )
+    checkpointing = config.activation_checkpoint
+    if checkpointing.offload_inputs and checkpointing.mode != "full":
+        raise ValueError(
+            f"activation_checkpoint.offload_inputs = true with mode = '{checkpointing.mode}': only "
+            "the inputs of whole blocks are offloaded; set activation_checkpoint.mode = 'full'"
+        )
+    if not 0 <= config.data.heldout_fraction < 1:
+        raise ValueError(
+            f"data.heldout_fraction = {config.data.heldout_fraction}: must be in [0, 1)"
+        )
+    if config.validation.enable and config.data.heldout_fraction == 0:
+        raise ValueError(
+            "validation.enable = true but data.heldout_fraction = 0: nothing is held out; "
+            "set data.heldout_fraction (0.05, say)"
+        )
+    _check_initial_weights(config)
+    if config.data.unit_field is None and config.data.unit_sampling != "concat":
+        raise ValueError(
+            f"data.unit_sampling = '{config.data.unit_sampling}': without data.unit_field every "
+            "unit is one record; set data.unit_field, or remove this"
+        )
+    if config.privacy.enable:
+        _check_privacy(config)
+        check_conflicts(config)
+
+
+def _check_initial_weights(config: JobConfig) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.initial_load_in_hf_quantized:
+        raise ValueError(
+            "checkpoint.initial_load_in_hf_quantized = true: not supported; set it to false and "
+            "start from weights in bfloat16 or float32"
+        )
+    if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
+        raise ValueError(
+            "checkpoint.initial_load_model_only = false: Hugging Face folders hold a model only; "
+            "set it to true, or checkpoint.initial_load_in_hf to false"
+        )
+    if not checkpoint.enable and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
+        raise ValueError(
+            "checkpoint.enable = false: then no initial weights are loaded either; set it to true, "
+            "or remove checkpoint.initial_load_in_hf and checkpoint.initial_load_path"
+        )
+
+
+def _check_parallelism(config: JobConfig, world_size: int) -> None:
+    parallelism = config.parallelism
+    for key in ("tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"):
+        if getattr(parallelism, key) != 1:
+            raise ValueError(
+                f"parallelism.{key} = {getattr(parallelism, key)}: not supported; set it to 1 and "
+                "use context_parallel_degree or data_parallel_shard_degree"
+            )
+    degrees = {
+        key: getattr(parallelism, key)
+        for key in (
+            "data_parallel_replicate_degree",
+            "data_parallel_shard_degree",
+            "context_parallel_degree",
+        )
+    }
+    product = 1
+    for key, degree in degrees.items():
+        if degree < 1:
+            raise ValueError(f"parallelism.{key} = {degree}: must be at least 1 (or -1 for auto)")
+        product *= degree
+    if product != world_size:
+        listed = " x ".join(f"{key} {degree}" for key, degree in degrees.items())
+        raise ValueError(
+            f"parallelism: {listed} = {product}, but there are {world_size} processes (NGPU x "
+            "nodes); set a degree to -1 to let it follow"
+        )
+    cp = parallelism.context_parallel_degree
+    seq_len = config.training.seq_len
+    if seq_len < 1 or seq_len % (2 * cp) != 0:
+        below, multiple = seq_len // (2 * cp) * 2 * cp, 2 * cp
+        raise ValueError(
+            f"training.seq_len = {seq_len}: must be a multiple of 2 x context_parallel_degree = "
+            f"{multiple}; try {max(below, multiple)} or {max(below, 0) + multiple}"
+        )
+    if parallelism.context_parallel_load_balancer not in ("headtail", None):
+        raise ValueError(
+            "parallelism.context_parallel_load_balancer = "
+            f"'{parallelism.context_parallel_load_balancer}': use 'headtail' or None"
+        )
+
+
+def _check_privacy(config: JobConfig) -> None:
+    privacy = config.privacy
+    if (privacy.target_epsilon is None) == (privacy.noise_multiplier is None):
+        given = "neither is" if privacy.target_epsilon is None else "both are"
+        raise ValueError(
+            f"privacy.target_epsilon and privacy.noise_multiplier: {given} set; set exactly one "
+            "(target_epsilon = 8.0, say, and the noise follows; on the command line, "
+            "--privacy.target_epsilon None unsets the TOML's)"
+        )
+    if privacy.delta is None:
+        raise ValueError(
+            "privacy.delta is not set; choose it well below 1 / number of records (1e-5, say)"
+        )
+    if not 0 < privacy.delta < 1:
+        raise ValueError(f"privacy.delta = {privacy.delta}: must be between 0 and 1 (1e-5, say)")
+    for key in ("target_epsilon", "max_grad_norm"):
+        value = getattr(privacy, key)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"privacy.{key} = {value}: must be a positive number")
+    if not 1e-9 <= privacy.max_grad_norm <= 1e9:
+        raise ValueError(
+            f"privacy.max_grad_norm = {privacy.max_grad_norm}: must be between 1e-9 and 1e9, where "
+            "fp32 can clip to it"
+        )
+    if privacy.noise_multiplier is not None and not 0 <= privacy.noise_multiplier < float("inf"):
+        raise ValueError(
+            f"privacy.noise_multiplier = {privacy.noise_multiplier}: must be 0 or more"
+        )
+    if privacy.sample_rate is not None and not 0 < privacy.sample_rate <= 1:
+        raise ValueError(
+            f"privacy.sample_rate = {privacy.sample_rate}: it is a probability, above 0 and at "
+            "most 1"
+        )
+    if privacy.exact_sum:
+        _check_exact_sum(config)
+    built: dict[str, tuple[str, ...]] = {
+        "accountant": ("prv", "rdp", "pld"),
+        "clipping": ("flat",),
+        "gradient_method": ("microbatch", "grad_sample"),
+    }
+    for key, values in built.items():
+        if (value := getattr(privacy, key)) not in values:
+            raise ValueError(
+                f"privacy.{key} = '{value}': not built yet; use "
+                + " or ".join(f"'{built_value}'" for built_value in values)
+            )
+    if (
+        config.training.dataset == "jsonl"
+        and config.data.unit_field is None  # else by units' names, not by lines
+        and config.data.heldout_fraction > 0
+        and privacy.sample_rate is not None
+    ):
+        raise ValueError(
+            f"data.heldout_fraction = {config.data.heldout_fraction}: with a public "
+            "privacy.sample_rate, one jsonl line more would change which lines are held out; keep "
+            "held-out records in another file and set it to 0, or remove privacy.sample_rate"
+        )
+    if config.training.global_batch_size < 1:
+        raise ValueError(
+            f"training.global_batch_size = {config.training.global_batch_size}: set the expected "
+            "number of records in a step (it is also the update's divisor)"
+        )
+
+
+def _check_exact_sum(config: JobConfig) -> None:
+    privacy = config.privacy
+    if not privacy.secure_noise:
+        raise ValueError(
+            "privacy.exact_sum = true with secure_noise = false: noise in fp32 would round what is "
+            "summed exactly; set privacy.secure_noise = true, or exact_sum to false"
+        )
+    if config.training.global_batch_size > MAX_EXPECTED_BATCH:
+        raise ValueError(
+            f"training.global_batch_size = {config.training.global_batch_size}: with "
+            f"privacy.exact_sum at most {MAX_EXPECTED_BATCH}, so that 64-bit sums cannot wrap; "
+            "lower it, or set exact_sum to false"
+        )
+    if privacy.noise_multiplier is not None and privacy.noise_multiplier > MAX_NOISE_MULTIPLIER:
+        raise ValueError(
+            f"privacy.noise_multiplier = {privacy.noise_multiplier}: with privacy.exact_sum at "
+            f"most {MAX_NOISE_MULTIPLIER:.0f}, so that 64-bit sums cannot wrap; lower it, or set "
+            "exact_sum to false"
+        )

@@ -1,0 +1,208 @@
+"""From a TOML and command-line overrides to a checked configuration.
+
+A user's mistake is one `ValueError` line that names the key, the value and the remedy;
+`exit_on_mistake` prints it and exits with code 2.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import difflib
+import io
+import json
+import logging
+import os
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.config import ConfigManager
+from torchtitan.config import JobConfig as TorchTitanJobConfig
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import check, resolve_degrees, resolve_gradient_method
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_CUSTOM_CONFIG = "torchtitan_dp.config"
+
+
+def load_config(argv: list[str], world_size: int) -> JobConfig:
+    """Parse as TorchTitan does (command line over TOML over defaults), and check the result.
+
+    Args:
+        argv: `--job.config_file FILE` and any `--section.key value`.
+        world_size: number of processes, which degrees of -1 follow.
+
+    Raises:
+        ValueError: one line for the user.
+        SystemExit: code 0 after `--help`.
+    """
+    schema: Any = ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
+    path = _option(argv, "job.config_file")
+    if path is not None:
+        _check_keys(_read_toml(path), schema, path)
+    config = _parse([*argv, f"--job.custom_config_module={_CUSTOM_CONFIG}"])
+    return _checked(config, schema, world_size)
+
+
+def config_from_values(values: dict[str, Any], source: str, world_size: int) -> JobConfig:
+    """A configuration from the values of all its sections, checked as `load_config` does.
+
+    Args:
+        source: the file that they come from, for messages.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    schema: Any = ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
+    _check_keys(values, schema, source)
+    return _checked(ConfigManager()._dict_to_dataclass(schema, values), schema, world_size)
+
+
+def _checked(config: Any, schema: Any, world_size: int) -> JobConfig:
+    _check_values(config, schema)
+    resolve_degrees(config, world_size)
+    resolve_gradient_method(config)
+    check(config, world_size)
+    return config
+
+
+@contextlib.contextmanager
+def exit_on_mistake() -> Iterator[None]:
+    """Turn a user's mistake into one line on stderr and exit code 2."""
+    try:
+        yield
+    except ValueError as error:
+        fail(str(error))
+
+
+def fail(message: str) -> NoReturn:
+    """Say what is wrong with the input, in one line, and exit with code 2."""
+    print("error: " + " ".join(message.split()), file=sys.stderr)
+    raise SystemExit(2)
+
+
+def parse_known(
+    parser: argparse.ArgumentParser, argv: list[str]
+) -> tuple[argparse.Namespace, list[str]]:
+    """A tool's own options, and the configuration's command line, for `load_config`."""
+    parser.add_argument("--job.config_file", dest="config_file", metavar="FILE", help="the TOML")
+    known, overrides = parser.parse_known_args(argv)
+    if known.config_file is not None:
+        overrides = ["--job.config_file", known.config_file, *overrides]
+    return known, overrides
+
+
+def write_json(path: str, content: dict[str, Any]) -> None:
+    """What a tool says to programs; `-` is stdout."""
+    text = json.dumps(content, indent=2) + "\n"
+    if path == "-":
+        sys.stdout.write(text)
+    else:
+        with open(path, "w", encoding="utf-8") as file:
+            file.write(text)
+
+
+def _option(argv: list[str], name: str) -> str | None:
+    """The value of `--name value` or `--name=value`; `-` and `_` are the same."""
+    for i, argument in enumerate(argv):
+        key, equals, value = argument.partition("=")
+        if key.replace("-", "_") == f"__{name}":
+            return value if equals else argv[i + 1] if i + 1 < len(argv) else None
+    return None
+
+
+def _read_toml(path: str) -> dict[str, Any]:
+    if not os.path.isfile(path):
+        raise ValueError(f"job.config_file = '{path}': no such file")
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"job.config_file = '{path}': not valid TOML: {error}") from error
+
+
+def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = "") -> None:
+    """Refuse keys that no section has: a misspelt one would silently keep its default."""
+    fields = {f.name: f for f in dataclasses.fields(schema)}
+    for name, value in values.items():
+        key = prefix + name
+        if name not in fields:
+            close = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {prefix}{close[0]}?" if close else "remove it"
+            raise ValueError(f"{key}: unknown key in {path}; {hint}")
+        if dataclasses.is_dataclass(fields[name].type):
+            if not isinstance(value, dict):
+                raise ValueError(f"{key} = {value!r} in {path}: must be a [{key}] section")
+            _check_keys(value, fields[name].type, path, f"{key}.")
+        elif not _has_type(value, fields[name].type):
+            raise ValueError(f"{key} = {value!r} in {path}: must be {_describe(fields[name].type)}")
+
+
+def _parse(argv: list[str]) -> Any:
+    """TorchTitan's own parser, its boxed messages turned into one line."""
+    messages = io.StringIO()
+    titan_logger = logging.getLogger("root")
+    level = titan_logger.level
+    titan_logger.setLevel(logging.ERROR)  # it warns of a tokenizer folder that is not asked for
+    try:
+        with contextlib.redirect_stderr(messages):
+            return ConfigManager().parse_args(argv)
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        words = re.sub(r"[\u2500-\u257f]+", " ", messages.getvalue())
+        words = re.sub(r"\x1b\[[0-9;]*m", "", words)
+        # Not its helptext: that names the running program, which need not be ours.
+        message = " ".join(re.split(r"Argument helptext:|For full helptext", words)[0].split())
+        raise ValueError(re.sub(r"^[-\s]+|[-\s]+$", "", message)) from None
+    finally:
+        titan_logger.setLevel(level)
+
+
+def _check_values(config: Any, schema: Any, prefix: str = "") -> None:
+    """Types once more, after defaults and overrides were merged."""
+    for f in dataclasses.fields(schema):
+        value, key = getattr(config, f.name), prefix + f.name
+        if dataclasses.is_dataclass(f.type):
+            _check_values(value, f.type, f"{key}.")
+        elif not _has_type(value, f.type):
+            raise ValueError(f"{key} = {value!r}: must be {_describe(f.type)}")
+
+
+def _has_type(value: Any, annotation: Any) -> bool:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if annotation is Any:
+        return True
+    if origin is typing.Literal:
+        return any(value == a and type(value) is type(a) for a in arguments)
+    if origin in (list, tuple):
+        return isinstance(value, list | tuple) and all(_has_type(v, arguments[0]) for v in value)
+    if arguments:  # X | Y
+        return any(_has_type(value, a) for a in arguments)
+    if annotation is float:
+        return isinstance(value, float | int) and not isinstance(value, bool)
+    if annotation is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return isinstance(value, annotation) if isinstance(annotation, type) else True
+
+
+def _describe(annotation: Any) -> str:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    names = {float: "a number", int: "a whole number", bool: "true or false", str: "a string"}
+    if origin is typing.Literal:
+        return "one of " + ", ".join(repr(a) for a in arguments)
+    if origin in (list, tuple):
+        return "a list"
+    if arguments:
+        return " or ".join(_describe(a) for a in arguments if a is not type(None))
+    return names.get(annotation, str(annotation))

@@ -1,0 +1,215 @@
+"""The sections that this project adds to TorchTitan's configuration.
+
+The docstring below each field is its reference; `scripts/reference.py` puts them into the
+documents. `JobConfig` is merged into TorchTitan's by `job.custom_config_module`, so a section
+here needs only the fields that are new or whose default differs.
+"""
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:  # At run time the sections are merged by name, and this file imports nothing.
+    from torchtitan.config.job_config import ActivationCheckpoint as _ActivationCheckpoint
+    from torchtitan.config.job_config import Checkpoint as _Checkpoint
+    from torchtitan.config.job_config import JobConfig as _JobConfig
+    from torchtitan.config.job_config import Model as _Model
+    from torchtitan.config.job_config import Training as _Training
+else:
+    _JobConfig = _Training = _Checkpoint = _Model = _ActivationCheckpoint = object
+
+
+@dataclass
+class Privacy:
+    """Differential privacy. The unit is one record, or what `data.unit_field` groups; see the
+    README's assumptions."""
+
+    enable: bool = True
+    """Train with differential privacy. False is plain TorchTitan on the same data."""
+
+    target_epsilon: float | None = None
+    """The epsilon to reach at the last step; the noise follows from it. This or
+    `noise_multiplier`, not both."""
+
+    noise_multiplier: float | None = None
+    """sigma: the noise's standard deviation over `max_grad_norm`. 0 is allowed, and not private."""
+
+    delta: float | None = None
+    """Probability that the guarantee may fail; well below 1 / number of records. Required."""
+
+    max_grad_norm: float = 1.0
+    """C: the norm that each unit's gradient is clipped to."""
+
+    accountant: Literal["prv", "rdp", "pld"] = "pld"
+    """How epsilon is computed: `pld` (tight, pessimistic by construction; Google's dp-accounting),
+    `prv` (the upper end of an error bar), `rdp` (looser); both from Opacus."""
+
+    new_segment: Literal["planned", "adaptive"] | None = None
+    """A resumed run whose noise, rate, C or batch was changed is refused, unless this says how the
+    change came about. `planned`: it was fixed before training. `adaptive`: weights were seen (more
+    `training.steps` because of them, too); only within a budget fixed at the first start, and
+    counted by an RDP filter. It covers what was chosen from weights alone: not from losses, norms
+    or any other log of the run, nor from held-out loss, which no epsilon counts."""
+
+    initial_weights_public: bool = False
+    """The weights that the run starts from never saw private records. Needed where they come
+    without a ledger of what they spent, and recorded as an assumption; where they have one, it
+    counts whatever is said here."""
+
+    sample_rate: float | None = None
+    """q: the public probability that a unit (by default a record) takes part in a step. By default
+    `training.global_batch_size` / number of training units, which makes that number public."""
+
+    secure_noise: bool = False
+    """Resist attacks on the low bits of floating-point noise: four fp64 draws a value, rounded to a
+    fixed grid (`privacy/secure_noise.py`). Drawing noise then takes about five
+    times as long."""
+
+    exact_sum: bool = False
+    """Add clipped gradients up in integers, without rounding, so that one unit moves the sum by at
+    most C however many are added (`privacy/fixed_point.py`). An fp32 sum of n units on a rank can
+    be moved by up to n^2 / 2^24 of C more, by gradients and an order made for it. Needs
+    `secure_noise`; the accumulator takes 8 instead of 4 bytes a trainable value."""
+
+    clipping: Literal["flat", "per_layer"] = "flat"
+    """`flat`: one norm over the whole gradient. `per_layer`: not built yet."""
+
+    clip_function: Literal["vanilla", "automatic"] = "vanilla"
+    """How a gradient g is scaled: `vanilla` by min(1, C / |g|), `automatic` (Bu et al. 2023) by
+    C / (|g| + 0.01)."""
+
+    gradient_method: Literal["auto", "microbatch", "grad_sample", "ghost", "randomized"] = "auto"
+    """`microbatch`: each sample has a backward pass of its own, whose reduced gradient is the
+    per-sample gradient. `grad_sample`: one backward pass for a microbatch, in which every layer
+    forms its samples' gradients (LongShield). `auto`: `microbatch` if `training.local_batch_size`
+    is 1, else `grad_sample`. The others: not built yet."""
+
+    shard_grad_samples: bool = True
+    """For `grad_sample`: sum per-sample gradients over the context-parallel ranks during backward,
+    so that each rank keeps its share (LongShield V2). False keeps them whole (V1): to compare."""
+
+    debug_seed: int | None = None
+    """Derive the run's secrets from this number, so that it can be repeated. Such a run is NOT
+    private, and its outputs say so for good."""
+
+
+@dataclass
+class Data:
+    """Where records come from; `training.dataset` and `training.dataset_path` say which."""
+
+    text_field: str = "text"
+    """The field of a `jsonl` line that holds the record's text."""
+
+    unit_field: str | None = None
+    """Whose record it is: a patient, user or repository, whose records together then are the unit
+    that is drawn, clipped and protected, by one sample. For `jsonl` a field that holds a string or
+    a whole number; for `text` only `folder`, the first folder below `training.dataset_path`. A
+    line without it is a unit of its own that contributes nothing. Unset: every record is a unit."""
+
+    unit_sampling: Literal["concat", "random"] = "concat"
+    """What a unit's sample is made of: `concat`, its records one after the other, in the order of
+    files and lines; `random`, one of its records, chosen anew at each draw."""
+
+    long_records: Literal["head", "window"] = "head"
+    """Of what is longer than `training.seq_len`: `head` takes the beginning, `window` a part chosen
+    anew at each draw."""
+
+    heldout_fraction: float = 0.0
+    """The share of units, chosen by a hash of their names, that is never trained on and that
+    `validation.enable` evaluates. The loss on them is not private."""
+
+    on_undecodable: Literal["empty", "error"] = "empty"
+    """What to do with a record that is no UTF-8 text (or no JSON with the field): `empty` keeps it
+    as a record that contributes exactly nothing, and counts it; `error` refuses to start."""
+
+    verify_records: Literal["contents", "drawn"] = "contents"
+    """How ranks make sure that they hold the same records under the same indices; else one person
+    could enter twice. `contents`: all files are read and hashed before the first step, by one
+    process a machine, and again only where they have changed; other contents on another node, or
+    on resume, are refused. `drawn`, with privacy, for data too large to be read whole: names, sizes
+    and where lines begin are compared at the start; in each step every machine makes the sample of
+    every drawn unit, not of its share alone, and the step is refused, before anything comes of it,
+    if two differ (token ids, labels, padding or window). It does not see what was never drawn, nor,
+    on resume, contents that have changed everywhere. Both take it that the ranks of one machine
+    read the same files, and that nobody writes to them during the run."""
+
+    length_buckets: bool = True
+    """With privacy: pad each sample to the smallest of a few public lengths that holds it (a power
+    of two times 2 x `context_parallel_degree`, at least T / 128, at most T = `training.seq_len`)
+    and run equal lengths together. Epsilon stays the same. False, and the baseline without
+    privacy: pad to T."""
+
+
+@dataclass
+class Training(_Training):
+    """TorchTitan's section; these defaults differ."""
+
+    dataset: str = "text"
+    """The format of the records: `text` (one file one record) or `jsonl` (one line one record)."""
+
+    dataset_path: str | None = None
+    """A file, directory or glob; `python-stdlib` is the source of the running Python's standard
+    library."""
+
+    local_batch_size: int = 1
+    """Samples in a microbatch of one data-parallel rank (MBS)."""
+
+    global_batch_size: int = -1
+    """The expected number of units (records) in a step; also the update's divisor. Required."""
+
+    loss_chunk_tokens: int = 2048
+    """With privacy: of how many tokens the logits exist at a time, on each rank. 0: of all, as
+    TorchTitan has it."""
+
+    max_norm: float = 0.0
+    """TorchTitan's clipping of the summed gradient; 0 is none. With privacy it must stay 0, since
+    each record's gradient is clipped by `privacy.max_grad_norm`."""
+
+
+@dataclass
+class Checkpoint(_Checkpoint):
+    """TorchTitan's section; these defaults differ."""
+
+    last_save_model_only: bool = False
+    """Save the last checkpoint without optimizer state. False, so that a finished run can go on."""
+
+    initial_load_in_hf: bool = False
+    """Start from the safetensors of `initial_load_path`, or else of `model.hf_assets_path`. See
+    `privacy.initial_weights_public`."""
+
+    last_save_in_hf: bool = False
+    """At the end, also write `<job.dump_folder>/hf`, which `transformers` loads as it is. Its
+    weights are in `export_dtype`, or, where that is float32, in the bfloat16 that a given
+    `config.json` asks for."""
+
+
+@dataclass
+class ActivationCheckpoint(_ActivationCheckpoint):
+    """TorchTitan's section, with one option more."""
+
+    offload_inputs: bool = False
+    """With `mode = "full"`: keep the inputs of checkpointed blocks in the host's memory, for
+    samples longer than the device's memory allows."""
+
+
+@dataclass
+class Model(_Model):
+    """TorchTitan's section; these defaults differ."""
+
+    flavor: str = "debug"
+    """`debug`, `1B`, `3B` or `8B`; not used where `hf_assets_path` has a `config.json`."""
+
+    hf_assets_path: str = ""
+    """A Hugging Face folder. Its `config.json` decides shape, RoPE and tied weights; without one,
+    `flavor` does. Without `tokenizer.json`, or if this is empty, text is tokenized as bytes."""
+
+
+@dataclass
+class JobConfig(_JobConfig):
+    """What `job.custom_config_module = "torchtitan_dp.config"` adds to TorchTitan's `JobConfig`."""
+
+    privacy: Privacy = field(default_factory=Privacy)
+    data: Data = field(default_factory=Data)
+    training: Training = field(default_factory=Training)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    model: Model = field(default_factory=Model)
+    activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

@@ -1,0 +1,153 @@
+"""Lay a Llama over the mesh `dp_replicate x dp_shard x cp`: CP, AC, compile, FSDP2, in this order.
+
+TorchTitan's `parallelize_llama` as a whole would mix samples before they are clipped (DDP or HSDP
+over `dp_replicate`), so training with privacy calls its parts: FSDP2 lies on the one-dimensional
+`fsdp = dp_shard x cp` mesh alone, and what crosses data-parallel ranks is sent by
+`torchtitan_dp.gradients`, after clipping. Training without privacy is TorchTitan's own.
+"""
+
+from typing import TYPE_CHECKING, cast
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torchtitan.config import TORCH_DTYPE_MAP
+from torchtitan.distributed import ParallelDims
+from torchtitan.distributed.activation_checkpoint import apply_ac
+from torchtitan.models.llama3.infra import parallelize as torchtitan_llama
+from torchtitan.tools.utils import device_type
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.distributed.offload import inputs_on_host
+from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
+from torchtitan_dp.gradients.layers import per_sample_layers
+from torchtitan_dp.models.loss_head import LossHead
+from torchtitan_dp.models.rms_norm import use_lean_norms
+
+if TYPE_CHECKING:
+    from torchtitan_dp.models.llama3.model import Llama
+
+
+def parallelize_llama(
+    model: "Llama", parallel_dims: ParallelDims, job_config: JobConfig
+) -> nn.Module:
+    """Apply CP, AC, `torch.compile` and FSDP2 to a Llama on the meta device, in place.
+
+    With privacy, gradients are reduced within the `fsdp` mesh only, by whatever
+    `set_custom_reduce_scatter` is given later; parameters are fp32 shards over `fsdp`, also when
+    that mesh has one rank (which keeps the bf16 / fp32 semantics the same on every mesh). For
+    `privacy.gradient_method = "grad_sample"` layers form per-sample gradients instead.
+    """
+    parallelism = job_config.parallelism
+    if parallel_dims.cp_enabled:
+        configure_ring(
+            device_type,
+            load_balancer=parallelism.context_parallel_load_balancer,
+            rotate_method=parallelism.context_parallel_rotate_method,
+        )
+    if job_config.privacy.enable:
+        _apply_parts(model, parallel_dims, fsdp_mesh(parallel_dims), job_config)
+    elif model.model_args.tie_embeddings and parallel_dims.fsdp_enabled:
+        # TorchTitan's own grouping would untie the weight.
+        replicated = ["dp_replicate"] if parallel_dims.dp_replicate_enabled else []
+        mesh = parallel_dims.get_mesh([*replicated, "fsdp"])
+        _apply_parts(model, parallel_dims, mesh, job_config)
+    else:
+        torchtitan_llama.parallelize_llama(model, parallel_dims, job_config)
+    if device_type == "cpu":
+        _sum_reductions_only(model)
+    return model
+
+
+def _apply_parts(
+    model: "Llama", parallel_dims: ParallelDims, mesh: DeviceMesh, job_config: JobConfig
+) -> None:
+    if job_config.privacy.enable and job_config.training.loss_chunk_tokens:
+        model.output = LossHead.over(model.output, job_config.training.loss_chunk_tokens)
+    if job_config.privacy.enable and job_config.privacy.gradient_method == "grad_sample":
+        per_sample_layers(model)
+    elif job_config.privacy.enable and device_type == "cpu":
+        use_lean_norms(model)
+    if parallel_dims.cp_enabled:
+        apply_ring_attention(
+            [block.attention.inner_attention for block in model.layers.values()],
+            parallel_dims.get_mesh("cp"),
+        )
+    compile_model = job_config.compile.enable and "model" in job_config.compile.components
+    if job_config.activation_checkpoint.mode != "none":
+        apply_ac(
+            model,
+            job_config.activation_checkpoint,
+            model_compile_enabled=compile_model,
+            op_sac_save_list=_ops_to_save(),
+            base_folder=job_config.job.dump_folder,
+        )
+        if job_config.activation_checkpoint.offload_inputs:
+            model.around_block = inputs_on_host
+    if compile_model:
+        torchtitan_llama.apply_compile(model, job_config.compile)
+    _apply_fsdp(model, mesh, job_config)
+
+
+def _ops_to_save() -> set[torch._ops.OpOverload]:
+    """What selective AC keeps: TorchTitan's list, and the attention kernel that CPU uses."""
+    on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+    return torchtitan_llama._op_sac_save_list | {on_cpu}
+
+
+def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
+    """The one-dimensional `dp_shard x cp` mesh, also of one rank, where TorchTitan has none."""
+    mesh = parallel_dims.get_optional_mesh("fsdp")
+    if mesh is not None:
+        return mesh
+    every_rank_alone = (parallel_dims.world_size, 1)
+    return init_device_mesh(device_type, every_rank_alone, mesh_dim_names=("rank", "fsdp"))["fsdp"]
+
+
+def fsdp_groups(model: "Llama") -> list[list[nn.Module]]:
+    """The lists of modules that are gathered and reduced together, in order of use."""
+    blocks = [[block] for block in model.layers.values()]
+    if model.model_args.tie_embeddings:
+        # One group: a tied weight in two would be untied (silently on torch 2.11).
+        return [[model.tok_embeddings, model.norm, model.output], *blocks]
+    return [[model.tok_embeddings], *blocks, [model.norm, model.output]]
+
+
+def trained_fsdp_modules(model: "Llama") -> list[FSDPModule]:
+    """One module of each FSDP2 group that has something to train: those that reduce gradients."""
+    return [
+        cast(FSDPModule, group[0])
+        for group in fsdp_groups(model)
+        if any(p.requires_grad for module in group for p in module.parameters())
+    ]
+
+
+def _apply_fsdp(model: "Llama", mesh: DeviceMesh, job_config: JobConfig) -> None:
+    policy = job_config.parallelism.fsdp_reshard_after_forward
+    mp_policy = MixedPrecisionPolicy(
+        param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
+        reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
+    )
+    for group in fsdp_groups(model):
+        # As in TorchTitan: the output layer is needed again at once, so it stays gathered.
+        stays_gathered = model.output in group and policy != "always"
+        fully_shard(
+            group if len(group) > 1 else group[0],
+            mesh=mesh,
+            mp_policy=mp_policy,
+            reshard_after_forward=policy != "never" and not stays_gathered,
+        )
+    fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+    if mesh.size() == 1:
+        return  # there is nothing to divide by; FSDP2 would copy every gradient once more
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+
+
+def _sum_reductions_only(model: "Llama") -> None:
+    """Gloo has no pre-multiplied sum, which FSDP2 picks for a divide factor of 1."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)

@@ -1,0 +1,39 @@
+"""A model's parameters, whatever its family: their names, which are trained, which were loaded."""
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+
+def canonical_name(name: str) -> str:
+    """A parameter's name without what compile and activation checkpointing put into it."""
+    return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
+
+
+def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Canonical name -> parameter, for those that are trained; a tied one appears once."""
+    return {
+        canonical_name(name): parameter
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def require_loaded(model: nn.Module) -> None:
+    """Raises RuntimeError if a parameter holds NaN: it was never loaded, or what was is broken."""
+    for name, parameter in model.named_parameters():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+        if local.isnan().any():
+            raise RuntimeError(f"{canonical_name(name)} was not loaded, or holds a NaN")
+
+
+def copy_slice_(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    if not isinstance(parameter, DTensor):
+        parameter.copy_(whole)
+        return
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    slices = tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))
+    parameter.to_local().copy_(whole[slices])

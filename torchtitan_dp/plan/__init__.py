@@ -1,0 +1,4 @@
+"""What a run will cost, said before it starts: `python -m torchtitan_dp.plan`.
+
+`cost` counts FLOPs; `memory` runs the real step under fake tensors (`fake_step`, `tracker`).
+"""

@@ -1,0 +1,120 @@
+"""What a configuration will spend and run, said before anything is started.
+
+    python -m torchtitan_dp.plan --job.config_file FILE [--section.key value …] [--world_size N]
+                                 [--memory_gib G] [--json FILE] [--plot FILE.png]
+
+Checks all that can be checked in one plain process: `run_train.sh` runs it first. A user's mistake
+is one line and exit code 2. Memory (`planning`) takes longer, and is predicted when asked for:
+by `--memory_gib` (then a run that does not fit is a mistake too), `--json` or `--plot`.
+"""
+
+import argparse
+import dataclasses
+import sys
+from typing import Any
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
+from torchtitan_dp.data.opening import Records, noun
+from torchtitan_dp.ledger.account import explain
+from torchtitan_dp.ledger.terms import Plan
+from torchtitan_dp.models.hugging_face import describe, parameter_count
+from torchtitan_dp.models.llama3.model import LlamaArgs
+from torchtitan_dp.plan.cost import StepCost, step_cost
+from torchtitan_dp.plan.memory import DEFAULT_GIB, MemoryPlan, predict
+from torchtitan_dp.plan.options import check, parse
+from torchtitan_dp.plan.report import plot, report
+from torchtitan_dp.preflight.check import check_run
+from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.process import lock_folder
+
+
+def main(argv: list[str]) -> None:
+    options, overrides = parse(argv, (__doc__ or "").splitlines()[0])
+    with exit_on_mistake():
+        world_size = check(options)
+        config = load_config(overrides, world_size)
+        checked = check_run(config)
+        args, records, plan = checked.args, checked.records, checked.plan
+        lock_folder(config.job.dump_folder).close()
+    model = f"      {describe(config, args)}"
+    if plan is None:
+        print(f"plan: without privacy (privacy.enable = false)\n{model}", file=sys.stderr)
+        if options.memory_gib is not None or options.json or options.plot:
+            print("      nothing more is predicted without privacy", file=sys.stderr)
+        return
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
+    _show(config, plan, records)
+    for caveat in plan.ledger.caveats:
+        print(f"      assumed or recorded: {caveat}", file=sys.stderr)
+    print(model, file=sys.stderr)
+    rate = plan.settings.sample_rate
+    count = round(plan.settings.expected_batch_size / rate)  # public, as units' number need not be
+    costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
+    print(f"      {costs.describe()}", file=sys.stderr)
+    _explain(plan)
+    with exit_on_mistake():
+        memory = _predict_memory(options, overrides, world_size)
+    if options.json:
+        write_json(options.json, _for_programs(plan, args, world_size, costs, memory))
+    if memory is not None:
+        with exit_on_mistake():
+            report(memory, config, overrides, limited=options.memory_gib is not None)
+
+
+def _predict_memory(
+    options: argparse.Namespace, overrides: list[str], world_size: int
+) -> MemoryPlan | None:
+    asked = options.memory_gib is not None or options.json or options.plot
+    if not asked or options.no_memory:
+        return None
+    memory = predict(overrides, world_size, options.memory_gib or DEFAULT_GIB)
+    if options.plot:
+        plot(memory, options.plot)
+    return memory
+
+
+def _show(config: JobConfig, plan: Plan, records: Records) -> None:
+    settings = plan.settings
+    spent = f"epsilon = {rounded_up(plan.epsilon)}" if plan.private else "NOT private"
+    lines = [
+        f"plan: {spent} at delta = {settings.delta:g} after {plan.steps} steps "
+        f"({settings.accountant}; unit: one {settings.privacy_unit}; "
+        f"neighbours: {settings.neighbouring_relation})",
+        f"      sigma = {settings.noise_multiplier:.4g}, C = {settings.max_grad_norm:g}, "
+        f"q = {settings.sample_rate:.4g} from {settings.sample_rate_source}",
+        f"      {'' if settings.neighbouring_relation == 'zero_out' else 'not private: '}"
+        f"{len(records.train):,} {noun(config)}s to train on, {len(records.heldout):,} held out; "
+        f"{settings.expected_batch_size} expected in a step, "
+        f"of at most {config.training.seq_len:,} tokens each",
+    ]
+    print("\n".join(lines), file=sys.stderr)
+
+
+def _explain(plan: Plan) -> None:
+    """Say what epsilon means for one person."""
+    ledger = plan.ledger
+    spent = [*ledger.before(), *(s.spending() for s in ledger.segments(plan.steps))]
+    meaning = explain(ledger, spent, plan.epsilon)
+    for line in meaning.sentences(ledger.settings.unit) if meaning else ():
+        print(f"      {line}", file=sys.stderr)
+
+
+def _for_programs(
+    plan: Plan, args: LlamaArgs, world_size: int, costs: StepCost, memory: MemoryPlan | None
+) -> dict[str, Any]:
+    return {
+        "epsilon": plan.epsilon if plan.private else None,
+        "private": plan.private,
+        **dataclasses.asdict(plan.settings),
+        "steps": plan.steps,
+        "parameters": parameter_count(args),
+        "world_size": world_size,
+        **dataclasses.asdict(costs),
+        **(memory.for_programs() if memory else {}),
+    }
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,70 @@
+"""What a step is expected to take: microbatches, tokens, floating-point operations."""
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+from scipy import stats
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.models.hugging_face import on_meta
+from torchtitan_dp.models.llama3.model import LlamaArgs
+
+
+@dataclass(frozen=True)
+class StepCost:
+    """Expectations over the draw, of one step."""
+
+    microbatches_per_step: float  # of each data-parallel rank
+    tokens_per_step: float  # padding included
+    flops_per_step: float  # of the model, forward and backward, without recomputation
+    seconds_per_step: float | None  # an estimate, at the rate that was stated
+    steps: int
+
+    def describe(self) -> str:
+        """For people."""
+        step = (
+            f"a step: {self.microbatches_per_step:.1f} microbatches a data-parallel rank, "
+            f"{self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs (expected)"
+        )
+        if self.seconds_per_step is None:
+            return step
+        hours = self.seconds_per_step * self.steps / 3600
+        return (
+            f"{step}; at the stated rate about {self.seconds_per_step:.3g} s, {hours:.3g} h in all"
+        )
+
+
+def step_cost(
+    config: JobConfig, args: LlamaArgs, *, records: int, rate: float, tflops: float | None = None
+) -> StepCost:
+    """The cost of a step that draws each of `records` with probability `rate`.
+
+    Args:
+        tflops: what each device sustains, in TFLOP/s; with full activation checkpointing the
+            forward pass counts twice.
+    """
+    seq_len = config.training.seq_len
+    dp_replicate, dp_shard, cp = mesh_degrees(config)
+    slots = dp_replicate * dp_shard * config.training.local_batch_size
+    microbatches = expected_rounds(records, rate, slots)
+    tokens = microbatches * slots * seq_len  # empty slots are computed too
+    _, flops_per_token = args.get_nparams_and_flops(on_meta(args), seq_len)
+    flops, seconds = tokens * flops_per_token, None
+    if tflops is not None:
+        computed = flops * (4 / 3 if config.activation_checkpoint.mode == "full" else 1)
+        seconds = computed / (tflops * 1e12 * dp_replicate * dp_shard * cp)
+    return StepCost(microbatches, tokens, flops, seconds, config.training.steps)
+
+
+def expected_rounds(records: int, rate: float, slots: int) -> float:
+    """E ceil(n / slots) for n ~ Binomial(records, rate).
+
+    >>> expected_rounds(10, 1.0, 4)
+    3.0
+    """
+    mean, deviation = records * rate, math.sqrt(records * rate * (1 - rate))
+    first, last = int(mean - 12 * deviation - 1), int(mean + 12 * deviation + 1)
+    n = np.arange(max(first, 0), min(last, records) + 1)
+    return float((stats.binom.pmf(n, records, rate) * np.ceil(n / slots)).sum())

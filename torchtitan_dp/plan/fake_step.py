@@ -1,0 +1,258 @@
+"""One training step on one rank under a `MemoryTracker`: with fake tensors, nothing is computed.
+
+It builds what `DPTrainer` builds (model, FSDP2, ring, gradients, DP optimizer) and runs its step.
+Fake tensors know shapes and dtypes only, and a fake process group answers at once for any number
+of ranks, so a rank of an 8B run fits a laptop. A prediction runs in a process of its own, which
+sees no accelerator: `torchtitan_dp.plan.memory` starts it.
+"""
+
+import contextlib
+import copy
+import functools
+import math
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+from torchtitan.distributed import ParallelDims
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.distributed import offload
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.grad_sample import GradSampleGradients
+from torchtitan_dp.gradients.methods import build_gradients, build_summation
+from torchtitan_dp.gradients.reduction import ReduceScatterOverCP, ReductionGroups
+from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.models import loss_head
+from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
+from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_fsdp_modules
+from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.models.rms_norm import rms_norm
+from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.plan.tracker import MemoryTracker, wrapped
+from torchtitan_dp.privacy import summation as dp_summation
+
+
+class Step:
+    """A model laid over the mesh of a default process group, and its step, under a tracker."""
+
+    def __init__(self, config: JobConfig, args: LlamaArgs, tracker: MemoryTracker) -> None:
+        """
+        Args:
+            config: checked, for the process group's world size.
+            tracker: entered already.
+        """
+        self.config, self.tracker = config, tracker
+        with unset_fake_temporarily():  # meshes are lists of ranks, which are looked at
+            dims, degrees = _parallel_dims(config)
+            with torch.device("meta"):
+                args = copy.deepcopy(args)
+                args.max_seq_len = config.training.seq_len
+                self.model = Llama(args)
+            parallelize_llama(self.model, dims, config)
+            groups = ReductionGroups.build("cpu", degrees)
+        with tracker.labelled("parameters"):
+            self.model.to_empty(device="cpu")
+            self.parameters = trainable_parameters(self.model)
+            for parameter in self.parameters.values():
+                nn.init.zeros_(parameter.to_local())  # type: ignore[attr-defined]
+        summation = build_summation(config.privacy, self.parameters, config.privacy.max_grad_norm)
+        self.clipped_sum = ClippedSum(
+            self.parameters,
+            groups,
+            max_grad_norm=config.privacy.max_grad_norm,
+            clip_function=config.privacy.clip_function,
+            summation=summation,
+        )
+        with tracker.labelled("accumulator"):
+            self.gradients = build_gradients(
+                config.privacy, self.model, trained_fsdp_modules(self.model), self.clipped_sum
+            )
+        # One parameter at a time: temporaries as small as those of the fused kernel's rank.
+        inner = torch.optim.AdamW(self.parameters.values(), foreach=False, fused=False)
+        with unset_fake_temporarily():  # it asks where its shards lie
+            self.optimizer = DPOptimizer(
+                inner,
+                self.parameters,
+                noise_multiplier=1.0,
+                max_grad_norm=config.privacy.max_grad_norm,
+                expected_batch_size=config.training.global_batch_size,
+                summation=summation,
+            )
+        self.model.output.register_forward_pre_hook(self._enter_loss_head)
+        self.losses = SampleLosses(
+            self.model,
+            torch.device("cpu"),
+            dims.get_optional_mesh("cp"),
+            config.parallelism.context_parallel_load_balancer,
+        )
+
+    def microbatch(self, seq_len: int) -> None:
+        """Forward, backward, clip, add."""
+        self.model.model_args.max_seq_len = seq_len
+        with torch.no_grad(), torch.device("cpu"), self.tracker.labelled("activations"):
+            self.model.freqs_cis = self.model._precompute_freqs_cis()
+        samples = self.gradients.batch_size or self.config.training.local_batch_size
+        shape = (samples, seq_len)
+        tokens_BT = torch.zeros(shape, dtype=torch.int64)
+        loss_B = self.losses(tokens_BT, torch.zeros_like(tokens_BT))
+        self.gradients.accumulate_clipped(loss_B, torch.ones(samples, dtype=torch.bool))
+        self.tracker.base = "activations"
+
+    def _enter_loss_head(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        """What comes next is the loss head's, until backward has passed its input."""
+        self.tracker.base = "loss_head"
+        inputs[0].register_hook(lambda _: setattr(self.tracker, "base", "activations"))
+
+    def update(self) -> None:
+        """Noise, division, AdamW."""
+        with self.tracker.labelled("accumulator"):
+            clipped_sum = self.clipped_sum.take()
+        with self.tracker.labelled("optimizer"):
+            self.optimizer.step(clipped_sum, bytes(32))
+        del clipped_sum
+        self.clipped_sum.reset()
+
+
+@contextlib.contextmanager
+def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
+    """A tracker that labels what FSDP2, the ring, the loss head and the gradient methods make.
+
+    Labels: parameters, optimizer, accumulator, per_sample_shards, activations, loss_head,
+    communication.
+    """
+    tracker = MemoryTracker("activations", _flash_workspace if like_cuda else None)
+
+    def label(name: str) -> Any:
+        return lambda *_, **__: tracker.labelled(name)
+
+    with contextlib.ExitStack() as stack:
+        for owner, name, around in (
+            (FSDPParamGroup, "unshard", label("communication")),
+            (FSDPParamGroup, "wait_for_unshard", label("communication")),
+            (FSDPParamGroup, "post_backward", functools.partial(_reduction, tracker)),
+            (ring._AllToAllRotater, "exchange_buffers", label("communication")),
+            (ring._AllGatherRotater, "exchange_buffers", label("communication")),
+            (ReduceScatterOverCP, "__call__", functools.partial(_shards, tracker)),
+            (ClippedSum, "add", functools.partial(_samples, tracker)),
+            (ClippedSum, "lay_out", label("accumulator")),
+            (GradSampleGradients, "form", functools.partial(_formed, tracker)),
+            (RowLayout, "allocate", label("communication")),
+            (loss_head, "_chunk", label("loss_head")),
+            (loss_head, "_add_product_", label("loss_head")),
+        ):
+            stack.enter_context(wrapped(owner, name, around))
+        yield stack.enter_context(tracker)
+
+
+@contextlib.contextmanager
+def _reduction(tracker: MemoryTracker, group: FSDPParamGroup, *_: Any) -> Iterator[None]:
+    """FSDP2 is about to reduce whole gradients, which it then frees."""
+    unsharded = [getattr(p, "_unsharded_param", None) for p in group.fsdp_params]
+    whole = [p.grad for p in unsharded if p is not None and p.grad is not None]
+    tracker.relabel(whole, "communication")
+    with tracker.labelled("communication"):
+        yield
+
+
+@contextlib.contextmanager
+def _shards(
+    tracker: MemoryTracker, _: ReduceScatterOverCP, output_tensor: torch.Tensor, **__: Any
+) -> Iterator[None]:
+    """FSDP2's output becomes this rank's shard of one sample's gradient."""
+    tracker.relabel([output_tensor], "per_sample_shards")
+    with tracker.labelled("per_sample_shards"):
+        yield
+
+
+@contextlib.contextmanager
+def _samples(
+    tracker: MemoryTracker, _: ClippedSum, shards: list[torch.Tensor], __: torch.Tensor
+) -> Iterator[None]:
+    tracker.relabel(shards, "per_sample_shards")
+    with tracker.labelled("per_sample_shards"):
+        yield
+
+
+@contextlib.contextmanager
+def _formed(tracker: MemoryTracker, gradients: GradSampleGradients, *_: Any) -> Iterator[None]:
+    with tracker.labelled("per_sample_shards"):
+        yield
+    kept = [*gradients._shards.values(), *gradients._wholes.values()]
+    tracker.relabel(kept, "per_sample_shards")
+
+
+def _parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]]:
+    degrees = mesh_degrees(config)
+    dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
+    dims.build_mesh()
+    return dims, degrees
+
+
+def _flash_workspace(operator: Any, args: Any) -> int:
+    """What FlashAttention 2's backward takes on CUDA: dQ in fp32, a number a row, and dK and dV of
+    every query head where heads share them. The CPU's kernel takes next to nothing."""
+    aten = torch.ops.aten
+    if operator is not aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return 0
+    query, key = args[1], args[2]  # (B, heads, T, head_dim)
+    shared = 0
+    if query.shape[1] != key.shape[1]:
+        expanded = key.numel() // key.shape[1] * query.shape[1]
+        shared = 2 * expanded * key.element_size()
+    return int(4 * query.numel() + 4 * query.numel() // query.shape[-1] + shared)
+
+
+@contextlib.contextmanager
+def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
+    """Be rank 0 of `world_size`, none of which exist, with tensors that hold nothing.
+
+    Args:
+        like_cuda: keep what CUDA's kernels keep, where the CPU's keep more or take less.
+    """
+    # Registers the "fake" backend.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    with contextlib.ExitStack() as stack:
+        stack.callback(dist.destroy_process_group)
+        # Nothing is drawn or converted, in small parts that take next to no memory; and where a
+        # storage would lie only tells storages apart.
+        for name in (
+            "add_gaussian_noise_",
+            "add_secure_gaussian_noise_",
+            "add_noise_units_",
+            "add_clipped_units_",
+        ):
+            stack.enter_context(mock.patch.object(dp_summation, name, _nothing))
+        stack.enter_context(
+            mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
+        )
+        # The host's memory is another: what lies there is not counted.
+        stack.enter_context(mock.patch.object(offload, "to_host", lambda x: x.to("meta")))
+        stack.enter_context(mock.patch.object(offload, "from_host", _empty_as))
+        if like_cuda:
+            stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", rms_norm))
+        # Parameters are on the meta device until they are told to be fake.
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+def _empty_as(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(copy.shape, dtype=copy.dtype, device=device)
+
+
+def _nothing(*_: torch.Tensor, **__: Any) -> None:
+    pass

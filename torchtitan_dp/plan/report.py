@@ -1,0 +1,204 @@
+"""A memory prediction for people: a table, what to change if it does not fit, a bar chart.
+
+    python -m torchtitan_dp.plan.report docs/plans.md
+
+writes that page, for all of `train_configs/`.
+"""
+
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Column, Table
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.plan.memory import (
+    CATEGORIES,
+    GIB,
+    HEADROOM,
+    LONGEST,
+    MODES,
+    MemoryPlan,
+    predict,
+)
+
+TRAIN_CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
+
+
+def report(memory: MemoryPlan, config: JobConfig, overrides: list[str], *, limited: bool) -> None:
+    """Print the table, and what would fit if this does not.
+
+    Args:
+        overrides: the configuration's command line, to try it on more ranks.
+        limited: the user said how much memory there is.
+
+    Raises:
+        ValueError: one line for the user, if `limited` and it does not fit.
+    """
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(
+        verdict(memory), Padding.indent(table(memory), 6), *advice(memory, config), sep="\n"
+    )
+    if memory.fits:
+        return
+    line = misfit(memory, config, overrides)
+    if limited:
+        raise ValueError(line)
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def verdict(memory: MemoryPlan) -> str:
+    """How much a rank takes, and whether it fits."""
+    return (
+        f"memory of a rank of {memory.world_size}, at its peak (predicted): "
+        f"{memory.peak_bytes / GIB:.1f} GiB, which {'fits' if memory.fits else 'does NOT fit'} "
+        f"{memory.memory_gib:g} GiB with {HEADROOM:.0%} left free"
+    )
+
+
+def table(memory: MemoryPlan) -> Table:
+    """The peak by category, the largest first."""
+    rows = Table("part", Column("GiB", justify="right"), Column("share", justify="right"))
+    for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
+        share = size / max(memory.peak_bytes, 1)
+        rows.add_row(name.replace("_", " "), f"{size / GIB:.2f}", f"{share:.0%}")
+    return rows
+
+
+def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
+    """What would shrink the largest part, and the longest samples that fit, a line each."""
+    lines = [f"      largest: {shrink(memory.largest, config)}"]
+    for mode in MODES:
+        length = memory.longest_seq_len.get(mode)
+        found = "none fits" if length is None else f"{length:,} tokens"
+        more = " or more" if length == LONGEST else ""
+        lines.append(
+            f"      longest sample with activation_checkpoint.mode = '{mode}': {found}{more}"
+        )
+    return lines
+
+
+def shrink(category: str, config: JobConfig) -> str:
+    """The setting that makes a category smaller."""
+    gathers = config.parallelism.context_parallel_rotate_method == "allgather"
+    settings = {
+        "parameters": "more ranks in parallelism.context_parallel_degree or data_parallel_shard",
+        "optimizer": "more ranks in parallelism.context_parallel_degree or data_parallel_shard",
+        "accumulator": "a larger parallelism.context_parallel_degree (data_parallel_shard_degree "
+        "does not shrink it)",
+        "per_sample_shards": "a smaller training.local_batch_size",
+        "activations": _shrink_activations(config),
+        "loss_head": "a smaller training.loss_chunk_tokens (0 is no chunks)",
+        "communication": "parallelism.context_parallel_rotate_method = 'alltoall'"
+        if gathers and config.parallelism.context_parallel_degree > 1
+        else "parallelism.fsdp_reshard_after_forward = 'always'",
+    }
+    return f"{category.replace('_', ' ')}; shrunk by {settings[category]}"
+
+
+def _shrink_activations(config: JobConfig) -> str:
+    if config.activation_checkpoint.mode != "full":
+        return "activation_checkpoint.mode = 'full'"
+    if not config.activation_checkpoint.offload_inputs:
+        return "activation_checkpoint.offload_inputs = true, or more context_parallel_degree"
+    return "a larger parallelism.context_parallel_degree or a smaller training.seq_len"
+
+
+def misfit(memory: MemoryPlan, config: JobConfig, overrides: list[str]) -> str:
+    """Why it does not fit, and the nearest settings that do, in one line."""
+    nearest = []
+    own = config.activation_checkpoint.mode
+    with_ac = memory.longest_seq_len.get("full")
+    if own != "full" and with_ac is not None and with_ac >= memory.seq_len:
+        nearest.append("activation_checkpoint.mode = 'full'")
+    if (length := memory.longest_seq_len.get(own)) is not None:
+        nearest.append(f"training.seq_len = {length}")
+    elif with_ac is not None and with_ac < memory.seq_len:
+        nearest.append(f"activation_checkpoint.mode = 'full' with training.seq_len = {with_ac}")
+    if (ranks := _enough_ranks(memory, overrides)) is not None:
+        nearest.append(f"{ranks} ranks")
+    return (
+        f"{memory.peak_bytes / GIB:.1f} GiB a rank predicted, of {memory.memory_gib:g} GiB less "
+        f"{HEADROOM:.0%}: largest part {shrink(memory.largest, config)}; fits: "
+        + (", or ".join(nearest) or "nothing near")
+    )
+
+
+def _enough_ranks(memory: MemoryPlan, overrides: list[str]) -> int | None:
+    """Twice or four times as many, if the configuration's degrees follow."""
+    for ranks in (2 * memory.world_size, 4 * memory.world_size):
+        try:
+            load_config(overrides, ranks)
+        except ValueError:
+            continue
+        if predict(overrides, ranks, memory.memory_gib, longest=False).fits:
+            return ranks
+    return None
+
+
+def plot(memory: MemoryPlan, path: str) -> None:
+    """A bar a category, and a line where the memory ends. Needs matplotlib.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("--plot needs matplotlib: pip install matplotlib") from None
+    parts = sorted(memory.parts.items(), key=lambda part: part[1])
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    bars = axes.barh([name.replace("_", " ") for name, _ in parts], [s / GIB for _, s in parts])
+    axes.bar_label(bars, fmt="%.2f", padding=3)
+    axes.set_xlabel("GiB a rank (predicted)")
+    axes.margins(x=0.15)
+    axes.set_title(
+        f"{memory.peak_bytes / GIB:.1f} of {memory.memory_gib:g} GiB: {memory.world_size} ranks, "
+        f"{memory.seq_len:,} tokens a sample"
+    )
+    figure.savefig(path, dpi=150)
+
+
+_PAGE = """# Predicted memory of `train_configs/`
+
+Every number here is a **prediction**, made without a GPU; none was measured on one. Written by
+
+    python -m torchtitan_dp.plan.report docs/plans.md
+
+For {ranks} ranks of {memory:g} GiB: GiB of a rank at its peak. "fits" leaves {headroom:.0%} free,
+for the CUDA context, NCCL and fragmentation. What your own configuration takes:
+`python -m torchtitan_dp.plan --job.config_file FILE --world_size {ranks} --memory_gib {memory:g}`.
+
+| configuration | tokens | AC | {parts} | **peak** | fits |
+| --- | --- | --- | {rule} | --- | --- |
+"""
+
+
+def write_page(path: str, folder: Path, *, ranks: int = 4, memory_gib: float = 80.0) -> None:
+    """The predictions for each TOML of a folder, as a Markdown page."""
+    rows = []
+    for toml in sorted(folder.glob("*.toml")):
+        overrides = ["--job.config_file", str(toml)]
+        config = load_config(overrides, ranks)
+        memory = predict(overrides, ranks, memory_gib, longest=False)
+        sizes = [f"{size / GIB:.2f}" for size in memory.parts.values()]
+        fits = "yes" if memory.fits else "no"
+        mode, peak = config.activation_checkpoint.mode, f"**{memory.peak_bytes / GIB:.1f}**"
+        cells = [f"`{toml.stem}`", f"{memory.seq_len:,}", mode, *sizes, peak, fits]
+        rows.append((memory.parts["parameters"], memory.seq_len, f"| {' | '.join(cells)} |"))
+        print(rows[-1][-1], file=sys.stderr)
+    page = _PAGE.format(
+        ranks=ranks,
+        memory=memory_gib,
+        headroom=HEADROOM,
+        parts=" | ".join(name.replace("_", " ") for name in CATEGORIES),
+        rule=" | ".join("---" for _ in CATEGORIES),
+    )
+    Path(path).write_text(page + "\n".join(row for *_, row in sorted(rows)) + "\n")
+
+
+if __name__ == "__main__":
+    write_page(sys.argv[1], TRAIN_CONFIGS)

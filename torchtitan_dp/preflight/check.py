@@ -1,0 +1,69 @@
+"""What is checked before anything is started: by the plan, and by every worker of a run.
+
+`torchrun -m torchtitan_dp.train` is a way to start a run too, without a plan, and a mistake that a
+record brings to light after some steps would tell of that record (hazard row 47).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.excerpts import scan_undecodable
+from torchtitan_dp.data.opening import Records
+from torchtitan_dp.ledger import check_fingerprint
+from torchtitan_dp.ledger.baseline import refuse_private_folder
+from torchtitan_dp.ledger.terms import Plan, earlier_ledger, make_plan
+from torchtitan_dp.models.check import check_model
+from torchtitan_dp.models.llama3.model import LlamaArgs
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A run that may start."""
+
+    args: LlamaArgs
+    records: Records
+    plan: Plan | None  # None without privacy
+
+
+def check_run(
+    config: JobConfig,
+    open_records: Callable[[JobConfig], Records] = Records.open,
+    *,
+    share: tuple[int, int] = (0, 1),
+) -> Checked:
+    """Check all of a run that one plain process can, and write nothing.
+
+    Args:
+        config: from `cli.load_config`.
+        open_records: `Records.open`, or what keeps its result.
+        share: this process and how many there are with the same files; with
+            `data.on_undecodable` = "error" each reads a part of the records.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    args = check_model(config)
+    records = open_records(config)
+    if config.data.on_undecodable == "error":
+        _refuse_undecodable(records, *share)
+    folder = config.job.dump_folder
+    if not config.privacy.enable:
+        refuse_private_folder(folder)
+        return Checked(args, records, None)
+    check_fingerprint(folder, records.fingerprint)
+    plan = make_plan(config, len(records.train), earlier_ledger(folder))
+    return Checked(args, records, plan)
+
+
+def _refuse_undecodable(records: Records, part: int, parts: int) -> None:
+    mine = records.train[part::parts]
+    bad = scan_undecodable(
+        records.store, (record for unit in mine for record in records.units.records(unit))
+    )
+    if bad:
+        count = sum(len(records.units.places(unit)) for unit in mine)
+        raise ValueError(
+            f"data.on_undecodable = 'error': {bad} of {count} records cannot be decoded; mend "
+            "them, or set it to 'empty' (they then contribute nothing)"
+        )

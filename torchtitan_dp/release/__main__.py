@@ -1,0 +1,252 @@
+"""Take out of a private run what may be published, with its guarantee in words.
+
+    python -m torchtitan_dp.release RUN OUT [--stop_not_from_results]
+
+RUN is the `job.dump_folder` of a private run. OUT, which must not exist yet, becomes a Hugging Face
+folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. Optimizer
+state, logs, TensorBoard, configuration, fingerprint and the list of executed steps stay behind.
+One plain process on the CPU, which holds the weights in fp32; the private records are not opened.
+
+Guarantee:
+    What OUT says is never less than what was spent: the terms are those of the ledger inside the
+    checkpoint that the weights come from, and epsilon covers every step of `steps_executed.log` and
+    every step that was planned, unless the owner states that results did not decide when to stop.
+    A run that is not private is refused, and so is one whose `privacy.json` is missing or
+    disagrees with that ledger. It trusts the run's owner: who edits the checkpoint and the log as
+    well is believed. Only the keys that `ledger.schema` calls released are published of the terms.
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+from typing import Any
+
+import torch
+import torch.nn as nn
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torch.distributed.checkpoint import CheckpointException
+
+from torchtitan_dp.checkpoint import safe_load
+from torchtitan_dp.checkpoint.folder import LEDGER_KEY, newest_whole_checkpoint, step_folder
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.load import exit_on_mistake
+from torchtitan_dp.config.saved import read_config
+from torchtitan_dp.data.tokenizer import byte_tokenizer_files
+from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
+from torchtitan_dp.models.check import check_model
+from torchtitan_dp.models.hugging_face import CONFIG_FILE, on_meta
+from torchtitan_dp.models.hugging_face_weights import write_folder
+from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
+from torchtitan_dp.models.parameters import require_loaded
+from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.process import lock_folder, write_atomically
+from torchtitan_dp.release.card import model_card
+from torchtitan_dp.release.claims import claims
+from torchtitan_dp.release.owner import OWNER_ITEMS
+
+CARD_FILE = "README.md"
+SUMS_FILE = "SHA256SUMS"
+_PATH_KEYS = ("_name_or_path", "name_or_path")  # where transformers notes a folder on this machine
+
+
+def release(run: str, out: str, *, stop_not_from_results: bool = False) -> dict[str, Any]:
+    """Write OUT whole, or leave nothing; what its `privacy.json` says.
+
+    Args:
+        stop_not_from_results: as of `releasing.claims.claims`.
+
+    Raises:
+        ValueError: one line for the user, who gave a run or a folder that cannot be used.
+    """
+    run, out = os.path.abspath(run), os.path.abspath(out)
+    _check_folders(run, out)
+    with lock_folder(run, wait_s=0):
+        config = read_config(run)
+        checkpoint = _newest_checkpoint(run, config)
+        terms = claims(
+            run,
+            checkpoint,
+            read_ledger(checkpoint),
+            stop_not_from_results=stop_not_from_results,
+        )
+        args = check_model(config)
+        model = empty_model(args)
+        load_weights(checkpoint, model)
+        partial = f"{out}.tmp"
+        try:
+            os.makedirs(partial, mode=0o700)
+            _fill(partial, model, config, args, terms)
+            os.rename(partial, out)
+        except OSError as error:
+            raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return terms
+
+
+def _check_folders(run: str, out: str) -> None:
+    if not os.path.isdir(run):
+        raise ValueError(f"RUN = '{run}': no such folder; name a run's job.dump_folder")
+    if not os.path.exists(os.path.join(run, PRIVACY_FILE)):
+        raise ValueError(
+            f"RUN = '{run}': it has no {PRIVACY_FILE}, so nothing is known of its privacy; name "
+            "the job.dump_folder of a private run, or restore the file"
+        )
+    if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
+        raise ValueError(f"OUT = '{out}': it exists already; name a new folder")
+    if os.path.realpath(out).startswith(os.path.realpath(run) + os.sep):
+        raise ValueError(
+            f"OUT = '{out}': inside the run, whose other files are private; name a folder elsewhere"
+        )
+    if os.path.lexists(f"{out}.tmp"):
+        raise ValueError(f"OUT = '{out}': '{out}.tmp' is left from a release that died; remove it")
+
+
+def _newest_checkpoint(run: str, config: JobConfig) -> str:
+    folder = os.path.join(run, config.checkpoint.folder)
+    step = newest_whole_checkpoint(folder)
+    if step < 0:
+        raise ValueError(
+            f"RUN = '{run}': {folder} holds no whole checkpoint; train with "
+            "checkpoint.enable = true"
+        )
+    return step_folder(folder, step)
+
+
+def _load(folder: str, state: dict[str, Any]) -> None:
+    """The one place that reads a checkpoint: fill `state`, whole tensors and values, in place.
+
+    Raises:
+        ValueError: if it lacks one, holds it in another shape, or is broken.
+    """
+    try:
+        safe_load.load(state, folder, no_dist=True)
+    except (CheckpointException, Exception) as error:  # the first is a BaseException only
+        failures = getattr(error, "failures", None)
+        cause = next(iter(failures.values()))[0] if failures else error
+        reason = " ".join(f"{cause}".split())[:300]
+        raise ValueError(
+            f"{folder} cannot be read ({type(cause).__name__}: {reason}): if it is broken, move it "
+            "away, and the checkpoint before it is taken"
+        ) from error
+
+
+def read_ledger(folder: str) -> Ledger:
+    """The ledger that the checkpoint in `folder` carries. Raises ValueError, one line."""
+    state: dict[str, Any] = {LEDGER_KEY: ""}
+    _load(folder, state)
+    try:
+        return Ledger.from_json(state[LEDGER_KEY])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"{folder}: the ledger in it cannot be read ({error!r}): use the version of "
+            "torchtitan_dp that wrote it"
+        ) from error
+
+
+def empty_model(args: LlamaArgs) -> Llama:
+    """The model in fp32 on the CPU, NaN in every parameter."""
+    model = on_meta(args).to_empty(device="cpu")
+    if args.tie_embeddings:  # to_empty gives the two places of one weight a tensor each
+        model.output.weight = model.tok_embeddings.weight
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.fill_(torch.nan)
+    return model
+
+
+def load_weights(folder: str, model: nn.Module) -> None:
+    """Read the weights, and nothing else, of the checkpoint in `folder` into `model`, in place.
+
+    Raises:
+        ValueError: if they are not those of such a model, or not all numbers.
+    """
+    _load(folder, {name: parameter.data for name, parameter in model.named_parameters()})
+    try:
+        require_loaded(model)
+    except RuntimeError as error:
+        raise ValueError(f"{folder}: {error}; train again from an earlier checkpoint") from error
+
+
+def _fill(
+    folder: str, model: Llama, config: JobConfig, args: LlamaArgs, terms: dict[str, Any]
+) -> None:
+    """All files of a release, synced; the sums last."""
+    write_folder(model, config, folder)
+    if not os.path.exists(os.path.join(folder, "tokenizer.json")):
+        for name, text in byte_tokenizer_files().items():
+            write_atomically(os.path.join(folder, name), text.encode())
+    _drop_paths(folder)
+    card = model_card(terms, config, args)
+    write_atomically(os.path.join(folder, CARD_FILE), card.encode())
+    write_atomically(os.path.join(folder, PRIVACY_FILE), _json(terms))
+    sums = [f"{_sha256(os.path.join(folder, n))}  {n}\n" for n in sorted(os.listdir(folder))]
+    write_atomically(os.path.join(folder, SUMS_FILE), "".join(sums).encode())
+
+
+def _drop_paths(folder: str) -> None:
+    """Remove the place on some machine that `transformers` notes in the files it writes."""
+    for name in (CONFIG_FILE, "tokenizer_config.json"):
+        path = os.path.join(folder, name)
+        if not os.path.exists(path):
+            continue
+        with open(path, encoding="utf-8") as file:
+            settings = json.load(file)
+        if any(key in settings for key in _PATH_KEYS):
+            kept = {key: value for key, value in settings.items() if key not in _PATH_KEYS}
+            write_atomically(path, _json(kept))
+
+
+def _json(content: dict[str, Any]) -> bytes:
+    return json.dumps(content, indent=2).encode() + b"\n"
+
+
+def _sha256(path: str) -> str:
+    """Of the file as it is on the disk, hence synced first."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        os.fsync(file.fileno())
+        while block := file.read(2**20):
+            digest.update(block)
+    return digest.hexdigest()
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_dp.release", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("run", metavar="RUN", help="the job.dump_folder of a private run")
+    parser.add_argument("out", metavar="OUT", help="a folder that does not exist yet")
+    parser.add_argument(
+        "--stop_not_from_results",
+        action="store_true",
+        help="state, in the card too, that no result of a run that stopped early decided when to "
+        "stop: epsilon then leaves out the planned steps that were not taken",
+    )
+    options = parser.parse_args(argv)
+    with exit_on_mistake():
+        terms = release(
+            options.run, options.out, stop_not_from_results=options.stop_not_from_results
+        )
+    print("\n".join(_said(options.out, terms)), file=sys.stderr)
+
+
+def _said(out: str, terms: dict[str, Any]) -> list[str]:
+    """What to tell the owner at the end."""
+    count = "begun" if terms["epsilon_counts"] == "executed_steps" else "begun or planned"
+    return [
+        f"released: {out}/ (epsilon = {rounded_up(terms['epsilon'])}, delta = {terms['delta']:g}; "
+        f"every step {count})",
+        f"          read {CARD_FILE} before you publish it, and fill in what only you know:",
+        *(f"          - {item.title}" for item in OWNER_ITEMS),
+    ]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,311 @@
+"""The model card of a release: its guarantee in words, made from the terms in `privacy.json`.
+
+It answers what NIST SP 800-226 and section 5.3 of "How to DP-fy ML" (Ponomareva et al. 2023) ask of
+a claim; what only the owner knows is left to be filled in (`owner`).
+
+Guarantee:
+    The card holds the terms that it is handed, fixed text, and settings from an allow-list: no
+    path, name or number that records decide. Epsilon, and what follows from it, is rounded up.
+"""
+
+import math
+from typing import Any
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
+from torchtitan_dp.ledger.initial import PUBLIC
+from torchtitan_dp.models.hugging_face import parameter_count
+from torchtitan_dp.models.llama3.model import LlamaArgs
+from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.meaning import Meaning
+from torchtitan_dp.release.owner import owner_section
+
+_FRONT = """---
+# license: TO FILL IN (whether you may publish depends on your data and starting weights)
+# base_model: TO FILL IN (what training started from, if anything)
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- differential-privacy
+- dp-sgd
+---
+"""
+_ACCOUNTANTS = {
+    "prv": "the upper end of the error bar of Opacus' PRV accountant",
+    "rdp": "Opacus' Renyi accountant, an upper bound",
+    "pld": "the privacy loss distributions of Google's dp-accounting, rounded pessimistically",
+}
+_RECORDS = {"text": "one file", "jsonl": "one line of a JSON Lines file"}
+_NEIGHBOURS = {
+    "zero_out": (
+        "trained with the content of that {unit} replaced by an empty one",
+        "`zero_out`: one {unit}'s content is replaced by an empty one. How many there are is "
+        "treated as public.",
+    ),
+    "add_remove": (
+        "trained without that {unit}",
+        "`add_remove`: one {unit} more or less.",
+    ),
+}
+
+
+def model_card(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str:
+    """Markdown with Hugging Face's front matter.
+
+    Args:
+        terms: as `releasing.claims.claims` returns them.
+        config: the run's, of which public settings are told.
+    """
+    sections = (
+        _guarantee(terms, config),
+        _not_said(terms, config),
+        _computation(terms),
+        _assumptions(terms, config),
+        _training(terms, config, args),
+        owner_section(),
+        _use(),
+    )
+    count = parameter_count(args)
+    size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
+    title = f"# A Llama of {size} parameters, trained with differential privacy"
+    return "\n".join([_FRONT, title, "", *(section.strip() + "\n" for section in sections)])
+
+
+def _guarantee(terms: dict[str, Any], config: JobConfig) -> str:
+    epsilon, delta, unit = terms["epsilon"], terms["delta"], _unit(terms)
+    relation = terms["neighbouring_relation"]
+    other, says = (text.format(unit=unit) for text in _NEIGHBOURS[relation])
+    what = _what(config)
+    units = "not public" if terms["units"] is None else f"{terms['units']:,}, public"
+    meaning = "".join(f"- {line}\n" for line in Meaning.from_json(terms["meaning"]).sentences(unit))
+    return f"""
+**These weights are (ε, δ)-differentially private for one {unit}, with ε = {rounded_up(epsilon)}
+and δ = {delta:g}.**
+
+## What this means
+
+Take any one {unit}{what} of the training data, and think of a second model, {other}.
+Whatever someone looks for in these weights, or in what the model writes, and whatever else they
+know: they find it at most {_factor(epsilon)} times (e^ε) as often as with the second model, and
+the other way round, but for a probability of {delta:g} (δ). Nothing that is done with the weights
+later loosens that bound.
+
+Somebody who knows all the other {unit}s, and tries to tell from the weights whether this one was
+among them, can do no better than this:
+
+{meaning}
+| | |
+| --- | --- |
+| privacy unit | one {unit}{what} |
+| neighbouring data sets | {says} |
+| {unit}s in training | {units} |
+| ε | {rounded_up(epsilon)} (rounded up) |
+| δ | {delta:g} |
+| ε covers | {_covers(terms)} |
+| who is trusted | whoever trained: the records lay there in the clear (the central model) |
+| what is protected | these weights, and all that is computed from them |
+
+Smaller is stronger. As a guide, Ponomareva et al. (How to DP-fy ML, 2023) call ε up to 1 strong, up
+to 10 reasonable, and above that weak.
+"""
+
+
+def _covers(terms: dict[str, Any]) -> str:
+    """Which steps the quoted epsilon is of."""
+    begun = f"all {terms['steps_executed']:,} steps that were ever begun"
+    if terms["epsilon_counts"] == "executed_steps":
+        return begun
+    left = max(terms["planned_steps"] - terms["steps"], 0)
+    return f"{begun}, and {left:,} that were planned" if left else begun
+
+
+def _unit(terms: dict[str, Any]) -> str:
+    """What is protected, in a word: a record, or a unit of several."""
+    return str(terms["privacy_unit"]).split()[0]
+
+
+def _what(config: JobConfig) -> str:
+    """What such a one is."""
+    if (field := config.data.unit_field) is not None:
+        return f" (all records with one value of `{field}`)"
+    return f" ({_RECORDS[config.training.dataset]})"
+
+
+def _factor(epsilon: float) -> str:
+    """e^epsilon, rounded up."""
+    if epsilon < 20:
+        return rounded_up(math.exp(epsilon), digits=3)
+    return f"10^{math.ceil(epsilon / math.log(10))}"
+
+
+def _not_said(terms: dict[str, Any], config: JobConfig) -> str:
+    unit = _unit(terms)
+    heldout = ""
+    if config.data.heldout_fraction > 0:
+        heldout = (
+            f"- **Held-out data.** {config.data.heldout_fraction:g} of the data was never trained "
+            "on. What was decided by looking at the loss on it is outside the guarantee.\n"
+        )
+    return f"""
+## What it does not say
+
+- **Several of one person.** The guarantee is for one {unit}. For somebody with k of them it is kε
+  in place of ε, and k e^((k-1)ε) δ in place of δ.
+- **Another content.** For one {unit} replaced by *another* of its kind, ε doubles and δ becomes
+  (1 + e^ε) δ.
+- **What many say.** A text that stands in many of the training data may be learned and repeated.
+- **Choosing among runs.** ε is that of this one run. If it or its settings were chosen by looking
+  at results on the private data (the training loss, say), or if other models of the same data are
+  published, that costs more, and is not counted here. What several runs cost together is computed
+  from their folders by `python -m torchtitan_dp.ledger RUN...`.
+{heldout}- **Anything outside this folder.** Logs, losses, gradient norms, batch sizes and timing
+  are made from the data without noise. They are not part of this release.
+- **Quality.** Privacy says nothing of whether the model is right, fair or safe.
+"""
+
+
+def _computation(terms: dict[str, Any]) -> str:
+    unit = _unit(terms)
+    accountant = f"`{terms['accountant']}`: {_ACCOUNTANTS[terms['accountant']]}"
+    if terms["adaptive"]:
+        accountant = "a Renyi filter, at an order and against a budget fixed at the first start"
+    program = terms["source"]
+    commit = program["commit"] or "unknown"
+    changed = ", with changes" if program["modified"] else ""
+    return f"""
+## How ε was computed
+
+| | |
+| --- | --- |
+| mechanism | DP-SGD: in each step, Gaussian noise on the sum of clipped gradients |
+| sampling | Poisson: every {unit} by a draw of its own at each step |
+| sampling rate q | {terms["sample_rate"]:.6g}, from {terms["sample_rate_source"]} |
+| noise multiplier σ | {terms["noise_multiplier"]:.6g} |
+| clipping | to norm C = {terms["max_grad_norm"]:g}, {terms["clipping"]}, {terms["clip_function"]} |
+| divisor of the sum | {terms["expected_batch_size"]}, the expected batch |
+| noise safe in its low bits | {_yes(terms["secure_noise"])} (`privacy.secure_noise`) |
+| sum exact | {_yes(terms["exact_sum"])} (`privacy.exact_sum`) |
+| steps of these weights | {terms["steps"]:,} of {terms["planned_steps"]:,} planned |
+| steps ever begun | {terms["steps_executed"]:,}, those lost in a crash or repeated included |
+| accountant | {accountant} |
+| program | torchtitan_dp {program["version"]}, commit {commit}{changed} |
+{_segments(terms)}
+In each step every {unit} takes part with probability q; its gradient is clipped to norm C; noise of
+standard deviation σC is added once to the sum, in every coordinate; and the sum is divided by a
+constant. {_again(terms)}
+"""
+
+
+def _again(terms: dict[str, Any]) -> str:
+    """How somebody else can compute epsilon."""
+    if terms["adaptive"]:
+        return "ε is the budget that the filter kept to, not what these steps alone would spend."
+    return (
+        "`privacy.json` has these steps as an event of Google's dp-accounting (`dp_event`), from\n"
+        "which anybody can compute ε again."
+    )
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"
+
+
+def _segments(terms: dict[str, Any]) -> str:
+    """Rows for what came before the terms above; nothing if they held all along."""
+    earlier = [s for ancestor in terms["ancestors"] for s in ancestor["segments"]]
+    earlier += terms["segments"][:-1]
+    return "".join(
+        f"| before that | {s['steps']} steps with σ = {s['settings']['noise_multiplier']:.6g}, "
+        f"q = {s['settings']['sample_rate']:.6g} |\n"
+        for s in earlier
+    )
+
+
+def _assumptions(terms: dict[str, Any], config: JobConfig) -> str:
+    # The ledger's word, too: the configuration is the last start's, which may have resumed.
+    loaded = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
+    loaded = loaded or any(caveat.endswith(PUBLIC) for caveat in terms["caveats"])
+    if terms["ancestors"]:
+        start = (
+            "The weights that training started from saw the same data, with privacy: their steps "
+            "are counted in ε."
+        )
+    elif loaded:
+        start = (
+            "The weights that training started from were given. What they themselves may reveal "
+            "of the same data is not counted, unless it is said below."
+        )
+    else:
+        start = "Training started from random weights of a public seed."
+    tokens = (
+        "The tokenizer was given, and is taken as public: it must not have been learned from the "
+        "private data."
+        if not isinstance(load_tokenizer(config.model.hf_assets_path), ByteTokenizer)
+        else "Text is read as bytes: no tokenizer was learned."
+    )
+    lines = [start, tokens, *map(_sentence, terms["assumptions"])]
+    caveats = "".join(f"- {_sentence(caveat)}\n" for caveat in terms["caveats"])
+    if caveats:
+        caveats = f"\nRecorded by this run, to be read before it is published:\n\n{caveats}"
+    listed = "".join(f"- {line}\n" for line in lines)
+    return f"""
+## What it rests on
+
+{listed}- The mathematics is that of real numbers; training used floating point. Attacks on timing,
+  or on the machine that trained, are not covered.
+- What is told above (σ, q, C, batch, steps) is public{_origin(terms)}.
+{caveats}"""
+
+
+def _origin(terms: dict[str, Any]) -> str:
+    """What the terms follow from."""
+    if terms["adaptive"]:
+        return ", and followed from weights alone where it was chosen on the way"
+    return ", and was fixed before training"
+
+
+def _sentence(text: str) -> str:
+    """With a capital and a full stop."""
+    return f"{text[:1].upper()}{text[1:]}."
+
+
+def _training(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str:
+    optimizer, schedule, training = config.optimizer, config.lr_scheduler, config.training
+    rows = {
+        "model": f"Llama, {args.n_layers} layers of {args.dim}, {args.n_heads} heads, "
+        f"{args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
+        "sample": f"at most {training.seq_len} tokens of one {_unit(terms)} in a step",
+        "expected batch": terms["expected_batch_size"],
+        "optimizer": f"{optimizer.name}, betas {optimizer.beta1:g} and {optimizer.beta2:g}, "
+        f"eps {optimizer.eps:g}, weight decay {optimizer.weight_decay:g}",
+        "learning rate": f"{optimizer.lr:g}; warm-up {schedule.warmup_steps} steps, "
+        f"{schedule.decay_type} decay to {schedule.min_lr_factor:g} of it",
+        "precision": f"{training.mixed_precision_param}; {training.mixed_precision_reduce} "
+        "reduction, norms and noise",
+    }
+    lines = "\n".join(f"| {name} | {value} |" for name, value in rows.items())
+    return f"""
+## How it was trained
+
+Settings of the run's last start. If they were tuned on the private data, see "Choosing among runs".
+
+| | |
+| --- | --- |
+{lines}
+"""
+
+
+def _use() -> str:
+    return """
+## Use and check it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained(".")  # this folder
+tokenizer = AutoTokenizer.from_pretrained(".")
+```
+
+`sha256sum -c SHA256SUMS` checks the files; `privacy.json` has the numbers above for programs, not
+rounded.
+"""
