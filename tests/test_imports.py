@@ -1,0 +1,135 @@
+"""The import rule: a module takes from its own room and from floors below, and there is no circle.
+
+The floors are those of docs/architecture.md. Imports within functions and under `TYPE_CHECKING`
+count too: a name that is needed from above is a sign that something lies in the wrong room.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
+FLOORS = [
+    {"privacy", "process"},
+    {"distributed"},
+    {"data", "gradients", "optimizer"},
+    {"config"},
+    {"ledger"},
+    {"checkpoint"},
+    {"models"},
+    {"metrics", "validate", "preflight", "baseline", "train_spec"},
+    {"train"},
+    {"plan"},
+    {"audit", "release", "launch", "ledger.__main__"},
+]
+WITHOUT_TORCHTITAN = {"privacy", "process", "data", "gradients", "optimizer", "ledger"}
+WITHOUT_COLLECTIVES = {"privacy", "process", "config", "ledger"}
+
+
+def modules() -> dict[str, Path]:
+    """Dotted names below the package -> files; a package's face is `room.__init__`."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return {".".join(f.relative_to(PACKAGE).with_suffix("").parts): f for f in files}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Return the dotted names that a file imports, wherever in it; names of modules are whole."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            assert node.module is not None
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def within(name: str, known: dict[str, Path]) -> str | None:
+    """Return the module of this package that an imported name lies in, if it is one."""
+    if not name.startswith("torchtitan_dp."):
+        return None
+    parts = name.split(".")[1:]
+    while parts:
+        for found in (".".join(parts), ".".join([*parts, "__init__"])):
+            if found in known:
+                return found
+        parts.pop()
+    return "__init__"
+
+
+def floor(module: str) -> int:
+    """Return the floor of a module, from 0; its own entry goes before its room's."""
+    for name in (module, module.split(".")[0]):
+        for number, rooms in enumerate(FLOORS):
+            if name in rooms:
+                return number
+    raise AssertionError(f"torchtitan_dp/{module}: it lies in no room of FLOORS")
+
+
+def edges() -> dict[str, set[str]]:
+    """Return which modules of the package each imports, itself left out."""
+    known = modules()
+    found = {
+        module: {target for name in imported(path) if (target := within(name, known))} - {module}
+        for module, path in known.items()
+    }
+    del found["__init__"]
+    return found
+
+
+def test_nothing_imports_upward() -> None:
+    wrong = []
+    for module, targets in edges().items():
+        for target in targets - {"__init__"}:
+            same_room = module.split(".")[0] == target.split(".")[0]
+            if floor(target) > floor(module) or (floor(target) == floor(module) and not same_room):
+                wrong.append(f"{module} imports {target}")
+    assert wrong == []
+
+
+def test_there_is_no_circle() -> None:
+    left = edges()
+    while free := {m for m, targets in left.items() if not targets & left.keys()}:
+        left = {m: targets for m, targets in left.items() if m not in free}
+    assert left == {}
+
+
+@pytest.mark.parametrize(
+    ("rooms", "forbidden"),
+    [
+        (WITHOUT_TORCHTITAN, "torchtitan"),
+        (WITHOUT_COLLECTIVES, "torch.distributed"),
+    ],
+)
+def test_rooms_are_free_of(rooms: set[str], forbidden: str) -> None:
+    wrong = [
+        f"{module} imports {name}"
+        for module, path in modules().items()
+        if module.split(".")[0] in rooms
+        for name in imported(path)
+        if f"{name}.".startswith(f"{forbidden}.")
+    ]
+    assert wrong == []
+
+
+def test_privacy_alone_loads_neither() -> None:
+    """Importing all of `privacy/` loads neither TorchTitan nor PyTorch's collectives' users."""
+    names = [f"torchtitan_dp.{m}" for m in modules() if m.startswith("privacy.")]
+    script = "import importlib, sys\n"
+    script += f"[importlib.import_module(name) for name in {names!r}]\n"
+    script += "print([name for name in sys.modules if name.split('.')[0] == 'torchtitan'])"
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=PACKAGE.parent,
+    )
+    assert done.stdout.strip() == "[]"
+
+
+def test_few_files_lie_at_the_top() -> None:
+    assert len(list(PACKAGE.glob("*.py"))) <= 9
