@@ -22,7 +22,7 @@ from torchtitan_dp.ledger.baseline import baseline_ledger, publish_baseline
 
 
 class BaselineTrainer(Trainer):
-    """TorchTitan's Trainer, whose weights carry a ledger that says "not private"."""
+    """Train as TorchTitan does, with weights that carry a ledger that says "not private"."""
 
     job_config: JobConfig
     dataloader: RecordLoader
@@ -40,8 +40,8 @@ class BaselineTrainer(Trainer):
         self._publish()
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint holds besides weights, optimizer and schedule; TorchTitan's, and the
-        ledger."""
+        """Return what a checkpoint holds besides weights, optimizer and schedule: TorchTitan's
+        entries, and the ledger."""
         return {**super().state_dict(), "ledger": self._told().to_json()}
 
     def _told(self) -> Ledger:

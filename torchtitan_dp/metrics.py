@@ -24,7 +24,7 @@ _PREFIX = "not_private/"
 
 
 class LabellingLogger(BaseLogger):
-    """Passes metrics on under `not_private/`, except the few that are public."""
+    """Pass metrics on under `not_private/`, except the few that are public."""
 
     def __init__(self, inner: BaseLogger) -> None:
         self._inner = inner
@@ -38,7 +38,7 @@ class LabellingLogger(BaseLogger):
 
 
 class PrivateMetricsProcessor(MetricsProcessor):
-    """TorchTitan's metrics, labelled."""
+    """Log TorchTitan's metrics, labelled."""
 
     logger: BaseLogger
     time_last_log: float
@@ -88,13 +88,14 @@ class PrivateMetricsProcessor(MetricsProcessor):
 
 @dataclass
 class SampleStatistics:
-    """One step's samples on this rank: kept on the device, reduced only when a step is logged."""
+    """Keep one step's samples of this rank on the device; they are reduced only when a step is
+    logged."""
 
     max_grad_norm: float
     rows: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, loss_B: torch.Tensor, valid_B: torch.Tensor, clip: Clip) -> None:
-        """Some samples: their partial losses on this rank, and how they were clipped."""
+        """Add some samples: their partial losses on this rank, and how they were clipped."""
         columns = (
             loss_B.detach().double(),
             clip.norm_B,
@@ -104,7 +105,7 @@ class SampleStatistics:
         self.rows.append(torch.stack(columns, dim=1))
 
     def reduce(self, parallel_dims: ParallelDims) -> dict[str, float]:
-        """Statistics over all ranks; not private.
+        """Compute statistics over all ranks; they are not private.
 
         Collectives: an all-reduce over cp (each rank has a part of each loss) and an all-gather
         over the data-parallel ranks, which have equally many rows.

@@ -23,7 +23,8 @@ from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
 
 class DPOptimizer:
-    """Steps `optimizer` on the noised mean. Holds no state of its own: nothing to checkpoint."""
+    """Step `optimizer` on the noised mean. It holds no state of its own: there is nothing to
+    checkpoint."""
 
     def __init__(
         self,
@@ -103,7 +104,8 @@ def _make_state(optimizer: Optimizer) -> None:
 
 
 def _flat_start(parameter: nn.Parameter) -> int:
-    """The position, in the flattened whole parameter, of the first value of this rank's shard."""
+    """Return the position, in the flattened whole parameter, of the first value of this rank's
+    shard."""
     assert isinstance(parameter, DTensor)
     assert parameter.placements == (Shard(0),)
     _, offset = compute_local_shape_and_global_offset(

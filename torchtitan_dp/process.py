@@ -18,7 +18,7 @@ _CORE_FILTER = "/proc/self/coredump_filter"
 
 
 class Fault(SystemExit):
-    """What went wrong outside of this program, and the remedy, in one line for the user.
+    """Tell what went wrong outside of this program, and the remedy, in one line for the user.
 
     Python prints it and exits with code 1; torchrun's `record` keeps no traceback of it.
     """
@@ -29,7 +29,8 @@ class Fault(SystemExit):
 
 @contextlib.contextmanager
 def os_errors_as_faults() -> Iterator[None]:
-    """What the operating system refused (space, rights) is no fault of this program."""
+    """Turn what the operating system refused (space, rights) into a `Fault`: it is none of this
+    program's."""
     try:
         yield
     except OSError as error:
@@ -38,7 +39,8 @@ def os_errors_as_faults() -> Iterator[None]:
 
 @contextlib.contextmanager
 def mistakes_as_faults() -> Iterator[None]:
-    """A user's mistake (`ValueError`), found in a worker, is one line without a traceback."""
+    """Turn a user's mistake (`ValueError`), found in a worker, into one line without a
+    traceback."""
     try:
         yield
     except ValueError as error:
@@ -46,7 +48,7 @@ def mistakes_as_faults() -> Iterator[None]:
 
 
 def protect() -> None:
-    """What each worker does first: its outputs are its owner's alone, and it outlives nobody."""
+    """Do what each worker does first: keep its outputs its owner's alone, and outlive nobody."""
     die_with_parent()
     forbid_core_dumps()
     os.umask(0o077)
@@ -67,7 +69,7 @@ def die_with_parent() -> None:
 
 
 def forbid_core_dumps() -> None:
-    """A core file would hold the run's secrets and its records.
+    """Forbid core dumps: a core file would hold the run's secrets and its records.
 
     A limit of 0 keeps Linux from writing files alone; a program that core_pattern pipes cores to
     gets them all the same. For pipes the limit of 1 is the one that is heeded, and a file of one

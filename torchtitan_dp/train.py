@@ -68,7 +68,7 @@ from torchtitan_dp.train_spec import OpenOnce, register
 
 
 class DPTrainer(Trainer):
-    """TorchTitan's Trainer whose step is DP-SGD with AdamW."""
+    """Train as TorchTitan does, with a step that is DP-SGD with AdamW."""
 
     job_config: JobConfig
     checkpointer: Checkpointer
@@ -121,7 +121,7 @@ class DPTrainer(Trainer):
         self._draw_secrets()
 
     def train_step(self, loader: RecordLoader) -> None:
-        """One step of Algorithm 1: draw, clip, accumulate, add noise, update."""
+        """Take one step of Algorithm 1: draw, clip, accumulate, add noise, update."""
         settings, lr = self.ledger.settings, self.lr_schedulers.schedulers[0].get_last_lr()[0]
         statistics = SampleStatistics(settings.max_grad_norm)
         key = self.sampling_keys.take(self.step)
@@ -173,7 +173,7 @@ class DPTrainer(Trainer):
                 )
 
     def batch_generator(self, data_iterable: Any) -> Any:
-        """Called after loading, before the first step: steps draw from the loader itself."""
+        """Prepare the first step, after loading; the steps draw from the loader itself."""
         if self.checkpointer.resumes and not self._ledger_loaded:
             raise RuntimeError("weights were loaded from a checkpoint without its ledger")
         require_loaded(self.model_parts[0])
@@ -208,14 +208,14 @@ class DPTrainer(Trainer):
     # Secrets, ledger, logs.
 
     def _draw_secrets(self) -> None:
-        """At each start and each load. Collective over the world."""
+        """Draw fresh keys, at each start and each load. Collective over the world."""
         root = shared_root_key(self.device, self.job_config.privacy.debug_seed)
         self.sampling_keys, self.noise_keys = root.stream("sampling"), root.stream("noise")
         self.window_keys = root.stream("window")
         self.coin_keys = root.stream("coin")  # of audits
 
     def _open_ledger(self) -> tuple[Ledger, ExecutedSteps]:
-        """The account to keep, on terms fixed at this folder's first start."""
+        """Open the account to keep, on terms fixed at this folder's first start."""
         config = self.job_config
         folder = config.job.dump_folder
         fingerprint, units = self.dataloader.fingerprint, self.dataloader.units
@@ -234,7 +234,7 @@ class DPTrainer(Trainer):
         return ledger, executed
 
     def _open_account(self) -> None:
-        """Again after each load: what is spent is told for the steps ahead of here.
+        """Begin to tell what is spent, again after each load: for the steps ahead of here.
 
         Collective over the world: any rank may write the ledger into a checkpoint.
         """
@@ -256,19 +256,20 @@ class DPTrainer(Trainer):
         self.metrics_processor.log_step(self.step, public, statistics.reduce(self.parallel_dims))
 
     def _should_publish(self, step: int) -> bool:
-        """Whether `privacy.json` is renewed: before each checkpoint, when logging, at the end."""
+        """Tell whether `privacy.json` is renewed: before each checkpoint, when logging, at the
+        end."""
         config, last = self.job_config.checkpoint, step == self.job_config.training.steps
         return last or step % config.interval == 0 or self.metrics_processor.should_log(step)
 
     def _publish(self) -> dict[str, Any] | None:
-        """Renew `privacy.json`; what it says, on rank 0."""
+        """Renew `privacy.json`; return what it says, on rank 0."""
         if dist.get_rank() != 0:
             return None
         return self.account.publish(self.job_config.job.dump_folder)
 
 
 def build_trainer(config: JobConfig) -> Trainer:
-    """The trainer that `config` asks for: with privacy, or TorchTitan's own, the baseline."""
+    """Build the trainer that `config` asks for: with privacy, or TorchTitan's own, the baseline."""
     return DPTrainer(config) if config.privacy.enable else BaselineTrainer(config)
 
 

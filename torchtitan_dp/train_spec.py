@@ -34,7 +34,7 @@ from torchtitan_dp.validate import HeldOutValidator
 
 
 class OpenOnce:
-    """Opens a configuration's records, and keeps them for whoever asks for the same again."""
+    """Open a configuration's records, and keep them for whoever asks for the same again."""
 
     def __init__(self) -> None:
         self._terms: object = None
@@ -49,7 +49,7 @@ class OpenOnce:
 
 
 def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> SampleStore:
-    """Samples as `[data]` asks for them."""
+    """Build samples as `[data]` asks for them."""
     return SampleStore(
         records.store,
         tokenizer,
@@ -68,7 +68,7 @@ def build_loader(
     tokenizer: Tokenizer,
     job_config: JobConfig,
 ) -> RecordLoader:
-    """The training units, for one data-parallel rank."""
+    """Build the loader of the training units, for one data-parallel rank."""
     records = open_records(job_config)
     return RecordLoader(
         build_samples(records, tokenizer, job_config),
@@ -83,7 +83,7 @@ def build_loader(
 
 
 def compared(config: JobConfig, dp_world_size: int) -> tuple[Place, torch.device] | None:
-    """Where this rank stands if ranks compare what they draw, and what they send from.
+    """Return where this rank stands if ranks compare what they draw, and what they send from.
 
     Without torchrun's word on which ranks share a machine, each is taken to have one for itself.
     """
@@ -98,7 +98,7 @@ def compared(config: JobConfig, dp_world_size: int) -> tuple[Place, torch.device
 def build_metrics(
     job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any
 ) -> MetricsProcessor:
-    """Labelled metrics with privacy, TorchTitan's without."""
+    """Build labelled metrics with privacy, TorchTitan's without."""
     processor = PrivateMetricsProcessor if job_config.privacy.enable else MetricsProcessor
     return processor(job_config, parallel_dims)
 
@@ -115,7 +115,7 @@ def build_validator(
     metrics_processor: MetricsProcessor,
     **_: Any,
 ) -> HeldOutValidator:
-    """The held-out units, for one data-parallel rank."""
+    """Build the validator over the held-out units, for one data-parallel rank."""
     records = open_records(job_config)
     loader = RecordLoader(
         build_samples(records, tokenizer, job_config),

@@ -20,7 +20,7 @@ from torchtitan_dp.models.loss import SampleLosses
 
 
 class HeldOutValidator:
-    """Evaluates the same `validation.steps` microbatches at step 1 and every `validation.freq`."""
+    """Evaluate the same `validation.steps` microbatches at step 1 and every `validation.freq`."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class HeldOutValidator:
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> float:
-        """The mean, over held-out units, of the mean loss of each one's sample; logged, returned.
+        """Return the mean, over held-out units, of the mean loss of each one's sample, and log it.
 
         Collectives: FSDP2's gathers in forward; one all-reduce over the `loss` mesh, all ranks.
         """
@@ -71,7 +71,7 @@ class HeldOutValidator:
         return mean
 
     def _microbatches(self) -> Iterator[Microbatch]:
-        """At most `validation.steps` of them (all, if -1); equally many on every rank."""
+        """Yield at most `validation.steps` of them (all, if -1), equally many on every rank."""
         limit = self._config.validation.steps
         every = np.arange(len(self._loader.units))
         for count, microbatch in enumerate(self._loader.microbatches(every)):

@@ -7,7 +7,7 @@ from torchtitan_dp.privacy.keys import RootKey
 
 
 def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
-    """A fresh root key, rank 0's from its operating system; or that of a debug seed.
+    """Share a fresh root key, from rank 0's operating system, or that of a debug seed.
 
     Collective: a broadcast of 32 bytes over the world.
 
@@ -27,7 +27,7 @@ def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
 
 
 def broadcast_from_rank0(text: str) -> str:
-    """What rank 0 has, on all ranks. Collective: a broadcast over the world."""
+    """Return what rank 0 has, on all ranks. Collective: a broadcast over the world."""
     shared: list[str] = [text]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]

@@ -19,7 +19,7 @@ class _OnHost(NamedTuple):
 
 @contextlib.contextmanager
 def inputs_on_host(h: torch.Tensor) -> Iterator[None]:
-    """Within, what autograd saves that is shaped as `h` lies in the host's memory.
+    """Keep in the host's memory what autograd saves within that is shaped as `h`.
 
     Wrap the call of one checkpointed block with its input `h`. What the block saves when it is
     recomputed, in backward, is not affected.
@@ -39,11 +39,11 @@ def inputs_on_host(h: torch.Tensor) -> Iterator[None]:
 
 
 def to_host(x: torch.Tensor) -> torch.Tensor:
-    """A copy in page-locked memory, so that the copy back need not wait either."""
+    """Copy to page-locked memory, so that the copy back need not wait either."""
     copy = torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=x.is_cuda)
     return copy.copy_(x, non_blocking=x.is_cuda)
 
 
 def from_host(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """The tensor on `device` again."""
+    """Copy the tensor back to `device`."""
     return copy.to(device, non_blocking=True)

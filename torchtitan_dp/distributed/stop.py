@@ -18,7 +18,7 @@ GRACE_S = 5.0
 
 
 class StopRequest:
-    """Whether this run was asked to stop.
+    """Remember whether this run was asked to stop.
 
     A scheduler may send SIGTERM to every process, launcher and workers, and the launcher then sends
     `STOP_SIGNAL`. SIGTERM alone is torchrun's, which ends workers whose peer has failed: this
@@ -49,7 +49,7 @@ class StopRequest:
             os._exit(128 + signal.SIGTERM)
 
     def is_agreed(self, device: torch.device) -> bool:
-        """Whether any rank was asked; the same on all. Collective: one number over the world.
+        """Tell whether any rank was asked; the same on all. Collective: one number over the world.
 
         It depends on signals alone, never on records.
         """

@@ -42,14 +42,15 @@ _ROPE_KEYS = {
 
 
 def weights_folder(config: JobConfig) -> tuple[str, str]:
-    """Where Hugging Face weights to start from lie, and the key that says so."""
+    """Return where Hugging Face weights to start from lie, and the key that says so."""
     if config.checkpoint.initial_load_path:
         return config.checkpoint.initial_load_path, "checkpoint.initial_load_path"
     return config.model.hf_assets_path, "model.hf_assets_path"
 
 
 def config_file(config: JobConfig) -> tuple[str, str] | None:
-    """The `config.json` that decides the shape, and the key that names its folder; or None."""
+    """Return the `config.json` that decides the shape, and the key that names its folder; or
+    None."""
     folders = [(config.model.hf_assets_path, "model.hf_assets_path")]
     if config.checkpoint.initial_load_in_hf:
         folders.append(weights_folder(config))
@@ -61,7 +62,7 @@ def config_file(config: JobConfig) -> tuple[str, str] | None:
 
 
 def shape(config: JobConfig) -> LlamaArgs:
-    """The arguments of the model that `config` trains, a copy of its own.
+    """Return the arguments of the model that `config` trains, a copy of its own.
 
     Raises:
         ValueError: one line for the user; the flavor is unknown, or `config.json` is broken or
@@ -85,7 +86,7 @@ def shape(config: JobConfig) -> LlamaArgs:
 def _refuse_another_model(
     weights: tuple[str, str], source: tuple[str, str], args: LlamaArgs
 ) -> None:
-    """Raises ValueError if the weights come with a `config.json` of another model than `args`."""
+    """Raise ValueError if the weights come with a `config.json` of another model than `args`."""
     folder, key = weights
     path = os.path.join(folder, CONFIG_FILE)
     if not os.path.isfile(path):
@@ -100,7 +101,7 @@ def _refuse_another_model(
 
 
 def read_settings(path: str, key: str) -> dict[str, Any]:
-    """What a `config.json` says. Raises ValueError if it is not a JSON object."""
+    """Read what a `config.json` says; raise ValueError if it is not a JSON object."""
     try:
         with open(path, encoding="utf-8") as file:
             settings = json.load(file)
@@ -112,7 +113,7 @@ def read_settings(path: str, key: str) -> dict[str, Any]:
 
 
 class _Reader:
-    """One `config.json`, refused by name where our Llama cannot follow it."""
+    """Read one `config.json`, and refuse by name what our Llama cannot follow."""
 
     def __init__(self, path: str, key: str) -> None:
         self.path, self.key = path, key
@@ -145,7 +146,8 @@ class _Reader:
         )
 
     def _rope(self) -> tuple[float, RoPEScalingArgs]:
-        """theta and the scaling, from transformers 5's `rope_parameters` or the keys before it."""
+        """Read theta and the scaling, from transformers 5's `rope_parameters` or the keys before
+        it."""
         name = "rope_parameters" if self.settings.get("rope_parameters") else "rope_scaling"
         values = self.settings.get(name) or {}
         if not isinstance(values, dict):
@@ -190,7 +192,7 @@ def _is_positive(value: object) -> bool:
 
 
 def feed_forward_size(dim: int, hidden: int) -> dict[str, Any]:
-    """The arguments from which TorchTitan's FeedForward computes exactly `hidden`.
+    """Find the arguments from which TorchTitan's FeedForward computes exactly `hidden`.
 
     It rounds int(multiplier * int(8 dim / 3)), here within 1 below `hidden`, up to a multiple of
     `multiple_of`.
@@ -199,24 +201,24 @@ def feed_forward_size(dim: int, hidden: int) -> dict[str, Any]:
 
 
 def on_meta(args: LlamaArgs) -> Llama:
-    """The model without memory, for its names, shapes and size."""
+    """Build the model without memory, for its names, shapes and size."""
     with torch.device("meta"):
         return Llama(copy.deepcopy(args))
 
 
 def parameter_count(args: LlamaArgs) -> int:
-    """A tied weight counts once."""
+    """Count the parameters; a tied weight counts once."""
     return sum(parameter.numel() for parameter in on_meta(args).parameters())
 
 
 def origin(config: JobConfig) -> str:
-    """What decides the shape, for messages."""
+    """Say what decides the shape, for messages."""
     source = config_file(config)
     return f"model.flavor = '{config.model.flavor}'" if source is None else source[0]
 
 
 def describe(config: JobConfig, args: LlamaArgs) -> str:
-    """For people: the model, where its shape comes from and where its weights do."""
+    """Tell people what the model is, where its shape comes from and where its weights do."""
     tied = ", tied embeddings" if args.tie_embeddings else ""
     if config.checkpoint.initial_load_in_hf:
         start = weights_folder(config)[0]
@@ -231,7 +233,8 @@ def describe(config: JobConfig, args: LlamaArgs) -> str:
 
 
 def export_settings(config: JobConfig, args: LlamaArgs) -> dict[str, Any]:
-    """The `config.json` of the trained model: the one that it came with, or one of its shape.
+    """Return the `config.json` of the trained model: the one that it came with, or one of its
+    shape.
 
     `torch_dtype` is what weights are saved in: `checkpoint.export_dtype`, unless that is
     "float32" and the given `config.json` says "bfloat16".
@@ -246,7 +249,7 @@ def export_settings(config: JobConfig, args: LlamaArgs) -> dict[str, Any]:
 
 
 def _new_settings(config: JobConfig, args: LlamaArgs) -> dict[str, Any]:
-    """In the keys that transformers 4 writes and 5 still reads."""
+    """Write settings in the keys that transformers 4 writes and 5 still reads."""
     scaling = args.rope_scaling_args
     tokenizer = load_tokenizer(config.model.hf_assets_path)
     rope = {key: getattr(scaling, ours) for key, ours in _ROPE_KEYS.items()}

@@ -49,7 +49,7 @@ _TIED = "output.weight"
 
 
 class HuggingFaceAdapter(Llama3StateDictAdapter):
-    """TorchTitan's adapter, for tied weights and for any number of ranks as well."""
+    """Extend TorchTitan's adapter to tied weights and to any number of ranks."""
 
     model_args: LlamaArgs
 
@@ -58,7 +58,7 @@ class HuggingFaceAdapter(Llama3StateDictAdapter):
         self.hf_assets_path = hf_assets_path or None
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Our names and head layout to Hugging Face's; a tied output layer is left out.
+        """Turn our names and head layout into Hugging Face's; a tied output layer is left out.
 
         Collective over the FSDP mesh, if its ranks do not divide the heads.
         """
@@ -72,14 +72,16 @@ class HuggingFaceAdapter(Llama3StateDictAdapter):
         )
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """The inverse; a tied output layer is the embedding, the same tensor."""
+        """Turn Hugging Face's names and layout into ours; a tied output layer is the embedding,
+        the same tensor."""
         state_dict = super().from_hf(hf_state_dict)
         if self.model_args.tie_embeddings and "tok_embeddings.weight" in state_dict:
             state_dict[_TIED] = state_dict["tok_embeddings.weight"]
         return state_dict
 
     def _with_whole_heads(self, name: str, value: Any) -> Any:
-        """Replicated, if a head of wq or wk lies on two ranks: they are permuted head by head."""
+        """Replicate wq or wk if one of its heads lies on two ranks: heads are permuted one by
+        one."""
         if not isinstance(value, DTensor) or not name.endswith(("wq.weight", "wk.weight")):
             return value
         heads, mesh = self.model_args.n_heads, value.device_mesh
@@ -166,7 +168,7 @@ def _check_weights(problem: str, folder: str, args: LlamaArgs) -> None:
 
 
 def _safetensors(problem: str, folder: str) -> list[str]:
-    """The files of weights, all that the index names among them."""
+    """List the files of weights, all that the index names among them."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if not names:
         raise ValueError(f"{problem}: it holds no *.safetensors; download the model's weights")
@@ -236,7 +238,7 @@ def write_folder(model: nn.Module, config: JobConfig, folder: str | None) -> Non
 
 @torch.no_grad()
 def _write_weights(model: Llama, args: LlamaArgs, dtype: torch.dtype, folder: str | None) -> None:
-    """Shards of safetensors into `folder`, in the order of the model, and their index."""
+    """Write shards of safetensors into `folder`, in the order of the model, and their index."""
     adapter, weight_map, total = HuggingFaceAdapter(args, None), {}, 0
     shards = list(_shards(get_model_state_dict(model), args, dtype.itemsize))
     for number, parameters in enumerate(shards, start=1):
@@ -264,7 +266,8 @@ def _write_weights(model: Llama, args: LlamaArgs, dtype: torch.dtype, folder: st
 def _shards(
     state_dict: dict[str, Any], args: LlamaArgs, itemsize: int
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Parts of the state dict of at most `SHARD_BYTES`, or of one parameter; a tied one once."""
+    """Yield parts of the state dict of at most `SHARD_BYTES`, or of one parameter; a tied one
+    once."""
     part: dict[str, torch.Tensor] = {}
     size = 0
     for name, value in state_dict.items():

@@ -15,7 +15,7 @@ from torchtitan_dp.distributed.ring_attention import LoadBalancer
 def per_sample_loss(
     logits_BTV: torch.Tensor, labels_BT: torch.Tensor, targets_B: torch.Tensor
 ) -> torch.Tensor:
-    """This rank's part of each sample's mean next-token cross-entropy.
+    """Compute this rank's part of each sample's mean next-token cross-entropy.
 
     Args:
         logits_BTV: logits of this rank's tokens, any floating dtype; the loss is fp32.
@@ -42,7 +42,7 @@ def per_sample_loss(
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """Calls a Llama on whole samples: shards them over `cp_mesh`, and returns `per_sample_loss`."""
+    """Call a Llama on whole samples: shard them over `cp_mesh`, and return `per_sample_loss`."""
 
     model: nn.Module
     device: torch.device
@@ -50,7 +50,8 @@ class SampleLosses:
     load_balancer: LoadBalancer
 
     def __call__(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
-        """fp32 (B,): this rank's parts. Inputs: int64 whole samples, the same on all cp ranks."""
+        """Return this rank's parts, fp32 (B,). Inputs are int64 whole samples, the same on all
+        cp ranks."""
         tokens_BT, labels_BT = tokens_BT.to(self.device), labels_BT.to(self.device)
         targets_B = (labels_BT != IGNORE_INDEX).sum(dim=1)
         positions: dict[str, torch.Tensor] = {}

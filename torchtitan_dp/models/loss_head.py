@@ -22,13 +22,14 @@ from torchtitan_dp.gradients.rows import RowLayout
 
 
 class LossHead(nn.Linear):
-    """An output layer that, given labels, returns `models.loss.per_sample_loss` of its logits."""
+    """Wrap an output layer that, given labels, returns `models.loss.per_sample_loss` of its
+    logits."""
 
     chunk_tokens: int
 
     @classmethod
     def over(cls, output: nn.Linear, chunk_tokens: int) -> "LossHead":
-        """In the place of `output`, with its weight."""
+        """Make a loss head that takes the place of `output`, with its weight."""
         assert output.bias is None
         head = cls(output.in_features, output.out_features, bias=False, device="meta")
         head.weight = output.weight
@@ -41,7 +42,7 @@ class LossHead(nn.Linear):
         labels_BT: torch.Tensor | None = None,
         targets_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits; with labels, fp32 losses of shape (B,): see `per_sample_loss`."""
+        """Return logits; with labels, fp32 losses of shape (B,), see `per_sample_loss`."""
         if labels_BT is None:
             return super().forward(h_BTD)
         return _OneSample.apply(  # type: ignore[no-any-return]
@@ -52,7 +53,8 @@ class LossHead(nn.Linear):
 def _chunk(
     h_ND: torch.Tensor, labels_N: torch.Tensor, weight_VD: torch.Tensor, scale_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The fp32 losses of some tokens, and the gradient of their logits, in the logits' dtype.
+    """Compute the fp32 losses of some tokens, and the gradient of their logits in the logits'
+    dtype.
 
     Args:
         scale_N: fp32: what each token's loss is multiplied by. Ignored tokens count 0.
@@ -69,7 +71,7 @@ def _chunk(
 
 
 def _add_product_(out_VD: torch.Tensor, grad_NV: torch.Tensor, h_ND: torch.Tensor) -> None:
-    """out += grad^T h, in fp32."""
+    """Add grad^T h to `out`, in fp32."""
     if h_ND.dtype == out_VD.dtype:
         out_VD.addmm_(grad_NV.T, h_ND)
     else:
@@ -77,7 +79,8 @@ def _add_product_(out_VD: torch.Tensor, grad_NV: torch.Tensor, h_ND: torch.Tenso
 
 
 class _OneSample(torch.autograd.Function):
-    """Gradients along with the loss. Of several samples, unless the weight is trained."""
+    """Compute gradients along with the loss; of several samples only if the weight is not
+    trained."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -124,7 +127,8 @@ class _OneSample(torch.autograd.Function):
 
 
 class _SeveralSamples(torch.autograd.Function):
-    """Chunks again in backward, where each sample's weight gradient goes to the layer's sink."""
+    """Compute the chunks again in backward, where each sample's weight gradient goes to the
+    layer's sink."""
 
     @staticmethod
     def forward(  # type: ignore[override]

@@ -7,12 +7,12 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 
 def canonical_name(name: str) -> str:
-    """A parameter's name without what compile and activation checkpointing put into it."""
+    """Return a parameter's name without what compile and activation checkpointing put into it."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
 def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
-    """Canonical name -> parameter, for those that are trained; a tied one appears once."""
+    """Return the parameters that are trained, by canonical name; a tied one appears once."""
     return {
         canonical_name(name): parameter
         for name, parameter in model.named_parameters()
@@ -21,7 +21,7 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def require_loaded(model: nn.Module) -> None:
-    """Raises RuntimeError if a parameter holds NaN: it was never loaded, or what was is broken."""
+    """Raise RuntimeError if a parameter holds NaN: it was never loaded, or what was is broken."""
     for name, parameter in model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
         if local.isnan().any():

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 
 class LeanRMSNorm(nn.RMSNorm):
-    """`nn.RMSNorm` by `rms_norm`; give a module this class with `use_lean_norms`."""
+    """Compute `nn.RMSNorm` by `rms_norm`; `use_lean_norms` gives modules this class."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
@@ -33,7 +33,7 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """`torch.nn.functional.rms_norm` over the last dimension, computed in fp32 or wider.
+    """Compute `torch.nn.functional.rms_norm` over the last dimension, in fp32 or wider.
 
     Args:
         x: (…, D), of any floating dtype, which the result has too.

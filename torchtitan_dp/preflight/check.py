@@ -19,7 +19,7 @@ from torchtitan_dp.models.llama3.model import LlamaArgs
 
 @dataclass(frozen=True)
 class Checked:
-    """A run that may start."""
+    """Hold what was found of a run that may start."""
 
     args: LlamaArgs
     records: Records

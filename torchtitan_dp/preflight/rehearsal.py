@@ -110,7 +110,7 @@ def _check_tokenizer(trainer: "DPTrainer") -> None:
 
 @contextlib.contextmanager
 def _told(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
-    """What fails within is one line.
+    """Turn what fails within into one line.
 
     Args:
         fits: the longest sample that passed, 0 if none did; None for what has no length.
@@ -131,14 +131,14 @@ def _told(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Also CPU's, which is a RuntimeError, and what a compiler or a library wraps."""
+    """Recognise also the CPU's, which is a RuntimeError, and what a compiler or a library wraps."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
 def _remedy(config: JobConfig, fits: int | None) -> str:
-    """What would need less memory, the surest first."""
+    """List what would need less memory, the surest first."""
     if fits is None:
         return "what would fit: more ranks, or a smaller model"
     training, checkpointing = config.training, config.activation_checkpoint

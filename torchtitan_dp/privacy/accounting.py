@@ -63,7 +63,7 @@ def epsilon(
     delta: float,
     accountant: Accountant,
 ) -> float:
-    """The epsilon spent after `steps` steps.
+    """Compute the epsilon spent after `steps` steps.
 
     Args:
         noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
@@ -89,7 +89,7 @@ def epsilon(
 
 
 def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant) -> float:
-    """The epsilon of planned segments, one after the other on the same data.
+    """Compute the epsilon of planned segments, one after the other on the same data.
 
     Args:
         segments: all fixed before training; without any, nothing is spent.
@@ -129,7 +129,7 @@ def noise_multiplier(
     accountant: Accountant,
     before: Sequence[Segment] = (),
 ) -> float:
-    """The sigma that spends `target_epsilon` in `steps` steps: never more, at least 99% of it.
+    """Find the sigma that spends `target_epsilon` in `steps` steps: never more, at least 99% of it.
 
     Args: as of `epsilon`; `target_epsilon` > 0, and
         before: planned segments that ran on the same data; the target is for them and the `steps`
@@ -218,7 +218,7 @@ def _check(*, delta: float, accountant: str) -> None:
 
 
 def rounded_up(value: float, digits: int = 5) -> str:
-    """An upper bound for people to read: to so many significant digits, never down.
+    """Round an upper bound up for people to read, to so many significant digits.
 
     >>> rounded_up(7.961201), rounded_up(0.5), rounded_up(123456.0), rounded_up(2.6001, digits=3)
     ('7.9613', '0.5', '123460', '2.61')
@@ -230,7 +230,7 @@ def rounded_up(value: float, digits: int = 5) -> str:
 
 
 def percent(share: float) -> str:
-    """A probability for people to read: rounded up, to as many digits as tell it from 100%.
+    """Round a probability up for people to read, to as many digits as tell it from 100%.
 
     >>> percent(0.3652), percent(0.999637), percent(0.001), percent(0.5), percent(1.0)
     ('36.6%', '99.97%', '0.1%', '50%', '100%')

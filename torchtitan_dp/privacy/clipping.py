@@ -29,7 +29,7 @@ _ROW = 256
 
 
 class Clip(NamedTuple):
-    """How each sample of a microbatch enters the sum; all of shape (B,)."""
+    """Say how each sample of a microbatch enters the sum; all fields have shape (B,)."""
 
     factor_B: torch.Tensor  # fp32: what the gradient is multiplied by
     rejected_B: torch.Tensor  # bool: contributes exactly 0 (padding, NaN, Inf, norms near overflow)
@@ -37,7 +37,7 @@ class Clip(NamedTuple):
 
 
 def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
-    """The squared l2 norms along the last dimension of an fp32 tensor, as fp64.
+    """Return the squared l2 norms along the last dimension of an fp32 tensor, as fp64.
 
     Rows of 256 are summed in fp32, and their sums in fp64: as fast as one fp32 norm, which on CPU
     loses 0.5% at 134M elements (it then under-clips). The result is at most a share of 1.6e-5 below
@@ -59,7 +59,7 @@ def clip(
     max_grad_norm: float,
     clip_function: ClipFunction = "vanilla",
 ) -> Clip:
-    """The factor that each sample's gradient is multiplied by.
+    """Compute the factor that each sample's gradient is multiplied by.
 
     Args:
         squared_norm_B: fp64, over all shards (already all-reduced).

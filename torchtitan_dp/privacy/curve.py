@@ -17,7 +17,7 @@ _POINTS: dict[Accountant, int] = {"pld": 20, "prv": 5, "rdp": 100}
 
 
 class EpsilonCurve:
-    """What a run has spent after so many of its steps.
+    """Tell what a run has spent after so many of its steps.
 
     >>> curve = EpsilonCurve((), 1.0, 0.01, delta=1e-5, accountant="rdp", total_steps=1_000)
     >>> round(curve.at(1_000), 3), curve.at(949) == curve.at(950) < curve.at(951)
@@ -59,7 +59,7 @@ class EpsilonCurve:
             self._epsilons[i - 1] = min(self._epsilons[i - 1], self._epsilons[i])
 
     def at(self, steps: int) -> float:
-        """An upper bound on epsilon after `steps` steps: that of the next computed point.
+        """Return an upper bound on epsilon after `steps` steps: that of the next computed point.
 
         Beyond `total_steps` it is computed on demand, exactly there, and kept.
         """
@@ -70,7 +70,7 @@ class EpsilonCurve:
         return self._epsilons[i]
 
     def points(self) -> list[tuple[int, float]]:
-        """The computed points: (steps, epsilon), rising in both."""
+        """Return the computed points: (steps, epsilon), rising in both."""
         return list(zip(self._steps, self._epsilons, strict=True))
 
     def _compute(self, steps: int) -> float:

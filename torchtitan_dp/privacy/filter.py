@@ -30,7 +30,7 @@ from torchtitan_dp.privacy.segments import Segment, merged
 
 
 def fix_order(planned: Sequence[Segment], delta: float) -> float:
-    """The order alpha that is best for a planned run: call it once, at the first start.
+    """Find the order alpha that is best for a planned run; call it once, at the first start.
 
     Args:
         planned: the segments as planned before any result, with noise.
@@ -53,7 +53,8 @@ def fix_order(planned: Sequence[Segment], delta: float) -> float:
 
 
 def adaptive_epsilon(segments: Sequence[Segment], alpha: float, delta: float) -> float:
-    """What segments spend at the order fixed beforehand: allowed up to the budget's epsilon.
+    """Compute what segments spend at the order fixed beforehand. It is allowed up to the budget's
+    epsilon.
 
     Args:
         segments: all that ran and the one to come, chosen however.
@@ -86,7 +87,7 @@ def remaining_steps(
     epsilon: float,
     delta: float,
 ) -> int:
-    """How many more steps of the given noise and rate the budget allows.
+    """Count how many more steps of the given noise and rate the budget allows.
 
     Args:
         segments: all that ran, chosen however.
@@ -125,7 +126,7 @@ def remaining_steps(
 
 
 def _spent(segments: Sequence[Segment], alpha: float) -> float:
-    """The Renyi divergence of all segments at order `alpha`."""
+    """Compute the Renyi divergence of all segments at order `alpha`."""
     at = np.flatnonzero(np.asarray(ORDERS) == alpha)
     if len(at) == 0:
         raise ValueError(

@@ -49,7 +49,8 @@ _CHUNK = 2**22
 
 
 def unit(max_grad_norm: float, values: int) -> float:
-    """h: the largest power of two that is at most C / 2^40, the same on every rank and step.
+    """Return h, the largest power of two that is at most C / 2^40; it is the same on every rank and
+    step.
 
     Args:
         max_grad_norm: C > 0.
@@ -106,7 +107,7 @@ def _add_row_(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) 
 
 
 def _to_units(gradient: Tensor, scale: Tensor, rejected: Tensor) -> Tensor:
-    """round(gradient * scale), int64; the product of 24 and 24 bits is exact in fp64."""
+    """Return round(gradient * scale) as int64; the product of 24 and 24 bits is exact in fp64."""
     return gradient.masked_fill(rejected, 0.0).double().mul_(scale).round_().to(torch.int64)
 
 
@@ -119,7 +120,7 @@ def _compiled_to_units() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
 def add_noise_units_(
     flat: Tensor, *, unit: float, std: float, key: bytes, name: str, start: int
 ) -> None:
-    """Adds N(0, std^2), rounded to multiples of `unit`, in place.
+    """Add N(0, std^2), rounded to multiples of `unit`, in place.
 
     Args:
         flat: int64, shape (n,): positions [start, start + n) of the parameter's sum, in units.
@@ -148,7 +149,7 @@ def add_noise_units_(
 
 @torch.no_grad()
 def units_to_fp32_(flat: Tensor, *, unit: float, std: float) -> Tensor:
-    """The noised sum as fp32, rounded to `secure_noise.grid(std)`: post-processing.
+    """Return the noised sum as fp32, rounded to `secure_noise.grid(std)`: this is post-processing.
 
     Args:
         flat: int64, shape (n,), contiguous; its memory is used for the result.

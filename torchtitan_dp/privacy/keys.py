@@ -28,7 +28,7 @@ _DEBUG_DOMAIN = b"torchtitan_dp/debug_seed/"
 
 
 class _Secret:
-    """What must not be printed, pickled, copied or changed."""
+    """Hold what must not be printed, pickled, copied or changed."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ class _Secret:
 
 
 class KeyStream(_Secret):
-    """The keys of one purpose: one for each step, each handed out once, in rising order."""
+    """Hand out the keys of one purpose: one for each step, each once, in rising order."""
 
     __slots__ = ("__key", "__last")
 
@@ -49,7 +49,7 @@ class KeyStream(_Secret):
         self.__last = -1
 
     def take(self, step: int) -> bytes:
-        """Returns the 32-byte key of `step`, which must exceed every step asked for before.
+        """Return the 32-byte key of `step`, which must exceed every step asked for before.
 
         Raises:
             RuntimeError: the step was asked for already, or lies before one that was: what it
@@ -72,7 +72,7 @@ class KeyStream(_Secret):
 
 
 class RootKey(_Secret):
-    """The 32 secret bytes from which every key of this start is derived.
+    """Hold the 32 secret bytes from which every key of this start is derived.
 
     >>> RootKey.from_os()
     <RootKey: secret>
@@ -92,20 +92,22 @@ class RootKey(_Secret):
 
     @classmethod
     def from_os(cls) -> "RootKey":
-        """A fresh key from the operating system's generator."""
+        """Draw a fresh key from the operating system's generator."""
         return cls(secrets.token_bytes(KEY_BYTES))
 
     @classmethod
     def from_debug_seed(cls, seed: int) -> "RootKey":
-        """The key of a reproducible run, which is *not private*: anyone can try the seeds."""
+        """Make the key of a reproducible run, which is *not private*: anyone can try the seeds."""
         return cls(hashlib.sha256(_DEBUG_DOMAIN + str(seed).encode()).digest())
 
     def reveal(self) -> bytes:
-        """The 32 bytes themselves, for rank 0's broadcast to the other ranks and nothing else."""
+        """Return the 32 bytes themselves, for rank 0's broadcast to the other ranks and nothing
+        else."""
         return self.__secret
 
     def stream(self, label: Label) -> KeyStream:
-        """The stream of one purpose; asked for again, the same object, so no key comes twice."""
+        """Return the stream of one purpose; it is the same object each time, so that no key
+        comes twice."""
         assert label in get_args(Label), f"unknown label {label!r}"
         if label not in self.__streams:
             key = hmac.digest(self.__secret, label.encode(), "sha256")

@@ -30,7 +30,7 @@ _PRECISION = 1e-4
 
 
 def rate_upper_bound(errors: int, trials: int, confidence: float) -> float:
-    """Clopper and Pearson's one-sided upper bound on the probability of an error.
+    """Compute Clopper and Pearson's one-sided upper bound on the probability of an error.
 
     Args:
         errors: seen in `trials` independent trials.
@@ -54,7 +54,7 @@ def gaussian_mu(
     positives: int,
     confidence: float,
 ) -> float:
-    """A lower bound on mu: no mu-Gaussian-DP program lets a test do better than this one did.
+    """Bound mu from below: no mu-Gaussian-DP program lets a test do better than this one did.
 
     A test of "with" against "without" that is wrong with probabilities a and b shows
     mu >= Phi^-1(1 - a) - Phi^-1(b); both rates are bounded from above, each at half the risk.
@@ -80,7 +80,7 @@ def gaussian_mu(
 
 
 def expected_mu(mu: float, trials: int, confidence: float) -> float:
-    """What `gaussian_mu` would about say of a mu-Gaussian-DP program, `trials` of each kind.
+    """Predict what `gaussian_mu` would say of a mu-Gaussian-DP program after `trials` of each kind.
 
     >>> expected_mu(2.0, 2000, 0.999) > 1.7
     True
@@ -96,7 +96,8 @@ def expected_mu(mu: float, trials: int, confidence: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """The epsilon at `delta` of a mu-Gaussian-DP mechanism, exactly (Dong et al., Corollary 2.13).
+    """Compute the epsilon at `delta` of a mu-Gaussian-DP mechanism, exactly (Dong et al., Corollary
+    2.13).
 
     >>> round(gaussian_epsilon(1.0, 1e-5), 2)
     4.38
@@ -122,7 +123,7 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 def one_run_p_value(
     *, canaries: int, guesses: int, correct: int, epsilon: float, delta: float
 ) -> float:
-    """How likely so many correct guesses are, at most, if the program is (epsilon, delta)-DP.
+    """Bound how likely so many correct guesses are if the program is (epsilon, delta)-DP.
 
     Steinke et al., Theorem 5.2: with W ~ Binomial(guesses, e^epsilon / (1 + e^epsilon)),
 
@@ -155,7 +156,7 @@ def one_run_p_value(
 def one_run_epsilon(
     *, canaries: int, guesses: int, correct: int, delta: float, confidence: float
 ) -> float:
-    """The epsilon below which these guesses are too good to be believed.
+    """Find the epsilon below which these guesses are too good to be believed.
 
     Args: as of `one_run_p_value`; `confidence` in (0, 1).
 

@@ -58,7 +58,7 @@ _ROUNDING = 1e-12  # relative: of closed formulas of this file, which lose far l
 
 @dataclass(frozen=True)
 class Meaning:
-    """What any attacker achieves at most.
+    """Say what any attacker achieves at most.
 
     Args:
         mu: the run is mu-Gaussian-DP but for a probability of `mu_but_for`; inf: no bound.
@@ -75,7 +75,7 @@ class Meaning:
     posterior_but_for: float
 
     def to_json(self) -> dict[str, Any]:
-        """The same as plain values for `json.dumps`; None for an infinite mu."""
+        """Return plain values for `json.dumps`, with None for an infinite mu."""
         return {
             "gaussian_dp_mu": self.mu if math.isfinite(self.mu) else None,
             "gaussian_dp_but_for": self.mu_but_for,
@@ -99,7 +99,7 @@ class Meaning:
         )
 
     def sentences(self, unit: str = "record") -> list[str]:
-        """The same in plain English, each number rounded up.
+        """Say it in plain English, with each number rounded up.
 
         >>> for line in meaning([Segment(2.0, 1.0, 4)], 1e-5).sentences():
         ...     print(line)
@@ -141,7 +141,7 @@ normal distribution of variance 1 whether its mean is 0 or 1 (1-Gaussian-DP).
 
 
 def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
-    """What planned segments mean, composed by PLD, RDP, and the Gaussian without sampling.
+    """Compute what planned segments mean, composed by PLD, RDP, and the Gaussian without sampling.
 
     Args:
         segments: all fixed before training; without any, nothing is spent. For those chosen after
@@ -163,7 +163,7 @@ def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
 
 
 def meaning_of(epsilon: float, delta: float) -> Meaning:
-    """What one pair (epsilon, delta) means by itself: for accounting that gives no more.
+    """Compute what one pair (epsilon, delta) means by itself, for accounting that gives no more.
 
     A pair's trade-off is, but for delta, at least that of (epsilon, 0), which is two straight lines
     that meet where both errors are 1 / (1 + e^epsilon). The Gaussian whose trade-off passes through
@@ -218,7 +218,8 @@ def _meaning(segments: tuple[Segment, ...], delta: float) -> Meaning:
 
 
 def _gaussian(mu: float, delta: float) -> Meaning:
-    """That of the Gaussian mechanism: exact, and mu to the last bits of float64."""
+    """Compute the meaning of the Gaussian mechanism, which is exact, with mu to the last bits of
+    float64."""
     log_odds = math.log(delta) - float(log_ndtr(ndtri(delta) - _up(mu)))
     return Meaning(
         mu=mu,
@@ -230,18 +231,20 @@ def _gaussian(mu: float, delta: float) -> Meaning:
 
 
 def _unsampled_mu(segments: Sequence[Segment]) -> float:
-    """The mu without any exception, as if every unit were in every draw."""
+    """Return the mu that holds without any exception, as if every unit were in every draw."""
     return math.sqrt(sum(s.steps / s.noise_multiplier**2 for s in segments))
 
 
 def _epsilons(segments: tuple[Segment, ...], delta: float) -> np.ndarray:
-    """Where to look at the profile: rising, from 0 to where it is far below delta; float64."""
+    """Choose where to look at the profile: rising float64, from 0 to where it is far below
+    delta."""
     top = rdp_epsilon(segments, 1e-3 * min(delta, 1e-3)) + 1e-12
     return np.union1d(np.linspace(0, top, _POINTS), np.geomspace(1e-6 * top, top, _POINTS))
 
 
 def _profile(segments: tuple[Segment, ...], delta: float, epsilons: np.ndarray) -> np.ndarray:
-    """The smallest bound on delta(epsilon) that is available at each epsilon: float64, falling."""
+    """Return the smallest bound on delta(epsilon) that is available at each epsilon: float64,
+    falling."""
     best, rounding = gaussian_delta(_up(_unsampled_mu(segments)), epsilons)
     best = np.minimum(best + rounding, rdp_delta(segments, epsilons))
     by_pld = pld_profile(segments, delta)
@@ -251,14 +254,14 @@ def _profile(segments: tuple[Segment, ...], delta: float, epsilons: np.ndarray) 
 
 
 def _detected(epsilons: np.ndarray, profile: np.ndarray, alarms: float) -> float:
-    """The most detections at a rate of false alarms."""
+    """Bound the detections at a rate of false alarms."""
     first = np.exp(np.minimum(epsilons, 700.0)) * alarms + profile  # beyond 700 more than 1, anyway
     second = 1 - np.exp(-epsilons) * np.maximum(1 - profile - alarms, 0.0)
     return min(_up(float(min(first.min(), second.min()))), 1.0)
 
 
 def _posterior(epsilons: np.ndarray, profile: np.ndarray, but_for: float) -> float:
-    """The largest posterior from even odds, but for a probability; 1.0 if there is no bound."""
+    """Bound the posterior from even odds, but for a probability; it is 1.0 if there is no bound."""
     below = profile < but_for
     if not below.any() or but_for >= 1:
         return 1.0
@@ -267,7 +270,7 @@ def _posterior(epsilons: np.ndarray, profile: np.ndarray, but_for: float) -> flo
 
 
 def _mu(segments: tuple[Segment, ...], delta: float, last: float) -> float:
-    """The least mu whose Gaussian's profile, and delta more, is nowhere below the run's.
+    """Find the least mu whose Gaussian's profile, plus delta, is nowhere below the run's.
 
     Checked for all epsilons by finitely many: profiles fall, so between two neighbouring points
     the run's is at most its left value, and the Gaussian's at least its right one.
@@ -298,7 +301,7 @@ def _mu(segments: tuple[Segment, ...], delta: float, last: float) -> float:
 
 
 def _from_odds(log_odds: float) -> float:
-    """The probability of these odds, never rounded down."""
+    """Return the probability of these odds, never rounded down."""
     return min(1.0, float(expit(log_odds)) + 2.0**-50)
 
 
@@ -314,7 +317,7 @@ def _check(delta: float) -> None:
 
 
 def _except_for(probability: float) -> str:
-    """As one in so many, rounded up."""
+    """Say a probability as one in so many, rounded up."""
     if probability == 0:
         return ""
     many = int(1 / Decimal(repr(probability)))

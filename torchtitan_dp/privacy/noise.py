@@ -47,7 +47,7 @@ _CHUNK = 2**22
 
 @torch.no_grad()
 def add_gaussian_noise_(flat: Tensor, *, std: float, key: bytes, name: str, start: int) -> None:
-    """Adds N(0, std^2) in place to one shard of a parameter's gradient.
+    """Add N(0, std^2) in place to one shard of a parameter's gradient.
 
     Args:
         flat: fp32, shape (n,): positions [start, start + n) of the whole flattened parameter.
@@ -84,7 +84,7 @@ def check_arguments(
     start: int,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Refuses what `add_gaussian_noise_` and its variants cannot take.
+    """Refuse what `add_gaussian_noise_` and its variants cannot take.
 
     Args:
         dtype: of the sum that the variant adds noise to.
@@ -104,14 +104,15 @@ def check_arguments(
 def standard_normal(
     key: bytes, name: str, start: int, count: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """The unit noise of positions [start, start + count): fp32, shape (count,), on `device`."""
+    """Draw the unit noise of positions [start, start + count): fp32, shape (count,), on
+    `device`."""
     noise = torch.zeros(count, dtype=torch.float32, device=device)
     add_gaussian_noise_(noise, std=1.0, key=key, name=name, start=start)
     return noise
 
 
 def cipher_key(key: bytes, generator: str, name: str) -> bytes:
-    """128 bits for one generator and parameter, independent of those for any other."""
+    """Derive 128 bits for one generator and parameter, independent of those for any other."""
     return hmac.digest(key, f"{generator}/{name}".encode(), "sha256")[:16]
 
 
@@ -141,7 +142,7 @@ def _add_philox(flat: Tensor, std: float, key: bytes, start: int) -> None:
 
 
 def on_threads(add_blocks: Callable[[range], None], blocks: range) -> None:
-    """Deals `blocks` out to as many threads as torch uses."""
+    """Deal `blocks` out to as many threads as torch uses."""
     threads = min(torch.get_num_threads(), len(blocks))
     if threads <= 1:
         add_blocks(blocks)
@@ -159,7 +160,7 @@ _PARITY = 0x1BD11BDA
 def threefry_key(
     key: bytes, name: str, device: torch.device | str, generator: str = "threefry4x32"
 ) -> Tensor:
-    """The cipher's key for one parameter: int32, shape (4,), on `device`."""
+    """Return the cipher's key for one parameter: int32, shape (4,), on `device`."""
     words = bytearray(cipher_key(key, generator, name))
     return torch.frombuffer(words, dtype=torch.int32).to(device)
 
@@ -170,7 +171,7 @@ def _rotate_left(x: Tensor, bits: int) -> Tensor:
 
 
 def threefry4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor) -> tuple[Tensor, ...]:
-    """Threefry4x32 with 20 rounds: four words in, four out, all int32 that stand for uint32.
+    """Apply Threefry4x32 with 20 rounds: four words in, four out, all int32 that stand for uint32.
 
     Args:
         counter: four int32 tensors of one shape.
@@ -194,7 +195,8 @@ def threefry4x32(counter: tuple[Tensor, Tensor, Tensor, Tensor], key: Tensor) ->
 
 
 def threefry_normal(key: Tensor, start: Tensor, count: int) -> Tensor:
-    """Unit normals of `count` positions from `start`: fp32, shape (count,), on the key's device.
+    """Draw unit normals of `count` positions from `start`: fp32, shape (count,), on the key's
+    device.
 
     Args:
         key: from `threefry_key`.

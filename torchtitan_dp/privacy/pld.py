@@ -45,7 +45,8 @@ _TAIL = 1e-5  # share of delta that truncated tails may take, once for steps, on
 
 @dataclass(frozen=True)
 class _Grid:
-    """Of privacy losses. interval: between them; log_tail: ln of what a step's tails may lose."""
+    """Describe a grid of privacy losses: `interval` lies between them, and `log_tail` is ln of
+    what a step's tails may lose."""
 
     interval: float
     log_tail: float
@@ -53,7 +54,7 @@ class _Grid:
 
 @functools.lru_cache(maxsize=1024)
 def pld_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
-    """PLD's upper bound; inf, and a log line, where its numbers cannot be had.
+    """Compute PLD's upper bound; it is inf, with a log line, where its numbers cannot be had.
 
     Args:
         segments: as `segments.merged` gives them: at least one, noise and sample rate above 0.
@@ -77,7 +78,7 @@ def pld_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Epsilon of the Gaussian mechanism with sensitivity / noise = mu (Balle & Wang 2018).
+    """Compute epsilon of the Gaussian mechanism with sensitivity / noise = mu (Balle & Wang 2018).
 
     >>> round(gaussian_epsilon(1.0, 1e-5), 4)
     4.3772
@@ -96,7 +97,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def gaussian_delta(mu: float, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """delta(epsilon) of the Gaussian mechanism with sensitivity / noise = mu (Balle & Wang 2018).
+    """Compute delta(epsilon) of the Gaussian mechanism with sensitivity / noise = mu (Balle & Wang
+    2018).
 
     Args:
         mu: above 0.
@@ -112,7 +114,7 @@ def gaussian_delta(mu: float, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """An upper bound on delta at every epsilon >= 0, the worse of both directions.
+    """Bound delta from above at every epsilon >= 0, in the worse of both directions.
 
     Args:
         interval: between the epsilons at which `deltas` holds; the first of them is 0.
@@ -123,7 +125,7 @@ class Profile:
     deltas: np.ndarray
 
     def at(self, epsilons: np.ndarray) -> np.ndarray:
-        """The bound at each epsilon >= 0: float64, same shape.
+        """Return the bound at each epsilon >= 0: float64, same shape.
 
         Between points it is linear in e^epsilon: delta is convex in that, as the largest
         P[S] - e^epsilon Q[S] over events S, so a chord lies above it.
@@ -138,7 +140,7 @@ class Profile:
 
 @functools.lru_cache(maxsize=16)
 def pld_profile(segments: tuple[Segment, ...], delta: float) -> Profile | None:
-    """PLD's upper bound on delta(epsilon) for all epsilons; None where it cannot be had.
+    """Compute PLD's upper bound on delta(epsilon) for all epsilons; None where it cannot be had.
 
     Args:
         segments: as `segments.merged` gives them: at least one, noise above 0.
@@ -164,14 +166,15 @@ def pld_profile(segments: tuple[Segment, ...], delta: float) -> Profile | None:
 
 
 def _aligned(*pmfs: "PLDPmf") -> tuple[np.ndarray, ...]:
-    """delta of each at the same multiples 0, 1, 2, … of the grid's interval."""
+    """Return each one's delta at the same multiples 0, 1, 2, … of the grid's interval."""
     profiles = [_profile(pmf) for pmf in pmfs]
     points = max(len(deltas) for deltas in profiles)
     return tuple(np.pad(deltas, (0, points - len(deltas)), "edge") for deltas in profiles)
 
 
 def _profile(pmf: "PLDPmf") -> np.ndarray:
-    """delta = E[(1 - e^(epsilon - loss))+] at each multiple of the interval d up to the last loss.
+    """Compute delta = E[(1 - e^(epsilon - loss))+] at each multiple of the interval d up to the
+    last loss.
 
     By sums of positive terms, since a difference of two would lose digits where losses are small:
     with W(k) = sum of p(l) e^(-(l - k) d) over l > k, and infinite loss beyond,
@@ -195,7 +198,7 @@ def _compose(segments: tuple[Segment, ...], delta: float) -> float:
 def _attempts(
     segments: tuple[Segment, ...], delta: float
 ) -> "Iterator[tuple[float, PrivacyLossDistribution]]":
-    """Epsilon at `delta` and the distribution behind it, on finer and finer grids."""
+    """Yield epsilon at `delta` and the distribution behind it, on finer and finer grids."""
     rough, least = rdp_epsilon(segments, delta), math.inf
     grid = _grid(segments, delta, rough)
     for _ in range(3):  # `rough` may overestimate, and then the first grid is too coarse
@@ -221,7 +224,7 @@ def _compose_on(
 
 
 def _grid(segments: tuple[Segment, ...], delta: float, rough: float) -> _Grid:
-    """The grid for an epsilon of about `rough`.
+    """Choose the grid for an epsilon of about `rough`.
 
     An interval d adds at most d^2 / 4 to the variance of one step's loss. Over all steps that may
     be 4 / 10,000 of the variance of the Gaussian mechanism that spends as much. Powers of two, so
@@ -241,7 +244,7 @@ def _grid(segments: tuple[Segment, ...], delta: float, rough: float) -> _Grid:
 
 
 def _one_step_loss(sigma: float, q: float, log_tail: float) -> float:
-    """The largest privacy loss of one step, up or down, but for a mass of exp(log_tail)."""
+    """Bound the privacy loss of one step, up or down, but for a mass of exp(log_tail)."""
     whole = (0.5 + sigma * math.sqrt(-2 * log_tail)) / sigma**2  # without sampling
     if whole > _MAX_LOSS:
         raise ArithmeticError(f"a privacy loss of {whole:.3g}")
@@ -264,6 +267,7 @@ def _one_step(sigma: float, q: float, grid: _Grid) -> "PrivacyLossDistribution":
 
 @functools.lru_cache(maxsize=8)
 def _steps(segment: Segment, grid: _Grid, tail: float) -> "PrivacyLossDistribution":
-    """All steps of a segment: kept, since questions about later segments come back to it."""
+    """Compose all steps of a segment; kept, since questions about later segments come back to
+    it."""
     one = _one_step(segment.noise_multiplier, segment.sample_rate, grid)
     return one.self_compose(segment.steps, tail) if segment.steps > 1 else one

@@ -30,13 +30,14 @@ _PRV_MAX_LOSS = 600.0  # exp() of the privacy loss must stay finite
 
 
 class _Truncated(prv.TruncatedPrivacyRandomVariable):  # type: ignore[misc]
-    """Opacus' truncated privacy loss, its mean precise enough to be multiplied by 100,000 steps.
+    """Give Opacus' truncated privacy loss a mean precise enough to be multiplied by 100,000 steps.
 
     Opacus integrates the CDF, to 1e-7 at worst: 0.01 of epsilon after 100,000 steps.
     """
 
     def mean(self) -> float:
-        """Gauss-Legendre over the mechanism's output x: the loss is smooth in it."""
+        """Integrate by Gauss-Legendre over the mechanism's output x, in which the loss is
+        smooth."""
         sigma, q = self._prv.noise_multiplier, self._prv.sample_rate
 
         def output(loss: float) -> float:
@@ -57,7 +58,8 @@ class _Truncated(prv.TruncatedPrivacyRandomVariable):  # type: ignore[misc]
 
 @functools.lru_cache(maxsize=1024)
 def prv_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
-    """PRV's upper bound; inf, and a log line, where its numbers cannot be trusted."""
+    """Compute PRV's upper bound; it is inf, with a log line, where its numbers cannot be
+    trusted."""
     rough, best, last_error = rdp_epsilon(segments, delta), math.inf, math.inf
     for _ in range(4):  # `rough` may overestimate, and then so does the first error bar
         error = _prv_eps_error(segments, delta, max(rough / 250, _PRV_MIN_EPS_ERROR))
@@ -81,7 +83,7 @@ def prv_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
 
 
 def _prv_eps_error(segments: tuple[Segment, ...], delta: float, allowed: float) -> float | None:
-    """The half-width of the error bar to ask for; None if out of reach."""
+    """Choose the half-width of the error bar to ask for; None if it is out of reach."""
     if fft_noise(segments) > delta / 20:
         return None
     wanted = min(_PRV_EPS_ERROR, allowed)
@@ -95,7 +97,8 @@ def _prv_eps_error(segments: tuple[Segment, ...], delta: float, allowed: float) 
 def _prv_domain(
     segments: tuple[Segment, ...], delta: float, eps_error: float
 ) -> tuple[float, float]:
-    """Half-width and mesh of the grid of privacy losses (Gopi et al., theorem 5.5, remark 5.6)."""
+    """Choose half-width and mesh of the grid of privacy losses (Gopi et al., theorem 5.5, remark
+    5.6)."""
     delta_error, steps = delta / 1000, sum(segment.steps for segment in segments)
     one_step = (dataclasses.replace(segment, steps=1) for segment in segments)
     loss = eps_error + max(
@@ -119,5 +122,5 @@ def _prv_compose(segments: tuple[Segment, ...], delta: float, eps_error: float) 
 
 
 def fft_noise(segments: Sequence[Segment]) -> float:
-    """What float64 may add to or take from delta in the powers of Fourier transforms."""
+    """Bound what float64 may add to or take from delta in the powers of Fourier transforms."""
     return sum(segment.steps for segment in segments) * 4e-15

@@ -32,7 +32,8 @@ _RDP_SLACK = 1e-12
 
 @functools.lru_cache(maxsize=1024)
 def _rdp(sigma: float, q: float) -> np.ndarray:
-    """One step's Renyi divergence at each of `ORDERS`: float64, never below the true one."""
+    """Compute one step's Renyi divergence at each of `ORDERS`: float64, never below the true
+    one."""
     divergence = ORDERS / (2 * sigma**2)  # without sampling: always a bound
     if q < 1:
         for i, order in enumerate(ORDERS):
@@ -50,7 +51,7 @@ def _rdp(sigma: float, q: float) -> np.ndarray:
 
 
 def divergence(segments: Sequence[Segment]) -> np.ndarray:
-    """The Renyi divergence of all segments together at each of `ORDERS`: float64."""
+    """Compute the Renyi divergence of all segments together at each of `ORDERS`: float64."""
     total = np.zeros_like(ORDERS)
     for segment in segments:
         total += segment.steps * _rdp(segment.noise_multiplier, segment.sample_rate)
@@ -58,7 +59,7 @@ def divergence(segments: Sequence[Segment]) -> np.ndarray:
 
 
 def to_epsilon(divergence: np.ndarray, delta: float, orders: np.ndarray = ORDERS) -> np.ndarray:
-    """Epsilon by each order's divergence: the conversion of Balle et al. 2020, theorem 21.
+    """Convert each order's divergence to epsilon (Balle et al. 2020, theorem 21).
 
     Each is a bound, if the order was chosen before seeing any result; it may be negative.
     """
@@ -66,12 +67,14 @@ def to_epsilon(divergence: np.ndarray, delta: float, orders: np.ndarray = ORDERS
 
 
 def rdp_epsilon(segments: Sequence[Segment], delta: float) -> float:
-    """RDP's bound: that of the best order, which the segments, fixed beforehand, decide."""
+    """Compute RDP's bound, which is that of the best order; the segments, fixed beforehand,
+    decide it."""
     return max(0.0, float(to_epsilon(divergence(segments), delta).min()))
 
 
 def rdp_delta(segments: Sequence[Segment], epsilons: np.ndarray) -> np.ndarray:
-    """RDP's bound on delta at each epsilon: `to_epsilon` solved for delta, of the best order."""
+    """Compute RDP's bound on delta at each epsilon: `to_epsilon` solved for delta, of the best
+    order."""
     log_delta = np.zeros_like(epsilons)
     for order, total in zip(ORDERS, divergence(segments), strict=True):
         of_order = (order - 1) * (total + math.log1p(-1 / order) - epsilons) - math.log(order)
@@ -81,7 +84,7 @@ def rdp_delta(segments: Sequence[Segment], epsilons: np.ndarray) -> np.ndarray:
 
 
 def loss_bound(segments: Sequence[Segment], probability: float) -> float:
-    """What the privacy loss of all segments exceeds, up or down, with at most `probability`.
+    """Return what the privacy loss of all segments exceeds, up or down, with at most `probability`.
 
     Chernoff: E[exp((order - 1) * loss)] = exp((order - 1) * divergence).
     """

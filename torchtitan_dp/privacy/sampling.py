@@ -24,7 +24,7 @@ _UNIT_BLOCKS_BITS = 128  # of the counter's 256
 
 
 def poisson_draw(key: bytes, population: int, sample_rate: float) -> Indices:
-    """Draws every one of `population` records independently with probability `sample_rate`.
+    """Draw every one of `population` records independently with probability `sample_rate`.
 
     Args:
         key: the 32 bytes of this step, from `keys.KeyStream.take`; the first 16 are used.
@@ -55,7 +55,7 @@ def poisson_draw(key: bytes, population: int, sample_rate: float) -> Indices:
 
 
 def choices(key: bytes, position: int) -> np.random.Generator:
-    """Randomness for one unit of one step: which of its records is taken, which window of it.
+    """Draw what one unit of one step takes: which of its records, and which window of it.
 
     The unit at `position` has a part of the key's Philox stream for itself (2^128 blocks), so what
     is chosen for it is the same on every rank and mesh and does not depend on who else is drawn.
@@ -77,7 +77,7 @@ def choices(key: bytes, position: int) -> np.random.Generator:
 
 
 def deal(draw: Indices, *, ranks: int, rank: int, batch_size: int) -> list[Indices]:
-    """Cuts one step's draw into the microbatches of one data-parallel rank.
+    """Cut one step's draw into the microbatches of one data-parallel rank.
 
     Args:
         draw: int64, shape (n,), the same on all ranks.

@@ -56,7 +56,7 @@ _CHUNK = 2**21  # positions handed to the torch cipher at once: bounds the tempo
 
 
 def grid(std: float) -> float:
-    """The distance between the values that can come out: a power of two.
+    """Return the distance between the values that can come out: a power of two.
 
     >>> grid(1.0) == grid(1.9) == 2.0**-18
     True
@@ -68,7 +68,7 @@ def grid(std: float) -> float:
 def add_secure_gaussian_noise_(
     flat: Tensor, *, std: float, key: bytes, name: str, start: int
 ) -> None:
-    """Adds N(0, std^2) in place to one shard of a parameter's gradient; rounds to `grid(std)`.
+    """Add N(0, std^2) in place to one shard of a parameter's gradient, and round to `grid(std)`.
 
     Args, Raises: as of `noise.add_gaussian_noise_`. The device must know fp64: CPU or CUDA.
 
@@ -85,7 +85,7 @@ def add_secure_gaussian_noise_(
 
 
 def add_draws(flat: Tensor, add: Add, *, key: bytes, name: str, start: int) -> None:
-    """Calls `add(part, noise)` once for each part of `flat`, in any order, on several threads.
+    """Call `add(part, noise)` once for each part of `flat`, in any order, on several threads.
 
     Args:
         flat: shape (n,): positions [start, start + n) of the whole flattened parameter.
@@ -103,14 +103,14 @@ def add_draws(flat: Tensor, add: Add, *, key: bytes, name: str, start: int) -> N
 
 
 def _add_rounded(flat: Tensor, noise: Tensor, *, std: float) -> None:
-    """flat + noise * std / 2, in fp64, to the grid."""
+    """Compute flat + noise * std / 2 in fp64, and round it to the grid."""
     step = grid(std)
     noise.mul_(std / math.sqrt(DRAWS)).add_(flat)
     flat.copy_(noise.div_(step).round_().mul_(step))
 
 
 def _add_philox(flat: Tensor, add: Add, key: bytes, start: int) -> None:
-    """Block b of draw i starts at counter i * 2**128 + b * 2**64."""
+    """Add draws of Philox; block b of draw i starts at counter i * 2**128 + b * 2**64."""
     end = start + flat.numel()
 
     def add_blocks(mine: range) -> None:
@@ -135,7 +135,7 @@ def _add_philox(flat: Tensor, add: Add, key: bytes, start: int) -> None:
 
 
 def threefry_normal_sum(key: Tensor, start: Tensor, count: int) -> Tensor:
-    """Sums of four unit normals, of `count` positions from `start`: fp64, shape (count,).
+    """Draw sums of four unit normals, of `count` positions from `start`: fp64, shape (count,).
 
     As `noise.threefry_normal`, in fp64 and with all four words w of the counter (position, i):
 
@@ -160,7 +160,7 @@ def threefry_normal_sum(key: Tensor, start: Tensor, count: int) -> Tensor:
 
 
 def _unsigned(word: Tensor) -> Tensor:
-    """The uint32 that an int32 stands for, in fp64."""
+    """Return the uint32 that an int32 stands for, in fp64."""
     return word.to(torch.float64) + torch.where(word < 0, 2.0**32, 0.0)
 
 

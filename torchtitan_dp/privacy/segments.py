@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Segment:
-    """`steps` optimizer steps on the same data and with the same neighbouring relation.
+    """Describe `steps` optimizer steps on the same data and with the same neighbouring relation.
 
     Args:
         noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
@@ -44,7 +44,8 @@ class Segment:
 
 
 def merged(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """The fewest segments that spend the same, sorted: for computing, and to look results up by.
+    """Merge segments into the fewest that spend the same, sorted: for computing, and to look
+    results up by.
 
     >>> merged([Segment(2.0, 0.1, 5), Segment(1.0, 1.0, 4), Segment(2.0, 0.1, 7)])
     (Segment(noise_multiplier=0.5, sample_rate=1.0, steps=1), \

@@ -34,11 +34,11 @@ _ROUNDING = 2.0**-24  # of fp32: an addition's result is off by at most this sha
 
 
 class Summation(Protocol):
-    """What a step's sum is made of."""
+    """Say what a step's sum is made of."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the accumulator, and of its reductions over ranks."""
+        """The dtype of the accumulator, and of its reductions over ranks."""
 
     def add_clipped_(
         self, accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor
@@ -68,7 +68,7 @@ class Summation(Protocol):
 
 @dataclass(frozen=True)
 class FloatSum:
-    """Adds in fp32."""
+    """Add in fp32."""
 
     secure_noise: bool = False
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -86,7 +86,7 @@ class FloatSum:
 
 @dataclass(frozen=True)
 class FixedPointSum:
-    """Adds multiples of `unit` in int64, with secure noise."""
+    """Add multiples of `unit` in int64, with secure noise."""
 
     unit: float
     dtype: ClassVar[torch.dtype] = torch.int64
@@ -105,7 +105,7 @@ FP32_SUM = FloatSum()
 
 
 def fp32_sum_excess(samples: int, ranks: int = 1) -> float:
-    """By how much more than C a record can move an fp32 sum at worst, as a share of C.
+    """Bound by how much more than C a record can move an fp32 sum, as a share of C.
 
     Args:
         samples: n, the most that one data-parallel rank adds up in a step. A draw is random: take

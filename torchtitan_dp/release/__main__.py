@@ -120,7 +120,7 @@ def _newest_checkpoint(run: str, config: JobConfig) -> str:
 
 
 def _load(folder: str, state: dict[str, Any]) -> None:
-    """The one place that reads a checkpoint: fill `state`, whole tensors and values, in place.
+    """Fill `state`, whole tensors and values, in place: the one place that reads a checkpoint.
 
     Raises:
         ValueError: if it lacks one, holds it in another shape, or is broken.
@@ -138,7 +138,7 @@ def _load(folder: str, state: dict[str, Any]) -> None:
 
 
 def read_ledger(folder: str) -> Ledger:
-    """The ledger that the checkpoint in `folder` carries. Raises ValueError, one line."""
+    """Read the ledger that the checkpoint in `folder` carries; raise ValueError, one line."""
     state: dict[str, Any] = {LEDGER_KEY: ""}
     _load(folder, state)
     try:
@@ -151,7 +151,7 @@ def read_ledger(folder: str) -> Ledger:
 
 
 def empty_model(args: LlamaArgs) -> Llama:
-    """The model in fp32 on the CPU, NaN in every parameter."""
+    """Build the model in fp32 on the CPU, with NaN in every parameter."""
     model = on_meta(args).to_empty(device="cpu")
     if args.tie_embeddings:  # to_empty gives the two places of one weight a tensor each
         model.output.weight = model.tok_embeddings.weight
@@ -177,7 +177,7 @@ def load_weights(folder: str, model: nn.Module) -> None:
 def _fill(
     folder: str, model: Llama, config: JobConfig, args: LlamaArgs, terms: dict[str, Any]
 ) -> None:
-    """All files of a release, synced; the sums last."""
+    """Write all files of a release, synced; the sums last."""
     write_folder(model, config, folder)
     if not os.path.exists(os.path.join(folder, "tokenizer.json")):
         for name, text in byte_tokenizer_files().items():
@@ -208,7 +208,7 @@ def _json(content: dict[str, Any]) -> bytes:
 
 
 def _sha256(path: str) -> str:
-    """Of the file as it is on the disk, hence synced first."""
+    """Hash the file as it is on the disk, which is why it is synced first."""
     digest = hashlib.sha256()
     with open(path, "rb") as file:
         os.fsync(file.fileno())
@@ -238,7 +238,7 @@ def main(argv: list[str]) -> None:
 
 
 def _said(out: str, terms: dict[str, Any]) -> list[str]:
-    """What to tell the owner at the end."""
+    """List what to tell the owner at the end."""
     count = "begun" if terms["epsilon_counts"] == "executed_steps" else "begun or planned"
     return [
         f"released: {out}/ (epsilon = {rounded_up(terms['epsilon'])}, delta = {terms['delta']:g}; "

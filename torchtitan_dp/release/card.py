@@ -50,7 +50,7 @@ _NEIGHBOURS = {
 
 
 def model_card(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str:
-    """Markdown with Hugging Face's front matter.
+    """Write Markdown with Hugging Face's front matter.
 
     Args:
         terms: as `releasing.claims.claims` returns them.
@@ -111,7 +111,7 @@ to 10 reasonable, and above that weak.
 
 
 def _covers(terms: dict[str, Any]) -> str:
-    """Which steps the quoted epsilon is of."""
+    """Say which steps the quoted epsilon is of."""
     begun = f"all {terms['steps_executed']:,} steps that were ever begun"
     if terms["epsilon_counts"] == "executed_steps":
         return begun
@@ -120,19 +120,19 @@ def _covers(terms: dict[str, Any]) -> str:
 
 
 def _unit(terms: dict[str, Any]) -> str:
-    """What is protected, in a word: a record, or a unit of several."""
+    """Name what is protected in a word: a record, or a unit of several."""
     return str(terms["privacy_unit"]).split()[0]
 
 
 def _what(config: JobConfig) -> str:
-    """What such a one is."""
+    """Say what such a one is."""
     if (field := config.data.unit_field) is not None:
         return f" (all records with one value of `{field}`)"
     return f" ({_RECORDS[config.training.dataset]})"
 
 
 def _factor(epsilon: float) -> str:
-    """e^epsilon, rounded up."""
+    """Write e^epsilon, rounded up."""
     if epsilon < 20:
         return rounded_up(math.exp(epsilon), digits=3)
     return f"10^{math.ceil(epsilon / math.log(10))}"
@@ -197,7 +197,7 @@ constant. {_again(terms)}
 
 
 def _again(terms: dict[str, Any]) -> str:
-    """How somebody else can compute epsilon."""
+    """Say how somebody else can compute epsilon."""
     if terms["adaptive"]:
         return "ε is the budget that the filter kept to, not what these steps alone would spend."
     return (
@@ -211,7 +211,7 @@ def _yes(value: bool) -> str:
 
 
 def _segments(terms: dict[str, Any]) -> str:
-    """Rows for what came before the terms above; nothing if they held all along."""
+    """Write rows for what came before the terms above; nothing if they held all along."""
     earlier = [s for ancestor in terms["ancestors"] for s in ancestor["segments"]]
     earlier += terms["segments"][:-1]
     return "".join(
@@ -258,14 +258,14 @@ def _assumptions(terms: dict[str, Any], config: JobConfig) -> str:
 
 
 def _origin(terms: dict[str, Any]) -> str:
-    """What the terms follow from."""
+    """Say what the terms follow from."""
     if terms["adaptive"]:
         return ", and followed from weights alone where it was chosen on the way"
     return ", and was fixed before training"
 
 
 def _sentence(text: str) -> str:
-    """With a capital and a full stop."""
+    """Write with a capital and a full stop."""
     return f"{text[:1].upper()}{text[1:]}."
 
 

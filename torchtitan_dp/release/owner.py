@@ -11,7 +11,7 @@ BLANK = "**TO FILL IN**"
 
 
 class OwnerItem(NamedTuple):
-    """One line for the owner."""
+    """Hold one line for the owner."""
 
     title: str
     question: str

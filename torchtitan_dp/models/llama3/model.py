@@ -19,7 +19,8 @@ from torchtitan_dp.models.parameters import canonical_name, copy_slice_
 
 @dataclass
 class LlamaArgs(TransformerModelArgs):
-    """TorchTitan's model arguments, and whether the output layer is the embedding transposed."""
+    """Extend TorchTitan's model arguments by whether the output layer is the embedding
+    transposed."""
 
     tie_embeddings: bool = False
     init_seed: int = 0
@@ -35,7 +36,7 @@ class LlamaArgs(TransformerModelArgs):
 
 
 class Llama(Transformer):
-    """TorchTitan's Transformer with tied embeddings and initial weights that know no mesh."""
+    """Extend TorchTitan's Transformer by tied embeddings and initial weights that know no mesh."""
 
     model_args: LlamaArgs
     freqs_cis: torch.Tensor
@@ -57,7 +58,7 @@ class Llama(Transformer):
         labels: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Logits (B, T, V); with labels and targets, `models.loss.per_sample_loss` of them.
+        """Return logits (B, T, V); with labels and targets, `models.loss.per_sample_loss` of them.
 
         Args:
             positions: int64 (1 or B, T), the same for all samples: where this rank's tokens are.

@@ -91,13 +91,14 @@ def _apply_parts(
 
 
 def _ops_to_save() -> set[torch._ops.OpOverload]:
-    """What selective AC keeps: TorchTitan's list, and the attention kernel that CPU uses."""
+    """Return what selective AC keeps: TorchTitan's list, and the attention kernel that CPU uses."""
     on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return torchtitan_llama._op_sac_save_list | {on_cpu}
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
-    """The one-dimensional `dp_shard x cp` mesh, also of one rank, where TorchTitan has none."""
+    """Return the one-dimensional `dp_shard x cp` mesh, also of one rank, where TorchTitan has
+    none."""
     mesh = parallel_dims.get_optional_mesh("fsdp")
     if mesh is not None:
         return mesh
@@ -106,7 +107,7 @@ def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
 
 
 def fsdp_groups(model: "Llama") -> list[list[nn.Module]]:
-    """The lists of modules that are gathered and reduced together, in order of use."""
+    """List the modules that are gathered and reduced together, in order of use."""
     blocks = [[block] for block in model.layers.values()]
     if model.model_args.tie_embeddings:
         # One group: a tied weight in two would be untied (silently on torch 2.11).
@@ -115,7 +116,8 @@ def fsdp_groups(model: "Llama") -> list[list[nn.Module]]:
 
 
 def trained_fsdp_modules(model: "Llama") -> list[FSDPModule]:
-    """One module of each FSDP2 group that has something to train: those that reduce gradients."""
+    """Return one module of each FSDP2 group that has something to train: those that reduce
+    gradients."""
     return [
         cast(FSDPModule, group[0])
         for group in fsdp_groups(model)
@@ -147,7 +149,8 @@ def _apply_fsdp(model: "Llama", mesh: DeviceMesh, job_config: JobConfig) -> None
 
 
 def _sum_reductions_only(model: "Llama") -> None:
-    """Gloo has no pre-multiplied sum, which FSDP2 picks for a divide factor of 1."""
+    """Have FSDP2 reduce by plain sums: gloo lacks the pre-multiplied sum that it picks for a
+    divide factor of 1."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
