@@ -55,8 +55,8 @@ from torchtitan_dp.ledger import (
 )
 from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
+from torchtitan_dp.models.families import FAMILIES
 from torchtitan_dp.models.hugging_face_weights import export
-from torchtitan_dp.models.llama3.parallelize import trained_fsdp_modules
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
 from torchtitan_dp.optimizer import DPOptimizer
@@ -86,7 +86,7 @@ class DPTrainer(Trainer):
         self.stop = StopRequest()
 
         privacy = job_config.privacy
-        (model,) = self.model_parts
+        (model,), family = self.model_parts, FAMILIES[job_config.model.name]
         parameters = trainable_parameters(model)
         self.ledger, self.executed = self._open_ledger()
         self._open_account()
@@ -101,7 +101,7 @@ class DPTrainer(Trainer):
             summation=summation,
         )
         self.gradients = build_gradients(
-            privacy, model, trained_fsdp_modules(model), self.clipped_sum
+            privacy, model, family.trained_fsdp_modules(model), self.clipped_sum
         )
         self.dp_optimizer = DPOptimizer(
             self.optimizers,

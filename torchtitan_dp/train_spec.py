@@ -1,4 +1,4 @@
-"""The TrainSpec: which of TorchTitan's parts are ours, put in its table under the name `llama3`."""
+"""The TrainSpecs: which of TorchTitan's parts are ours, under the names of the families."""
 
 import contextlib
 import functools
@@ -26,10 +26,8 @@ from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.samples import SampleStore
 from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.metrics import PrivateMetricsProcessor
+from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.models.hugging_face_weights import HuggingFaceAdapter
-from torchtitan_dp.models.llama3.model import FLAVORS, Llama
-from torchtitan_dp.models.llama3.parallelize import parallelize_llama
 from torchtitan_dp.validate import HeldOutValidator
 
 
@@ -130,30 +128,33 @@ def build_validator(
 
 
 def register(config: JobConfig | None = None, open_records: OpenOnce | None = None) -> None:
-    """Make `model.name = "llama3"` mean this spec, in this process. Call it once.
+    """Make the names of all families mean our specs, in this process. Call it once.
 
     Args:
         config: the run's, whose flavor then has the shape that `hugging_face.shape` reads for it.
         open_records: that may have them open already.
     """
-    flavors = dict(FLAVORS)
-    if config is not None:
-        flavors[config.model.flavor] = shape(config)
     open_records = open_records or OpenOnce()
-    register_train_spec(
-        "llama3",
-        TrainSpec(
-            model_cls=Llama,
-            model_args=flavors,
-            parallelize_fn=parallelize_llama,
-            pipelining_fn=None,
-            build_optimizers_fn=build_optimizers,
-            build_lr_schedulers_fn=build_lr_schedulers,
-            build_dataloader_fn=functools.partial(build_loader, open_records),  # type: ignore[arg-type]
-            build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
-            build_loss_fn=build_cross_entropy_loss,
-            build_validator_fn=functools.partial(build_validator, open_records),  # type: ignore[arg-type]
-            build_metrics_processor_fn=build_metrics,
-            state_dict_adapter=HuggingFaceAdapter,
-        ),
+    for name, family in FAMILIES.items():
+        flavors = dict(family.flavors)
+        if config is not None and config.model.name == name:
+            flavors[config.model.flavor] = shape(config)
+        register_train_spec(name, _spec(family, flavors, open_records))
+
+
+def _spec(family: Family, flavors: dict[str, ModelArgs], open_records: OpenOnce) -> TrainSpec:
+    """Build a family's spec."""
+    return TrainSpec(
+        model_cls=family.model,  # type: ignore[arg-type]
+        model_args=flavors,  # type: ignore[arg-type]
+        parallelize_fn=family.parallelize,
+        pipelining_fn=None,
+        build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=build_lr_schedulers,
+        build_dataloader_fn=functools.partial(build_loader, open_records),  # type: ignore[arg-type]
+        build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
+        build_loss_fn=build_cross_entropy_loss,
+        build_validator_fn=functools.partial(build_validator, open_records),  # type: ignore[arg-type]
+        build_metrics_processor_fn=build_metrics,
+        state_dict_adapter=family.adapter,
     )

@@ -23,8 +23,11 @@ from tests.models.hugging_face import (
 )
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
-from torchtitan_dp.models.hugging_face import feed_forward_size, on_meta, parameter_count, shape
-from torchtitan_dp.models.hugging_face_weights import HuggingFaceAdapter, check_files, export
+from torchtitan_dp.models.families import on_meta, parameter_count
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face_weights import check_files, export
+from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
+from torchtitan_dp.models.llama3.config_json import feed_forward_size
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.parameters import require_loaded
 

@@ -40,8 +40,7 @@ from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.ledger.terms import Plan, make_plan
 from torchtitan_dp.models.check import check_model
-from torchtitan_dp.models.hugging_face import parameter_count
-from torchtitan_dp.models.llama3.model import LlamaArgs
+from torchtitan_dp.models.families import ModelArgs, parameter_count
 from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
@@ -89,7 +88,7 @@ def share_of(confidence: float) -> float:
     return 1 - (1 - confidence) / len(cases(2))
 
 
-def check_power(options: argparse.Namespace, args: LlamaArgs, sigma: float) -> None:
+def check_power(options: argparse.Namespace, args: ModelArgs, sigma: float) -> None:
     """Refuse an audit that could not show anything, or not be run.
 
     Raises:

@@ -2,12 +2,12 @@
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.hugging_face import origin, shape
 from torchtitan_dp.models.hugging_face_weights import check_files
-from torchtitan_dp.models.llama3.model import LlamaArgs
 
 
-def check_model(config: JobConfig) -> LlamaArgs:
+def check_model(config: JobConfig) -> ModelArgs:
     """Return the model's shape.
 
     Raises:

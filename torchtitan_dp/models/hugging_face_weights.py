@@ -1,10 +1,10 @@
-"""Weights between our Llama and Hugging Face safetensors: the adapter, the checks, the export."""
+"""Weights in Hugging Face's safetensors: what is checked before a start, and the export."""
 
 import json
 import os
 import shutil
 from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,9 +12,8 @@ import torch.nn as nn
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
-from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
 from torchtitan_dp.checkpoint.folder import (
     check_newest,
@@ -23,15 +22,15 @@ from torchtitan_dp.checkpoint.folder import (
     refuse_another_model,
 )
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.models.families import ModelArgs, family_of, on_meta
 from torchtitan_dp.models.hugging_face import (
     CONFIG_FILE,
     export_settings,
-    on_meta,
     origin,
     shape,
     weights_folder,
 )
-from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
+from torchtitan_dp.models.parameters import TIED_OUTPUT
 from torchtitan_dp.process import write_atomically
 
 EXPORT_FOLDER = "hf"
@@ -45,55 +44,9 @@ TOKENIZER_FILES = (
 )
 SHARD_BYTES = 2 * 2**30
 _FLOATS = ("F32", "BF16", "F16")
-_TIED = "output.weight"
 
 
-class HuggingFaceAdapter(Llama3StateDictAdapter):
-    """Extend TorchTitan's adapter to tied weights and to any number of ranks."""
-
-    model_args: LlamaArgs
-
-    def __init__(self, model_args: LlamaArgs, hf_assets_path: str | None) -> None:
-        super().__init__(model_args, None)  # an index would only tell it how to save
-        self.hf_assets_path = hf_assets_path or None
-
-    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Turn our names and head layout into Hugging Face's; a tied output layer is left out.
-
-        Collective over the FSDP mesh, if its ranks do not divide the heads.
-        """
-        tied = self.model_args.tie_embeddings
-        return super().to_hf(
-            {
-                name: self._with_whole_heads(name, value)
-                for name, value in state_dict.items()
-                if not (tied and name == _TIED)
-            }
-        )
-
-    def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Turn Hugging Face's names and layout into ours; a tied output layer is the embedding,
-        the same tensor."""
-        state_dict = super().from_hf(hf_state_dict)
-        if self.model_args.tie_embeddings and "tok_embeddings.weight" in state_dict:
-            state_dict[_TIED] = state_dict["tok_embeddings.weight"]
-        return state_dict
-
-    def _with_whole_heads(self, name: str, value: Any) -> Any:
-        """Replicate wq or wk if one of its heads lies on two ranks: heads are permuted one by
-        one."""
-        if not isinstance(value, DTensor) or not name.endswith(("wq.weight", "wk.weight")):
-            return value
-        heads, mesh = self.model_args.n_heads, value.device_mesh
-        if name.endswith("wk.weight"):
-            heads = self.model_args.n_kv_heads or heads
-        ranks = 1
-        for dim, placement in enumerate(value.placements):
-            ranks *= mesh.size(dim) if isinstance(placement, Shard) else 1
-        return value if heads % ranks == 0 else value.redistribute(mesh, [Replicate()] * mesh.ndim)
-
-
-def check_files(config: JobConfig, args: LlamaArgs) -> None:
+def check_files(config: JobConfig, args: ModelArgs) -> None:
     """Refuse what could not be started from, or written to, in a plain process and at once.
 
     Raises:
@@ -138,7 +91,7 @@ def _check_target(target: str, config: JobConfig) -> None:
             )
 
 
-def _check_weights(problem: str, folder: str, args: LlamaArgs) -> None:
+def _check_weights(problem: str, folder: str, args: ModelArgs) -> None:
     found = {}
     for path in _safetensors(problem, folder):
         try:
@@ -148,7 +101,7 @@ def _check_weights(problem: str, folder: str, args: LlamaArgs) -> None:
                     found[name] = (tuple(entry.get_shape()), entry.get_dtype())
         except (OSError, SafetensorError) as error:
             raise ValueError(f"{problem}: {path} is broken ({error}); download it again") from error
-    expected = HuggingFaceAdapter(args, None).to_hf(on_meta(args).state_dict())
+    expected = family_of(args).adapter(args, None).to_hf(on_meta(args).state_dict())
     for name, tensor in expected.items():
         if name not in found:
             raise ValueError(
@@ -194,7 +147,7 @@ def export(model: nn.Module, config: JobConfig, beside: Sequence[str] = ()) -> s
     are gathered one at a time; rank 0 keeps at most a shard of `SHARD_BYTES` in memory and writes.
 
     Args:
-        model: a Llama, parallelized or not.
+        model: parallelized or not.
         beside: files to be copied into the folder, such as the weights' ledger.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
@@ -233,13 +186,15 @@ def write_folder(model: nn.Module, config: JobConfig, folder: str | None) -> Non
                 with open(path, "rb") as file:
                     write_atomically(os.path.join(folder, name), file.read())
     dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
-    _write_weights(cast(Llama, model), args, dtype, folder)
+    _write_weights(model, args, dtype, folder)
 
 
 @torch.no_grad()
-def _write_weights(model: Llama, args: LlamaArgs, dtype: torch.dtype, folder: str | None) -> None:
+def _write_weights(
+    model: nn.Module, args: ModelArgs, dtype: torch.dtype, folder: str | None
+) -> None:
     """Write shards of safetensors into `folder`, in the order of the model, and their index."""
-    adapter, weight_map, total = HuggingFaceAdapter(args, None), {}, 0
+    adapter, weight_map, total = family_of(args).adapter(args, None), {}, 0
     shards = list(_shards(get_model_state_dict(model), args, dtype.itemsize))
     for number, parameters in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
@@ -264,14 +219,14 @@ def _write_weights(model: Llama, args: LlamaArgs, dtype: torch.dtype, folder: st
 
 
 def _shards(
-    state_dict: dict[str, Any], args: LlamaArgs, itemsize: int
+    state_dict: dict[str, Any], args: ModelArgs, itemsize: int
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yield parts of the state dict of at most `SHARD_BYTES`, or of one parameter; a tied one
     once."""
     part: dict[str, torch.Tensor] = {}
     size = 0
     for name, value in state_dict.items():
-        if args.tie_embeddings and name == _TIED:
+        if args.tie_embeddings and name == TIED_OUTPUT:
             continue
         if part and size + value.numel() * itemsize > SHARD_BYTES:
             yield part

@@ -5,6 +5,9 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+TIED_OUTPUT = "output.weight"
+"""The output layer's parameter in TorchTitan's models, the embedding's where they are tied."""
+
 
 def canonical_name(name: str) -> str:
     """Return a parameter's name without what compile and activation checkpointing put into it."""

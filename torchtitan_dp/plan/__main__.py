@@ -18,8 +18,8 @@ from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.data.opening import Records, noun
 from torchtitan_dp.ledger.account import explain
 from torchtitan_dp.ledger.terms import Plan
-from torchtitan_dp.models.hugging_face import describe, parameter_count
-from torchtitan_dp.models.llama3.model import LlamaArgs
+from torchtitan_dp.models.families import ModelArgs, parameter_count
+from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
 from torchtitan_dp.plan.memory import DEFAULT_GIB, MemoryPlan, predict
 from torchtitan_dp.plan.options import check, parse
@@ -102,7 +102,7 @@ def _explain(plan: Plan) -> None:
 
 
 def _for_programs(
-    plan: Plan, args: LlamaArgs, world_size: int, costs: StepCost, memory: MemoryPlan | None
+    plan: Plan, args: ModelArgs, world_size: int, costs: StepCost, memory: MemoryPlan | None
 ) -> dict[str, Any]:
     return {
         "epsilon": plan.epsilon if plan.private else None,

@@ -8,8 +8,7 @@ from scipy import stats
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.models.hugging_face import on_meta
-from torchtitan_dp.models.llama3.model import LlamaArgs
+from torchtitan_dp.models.families import ModelArgs, on_meta
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class StepCost:
 
 
 def step_cost(
-    config: JobConfig, args: LlamaArgs, *, records: int, rate: float, tflops: float | None = None
+    config: JobConfig, args: ModelArgs, *, records: int, rate: float, tflops: float | None = None
 ) -> StepCost:
     """The cost of a step that draws each of `records` with probability `rate`.
 

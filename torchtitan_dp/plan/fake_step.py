@@ -35,8 +35,7 @@ from torchtitan_dp.gradients.methods import build_gradients, build_summation
 from torchtitan_dp.gradients.reduction import ReduceScatterOverCP, ReductionGroups
 from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.models import loss_head
-from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
-from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_fsdp_modules
+from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.models.rms_norm import rms_norm
@@ -48,20 +47,21 @@ from torchtitan_dp.privacy import summation as dp_summation
 class Step:
     """A model laid over the mesh of a default process group, and its step, under a tracker."""
 
-    def __init__(self, config: JobConfig, args: LlamaArgs, tracker: MemoryTracker) -> None:
+    def __init__(self, config: JobConfig, args: ModelArgs, tracker: MemoryTracker) -> None:
         """
         Args:
             config: checked, for the process group's world size.
             tracker: entered already.
         """
         self.config, self.tracker = config, tracker
+        family = family_of(args)
         with unset_fake_temporarily():  # meshes are lists of ranks, which are looked at
             dims, degrees = _parallel_dims(config)
             with torch.device("meta"):
                 args = copy.deepcopy(args)
                 args.max_seq_len = config.training.seq_len
-                self.model = Llama(args)
-            parallelize_llama(self.model, dims, config)
+                self.model = family.model(args)
+            family.parallelize(self.model, dims, config)
             groups = ReductionGroups.build("cpu", degrees)
         with tracker.labelled("parameters"):
             self.model.to_empty(device="cpu")
@@ -78,7 +78,10 @@ class Step:
         )
         with tracker.labelled("accumulator"):
             self.gradients = build_gradients(
-                config.privacy, self.model, trained_fsdp_modules(self.model), self.clipped_sum
+                config.privacy,
+                self.model,
+                family.trained_fsdp_modules(self.model),
+                self.clipped_sum,
             )
         # One parameter at a time: temporaries as small as those of the fused kernel's rank.
         inner = torch.optim.AdamW(self.parameters.values(), foreach=False, fused=False)

@@ -14,14 +14,14 @@ from torchtitan_dp.ledger import check_fingerprint
 from torchtitan_dp.ledger.baseline import refuse_private_folder
 from torchtitan_dp.ledger.terms import Plan, earlier_ledger, make_plan
 from torchtitan_dp.models.check import check_model
-from torchtitan_dp.models.llama3.model import LlamaArgs
+from torchtitan_dp.models.families import ModelArgs
 
 
 @dataclass(frozen=True)
 class Checked:
     """Hold what was found of a run that may start."""
 
-    args: LlamaArgs
+    args: ModelArgs
     records: Records
     plan: Plan | None  # None without privacy
 

@@ -40,9 +40,9 @@ from torchtitan_dp.config.saved import read_config
 from torchtitan_dp.data.tokenizer import byte_tokenizer_files
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.models.check import check_model
-from torchtitan_dp.models.hugging_face import CONFIG_FILE, on_meta
+from torchtitan_dp.models.families import ModelArgs, on_meta
+from torchtitan_dp.models.hugging_face import CONFIG_FILE
 from torchtitan_dp.models.hugging_face_weights import write_folder
-from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
 from torchtitan_dp.models.parameters import require_loaded
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
@@ -150,7 +150,7 @@ def read_ledger(folder: str) -> Ledger:
         ) from error
 
 
-def empty_model(args: LlamaArgs) -> Llama:
+def empty_model(args: ModelArgs) -> nn.Module:
     """Build the model in fp32 on the CPU, with NaN in every parameter."""
     model = on_meta(args).to_empty(device="cpu")
     if args.tie_embeddings:  # to_empty gives the two places of one weight a tensor each
@@ -175,7 +175,7 @@ def load_weights(folder: str, model: nn.Module) -> None:
 
 
 def _fill(
-    folder: str, model: Llama, config: JobConfig, args: LlamaArgs, terms: dict[str, Any]
+    folder: str, model: nn.Module, config: JobConfig, args: ModelArgs, terms: dict[str, Any]
 ) -> None:
     """Write all files of a release, synced; the sums last."""
     write_folder(model, config, folder)

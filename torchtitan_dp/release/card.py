@@ -14,8 +14,7 @@ from typing import Any
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger.initial import PUBLIC
-from torchtitan_dp.models.hugging_face import parameter_count
-from torchtitan_dp.models.llama3.model import LlamaArgs
+from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.release.owner import owner_section
@@ -49,7 +48,7 @@ _NEIGHBOURS = {
 }
 
 
-def model_card(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str:
+def model_card(terms: dict[str, Any], config: JobConfig, args: ModelArgs) -> str:
     """Write Markdown with Hugging Face's front matter.
 
     Args:
@@ -67,7 +66,7 @@ def model_card(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str
     )
     count = parameter_count(args)
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
-    title = f"# A Llama of {size} parameters, trained with differential privacy"
+    title = f"# A {family_of(args).title} of {size} parameters, trained with differential privacy"
     return "\n".join([_FRONT, title, "", *(section.strip() + "\n" for section in sections)])
 
 
@@ -269,10 +268,11 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _training(terms: dict[str, Any], config: JobConfig, args: LlamaArgs) -> str:
+def _training(terms: dict[str, Any], config: JobConfig, args: ModelArgs) -> str:
     optimizer, schedule, training = config.optimizer, config.lr_scheduler, config.training
+    title = family_of(args).title
     rows = {
-        "model": f"Llama, {args.n_layers} layers of {args.dim}, {args.n_heads} heads, "
+        "model": f"{title}, {args.n_layers} layers of {args.dim}, {args.n_heads} heads, "
         f"{args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
         "sample": f"at most {training.seq_len} tokens of one {_unit(terms)} in a step",
         "expected batch": terms["expected_batch_size"],
