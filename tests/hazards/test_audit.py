@@ -107,7 +107,7 @@ def clipping_after_the_sum():
     def take_clipped(self):
         total = take(self)
         norm = torch.cat(list(total.values())).norm()
-        return {n: t * (self._max_grad_norm / norm).clamp(max=1) for n, t in total.items()}
+        return {n: t * (self.max_grad_norm / norm).clamp(max=1) for n, t in total.items()}
 
     with no_clipping(), mock.patch.object(ClippedSum, "take", take_clipped):
         yield

@@ -128,9 +128,8 @@ class CanarySum(ClippedSum):
             spot = self._spots[canary]
             if spot is not None:
                 name, dp_shard_rank, within = spot
-                place = self._places[name]
-                position = place.offset + within
-                shards[place.piece][sample, dp_shard_rank, position] = NORM * self._max_grad_norm
+                part_BDN = self.part(shards, name)
+                part_BDN[sample, dp_shard_rank, within] = NORM * self.max_grad_norm
         return super().add(shards, valid_B)
 
 

@@ -27,7 +27,7 @@ _TRANSIENT_BYTES = 2**28
 
 
 class GradSampleGradients:
-    """Adds one microbatch at a time to a `ClippedSum`, whose pieces are the parameters."""
+    """Adds one microbatch at a time to a `ClippedSum`, in a bundle for each parameter."""
 
     batch_size = None  # any
 
@@ -59,8 +59,8 @@ class GradSampleGradients:
         clipped_sum.lay_out(
             [layout.chunk_numel for layout in self._layouts.values()],
             {
-                name: Place(piece, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
-                for piece, (name, parameter) in enumerate(parameters.items())
+                name: Place(bundle, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
+                for bundle, (name, parameter) in enumerate(parameters.items())
             },
             self._device,
         )
@@ -88,8 +88,8 @@ class GradSampleGradients:
         shards = self._gather()
         return self.clipped_sum.add(shards, valid_B)
 
-    def form(self, name: str, batch_size: int, write: Write) -> None:
-        """Called by a layer in backward: have its per-sample gradients written, start their sum.
+    def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
+        """Have a layer, in its backward, write its per-sample gradients, and start their sum.
 
         Matrices are reduced at once. Vectors (norm weights) are small: they wait for each other.
         """
@@ -121,6 +121,10 @@ class GradSampleGradients:
         if name in self._shards:
             self._wait()
         _add_to(self._shards, name, shard)
+
+    def held(self) -> list[torch.Tensor]:
+        """List the per-sample gradients that this backward has formed so far."""
+        return [*self._shards.values(), *self._wholes.values()]
 
     def _gather(self) -> list[torch.Tensor]:
         """After backward: every parameter's `(B, dp_shard, chunk)`, summed over cp, in order."""

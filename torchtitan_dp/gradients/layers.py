@@ -28,7 +28,7 @@ Write = Callable[[RowLayout, torch.Tensor, slice], None]
 class Sink(Protocol):
     """Where per-sample gradients go, from within backward."""
 
-    def form(self, name: str, batch_size: int, write: Write) -> None:
+    def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Add what `write` will write to the gradients of the parameter `name`."""
 
 
@@ -136,10 +136,10 @@ class _Linear(torch.autograd.Function):
                     else:
                         out_BRD.copy_(torch.bmm(left_BRT, x_BTD[samples]))
 
-            ctx.layer.sink.form(ctx.layer.parameter_names["weight"], len(x), write)
+            ctx.layer.sink.form_grad_samples(ctx.layer.parameter_names["weight"], len(x), write)
         if bias_needed and bias_needed[0]:
             name = ctx.layer.parameter_names["bias"]
-            ctx.layer.sink.form(name, len(x), _copy(grad_y_BTP.sum(1)))
+            ctx.layer.sink.form_grad_samples(name, len(x), _copy(grad_y_BTP.sum(1)))
         return None, grad_x, None, *(None for _ in bias_needed)
 
 
@@ -180,7 +180,7 @@ class _Embedding(_OwnForward):
             source_ND = grad_y_BTD[samples].reshape(-1, whole.shape[-1])
             rows_ND.index_add_(0, position_BT.flatten(), source_ND.to(whole.dtype))
 
-        layer.sink.form(layer.parameter_names["weight"], len(tokens), write)
+        layer.sink.form_grad_samples(layer.parameter_names["weight"], len(tokens), write)
         return None, None, None
 
 
@@ -200,7 +200,8 @@ class _RMSNorm(_OwnForward):
             (grad_x,) = torch.autograd.grad(normed, x_again, grad_y * layer.weight.detach())
         if weight_needed:
             products = (normed.detach() * grad_y).reshape(len(x), -1, *layer.weight.shape)
-            layer.sink.form(layer.parameter_names["weight"], len(x), _copy(products.sum(1)))
+            name = layer.parameter_names["weight"]
+            layer.sink.form_grad_samples(name, len(x), _copy(products.sum(1)))
         return None, grad_x, None
 
 
@@ -224,7 +225,7 @@ class _ByRule(_OwnForward):
         for attribute, name in layer.parameter_names.items():
             parameter = getattr(layer, attribute)
             if parameter is not None and parameter.requires_grad:
-                layer.sink.form(name, len(x), _copy(grad_samples[parameter]))
+                layer.sink.form_grad_samples(name, len(x), _copy(grad_samples[parameter]))
         return None, grad_x, *(None for _ in layer.parameter_names)
 
 

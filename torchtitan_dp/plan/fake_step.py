@@ -148,7 +148,7 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
             (ReduceScatterOverCP, "__call__", functools.partial(_shards, tracker)),
             (ClippedSum, "add", functools.partial(_samples, tracker)),
             (ClippedSum, "lay_out", label("accumulator")),
-            (GradSampleGradients, "form", functools.partial(_formed, tracker)),
+            (GradSampleGradients, "form_grad_samples", functools.partial(_formed, tracker)),
             (RowLayout, "allocate", label("communication")),
             (loss_head, "_chunk", label("loss_head")),
             (loss_head, "_add_product_", label("loss_head")),
@@ -190,8 +190,7 @@ def _samples(
 def _formed(tracker: MemoryTracker, gradients: GradSampleGradients, *_: Any) -> Iterator[None]:
     with tracker.labelled("per_sample_shards"):
         yield
-    kept = [*gradients._shards.values(), *gradients._wholes.values()]
-    tracker.relabel(kept, "per_sample_shards")
+    tracker.relabel(gradients.held(), "per_sample_shards")
 
 
 def _parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]]:
