@@ -33,11 +33,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.config import Privacy
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.layers import per_sample_layers
-from torchtitan_dp.gradients.methods import build_gradients, build_summation
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.reduction import ReductionGroups
-from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.privacy.keys import KeyStream
 from torchtitan_dp.privacy.lower_bounds import gaussian_mu
 from torchtitan_dp.privacy.sampling import deal
@@ -151,29 +150,16 @@ class Game:
         self.cases = cases(rows)
         self._device = torch.device(mesh.device_type)
         model = _Dials(rows).to(self._device)
-        if privacy.gradient_method == "grad_sample":
+        if METHODS[privacy.gradient_method].per_sample_layers:
             per_sample_layers(model)
         module = _shard(model, mesh)
         parameters = dict(model.named_parameters())
         groups = ReductionGroups.build(mesh.device_type, degrees)
-        summation = build_summation(privacy, parameters, self._C)
-        self._sum = ClippedSum(
-            parameters,
-            groups,
-            max_grad_norm=self._C,
-            clip_function=privacy.clip_function,
-            summation=summation,
-        )
-        self._model = model
-        self._gradients = build_gradients(privacy, model, [module], self._sum)
+        step = build_step(privacy, model, parameters, [module], groups, max_grad_norm=self._C)
+        self._model, self._sum, self._gradients = model, step.clipped_sum, step.gradients
         self._observer = _Observer(parameters, mesh)
-        self._optimizer = DPOptimizer(
-            self._observer,
-            parameters,
-            noise_multiplier=self._sigma,
-            max_grad_norm=self._C,
-            expected_batch_size=1,
-            summation=summation,
+        self._optimizer = step.optimizer(
+            self._observer, noise_multiplier=self._sigma, expected_batch_size=1
         )
 
     def play(self, case: Case, *, trials: int, confidence: float) -> Outcome:

@@ -31,16 +31,15 @@ from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.distributed import offload
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
-from torchtitan_dp.gradients.methods import build_gradients, build_summation
 from torchtitan_dp.gradients.reduction import ReduceScatterOverCP, ReductionGroups
 from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models import loss_head
 from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
 from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_fsdp_modules
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.models.rms_norm import rms_norm
-from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.plan.tracker import MemoryTracker, wrapped
 from torchtitan_dp.privacy import summation as dp_summation
 
@@ -65,31 +64,26 @@ class Step:
             groups = ReductionGroups.build("cpu", degrees)
         with tracker.labelled("parameters"):
             self.model.to_empty(device="cpu")
-            self.parameters = trainable_parameters(self.model)
-            for parameter in self.parameters.values():
+            parameters = trainable_parameters(self.model)
+            for parameter in parameters.values():
                 nn.init.zeros_(parameter.to_local())  # type: ignore[attr-defined]
-        summation = build_summation(config.privacy, self.parameters, config.privacy.max_grad_norm)
-        self.clipped_sum = ClippedSum(
-            self.parameters,
-            groups,
-            max_grad_norm=config.privacy.max_grad_norm,
-            clip_function=config.privacy.clip_function,
-            summation=summation,
-        )
         with tracker.labelled("accumulator"):
-            self.gradients = build_gradients(
-                config.privacy, self.model, trained_fsdp_modules(self.model), self.clipped_sum
-            )
-        # One parameter at a time: temporaries as small as those of the fused kernel's rank.
-        inner = torch.optim.AdamW(self.parameters.values(), foreach=False, fused=False)
-        with unset_fake_temporarily():  # it asks where its shards lie
-            self.optimizer = DPOptimizer(
-                inner,
-                self.parameters,
-                noise_multiplier=1.0,
+            step = build_step(
+                config.privacy,
+                self.model,
+                parameters,
+                trained_fsdp_modules(self.model),
+                groups,
                 max_grad_norm=config.privacy.max_grad_norm,
+            )
+        self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
+        # One parameter at a time: temporaries as small as those of the fused kernel's rank.
+        inner = torch.optim.AdamW(parameters.values(), foreach=False, fused=False)
+        with unset_fake_temporarily():  # it asks where its shards lie
+            self.optimizer = step.optimizer(
+                inner,
+                noise_multiplier=1.0,
                 expected_batch_size=config.training.global_batch_size,
-                summation=summation,
             )
         self.model.output.register_forward_pre_hook(self._enter_loss_head)
         self.losses = SampleLosses(
