@@ -30,9 +30,9 @@ from torchtitan_dp.baseline import BaselineTrainer
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.saved import write_config
-from torchtitan_dp.data.buckets import ladder
 from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.distributed.agreement import (
     broadcast_from_rank0,

@@ -34,7 +34,6 @@ from torchtitan_dp.audit.options import check, parse
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
-from torchtitan_dp.data.opening import Records
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import read_published_fields
@@ -43,6 +42,7 @@ from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.hugging_face import parameter_count
 from torchtitan_dp.models.llama3.model import LlamaArgs
 from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
+from torchtitan_dp.preflight.check import open_records
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import expected_mu
@@ -140,7 +140,7 @@ def main(argv: list[str]) -> None:
         args = check_model(config)
         if options.instrument == "canaries":
             prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
-        records = Records.open(config)
+        records = open_records(config)
         plan = make_plan(config, len(records.train), None)
         if plan.settings.noise_multiplier == 0:
             raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")

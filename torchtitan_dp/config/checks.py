@@ -203,17 +203,6 @@ def _check_privacy(config: JobConfig) -> None:
                 f"privacy.{key} = '{value}': not built yet; use "
                 + " or ".join(f"'{built_value}'" for built_value in values)
             )
-    if (
-        config.training.dataset == "jsonl"
-        and config.data.unit_field is None  # else by units' names, not by lines
-        and config.data.heldout_fraction > 0
-        and privacy.sample_rate is not None
-    ):
-        raise ValueError(
-            f"data.heldout_fraction = {config.data.heldout_fraction}: with a public "
-            "privacy.sample_rate, one jsonl line more would change which lines are held out; keep "
-            "held-out records in another file and set it to 0, or remove privacy.sample_rate"
-        )
     if config.training.global_batch_size < 1:
         raise ValueError(
             f"training.global_batch_size = {config.training.global_batch_size}: set the expected "

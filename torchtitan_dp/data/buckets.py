@@ -18,28 +18,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp.config import JobConfig
-
 if TYPE_CHECKING:
     from torchtitan_dp.data.samples import SampleStore
 
-# As many graphs of one function as torch.compile makes by default before it gives up.
-MOST_LENGTHS = 8
 _UNKNOWN = -1
-
-
-def ladder(config: JobConfig) -> tuple[int, ...]:
-    """The lengths that samples are padded to, rising; the last is `training.seq_len` = T.
-
-    They are the powers of two times 2 x context_parallel_degree (which the ring can share out)
-    below T, without those below T / 128: they would save little and cost a compilation each.
-    """
-    seq_len, rung = config.training.seq_len, 2 * config.parallelism.context_parallel_degree
-    lengths = [seq_len]
-    if config.data.length_buckets:
-        powers = (rung << power for power in range((seq_len // rung).bit_length()))
-        lengths = [length for length in powers if length < seq_len] + lengths
-    return tuple(lengths[-MOST_LENGTHS:])
 
 
 class TokenCounts:

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from torchtitan_dp.data.jsonl_records import MAX_LINE_BYTES
-from torchtitan_dp.data.records import RecordStore
+from torchtitan_dp.data.store import RecordStore
 from torchtitan_dp.data.tokenizer import Tokenizer
 
 EDGE_TOKENS = 64  # the tokens next to a cut may differ from those of the whole text

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchtitan_dp.data.excerpts import WINDOW_LOOKS, Excerpts, most_bytes, most_parsed
-from torchtitan_dp.data.records import RecordStore
+from torchtitan_dp.data.store import RecordStore
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import RecordUnits, Units
 

@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from torchtitan_dp.data.index import WriteWords, cached_words
-from torchtitan_dp.data.records import RecordStore
+from torchtitan_dp.data.store import RecordStore
 
 INDEX_VERSION = "units-3"  # of the format, of the hash and of the name
 SHARD_RECORDS = 2**20

@@ -22,11 +22,15 @@ from typing import Protocol
 import numpy as np
 
 from torchtitan_dp.data.index import writable_folder
-from torchtitan_dp.data.jsonl_records import JsonlRecords
-from torchtitan_dp.data.records import RecordStore
+from torchtitan_dp.data.store import RecordStore
 from torchtitan_dp.data.unit_index import UnitIndex, record_hash, unit_index
 
 CHUNK = 2**16
+
+
+def word(unit_field: str | None) -> str:
+    """Call what is drawn, clipped and protected by its name, in a word."""
+    return "record" if unit_field is None else "unit"
 
 
 class Units(Protocol):
@@ -111,7 +115,7 @@ def open_units(
     """The units of a store that was opened with the same `unit_field`.
 
     Args:
-        index_folder: as of `records.open_records`; where the grouping is kept, hashes and offsets
+        index_folder: as of `records.open_store`; where the grouping is kept, hashes and offsets
             only, for the owner only.
 
     Raises:
@@ -134,6 +138,5 @@ def open_units(
             "the JSON field that holds the unit (a string or a whole number), or, for text files, "
             "give a training.dataset_path above the units' folders"
         )
-    if isinstance(store, JsonlRecords):  # a text file's unit is in its name, which stays
-        store.is_of = index.is_of
+    store.confirm_units(index.is_of)
     return GroupedUnits(index)
