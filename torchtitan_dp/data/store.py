@@ -57,7 +57,7 @@ class RecordStore(Protocol):
         ...
 
     def unit_names(self) -> Iterator[str | None]:
-        """Yield, for all records in index order, what `unit_field` says; `None`: a unit of its own."""
+        """Yield what `unit_field` says of each record, in index order; `None`: its own unit."""
         ...
 
     def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:
