@@ -287,6 +287,9 @@ class Many:
     def record_id(self, index: int) -> str:
         return f"place {index}"
 
+    def confirm_units(self, is_of: object) -> None:
+        pass
+
     def unit_names(self) -> Iterator[str | None]:
         return iter(self.names)
 
