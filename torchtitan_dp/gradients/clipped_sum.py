@@ -161,7 +161,7 @@ class ClippedSum:
                 )
 
     def take(self) -> dict[str, torch.Tensor]:
-        """Sum over all data-parallel ranks; returns flat local shards, by name.
+        """Sum over all data-parallel ranks, and return this rank's flat local shards by name.
 
         They are of the summation's dtype, for its `add_noise_`, and valid until `reset`; they may
         be changed in place. Zeros if nothing was accumulated, which holds on all ranks or on none.

@@ -127,7 +127,7 @@ class GradSampleGradients:
         return [*self._shards.values(), *self._wholes.values()]
 
     def _gather(self) -> list[torch.Tensor]:
-        """After backward: every parameter's `(B, dp_shard, chunk)`, summed over cp, in order."""
+        """Finish the sums over cp, and return every parameter's `(B, dp_shard, chunk)` in order."""
         self._wait()
         if self._shard:
             self._reduce_wholes_together()
@@ -138,7 +138,7 @@ class GradSampleGradients:
         return [self._shards.pop(name).flatten(2) for name in self._layouts]
 
     def _reduce_wholes_together(self) -> None:
-        """One reduce-scatter over cp for all."""
+        """Sum over cp all that was kept whole, by one reduce-scatter."""
         if not self._wholes:
             return
         wholes = list(self._wholes.values())
@@ -153,7 +153,9 @@ class GradSampleGradients:
         self._wholes.clear()
 
     def _reduce_wholes_alone(self) -> None:
-        """An all-reduce over cp for each, of which this rank uses its part."""
+        """Sum over cp what was kept whole, by an all-reduce for each parameter, and keep this
+        rank's part.
+        """
         for name, whole in self._wholes.items():
             if self._cp is not None:
                 dist.all_reduce(whole, group=self._cp)
@@ -168,7 +170,9 @@ class GradSampleGradients:
 
 
 def _add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
-    """A tied weight has two layers' gradients, of which the sum is one sample's gradient."""
+    """Add to a parameter's gradients those of another layer that shares it. A tied weight has two
+    layers' gradients, of which the sum is one sample's gradient.
+    """
     if name in gradients:
         gradients[name].add_(more)
     else:

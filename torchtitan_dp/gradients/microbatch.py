@@ -61,7 +61,7 @@ class MicrobatchGradients:
         return self.clipped_sum.add(shards, valid_B)
 
     def _find_places(self, outputs: list[torch.Tensor]) -> dict[str, Place]:
-        """Read from `.grad`, which FSDP2 makes a view of its output, what lies where."""
+        """Find where each parameter lies: its `.grad` is a view that FSDP2 makes of its output."""
         bundles = {output.untyped_storage().data_ptr(): i for i, output in enumerate(outputs)}
         places = {}
         for name, parameter in self.clipped_sum.parameters.items():
