@@ -25,8 +25,7 @@ _UNKNOWN = -1
 
 
 class TokenCounts:
-    """The number of tokens that samples have, found when they are first drawn, the same on all
-    ranks.
+    """Counts the tokens of samples when they are first drawn, alike on all ranks.
 
     PRIVATE, like the records: in memory only, never logged, saved or put in a checkpoint.
     """
@@ -40,7 +39,7 @@ class TokenCounts:
         self._counts: np.ndarray | None = None  # 4 bytes a source, once somebody asks
 
     def of(self, sources: np.ndarray, device: torch.device) -> np.ndarray:
-        """int64, like `sources`: what the samples are made of, the same on every rank.
+        """Count the tokens of `sources`, int64 and alike on every rank: what samples are made of.
 
         Every rank counts its share of those not known yet, and all take the sum: if one could not
         read a record that others can, they still agree on how to deal out the draw, so that no
@@ -74,7 +73,7 @@ class TokenCounts:
 
 
 def padded_lengths(counts: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
-    """For each number of tokens (at most the last of `lengths`) the shortest length that holds it.
+    """Find the shortest length that holds each number of tokens, at most the last of `lengths`.
 
     >>> padded_lengths(np.array([0, 4, 5, 100]), (4, 8, 100))
     array([  4,   4,   8, 100])

@@ -111,8 +111,9 @@ def locate(
 
 
 def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iterator[str]:
-    """Relative names of the files below `root` that match, one component a pattern, sorted by
-    their bytes."""
+    """Yield the relative names of the files below `root` that match, sorted by their bytes. A
+    pattern is for one component of a name.
+    """
 
     def is_seen(parts: list[str]) -> bool:
         return not any(_is_hidden(part) or part in skipped for part in parts)
@@ -184,7 +185,7 @@ def _matches(parts: list[str], patterns: list[str]) -> bool:
 
 
 def _may_hold(parts: list[str], patterns: list[str]) -> bool:
-    """Whether a folder can hold a match: keeps a glob from walking what it does not name."""
+    """Tell whether a folder can hold a match: a glob does not walk what it does not name."""
     for part, pattern in zip(parts, patterns, strict=False):
         if pattern == "**":
             return True

@@ -107,7 +107,7 @@ class JsonlRecords:
 
 
 def _read_object(file: IO[bytes], size: int) -> dict[str, object]:
-    """The JSON object on the next line, of so many bytes, which is passed in any case."""
+    """Read the JSON object on the next line, of so many bytes, and pass the line in any case."""
     if size > MAX_LINE_BYTES:
         file.seek(size, os.SEEK_CUR)
         return {}
@@ -115,7 +115,7 @@ def _read_object(file: IO[bytes], size: int) -> dict[str, object]:
 
 
 def _parse(line: bytes, size: int) -> dict[str, object]:
-    """The JSON object on a line; an empty one if it is none, or not `size` bytes long."""
+    """Parse the JSON object on a line; return an empty one if it is none, or not `size` bytes."""
     try:
         value = json.loads(line.decode("utf-8-sig")) if len(line) == size else None
     except (ValueError, RecursionError, MemoryError):
@@ -124,7 +124,9 @@ def _parse(line: bytes, size: int) -> dict[str, object]:
 
 
 def _encode(value: object) -> bytes | None:
-    """UTF-8; `None` for what is no text. JSON can spell half a surrogate pair, which is none."""
+    """Encode as UTF-8; return `None` for what is no text. JSON can spell half a surrogate pair,
+    which is none.
+    """
     try:
         return value.encode("utf-8") if isinstance(value, str) else None
     except UnicodeError:

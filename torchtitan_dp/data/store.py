@@ -53,7 +53,7 @@ class RecordStore(Protocol):
         ...
 
     def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
-        """Tell how much records take in their files, int64, like `indices`, reading nothing."""
+        """Tell how many bytes records take in their files, int64, and read nothing."""
         ...
 
     def unit_names(self) -> Iterator[str | None]:

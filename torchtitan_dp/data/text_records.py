@@ -79,7 +79,7 @@ class TextRecords:
             yield folder.decode("utf-8", "surrogateescape") if slash else None
 
     def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:
-        """A file's unit is in its name, which stays."""
+        """Do nothing: a file's unit is in its name, which stays."""
 
 
 def _open(
