@@ -55,7 +55,7 @@ RESULT_FILE = "audit.json"
 def play_game(
     config: JobConfig, plan: Plan, root: RootKey, *, trials: int, confidence: float
 ) -> dict[str, Any]:
-    """All cases of the game, on the terms of `config`; what `--json` says.
+    """Play all cases of the game on the terms of `config`, and return what `--json` says.
 
     Args:
         root: the same on all ranks; its noise keys are used up.
@@ -85,7 +85,7 @@ def play_game(
 
 
 def share_of(confidence: float) -> float:
-    """The confidence of one case, so that all together have `confidence`."""
+    """Give one case its confidence, so that all together have `confidence`."""
     return 1 - (1 - confidence) / len(cases(2))
 
 
@@ -175,7 +175,7 @@ def _run(
 
 
 def _start_ranks() -> None:
-    """The process group: torchrun's, or one process alone."""
+    """Join torchrun's process group, or start one of this process alone."""
     if device_type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if "WORLD_SIZE" in os.environ:

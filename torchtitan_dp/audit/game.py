@@ -46,7 +46,7 @@ _ROWS = 8  # of each parameter on each rank
 
 @dataclass(frozen=True)
 class Case:
-    """Two batches of two units, gradients in multiples of C, each (2, 2 parameters, N)."""
+    """Holds two batches of two units, gradients in multiples of C, each (2, 2 parameters, N)."""
 
     name: str
     without_UPN: torch.Tensor
@@ -57,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the guesses in one case prove."""
+    """Holds what the guesses in one case prove."""
 
     case: str
     false_positives: int
@@ -66,7 +66,7 @@ class Outcome:
 
 
 def cases(rows: int) -> list[Case]:
-    """All cases, for two parameters of `rows` values each."""
+    """Make all cases, for two parameters of `rows` values each."""
     u = torch.full((2, rows), (2 * rows) ** -0.5)
     halves, parameters = u.clone(), u.clone()
     halves[:, rows // 2 :] *= -1
@@ -84,7 +84,7 @@ def cases(rows: int) -> list[Case]:
 
 
 class _Dials(nn.Module):
-    """Two parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for."""
+    """Has two parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class _Dials(nn.Module):
 
 
 class _Observer(torch.optim.Optimizer):
-    """In AdamW's place: keeps how far the gradient it is handed lies along a direction."""
+    """Keeps, in AdamW's place, how far the gradient it is handed lies along a direction."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
         super().__init__(list(parameters.values()), {})
@@ -185,7 +185,8 @@ class Game:
         return Outcome(case.name, false_positives, false_negatives, mu)
 
     def scores(self, case: Case, batch_UPN: torch.Tensor, trials: int) -> np.ndarray:
-        """Steps on one batch: how far each noised gradient lies along the case's direction, over C.
+        """Take steps on one batch, and tell how far each noised gradient lies along the case's
+        direction, over C.
 
         Returns:
             fp64 (trials,), the same on all ranks.
@@ -201,7 +202,7 @@ class Game:
         return total.cpu().numpy()
 
     def _step(self, units_UPN: torch.Tensor) -> None:
-        """As `DPTrainer.train_step`: every unit is drawn, dealt out, clipped, summed and noised."""
+        """Step as `DPTrainer.train_step` does: draw, deal out, clip, sum, and add noise."""
         dealt = deal(
             np.arange(len(units_UPN)),
             ranks=self._dp,
@@ -219,7 +220,7 @@ class Game:
 
 
 def _shard(model: _Dials, mesh: DeviceMesh) -> FSDPModule:
-    """FSDP2 over `mesh`, as `distributed.parallelize` has it; one group, to be quick."""
+    """Lay the model over `mesh` as `models.llama3.parallelize` does, in one group, to be quick."""
     module = fully_shard(model, mesh=mesh)
     if mesh.size() > 1:
         module.set_gradient_divide_factor(1.0)
