@@ -45,7 +45,7 @@ from torchtitan_dp.privacy import summation as dp_summation
 
 
 class Step:
-    """A model laid over the mesh of a default process group, and its step, under a tracker."""
+    """Lays a model over the mesh of a default process group and takes its step, tracked."""
 
     def __init__(self, config: JobConfig, args: LlamaArgs, tracker: MemoryTracker) -> None:
         """
@@ -94,7 +94,7 @@ class Step:
         )
 
     def microbatch(self, seq_len: int) -> None:
-        """Forward, backward, clip, add."""
+        """Run forward and backward, clip, and add to the sum."""
         self.model.model_args.max_seq_len = seq_len
         with torch.no_grad(), torch.device("cpu"), self.tracker.labelled("activations"):
             self.model.freqs_cis = self.model._precompute_freqs_cis()
@@ -106,12 +106,12 @@ class Step:
         self.tracker.base = "activations"
 
     def _enter_loss_head(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        """What comes next is the loss head's, until backward has passed its input."""
+        """Take what comes next for the loss head's, until backward has passed its input."""
         self.tracker.base = "loss_head"
         inputs[0].register_hook(lambda _: setattr(self.tracker, "base", "activations"))
 
     def update(self) -> None:
-        """Noise, division, AdamW."""
+        """Add noise, divide, and step AdamW."""
         with self.tracker.labelled("accumulator"):
             clipped_sum = self.clipped_sum.take()
         with self.tracker.labelled("optimizer"):
@@ -122,7 +122,8 @@ class Step:
 
 @contextlib.contextmanager
 def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
-    """A tracker that labels what FSDP2, the ring, the loss head and the gradient methods make.
+    """Enter a tracker that labels what FSDP2, the ring, the loss head and the gradient methods
+    make.
 
     Labels: parameters, optimizer, accumulator, per_sample_shards, activations, loss_head,
     communication.
@@ -153,7 +154,7 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
 
 @contextlib.contextmanager
 def _reduction(tracker: MemoryTracker, group: FSDPParamGroup, *_: Any) -> Iterator[None]:
-    """FSDP2 is about to reduce whole gradients, which it then frees."""
+    """Label whole gradients that FSDP2 is about to reduce, and then frees."""
     unsharded = [getattr(p, "_unsharded_param", None) for p in group.fsdp_params]
     whole = [p.grad for p in unsharded if p is not None and p.grad is not None]
     tracker.relabel(whole, "communication")
@@ -165,7 +166,7 @@ def _reduction(tracker: MemoryTracker, group: FSDPParamGroup, *_: Any) -> Iterat
 def _shards(
     tracker: MemoryTracker, _: ReduceScatterOverCP, output_tensor: torch.Tensor, **__: Any
 ) -> Iterator[None]:
-    """FSDP2's output becomes this rank's shard of one sample's gradient."""
+    """Label FSDP2's output, which becomes this rank's shard of one sample's gradient."""
     tracker.relabel([output_tensor], "per_sample_shards")
     with tracker.labelled("per_sample_shards"):
         yield
@@ -195,8 +196,9 @@ def _parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int
 
 
 def _flash_workspace(operator: Any, args: Any) -> int:
-    """What FlashAttention 2's backward takes on CUDA: dQ in fp32, a number a row, and dK and dV of
-    every query head where heads share them. The CPU's kernel takes next to nothing."""
+    """Count what FlashAttention 2's backward takes on CUDA: dQ in fp32, a number a row, and dK and
+    dV of every query head where heads share them. The CPU's kernel takes next to nothing.
+    """
     aten = torch.ops.aten
     if operator is not aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return 0
