@@ -21,8 +21,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.methods import GradientMethod, build_gradients, build_summation
+from torchtitan_dp.gradients.methods import GradientMethod
 from torchtitan_dp.gradients.reduction import ReductionGroups
+from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
 from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_fsdp_modules
 from torchtitan_dp.models.loss import SampleLosses
@@ -131,12 +132,14 @@ def build(
     frozen: str | None = None,
     max_grad_norm: float = 1.0,
     edit: Any = None,
+    clipped_sum_type: type[ClippedSum] = ClippedSum,
 ) -> Built:
     """What `DPTrainer` builds, for a small model.
 
     Args:
         frozen: parameters whose name contains this are not trained.
         edit: called with the model after its weights are set.
+        clipped_sum_type: as of `build_step`.
     """
     job_config = config(*overrides, degrees=degrees)
     dims, groups = _mesh(degrees)
@@ -151,15 +154,15 @@ def build(
         with torch.no_grad():
             edit(model)
     parameters = trainable_parameters(model)
-    summation = build_summation(job_config.privacy, parameters, max_grad_norm)
-    clipped_sum = ClippedSum(
+    step = build_step(
+        job_config.privacy,
+        model,
         parameters,
+        trained_fsdp_modules(model),
         groups,
         max_grad_norm=max_grad_norm,
-        clip_function=job_config.privacy.clip_function,
-        summation=summation,
+        clipped_sum_type=clipped_sum_type,
     )
-    gradients = build_gradients(job_config.privacy, model, trained_fsdp_modules(model), clipped_sum)
     losses = SampleLosses(
         model,
         torch.device("cpu"),
@@ -167,7 +170,9 @@ def build(
         job_config.parallelism.context_parallel_load_balancer,
     )
     batch_size = job_config.training.local_batch_size
-    return Built(model, gradients, losses, dims, groups, parameters, summation, batch_size)
+    return Built(
+        model, step.gradients, losses, dims, groups, parameters, step.summation, batch_size
+    )
 
 
 def data(samples: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,8 +23,9 @@ from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
 
 class DPOptimizer:
-    """Step `optimizer` on the noised mean. It holds no state of its own: there is nothing to
-    checkpoint."""
+    """Steps `optimizer` on the noised mean. It holds no state of its own, so there is nothing to
+    checkpoint.
+    """
 
     def __init__(
         self,
@@ -89,7 +90,7 @@ class DPOptimizer:
 
 @torch.no_grad()
 def _make_state(optimizer: Optimizer) -> None:
-    """Make Adam's or AdamW's state, all zeros, which they make in their first step."""
+    """Make Adam's or AdamW's state, all zeros, as their first step would make it."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0
@@ -104,8 +105,7 @@ def _make_state(optimizer: Optimizer) -> None:
 
 
 def _flat_start(parameter: nn.Parameter) -> int:
-    """Return the position, in the flattened whole parameter, of the first value of this rank's
-    shard."""
+    """Find where, in the flattened whole parameter, this rank's shard begins."""
     assert isinstance(parameter, DTensor)
     assert parameter.placements == (Shard(0),)
     _, offset = compute_local_shape_and_global_offset(

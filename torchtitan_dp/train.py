@@ -30,9 +30,9 @@ from torchtitan_dp.baseline import BaselineTrainer
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.saved import write_config
-from torchtitan_dp.data.buckets import ladder
 from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.distributed.agreement import (
     broadcast_from_rank0,
@@ -41,8 +41,8 @@ from torchtitan_dp.distributed.agreement import (
 )
 from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.methods import build_gradients, build_summation
 from torchtitan_dp.gradients.reduction import ReductionGroups
+from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.ledger import (
     PRIVACY_FILE,
     Account,
@@ -59,7 +59,6 @@ from torchtitan_dp.models.families import FAMILIES
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
-from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.sampling import poisson_draw
@@ -85,31 +84,24 @@ class DPTrainer(Trainer):
         self.checkpointer = Checkpointer(self)
         self.stop = StopRequest()
 
-        privacy = job_config.privacy
         (model,), family = self.model_parts, FAMILIES[job_config.model.name]
-        parameters = trainable_parameters(model)
         self.ledger, self.executed = self._open_ledger()
         self._open_account()
         settings = self.ledger.settings
-        groups = ReductionGroups.build(self.device.type, mesh_degrees(job_config))
-        summation = build_summation(privacy, parameters, settings.max_grad_norm)
-        self.clipped_sum = self.clipped_sum_type(
-            parameters,
-            groups,
+        step = build_step(
+            job_config.privacy,
+            model,
+            trainable_parameters(model),
+            family.trained_fsdp_modules(model),
+            ReductionGroups.build(self.device.type, mesh_degrees(job_config)),
             max_grad_norm=settings.max_grad_norm,
-            clip_function=privacy.clip_function,
-            summation=summation,
+            clipped_sum_type=self.clipped_sum_type,
         )
-        self.gradients = build_gradients(
-            privacy, model, family.trained_fsdp_modules(model), self.clipped_sum
-        )
-        self.dp_optimizer = DPOptimizer(
+        self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
+        self.dp_optimizer = step.optimizer(
             self.optimizers,
-            parameters,
             noise_multiplier=settings.noise_multiplier,
-            max_grad_norm=settings.max_grad_norm,
             expected_batch_size=settings.expected_batch_size,
-            summation=summation,
         )
         self.sample_losses = SampleLosses(
             model,

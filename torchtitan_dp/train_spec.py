@@ -28,6 +28,7 @@ from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.metrics import PrivateMetricsProcessor
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.preflight.check import open_records
 from torchtitan_dp.validate import HeldOutValidator
 
 
@@ -40,9 +41,11 @@ class OpenOnce:
 
     def __call__(self, config: JobConfig) -> Records:
         training, validates = config.training, config.validation.enable
-        terms = repr((training.dataset, training.dataset_path, config.data, validates))
+        source = training.dataset, training.dataset_path
+        privacy = config.privacy.enable, config.privacy.sample_rate
+        terms = repr((source, config.data, validates, privacy))
         if self._records is None or terms != self._terms:
-            self._terms, self._records = terms, Records.open(config)
+            self._terms, self._records = terms, open_records(config)
         return self._records
 
 

@@ -10,11 +10,12 @@ import torch
 
 from tests.ranks import on_ranks
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.lengths import MOST_LENGTHS, ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data import buckets
-from torchtitan_dp.data.buckets import MOST_LENGTHS, ladder, padded_lengths
+from torchtitan_dp.data.buckets import padded_lengths
 from torchtitan_dp.data.loading import Microbatch, RecordLoader
-from torchtitan_dp.data.records import open_records
+from torchtitan_dp.data.records import open_store
 from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.privacy.keys import RootKey
@@ -59,7 +60,7 @@ class Bytes(ByteTokenizer):
 def loader(
     folder: Any, ranks: int = 1, rank: int = 0, batch_size: int = 1, tokenizer: Any = None
 ) -> RecordLoader:
-    store = open_records("text", str(folder), index_folder=str(folder) + "-index")
+    store = open_store("text", str(folder), index_folder=str(folder) + "-index")
     samples = SampleStore(store, tokenizer or ByteTokenizer(), T)
     units = np.arange(len(store))[::-1].copy()  # positions are not records
     return RecordLoader(samples, units, ranks=ranks, rank=rank, batch_size=batch_size)

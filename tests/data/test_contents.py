@@ -18,7 +18,8 @@ import pytest
 from torchtitan_dp.data import contents, text_records
 from torchtitan_dp.data import index as kept
 from torchtitan_dp.data.files import list_files, locate
-from torchtitan_dp.data.records import RecordStore, open_records
+from torchtitan_dp.data.records import open_store
+from torchtitan_dp.data.store import RecordStore
 
 Open = Callable[..., RecordStore]
 
@@ -31,7 +32,7 @@ def index(tmp_path: Path) -> Path:
 @pytest.fixture
 def open_(index: Path) -> Open:
     def open_here(format: str, path: Path | str, **options: Any) -> RecordStore:
-        return open_records(format, str(path), index_folder=str(index), **options)
+        return open_store(format, str(path), index_folder=str(index), **options)
 
     return open_here
 
@@ -48,7 +49,7 @@ def texts(store: RecordStore) -> list[str | None]:
 
 
 def listed(root: Path) -> Any:
-    return list_files(*locate("text", str(root)), str(root.parent))
+    return list_files(*locate(str(root)), str(root.parent))
 
 
 FILES = {"a": b"", "b": b"0123456789", "c": b"x" * 7, "d/e": b"\n\xff\n"}
@@ -294,7 +295,7 @@ def reading(*args, **kwargs):
     return read(*args, **kwargs)
 index.read_contents = reading
 index._FIRST_LINE_S = 0
-print(records.open_records(sys.argv[1], sys.argv[2], index_folder=sys.argv[5]).fingerprint)
+print(records.open_store(sys.argv[1], sys.argv[2], index_folder=sys.argv[5]).fingerprint)
 """
 
 
@@ -338,7 +339,7 @@ def test_a_reader_that_dies_frees_the_others(tmp_path: Path, index: Path) -> Non
     out, _ = heir.communicate(timeout=100)
     doomed.communicate()
     assert log.read_text() == "begin\n" * 2
-    assert out.strip() == open_records("jsonl", str(root), index_folder=str(index)).fingerprint
+    assert out.strip() == open_store("jsonl", str(root), index_folder=str(index)).fingerprint
     assert not list(index.glob("*.lock"))
 
 

@@ -12,7 +12,7 @@ import torch
 from torchtitan_dp.data import excerpts, slowest
 from torchtitan_dp.data.excerpts import Excerpts
 from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.records import open_records
+from torchtitan_dp.data.records import open_store
 from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units
@@ -44,7 +44,7 @@ def samples(root: Path, units: dict[str, list[str | None]], seq_len: int = T, **
     (root / "a.jsonl").write_text("\n".join(lines))
     folder = str(root / "index")
     tokenizer = how.pop("tokenizer", ByteTokenizer())
-    store = open_records("jsonl", str(root), unit_field="who", index_folder=folder)
+    store = open_store("jsonl", str(root), unit_field="who", index_folder=folder)
     grouped = open_units(store, "who", index_folder=folder)
     return SampleStore(store, tokenizer, seq_len, grouped, **how), [
         next(u for u in range(len(grouped)) if rows[int(grouped.records(u)[0])][1] == name)
@@ -165,7 +165,7 @@ def test_huge_text_is_read_in_part(tmp_path: Path, seed: int) -> None:
         file.write(b"abc")
         file.truncate(1 << 40)  # sparse: reading it whole could not end well
     folder = str(tmp_path / "index")
-    store = open_records("text", str(path), index_folder=folder, contents=False)
+    store = open_store("text", str(path), index_folder=folder, contents=False)
     head = Excerpts(store, ByteTokenizer(), 5).head(np.array([0]))
     assert head.tolist() == [BOS, 97, 98, 99, 0]
     window = SampleStore(store, Words(), T, long_records="window").sample(0, rng=rng(seed))
@@ -239,7 +239,7 @@ def test_short_units_are_whole(tmp_path: Path) -> None:
 def test_undecodable_parts_give_way_to_others_of_the_same_length(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     (tmp_path / "d/a").write_bytes(b"a" * 100 + b"\xff" * 30 + b"b" * 100)
-    store = open_records("text", str(tmp_path / "d"), index_folder=str(tmp_path / "index"))
+    store = open_store("text", str(tmp_path / "d"), index_folder=str(tmp_path / "index"))
     windows = SampleStore(store, ByteTokenizer(), T, long_records="window")
     shown = {tuple(ids(windows.sample(0, rng=rng(seed)))) for seed in range(100)}
     assert all(len(window) == T + 1 for window in shown)
@@ -255,7 +255,7 @@ def test_windows_have_as_many_tokens_as_counted_wherever_text_turns_bad(
     text = "a " * 300 if tokenizer is Words else "a" * 600
     for good in range(10, 50):
         (tmp_path / f"d/{good}").write_bytes(text[:good].encode() + b"\xff" * 700)
-    records = open_records("text", str(tmp_path / "d"), index_folder=str(tmp_path / "index"))
+    records = open_store("text", str(tmp_path / "d"), index_folder=str(tmp_path / "index"))
     for seq_len in range(2, 40, 3):
         store = SampleStore(records, tokenizer(), seq_len, long_records="window")
         for unit in range(len(records)):
@@ -413,7 +413,7 @@ def test_row47_lines_that_are_parsed_for_nothing_are_few(
     line = json.dumps({"who": "ann", "text": "", "scan": "x" * 100_000})
     (tmp_path / "a.jsonl").write_text("\n".join([line] * 30))
     folder = str(tmp_path / "index")
-    records = open_records("jsonl", str(tmp_path), unit_field="who", index_folder=folder)
+    records = open_store("jsonl", str(tmp_path), unit_field="who", index_folder=folder)
     units = open_units(records, "who", index_folder=folder)
     read = []
     real = records.read

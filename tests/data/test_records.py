@@ -12,7 +12,8 @@ import pytest
 
 from torchtitan_dp.data import contents, jsonl_records, text_records
 from torchtitan_dp.data import index as line_index
-from torchtitan_dp.data.records import RecordStore, open_records
+from torchtitan_dp.data.records import open_store
+from torchtitan_dp.data.store import RecordStore
 from torchtitan_dp.data.units import open_units
 
 Open = Callable[..., RecordStore]
@@ -26,7 +27,7 @@ def index(tmp_path: Path) -> Path:
 @pytest.fixture
 def open_(index: Path) -> Open:
     def open_here(format: str, path: Path | str, **options: Any) -> RecordStore:
-        return open_records(format, str(path), index_folder=str(index), **options)
+        return open_store(format, str(path), index_folder=str(index), **options)
 
     return open_here
 
@@ -326,7 +327,7 @@ def test_index_is_its_owners_only(tmp_path: Path, open_: Open, index: Path) -> N
 
 def test_default_index_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    open_records("jsonl", str(write(tmp_path / "d", {"a.jsonl": b"{}"})))
+    open_store("jsonl", str(write(tmp_path / "d", {"a.jsonl": b"{}"})))
     assert len(saved(tmp_path / "cache/torchtitan_dp/index")) == 1
 
 
@@ -500,7 +501,7 @@ def test_empty_path(open_: Open) -> None:
 def test_index_folder_that_cannot_be_written(tmp_path: Path) -> None:
     write(tmp_path, {"file": b"", "d/a.txt": b""})
     with pytest.raises(ValueError, match="XDG_CACHE_HOME"):
-        open_records("text", str(tmp_path / "d"), index_folder=str(tmp_path / "file/index"))
+        open_store("text", str(tmp_path / "d"), index_folder=str(tmp_path / "file/index"))
 
 
 def test_folder_that_cannot_be_listed(

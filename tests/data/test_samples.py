@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from torchtitan_dp.data.excerpts import scan_undecodable
-from torchtitan_dp.data.records import open_records
+from torchtitan_dp.data.records import open_store
 from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
@@ -175,7 +175,7 @@ def test_huge_text_file_is_read_in_part(tmp_path: Any) -> None:
         file.write(b"abc")
         file.truncate(1 << 40)  # sparse: reading it whole could not end well
     folder = str(tmp_path / "index")
-    records = open_records("text", str(path), index_folder=folder, contents=False)
+    records = open_store("text", str(path), index_folder=folder, contents=False)
     tokens_T, _ = SampleStore(records, ByteTokenizer(), 5).sample(0)
     assert tokens_T.tolist() == [BOS, 97, 98, 99, 0]
 

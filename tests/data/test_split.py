@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from torchtitan_dp.data import units as units_module
-from torchtitan_dp.data.records import open_records
+from torchtitan_dp.data.records import open_store
 from torchtitan_dp.data.split import split
 from torchtitan_dp.data.units import RecordUnits
 
@@ -83,7 +83,7 @@ def test_real_store_with_a_name_that_is_not_utf8(tmp_path: Path) -> None:
     (tmp_path / "d").mkdir()
     for name in ("a", "b", "c", "\udcff", "é"):
         (tmp_path / "d" / name).write_bytes(b"")
-    store = open_records("text", str(tmp_path / "d"), index_folder=str(tmp_path / "index"))
+    store = open_store("text", str(tmp_path / "d"), index_folder=str(tmp_path / "index"))
     train, held = split(RecordUnits(store), 0.4)
     assert sorted([*train, *held]) == [0, 1, 2, 3, 4]
 
@@ -101,14 +101,14 @@ def test_nothing_left_to_train_on() -> None:
 
 SIDES = """
 import json, os, sys
-from torchtitan_dp.data.records import open_records
+from torchtitan_dp.data.records import open_store
 from torchtitan_dp.data.split import split
 from torchtitan_dp.data.units import open_units
 
 root, index = sys.argv[1:]
 found = [sys.getfilesystemencoding()]
 for format, field in (("text", None), ("text", "folder"), ("jsonl", None)):
-    store = open_records(format, root, unit_field=field, index_folder=index)
+    store = open_store(format, root, unit_field=field, index_folder=index)
     units = open_units(store, field, index_folder=index)
     sides = [[os.fsencode(store.record_id(int(record))).hex() for unit in side
         for record in units.records(int(unit))] for side in split(units, 0.5)]

@@ -14,14 +14,15 @@ import numpy as np
 import pytest
 
 from torchtitan_dp.data import unit_index as unit_index_module
-from torchtitan_dp.data.records import RecordStore, open_records
+from torchtitan_dp.data.records import open_store
 from torchtitan_dp.data.split import split
+from torchtitan_dp.data.store import RecordStore
 from torchtitan_dp.data.units import Units, open_units
 
 
 def opened(path: Path, format: str, unit_field: str | None) -> tuple[RecordStore, Units]:
     folder = str(path.parent / "index")
-    store = open_records(format, str(path), unit_field=unit_field, index_folder=folder)
+    store = open_store(format, str(path), unit_field=unit_field, index_folder=folder)
     return store, open_units(store, unit_field, index_folder=folder)
 
 
@@ -266,7 +267,7 @@ def test_fingerprint_sees_who_has_what_and_not_where_it_lies(tmp_path: Path) -> 
         root = write_lines(tmp_path / place / "d", a=[*names, "c"])
         store, units = opened(root, "jsonl", "who")
         folder = str(root.parent / "index")
-        sizes = open_records("jsonl", str(root), index_folder=folder, contents=False)
+        sizes = open_store("jsonl", str(root), index_folder=folder, contents=False)
         prints.append((sizes.fingerprint, store.fingerprint, units.fingerprint))
     assert prints[0] == prints[1]
     assert [len(set(kind)) for kind in zip(*prints, strict=True)] == [1, 3, 3]
@@ -285,6 +286,9 @@ class Many:
 
     def record_id(self, index: int) -> str:
         return f"place {index}"
+
+    def confirm_units(self, is_of: object) -> None:
+        pass
 
     def unit_names(self) -> Iterator[str | None]:
         return iter(self.names)

@@ -33,7 +33,7 @@ class Collected:
         self.gradients = {}
         assert connect(model, self) >= {n for n, p in model.named_parameters() if p.requires_grad}
 
-    def form(self, name, batch_size, write):
+    def form_grad_samples(self, name, batch_size, write):
         layout = self.layouts[name]
         parts = []
         for start in range(0, batch_size, self.at_once):
@@ -332,7 +332,7 @@ class Checkpointed(nn.Module):
 
 
 class Nothing:
-    def form(self, name, batch_size, write):
+    def form_grad_samples(self, name, batch_size, write):
         pass
 
 

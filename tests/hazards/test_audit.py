@@ -107,7 +107,7 @@ def clipping_after_the_sum():
     def take_clipped(self):
         total = take(self)
         norm = torch.cat(list(total.values())).norm()
-        return {n: t * (self._max_grad_norm / norm).clamp(max=1) for n, t in total.items()}
+        return {n: t * (self.max_grad_norm / norm).clamp(max=1) for n, t in total.items()}
 
     with no_clipping(), mock.patch.object(ClippedSum, "take", take_clipped):
         yield
@@ -252,8 +252,7 @@ def canary_scores(degrees, method, exact):
         overrides += ("--training.local_batch_size=3",)
     if exact:
         overrides += ("--privacy.secure_noise", "--privacy.exact_sum")
-    with mock.patch("tests.build.ClippedSum", CanarySum):
-        built = build.build(degrees, *overrides, max_grad_norm=0.5)
+    built = build.build(degrees, *overrides, max_grad_norm=0.5, clipped_sum_type=CanarySum)
     sums = built.gradients.clipped_sum
     canaries = Canaries.choose(built.parameters, 6)
     included = np.array([True, False, True, True, False, True])

@@ -11,6 +11,7 @@ import pytest
 from tests import build
 from tests.ranks import on_ranks
 from torchtitan_dp.data.opening import Records
+from torchtitan_dp.preflight.check import open_records
 
 LINES = [json.dumps({"who": who, "text": text}) for who, text in zip("aabb", "wxyz", strict=True)]
 
@@ -52,7 +53,7 @@ def lay_out(place: Path, files: dict[str, bytes]) -> str:
 def opened(format: str, path: str, unit_field: str | None, *overrides: str) -> Records:
     """The records of a configuration."""
     field = [] if unit_field is None else [f"--data.unit_field={unit_field}"]
-    return Records.open(
+    return open_records(
         build.config(
             f"--training.dataset={format}", f"--training.dataset_path={path}", *field, *overrides
         )
@@ -138,7 +139,7 @@ def drawn_step(
     import torch
     import torch.distributed as dist
 
-    from torchtitan_dp.data.buckets import ladder
+    from torchtitan_dp.config.lengths import ladder
     from torchtitan_dp.data.tokenizer import ByteTokenizer
     from torchtitan_dp.process import Fault
     from torchtitan_dp.train_spec import OpenOnce, build_loader
@@ -229,11 +230,11 @@ def test_row48_every_machine_makes_each_drawn_sample_once(tmp_path):
 
     from torchtitan_dp.data.comparison import Place
     from torchtitan_dp.data.loading import RecordLoader
-    from torchtitan_dp.data.records import open_records
+    from torchtitan_dp.data.records import open_store
     from torchtitan_dp.data.samples import SampleStore
     from torchtitan_dp.data.tokenizer import ByteTokenizer
 
-    store = open_records("text", node(tmp_path / "one", TEXTS, "text"))
+    store = open_store("text", node(tmp_path / "one", TEXTS, "text"))
     draw = np.array([0, 2, 3, 5, 7, 8, 11])
     for cp, local_ranks in ((1, 4), (2, 4), (4, 4), (2, 3), (1, 1), (8, 4), (1, 8)):
         world, made = 8 if local_ranks != 3 else 6, {}

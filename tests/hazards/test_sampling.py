@@ -14,11 +14,12 @@ from tests.launch import arguments
 from tests.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.opening import Records
-from torchtitan_dp.data.records import open_records
+from torchtitan_dp.data.records import FORMATS, open_store
 from torchtitan_dp.data.samples import SampleStore
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger.settings import settings_of
+from torchtitan_dp.plan import __main__ as plan
+from torchtitan_dp.preflight.check import open_records
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.train_spec import build_samples
@@ -33,7 +34,7 @@ def store(tmp_path):
         (tmp_path / f"{i:03}.txt").write_text(chr(48 + i))
     (tmp_path / "007.txt").write_text("")
     (tmp_path / "008.txt").write_bytes(b"\xff\xfe\xff")
-    return open_records("text", str(tmp_path))
+    return open_store("text", str(tmp_path))
 
 
 def loader(store, ranks: int, rank: int, units: np.ndarray | None = None) -> RecordLoader:
@@ -119,7 +120,7 @@ def by_user(path, *overrides):
         ],
         world_size=1,
     )
-    return config, Records.open(config)
+    return config, open_records(config)
 
 
 CHOICES = [("concat", "head"), ("random", "head"), ("concat", "window"), ("random", "window")]
@@ -191,3 +192,52 @@ def test_row43_a_record_that_names_no_unit_contributes_nothing(users):
     every = list(loader.microbatches(np.arange(USERS + 2)))
     empty = [(microbatch.labels_BT == -100).all() for microbatch in every]
     assert sum(empty) == 2
+
+
+# Who is held out must not depend on who else is there, where that is what is protected.
+
+
+def one_more(format, folder, more):
+    """Three records, and another one before them."""
+    texts = ["w"] * more + ["x", "y", "z"]
+    folder.mkdir()
+    if format == "jsonl":
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / "a.jsonl").write_text(lines)
+    else:
+        assert format == "text", "a new format: say here how one record is put before others"
+        for text in texts:
+            (folder / text).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_row43_a_format_says_whether_one_record_more_renames_others(tmp_path, monkeypatch, format):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    names = []
+    for more in (0, 1):
+        store = open_store(format, str(one_more(format, tmp_path / f"d{more}", more)))
+        found = zip(map(store.read, range(len(store))), store.record_ids(), strict=True)
+        names.append({text: name for text, name in found if text != "w"})
+    assert names[0].keys() == names[1].keys() == set("xyz")
+    assert FORMATS[format].named_by_position == (names[0] != names[1])
+
+
+def test_row43_held_out_by_position_with_a_public_rate_is_refused(users, capsys):
+    out = users.parent / "out"
+    by_line = arguments(out, users, "--training.dataset=jsonl", "--data.heldout_fraction=0.3")
+    public = "--privacy.sample_rate=0.1"
+    with pytest.raises(SystemExit) as stop:
+        plan.main([*by_line, public, "--world_size=1"])
+    assert stop.value.code == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err == (
+        "error: data.heldout_fraction = 0.3: with a public privacy.sample_rate, one jsonl line "
+        "more would change which lines are held out; keep held-out records in another file and "
+        "set it to 0, or remove privacy.sample_rate\n"
+    )
+    assert not out.exists()
+    assert not (users.parent / "cache").exists()  # refused before it was looked at
+    for allowed in ([], [public, "--data.unit_field=user"], [public, "--data.heldout_fraction=0"]):
+        assert len(open_records(load_config([*by_line, *allowed], world_size=1)).train)

@@ -264,6 +264,7 @@ def test_row20_a_private_step_is_given_the_loader_not_its_shuffled_batches():
 def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact):
     from tests import build
     from torchtitan_dp import train
+    from torchtitan_dp.gradients import step
     from torchtitan_dp.privacy.fixed_point import unit
     from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum
 
@@ -280,10 +281,12 @@ def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact)
         monkeypatch.setattr(train.DPTrainer, name, lambda _: None)
     for name in ("Checkpointer", "StopRequest", "ReductionGroups", "SampleLosses"):
         monkeypatch.setattr(train, name, MagicMock())
-    for name in ("build_gradients", "trained_fsdp_modules", "DPOptimizer"):
-        monkeypatch.setattr(train, name, MagicMock())
+    monkeypatch.setattr(train, "trained_fsdp_modules", MagicMock())
+    monkeypatch.setattr(step, "DPOptimizer", MagicMock())
+    method = SimpleNamespace(build=MagicMock())
+    monkeypatch.setattr(step, "METHODS", {"microbatch": method})
     options = ["--privacy.exact_sum"] if exact else []
     trainer = train.DPTrainer(build.config("--privacy.secure_noise", *options))
     expected = FixedPointSum(unit(SETTINGS.max_grad_norm, 8)) if exact else FloatSum(True)
     assert trainer.clipped_sum._summation == expected
-    assert train.DPOptimizer.call_args.kwargs["summation"] == expected
+    assert step.DPOptimizer.call_args.kwargs["summation"] == expected

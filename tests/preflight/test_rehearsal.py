@@ -193,7 +193,7 @@ def test_row47_ranks_of_one_cp_group_rehearse_alike(tmp_path, how):
 def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
     """On stand-ins that note what is asked of them, in order."""
     from tests.hazards.test_trainer import loader
-    from torchtitan_dp.data.buckets import ladder
+    from torchtitan_dp.config.lengths import ladder
     from torchtitan_dp.preflight.rehearsal import rehearse
 
     did: list[Any] = []
@@ -214,7 +214,7 @@ def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
 def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     """Of each length: the peak bytes of a microbatch of padding, and of a full one; and whether
     both run the same operators on the same shapes."""
-    from torchtitan_dp.data.buckets import ladder
+    from torchtitan_dp.config.lengths import ladder
     from torchtitan_dp.data.loading import Microbatch
     from torchtitan_dp.metrics import SampleStatistics
     from torchtitan_dp.plan.tracker import MemoryTracker

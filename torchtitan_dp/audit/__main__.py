@@ -34,7 +34,6 @@ from torchtitan_dp.audit.options import check, parse
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
-from torchtitan_dp.data.opening import Records
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import read_published_fields
@@ -42,6 +41,7 @@ from torchtitan_dp.ledger.terms import Plan, make_plan
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs, parameter_count
 from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
+from torchtitan_dp.preflight.check import open_records
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import expected_mu
@@ -54,7 +54,7 @@ RESULT_FILE = "audit.json"
 def play_game(
     config: JobConfig, plan: Plan, root: RootKey, *, trials: int, confidence: float
 ) -> dict[str, Any]:
-    """All cases of the game, on the terms of `config`; what `--json` says.
+    """Play all cases of the game on the terms of `config`, and return what `--json` says.
 
     Args:
         root: the same on all ranks; its noise keys are used up.
@@ -84,7 +84,7 @@ def play_game(
 
 
 def share_of(confidence: float) -> float:
-    """The confidence of one case, so that all together have `confidence`."""
+    """Give one case its confidence, so that all together have `confidence`."""
     return 1 - (1 - confidence) / len(cases(2))
 
 
@@ -139,7 +139,7 @@ def main(argv: list[str]) -> None:
         args = check_model(config)
         if options.instrument == "canaries":
             prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
-        records = Records.open(config)
+        records = open_records(config)
         plan = make_plan(config, len(records.train), None)
         if plan.settings.noise_multiplier == 0:
             raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
@@ -174,7 +174,7 @@ def _run(
 
 
 def _start_ranks() -> None:
-    """The process group: torchrun's, or one process alone."""
+    """Join torchrun's process group, or start one of this process alone."""
     if device_type != "cpu":
         torch.accelerator.set_device_index(int(os.environ.get("LOCAL_RANK", "0")))
     if "WORLD_SIZE" in os.environ:

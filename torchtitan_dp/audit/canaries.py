@@ -32,7 +32,7 @@ _PLACES_SEED = 0  # public
 
 @dataclass(frozen=True)
 class Canaries:
-    """Where each canary lies: position `positions[j]` of the flattened parameter `names[j]`."""
+    """Tells where each canary lies: at `positions[j]` of the flattened parameter `names[j]`."""
 
     names: tuple[str, ...]
     positions: tuple[int, ...]
@@ -42,7 +42,7 @@ class Canaries:
 
     @classmethod
     def choose(cls, parameters: dict[str, nn.Parameter], count: int) -> "Canaries":
-        """Distinct positions, uniform over all trainable values; the same on every rank."""
+        """Choose distinct positions, uniform over all trainable values and alike on every rank."""
         ends = np.cumsum([parameter.numel() for parameter in parameters.values()])
         rng = np.random.default_rng(_PLACES_SEED)
         drawn = rng.choice(int(ends[-1]), size=count, replace=False)
@@ -55,13 +55,13 @@ class Canaries:
 
 
 def draw_coins(key: bytes, count: int) -> np.ndarray:
-    """bool (count,): fair coins, from the 32-byte key of the stream "coin"."""
+    """Toss fair coins, bool (count,), from the 32-byte key of the stream "coin"."""
     rng = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
     return rng.integers(0, 2, size=count).astype(bool)
 
 
 class CanarySamples(SampleStore):
-    """Units, and behind them canaries: samples without tokens, so that their loss is 0.
+    """Makes samples of units, and of canaries behind them: without tokens, so that their loss is 0.
 
     `drawn` tells, in order, which unit is in each slot that was handed out: the canary's number,
     or None for a unit or padding. Whoever consumes the slots takes them from there.
@@ -98,7 +98,7 @@ class CanarySamples(SampleStore):
 
 
 class CanarySum(ClippedSum):
-    """A `ClippedSum` into whose samples the included canaries are put before they are clipped."""
+    """Puts the included canaries into their samples before these are clipped."""
 
     _included: np.ndarray  # secret
     _drawn: deque[int | None]
@@ -128,14 +128,13 @@ class CanarySum(ClippedSum):
             spot = self._spots[canary]
             if spot is not None:
                 name, dp_shard_rank, within = spot
-                place = self._places[name]
-                position = place.offset + within
-                shards[place.piece][sample, dp_shard_rank, position] = NORM * self._max_grad_norm
+                part_BDN = self.part(shards, name)
+                part_BDN[sample, dp_shard_rank, within] = NORM * self.max_grad_norm
         return super().add(shards, valid_B)
 
 
 class ScoreKeeper:
-    """Scores without coins: what AdamW is handed at each canary's position, summed over steps."""
+    """Scores without coins: sums, over steps, what AdamW is handed at each canary's position."""
 
     def __init__(
         self, canaries: Canaries, parameters: dict[str, nn.Parameter], optimizer: Any
@@ -172,7 +171,7 @@ class ScoreKeeper:
             self._sums[which] += gradient[where].double()
 
     def scores(self, replicas: int) -> np.ndarray:
-        """fp64 (canaries,), the same on all ranks, in the units of the gradient.
+        """Sum up fp64 (canaries,), the same on all ranks, in the units of the gradient.
 
         Collective: an all-reduce over the world, of which `replicas` parts are alike.
         """

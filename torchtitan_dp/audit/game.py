@@ -33,11 +33,10 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.config import Privacy
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.layers import per_sample_layers
-from torchtitan_dp.gradients.methods import build_gradients, build_summation
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.reduction import ReductionGroups
-from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.privacy.keys import KeyStream
 from torchtitan_dp.privacy.lower_bounds import gaussian_mu
 from torchtitan_dp.privacy.sampling import deal
@@ -47,7 +46,7 @@ _ROWS = 8  # of each parameter on each rank
 
 @dataclass(frozen=True)
 class Case:
-    """Two batches of two units, gradients in multiples of C, each (2, 2 parameters, N)."""
+    """Holds two batches of two units, gradients in multiples of C, each (2, 2 parameters, N)."""
 
     name: str
     without_UPN: torch.Tensor
@@ -58,7 +57,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What the guesses in one case prove."""
+    """Holds what the guesses in one case prove."""
 
     case: str
     false_positives: int
@@ -67,7 +66,7 @@ class Outcome:
 
 
 def cases(rows: int) -> list[Case]:
-    """All cases, for two parameters of `rows` values each."""
+    """Make all cases, for two parameters of `rows` values each."""
     u = torch.full((2, rows), (2 * rows) ** -0.5)
     halves, parameters = u.clone(), u.clone()
     halves[:, rows // 2 :] *= -1
@@ -85,7 +84,7 @@ def cases(rows: int) -> list[Case]:
 
 
 class _Dials(nn.Module):
-    """Two parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for."""
+    """Has two parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for."""
 
     def __init__(self, rows: int) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class _Dials(nn.Module):
 
 
 class _Observer(torch.optim.Optimizer):
-    """In AdamW's place: keeps how far the gradient it is handed lies along a direction."""
+    """Keeps, in AdamW's place, how far the gradient it is handed lies along a direction."""
 
     def __init__(self, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
         super().__init__(list(parameters.values()), {})
@@ -151,29 +150,16 @@ class Game:
         self.cases = cases(rows)
         self._device = torch.device(mesh.device_type)
         model = _Dials(rows).to(self._device)
-        if privacy.gradient_method == "grad_sample":
+        if METHODS[privacy.gradient_method].per_sample_layers:
             per_sample_layers(model)
         module = _shard(model, mesh)
         parameters = dict(model.named_parameters())
         groups = ReductionGroups.build(mesh.device_type, degrees)
-        summation = build_summation(privacy, parameters, self._C)
-        self._sum = ClippedSum(
-            parameters,
-            groups,
-            max_grad_norm=self._C,
-            clip_function=privacy.clip_function,
-            summation=summation,
-        )
-        self._model = model
-        self._gradients = build_gradients(privacy, model, [module], self._sum)
+        step = build_step(privacy, model, parameters, [module], groups, max_grad_norm=self._C)
+        self._model, self._sum, self._gradients = model, step.clipped_sum, step.gradients
         self._observer = _Observer(parameters, mesh)
-        self._optimizer = DPOptimizer(
-            self._observer,
-            parameters,
-            noise_multiplier=self._sigma,
-            max_grad_norm=self._C,
-            expected_batch_size=1,
-            summation=summation,
+        self._optimizer = step.optimizer(
+            self._observer, noise_multiplier=self._sigma, expected_batch_size=1
         )
 
     def play(self, case: Case, *, trials: int, confidence: float) -> Outcome:
@@ -199,7 +185,8 @@ class Game:
         return Outcome(case.name, false_positives, false_negatives, mu)
 
     def scores(self, case: Case, batch_UPN: torch.Tensor, trials: int) -> np.ndarray:
-        """Steps on one batch: how far each noised gradient lies along the case's direction, over C.
+        """Take steps on one batch, and tell how far each noised gradient lies along the case's
+        direction, over C.
 
         Returns:
             fp64 (trials,), the same on all ranks.
@@ -215,7 +202,7 @@ class Game:
         return total.cpu().numpy()
 
     def _step(self, units_UPN: torch.Tensor) -> None:
-        """As `DPTrainer.train_step`: every unit is drawn, dealt out, clipped, summed and noised."""
+        """Step as `DPTrainer.train_step` does: draw, deal out, clip, sum, and add noise."""
         dealt = deal(
             np.arange(len(units_UPN)),
             ranks=self._dp,
@@ -233,7 +220,7 @@ class Game:
 
 
 def _shard(model: _Dials, mesh: DeviceMesh) -> FSDPModule:
-    """FSDP2 over `mesh`, as `distributed.parallelize` has it; one group, to be quick."""
+    """Lay the model over `mesh` as `models.llama3.parallelize` does, in one group, to be quick."""
     module = fully_shard(model, mesh=mesh)
     if mesh.size() > 1:
         module.set_gradient_divide_factor(1.0)

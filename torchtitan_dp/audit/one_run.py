@@ -38,7 +38,7 @@ GUESSES_FILE = "audit_guesses.json"
 
 @dataclass(frozen=True)
 class CanaryAudit:
-    """What the guesses came to."""
+    """Holds what the guesses came to."""
 
     epsilon_lower_bound: float
     most: float  # the bound if every guess had been right
@@ -51,7 +51,7 @@ class CanaryAudit:
 
 
 class AuditTrainer(DPTrainer):
-    """`DPTrainer` with canaries behind the records, and somebody who watches the gradient."""
+    """Trains as `DPTrainer` does, with canaries behind the records, and watches the gradient."""
 
     clipped_sum_type = CanarySum
     clipped_sum: CanarySum
@@ -87,7 +87,7 @@ class AuditTrainer(DPTrainer):
             print(f"audit: step {self.step} of {steps}", file=sys.stderr)
 
     def scores(self) -> np.ndarray:
-        """Each canary's gradient, summed over steps, in units of what one inclusion adds to it.
+        """Sum each canary's gradient over steps, in units of what one inclusion adds to it.
 
         Collective over the world; does not look at the coins.
         """
@@ -96,13 +96,14 @@ class AuditTrainer(DPTrainer):
         return self._keeper.scores(self.parallel_dims.dp_replicate) * scale
 
     def unblind(self) -> np.ndarray:
-        """bool (canaries,): the coins. Call it when the guesses can no longer change."""
+        """Reveal the coins, bool (canaries,). Call it when the guesses can no longer change."""
         assert os.path.exists(os.path.join(self.job_config.job.dump_folder, GUESSES_FILE))
         return self._coins
 
 
 def guess(scores: np.ndarray, guesses: int) -> np.ndarray:
-    """int8: 1 for the highest scores, -1 for the lowest, half of `guesses` each; 0 between.
+    """Guess 1 for the highest scores and -1 for the lowest, half of `guesses` each; int8, 0
+    between.
 
     >>> guess(np.array([0.1, 3.0, -1.0, 0.2]), 2).tolist()
     [0, 1, -1, 0]

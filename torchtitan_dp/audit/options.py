@@ -13,7 +13,7 @@ CONFIDENCE = {"game": 0.999, "canaries": 0.95}
 
 
 def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[str]]:
-    """The audit's own options, and the configuration's command line."""
+    """Parse the audit's own options, and leave the configuration's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_dp.audit",
         description=description,

@@ -16,7 +16,7 @@ _LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may 
 def game_for_programs(
     outcomes: list[Outcome], *, sigma: float, delta: float, trials: int, confidence: float
 ) -> dict[str, Any]:
-    """What `--json` says of a game."""
+    """Put together what `--json` says of a game."""
     worst = max(outcomes, key=lambda outcome: outcome.mu)
     return {
         "instrument": "game",
@@ -40,7 +40,7 @@ def game_for_programs(
 
 
 def canaries_for_programs(audit: CanaryAudit, confidence: float) -> dict[str, Any]:
-    """What `--json` says of a canary audit."""
+    """Put together what `--json` says of a canary audit."""
     return {
         "instrument": "canaries",
         "epsilon_lower_bound": audit.epsilon_lower_bound,
@@ -57,12 +57,12 @@ def canaries_for_programs(audit: CanaryAudit, confidence: float) -> dict[str, An
 
 
 def _down(lower_bound: float, decimals: int) -> str:
-    """A lower bound for people to read: never more than was shown."""
+    """Round a lower bound down for people to read: it never says more than was shown."""
     return f"{math.floor(lower_bound * 10**decimals) / 10**decimals:.{decimals}f}"
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """The result's lines."""
+    """Write the result's lines."""
     exceeds = result["exceeds_claim"]
     lines = [
         f"audit ({result['instrument']}): epsilon >= {_down(result['epsilon_lower_bound'], 2)} "
@@ -99,7 +99,7 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def plot_canaries(audit: CanaryAudit, path: str) -> None:
-    """Histograms of the scores, by coin, and where guesses were made."""
+    """Plot histograms of the scores, by coin, and where guesses were made."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.4), layout="constrained")
@@ -129,7 +129,7 @@ def plot_canaries(audit: CanaryAudit, path: str) -> None:
 
 
 def plot_game(result: dict[str, Any], path: str) -> None:
-    """A bar a case: its bound on mu, and the claim."""
+    """Plot a bar for each case, its bound on mu, and the claim."""
     from matplotlib.figure import Figure
 
     cases = result["cases"]

@@ -2,6 +2,7 @@
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.conflicts import check_conflicts
+from torchtitan_dp.gradients.methods import METHODS, automatic
 from torchtitan_dp.privacy.fixed_point import MAX_EXPECTED_BATCH, MAX_NOISE_MULTIPLIER
 
 
@@ -35,8 +36,7 @@ def resolve_degrees(config: JobConfig, world_size: int) -> None:
 def resolve_gradient_method(config: JobConfig) -> None:
     """Make `auto` the method that it stands for, in place: it depends on MBS alone."""
     if config.privacy.gradient_method == "auto":
-        one = config.training.local_batch_size == 1
-        config.privacy.gradient_method = "microbatch" if one else "grad_sample"
+        config.privacy.gradient_method = automatic(config.training.local_batch_size)
 
 
 def check(config: JobConfig, world_size: int) -> None:
@@ -195,7 +195,7 @@ def _check_privacy(config: JobConfig) -> None:
     built: dict[str, tuple[str, ...]] = {
         "accountant": ("prv", "rdp", "pld"),
         "clipping": ("flat",),
-        "gradient_method": ("microbatch", "grad_sample"),
+        "gradient_method": tuple(METHODS),
     }
     for key, values in built.items():
         if (value := getattr(privacy, key)) not in values:
@@ -203,17 +203,6 @@ def _check_privacy(config: JobConfig) -> None:
                 f"privacy.{key} = '{value}': not built yet; use "
                 + " or ".join(f"'{built_value}'" for built_value in values)
             )
-    if (
-        config.training.dataset == "jsonl"
-        and config.data.unit_field is None  # else by units' names, not by lines
-        and config.data.heldout_fraction > 0
-        and privacy.sample_rate is not None
-    ):
-        raise ValueError(
-            f"data.heldout_fraction = {config.data.heldout_fraction}: with a public "
-            "privacy.sample_rate, one jsonl line more would change which lines are held out; keep "
-            "held-out records in another file and set it to 0, or remove privacy.sample_rate"
-        )
     if config.training.global_batch_size < 1:
         raise ValueError(
             f"training.global_batch_size = {config.training.global_batch_size}: set the expected "

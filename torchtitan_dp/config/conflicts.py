@@ -4,6 +4,7 @@ They read, move or clip gradients, change who is sampled, lose the ledger, or te
 """
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.gradients.methods import METHODS
 
 
 def check_conflicts(config: JobConfig) -> None:
@@ -11,6 +12,8 @@ def check_conflicts(config: JobConfig) -> None:
     Raises:
         ValueError: one line for the user, that names the key, its value and the remedy.
     """
+    method = config.privacy.gradient_method
+    compiled = " or ".join(f"'{name}'" for name, other in METHODS.items() if other.compiles)
     conflicts: list[tuple[bool, str, object, str]] = [
         (
             config.training.max_norm != 0,
@@ -31,11 +34,11 @@ def check_conflicts(config: JobConfig) -> None:
             "remove them; float8 and other converters are not supported with privacy",
         ),
         (
-            config.compile.enable and config.privacy.gradient_method == "grad_sample",
+            config.compile.enable and not METHODS[method].compiles,
             "compile.enable",
             True,
-            "set it to false, or privacy.gradient_method to 'microbatch'; the layers of "
-            "'grad_sample' start collectives within backward, which cannot be compiled",
+            f"set it to false, or privacy.gradient_method to {compiled}; the layers of '{method}' "
+            "start collectives within backward, which cannot be compiled",
         ),
         (
             config.training.enable_cpu_offload,

@@ -18,33 +18,14 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp.config import JobConfig
-
 if TYPE_CHECKING:
     from torchtitan_dp.data.samples import SampleStore
 
-# As many graphs of one function as torch.compile makes by default before it gives up.
-MOST_LENGTHS = 8
 _UNKNOWN = -1
 
 
-def ladder(config: JobConfig) -> tuple[int, ...]:
-    """The lengths that samples are padded to, rising; the last is `training.seq_len` = T.
-
-    They are the powers of two times 2 x context_parallel_degree (which the ring can share out)
-    below T, without those below T / 128: they would save little and cost a compilation each.
-    """
-    seq_len, rung = config.training.seq_len, 2 * config.parallelism.context_parallel_degree
-    lengths = [seq_len]
-    if config.data.length_buckets:
-        powers = (rung << power for power in range((seq_len // rung).bit_length()))
-        lengths = [length for length in powers if length < seq_len] + lengths
-    return tuple(lengths[-MOST_LENGTHS:])
-
-
 class TokenCounts:
-    """The number of tokens that samples have, found when they are first drawn, the same on all
-    ranks.
+    """Counts the tokens of samples when they are first drawn, alike on all ranks.
 
     PRIVATE, like the records: in memory only, never logged, saved or put in a checkpoint.
     """
@@ -58,7 +39,7 @@ class TokenCounts:
         self._counts: np.ndarray | None = None  # 4 bytes a source, once somebody asks
 
     def of(self, sources: np.ndarray, device: torch.device) -> np.ndarray:
-        """int64, like `sources`: what the samples are made of, the same on every rank.
+        """Count the tokens of `sources`, int64 and alike on every rank: what samples are made of.
 
         Every rank counts its share of those not known yet, and all take the sum: if one could not
         read a record that others can, they still agree on how to deal out the draw, so that no
@@ -92,7 +73,7 @@ class TokenCounts:
 
 
 def padded_lengths(counts: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
-    """For each number of tokens (at most the last of `lengths`) the shortest length that holds it.
+    """Find the shortest length that holds each number of tokens, at most the last of `lengths`.
 
     >>> padded_lengths(np.array([0, 4, 5, 100]), (4, 8, 100))
     array([  4,   4,   8, 100])

@@ -26,7 +26,7 @@ _MASK = 2**62 - 1
 
 
 class Place(NamedTuple):
-    """Where a rank is among those that read the same files."""
+    """Tells where a rank is among those that read the same files."""
 
     machine: range
     """The data-parallel ranks that lie on its machine, in part or as a whole."""
@@ -36,7 +36,8 @@ class Place(NamedTuple):
 
     @classmethod
     def of(cls, rank: int, cp: int, local_rank: int, local_ranks: int) -> "Place":
-        """As torchrun numbers ranks: those of a machine in a row, as are those of a cp group.
+        """Work the place out as torchrun numbers ranks: those of a machine in a row, as are those
+        of a cp group.
 
         Args:
             rank: in the world.
@@ -51,7 +52,7 @@ class Place(NamedTuple):
 
 
 class Comparison:
-    """What this rank made of the units of one draw."""
+    """Collects what this rank made of the units of one draw."""
 
     def __init__(self, draw: np.ndarray, device: torch.device) -> None:
         """
@@ -64,7 +65,7 @@ class Comparison:
         self._words = np.zeros((len(draw), 2), dtype=np.int64)  # 0: this rank did not make it
 
     def add(self, position: int, tokens_T: torch.Tensor, labels_T: torch.Tensor) -> None:
-        """A sample of the unit at a position of the draw, int64, padding included."""
+        """Take in a sample of the unit at a position of the draw, int64, padding included."""
         digest = hashlib.blake2b(digest_size=16)
         for tensor in (tokens_T, labels_T):
             digest.update(tensor.contiguous().numpy().tobytes())
@@ -72,7 +73,7 @@ class Comparison:
         self._words[self._slots[position]] = words + 1
 
     def has(self, position: int) -> bool:
-        """Whether this rank has made it."""
+        """Tell whether this rank has made the sample at a position."""
         return bool(self._words[self._slots[position], 0])
 
     def require_alike(self) -> None:
@@ -92,7 +93,7 @@ class Comparison:
 
 
 def know_alike(known: np.ndarray, device: torch.device) -> bool:
-    """Whether no two ranks know different values of one thing; the same answer on every rank.
+    """Tell, alike on every rank, whether no two ranks know different values of one thing.
 
     Collective: an all-reduce over the world of 16 bytes for each value and 16 more, even if there
     are none.

@@ -43,7 +43,7 @@ Scan = Callable[[np.ndarray], np.ndarray]
 
 
 class Contents(NamedTuple):
-    """What a pass over all files found."""
+    """Holds what a pass over all files found."""
 
     digest: bytes  # DIGEST_BYTES; empty if it was not asked for. Private
     unreadable: list[int]  # which files could not be read, rising
@@ -111,7 +111,7 @@ def read_contents(
 
 
 def is_readable(files: Files, index: int) -> bool:
-    """Whether a file can be opened."""
+    """Tell whether a file can be opened."""
     try:
         with open(os.path.join(files.root, files.name(index)), "rb"):
             return True
@@ -137,7 +137,7 @@ class Progress:
         self._told = False
 
     def add(self, size: int) -> None:
-        """So many bytes more are done."""
+        """Count so many bytes more as done."""
         self._done += size
         now = time.monotonic()
         if now >= self._next:
@@ -145,7 +145,7 @@ class Progress:
             self._tell(f"{100 * self._done // max(self._total, 1)}% of ", self._total, now)
 
     def end(self) -> None:
-        """All is done; said only where something was said before."""
+        """Say that all is done, if anything was said before."""
         if self._told:
             self._tell("all of ", self._total, time.monotonic())
 
@@ -155,12 +155,12 @@ class Progress:
 
 
 def say(text: str) -> None:
-    """One line for whoever waits, on stderr, labelled."""
+    """Write one labelled line on stderr, for whoever waits."""
     print(f"not private: {text}", file=sys.stderr, flush=True)
 
 
 def _tasks(files: Files) -> Iterator[list[_Leaf]]:
-    """All leaves in order, at most LEAF_BYTES at a time."""
+    """Yield all leaves in order, at most LEAF_BYTES at a time."""
     task: list[_Leaf] = []
     room = LEAF_BYTES
     for index in range(len(files)):
@@ -180,7 +180,7 @@ def _tasks(files: Files) -> Iterator[list[_Leaf]]:
 def _in_order(
     work: Callable[[list[_Leaf]], list[_Found]], tasks: Iterator[list[_Leaf]]
 ) -> Iterator[_Found]:
-    """What threads find, in the order of the tasks; few of them are ahead."""
+    """Yield what threads find, in the order of the tasks, letting them run only a few ahead."""
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
     pool = ThreadPoolExecutor(threads, thread_name_prefix="contents")
     try:
@@ -222,7 +222,7 @@ def _read(
 
 
 def _buffer() -> memoryview:
-    """This thread's."""
+    """Give this thread its own buffer."""
     if not hasattr(_buffers, "block"):
         _buffers.block = memoryview(bytearray(LEAF_BYTES))
     block: memoryview = _buffers.block

@@ -19,7 +19,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from torchtitan_dp.data.jsonl_records import MAX_LINE_BYTES
-from torchtitan_dp.data.records import RecordStore
+from torchtitan_dp.data.store import RecordStore
 from torchtitan_dp.data.tokenizer import Tokenizer
 
 EDGE_TOKENS = 64  # the tokens next to a cut may differ from those of the whole text
@@ -37,7 +37,7 @@ _NO_IDS = np.empty(0, dtype=np.int64)
 
 
 def most_bytes(limit: int) -> int:
-    """How much text one look at a unit hands to the tokenizer at most, for `limit` ids.
+    """Bound the text that one look at a unit hands to the tokenizer, for `limit` ids.
 
     >>> most_bytes(1025), most_bytes(2**17 + 1)
     (131072, 3147288)
@@ -46,7 +46,7 @@ def most_bytes(limit: int) -> int:
 
 
 def most_parsed(limit: int) -> int:
-    """How many bytes of JSON one look parses at most, for `limit` ids.
+    """Bound the bytes of JSON that one look parses, for `limit` ids.
 
     >>> most_parsed(1025) // 2**20
     48
@@ -56,7 +56,7 @@ def most_parsed(limit: int) -> int:
 
 
 class _Budget:
-    """What a look may still cost."""
+    """Keeps what a look may still cost."""
 
     def __init__(self, limit: int, *, parses: bool) -> None:
         self.text = most_bytes(limit)
@@ -69,7 +69,7 @@ class _Budget:
 
 
 class Excerpts:
-    """Excerpts of at most `limit` ids.
+    """Takes excerpts of at most `limit` ids.
 
     `undecodable` counts the undecodable records met by `head`, repeats included. It is computed
     from private records: for the log, labelled not private.
@@ -89,7 +89,7 @@ class Excerpts:
         self.undecodable = 0
 
     def head(self, members: np.ndarray, *, counted: bool = True) -> np.ndarray:
-        """The first `limit` ids of a unit, int64; all, if there are fewer.
+        """Take the first `limit` ids of a unit, int64, or all if there are fewer.
 
         Args:
             members: its records. Of more than `limit` the rest is not looked at, even if many of
@@ -99,7 +99,7 @@ class Excerpts:
         return self._first(members, self._limit, counted=counted)[: self._limit]
 
     def window(self, members: np.ndarray, place: float) -> np.ndarray:
-        """`limit` ids in a row from somewhere in the unit, int64; all, if there are fewer.
+        """Take `limit` ids in a row from somewhere in the unit, int64, or all if there are fewer.
 
         Where it begins is uniform in bytes as stored, from about a window's length before the
         first byte to the last, and is then moved inside: ids near both ends are taken up to twice
@@ -130,8 +130,9 @@ class Excerpts:
     def _first(
         self, members: np.ndarray, needed: int, *, start: int = 0, counted: bool = True
     ) -> np.ndarray:
-        """`needed` ids or more, from byte `start` of the first record on; else all, or as many
-        as the budget allows."""
+        """Take `needed` ids or more, from byte `start` of the first record on; or all, or as many
+        as the budget allows.
+        """
         pieces: list[np.ndarray] = []
         have, budget = 0, self._budget()
         for record in members[:needed].tolist():
@@ -150,7 +151,7 @@ class Excerpts:
         return np.concatenate(pieces) if pieces else _NO_IDS
 
     def _last(self, members: np.ndarray, needed: int) -> np.ndarray:
-        """The last `needed` ids, or all, or as many as the budget allows."""
+        """Take the last `needed` ids, or all, or as many as the budget allows."""
         pieces: list[np.ndarray] = []
         have, budget = 0, self._budget()
         for record in members[-needed:][::-1].tolist():
@@ -166,7 +167,7 @@ class Excerpts:
         return np.concatenate(pieces[::-1])[-needed:] if pieces else _NO_IDS
 
     def _text_ids(self, record: int, needed: int, start: int, budget: _Budget) -> np.ndarray | None:
-        """The ids of the text from a byte on, or `needed` or more of their first.
+        """Encode the text from a byte on: all its ids, or the first `needed` or more.
 
         `None` for an undecodable record.
         """
@@ -184,7 +185,7 @@ class Excerpts:
             limit = _longer(limit, len(ids), needed)
 
     def _tail_ids(self, record: int, needed: int, budget: _Budget) -> tuple[np.ndarray, bool]:
-        """The last `needed` ids of the text or more, and whether these are all."""
+        """Encode the end of the text: its last `needed` ids or more, and whether these are all."""
         needed += self._edge
         size = self._records.size(record)
         limit = needed * self._tokenizer.bytes_per_token + EDGE_BYTES
@@ -217,11 +218,12 @@ class Excerpts:
 
 
 def _longer(read: int, tokens: int, needed: int) -> int:
-    """How much to read instead, where `read` bytes had too few tokens (of blanks, zeros)."""
+    """Decide how much to read instead, where `read` bytes had too few tokens (of blanks, zeros)."""
     return max(2 * read, 5 * read * needed // (4 * max(tokens, 1)))
 
 
 def scan_undecodable(store: RecordStore, indices: Iterable[int]) -> int:
-    """How many of these records are undecodable, each read whole: for `data.on_undecodable` =
-    "error". Not private: what depends on it (stopping) is outside the guarantee."""
+    """Count the undecodable among these records, reading each whole, for `data.on_undecodable` =
+    "error". The count is not private: what depends on it (stopping) is outside the guarantee.
+    """
     return sum(not store.is_decodable(int(index)) for index in indices)

@@ -12,7 +12,7 @@ import platform
 import struct
 import sysconfig
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -79,15 +79,27 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
     return Files(root, name_array, span_array[:, 0], span_array[:, 1], *hashes)
 
 
-def locate(format: str, path: str) -> tuple[str, Iterator[str]]:
-    if format == "text" and path == PYTHON_STDLIB:
+def locate(
+    path: str, below: Sequence[str] = ("**",), *, has_stdlib: bool = True
+) -> tuple[str, Iterator[str]]:
+    """Find the files that a path names: the root that they lie below, and their names there.
+
+    Args:
+        path: a file, a folder, a glob, or `PYTHON_STDLIB`.
+        below: the pattern of the files that are meant by a folder, one component an item.
+        has_stdlib: whether `PYTHON_STDLIB` is a name, rather than a path like others.
+
+    Raises:
+        ValueError: one line, if there is no such place.
+    """
+    if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
         return root, _walk(root, ["**", "*.py"], skipped=("site-packages", "dist-packages"))
     full = os.path.abspath(os.path.expanduser(path)) if path else ""
     if os.path.isfile(full):
         return os.path.dirname(full), iter([os.path.basename(full)])
     if os.path.isdir(full):
-        return full, _walk(full, ["**"] if format == "text" else ["**", "*.jsonl"])
+        return full, _walk(full, list(below))
     parts = full.split("/")
     magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
     root = "/".join(parts[:magic]) or "/"
@@ -99,8 +111,9 @@ def locate(format: str, path: str) -> tuple[str, Iterator[str]]:
 
 
 def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iterator[str]:
-    """Relative names of the files below `root` that match, one component a pattern, sorted by
-    their bytes."""
+    """Yield the relative names of the files below `root` that match, sorted by their bytes. A
+    pattern is for one component of a name.
+    """
 
     def is_seen(parts: list[str]) -> bool:
         return not any(_is_hidden(part) or part in skipped for part in parts)
@@ -172,7 +185,7 @@ def _matches(parts: list[str], patterns: list[str]) -> bool:
 
 
 def _may_hold(parts: list[str], patterns: list[str]) -> bool:
-    """Whether a folder can hold a match: keeps a glob from walking what it does not name."""
+    """Tell whether a folder can hold a match: a glob does not walk what it does not name."""
     for part, pattern in zip(parts, patterns, strict=False):
         if pattern == "**":
             return True

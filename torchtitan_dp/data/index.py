@@ -47,7 +47,7 @@ def writable_folder(folder: str | None) -> str:
 
 
 def line_bounds(files: Files, folder: str, *, hashed: bool) -> tuple[np.ndarray, str]:
-    """Where lines begin and end, and what all of them hold, found in one pass.
+    """Find, in one pass, where lines begin and end, and what all of them hold.
 
     Args:
         hashed: whether the contents' hash is wanted: the same pass, with more to compute.
@@ -67,7 +67,7 @@ def line_bounds(files: Files, folder: str, *, hashed: bool) -> tuple[np.ndarray,
 
 
 def text_contents(files: Files, folder: str) -> tuple[str, np.ndarray]:
-    """What files hold: their contents' hash, hex, private, and which of them cannot be read.
+    """Find what files hold: their contents' hash, hex, private, and which of them cannot be read.
 
     The latter are int64 indices, rising. The hash takes all of them for the same. It is made anew
     once one of them can be read.
@@ -87,7 +87,7 @@ def cached_words(
     fits: Callable[[np.ndarray], bool],
     holds: Callable[[np.ndarray], bool] = lambda words: True,
 ) -> np.ndarray:
-    """What `build` writes, int64, memory-mapped; taken from `path` if it is there and whole.
+    """Take what `build` writes, int64, memory-mapped, from `path` if it is there and whole.
 
     One process builds at a time; whoever waited for it takes what it made.
 
@@ -155,7 +155,7 @@ def _wait_for(handle: int, tell_at: float) -> float:
 
 
 def _load_words(path: str, fits: Callable[[np.ndarray], bool]) -> np.ndarray | None:
-    """The saved values; `None` if there are none or they are damaged in any way."""
+    """Map the saved values; return `None` if there are none or they are damaged in any way."""
     try:
         saved = np.load(path, mmap_mode="r")
         words, checksum = saved[:-1], int(saved[-1])

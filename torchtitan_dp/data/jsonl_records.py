@@ -11,6 +11,7 @@ import numpy as np
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.index import line_bounds
 from torchtitan_dp.data.record_bytes import checked, decode, fingerprint
+from torchtitan_dp.data.store import Format
 
 CHUNK = 2**16
 MAX_LINE_BYTES = 16 * 2**20
@@ -18,12 +19,9 @@ MAX_LINE_BYTES = 16 * 2**20
 
 
 class JsonlRecords:
-    """One line, one record: a JSON object whose `text_field` is the text."""
+    """Reads one line as one record: a JSON object whose `text_field` is the text."""
 
     reads_whole = True
-
-    is_of: Callable[[int, str], bool] | None = None
-    """Whether a record is of the unit of that name, once `units` has found out."""
 
     def __init__(
         self,
@@ -39,6 +37,7 @@ class JsonlRecords:
             contents: whether the fingerprint is of what the lines hold, too.
         """
         self._files, self._text_field, self._unit_field = files, text_field, unit_field
+        self._is_of: Callable[[int, str], bool] | None = None
         # (records + 1,)
         self._bounds, hashed = line_bounds(files, index_folder, hashed=contents)
         self._first = np.searchsorted(self._bounds, files.starts)  # (files + 1,) first record
@@ -76,7 +75,7 @@ class JsonlRecords:
             return None
         if self._unit_field is not None:
             name = _unit_name(fields.get(self._unit_field))
-            if name is None or (self.is_of is not None and not self.is_of(index, name)):
+            if name is None or (self._is_of is not None and not self._is_of(index, name)):
                 return None  # nobody knows whose it is, or somebody else's by now
         return _encode(fields.get(self._text_field))
 
@@ -93,6 +92,9 @@ class JsonlRecords:
             for line in range(int(self._first[file_index + 1] - self._first[file_index])):
                 yield f"{name}:{line + 1}"
 
+    def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:
+        self._is_of = is_of
+
     def unit_names(self) -> Iterator[str | None]:
         assert self._unit_field is not None
         for file_index in range(len(self._files)):
@@ -105,7 +107,7 @@ class JsonlRecords:
 
 
 def _read_object(file: IO[bytes], size: int) -> dict[str, object]:
-    """The JSON object on the next line, of so many bytes, which is passed in any case."""
+    """Read the JSON object on the next line, of so many bytes, and pass the line in any case."""
     if size > MAX_LINE_BYTES:
         file.seek(size, os.SEEK_CUR)
         return {}
@@ -113,7 +115,7 @@ def _read_object(file: IO[bytes], size: int) -> dict[str, object]:
 
 
 def _parse(line: bytes, size: int) -> dict[str, object]:
-    """The JSON object on a line; an empty one if it is none, or not `size` bytes long."""
+    """Parse the JSON object on a line; return an empty one if it is none, or not `size` bytes."""
     try:
         value = json.loads(line.decode("utf-8-sig")) if len(line) == size else None
     except (ValueError, RecursionError, MemoryError):
@@ -122,7 +124,9 @@ def _parse(line: bytes, size: int) -> dict[str, object]:
 
 
 def _encode(value: object) -> bytes | None:
-    """UTF-8; `None` for what is no text. JSON can spell half a surrogate pair, which is none."""
+    """Encode as UTF-8; return `None` for what is no text. JSON can spell half a surrogate pair,
+    which is none.
+    """
     try:
         return value.encode("utf-8") if isinstance(value, str) else None
     except UnicodeError:
@@ -134,3 +138,15 @@ def _unit_name(value: object) -> str | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value if isinstance(value, str) and _encode(value) else None
+
+
+JSONL = Format(
+    open=JsonlRecords,
+    below=("**", "*.jsonl"),
+    has_stdlib=False,
+    row="line",
+    found_in="line in a *.jsonl file",
+    record="one line of a JSON Lines file",
+    has_fields=True,
+    named_by_position=True,
+)

@@ -16,7 +16,7 @@ Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
 class Microbatch(NamedTuple):
-    """B samples; padding has `valid_B` False and labels that are all ignored."""
+    """Holds B samples; padding has `valid_B` False and labels that are all ignored."""
 
     tokens_BT: torch.Tensor  # int64
     labels_BT: torch.Tensor  # int64, shifted
@@ -26,14 +26,14 @@ class Microbatch(NamedTuple):
         return Microbatch(*(tensor.to(device) for tensor in self))
 
     def split(self, batch_size: int | None) -> Iterator["Microbatch"]:
-        """Parts of at most `batch_size` samples; all at once if None."""
+        """Yield parts of at most `batch_size` samples, or all at once if it is None."""
         size = batch_size or len(self.valid_B)
         for parts in zip(*(tensor.split(size) for tensor in self), strict=True):
             yield Microbatch(*parts)
 
 
 class RecordLoader:
-    """Samples of the training units, for one data-parallel rank.
+    """Loads samples of the training units, for one data-parallel rank.
 
     Stateless: which units a step uses is drawn afresh from secrets, so a checkpoint holds nothing
     of it.
@@ -69,16 +69,18 @@ class RecordLoader:
         self._counts = TokenCounts(samples, batch_size)
 
     def padding(self, length: int) -> Microbatch:
-        """A microbatch of padding alone, as a draw that leaves this rank nothing has; no record is
-        read."""
+        """Make a microbatch of padding alone, as a draw that leaves this rank nothing has it,
+        reading no record.
+        """
         slots = np.full(self._batch_size, -1)
         tokens_BT, labels_BT = self.samples.batch(slots, length)
         return Microbatch(tokens_BT, labels_BT, torch.from_numpy(slots >= 0))
 
     @property
     def at_once(self) -> int:
-        """How many samples this rank makes at most while the others may wait for it: those of one
-        microbatch, and where ranks compare, what it makes again meanwhile."""
+        """Bound the samples that this rank makes while the others may wait for it: those of one
+        microbatch, and where ranks compare, what it makes again meanwhile.
+        """
         samples = self._batch_size
         if self._compared is not None:
             samples += -(-self._ranks * self._batch_size // self._compared[0].local_ranks)
@@ -91,7 +93,7 @@ class RecordLoader:
         device: torch.device,
         key: bytes = EVER_SAME,
     ) -> np.ndarray:
-        """What each drawn unit is padded to: a function of its own number of tokens.
+        """Find what each drawn unit is padded to: a function of its own number of tokens.
 
         Args:
             key: as of `microbatches`, and the same.
@@ -110,7 +112,7 @@ class RecordLoader:
     def microbatches(
         self, draw: np.ndarray, lengths: np.ndarray | None = None, key: bytes = EVER_SAME
     ) -> Iterator[Microbatch]:
-        """This rank's share of a draw.
+        """Yield this rank's share of a draw.
 
         Args:
             draw: global positions in `units`, the same on every rank.
@@ -154,7 +156,7 @@ class RecordLoader:
         return deal(share, ranks=self._ranks, rank=rank, batch_size=self._batch_size)
 
     def _others(self, draw: np.ndarray, lengths: np.ndarray) -> list[tuple[int, int]]:
-        """This rank's share of what is dealt to no rank of its machine: positions and lengths."""
+        """Share out, by positions and lengths, what is dealt to no rank of this machine."""
         assert self._compared is not None
         place, _ = self._compared
         dealt_here = {
@@ -172,7 +174,7 @@ class RecordLoader:
         return missing[place.local_rank :: place.local_ranks]
 
     def __iter__(self) -> Iterator[Batch]:
-        """Shuffled fixed-size batches without end: the baseline WITHOUT privacy, and only that.
+        """Yield shuffled fixed-size batches without end, for the baseline WITHOUT privacy only.
 
         Samples are `seq_len` long, whatever `data.length_buckets` says.
         """

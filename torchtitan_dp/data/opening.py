@@ -1,19 +1,19 @@
-"""The data of a run, as its configuration names it, and what its units are called."""
+"""The data of a run: records, their units, and which of these are trained on."""
 
 import hashlib
 from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.records import RecordStore, open_records
+from torchtitan_dp.data.records import format_named, open_store
 from torchtitan_dp.data.split import split
-from torchtitan_dp.data.units import Units, open_units
+from torchtitan_dp.data.store import RecordStore
+from torchtitan_dp.data.units import Units, open_units, word
 
 
 @dataclass(frozen=True)
 class Records:
-    """The data of a run: which units are trained on, which are held out."""
+    """Holds the data of a run: which units are trained on, which are held out."""
 
     store: RecordStore
     units: Units
@@ -22,46 +22,64 @@ class Records:
     fingerprint: str  # private
 
     @classmethod
-    def open(cls, config: JobConfig) -> "Records":
-        """Raises ValueError, one line, if there is nothing to train on."""
-        path = config.training.dataset_path
+    def open(
+        cls,
+        format: str,
+        path: str,
+        *,
+        text_field: str = "text",
+        unit_field: str | None = None,
+        contents: bool = True,
+        heldout_fraction: float = 0.0,
+        needs_heldout: bool = False,
+        number_is_secret: bool = False,
+    ) -> "Records":
+        """Open records, group them by unit, and hold some units out.
+
+        Args:
+            format, path, text_field, unit_field, contents: as of `records.open_store`.
+            heldout_fraction: as of `split.split`.
+            needs_heldout: whether it is a mistake if nothing is held out.
+            number_is_secret: whether data sets that differ by one unit more or less are
+                neighbours, as with a public `privacy.sample_rate`.
+
+        Raises:
+            ValueError: one line, also if there is nothing to train on.
+        """
         if not path:
             raise ValueError(
                 "training.dataset_path is not set: give a file, a directory or a glob "
                 "('python-stdlib' to try)"
             )
-        data, format = config.data, config.training.dataset
-        store = open_records(
-            format,
-            path,
-            text_field=data.text_field,
-            unit_field=data.unit_field,
-            contents=data.verify_records == "contents",
+        if number_is_secret and heldout_fraction > 0 and unit_field is None:
+            _refuse_names_by_position(format, heldout_fraction)
+        store = open_store(
+            format, path, text_field=text_field, unit_field=unit_field, contents=contents
         )
-        units = open_units(store, data.unit_field)
-        train, heldout = split(units, data.heldout_fraction)
+        units = open_units(store, unit_field)
+        train, heldout = split(units, heldout_fraction)
         if len(train) == 0:
             raise ValueError(
-                f"data.heldout_fraction = {data.heldout_fraction}: holds out all "
-                f"{len(units)} {noun(config)}s; lower it"
+                f"data.heldout_fraction = {heldout_fraction}: holds out all "
+                f"{len(units)} {word(unit_field)}s; lower it"
             )
-        if config.validation.enable and len(heldout) == 0:
+        if needs_heldout and len(heldout) == 0:
             raise ValueError(
-                f"data.heldout_fraction = {data.heldout_fraction}: holds out none of "
-                f"{len(units)} {noun(config)}s, but validation.enable = true; raise it"
+                f"data.heldout_fraction = {heldout_fraction}: holds out none of "
+                f"{len(units)} {word(unit_field)}s, but validation.enable = true; raise it"
             )
-        terms: tuple[object, ...] = (store.fingerprint, data.heldout_fraction, data.text_field)
-        if data.unit_field is not None:
-            terms += (data.unit_field, units.fingerprint)
+        terms: tuple[object, ...] = (store.fingerprint, heldout_fraction, text_field)
+        if unit_field is not None:
+            terms += (unit_field, units.fingerprint)
         return cls(store, units, train, heldout, hashlib.sha256(repr(terms).encode()).hexdigest())
 
 
-def noun(config: JobConfig) -> str:
-    """What is drawn, clipped and protected, in a word."""
-    return "record" if config.data.unit_field is None else "unit"
-
-
-def privacy_unit(config: JobConfig) -> str:
-    """As `privacy.json` says it: "one ..."."""
-    field = config.data.unit_field
-    return "record" if field is None else f"unit of data.unit_field '{field}'"
+def _refuse_names_by_position(format: str, heldout_fraction: float) -> None:
+    """Refuse a format in which one record more would change which others are held out."""
+    facts = format_named(format)
+    if facts.named_by_position:
+        raise ValueError(
+            f"data.heldout_fraction = {heldout_fraction}: with a public privacy.sample_rate, one "
+            f"{format} {facts.row} more would change which {facts.row}s are held out; keep "
+            "held-out records in another file and set it to 0, or remove privacy.sample_rate"
+        )

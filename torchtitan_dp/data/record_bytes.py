@@ -9,14 +9,14 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))  # of a character's first byte
 
 
 def checked(index: int, count: int) -> int:
-    """A record's index, if it is one of `count`; raises IndexError."""
+    """Return a record's index if it is one of `count`, and raise IndexError if not."""
     if not 0 <= index < count:
         raise IndexError(f"record {index} of {count}")
     return index
 
 
 def decode(data: bytes, max_bytes: int | None, start: int, codec: str = "utf-8-sig") -> str:
-    """UTF-8 text of the first `max_bytes`; a character that a cut splits is dropped."""
+    """Decode the UTF-8 text of the first `max_bytes`, dropping a character that a cut splits."""
     is_cut = max_bytes is not None and len(data) > max_bytes
     data = data[:max_bytes]
     if start > 0:  # no byte order mark here, but perhaps the end of a character
@@ -25,7 +25,7 @@ def decode(data: bytes, max_bytes: int | None, start: int, codec: str = "utf-8-s
 
 
 def fingerprint(format: str, files: Files, records: str, contents: str) -> str:
-    """Of a data set, wherever it lies: SHA-256, hex. PRIVATE.
+    """Hash a data set, wherever it lies: SHA-256, hex. PRIVATE.
 
     Args:
         records: which records there are, by their places.

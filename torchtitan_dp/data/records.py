@@ -1,78 +1,33 @@
-"""Map-style stores of private text records that keep offsets, never the records.
+"""The formats of private text records, and how a store of them is opened.
 
-A record is a privacy unit, unless `units` groups them. One that cannot be decoded stays in the
-index and reads as `None`, so that its content changes nothing about who else can be drawn (hazard
-row 42).
+Stores keep offsets, never the records. `FORMATS` is the only place where formats are told apart by
+name: a new one is a file with a store and its `Format`, and a line here.
 """
-
-from collections.abc import Iterator
-from typing import Protocol
-
-import numpy as np
 
 from torchtitan_dp.data.files import list_files, locate
 from torchtitan_dp.data.index import writable_folder
-from torchtitan_dp.data.jsonl_records import JsonlRecords
-from torchtitan_dp.data.text_records import TextRecords
+from torchtitan_dp.data.jsonl_records import JSONL
+from torchtitan_dp.data.store import Format, RecordStore
+from torchtitan_dp.data.text_records import TEXT
 
-FOLDER = "folder"  # the unit field of text files
-
-
-class RecordStore(Protocol):
-    """Records by position, 0 <= index < len(store); an index outside raises `IndexError`."""
-
-    fingerprint: str
-    """SHA-256, hex, of the relative names, the sizes, where records begin and, unless the store was
-    opened without, the contents' hash: tells that a data set is the same one, wherever it lies.
-    PRIVATE: never published, never logged."""
-
-    place_hash: str
-    """Of format, absolute paths, sizes, times and inodes."""
-
-    reads_whole: bool
-    """Whether `read` goes through all that is stored of a record, whatever part is asked for."""
-
-    def __len__(self) -> int:
-        """The number of records, undecodable ones included."""
-        ...
-
-    def read(self, index: int, max_bytes: int | None = None, start: int = 0) -> str | None:
-        """The text of a record, or `None` if it is undecodable: not UTF-8, not JSON, its text or
-        unit field missing or of another type, its file unreadable. Never raises for what a record
-        holds.
-
-        With `max_bytes`, at most that many UTF-8 bytes, cut between characters; with `start`, from
-        the first character that begins at that byte or behind. A text file is not read (nor
-        checked) elsewhere, a JSON line is parsed whole first.
-        """
-        ...
-
-    def is_decodable(self, index: int) -> bool:
-        """Whether all of a record reads as text, however large it is."""
-        ...
-
-    def size(self, index: int) -> int:
-        """The bytes of a record's text; 0 for one that is undecodable."""
-        ...
-
-    def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
-        """How much records take in their files, int64, like `indices`; nothing is read."""
-        ...
-
-    def unit_names(self) -> Iterator[str | None]:
-        """Of all records in index order, what `unit_field` says; `None`: a unit of its own."""
-        ...
-
-    def record_id(self, index: int) -> str:
-        """A stable identity: "<relative path>" (text) or "<relative path>:<line, from 1>"."""
-        ...
-
-    def record_ids(self) -> Iterator[str]:
-        """All identities in index order, much faster than `record_id` one by one."""
-        ...
+FORMATS: dict[str, Format] = {"text": TEXT, "jsonl": JSONL}
+FOLDER = "folder"  # the unit field of records without fields
 
 
-def open_records(
+def format_named(name: str) -> Format:
+    """Look a format up by its name.
+
+    Raises:
+        ValueError: one line, if it is not known.
+    """
+    if name not in FORMATS:
+        planned = " is not built yet" if name in ("parquet", "hf") else " is not a known format"
+        known = " or ".join(f"'{known}'" for known in FORMATS)
+        raise ValueError(f"training.dataset = {name!r}{planned}: use {known}")
+    return FORMATS[name]
+
+
+def open_store(
     format: str,
     path: str,
     *,
@@ -109,36 +64,29 @@ def open_records(
     the format has not, a path that is missing or cannot be listed or holds no record, a file that
     changes while it is read, an index folder that cannot be written.
     """
-    if format not in ("text", "jsonl"):
-        planned = " is not built yet" if format in ("parquet", "hf") else " is not a known format"
-        raise ValueError(f"training.dataset = {format!r}{planned}: use 'text' or 'jsonl'")
-    if format == "jsonl" and not (isinstance(text_field, str) and text_field):
+    facts = format_named(format)
+    if facts.has_fields and not (isinstance(text_field, str) and text_field):
         raise ValueError(f"data.text_field = {text_field!r}: name the JSON field with the text")
-    if format == "text" and unit_field not in (None, FOLDER):
+    if not facts.has_fields and unit_field not in (None, FOLDER):
         raise ValueError(
-            f"data.unit_field = {unit_field!r}: text files have no fields; use '{FOLDER}' (the "
+            f"data.unit_field = {unit_field!r}: {format} files have no fields; use '{FOLDER}' (the "
             "first folder below training.dataset_path), or remove it: one file, one unit"
         )
     if unit_field == "":
         raise ValueError("data.unit_field = '': name the JSON field of the unit, or remove it")
     folder = writable_folder(index_folder)
     try:
-        root, names = locate(format, path)
+        root, names = locate(path, facts.below, has_stdlib=facts.has_stdlib)
         files = list_files(root, names, folder)
-        store = (
-            TextRecords(files, folder, contents=contents)
-            if format == "text"
-            else JsonlRecords(files, text_field, unit_field, folder, contents=contents)
-        )
+        store = facts.open(files, text_field, unit_field, folder, contents=contents)
     except OSError as error:
         raise ValueError(
             f"training.dataset_path = {path!r} cannot be listed or indexed ({error}): check "
             f"its permissions and the space left in {folder!r}"
         ) from error
     if len(store) == 0:
-        wanted = "file" if format == "text" else "line in a *.jsonl file"
         raise ValueError(
-            f"training.dataset_path = {path!r} holds no record: it needs at least one {wanted} "
-            "(a glob must match files, not folders; '**' matches any depth)"
+            f"training.dataset_path = {path!r} holds no record: it needs at least one "
+            f"{facts.found_in} (a glob must match files, not folders; '**' matches any depth)"
         )
     return store

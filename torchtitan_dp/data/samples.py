@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from torchtitan_dp.data.excerpts import WINDOW_LOOKS, Excerpts, most_bytes, most_parsed
-from torchtitan_dp.data.records import RecordStore
+from torchtitan_dp.data.store import RecordStore
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import RecordUnits, Units
 
@@ -24,7 +24,7 @@ _NO_IDS = np.empty(0, dtype=np.int64)
 
 
 class SampleStore:
-    """Samples of `seq_len` tokens over the units of a record store."""
+    """Makes samples of `seq_len` tokens from the units of a record store."""
 
     def __init__(
         self,
@@ -52,30 +52,32 @@ class SampleStore:
 
     @property
     def undecodable(self) -> int:
-        """How many undecodable records were met in samples so far, repeats included. It is
-        computed from private records: for the log, labelled not private."""
+        """Count the undecodable records met in samples so far, repeats included. The number is
+        computed from private records: for the log, labelled not private.
+        """
         return self._excerpts.undecodable
 
     @property
     def most_bytes(self) -> int:
-        """How much text making one sample hands to the tokenizer at most: a function of `seq_len`
-        and of how samples are made, whatever the records."""
+        """Bound the text that making one sample hands to the tokenizer: a function of `seq_len` and
+        of how samples are made, whatever the records.
+        """
         return (WINDOW_LOOKS if self._window else 1) * most_bytes(self.seq_len + 1)
 
     @property
     def most_parsed(self) -> int:
-        """How many bytes of JSON making one sample parses at most: 0 for other formats."""
+        """Bound the bytes of JSON that making one sample parses: 0 for other formats."""
         if not self.records.reads_whole:
             return 0
         return (WINDOW_LOOKS if self._window else 1) * most_parsed(self.seq_len + 1)
 
     @property
     def sources(self) -> int:
-        """How many different `source`s there are."""
+        """Count the different `source`s."""
         return len(self.records) if self._one_record else len(self.units)
 
     def source(self, unit: int, rng: np.random.Generator | None = None) -> int:
-        """What a sample of the unit is made of, to be told apart: all of it or one record.
+        """Number what a sample of the unit is made of: all of the unit, or one record.
 
         Args:
             rng: of this unit and this draw; needed if `is_random`.
@@ -87,14 +89,15 @@ class SampleStore:
         return places[int(rng.integers(len(places)))]
 
     def tokens(self, source: int) -> int:
-        """How many tokens of a sample made of `source` are not padding: whatever the window, the
-        number of its tokens up to seq_len. 0 if it has no text tokens."""
+        """Count the tokens, padding left out, of a sample made of `source`. Whatever the window, it
+        is the number of the source's tokens up to seq_len; 0 if it has no text tokens.
+        """
         return max(len(self._excerpts.head(self._members(source), counted=False)) - 1, 0)
 
     def sample(
         self, unit: int, length: int | None = None, rng: np.random.Generator | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(tokens_T, labels_T)`, int64 (seq_len,), of one unit; their first `length` if given.
+        """Make `(tokens_T, labels_T)` of one unit: int64 (seq_len,), or the first `length`.
 
         With ids = [bos] + text + [eos] (marks that exist; of each record, if there are several),
         cut to seq_len + 1: tokens are all but the last id, labels all but the first; tokens are
@@ -123,7 +126,7 @@ class SampleStore:
     def sample_again(
         self, unit: int, length: int, rng: np.random.Generator | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `sample`, to compare with another rank's: `undecodable` does not count it."""
+        """Make the same as `sample`, to compare ranks; `undecodable` does not count it."""
         before = self.undecodable
         tokens_T, labels_T = self.sample(unit, length, rng)
         self._excerpts.undecodable = before
@@ -135,7 +138,7 @@ class SampleStore:
         length: int | None = None,
         rngs: Sequence[np.random.Generator | None] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`); see `sample`."""
+        """Make `(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`), of `sample`s."""
         shape = len(units), self.seq_len if length is None else length
         tokens_BT = torch.empty(shape, dtype=torch.int64)
         labels_BT = torch.empty_like(tokens_BT)
@@ -150,7 +153,7 @@ class SampleStore:
         return self.units.records(source)
 
     def _ids(self, unit: int, rng: np.random.Generator | None) -> np.ndarray:
-        """At most seq_len + 1 ids, marks included."""
+        """Take at most seq_len + 1 ids, marks included."""
         members = self._members(self.source(unit, rng))
         if not self._window:
             return self._excerpts.head(members)

@@ -50,8 +50,9 @@ def _seconds_per_byte(tokenizer: Tokenizer, text: str) -> float:
 
 
 def _texts(seed: int) -> Iterator[str]:
-    """Texts that are slow for one tokenizer or another; other ones for each seed, since words that
-    were seen are remembered."""
+    """Make texts that are slow for one tokenizer or another, and different for each seed, since
+    words that were seen are remembered.
+    """
     rng = random.Random(seed)
     yield "".join(rng.choices(string.ascii_lowercase, k=_PIECE))  # one word
     yield "".join(rng.choices(string.ascii_letters + string.digits + "+/", k=_PIECE))  # base64

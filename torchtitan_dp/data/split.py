@@ -6,7 +6,7 @@ from torchtitan_dp.data.units import Units
 
 
 def split(units: Units, heldout_fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Units to train on and to hold out, two sorted int64 arrays of positions.
+    """Part units into those to train on and to hold out, two sorted int64 arrays of positions.
 
     Each unit is held out if a 64-bit BLAKE2b hash of its id lies below `heldout_fraction`: it is
     never in both, and its side depends on its id and the fraction alone, not on other units.

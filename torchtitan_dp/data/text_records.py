@@ -2,19 +2,20 @@
 
 import codecs
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.index import text_contents
 from torchtitan_dp.data.record_bytes import checked, decode, fingerprint
+from torchtitan_dp.data.store import Format
 
 _BLOCK_BYTES = 16 * 2**20
 
 
 class TextRecords:
-    """One file, one record."""
+    """Reads one file as one record."""
 
     reads_whole = False
 
@@ -76,3 +77,24 @@ class TextRecords:
             folder, slash, _ = os.fsencode(name).partition(b"/")
             # not as the locale reads it, on which the unit must not depend
             yield folder.decode("utf-8", "surrogateescape") if slash else None
+
+    def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:
+        """Do nothing: a file's unit is in its name, which stays."""
+
+
+def _open(
+    files: Files, text_field: str, unit_field: str | None, index_folder: str, *, contents: bool
+) -> TextRecords:
+    return TextRecords(files, index_folder, contents=contents)
+
+
+TEXT = Format(
+    open=_open,
+    below=("**",),
+    has_stdlib=True,
+    row="file",
+    found_in="file",
+    record="one file",
+    has_fields=False,
+    named_by_position=False,
+)

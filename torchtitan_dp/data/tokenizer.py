@@ -13,7 +13,7 @@ import tokenizers
 
 
 class Tokenizer(Protocol):
-    """What samples need of a tokenizer."""
+    """Names what samples need of a tokenizer."""
 
     bos_id: int | None
     eos_id: int | None
@@ -21,43 +21,43 @@ class Tokenizer(Protocol):
     """How many bytes of text to read for a token, a first guess; exact if 1."""
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Token ids, int64 (tokens,), without beginning or end marks.
+        """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
 
         `None` for a text that it has no tokens for. Never raises for what a text holds.
         """
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids, special tokens left out."""
+        """Turn ids into text, special tokens left out."""
         ...
 
     def get_vocab_size(self) -> int:
-        """The largest id plus one, added tokens included."""
+        """Return the largest id plus one, added tokens included."""
         ...
 
 
 class ByteTokenizer:
-    """Ids 0..255 are the bytes of UTF-8; public, learned from nothing."""
+    """Makes ids 0..255 of the bytes of UTF-8: public, learned from nothing."""
 
     bos_id: int | None = 256
     eos_id: int | None = 257
     bytes_per_token = 1
 
     def encode(self, text: str) -> np.ndarray:
-        """The bytes, int64 (bytes,)."""
+        """Return the bytes, int64 (bytes,)."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids; marks left out, broken UTF-8 replaced by U+FFFD."""
+        """Turn ids into text, with marks left out and broken UTF-8 replaced by U+FFFD."""
         return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
 
     def get_vocab_size(self) -> int:
-        """258."""
+        """Return 258."""
         return 258
 
 
 def byte_tokenizer_files() -> dict[str, str]:
-    """`ByteTokenizer` as the files that `transformers` reads it from: name -> text.
+    """Write `ByteTokenizer` as the files that `transformers` reads it from: name -> text.
 
     The ids are the same, and a beginning mark comes first, as in training. A text that spells out
     one of the two marks is read as that mark.
@@ -90,7 +90,9 @@ def byte_tokenizer_files() -> dict[str, str]:
 
 
 class HFTokenizer:
-    """A tokenizer.json; its truncation, padding, dropout and special-token templates are off."""
+    """Wraps a tokenizer.json without its truncation, padding, dropout and special-token
+    templates.
+    """
 
     bytes_per_token = 8
 
@@ -104,7 +106,7 @@ class HFTokenizer:
         self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Token ids, int64 (tokens,), without beginning or end marks.
+        """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
 
         `None` for a text with something that the vocabulary lacks, if it has no token for that.
         """
@@ -119,16 +121,16 @@ class HFTokenizer:
         return np.array(ids, dtype=np.int64)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids, special tokens left out."""
+        """Turn ids into text, special tokens left out."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def get_vocab_size(self) -> int:
-        """The largest id plus one, added tokens included (holes are possible)."""
+        """Return the largest id plus one, added tokens included (holes are possible)."""
         return self._vocab_size
 
 
 def load_tokenizer(assets_path: str) -> Tokenizer:
-    """The tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, else bytes.
+    """Load the tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, else bytes.
 
     The beginning and end marks are those that tokenizer_config.json names, else
     special_tokens_map.json, else none. An empty path means bytes.

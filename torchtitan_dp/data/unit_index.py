@@ -17,7 +17,7 @@ from typing import IO, NamedTuple
 import numpy as np
 
 from torchtitan_dp.data.index import WriteWords, cached_words
-from torchtitan_dp.data.records import RecordStore
+from torchtitan_dp.data.store import RecordStore
 
 INDEX_VERSION = "units-3"  # of the format, of the hash and of the name
 SHARD_RECORDS = 2**20
@@ -28,7 +28,7 @@ _ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("record", "<i8")])
 
 
 class UnitIndex(NamedTuple):
-    """Units in the order of their hashes; memory-mapped."""
+    """Holds units in the order of their hashes, memory-mapped."""
 
     members: np.ndarray  # (records,) int64: unit after unit, rising within one
     starts: np.ndarray  # (units + 1,) int64 into members
@@ -38,13 +38,13 @@ class UnitIndex(NamedTuple):
     fingerprint: str  # of all this; private
 
     def is_of(self, record: int, name: str) -> bool:
-        """Whether a record is of the unit of that name."""
+        """Tell whether a record is of the unit of that name."""
         high = np.frombuffer(unit_hash(name), dtype="<u8")[0]
         return bool(self.hashes[self.owners[record]] == high)
 
 
 def unit_index(store: RecordStore, unit_field: str, folder: str) -> UnitIndex:
-    """The index of a store whose `unit_names` are by `unit_field`.
+    """Index a store whose `unit_names` are by `unit_field`.
 
     A record without a unit's name is a unit of its own, by its place alone.
     """
@@ -62,7 +62,7 @@ def unit_index(store: RecordStore, unit_field: str, folder: str) -> UnitIndex:
 
 
 def record_hash(record_id: str, size: int = _HASH_BYTES) -> bytes:
-    """Of a record that is a unit of its own; never that of a named unit.
+    """Hash a record that is a unit of its own; the hash is never that of a named unit.
 
     Of the bytes of its file's name: what they read as depends on the locale.
     """
@@ -70,13 +70,13 @@ def record_hash(record_id: str, size: int = _HASH_BYTES) -> bytes:
 
 
 def unit_hash(name: str) -> bytes:
-    """Of a named unit."""
+    """Hash a named unit."""
     data = name.encode("utf-8", "surrogateescape")  # a folder's name need not be UTF-8
     return hashlib.blake2b(data, digest_size=_HASH_BYTES, person=b"unit").digest()
 
 
 def _build(write: WriteWords, store: RecordStore, folder: str) -> None:
-    """Writes the numbers of units and of named records, members, starts, hashes and owners."""
+    """Write the numbers of units and of named records, members, starts, hashes and owners."""
     bits = min((len(store) // SHARD_RECORDS).bit_length(), MOST_SHARDS.bit_length() - 1)
     with contextlib.ExitStack() as stack:
 
@@ -115,7 +115,7 @@ def _build(write: WriteWords, store: RecordStore, folder: str) -> None:
 
 
 def _rows(store: RecordStore) -> Iterator[tuple[np.ndarray, int]]:
-    """Hashes and record indices by the chunk, and how many of its records name their unit."""
+    """Yield hashes and record indices by the chunk, and how many of its records name their unit."""
     names, first = iter(store.unit_names()), 0
     while chunk := list(islice(names, CHUNK)):
         digests = b"".join(

@@ -22,15 +22,21 @@ from typing import Protocol
 import numpy as np
 
 from torchtitan_dp.data.index import writable_folder
-from torchtitan_dp.data.jsonl_records import JsonlRecords
-from torchtitan_dp.data.records import RecordStore
+from torchtitan_dp.data.store import RecordStore
 from torchtitan_dp.data.unit_index import UnitIndex, record_hash, unit_index
 
 CHUNK = 2**16
 
 
+def word(unit_field: str | None) -> str:
+    """Call what is drawn, clipped and protected by its name, in a word."""
+    return "record" if unit_field is None else "unit"
+
+
 class Units(Protocol):
-    """Units by position, 0 <= unit < len(units). Their records lie in a row, unit after unit."""
+    """Offers units by position, 0 <= unit < len(units), whose records lie in a row, unit by
+    unit.
+    """
 
     fingerprint: str
     """Of who has which records; empty if each record is a unit. PRIVATE."""
@@ -38,24 +44,24 @@ class Units(Protocol):
     def __len__(self) -> int: ...
 
     def places(self, unit: int) -> range:
-        """Where in the row of all units' records this one's lie."""
+        """Tell where in the row of all units' records this unit's lie."""
         ...
 
     def record(self, place: int) -> int:
-        """The index in the store of the record at a place in that row."""
+        """Return the index in the store of the record at a place in that row."""
         ...
 
     def records(self, unit: int) -> np.ndarray:
-        """A unit's records, int64 indices in the store, rising: files by name, then lines."""
+        """List a unit's records, int64 indices in the store, rising: files by name, then lines."""
         ...
 
     def hashes(self) -> Iterator[np.ndarray]:
-        """The hash of each unit's identity, uint64, in order, by the chunk."""
+        """Yield the hash of each unit's identity, uint64, in order, by the chunk."""
         ...
 
 
 class RecordUnits:
-    """Every record is a unit."""
+    """Makes every record a unit."""
 
     fingerprint = ""
 
@@ -81,7 +87,7 @@ class RecordUnits:
 
 
 class GroupedUnits:
-    """Units of any number of records."""
+    """Groups any number of records into a unit."""
 
     def __init__(self, index: UnitIndex) -> None:
         self._index, self.fingerprint = index, index.fingerprint
@@ -108,10 +114,10 @@ class GroupedUnits:
 def open_units(
     store: RecordStore, unit_field: str | None, *, index_folder: str | None = None
 ) -> Units:
-    """The units of a store that was opened with the same `unit_field`.
+    """Open the units of a store that was opened with the same `unit_field`.
 
     Args:
-        index_folder: as of `records.open_records`; where the grouping is kept, hashes and offsets
+        index_folder: as of `records.open_store`; where the grouping is kept, hashes and offsets
             only, for the owner only.
 
     Raises:
@@ -134,6 +140,5 @@ def open_units(
             "the JSON field that holds the unit (a string or a whole number), or, for text files, "
             "give a training.dataset_path above the units' folders"
         )
-    if isinstance(store, JsonlRecords):  # a text file's unit is in its name, which stays
-        store.is_of = index.is_of
+    store.confirm_units(index.is_of)
     return GroupedUnits(index)

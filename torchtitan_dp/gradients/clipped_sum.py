@@ -8,6 +8,15 @@ Guarantee:
     `Summation`'s: in fixed point a sample moves the sum by at most C, exactly; in fp32 it also
     changes how later samples round, which moves the sum of n samples on a rank by up to n^2 / 2^24
     of C more (`privacy.summation.fp32_sum_excess`): more than C itself from 4,096 samples on.
+
+Gradients arrive in bundles: a bundle is one flat tensor of what a method reduces together, which is
+all parameters of an FSDP2 group (`microbatch`) or one parameter alone (`grad_sample`). It says how
+gradients travel, and nothing about how they are clipped: whoever wants the norm of a layer asks
+`part` for its parameters, which gives the same values whatever the bundles are.
+
+A method whose gradients are all materialised at once calls `add`. One that knows the norms by other
+means, or clips several parts of a gradient by norms of their own, calls the three steps that `add`
+is made of: `squared_norms`, `clip` and `accumulate`.
 """
 
 from collections.abc import Sequence
@@ -18,20 +27,21 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan_dp.gradients.reduction import ReductionGroups, reduce_scatter_sum
+from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.privacy.clipping import Clip, ClipFunction, clip, squared_norm
 from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
 
 class Place(NamedTuple):
-    """Where a parameter's local shard lies: in which piece, and there in the flat chunk."""
+    """Tells where a parameter's local shard lies: in which bundle, and there in the flat chunk."""
 
-    piece: int
+    bundle: int
     offset: int
     numel: int
 
 
 class ClippedSum:
-    """The clipped sum of one step, on flat `(dp_shard, chunk)` shards."""
+    """Keeps the clipped sum of one step, on flat `(dp_shard, chunk)` shards."""
 
     def __init__(
         self,
@@ -51,11 +61,11 @@ class ClippedSum:
         """
         self.parameters = parameters
         self.groups = groups
-        self._max_grad_norm = max_grad_norm
+        self.max_grad_norm = max_grad_norm
         self._clip_function = clip_function
         self._summation = summation
         self._whole = torch.empty(0)
-        self._pieces: tuple[torch.Tensor, ...] = ()  # views of `_whole`
+        self._bundles: tuple[torch.Tensor, ...] = ()  # views of `_whole`
         self._places: dict[str, Place] = {}
         self.accumulating = False
 
@@ -64,49 +74,94 @@ class ClippedSum:
         return bool(self._places)
 
     def lay_out(self, sizes: Sequence[int], places: dict[str, Place], device: torch.device) -> None:
-        """Fix the pieces that `add` will be given, once: their chunks' sizes, and what is where.
+        """Fix the bundles that samples arrive in, once.
 
-        A piece is whatever the method reduces together: an FSDP2 group, or one parameter.
+        Args:
+            sizes: of each bundle's chunk, in the order in which `add` is given the bundles.
+            places: where each parameter lies in them. Its rows there are padded as FSDP2 pads them
+                (`rows.RowLayout`), with zeros.
         """
         assert not self._places
         assert places.keys() == self.parameters.keys(), places.keys() ^ self.parameters.keys()
         shape = (self.groups.dp_shard_size, sum(sizes))
         self._whole = torch.zeros(shape, dtype=self._summation.dtype, device=device)
-        self._pieces = self._whole.split(list(sizes), dim=1)
+        self._bundles = self._whole.split(list(sizes), dim=1)
         self._places = places
+
+    def part(self, shards: list[torch.Tensor], name: str) -> torch.Tensor:
+        """View what `shards` hold of one parameter: `(B, dp_shard, n)`.
+
+        The n values of each dp_shard rank include the zeros that pad uneven rows, so that parts are
+        of one shape, and together they are all of `shards`.
+        """
+        shape = self.parameters[name].shape
+        layout = RowLayout(shape, self.groups.dp_shard_size, self.groups.cp_size)
+        place = self._places[name]
+        return shards[place.bundle].narrow(-1, place.offset, layout.chunk_numel)
 
     def add(self, shards: list[torch.Tensor], valid_B: torch.Tensor) -> Clip:
         """Clip B samples, each by the norm of its whole gradient, and add them.
 
         Args:
-            shards: fp32 `(B, dp_shard, chunk)` per piece: for every dp_shard rank, the part of
+            shards: fp32 `(B, dp_shard, chunk)` per bundle: for every dp_shard rank, the part of
                 each sample's gradient that belongs to this cp rank. Overwritten, and freed.
             valid_B: bool, on the device; False for padding, which then contributes exactly 0.
 
         Collectives: one all-reduce of B numbers over cp.
         """
-        assert len(shards) == len(self._pieces), (len(shards), len(self._pieces))
-        self.accumulating = True
+        clipped = self.clip(self.squared_norms(shards), valid_B)
+        self.accumulate(shards, clipped)
+        return clipped
+
+    def squared_norms(self, shards: list[torch.Tensor]) -> torch.Tensor:
+        """Square the norm of each sample's whole gradient: fp64 `(B,)`, the same on all cp ranks.
+
+        Args:
+            shards: as of `add`; they are read only.
+
+        Collectives: one all-reduce of B numbers over cp.
+        """
+        assert len(shards) == len(self._bundles), (len(shards), len(self._bundles))
         squared_norm_B = torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0)
         if self.groups.cp is not None:
             dist.all_reduce(squared_norm_B, group=self.groups.cp)
-        clipped = clip(
+        return squared_norm_B
+
+    def clip(self, squared_norm_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
+        """Decide how each sample enters the sum, so that it counts at most C.
+
+        Args:
+            squared_norm_B: fp64, of the whole gradients, alike on all cp ranks.
+            valid_B: as of `add`.
+        """
+        return clip(
             squared_norm_B,
             valid_B,
-            max_grad_norm=self._max_grad_norm,
+            max_grad_norm=self.max_grad_norm,
             clip_function=self._clip_function,
         )
-        for piece_DN in self._pieces:
+
+    def accumulate(self, shards: list[torch.Tensor], clipped: Clip) -> None:
+        """Add samples to the sum as `clipped` says.
+
+        It must be of norms that are at least those of these very shards: nothing here measures
+        them again.
+
+        Args:
+            shards: as of `add`; overwritten, and freed one by one.
+        """
+        assert len(shards) == len(self._bundles), (len(shards), len(self._bundles))
+        self.accumulating = True
+        for bundle_DN in self._bundles:
             shard_BDN = shards.pop(0)
-            assert shard_BDN.shape[1:] == piece_DN.shape, "the set of used parameters changed"
+            assert shard_BDN.shape[1:] == bundle_DN.shape, "the set of used parameters changed"
             for sample, shard_DN in enumerate(shard_BDN):
                 self._summation.add_clipped_(
-                    piece_DN, shard_DN, clipped.factor_B[sample], clipped.rejected_B[sample]
+                    bundle_DN, shard_DN, clipped.factor_B[sample], clipped.rejected_B[sample]
                 )
-        return clipped
 
     def take(self) -> dict[str, torch.Tensor]:
-        """The clipped sum over all data-parallel ranks: flat local shards, by name.
+        """Sum over all data-parallel ranks, and return this rank's flat local shards by name.
 
         They are of the summation's dtype, for its `add_noise_`, and valid until `reset`; they may
         be changed in place. Zeros if nothing was accumulated, which holds on all ranks or on none.
@@ -128,9 +183,9 @@ class ClippedSum:
             reduce_scatter_sum(chunk_N, self._whole, self.groups.dp_shard)
         if self.groups.dp_replicate is not None:
             dist.all_reduce(chunk_N, group=self.groups.dp_replicate)
-        chunks = chunk_N.split([piece.shape[1] for piece in self._pieces])
+        chunks = chunk_N.split([bundle.shape[1] for bundle in self._bundles])
         return {
-            name: chunks[place.piece].narrow(0, place.offset, place.numel)
+            name: chunks[place.bundle].narrow(0, place.offset, place.numel)
             for name, place in self._places.items()
         }
 

@@ -27,7 +27,7 @@ _TRANSIENT_BYTES = 2**28
 
 
 class GradSampleGradients:
-    """Adds one microbatch at a time to a `ClippedSum`, whose pieces are the parameters."""
+    """Adds one microbatch at a time to a `ClippedSum`, in a bundle for each parameter."""
 
     batch_size = None  # any
 
@@ -59,8 +59,8 @@ class GradSampleGradients:
         clipped_sum.lay_out(
             [layout.chunk_numel for layout in self._layouts.values()],
             {
-                name: Place(piece, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
-                for piece, (name, parameter) in enumerate(parameters.items())
+                name: Place(bundle, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
+                for bundle, (name, parameter) in enumerate(parameters.items())
             },
             self._device,
         )
@@ -88,8 +88,8 @@ class GradSampleGradients:
         shards = self._gather()
         return self.clipped_sum.add(shards, valid_B)
 
-    def form(self, name: str, batch_size: int, write: Write) -> None:
-        """Called by a layer in backward: have its per-sample gradients written, start their sum.
+    def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
+        """Have a layer, in its backward, write its per-sample gradients, and start their sum.
 
         Matrices are reduced at once. Vectors (norm weights) are small: they wait for each other.
         """
@@ -122,8 +122,12 @@ class GradSampleGradients:
             self._wait()
         _add_to(self._shards, name, shard)
 
+    def held(self) -> list[torch.Tensor]:
+        """List the per-sample gradients that this backward has formed so far."""
+        return [*self._shards.values(), *self._wholes.values()]
+
     def _gather(self) -> list[torch.Tensor]:
-        """After backward: every parameter's `(B, dp_shard, chunk)`, summed over cp, in order."""
+        """Finish the sums over cp, and return every parameter's `(B, dp_shard, chunk)` in order."""
         self._wait()
         if self._shard:
             self._reduce_wholes_together()
@@ -134,7 +138,7 @@ class GradSampleGradients:
         return [self._shards.pop(name).flatten(2) for name in self._layouts]
 
     def _reduce_wholes_together(self) -> None:
-        """One reduce-scatter over cp for all."""
+        """Sum over cp all that was kept whole, by one reduce-scatter."""
         if not self._wholes:
             return
         wholes = list(self._wholes.values())
@@ -149,7 +153,9 @@ class GradSampleGradients:
         self._wholes.clear()
 
     def _reduce_wholes_alone(self) -> None:
-        """An all-reduce over cp for each, of which this rank uses its part."""
+        """Sum over cp what was kept whole, by an all-reduce for each parameter, and keep this
+        rank's part.
+        """
         for name, whole in self._wholes.items():
             if self._cp is not None:
                 dist.all_reduce(whole, group=self._cp)
@@ -164,7 +170,9 @@ class GradSampleGradients:
 
 
 def _add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
-    """A tied weight has two layers' gradients, of which the sum is one sample's gradient."""
+    """Add to a parameter's gradients those of another layer that shares it. A tied weight has two
+    layers' gradients, of which the sum is one sample's gradient.
+    """
     if name in gradients:
         gradients[name].add_(more)
     else:

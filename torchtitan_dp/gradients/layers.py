@@ -26,14 +26,14 @@ Write = Callable[[RowLayout, torch.Tensor, slice], None]
 
 
 class Sink(Protocol):
-    """Where per-sample gradients go, from within backward."""
+    """Takes per-sample gradients, from within backward."""
 
-    def form(self, name: str, batch_size: int, write: Write) -> None:
+    def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Add what `write` will write to the gradients of the parameter `name`."""
 
 
 class PerSampleLayer(nn.Module):
-    """What `per_sample_layers` mixes into a layer's class."""
+    """Adds to a layer's class what `per_sample_layers` turns it with."""
 
     sink: Sink
     rule_type: type[nn.Module]  # whose per-sample rule holds
@@ -47,7 +47,7 @@ class PerSampleLayer(nn.Module):
         return cast(torch.Tensor, function.apply(self, *inputs, *parameters))
 
     def plain_forward(self, *inputs: torch.Tensor) -> torch.Tensor:
-        """The layer's own forward."""
+        """Run the layer's own forward."""
         return cast(torch.Tensor, self.rule_type.forward(self, *inputs))
 
 
@@ -97,7 +97,7 @@ def register_per_sample(kind: type[nn.Module], function: type[torch.autograd.Fun
 
 
 def connect(model: nn.Module, sink: Sink) -> set[str]:
-    """Send what the layers form to `sink`; the names of the parameters that they answer for."""
+    """Send what the layers form to `sink`, and return the names of their parameters."""
     layers = [layer for layer in model.modules() if isinstance(layer, PerSampleLayer)]
     for layer in layers:
         layer.sink = sink
@@ -105,7 +105,7 @@ def connect(model: nn.Module, sink: Sink) -> set[str]:
 
 
 class _Linear(torch.autograd.Function):
-    """y = x W^T + b."""
+    """Computes y = x W^T + b."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -136,15 +136,15 @@ class _Linear(torch.autograd.Function):
                     else:
                         out_BRD.copy_(torch.bmm(left_BRT, x_BTD[samples]))
 
-            ctx.layer.sink.form(ctx.layer.parameter_names["weight"], len(x), write)
+            ctx.layer.sink.form_grad_samples(ctx.layer.parameter_names["weight"], len(x), write)
         if bias_needed and bias_needed[0]:
             name = ctx.layer.parameter_names["bias"]
-            ctx.layer.sink.form(name, len(x), _copy(grad_y_BTP.sum(1)))
+            ctx.layer.sink.form_grad_samples(name, len(x), _copy(grad_y_BTP.sum(1)))
         return None, grad_x, None, *(None for _ in bias_needed)
 
 
 class _OwnForward(torch.autograd.Function):
-    """The layer's own forward, of which backward needs the input.
+    """Runs the layer's own forward, and saves its input for backward.
 
     Backward may use the layer and its parameters, which FSDP2 has gathered again by then.
     """
@@ -162,7 +162,7 @@ class _OwnForward(torch.autograd.Function):
 
 
 class _Embedding(_OwnForward):
-    """y = W[tokens]."""
+    """Computes y = W[tokens]."""
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
@@ -180,12 +180,12 @@ class _Embedding(_OwnForward):
             source_ND = grad_y_BTD[samples].reshape(-1, whole.shape[-1])
             rows_ND.index_add_(0, position_BT.flatten(), source_ND.to(whole.dtype))
 
-        layer.sink.form(layer.parameter_names["weight"], len(tokens), write)
+        layer.sink.form_grad_samples(layer.parameter_names["weight"], len(tokens), write)
         return None, None, None
 
 
 class _RMSNorm(_OwnForward):
-    """y = x / rms(x) * w."""
+    """Computes y = x / rms(x) * w."""
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -200,12 +200,13 @@ class _RMSNorm(_OwnForward):
             (grad_x,) = torch.autograd.grad(normed, x_again, grad_y * layer.weight.detach())
         if weight_needed:
             products = (normed.detach() * grad_y).reshape(len(x), -1, *layer.weight.shape)
-            layer.sink.form(layer.parameter_names["weight"], len(x), _copy(products.sum(1)))
+            name = layer.parameter_names["weight"]
+            layer.sink.form_grad_samples(name, len(x), _copy(products.sum(1)))
         return None, grad_x, None
 
 
 class _ByRule(_OwnForward):
-    """Any other layer for which Opacus has a rule, or for which a user registers one."""
+    """Serves any other layer for which Opacus has a rule, or for which a user registers one."""
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -224,7 +225,7 @@ class _ByRule(_OwnForward):
         for attribute, name in layer.parameter_names.items():
             parameter = getattr(layer, attribute)
             if parameter is not None and parameter.requires_grad:
-                layer.sink.form(name, len(x), _copy(grad_samples[parameter]))
+                layer.sink.form_grad_samples(name, len(x), _copy(grad_samples[parameter]))
         return None, grad_x, *(None for _ in layer.parameter_names)
 
 
@@ -236,7 +237,7 @@ _FUNCTIONS: dict[type[nn.Module], type[torch.autograd.Function]] = {
 
 
 def _with_one_token_dim(x: torch.Tensor) -> torch.Tensor:
-    """(B, …, D) -> (B, T, D); T is 1 if there is none."""
+    """Reshape (B, …, D) to (B, T, D), where T is 1 if there is no dimension between."""
     return x.reshape(len(x), -1, x.shape[-1])
 
 

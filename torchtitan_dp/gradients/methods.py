@@ -1,26 +1,29 @@
-"""What `privacy` asks for, by name: the gradient method, and what its samples are added up in."""
+"""The gradient methods that `privacy.gradient_method` names, and what else must be known of each.
 
-from typing import Protocol
+`METHODS` is the only place where their names are told apart: whoever treats one method differently
+from another asks for the fact that makes the difference, and a new method states it once, here.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, Protocol
 
 import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_dp.config import Privacy
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.microbatch import MicrobatchGradients
 from torchtitan_dp.privacy.clipping import Clip
-from torchtitan_dp.privacy.fixed_point import unit
-from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, Summation
 
 
 class GradientMethod(Protocol):
-    """From per-sample losses to a `ClippedSum`."""
+    """Leads from per-sample losses to a `ClippedSum`."""
 
     @property
     def batch_size(self) -> int | None:
-        """Samples that one call takes; None if any number."""
+        """Give the number of samples that one call takes; None if it takes any number."""
 
     def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
         """Backpropagate the losses, clip each sample's gradient, and add it.
@@ -31,32 +34,51 @@ class GradientMethod(Protocol):
         """
 
 
-def build_gradients(
-    privacy: Privacy, model: nn.Module, fsdp_modules: list[FSDPModule], clipped_sum: ClippedSum
+class MethodTerms(Protocol):
+    """Names the settings of `[privacy]` that methods are built by."""
+
+    @property
+    def shard_grad_samples(self) -> bool:
+        """Tell whether `grad_sample` reduces within backward (V2) or after it (V1)."""
+
+
+# Builds a method on a model that is laid over the mesh already. The modules are one of each FSDP2
+# group that holds a trainable parameter.
+Build = Callable[[nn.Module, list[FSDPModule], ClippedSum, MethodTerms], GradientMethod]
+
+
+@dataclass(frozen=True)
+class Method:
+    """States what a method needs of a model and of a configuration."""
+
+    build: Build
+
+    per_sample_layers: bool
+    """Whether the model's layers must first be turned by `layers.per_sample_layers`."""
+
+    compiles: bool
+    """Whether blocks may be compiled."""
+
+
+def _microbatch(
+    _: nn.Module, fsdp_modules: list[FSDPModule], clipped_sum: ClippedSum, __: MethodTerms
 ) -> GradientMethod:
-    """The method that a checked configuration names.
-
-    Args:
-        model: parallelized for this configuration.
-        fsdp_modules: one module of each FSDP2 group that holds a trainable parameter.
-    """
-    if privacy.gradient_method == "microbatch":
-        return MicrobatchGradients(fsdp_modules, clipped_sum)
-    assert privacy.gradient_method == "grad_sample", privacy.gradient_method
-    return GradSampleGradients(model, clipped_sum, shard_grad_samples=privacy.shard_grad_samples)
+    return MicrobatchGradients(fsdp_modules, clipped_sum)
 
 
-def build_summation(
-    privacy: Privacy, parameters: dict[str, nn.Parameter], max_grad_norm: float
-) -> Summation:
-    """What a checked configuration adds clipped gradients up in, and how it adds noise.
+def _grad_sample(
+    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, terms: MethodTerms
+) -> GradientMethod:
+    return GradSampleGradients(model, clipped_sum, shard_grad_samples=terms.shard_grad_samples)
 
-    Args:
-        parameters: every trainable parameter, a DTensor: its shape is the whole's on every rank.
-        max_grad_norm: C.
-    """
-    if not privacy.exact_sum:
-        return FloatSum(privacy.secure_noise)
-    assert privacy.secure_noise, "noise in fp32 would round what is summed exactly"
-    values = sum(parameter.numel() for parameter in parameters.values())
-    return FixedPointSum(unit(max_grad_norm, values))
+
+METHODS: dict[str, Method] = {
+    "microbatch": Method(_microbatch, per_sample_layers=False, compiles=True),
+    # Its layers start collectives within backward.
+    "grad_sample": Method(_grad_sample, per_sample_layers=True, compiles=False),
+}
+
+
+def automatic(samples: int) -> Literal["microbatch", "grad_sample"]:
+    """Name the method that `auto` stands for, which depends on the size of microbatches alone."""
+    return "microbatch" if samples == 1 else "grad_sample"

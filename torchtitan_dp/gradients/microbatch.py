@@ -21,7 +21,7 @@ from torchtitan_dp.privacy.clipping import Clip
 
 
 class MicrobatchGradients:
-    """Adds one sample at a time to a `ClippedSum`, whose pieces are the FSDP2 groups."""
+    """Adds one sample at a time to a `ClippedSum`, in a bundle for each FSDP2 group."""
 
     batch_size = 1
 
@@ -61,12 +61,12 @@ class MicrobatchGradients:
         return self.clipped_sum.add(shards, valid_B)
 
     def _find_places(self, outputs: list[torch.Tensor]) -> dict[str, Place]:
-        """Read from `.grad`, which FSDP2 makes a view of its output, what lies where."""
-        pieces = {output.untyped_storage().data_ptr(): i for i, output in enumerate(outputs)}
+        """Find where each parameter lies: its `.grad` is a view that FSDP2 makes of its output."""
+        bundles = {output.untyped_storage().data_ptr(): i for i, output in enumerate(outputs)}
         places = {}
         for name, parameter in self.clipped_sum.parameters.items():
             assert parameter.grad is not None, f"{name} is trainable but had no gradient"
             local = parameter.grad.to_local()  # type: ignore[attr-defined]
-            piece = pieces[local.untyped_storage().data_ptr()]
-            places[name] = Place(piece, int(local.storage_offset()), local.numel())
+            bundle = bundles[local.untyped_storage().data_ptr()]
+            places[name] = Place(bundle, int(local.storage_offset()), local.numel())
         return places

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 @dataclass(frozen=True)
 class ReductionGroups:
-    """The process groups of `dp_replicate x dp_shard x cp`; None where the degree is 1."""
+    """Holds the process groups of `dp_replicate x dp_shard x cp`; None where the degree is 1."""
 
     dp_replicate: dist.ProcessGroup | None
     dp_shard: dist.ProcessGroup | None
@@ -31,7 +31,8 @@ class ReductionGroups:
 
     @classmethod
     def build(cls, device_type: str, degrees: tuple[int, int, int]) -> "ReductionGroups":
-        """Groups for the degrees of (dp_replicate, dp_shard, cp); ranks row-major, as TorchTitan's.
+        """Make the groups for degrees of (dp_replicate, dp_shard, cp), whose ranks are row-major as
+        TorchTitan's.
 
         Collective over the world.
         """
@@ -52,14 +53,16 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def reduce_scatter_sum(
     output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """Sum `input`, of size(group) equal contiguous parts, over the group; this rank's part."""
+    """Sum `input` over the group, and write this rank's part of the sum to `output`. The parts, one
+    a rank, are equal and contiguous.
+    """
     return _reduce_scatter(
         output.view(-1), input.view(-1), op=dist.ReduceOp.SUM, group=group, async_op=async_op
     )
 
 
 class ReduceScatterOverCP:
-    """What one FSDP2 group calls instead of its reduce-scatter over `dp_shard x cp`.
+    """Stands in for one FSDP2 group's reduce-scatter over `dp_shard x cp`.
 
     FSDP2 lays its input out as (fsdp rank, chunk), and fsdp rank = dp_shard rank * cp + cp rank.
     Seen as (dp_shard, cp, chunk) and summed over cp, this rank keeps `(dp_shard, chunk)`: the
@@ -95,7 +98,7 @@ class ReduceScatterOverCP:
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce-scatter over cp alone; `output_tensor` is filled only where dp_shard is 1."""
+        """Reduce-scatter over cp alone. Only where dp_shard is 1 is `output_tensor` filled."""
         assert self._shard_DN is None, "reduced twice without being taken"
         assert output_tensor.dtype == torch.float32, "gradients are reduced in fp32"
         input_DCN = input_tensor.view(self._dp_shard_size, self._cp_size, -1)
@@ -112,8 +115,11 @@ class ReduceScatterOverCP:
         return reduce_scatter_sum(shard_DN, input_CDN, self._cp, async_op)
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """After backward: FSDP2's output buffer, whose views it made `.grad`, and this sample's
-        fp32 gradient shard (dp_shard, chunk), which shares it where dp_shard is 1."""
+        """Hand over what the last backward left.
+
+        It is FSDP2's output buffer, whose views it made `.grad`, and this sample's fp32 gradient
+        shard (dp_shard, chunk), which shares the buffer's memory where dp_shard is 1.
+        """
         assert self._output is not None, "no gradient was reduced: is a whole group unused?"
         output, shard_DN = self._output, self._shard_DN
         assert (shard_DN is not None) == self._is_called, "FSDP2 reduced by other means"

@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class RowLayout:
-    """The layout of one parameter."""
+    """Describes how one parameter is laid out."""
 
     shape: torch.Size  # of the whole parameter
     dp_shard: int
@@ -22,7 +22,7 @@ class RowLayout:
 
     @property
     def rows(self) -> int:
-        """Rows in a chunk, padding included."""
+        """Count the rows in a chunk, padding included."""
         return -(-self.shape[0] // (self.dp_shard * self.cp))
 
     @property
@@ -30,14 +30,14 @@ class RowLayout:
         return self.rows * self.shape[1:].numel()
 
     def allocate(self, batch_size: int, device: torch.device) -> torch.Tensor:
-        """fp32 `(cp, B, dp_shard, rows, …)`, to be written to; padding is zero."""
+        """Allocate fp32 `(cp, B, dp_shard, rows, …)` to be written to, in which padding is zero."""
         padded = self.rows * self.dp_shard * self.cp != self.shape[0]
         make = torch.zeros if padded else torch.empty
         size = (self.cp, batch_size, self.dp_shard, self.rows, *self.shape[1:])
         return make(size, dtype=torch.float32, device=device)
 
     def chunks(self, whole: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Each range of the parameter's rows, and its place in `whole`: `(B, n, …)`, a view."""
+        """Yield each range of the parameter's rows, and a view `(B, n, …)` of it in `whole`."""
         for fsdp_rank in range(self.dp_shard * self.cp):
             start = fsdp_rank * self.rows
             stop = min(start + self.rows, self.shape[0])
@@ -49,7 +49,7 @@ class RowLayout:
                 )
 
     def positions(self, row_BT: torch.Tensor) -> torch.Tensor:
-        """Where sample b's rows lie in `whole` flattened to `(cp * B * dp_shard * rows, …)`."""
+        """Find sample b's rows in `whole` when flattened to `(cp * B * dp_shard * rows, …)`."""
         fsdp_rank_BT = row_BT // self.rows
         cp_rank_BT, dp_shard_rank_BT = fsdp_rank_BT % self.cp, fsdp_rank_BT // self.cp
         B = len(row_BT)

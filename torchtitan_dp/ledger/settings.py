@@ -7,8 +7,8 @@ from scipy import stats
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.data.buckets import ladder
-from torchtitan_dp.data.opening import noun, privacy_unit
+from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.config.units import privacy_unit, unit_word
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Segment as Mechanism
 
@@ -121,12 +121,12 @@ def settings_of(config: JobConfig, records: int) -> Settings:
         rate, source, relation = privacy.sample_rate, "privacy.sample_rate", "add_remove"
     else:
         rate, relation = batch / records, "zero_out"
-        source = f"training.global_batch_size / number of training {noun(config)}s"
+        source = f"training.global_batch_size / number of training {unit_word(config)}s"
         source += " (which is public)"
         if rate > 1:
             raise ValueError(
                 f"training.global_batch_size = {batch}: more than the {records} training "
-                f"{noun(config)}s, so the sample rate would exceed 1; use at most {records}"
+                f"{unit_word(config)}s, so the sample rate would exceed 1; use at most {records}"
             )
     assert privacy.delta is not None
     replicate, shard, _ = mesh_degrees(config)

@@ -21,7 +21,7 @@ from torchtitan_dp.checkpoint.folder import (
     step_folder,
 )
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.opening import noun
+from torchtitan_dp.config.units import unit_word
 from torchtitan_dp.ledger.baseline import refuse_baseline_folder
 from torchtitan_dp.ledger.files import (
     EXECUTED_FILE,
@@ -116,15 +116,15 @@ def _refuse_delta(config: JobConfig, records: int) -> list[str]:
     if rate is not None and delta >= (most := rate / config.training.global_batch_size):
         raise ValueError(
             f"privacy.delta = {delta:g}: at least privacy.sample_rate / training.global_batch_size "
-            f"({most:.2g}), about 1 / number of {noun(config)}s, which allows publishing a "
-            f"{noun(config)} outright; use a tenth of that or less"
+            f"({most:.2g}), about 1 / number of {unit_word(config)}s, which allows publishing a "
+            f"{unit_word(config)} outright; use a tenth of that or less"
         )
     if delta < 1 / records:
         return []
     problem = (
-        f"privacy.delta = {delta:g}: at least 1 / number of training {noun(config)}s "
-        f"({1 / records:.2g}), which allows publishing a {noun(config)} outright; use a tenth of "
-        "that or less"
+        f"privacy.delta = {delta:g}: at least 1 / number of training {unit_word(config)}s "
+        f"({1 / records:.2g}), which allows publishing a {unit_word(config)} outright; use a "
+        "tenth of that or less"
     )
     if config.privacy.sample_rate is None:
         raise ValueError(problem)

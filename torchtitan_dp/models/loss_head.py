@@ -162,7 +162,7 @@ class _SeveralSamples(torch.autograd.Function):
                     for rows, out_BRD in layout.chunks(whole):
                         _add_product_(out_BRD[place], grad_NV[:, rows], h_TD[tokens])
 
-        layer.sink.form(layer.parameter_names["weight"], len(h_BTD), write)
+        layer.sink.form_grad_samples(layer.parameter_names["weight"], len(h_BTD), write)
         return None, grad_h_BTD, None, None, None
 
 

@@ -15,7 +15,8 @@ from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
-from torchtitan_dp.data.opening import Records, noun
+from torchtitan_dp.config.units import unit_word
+from torchtitan_dp.data.opening import Records
 from torchtitan_dp.ledger.account import explain
 from torchtitan_dp.ledger.terms import Plan
 from torchtitan_dp.models.families import ModelArgs, parameter_count
@@ -85,7 +86,8 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"      sigma = {settings.noise_multiplier:.4g}, C = {settings.max_grad_norm:g}, "
         f"q = {settings.sample_rate:.4g} from {settings.sample_rate_source}",
         f"      {'' if settings.neighbouring_relation == 'zero_out' else 'not private: '}"
-        f"{len(records.train):,} {noun(config)}s to train on, {len(records.heldout):,} held out; "
+        f"{len(records.train):,} {unit_word(config)}s to train on, "
+        f"{len(records.heldout):,} held out; "
         f"{settings.expected_batch_size} expected in a step, "
         f"of at most {config.training.seq_len:,} tokens each",
     ]

@@ -13,7 +13,7 @@ from torchtitan_dp.models.families import ModelArgs, on_meta
 
 @dataclass(frozen=True)
 class StepCost:
-    """Expectations over the draw, of one step."""
+    """Holds expectations over the draw, of one step."""
 
     microbatches_per_step: float  # of each data-parallel rank
     tokens_per_step: float  # padding included
@@ -22,7 +22,7 @@ class StepCost:
     steps: int
 
     def describe(self) -> str:
-        """For people."""
+        """Put the cost into words, for people."""
         step = (
             f"a step: {self.microbatches_per_step:.1f} microbatches a data-parallel rank, "
             f"{self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs (expected)"
@@ -38,7 +38,7 @@ class StepCost:
 def step_cost(
     config: JobConfig, args: ModelArgs, *, records: int, rate: float, tflops: float | None = None
 ) -> StepCost:
-    """The cost of a step that draws each of `records` with probability `rate`.
+    """Work out the cost of a step that draws each of `records` with probability `rate`.
 
     Args:
         tflops: what each device sustains, in TFLOP/s; with full activation checkpointing the
@@ -58,7 +58,7 @@ def step_cost(
 
 
 def expected_rounds(records: int, rate: float, slots: int) -> float:
-    """E ceil(n / slots) for n ~ Binomial(records, rate).
+    """Compute E ceil(n / slots) for n ~ Binomial(records, rate).
 
     >>> expected_rounds(10, 1.0, 4)
     3.0

@@ -31,21 +31,20 @@ from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.distributed import offload
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
-from torchtitan_dp.gradients.methods import build_gradients, build_summation
 from torchtitan_dp.gradients.reduction import ReduceScatterOverCP, ReductionGroups
 from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models import loss_head
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.models.rms_norm import rms_norm
-from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.plan.tracker import MemoryTracker, wrapped
 from torchtitan_dp.privacy import summation as dp_summation
 
 
 class Step:
-    """A model laid over the mesh of a default process group, and its step, under a tracker."""
+    """Lays a model over the mesh of a default process group and takes its step, tracked."""
 
     def __init__(self, config: JobConfig, args: ModelArgs, tracker: MemoryTracker) -> None:
         """
@@ -65,34 +64,26 @@ class Step:
             groups = ReductionGroups.build("cpu", degrees)
         with tracker.labelled("parameters"):
             self.model.to_empty(device="cpu")
-            self.parameters = trainable_parameters(self.model)
-            for parameter in self.parameters.values():
+            parameters = trainable_parameters(self.model)
+            for parameter in parameters.values():
                 nn.init.zeros_(parameter.to_local())  # type: ignore[attr-defined]
-        summation = build_summation(config.privacy, self.parameters, config.privacy.max_grad_norm)
-        self.clipped_sum = ClippedSum(
-            self.parameters,
-            groups,
-            max_grad_norm=config.privacy.max_grad_norm,
-            clip_function=config.privacy.clip_function,
-            summation=summation,
-        )
         with tracker.labelled("accumulator"):
-            self.gradients = build_gradients(
+            step = build_step(
                 config.privacy,
                 self.model,
+                parameters,
                 family.trained_fsdp_modules(self.model),
-                self.clipped_sum,
-            )
-        # One parameter at a time: temporaries as small as those of the fused kernel's rank.
-        inner = torch.optim.AdamW(self.parameters.values(), foreach=False, fused=False)
-        with unset_fake_temporarily():  # it asks where its shards lie
-            self.optimizer = DPOptimizer(
-                inner,
-                self.parameters,
-                noise_multiplier=1.0,
+                groups,
                 max_grad_norm=config.privacy.max_grad_norm,
+            )
+        self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
+        # One parameter at a time: temporaries as small as those of the fused kernel's rank.
+        inner = torch.optim.AdamW(parameters.values(), foreach=False, fused=False)
+        with unset_fake_temporarily():  # it asks where its shards lie
+            self.optimizer = step.optimizer(
+                inner,
+                noise_multiplier=1.0,
                 expected_batch_size=config.training.global_batch_size,
-                summation=summation,
             )
         self.model.output.register_forward_pre_hook(self._enter_loss_head)
         self.losses = SampleLosses(
@@ -103,7 +94,7 @@ class Step:
         )
 
     def microbatch(self, seq_len: int) -> None:
-        """Forward, backward, clip, add."""
+        """Run forward and backward, clip, and add to the sum."""
         self.model.model_args.max_seq_len = seq_len
         with torch.no_grad(), torch.device("cpu"), self.tracker.labelled("activations"):
             self.model.freqs_cis = self.model._precompute_freqs_cis()
@@ -115,12 +106,12 @@ class Step:
         self.tracker.base = "activations"
 
     def _enter_loss_head(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        """What comes next is the loss head's, until backward has passed its input."""
+        """Take what comes next for the loss head's, until backward has passed its input."""
         self.tracker.base = "loss_head"
         inputs[0].register_hook(lambda _: setattr(self.tracker, "base", "activations"))
 
     def update(self) -> None:
-        """Noise, division, AdamW."""
+        """Add noise, divide, and step AdamW."""
         with self.tracker.labelled("accumulator"):
             clipped_sum = self.clipped_sum.take()
         with self.tracker.labelled("optimizer"):
@@ -131,7 +122,8 @@ class Step:
 
 @contextlib.contextmanager
 def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
-    """A tracker that labels what FSDP2, the ring, the loss head and the gradient methods make.
+    """Enter a tracker that labels what FSDP2, the ring, the loss head and the gradient methods
+    make.
 
     Labels: parameters, optimizer, accumulator, per_sample_shards, activations, loss_head,
     communication.
@@ -151,7 +143,7 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
             (ReduceScatterOverCP, "__call__", functools.partial(_shards, tracker)),
             (ClippedSum, "add", functools.partial(_samples, tracker)),
             (ClippedSum, "lay_out", label("accumulator")),
-            (GradSampleGradients, "form", functools.partial(_formed, tracker)),
+            (GradSampleGradients, "form_grad_samples", functools.partial(_formed, tracker)),
             (RowLayout, "allocate", label("communication")),
             (loss_head, "_chunk", label("loss_head")),
             (loss_head, "_add_product_", label("loss_head")),
@@ -162,7 +154,7 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
 
 @contextlib.contextmanager
 def _reduction(tracker: MemoryTracker, group: FSDPParamGroup, *_: Any) -> Iterator[None]:
-    """FSDP2 is about to reduce whole gradients, which it then frees."""
+    """Label whole gradients that FSDP2 is about to reduce, and then frees."""
     unsharded = [getattr(p, "_unsharded_param", None) for p in group.fsdp_params]
     whole = [p.grad for p in unsharded if p is not None and p.grad is not None]
     tracker.relabel(whole, "communication")
@@ -174,7 +166,7 @@ def _reduction(tracker: MemoryTracker, group: FSDPParamGroup, *_: Any) -> Iterat
 def _shards(
     tracker: MemoryTracker, _: ReduceScatterOverCP, output_tensor: torch.Tensor, **__: Any
 ) -> Iterator[None]:
-    """FSDP2's output becomes this rank's shard of one sample's gradient."""
+    """Label FSDP2's output, which becomes this rank's shard of one sample's gradient."""
     tracker.relabel([output_tensor], "per_sample_shards")
     with tracker.labelled("per_sample_shards"):
         yield
@@ -193,8 +185,7 @@ def _samples(
 def _formed(tracker: MemoryTracker, gradients: GradSampleGradients, *_: Any) -> Iterator[None]:
     with tracker.labelled("per_sample_shards"):
         yield
-    kept = [*gradients._shards.values(), *gradients._wholes.values()]
-    tracker.relabel(kept, "per_sample_shards")
+    tracker.relabel(gradients.held(), "per_sample_shards")
 
 
 def _parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]]:
@@ -205,8 +196,9 @@ def _parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int
 
 
 def _flash_workspace(operator: Any, args: Any) -> int:
-    """What FlashAttention 2's backward takes on CUDA: dQ in fp32, a number a row, and dK and dV of
-    every query head where heads share them. The CPU's kernel takes next to nothing."""
+    """Count what FlashAttention 2's backward takes on CUDA: dQ in fp32, a number a row, and dK and
+    dV of every query head where heads share them. The CPU's kernel takes next to nothing.
+    """
     aten = torch.ops.aten
     if operator is not aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return 0

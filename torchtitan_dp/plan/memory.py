@@ -42,7 +42,7 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """What a rank is predicted to hold at the moment when it holds most."""
+    """Holds what a rank is predicted to hold at the moment when it holds most."""
 
     world_size: int
     seq_len: int
@@ -56,16 +56,16 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether `HEADROOM` stays free."""
+        """Tell whether `HEADROOM` stays free."""
         return self.peak_bytes <= limit_bytes(self.memory_gib)
 
     @property
     def largest(self) -> str:
-        """The category that takes most."""
+        """Name the category that takes most."""
         return max(self.parts, key=lambda name: self.parts[name])
 
     def for_programs(self) -> dict[str, Any]:
-        """What `--json` says of memory."""
+        """Put together what `--json` says of memory."""
         return {
             "peak_memory_gib": self.peak_bytes / GIB,
             "memory_gib": {name: size / GIB for name, size in self.parts.items()},
@@ -76,14 +76,14 @@ class MemoryPlan:
 
 
 def limit_bytes(memory_gib: float) -> int:
-    """What a rank may use of a device's memory."""
+    """Limit what a rank may use of a device's memory."""
     return int(memory_gib * (1 - HEADROOM) * GIB)
 
 
 def predict(
     overrides: list[str], world_size: int, memory_gib: float, *, longest: bool = True
 ) -> MemoryPlan:
-    """The memory of rank 0, which has as much as any other.
+    """Predict the memory of rank 0, which has as much as any other.
 
     Args:
         overrides: `--job.config_file FILE` and any `--section.key value`, found right already.
@@ -103,7 +103,7 @@ def predict(
 
 
 class _Peaks:
-    """The peaks of a model that is built once, for samples of any length."""
+    """Finds the peaks of a model that is built once, for samples of any length."""
 
     def __init__(self, step: "Step", tracker: "MemoryTracker", shortest: int) -> None:
         self._step, self._tracker = step, tracker
@@ -114,7 +114,9 @@ class _Peaks:
         self._known: dict[int, tuple[int, dict[str, int]]] = {}
 
     def at(self, seq_len: int) -> tuple[int, dict[str, int]]:
-        """Bytes, and of what: of a microbatch after the first update, or of the update."""
+        """Find the peak in bytes, and what it is of: a microbatch after the first update, or the
+        update.
+        """
         if seq_len not in self._known:
             self._tracker.start_over()
             self._step.microbatch(seq_len)
@@ -123,7 +125,7 @@ class _Peaks:
         return self._known[seq_len]
 
     def longest(self, limit: int, unit: int) -> int | None:
-        """The longest sample, `unit` times a power of two, that stays within `limit` bytes."""
+        """Find the longest sample within `limit` bytes that is `unit` times a power of two."""
         if self._update[0] > limit:
             return None
         # From some thousand tokens a rank on, memory is a line in T.
@@ -137,7 +139,7 @@ class _Peaks:
 
 
 def _measure(config: JobConfig, world_size: int, memory_gib: float, longest: bool) -> MemoryPlan:
-    """In the process that is for it alone."""
+    """Measure, in a process that is for this alone."""
     from torchtitan_dp.plan.fake_step import Step, fake_world, tracking
 
     config.compile.enable = False  # fused kernels need less, how much less is not predicted

@@ -8,7 +8,7 @@ from torchtitan_dp.config.load import parse_known
 
 
 def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[str]]:
-    """The plan's own options, and the configuration's command line."""
+    """Parse the plan's own options, and leave the configuration's command line."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_dp.plan",
         description=description,
@@ -28,7 +28,7 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
 
 
 def check(options: argparse.Namespace) -> int:
-    """The number of processes.
+    """Check the options, and return the number of processes.
 
     Raises:
         ValueError: one line for the user.

@@ -50,7 +50,7 @@ def report(memory: MemoryPlan, config: JobConfig, overrides: list[str], *, limit
 
 
 def verdict(memory: MemoryPlan) -> str:
-    """How much a rank takes, and whether it fits."""
+    """Say how much a rank takes, and whether it fits."""
     return (
         f"memory of a rank of {memory.world_size}, at its peak (predicted): "
         f"{memory.peak_bytes / GIB:.1f} GiB, which {'fits' if memory.fits else 'does NOT fit'} "
@@ -59,7 +59,7 @@ def verdict(memory: MemoryPlan) -> str:
 
 
 def table(memory: MemoryPlan) -> Table:
-    """The peak by category, the largest first."""
+    """List the peak by category, the largest first."""
     rows = Table("part", Column("GiB", justify="right"), Column("share", justify="right"))
     for name, size in sorted(memory.parts.items(), key=lambda part: -part[1]):
         share = size / max(memory.peak_bytes, 1)
@@ -68,7 +68,7 @@ def table(memory: MemoryPlan) -> Table:
 
 
 def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
-    """What would shrink the largest part, and the longest samples that fit, a line each."""
+    """Say what would shrink the largest part, and which longest samples fit, a line each."""
     lines = [f"      largest: {shrink(memory.largest, config)}"]
     for mode in MODES:
         length = memory.longest_seq_len.get(mode)
@@ -81,7 +81,7 @@ def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
 
 
 def shrink(category: str, config: JobConfig) -> str:
-    """The setting that makes a category smaller."""
+    """Name the setting that makes a category smaller."""
     gathers = config.parallelism.context_parallel_rotate_method == "allgather"
     settings = {
         "parameters": "more ranks in parallelism.context_parallel_degree or data_parallel_shard",
@@ -107,7 +107,7 @@ def _shrink_activations(config: JobConfig) -> str:
 
 
 def misfit(memory: MemoryPlan, config: JobConfig, overrides: list[str]) -> str:
-    """Why it does not fit, and the nearest settings that do, in one line."""
+    """Say in one line why it does not fit, and the nearest settings that do."""
     nearest = []
     own = config.activation_checkpoint.mode
     with_ac = memory.longest_seq_len.get("full")
@@ -127,7 +127,7 @@ def misfit(memory: MemoryPlan, config: JobConfig, overrides: list[str]) -> str:
 
 
 def _enough_ranks(memory: MemoryPlan, overrides: list[str]) -> int | None:
-    """Twice or four times as many, if the configuration's degrees follow."""
+    """Find whether twice or four times as many ranks fit, if the configuration's degrees follow."""
     for ranks in (2 * memory.world_size, 4 * memory.world_size):
         try:
             load_config(overrides, ranks)
@@ -139,7 +139,7 @@ def _enough_ranks(memory: MemoryPlan, overrides: list[str]) -> int | None:
 
 
 def plot(memory: MemoryPlan, path: str) -> None:
-    """A bar a category, and a line where the memory ends. Needs matplotlib.
+    """Plot a bar for each category, and a line where the memory ends. Needs matplotlib.
 
     Raises:
         ValueError: one line for the user.
@@ -178,7 +178,7 @@ for the CUDA context, NCCL and fragmentation. What your own configuration takes:
 
 
 def write_page(path: str, folder: Path, *, ranks: int = 4, memory_gib: float = 80.0) -> None:
-    """The predictions for each TOML of a folder, as a Markdown page."""
+    """Write the predictions for each TOML of a folder, as a Markdown page."""
     rows = []
     for toml in sorted(folder.glob("*.toml")):
         overrides = ["--job.config_file", str(toml)]

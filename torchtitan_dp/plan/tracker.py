@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_iter
 
 
 class MemoryTracker(TorchDispatchMode):
-    """A mode that keeps the current and the peak bytes of each label."""
+    """Keeps, as a mode, the current and the peak bytes of each label."""
 
     def __init__(self, label: str, workspace: Callable[[Any, Any], int] | None = None) -> None:
         """
@@ -83,7 +83,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @property
     def peak_bytes(self) -> int:
-        """The most bytes that were alive at once; `peak` says of what."""
+        """Return the most bytes that were alive at once; `peak` says of what."""
         return self._peak_total
 
     def start_over(self) -> None:
@@ -92,7 +92,7 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextlib.contextmanager
     def labelled(self, label: str) -> Iterator[None]:
-        """Storages made within the block are of this label."""
+        """Label storages that are made within the block."""
         self._labels.append(label)
         try:
             yield
@@ -100,7 +100,7 @@ class MemoryTracker(TorchDispatchMode):
             self._labels.pop()
 
     def relabel(self, tensors: Iterable[torch.Tensor], label: str) -> None:
-        """From now on these tensors' storages are of this label; new ones are counted."""
+        """Give these tensors' storages this label from now on, and count those that are new."""
         for tensor in tensors:
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             self._count(local)
@@ -152,7 +152,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:
-    """A patch that runs a function within the context manager `around(*its arguments)`.
+    """Patch a function to run within the context manager `around(*its arguments)`.
 
     Args:
         owner: the class or module whose attribute `name` is the function.

@@ -26,9 +26,28 @@ class Checked:
     plan: Plan | None  # None without privacy
 
 
+def open_records(config: JobConfig) -> Records:
+    """Open the records that a configuration names, as it names them.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    data, privacy = config.data, config.privacy
+    return Records.open(
+        config.training.dataset,
+        config.training.dataset_path or "",
+        text_field=data.text_field,
+        unit_field=data.unit_field,
+        contents=data.verify_records == "contents",
+        heldout_fraction=data.heldout_fraction,
+        needs_heldout=config.validation.enable,
+        number_is_secret=privacy.enable and privacy.sample_rate is not None,
+    )
+
+
 def check_run(
     config: JobConfig,
-    open_records: Callable[[JobConfig], Records] = Records.open,
+    open_records: Callable[[JobConfig], Records] = open_records,
     *,
     share: tuple[int, int] = (0, 1),
 ) -> Checked:
@@ -36,7 +55,7 @@ def check_run(
 
     Args:
         config: from `cli.load_config`.
-        open_records: `Records.open`, or what keeps its result.
+        open_records: the function above, or what keeps its result.
         share: this process and how many there are with the same files; with
             `data.on_undecodable` = "error" each reads a part of the records.
 

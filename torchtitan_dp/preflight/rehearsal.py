@@ -2,7 +2,7 @@
 
 Memory that runs out on the longest sample only, a kernel that is missing or a compilation that
 fails would end a run when the first record of that length is drawn; the number of steps, which is
-published, would tell that it was (hazard row 47). So each length of `data.buckets.ladder` is run
+published, would tell that it was (hazard row 47). So each length of `config.lengths.ladder` is run
 first, on padding: no record is read for it, and what fails, fails whatever the records hold.
 
 Guarantee:
@@ -31,20 +31,20 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.buckets import ladder
+from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.data.slowest import slowest_parse_seconds, slowest_seconds
-from torchtitan_dp.metrics import SampleStatistics
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
+from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.process import Fault
-
-if TYPE_CHECKING:
-    from torchtitan_dp.train import DPTrainer
 
 # Of the time-out of collectives: the most that a rank may let others wait for its tokenizer.
 _SHARE = 0.25
@@ -58,7 +58,27 @@ _OUT_OF_MEMORY = (
 _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe")
 
 
-def rehearse(trainer: "DPTrainer") -> None:
+class Rehearsed(Protocol):
+    """Names what a rehearsal needs of the trainer that it rehearses."""
+
+    @property
+    def job_config(self) -> JobConfig: ...
+    @property
+    def device(self) -> torch.device: ...
+    @property
+    def dataloader(self) -> RecordLoader: ...
+    @property
+    def metrics_processor(self) -> PrivateMetricsProcessor: ...
+    @property
+    def clipped_sum(self) -> ClippedSum: ...
+    @property
+    def dp_optimizer(self) -> DPOptimizer: ...
+
+    def accumulate(self, microbatch: Microbatch, statistics: SampleStatistics) -> None:
+        """Clip each sample's gradient and add it to the step's sum, as a step does."""
+
+
+def rehearse(trainer: Rehearsed) -> None:
     """Run padding of every length, and an update that changes nothing; log that, and how long.
 
     Collective over the world: those of two microbatches of the shortest length and one of each
@@ -91,7 +111,7 @@ def rehearse(trainer: "DPTrainer") -> None:
     logger.info(f"rehearsal: done in {elapsed:.1f} s")
 
 
-def _check_tokenizer(trainer: "DPTrainer") -> None:
+def _check_tokenizer(trainer: Rehearsed) -> None:
     """Refuse samples whose text may keep the other ranks waiting for too long."""
     config, loader = trainer.job_config, trainer.dataloader
     timeout = config.comm.train_timeout_seconds

@@ -12,6 +12,7 @@ import math
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.records import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger.initial import PUBLIC
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count
@@ -34,7 +35,6 @@ _ACCOUNTANTS = {
     "rdp": "Opacus' Renyi accountant, an upper bound",
     "pld": "the privacy loss distributions of Google's dp-accounting, rounded pessimistically",
 }
-_RECORDS = {"text": "one file", "jsonl": "one line of a JSON Lines file"}
 _NEIGHBOURS = {
     "zero_out": (
         "trained with the content of that {unit} replaced by an empty one",
@@ -127,7 +127,7 @@ def _what(config: JobConfig) -> str:
     """Say what such a one is."""
     if (field := config.data.unit_field) is not None:
         return f" (all records with one value of `{field}`)"
-    return f" ({_RECORDS[config.training.dataset]})"
+    return f" ({FORMATS[config.training.dataset].record})"
 
 
 def _factor(epsilon: float) -> str:

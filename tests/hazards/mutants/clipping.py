@@ -91,41 +91,41 @@ MUTANTS = [
         3,
         "summed over dp shard before clipping",
         SUM,
-        "        self.accumulating = True\n",
-        "        self.accumulating = True\n"
+        "        squared_norm_B = torch.stack(",
         "        for s in shards:\n"
         "            if self.groups.dp_shard is not None:\n"
-        "                dist.all_reduce(s, group=self.groups.dp_shard)\n",
+        "                dist.all_reduce(s, group=self.groups.dp_shard)\n"
+        "        squared_norm_B = torch.stack(",
         (f"{HERE}test_row03_opposite_samples_cancel_after_clipping[(1, 2, 1)]",),
     ),
     Mutant(
         3,
         "summed over dp replicate before clipping",
         SUM,
-        "        self.accumulating = True\n",
-        "        self.accumulating = True\n"
+        "        squared_norm_B = torch.stack(",
         "        for s in shards:\n"
         "            if self.groups.dp_replicate is not None:\n"
-        "                dist.all_reduce(s, group=self.groups.dp_replicate)\n",
+        "                dist.all_reduce(s, group=self.groups.dp_replicate)\n"
+        "        squared_norm_B = torch.stack(",
         (f"{HERE}test_row03_opposite_samples_cancel_after_clipping[(2, 1, 1)]",),
     ),
     Mutant(
         3,
         "one norm for all data parallel ranks",
         SUM,
-        "        clipped = clip(\n",
+        "        return clip(\n",
         "        if self.groups.dp_shard is not None:\n"
         "            dist.all_reduce(squared_norm_B, group=self.groups.dp_shard)\n"
-        "        clipped = clip(\n",
+        "        return clip(\n",
         (f"{HERE}test_row03_identical_samples_on_two_ranks_add_to_2C[(1, 2, 1)]",),
     ),
     Mutant(
         4,
         "the microbatch clipped as one",
         SUM,
-        "        self.accumulating = True\n",
-        "        self.accumulating = True\n"
-        "        shards[:] = [s.mean(0, keepdim=True).expand_as(s).clone() for s in shards]\n",
+        "        squared_norm_B = torch.stack(",
+        "        shards[:] = [s.mean(0, keepdim=True).expand_as(s).clone() for s in shards]\n"
+        "        squared_norm_B = torch.stack(",
         (
             f"{HERE}test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping"
             "[(1, 1, 1)-V1]",
@@ -135,9 +135,9 @@ MUTANTS = [
         4,
         "one norm for the microbatch",
         SUM,
-        "        clipped = clip(\n",
+        "        return clip(\n",
         "        squared_norm_B = squared_norm_B.sum(0, keepdim=True).expand_as(squared_norm_B)\n"
-        "        clipped = clip(\n",
+        "        return clip(\n",
         (
             f"{HERE}test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping"
             "[(1, 1, 1)-V2]",

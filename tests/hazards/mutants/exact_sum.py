@@ -5,7 +5,7 @@ from tests.hazards.mutants.table import Mutant
 
 FIXED = "privacy/fixed_point.py"
 SUMMATION = "privacy/summation.py"
-METHODS = "gradients/methods.py"
+STEP = "gradients/step.py"
 
 POINT = "privacy/test_fixed_point.py::test_row49_"
 MOVED = "privacy/test_summation.py::test_row49_"
@@ -156,7 +156,7 @@ MUTANTS = [
     Mutant(
         49,
         "the option not read",
-        METHODS,
+        STEP,
         "    if not privacy.exact_sum:\n",
         "    if True:\n",
         (TRAINER,),
@@ -165,9 +165,9 @@ MUTANTS = [
     Mutant(
         49,
         "the trainer adds noise of another kind",
-        "train.py",
-        "            summation=summation,\n        )\n        self.sample_losses",
-        "        )\n        self.sample_losses",
+        STEP,
+        "            summation=self.summation,\n",
+        "",
         (TRAINER,),
         quick=True,
     ),
@@ -175,16 +175,16 @@ MUTANTS = [
         49,
         "the game plays with fp32 whatever the run does",
         "audit/game.py",
-        "build_summation(privacy, parameters, self._C)",
-        "build_summation(Privacy(), parameters, self._C)",
+        "build_step(privacy, ",
+        "build_step(Privacy(gradient_method=privacy.gradient_method), ",
         (GAME,),
     ),
     Mutant(
         49,
         "the plan counts four bytes",
         "plan/fake_step.py",
-        "build_summation(config.privacy, ",
-        "build_summation(type(config.privacy)(), ",
+        "                config.privacy,\n",
+        "                type(config.privacy)(gradient_method=config.privacy.gradient_method),\n",
         (
             "plan/test_memory.py::"
             "test_row49_an_exact_sum_takes_eight_bytes_a_value[--training.local_batch_size=1]",

@@ -20,7 +20,7 @@ MUTANTS = [
         SUM,
         "        self.accumulating = True\n",
         "        self.accumulating = True\n"
-        "        self._whole.add_(torch.randn_like(self._whole), alpha=self._max_grad_norm)\n",
+        "        self._whole.add_(torch.randn_like(self._whole), alpha=self.max_grad_norm)\n",
         (f"{VARIANCE}[(1, 1, 1)-3]",),
     ),
     Mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "noise on every rank before the sum",
         SUM,
         "        chunk_N = self._whole[0]\n",
-        "        self._whole.add_(torch.randn_like(self._whole), alpha=self._max_grad_norm)\n"
+        "        self._whole.add_(torch.randn_like(self._whole), alpha=self.max_grad_norm)\n"
         "        chunk_N = self._whole[0]\n",
         (f"{VARIANCE}[(1, 2, 2)-1]",),
     ),

@@ -32,7 +32,7 @@ MUTANTS = [
         SUM,
         "        self.accumulating = True\n",
         "        self.accumulating = True\n"
-        '        self.__dict__.setdefault("kept", []).append(valid_B)\n',
+        '        self.__dict__.setdefault("kept", []).append(clipped)\n',
         (f"{HERE}test_row27_live_tensors_stay_flat_over_50_steps[full-microbatch]",),
     ),
     Mutant(

@@ -20,9 +20,9 @@ MUTANTS = [
     Mutant(
         48,
         "contents of lines not asked for",
-        "data/opening.py",
+        "preflight/check.py",
         'data.verify_records == "contents"',
-        'data.verify_records == "contents" and format == "text"',
+        'data.verify_records == "contents" and config.training.dataset == "text"',
         (f"{SAME}{FIRST}[equal-length lines in another order]",),
         quick=True,
     ),

@@ -17,7 +17,7 @@ MUTANTS = [
         15,
         "the rate of a count said to be given",
         SETTINGS,
-        """        source = f"training.global_batch_size / number of training {noun(config)}s"
+        """        source = f"training.global_batch_size / number of training {unit_word(config)}s"
         source += " (which is public)"
 """,
         '        source = "privacy.sample_rate"\n',
@@ -181,8 +181,8 @@ MUTANTS = [
         42,
         "undecodable records left out of the index",
         "data/opening.py",
-        "        train, heldout = split(units, data.heldout_fraction)\n",
-        "        train, heldout = split(units, data.heldout_fraction)\n"
+        "        train, heldout = split(units, heldout_fraction)\n",
+        "        train, heldout = split(units, heldout_fraction)\n"
         "        train = np.array([i for i in train if store.read(int(i)) is not None])\n",
         ("config/test_load.py::test_undecodable_records",),
     ),
@@ -269,8 +269,8 @@ MUTANTS = [
         43,
         "a unit drawn by each of its records",
         "data/opening.py",
-        "        train, heldout = split(units, data.heldout_fraction)\n",
-        "        train, heldout = split(units, data.heldout_fraction)\n"
+        "        train, heldout = split(units, heldout_fraction)\n",
+        "        train, heldout = split(units, heldout_fraction)\n"
         "        train = np.repeat(train, [len(units.places(int(unit))) for unit in train])\n",
         (f"{LOADER}test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit",),
         quick=True,
@@ -288,7 +288,7 @@ MUTANTS = [
     Mutant(
         43,
         "the record said to be the unit",
-        "data/opening.py",
+        "config/units.py",
         'return "record" if field is None else f',
         'return "record" if field else f',
         (f"{LOADER}test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit",),
@@ -307,7 +307,7 @@ MUTANTS = [
         43,
         "a line that has become another's used",
         "data/jsonl_records.py",
-        "not self.is_of(index, name)",
+        "not self._is_of(index, name)",
         "not name",
         ("data/test_units.py::test_a_line_that_has_become_anothers_reads_as_nothing",),
     ),
@@ -318,5 +318,32 @@ MUTANTS = [
         "if own is not None and is_listed(own):",
         "if own is not None and not own:",
         ("data/test_records.py::test_a_file_in_a_linked_folder_goes_by_its_own_name",),
+    ),
+    Mutant(
+        43,
+        "held out by position with a public rate",
+        "data/opening.py",
+        "        if number_is_secret and heldout_fraction > 0 and unit_field is None:\n",
+        "        if False:\n",
+        (f"{LOADER}test_row43_held_out_by_position_with_a_public_rate_is_refused",),
+        quick=True,
+    ),
+    Mutant(
+        43,
+        "the public rate not told to who opens records",
+        "preflight/check.py",
+        "number_is_secret=privacy.enable and privacy.sample_rate is not None,",
+        "number_is_secret=False,",
+        (f"{LOADER}test_row43_held_out_by_position_with_a_public_rate_is_refused",),
+        quick=True,
+    ),
+    Mutant(
+        43,
+        "lines said to have names of their own",
+        "data/jsonl_records.py",
+        "    named_by_position=True,\n",
+        "    named_by_position=False,\n",
+        (f"{LOADER}test_row43_a_format_says_whether_one_record_more_renames_others[jsonl]",),
+        quick=True,
     ),
 ]

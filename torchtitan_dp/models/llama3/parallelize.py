@@ -22,6 +22,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.offload import inputs_on_host
 from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
 from torchtitan_dp.gradients.layers import per_sample_layers
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.rms_norm import use_lean_norms
 
@@ -36,8 +37,8 @@ def parallelize_llama(
 
     With privacy, gradients are reduced within the `fsdp` mesh only, by whatever
     `set_custom_reduce_scatter` is given later; parameters are fp32 shards over `fsdp`, also when
-    that mesh has one rank (which keeps the bf16 / fp32 semantics the same on every mesh). For
-    `privacy.gradient_method = "grad_sample"` layers form per-sample gradients instead.
+    that mesh has one rank (which keeps the bf16 / fp32 semantics the same on every mesh). Where
+    `privacy.gradient_method` needs per-sample layers, layers form per-sample gradients instead.
     """
     parallelism = job_config.parallelism
     if parallel_dims.cp_enabled:
@@ -65,10 +66,11 @@ def _apply_parts(
 ) -> None:
     if job_config.privacy.enable and job_config.training.loss_chunk_tokens:
         model.output = LossHead.over(model.output, job_config.training.loss_chunk_tokens)
-    if job_config.privacy.enable and job_config.privacy.gradient_method == "grad_sample":
-        per_sample_layers(model)
-    elif job_config.privacy.enable and device_type == "cpu":
-        use_lean_norms(model)
+    if job_config.privacy.enable:
+        if METHODS[job_config.privacy.gradient_method].per_sample_layers:
+            per_sample_layers(model)
+        elif device_type == "cpu":
+            use_lean_norms(model)
     if parallel_dims.cp_enabled:
         apply_ring_attention(
             [block.attention.inner_attention for block in model.layers.values()],

@@ -1,0 +1,124 @@
+"""One builder of all that a private step is made of, for whoever takes one.
+
+Training, the plan's fake step, the audit's game and the tests build their steps here, so that what
+is predicted, attacked and tested is what trains.
+
+Guarantee:
+    The clipped sum and every optimizer of one `PrivateStep` have the same C and the same summation:
+    the noise is of the standard deviation that the sum's sensitivity asks for, and is added as the
+    sum was. Both rest on the guarantees of `clipped_sum` and of `optimizer`.
+"""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch.nn as nn
+from torch.distributed.fsdp import FSDPModule
+from torch.optim import Optimizer
+
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.methods import METHODS, GradientMethod, MethodTerms
+from torchtitan_dp.gradients.reduction import ReductionGroups
+from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.privacy.clipping import ClipFunction
+from torchtitan_dp.privacy.fixed_point import unit
+from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, Summation
+
+
+class PrivacyTerms(MethodTerms, Protocol):
+    """Names the settings of `[privacy]` that a step is built by; `config.Privacy` has them all."""
+
+    @property
+    def gradient_method(self) -> str:
+        """Name a method of `METHODS`: `auto` has been resolved."""
+
+    @property
+    def clip_function(self) -> ClipFunction:
+        """Name the function that scales a gradient by its norm."""
+
+    @property
+    def secure_noise(self) -> bool:
+        """Tell whether noise resists attacks on its low bits."""
+
+    @property
+    def exact_sum(self) -> bool:
+        """Tell whether samples are added up in integers."""
+
+
+@dataclass(frozen=True)
+class PrivateStep:
+    """Holds what turns per-sample losses into a noised update, on this rank."""
+
+    parameters: dict[str, nn.Parameter]  # all that are trained, by canonical name
+    max_grad_norm: float  # C
+    summation: Summation
+    clipped_sum: ClippedSum
+    gradients: GradientMethod
+
+    def optimizer(
+        self, inner: Optimizer, *, noise_multiplier: float, expected_batch_size: float
+    ) -> DPOptimizer:
+        """Make the optimizer that adds noise to the clipped sum and steps `inner` on the result.
+
+        Args:
+            inner: as of `DPOptimizer`, over exactly `parameters`.
+            noise_multiplier: sigma.
+            expected_batch_size: the divisor of the sum, fixed and public.
+        """
+        return DPOptimizer(
+            inner,
+            self.parameters,
+            noise_multiplier=noise_multiplier,
+            max_grad_norm=self.max_grad_norm,
+            expected_batch_size=expected_batch_size,
+            summation=self.summation,
+        )
+
+
+def build_step(
+    privacy: PrivacyTerms,
+    model: nn.Module,
+    parameters: dict[str, nn.Parameter],
+    fsdp_modules: list[FSDPModule],
+    groups: ReductionGroups,
+    *,
+    max_grad_norm: float,
+    clipped_sum_type: type[ClippedSum] = ClippedSum,
+) -> PrivateStep:
+    """Build the step that a checked configuration asks for.
+
+    Args:
+        model: parallelized for this configuration, with per-sample layers if its method needs them.
+        parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
+        fsdp_modules: one module of each FSDP2 group that holds a trainable parameter.
+        groups: the mesh's process groups.
+        max_grad_norm: C, on whose terms a run was started: the ledger's, if there is one.
+        clipped_sum_type: that of an audit plants canaries in samples.
+    """
+    summation = build_summation(privacy, parameters, max_grad_norm)
+    clipped_sum = clipped_sum_type(
+        parameters,
+        groups,
+        max_grad_norm=max_grad_norm,
+        clip_function=privacy.clip_function,
+        summation=summation,
+    )
+    method = METHODS[privacy.gradient_method]
+    gradients = method.build(model, fsdp_modules, clipped_sum, privacy)
+    return PrivateStep(parameters, max_grad_norm, summation, clipped_sum, gradients)
+
+
+def build_summation(
+    privacy: PrivacyTerms, parameters: dict[str, nn.Parameter], max_grad_norm: float
+) -> Summation:
+    """Choose what clipped gradients are added up in, and how noise is added to them.
+
+    Args:
+        parameters: every trainable parameter, a DTensor: its shape is the whole's on every rank.
+        max_grad_norm: C.
+    """
+    if not privacy.exact_sum:
+        return FloatSum(privacy.secure_noise)
+    assert privacy.secure_noise, "noise in fp32 would round what is summed exactly"
+    values = sum(parameter.numel() for parameter in parameters.values())
+    return FixedPointSum(unit(max_grad_norm, values))
