@@ -22,7 +22,7 @@ from torchtitan_dp.ledger.baseline import baseline_ledger, publish_baseline
 
 
 class BaselineTrainer(Trainer):
-    """Train as TorchTitan does, with weights that carry a ledger that says "not private"."""
+    """Trains as TorchTitan does, with weights that carry a ledger that says "not private"."""
 
     job_config: JobConfig
     dataloader: RecordLoader

@@ -24,7 +24,7 @@ _PREFIX = "not_private/"
 
 
 class LabellingLogger(BaseLogger):
-    """Pass metrics on under `not_private/`, except the few that are public."""
+    """Passes metrics on under `not_private/`, except the few that are public."""
 
     def __init__(self, inner: BaseLogger) -> None:
         self._inner = inner
@@ -38,7 +38,7 @@ class LabellingLogger(BaseLogger):
 
 
 class PrivateMetricsProcessor(MetricsProcessor):
-    """Log TorchTitan's metrics, labelled."""
+    """Logs TorchTitan's metrics, labelled."""
 
     logger: BaseLogger
     time_last_log: float
@@ -88,7 +88,7 @@ class PrivateMetricsProcessor(MetricsProcessor):
 
 @dataclass
 class SampleStatistics:
-    """Keep one step's samples of this rank on the device; they are reduced only when a step is
+    """Keeps one step's samples of this rank on the device; they are reduced only when a step is
     logged."""
 
     max_grad_norm: float

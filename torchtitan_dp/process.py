@@ -18,7 +18,7 @@ _CORE_FILTER = "/proc/self/coredump_filter"
 
 
 class Fault(SystemExit):
-    """Tell what went wrong outside of this program, and the remedy, in one line for the user.
+    """Tells what went wrong outside of this program, and the remedy, in one line for the user.
 
     Python prints it and exits with code 1; torchrun's `record` keeps no traceback of it.
     """

@@ -67,7 +67,7 @@ from torchtitan_dp.train_spec import OpenOnce, register
 
 
 class DPTrainer(Trainer):
-    """Train as TorchTitan does, with a step that is DP-SGD with AdamW."""
+    """Trains as TorchTitan does, with a step that is DP-SGD with AdamW."""
 
     job_config: JobConfig
     checkpointer: Checkpointer

@@ -33,7 +33,7 @@ from torchtitan_dp.validate import HeldOutValidator
 
 
 class OpenOnce:
-    """Open a configuration's records, and keep them for whoever asks for the same again."""
+    """Opens a configuration's records, and keep them for whoever asks for the same again."""
 
     def __init__(self) -> None:
         self._terms: object = None

@@ -20,7 +20,7 @@ from torchtitan_dp.models.loss import SampleLosses
 
 
 class HeldOutValidator:
-    """Evaluate the same `validation.steps` microbatches at step 1 and every `validation.freq`."""
+    """Evaluates the same `validation.steps` microbatches at step 1 and every `validation.freq`."""
 
     def __init__(
         self,

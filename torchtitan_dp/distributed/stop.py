@@ -18,7 +18,7 @@ GRACE_S = 5.0
 
 
 class StopRequest:
-    """Remember whether this run was asked to stop.
+    """Remembers whether this run was asked to stop.
 
     A scheduler may send SIGTERM to every process, launcher and workers, and the launcher then sends
     `STOP_SIGNAL`. SIGTERM alone is torchrun's, which ends workers whose peer has failed: this

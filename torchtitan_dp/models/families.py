@@ -20,7 +20,7 @@ from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_f
 
 
 class ModelArgs(Protocol):
-    """Name what the package reads of any family's arguments."""
+    """Names what the package reads of any family's arguments."""
 
     dim: int
     n_layers: int
@@ -36,7 +36,7 @@ class ModelArgs(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """Hold what differs from family to family.
+    """Holds what differs from family to family.
 
     Args:
         title: its name for people.

@@ -22,7 +22,7 @@ from torchtitan_dp.gradients.rows import RowLayout
 
 
 class LossHead(nn.Linear):
-    """Wrap an output layer that, given labels, returns `models.loss.per_sample_loss` of its
+    """Wraps an output layer that, given labels, returns `models.loss.per_sample_loss` of its
     logits."""
 
     chunk_tokens: int
@@ -79,7 +79,7 @@ def _add_product_(out_VD: torch.Tensor, grad_NV: torch.Tensor, h_ND: torch.Tenso
 
 
 class _OneSample(torch.autograd.Function):
-    """Compute gradients along with the loss; of several samples only if the weight is not
+    """Computes gradients along with the loss; of several samples only if the weight is not
     trained."""
 
     @staticmethod
@@ -127,7 +127,7 @@ class _OneSample(torch.autograd.Function):
 
 
 class _SeveralSamples(torch.autograd.Function):
-    """Compute the chunks again in backward, where each sample's weight gradient goes to the
+    """Computes the chunks again in backward, where each sample's weight gradient goes to the
     layer's sink."""
 
     @staticmethod

@@ -10,7 +10,7 @@ import torch.nn as nn
 
 
 class LeanRMSNorm(nn.RMSNorm):
-    """Compute `nn.RMSNorm` by `rms_norm`; `use_lean_norms` gives modules this class."""
+    """Computes `nn.RMSNorm` by `rms_norm`; `use_lean_norms` gives modules this class."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)

@@ -19,7 +19,7 @@ from torchtitan_dp.models.families import ModelArgs
 
 @dataclass(frozen=True)
 class Checked:
-    """Hold what was found of a run that may start."""
+    """Holds what was found of a run that may start."""
 
     args: ModelArgs
     records: Records

@@ -29,7 +29,7 @@ _ROW = 256
 
 
 class Clip(NamedTuple):
-    """Say how each sample of a microbatch enters the sum; all fields have shape (B,)."""
+    """Says how each sample of a microbatch enters the sum; all fields have shape (B,)."""
 
     factor_B: torch.Tensor  # fp32: what the gradient is multiplied by
     rejected_B: torch.Tensor  # bool: contributes exactly 0 (padding, NaN, Inf, norms near overflow)

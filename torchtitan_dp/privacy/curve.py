@@ -17,7 +17,7 @@ _POINTS: dict[Accountant, int] = {"pld": 20, "prv": 5, "rdp": 100}
 
 
 class EpsilonCurve:
-    """Tell what a run has spent after so many of its steps.
+    """Tells what a run has spent after so many of its steps.
 
     >>> curve = EpsilonCurve((), 1.0, 0.01, delta=1e-5, accountant="rdp", total_steps=1_000)
     >>> round(curve.at(1_000), 3), curve.at(949) == curve.at(950) < curve.at(951)

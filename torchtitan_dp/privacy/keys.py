@@ -28,7 +28,7 @@ _DEBUG_DOMAIN = b"torchtitan_dp/debug_seed/"
 
 
 class _Secret:
-    """Hold what must not be printed, pickled, copied or changed."""
+    """Holds what must not be printed, pickled, copied or changed."""
 
     __slots__ = ()
 
@@ -40,7 +40,7 @@ class _Secret:
 
 
 class KeyStream(_Secret):
-    """Hand out the keys of one purpose: one for each step, each once, in rising order."""
+    """Hands out the keys of one purpose: one for each step, each once, in rising order."""
 
     __slots__ = ("__key", "__last")
 
@@ -72,7 +72,7 @@ class KeyStream(_Secret):
 
 
 class RootKey(_Secret):
-    """Hold the 32 secret bytes from which every key of this start is derived.
+    """Holds the 32 secret bytes from which every key of this start is derived.
 
     >>> RootKey.from_os()
     <RootKey: secret>

@@ -58,7 +58,7 @@ _ROUNDING = 1e-12  # relative: of closed formulas of this file, which lose far l
 
 @dataclass(frozen=True)
 class Meaning:
-    """Say what any attacker achieves at most.
+    """Says what any attacker achieves at most.
 
     Args:
         mu: the run is mu-Gaussian-DP but for a probability of `mu_but_for`; inf: no bound.

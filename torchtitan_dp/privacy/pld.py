@@ -45,7 +45,7 @@ _TAIL = 1e-5  # share of delta that truncated tails may take, once for steps, on
 
 @dataclass(frozen=True)
 class _Grid:
-    """Describe a grid of privacy losses: `interval` lies between them, and `log_tail` is ln of
+    """Describes a grid of privacy losses: `interval` lies between them, and `log_tail` is ln of
     what a step's tails may lose."""
 
     interval: float
@@ -114,7 +114,7 @@ def gaussian_delta(mu: float, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Bound delta from above at every epsilon >= 0, in the worse of both directions.
+    """Bounds delta from above at every epsilon >= 0, in the worse of both directions.
 
     Args:
         interval: between the epsilons at which `deltas` holds; the first of them is 0.

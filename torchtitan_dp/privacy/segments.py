@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, order=True)
 class Segment:
-    """Describe `steps` optimizer steps on the same data and with the same neighbouring relation.
+    """Describes `steps` optimizer steps on the same data and with the same neighbouring relation.
 
     Args:
         noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.

@@ -34,7 +34,7 @@ _ROUNDING = 2.0**-24  # of fp32: an addition's result is off by at most this sha
 
 
 class Summation(Protocol):
-    """Say what a step's sum is made of."""
+    """Says what a step's sum is made of."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,7 +68,7 @@ class Summation(Protocol):
 
 @dataclass(frozen=True)
 class FloatSum:
-    """Add in fp32."""
+    """Adds in fp32."""
 
     secure_noise: bool = False
     dtype: ClassVar[torch.dtype] = torch.float32
@@ -86,7 +86,7 @@ class FloatSum:
 
 @dataclass(frozen=True)
 class FixedPointSum:
-    """Add multiples of `unit` in int64, with secure noise."""
+    """Adds multiples of `unit` in int64, with secure noise."""
 
     unit: float
     dtype: ClassVar[torch.dtype] = torch.int64

@@ -11,7 +11,7 @@ BLANK = "**TO FILL IN**"
 
 
 class OwnerItem(NamedTuple):
-    """Hold one line for the owner."""
+    """Holds one line for the owner."""
 
     title: str
     question: str

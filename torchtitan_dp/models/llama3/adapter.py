@@ -10,7 +10,7 @@ from torchtitan_dp.models.parameters import TIED_OUTPUT
 
 
 class HuggingFaceAdapter(Llama3StateDictAdapter):
-    """Extend TorchTitan's adapter to tied weights and to any number of ranks."""
+    """Extends TorchTitan's adapter to tied weights and to any number of ranks."""
 
     model_args: LlamaArgs
 

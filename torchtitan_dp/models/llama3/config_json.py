@@ -46,7 +46,7 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> LlamaArgs:
 
 
 class _Reader:
-    """Read one `config.json`, and refuse by name what our Llama cannot follow."""
+    """Reads one `config.json`, and refuse by name what our Llama cannot follow."""
 
     def __init__(self, settings: dict[str, Any], path: str, key: str) -> None:
         self.settings, self.path, self.key = settings, path, key

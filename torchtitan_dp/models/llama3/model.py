@@ -19,7 +19,7 @@ from torchtitan_dp.models.parameters import canonical_name, copy_slice_
 
 @dataclass
 class LlamaArgs(TransformerModelArgs):
-    """Extend TorchTitan's model arguments by whether the output layer is the embedding
+    """Extends TorchTitan's model arguments by whether the output layer is the embedding
     transposed."""
 
     tie_embeddings: bool = False
@@ -36,7 +36,7 @@ class LlamaArgs(TransformerModelArgs):
 
 
 class Llama(Transformer):
-    """Extend TorchTitan's Transformer by tied embeddings and initial weights that know no mesh."""
+    """Extends TorchTitan's Transformer by tied embeddings and initial weights that know no mesh."""
 
     model_args: LlamaArgs
     freqs_cis: torch.Tensor
