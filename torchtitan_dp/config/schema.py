@@ -20,8 +20,8 @@ else:
 
 @dataclass
 class Privacy:
-    """Differential privacy. The unit is one record, or what `data.unit_field` groups; see the
-    README's assumptions."""
+    """Differential privacy. The unit is one record, or what `data.unit_field` groups; the
+    assumptions are in docs/privacy.md."""
 
     enable: bool = True
     """Train with differential privacy. False is plain TorchTitan on the same data."""

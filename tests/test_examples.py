@@ -1,0 +1,72 @@
+"""The examples run as their READMEs say, command by command."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """A folder that looks like the root of the repository, whose `outputs/` are its own."""
+    for entry in ROOT.iterdir():
+        if entry.name not in ("outputs", ".venv", ".git"):
+            (tmp_path / entry.name).symlink_to(entry)
+    python = tmp_path / ".venv" / "bin" / "python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    python.chmod(0o755)
+    return tmp_path
+
+
+def run(command: str, place: Path) -> str:
+    """What a shell prints for the command; any failure in it is one of the test."""
+    done = subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", command],
+        cwd=place,
+        env={
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "TORCHTITAN_DP_PYTHON": sys.executable,
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": "",
+            "XDG_CACHE_HOME": str(place / "cache"),
+        },
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=500,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}"
+    return done.stdout
+
+
+def commands(readme: str) -> list[str]:
+    """The blocks of shell commands of a page."""
+    return re.findall(r"^```bash\n(.*?)^```", (ROOT / readme).read_text(), re.M | re.S)
+
+
+def test_dp_sgd_by_hand_learns_within_its_budget(place: Path) -> None:
+    (command,) = commands("examples/README.md")
+    said = run(command, place)
+    epsilon, accuracy = re.search(r"epsilon = ([\d.]+) .*= ([\d.]+)%", said, re.S).groups()
+    assert 2.9 < float(epsilon) <= 3
+    assert float(accuracy) > 85
+
+
+@pytest.mark.slow
+def test_patients_are_trained_on_verified_and_released(place: Path) -> None:
+    for command in commands("examples/patients/README.md"):
+        run(command, place)
+    terms = json.loads((place / "outputs" / "patients_model" / "privacy.json").read_text())
+    assert terms["private"]
+    assert 0 < terms["epsilon"] <= 8
+    assert "patient_id" in terms["privacy_unit"]
+    assert terms["neighbouring_relation"] == "zero_out"
