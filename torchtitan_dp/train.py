@@ -28,6 +28,7 @@ from torchtitan.train import Trainer
 
 from torchtitan_dp.baseline import BaselineTrainer
 from torchtitan_dp.checkpoint.manager import Checkpointer
+from torchtitan_dp.checkpoint.start import Start, decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import load_config
@@ -53,8 +54,9 @@ from torchtitan_dp.ledger import (
     versions,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, refuse_overspending
+from torchtitan_dp.ledger.terms import earlier_ledger, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
+from torchtitan_dp.models.hugging_face import origin
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.llama3.parallelize import trained_fsdp_modules
 from torchtitan_dp.models.loss import SampleLosses
@@ -82,13 +84,14 @@ class DPTrainer(Trainer):
         job_config.training.global_batch_size = -1
         super().__init__(job_config)
         job_config.training.global_batch_size = expected_batch_size
-        self.checkpointer = Checkpointer(self)
+        start = decide_start(job_config)  # by now rank 0 holds the folder's lock
+        self.checkpointer = Checkpointer(self, start, origin(job_config))
         self.stop = StopRequest()
 
         privacy = job_config.privacy
         (model,) = self.model_parts
         parameters = trainable_parameters(model)
-        self.ledger, self.executed = self._open_ledger()
+        self.ledger, self.executed = self._open_ledger(start)
         self._open_account()
         settings = self.ledger.settings
         groups = ReductionGroups.build(self.device.type, mesh_degrees(job_config))
@@ -153,7 +156,7 @@ class DPTrainer(Trainer):
             statistics.add(loss_B, part.valid_B, clip)
 
     def should_continue_training(self) -> bool:
-        if self.step == self.checkpointer.loaded_step + 1:
+        if self.step == self.checkpointer.start.step + 1:
             shorten_timeouts(self.job_config, self.parallel_dims)
         return super().should_continue_training() and not self.stop.is_agreed(self.device)
 
@@ -174,7 +177,7 @@ class DPTrainer(Trainer):
 
     def batch_generator(self, data_iterable: Any) -> Any:
         """Called after loading, before the first step: steps draw from the loader itself."""
-        if self.checkpointer.resumes and not self._ledger_loaded:
+        if self.checkpointer.start.resumes and not self._ledger_loaded:
             raise RuntimeError("weights were loaded from a checkpoint without its ledger")
         require_loaded(self.model_parts[0])
         if self.step < self.job_config.training.steps:
@@ -214,13 +217,13 @@ class DPTrainer(Trainer):
         self.window_keys = root.stream("window")
         self.coin_keys = root.stream("coin")  # of audits
 
-    def _open_ledger(self) -> tuple[Ledger, ExecutedSteps]:
+    def _open_ledger(self, start: Start) -> tuple[Ledger, ExecutedSteps]:
         """The account to keep, on terms fixed at this folder's first start."""
         config = self.job_config
         folder = config.job.dump_folder
         fingerprint, units = self.dataloader.fingerprint, self.dataloader.units
         check_fingerprint(folder, fingerprint)
-        ledger = make_plan(config, len(units), earlier_ledger(folder)).ledger
+        ledger = plan_start(config, len(units), start, earlier_ledger(folder)).ledger
         dealt = hashlib.sha256(units.tobytes()).hexdigest()
         require_agreement(
             (ledger.settings, ledger.config_hash, versions()), private=(fingerprint, dealt)
@@ -241,7 +244,7 @@ class DPTrainer(Trainer):
         self.ledger.start = self.executed.new_start()
         self.ledger = Ledger.from_json(broadcast_from_rank0(self.ledger.to_json()))
         if dist.get_rank() == 0:
-            self.executed.adopt(self.ledger.stretches())
+            self.executed.adopt(self.ledger.taken())
         self.account = Account(self.ledger, self.executed, self.job_config.training.steps)
 
     def _log(self, lr: float, statistics: SampleStatistics) -> None:

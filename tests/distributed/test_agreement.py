@@ -56,6 +56,7 @@ def opening(folder: str, differ: bool) -> str:
     import numpy as np
     import torch.distributed as dist
 
+    from torchtitan_dp.checkpoint.start import decide_start
     from torchtitan_dp.train import DPTrainer
 
     os.makedirs(folder, exist_ok=True)
@@ -66,7 +67,7 @@ def opening(folder: str, differ: bool) -> str:
     )
     try:
         with mock.patch.object(dist, "barrier"):  # where the other rank would wait for torchrun
-            DPTrainer._open_ledger(trainer)  # type: ignore[arg-type]
+            DPTrainer._open_ledger(trainer, decide_start(config))  # type: ignore[arg-type]
     except RuntimeError as error:
         return str(error)
     return "agreed"

@@ -17,9 +17,9 @@ from torchtitan_dp.ledger.files import (
     read_published,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.lineage import Budget, Ledger, Segment
+from torchtitan_dp.ledger.lineage import Budget, Ledger
 from torchtitan_dp.ledger.program import versions
-from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.settings import RunSegment, Settings
 
 __all__ = [
     "EXECUTED_FILE",
@@ -29,7 +29,7 @@ __all__ = [
     "Budget",
     "ExecutedSteps",
     "Ledger",
-    "Segment",
+    "RunSegment",
     "Settings",
     "check_fingerprint",
     "read_published",

@@ -13,8 +13,9 @@ import sys
 from rich.console import Console
 from rich.table import Column, Table
 
+from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import exit_on_mistake, write_json
-from torchtitan_dp.ledger.verify import Run, Total, total, verify
+from torchtitan_dp.ledger.runs import Run, Total, total
 from torchtitan_dp.privacy.accounting import rounded_up
 
 _POINTS = 24  # of a run's curve

@@ -29,7 +29,7 @@ _TORN = "torn"
 
 
 def read_published(folder: str) -> Ledger | None:
-    """The ledger that `privacy.json` in this folder tells of; None if there is none.
+    """Return the ledger that `privacy.json` in this folder tells of; None if there is none.
 
     Raises:
         ValueError: if the file is not one of ours.
@@ -39,7 +39,7 @@ def read_published(folder: str) -> Ledger | None:
 
 
 def read_published_fields(folder: str) -> dict[str, Any] | None:
-    """What `privacy.json` says, as it stands there; `ledger_of` it can be told.
+    """Return what `privacy.json` says; `ledger_of` makes a ledger of it.
 
     Raises:
         ValueError: if the file is not one of ours.
@@ -62,7 +62,11 @@ def read_published_fields(folder: str) -> dict[str, Any] | None:
 
 
 def ledger_of(content: dict[str, Any]) -> Ledger:
-    """From what `privacy.json` holds. Raises KeyError or the like if it is not one of ours."""
+    """Return the ledger that the content of a `privacy.json` tells of.
+
+    Raises:
+        KeyError, TypeError, IndexError, AssertionError: it is none of ours.
+    """
     *finished, current = content["segments"]
     *finished_starts, start = content["starts"] or [{"name": new_name(), "steps": 0}]
     ledger = Ledger.from_fields(
@@ -77,10 +81,11 @@ def ledger_of(content: dict[str, Any]) -> Ledger:
 
 
 class ExecutedSteps:
-    """Every step begun in a folder, in an append-only file: `step sigma rate start` a line."""
+    """Keep every step begun in a folder, a line `step sigma rate start` each, appended only."""
 
     def __init__(self, folder: str) -> None:
-        """
+        """Read the file, if there is one.
+
         Raises:
             ValueError: if the file is not one of ours.
         """
@@ -97,10 +102,11 @@ class ExecutedSteps:
 
     @property
     def count(self) -> int:
+        """Count the steps ever begun."""
         return self._begun.total() + self._torn
 
     def new_start(self) -> str:
-        """The name of the steps that will begin from now on: at each start, and at each load."""
+        """Draw the name of the steps that begin from now on: at each start, and at each load."""
         self._start = new_name()
         return self._start
 
@@ -117,7 +123,7 @@ class ExecutedSteps:
                 self._append(0, dataclasses.replace(stretch, steps=missing))
 
     def unlogged(self, lineage: Iterable[Stretch]) -> int:
-        """Of a lineage's steps, those that were taken elsewhere, without a line here before them.
+        """Count the steps of a lineage that were taken elsewhere, without a line here before them.
 
         More may have been begun there, and lost. A torn line may stand for one of them.
         """
@@ -149,8 +155,12 @@ class ExecutedSteps:
         self._begun[stretch.which] += stretch.steps
         self._adopted += stretch.steps * (step == 0)
 
-    def stretches(self, settings: Settings) -> list[Stretch]:
-        """By start; torn lines on the worst of all terms and `settings`, as their own start's."""
+    def begun(self, settings: Settings) -> list[Stretch]:
+        """Return all steps ever begun, by start.
+
+        Torn lines are taken for steps of a start of their own, on the worst of all known terms and
+        of `settings`.
+        """
         found = [Stretch(*key, steps) for key, steps in self._begun.items()]
         if self._torn:
             known = [(s.noise_multiplier, s.sample_rate) for s in found]
@@ -191,7 +201,7 @@ class ExecutedSteps:
 
 
 def read_fingerprint(folder: str) -> str | None:
-    """The fingerprint of the records that this folder's run was started with."""
+    """Return the fingerprint of the records that this folder's run was started with, if any."""
     path = os.path.join(folder, FINGERPRINT_FILE)
     if not os.path.exists(path):
         return None
@@ -200,7 +210,7 @@ def read_fingerprint(folder: str) -> str | None:
 
 
 def check_fingerprint(folder: str, fingerprint: str) -> None:
-    """Refuse other data than the run was started with; nothing to compare at a first start.
+    """Refuse other data than the run was started with; a first start has nothing to compare.
 
     Raises:
         ValueError: naming the key and the remedy.
@@ -220,7 +230,7 @@ def write_fingerprint(folder: str, fingerprint: str) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """A new file's name is on disk only when its folder is."""
+    """Sync a folder: a new file's name is on disk only when its folder is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -16,16 +16,13 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torchtitan_dp.ledger.lineage import Ledger
-
-FORMAT = 1
+from torchtitan_dp.ledger.lineage import FORMAT, Ledger
 
 
 class Origin(enum.Enum):
-    """Where the value of a key comes from."""
+    """Say where the value of a key comes from."""
 
     SETTINGS = "an attribute of the last segment's `Settings`"
     LEDGER = "an attribute of the `Ledger`"
@@ -35,7 +32,7 @@ class Origin(enum.Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """One key of `privacy.json`."""
+    """Describe one key of `privacy.json`."""
 
     name: str
     type: Any  # of the value as JSON has it
@@ -254,7 +251,7 @@ def names(*origins: Origin, released: bool | None = None) -> tuple[str, ...]:
 
 
 def assemble(
-    ledger: "Ledger", computed: Mapping[str, Any], *, release: bool = False
+    ledger: Ledger, computed: Mapping[str, Any], *, release: bool = False
 ) -> dict[str, Any]:
     """Return the whole content of a `privacy.json`, in the order of `KEYS`.
 
@@ -296,8 +293,9 @@ def check(content: Any) -> None:
         raise ValueError(
             f"its format is {found}, and this version of torchtitan_dp reads format {FORMAT}"
         )
+    release = is_release(content)
     for key in KEYS:
-        if key.origin is _RELEASE or (is_release(content) and not key.released):
+        if key.origin is _RELEASE or (release and not key.released):
             continue
         if key.name not in content:
             raise ValueError(f"it lacks '{key.name}'")

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
+from torchtitan_dp.checkpoint.start import weights_folder
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama, LlamaArgs
@@ -39,13 +40,6 @@ _ROPE_KEYS = {
     "high_freq_factor": "high_freq_factor",
     "original_max_position_embeddings": "original_max_position_embeddings",
 }
-
-
-def weights_folder(config: JobConfig) -> tuple[str, str]:
-    """Where Hugging Face weights to start from lie, and the key that says so."""
-    if config.checkpoint.initial_load_path:
-        return config.checkpoint.initial_load_path, "checkpoint.initial_load_path"
-    return config.model.hf_assets_path, "model.hf_assets_path"
 
 
 def config_file(config: JobConfig) -> tuple[str, str] | None:

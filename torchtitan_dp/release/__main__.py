@@ -34,6 +34,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.folder import LEDGER_KEY, newest_whole_checkpoint, step_folder
+from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake
 from torchtitan_dp.config.saved import read_config
@@ -75,7 +76,7 @@ def release(run: str, out: str, *, stop_not_from_results: bool = False) -> dict[
             read_ledger(checkpoint),
             stop_not_from_results=stop_not_from_results,
         )
-        args = check_model(config)
+        args = check_model(config, decide_start(config))
         model = empty_model(args)
         load_weights(checkpoint, model)
         partial = f"{out}.tmp"

@@ -183,16 +183,16 @@ MUTANTS = [
         45,
         "not private undone by a new start",
         "ledger/terms.py",
-        "        ledger.inherit(before, privacy.new_segment)\n",
-        "        before = dataclasses.replace(before, private=True, caveats=[])\n"
-        "        ledger.inherit(before, privacy.new_segment)\n",
+        "    before = resumed or _lost(account)\n",
+        "    account = account and dataclasses.replace(account, private=True, caveats=[])\n"
+        "    before = resumed or _lost(account)\n",
         (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
     ),
     Mutant(
         45,
         "weights resumed without their ledger",
         "train.py",
-        "        if self.checkpointer.resumes and not self._ledger_loaded:\n",
+        "        if self.checkpointer.start.resumes and not self._ledger_loaded:\n",
         "        if not self.model_parts:\n",
         (f"{LEDGERS}test_row45_weights_loaded_without_their_ledger_are_not_trained_on",),
         quick=True,
