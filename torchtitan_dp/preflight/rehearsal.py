@@ -31,7 +31,7 @@ import contextlib
 import math
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -39,12 +39,12 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.buckets import ladder
+from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.data.slowest import slowest_parse_seconds, slowest_seconds
-from torchtitan_dp.metrics import SampleStatistics
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
+from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.process import Fault
-
-if TYPE_CHECKING:
-    from torchtitan_dp.train import DPTrainer
 
 # Of the time-out of collectives: the most that a rank may let others wait for its tokenizer.
 _SHARE = 0.25
@@ -58,8 +58,22 @@ _OUT_OF_MEMORY = (
 _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe")
 
 
-def rehearse(trainer: "DPTrainer") -> None:
-    """Run padding of every length, and an update that changes nothing; log that, and how long.
+class Rehearsed(Protocol):
+    """Name what of a trainer is rehearsed, or looked at for it."""
+
+    job_config: JobConfig
+    device: torch.device
+    dataloader: RecordLoader
+    metrics_processor: PrivateMetricsProcessor
+    clipped_sum: ClippedSum
+    dp_optimizer: DPOptimizer
+
+    def accumulate(self, microbatch: Microbatch, statistics: SampleStatistics) -> None:
+        """Clip each sample's gradient and add it to the step's sum."""
+
+
+def rehearse(trainer: Rehearsed) -> None:
+    """Run padding of every length, and an update that changes nothing; log how long it took.
 
     Collective over the world: those of two microbatches of the shortest length and one of each
     other, and of an update.
@@ -91,7 +105,7 @@ def rehearse(trainer: "DPTrainer") -> None:
     logger.info(f"rehearsal: done in {elapsed:.1f} s")
 
 
-def _check_tokenizer(trainer: "DPTrainer") -> None:
+def _check_tokenizer(trainer: Rehearsed) -> None:
     """Refuse samples whose text may keep the other ranks waiting for too long."""
     config, loader = trainer.job_config, trainer.dataloader
     timeout = config.comm.train_timeout_seconds
@@ -110,7 +124,7 @@ def _check_tokenizer(trainer: "DPTrainer") -> None:
 
 @contextlib.contextmanager
 def _told(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
-    """What fails within is one line.
+    """Turn what fails within into one line.
 
     Args:
         fits: the longest sample that passed, 0 if none did; None for what has no length.
@@ -131,14 +145,14 @@ def _told(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Also CPU's, which is a RuntimeError, and what a compiler or a library wraps."""
+    """Tell whether memory ran out, on a CPU (a RuntimeError) or within a library as well."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
 def _remedy(config: JobConfig, fits: int | None) -> str:
-    """What would need less memory, the surest first."""
+    """Say what would need less memory, the surest first."""
     if fits is None:
         return "what would fit: more ranks, or a smaller model"
     training, checkpointing = config.training, config.activation_checkpoint
