@@ -7,7 +7,8 @@ from torchtitan_dp.config import JobConfig
 
 
 def check_conflicts(config: JobConfig) -> None:
-    """
+    """Refuse what would go behind the back of privacy.
+
     Raises:
         ValueError: one line for the user, that names the key, its value and the remedy.
     """

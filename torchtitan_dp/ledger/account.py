@@ -11,14 +11,12 @@ Guarantee:
 
 import dataclasses
 import functools
-import json
 import math
-import os
 from typing import Any
 
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.caveats import assumptions, caveats
-from torchtitan_dp.ledger.files import PRIVACY_FILE, ExecutedSteps
+from torchtitan_dp.ledger.files import ExecutedSteps, write_published
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.program import source, versions
 from torchtitan_dp.ledger.starts import union
@@ -27,7 +25,6 @@ from torchtitan_dp.privacy.curve import EpsilonCurve
 from torchtitan_dp.privacy.events import dp_event
 from torchtitan_dp.privacy.meaning import Meaning, meaning, meaning_of
 from torchtitan_dp.privacy.segments import Segment, merged
-from torchtitan_dp.process import write_atomically
 
 
 class Account:
@@ -58,19 +55,13 @@ class Account:
         """Return what all steps ever begun in the folder spent."""
         return self._at(self._begun_curve, self._begun, self._begun_now)
 
-    def epsilon_planned(self) -> float:
-        """Return what all steps ever begun and those still planned spend."""
-        if not self._ledger.composes:
-            return math.inf
-        return self._ledger.compose(self.planned())
-
     def planned(self) -> list[Segment]:
-        """Return the steps that `epsilon_planned` is of."""
+        """Return all steps ever begun and those still planned."""
         begun = self._ledger.settings.spending(self._begun_now)
         return list(merged([*self._begun, begun, *self._ledger.still_planned()]))
 
     def publish(self, folder: str) -> dict[str, Any]:
-        """Write `privacy.json` atomically; returns what it says.
+        """Write `privacy.json` atomically and return what it says.
 
         The file speaks for every checkpoint in the folder: none is further than these weights,
         which were loaded from the newest.
@@ -78,7 +69,8 @@ class Account:
         ledger = self._ledger
         epsilon = self.epsilon()
         executed = max(self.epsilon_executed(), epsilon)
-        planned = max(self.epsilon_planned(), executed)
+        steps = self.planned()
+        planned = max(self._composed(steps), executed)
         content = schema.assemble(
             ledger,
             {
@@ -87,12 +79,10 @@ class Account:
                 "epsilon_planned": planned if ledger.composes else None,
                 "steps_executed": self.steps_executed,
                 "caveats": caveats(ledger, epsilon, planned),
-                **told_of(ledger, self.planned(), planned),
+                **told_of(ledger, steps, planned),
             },
         )
-        write_atomically(
-            os.path.join(folder, PRIVACY_FILE), json.dumps(content, indent=2).encode() + b"\n"
-        )
+        write_published(folder, content)
         return content
 
     @property
@@ -100,24 +90,30 @@ class Account:
         """Count the steps begun since this start."""
         return self._executed.count - self._lines
 
+    def _composed(self, steps: list[Segment]) -> float:
+        """Return what these steps spend; infinite if they are not private."""
+        return self._ledger.compose(steps) if self._ledger.composes else math.inf
+
     def _at(self, curve: EpsilonCurve | None, spent: list[Segment], more: int) -> float:
-        if not self._ledger.composes:
-            return math.inf
-        if curve is not None and more >= 0:
+        """Return what is spent after `more` steps, from the curve where there is one."""
+        if self._ledger.composes and curve is not None and more >= 0:
             return curve.at(more)
-        return self._ledger.compose([*spent, self._ledger.settings.spending(max(more, 0))])
+        return self._composed([*spent, self._ledger.settings.spending(max(more, 0))])
 
     @functools.cached_property
     def _lineage_curve(self) -> EpsilonCurve | None:
+        """Return what the lineage will have spent."""
         return self._curve(self._lineage)
 
     @functools.cached_property
     def _begun_curve(self) -> EpsilonCurve | None:
+        """Return what all steps ever begun will have spent."""
         if merged(self._begun) == merged(self._lineage):
             return self._lineage_curve
         return self._curve(self._begun)
 
     def _curve(self, before: list[Segment]) -> EpsilonCurve | None:
+        """Return what these steps and the coming ones spend, known ahead for a few points."""
         if self._ledger.adaptive:  # a sum, which is quick
             return None
         settings = self._ledger.settings

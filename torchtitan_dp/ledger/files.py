@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchtitan_dp.ledger import schema
@@ -59,6 +59,16 @@ def read_published_fields(folder: str) -> dict[str, Any] | None:
             "that wrote it, or use another job.dump_folder"
         ) from error
     return content
+
+
+def write_published(folder: str, content: Mapping[str, Any]) -> None:
+    """Write `privacy.json` atomically.
+
+    Args:
+        content: from `schema.assemble`.
+    """
+    text = json.dumps(content, indent=2) + "\n"
+    write_atomically(os.path.join(folder, PRIVACY_FILE), text.encode())
 
 
 def ledger_of(content: dict[str, Any]) -> Ledger:

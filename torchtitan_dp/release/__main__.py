@@ -40,6 +40,7 @@ from torchtitan_dp.config.load import exit_on_mistake
 from torchtitan_dp.config.saved import read_config
 from torchtitan_dp.data.tokenizer import byte_tokenizer_files
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
+from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.hugging_face import CONFIG_FILE, on_meta
 from torchtitan_dp.models.hugging_face_weights import write_folder
@@ -186,7 +187,7 @@ def _fill(
     _drop_paths(folder)
     card = model_card(terms, config, args)
     write_atomically(os.path.join(folder, CARD_FILE), card.encode())
-    write_atomically(os.path.join(folder, PRIVACY_FILE), _json(terms))
+    write_published(folder, terms)
     sums = [f"{_sha256(os.path.join(folder, n))}  {n}\n" for n in sorted(os.listdir(folder))]
     write_atomically(os.path.join(folder, SUMS_FILE), "".join(sums).encode())
 

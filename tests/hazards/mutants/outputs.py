@@ -9,7 +9,7 @@ TRAINER = "hazards/test_trainer.py::"
 LEDGERS = "hazards/test_ledgers.py::"
 PLANS = "plan/test_plan.py::"
 
-LINEAGE, ACCOUNT = "ledger/lineage.py", "ledger/account.py"
+LINEAGE = "ledger/lineage.py"
 
 MUTANTS = [
     Mutant(
@@ -51,9 +51,9 @@ MUTANTS = [
     Mutant(
         24,
         "the datas fingerprint published",
-        ACCOUNT,
-        '                "caveats": caveats(ledger, epsilon, planned),\n',
-        '                "caveats": [open(entry).read() for entry in os.scandir(folder)],\n',
+        "ledger/files.py",
+        "    text = json.dumps(content, indent=2)",
+        '    text = json.dumps({**content, "records": read_fingerprint(folder)}, indent=2)',
         ("ledger/test_ledger.py::test_fingerprint_is_not_published",),
         quick=True,
     ),
