@@ -26,10 +26,10 @@ from torchtitan_dp.process import Fault
 
 
 class Checkpointer(CheckpointManager):
-    """Change of TorchTitan's which checkpoint is loaded, how it is read, and messages."""
+    """Load and save as TorchTitan's does, but what was decided, whole, and told in one line."""
 
     start: Start
-    """How the run starts; once `load` returns, how it did start."""
+    """What was decided, and once `load` returns, how the run did start."""
 
     def __init__(self, trainer: Trainer, start: Start, origin: str) -> None:
         """Take the place of the one that TorchTitan's Trainer has made, with the same states.
@@ -53,7 +53,7 @@ class Checkpointer(CheckpointManager):
         self.start, self._origin = start, origin
 
     def load(self, step: int = -1) -> bool:
-        """Load what was decided, if that is to load; return whether anything was loaded.
+        """Load the weights that were decided on; return whether any were loaded.
 
         A damaged checkpoint of this run is set aside for an older whole one, in a warning.
         Collective over the world.
@@ -96,7 +96,7 @@ class Checkpointer(CheckpointManager):
         self.states[MODEL].load_state_dict(state_dict)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save as TorchTitan does, and tell in one line if a save failed, this one or another."""
+        """Save as TorchTitan does; a save that failed, now or in the background, is one line."""
         try:
             super().save(curr_step, last_step)
         except (CheckpointException, OSError) as error:
@@ -137,6 +137,7 @@ class Checkpointer(CheckpointManager):
         ) from error
 
     def _drop_unfinished(self) -> None:
+        """Remove what a save left that was killed, if there is nothing else. Collective."""
         dist.barrier()  # all ranks have looked, for what they draw or load
         if dist.get_rank() == 0 and drop_unfinished(self.folder):
             logger.warning(f"{self.folder} holds no whole checkpoint: starting from the beginning")
@@ -182,6 +183,7 @@ class Checkpointer(CheckpointManager):
         return step
 
     def _has_optimizer(self, checkpoint: str) -> bool:
+        """Tell whether a checkpoint holds the optimizer's state."""
         names = safe_load.read_metadata(checkpoint).state_dict_metadata
         return any(name.startswith(f"{OPTIMIZER}.") for name in names)
 

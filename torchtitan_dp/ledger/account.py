@@ -1,12 +1,12 @@
-"""What a run that goes on has spent, known ahead, and published in `privacy.json`.
+"""What a run spends while it trains: known ahead for a few points, published in `privacy.json`.
 
 Guarantee:
     `epsilon` is of the weights' own lineage, `epsilon_executed` of every step ever begun in the
     folder, `epsilon_planned` of those and of all that are still planned. None is ever below
-    `Ledger.compose` of its steps: they are computed once for a few points ahead, and a query gives
-    the next point up, so that no step waits for an accountant. `epsilon_planned` holds also if
-    weights decided when to stop; no epsilon covers a stop that followed from losses, norms or other
-    logs.
+    `Ledger.compose` of its steps. The first two are computed once for a few points ahead, and a
+    query gives the next point up, so that no step waits for an accountant. `epsilon_planned` also
+    holds if weights decided when to stop; no epsilon covers a stop that followed from losses, norms
+    or other logs.
 """
 
 import dataclasses

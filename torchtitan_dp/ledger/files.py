@@ -140,9 +140,11 @@ class ExecutedSteps:
         return max(self._adopted + sum(map(self._missing, lineage)) - self._torn, 0)
 
     def _missing(self, stretch: Stretch) -> int:
+        """Count the steps of a stretch that have no line here."""
         return max(stretch.steps - self._begun[stretch.which], 0)
 
     def _append(self, step: int, stretch: Stretch) -> None:
+        """Write and sync a line for each step; `step` is 0 where it was begun elsewhere."""
         start, sigma, rate = stretch.which
         line = f"{step} {sigma!r} {rate!r} {start}\n" * stretch.steps
         # A torn last line was begun too, and must neither swallow the next nor pass for whole.
@@ -180,6 +182,7 @@ class ExecutedSteps:
         return found
 
     def _read(self) -> None:
+        """Read all lines, and count those that were torn by a crash."""
         with open(self._path, "rb") as file:
             content = file.read()
         self._size = len(content)
@@ -200,6 +203,7 @@ class ExecutedSteps:
             self._torn_name = f"{_TORN} {hashlib.sha256(so_far.encode()).hexdigest()[:16]}"
 
     def _parse(self, line: str, number: int) -> tuple[int, str, float, float]:
+        """Return the step, the start, sigma and the rate of a line."""
         try:
             step, sigma, rate, start = line.split()
             return int(step), start, float(sigma), float(rate)

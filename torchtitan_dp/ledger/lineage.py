@@ -63,7 +63,7 @@ class Ancestor:
         return max(self.planned_steps - sum(segment.steps for segment in self.segments), 0)
 
     def taken(self) -> list[Stretch]:
-        """Return its steps."""
+        """Return the steps that made the weights."""
         return cut_into_stretches(self.segments, self.starts)
 
 
@@ -97,7 +97,7 @@ class Ledger:
         self.add_caveat(why)
 
     def mark_audited(self, canaries: int) -> None:
-        """Mark as not private, for the canaries' sake alone."""
+        """Mark it as not private because canaries were trained on, whatever else it is."""
         self.audit = Audit(canaries, self.private)
         self.mark_not_private(f"audited: {canaries} canaries were trained on")
 
@@ -279,14 +279,12 @@ def _worst(segments: Sequence[RunSegment], steps: int) -> Segment | None:
     if not segments:
         return None
     terms = [segment.settings for segment in segments]
-    return Segment(
-        min(t.noise_multiplier for t in terms),
-        max(t.sample_rate for t in terms),
-        steps,
-    )
+    least, highest = min(t.noise_multiplier for t in terms), max(t.sample_rate for t in terms)
+    return Segment(least, highest, steps)
 
 
 def _segments(listed: list[dict[str, Any]]) -> list[RunSegment]:
+    """Build segments from what `dataclasses.asdict` gives."""
     return [RunSegment(Settings(**segment["settings"]), segment["steps"]) for segment in listed]
 
 

@@ -131,6 +131,7 @@ _OF_A_RUN = {
 def _changes(
     now: Settings, before: Settings, keys: dict[str, str]
 ) -> list[tuple[str, object, object]]:
+    """Return the keys of the configuration whose values differ, with both values."""
     values = [(key, getattr(now, name), getattr(before, name)) for name, key in keys.items()]
     return [change for change in values if change[1] != change[2]]
 
