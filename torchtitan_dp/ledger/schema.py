@@ -235,7 +235,7 @@ KEYS = (
 
 
 def names(*origins: Origin, released: bool | None = None) -> tuple[str, ...]:
-    """Return the names of the keys of these origins (or of all), released or not, if that is said."""
+    """Return the names of the keys of these origins, or of all; `released` restricts them."""
     return tuple(
         key.name
         for key in KEYS
