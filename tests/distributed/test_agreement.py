@@ -124,20 +124,3 @@ def test_a_run_without_privacy_may_not_use_a_private_folder(tmp_path):
 def test_ways_around_the_ledger_are_refused(key, value):
     with pytest.raises(ValueError, match=key.replace(".", r"\.")):
         build.config(f"--{key}={value}")
-
-
-def test_only_unfinished_checkpoints_are_dropped(tmp_path):
-    from torchtitan_dp.checkpoint.folder import drop_unfinished, newest_whole_checkpoint
-
-    folder = tmp_path / "checkpoint"
-    assert not drop_unfinished(str(folder))
-    (folder / "step-2").mkdir(parents=True)
-    assert newest_whole_checkpoint(str(folder)) == -1
-    assert drop_unfinished(str(folder))
-    assert not folder.exists()
-    for step in (0, 3):  # step 0 is a whole one too
-        (folder / f"step-{step}").mkdir(parents=True)
-        (folder / f"step-{step}" / ".metadata").touch()
-        (folder / "step-7").mkdir(exist_ok=True)
-        assert not drop_unfinished(str(folder))
-        assert newest_whole_checkpoint(str(folder)) == step

@@ -256,4 +256,14 @@ MUTANTS = [
         "        if lost is None:\n",
         (f"{COMMAND}test_files_that_contradict_each_other",),
     ),
+    Mutant(
+        45,
+        "initial weights loaded where a run has its own",
+        "checkpoint/start.py",
+        "    if steps := finished_checkpoints(folder):\n",
+        "    steps = finished_checkpoints(folder)\n"
+        "    if steps and not config.checkpoint.initial_load_path:\n",
+        ("checkpoint/test_start.py::test_a_checkpoint_of_its_own_comes_before_initial_weights",),
+        quick=True,
+    ),
 ]
