@@ -198,6 +198,11 @@ class DPTrainer(Trainer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what a checkpoint holds besides weights.
+
+        The plan has merged the ledger of the checkpoint that was decided on, so that a mistake is
+        told before the model is built; here counts the one that was loaded, which may be older.
+        """
         loaded = Ledger.from_json(state_dict["ledger"])
         self._ledger_loaded = True
         self.ledger.resume_from(loaded, self.job_config.privacy.new_segment)
