@@ -15,10 +15,12 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.train import Trainer
 
 from torchtitan_dp.checkpoint.manager import Checkpointer
+from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.ledger import Ledger
 from torchtitan_dp.ledger.baseline import baseline_ledger, publish_baseline
+from torchtitan_dp.models.hugging_face import origin
 
 
 class BaselineTrainer(Trainer):
@@ -31,7 +33,7 @@ class BaselineTrainer(Trainer):
         # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
         job_config.training.max_norm = job_config.training.max_norm or math.inf
         super().__init__(job_config)
-        self.checkpointer = Checkpointer(self)
+        self.checkpointer = Checkpointer(self, decide_start(job_config), origin(job_config))
         self.ledger = baseline_ledger(job_config, len(self.dataloader.units))
         self._publish()
 

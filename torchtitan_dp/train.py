@@ -28,6 +28,7 @@ from torchtitan.train import Trainer
 
 from torchtitan_dp.baseline import BaselineTrainer
 from torchtitan_dp.checkpoint.manager import Checkpointer
+from torchtitan_dp.checkpoint.start import Start, decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
@@ -53,9 +54,10 @@ from torchtitan_dp.ledger import (
     versions,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.terms import earlier_ledger, make_plan, refuse_overspending
+from torchtitan_dp.ledger.terms import earlier_ledger, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.families import FAMILIES
+from torchtitan_dp.models.hugging_face import origin
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
@@ -81,11 +83,12 @@ class DPTrainer(Trainer):
         job_config.training.global_batch_size = -1
         super().__init__(job_config)
         job_config.training.global_batch_size = expected_batch_size
-        self.checkpointer = Checkpointer(self)
+        start = decide_start(job_config)  # by now rank 0 holds the folder's lock
+        self.checkpointer = Checkpointer(self, start, origin(job_config))
         self.stop = StopRequest()
 
         (model,), family = self.model_parts, FAMILIES[job_config.model.name]
-        self.ledger, self.executed = self._open_ledger()
+        self.ledger, self.executed = self._open_ledger(start)
         self._open_account()
         settings = self.ledger.settings
         step = build_step(
@@ -145,7 +148,7 @@ class DPTrainer(Trainer):
             statistics.add(loss_B, part.valid_B, clip)
 
     def should_continue_training(self) -> bool:
-        if self.step == self.checkpointer.loaded_step + 1:
+        if self.step == self.checkpointer.start.step + 1:
             shorten_timeouts(self.job_config, self.parallel_dims)
         return super().should_continue_training() and not self.stop.is_agreed(self.device)
 
@@ -166,7 +169,7 @@ class DPTrainer(Trainer):
 
     def batch_generator(self, data_iterable: Any) -> Any:
         """Prepare the first step, after loading; the steps draw from the loader itself."""
-        if self.checkpointer.resumes and not self._ledger_loaded:
+        if self.checkpointer.start.resumes and not self._ledger_loaded:
             raise RuntimeError("weights were loaded from a checkpoint without its ledger")
         require_loaded(self.model_parts[0])
         if self.step < self.job_config.training.steps:
@@ -187,6 +190,11 @@ class DPTrainer(Trainer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on from what a checkpoint holds besides weights.
+
+        The plan has merged the ledger of the checkpoint that was decided on, so that a mistake is
+        told before the model is built; here counts the one that was loaded, which may be older.
+        """
         loaded = Ledger.from_json(state_dict["ledger"])
         self._ledger_loaded = True
         self.ledger.resume_from(loaded, self.job_config.privacy.new_segment)
@@ -206,13 +214,13 @@ class DPTrainer(Trainer):
         self.window_keys = root.stream("window")
         self.coin_keys = root.stream("coin")  # of audits
 
-    def _open_ledger(self) -> tuple[Ledger, ExecutedSteps]:
+    def _open_ledger(self, start: Start) -> tuple[Ledger, ExecutedSteps]:
         """Open the account to keep, on terms fixed at this folder's first start."""
         config = self.job_config
         folder = config.job.dump_folder
         fingerprint, units = self.dataloader.fingerprint, self.dataloader.units
         check_fingerprint(folder, fingerprint)
-        ledger = make_plan(config, len(units), earlier_ledger(folder)).ledger
+        ledger = plan_start(config, len(units), start, earlier_ledger(folder)).ledger
         dealt = hashlib.sha256(units.tobytes()).hexdigest()
         require_agreement(
             (ledger.settings, ledger.config_hash, versions()), private=(fingerprint, dealt)
@@ -233,7 +241,7 @@ class DPTrainer(Trainer):
         self.ledger.start = self.executed.new_start()
         self.ledger = Ledger.from_json(broadcast_from_rank0(self.ledger.to_json()))
         if dist.get_rank() == 0:
-            self.executed.adopt(self.ledger.stretches())
+            self.executed.adopt(self.ledger.taken())
         self.account = Account(self.ledger, self.executed, self.job_config.training.steps)
 
     def _log(self, lr: float, statistics: SampleStatistics) -> None:

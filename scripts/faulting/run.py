@@ -10,8 +10,8 @@ from pathlib import Path
 from tests.launch import Run, arguments, privacy, with_sigma, write_records
 from torchtitan_dp import ledger
 from torchtitan_dp.checkpoint.folder import damaged_entry, finished_checkpoints
+from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.launch import EXIT_STOPPED
-from torchtitan_dp.ledger.verify import verify
 
 HUGE_BYTES = 100 * 2**30
 COLLECTIVE_TIMEOUT_S = 20

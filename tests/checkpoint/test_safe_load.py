@@ -15,7 +15,7 @@ import torch.distributed.checkpoint as dcp
 import torch.distributed.checkpoint.filesystem
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex
 
-from torchtitan_dp.checkpoint.folder import damage, damaged_entry, refuse_another_model, set_aside
+from torchtitan_dp.checkpoint.folder import damage, damaged_entry, refuse_another_model
 from torchtitan_dp.checkpoint.safe_load import entries, load, read_metadata
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -242,14 +242,3 @@ def test_another_model_is_refused(saved):
     meta["weight"] = torch.empty(2, 4, device="meta")
     with pytest.raises(ValueError, match=r"^model\.flavor = 'debug': its weight is \[2, 4\], .*"):
         refuse_another_model(saved, meta, "model.flavor = 'debug'")
-
-
-def test_setting_aside_never_overwrites(tmp_path):
-    folder = tmp_path / "checkpoint"
-    for i in range(2):
-        save({"value": i}, folder / "step-4")
-        kept = set_aside(str(folder), 4)
-        state = {"value": -1}
-        load(state, kept, no_dist=True)
-        assert state == {"value": i}
-    assert os.listdir(folder) == []

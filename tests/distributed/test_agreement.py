@@ -56,6 +56,7 @@ def opening(folder: str, differ: bool) -> str:
     import numpy as np
     import torch.distributed as dist
 
+    from torchtitan_dp.checkpoint.start import decide_start
     from torchtitan_dp.train import DPTrainer
 
     os.makedirs(folder, exist_ok=True)
@@ -66,7 +67,7 @@ def opening(folder: str, differ: bool) -> str:
     )
     try:
         with mock.patch.object(dist, "barrier"):  # where the other rank would wait for torchrun
-            DPTrainer._open_ledger(trainer)  # type: ignore[arg-type]
+            DPTrainer._open_ledger(trainer, decide_start(config))  # type: ignore[arg-type]
     except RuntimeError as error:
         return str(error)
     return "agreed"
@@ -123,20 +124,3 @@ def test_a_run_without_privacy_may_not_use_a_private_folder(tmp_path):
 def test_ways_around_the_ledger_are_refused(key, value):
     with pytest.raises(ValueError, match=key.replace(".", r"\.")):
         build.config(f"--{key}={value}")
-
-
-def test_only_unfinished_checkpoints_are_dropped(tmp_path):
-    from torchtitan_dp.checkpoint.folder import drop_unfinished, newest_whole_checkpoint
-
-    folder = tmp_path / "checkpoint"
-    assert not drop_unfinished(str(folder))
-    (folder / "step-2").mkdir(parents=True)
-    assert newest_whole_checkpoint(str(folder)) == -1
-    assert drop_unfinished(str(folder))
-    assert not folder.exists()
-    for step in (0, 3):  # step 0 is a whole one too
-        (folder / f"step-{step}").mkdir(parents=True)
-        (folder / f"step-{step}" / ".metadata").touch()
-        (folder / "step-7").mkdir(exist_ok=True)
-        assert not drop_unfinished(str(folder))
-        assert newest_whole_checkpoint(str(folder)) == step

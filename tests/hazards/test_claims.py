@@ -12,17 +12,19 @@ from tests import build
 from tests.hazards.test_trainer import SETTINGS
 from tests.launch import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import read_ledger
+from torchtitan_dp.checkpoint.start import decide_start, plan_start
+from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.reference import field_docs
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, schema, write_fingerprint
 from torchtitan_dp.ledger.baseline import baseline_ledger, refuse_private_folder
 from torchtitan_dp.ledger.caveats import assumptions
-from torchtitan_dp.ledger.initial import start_from
+from torchtitan_dp.ledger.initial import inheritance
 from torchtitan_dp.ledger.lineage import fix_budget
+from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.ledger.settings import settings_of
 from torchtitan_dp.ledger.terms import earlier_ledger, make_plan
-from torchtitan_dp.ledger.verify import total, verify
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.summation import fp32_sum_excess
 
@@ -31,7 +33,7 @@ def publish(folder, ledger, *, fingerprint="f"):
     """What a run leaves in its folder."""
     folder.mkdir(exist_ok=True)
     executed = ExecutedSteps(str(folder))
-    executed.adopt(ledger.stretches())
+    executed.adopt(ledger.taken())
     write_fingerprint(str(folder), fingerprint)
     return Account(ledger, executed, ledger.planned_steps).publish(str(folder))
 
@@ -71,7 +73,7 @@ def test_row50_lost_steps_are_planned_again(tmp_path):
     ledger = Ledger(SETTINGS, steps=2, planned_steps=200)
     executed = ExecutedSteps(str(tmp_path))
     executed.begin(3, SETTINGS)  # of a start that was killed
-    executed.adopt(ledger.stretches())
+    executed.adopt(ledger.taken())
     told = Account(ledger, executed, 200).publish(str(tmp_path))
     assert told["epsilon_planned"] >= SETTINGS.epsilon(201)
     assert told["epsilon_planned"] == pytest.approx(SETTINGS.epsilon(201), rel=1e-6)
@@ -84,7 +86,7 @@ def stopped(folder, **changes):
     load = f"--checkpoint.initial_load_path={folder}"
     config = load_config(arguments(folder / "new", folder, *with_sigma(1), load), 2)
     child = Ledger(dataclasses.replace(SETTINGS, **changes), steps=1, planned_steps=1)
-    start_from(child, config)
+    inheritance(config, decide_start(config).initial).enter_into(child)
     return child
 
 
@@ -162,7 +164,7 @@ def test_row52_weights_of_a_run_without_privacy_are_never_private(baseline, weig
     load = f"--checkpoint.initial_load_path={run / weights}"
     public = "--privacy.initial_weights_public"
     config = load_config(arguments(tmp_path / "out", data, *with_sigma(1), load, public), 1)
-    plan = make_plan(config, 24, None)
+    plan = plan_start(config, 24, decide_start(config), None)
     assert plan.private is False
     assert "the initial weights are not private" in plan.ledger.caveats
     assert any("trained without privacy" in caveat for caveat in plan.ledger.caveats)
@@ -234,8 +236,8 @@ def test_row53_weights_that_were_audited_are_private_for_nobody(tmp_path):
     publish(tmp_path / "run", audited)
     load = f"--checkpoint.initial_load_path={tmp_path}/run"
     config = load_config(arguments(tmp_path / "new", tmp_path, *with_sigma(1), load), 2)
-    ledger = Ledger(settings_of(config, 24))
-    start_from(ledger, config)
+    ledger = Ledger(settings_of(config, 24, 1.0))
+    inheritance(config, decide_start(config).initial).enter_into(ledger)
     assert (ledger.private, ledger.composes) == (False, False)
 
 
@@ -269,7 +271,7 @@ def test_row54_the_command_takes_the_flag(tmp_path, capsys):
 
 
 def plan(delta, *overrides):
-    return make_plan(build.config(f"--privacy.delta={delta}", *overrides), 20, None)
+    return make_plan(build.config(f"--privacy.delta={delta}", *overrides), 20)
 
 
 def test_row55_a_delta_that_publishes_units_is_refused_where_their_number_is_public():
@@ -309,10 +311,10 @@ def test_row55_what_a_step_was_taken_with_is_told_by_segment(tmp_path, key, valu
 def test_row55_the_ledger_tells_of_the_configuration():
     options = ("--privacy.secure_noise", "--privacy.exact_sum")
     options += ("--privacy.clip_function=automatic",)
-    settings = settings_of(build.config(*options), 20)
+    settings = settings_of(build.config(*options), 20, 1.0)
     assert (settings.secure_noise, settings.exact_sum) == (True, True)
     assert (settings.clipping, settings.clip_function, settings.units) == ("flat", "automatic", 20)
-    assert settings_of(build.config("--privacy.sample_rate=0.1"), 20).units is None
+    assert settings_of(build.config("--privacy.sample_rate=0.1"), 20, 1.0).units is None
 
 
 # Row 49: what fp32 adds to C is told, and grows with the samples that a rank adds up.

@@ -15,9 +15,9 @@ import torch
 
 from tests.hazards.test_trainer import SETTINGS, STEP, loader
 from tests.ranks import on_ranks
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, Segment
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment
 from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
-from torchtitan_dp.ledger.starts import Start
+from torchtitan_dp.ledger.starts import StartedSteps
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.filter import adaptive_epsilon
 from torchtitan_dp.privacy.keys import RootKey
@@ -125,7 +125,7 @@ def test_row45_weights_loaded_without_their_ledger_are_not_trained_on():
 
     trainer = MagicMock(_ledger_loaded=False, model_parts=[torch.nn.Linear(2, 2)], step=1)
     trainer.job_config.training.steps = 1  # no step is left, so that nothing is rehearsed
-    trainer.checkpointer.resumes = True
+    trainer.checkpointer.start.resumes = True
     with pytest.raises(RuntimeError, match="without its ledger"):
         DPTrainer.batch_generator(trainer, [])
 
@@ -136,6 +136,7 @@ def test_row45_weights_loaded_without_their_ledger_are_not_trained_on():
 def opened(folder, *overrides):
     """The ledger that a start in this folder opens."""
     from tests import build
+    from torchtitan_dp.checkpoint.start import decide_start
     from torchtitan_dp.train import DPTrainer
 
     config = build.config(f"--job.dump_folder={folder}", *overrides)
@@ -143,7 +144,7 @@ def opened(folder, *overrides):
         job_config=config,
         dataloader=SimpleNamespace(fingerprint="f" * 64, units=np.arange(10)),
     )
-    ledger, executed = DPTrainer._open_ledger(trainer)
+    ledger, executed = DPTrainer._open_ledger(trainer, decide_start(config))
     return ledger.to_json(), executed.count
 
 
@@ -222,13 +223,14 @@ def test_row31_an_adaptive_lineage_spends_at_the_order_fixed_before_it():
 def starting_from(folder, *overrides):
     """The ledger of a first start from the weights in this folder."""
     from tests import build
-    from torchtitan_dp.ledger.initial import start_from
+    from torchtitan_dp.checkpoint.start import decide_start
+    from torchtitan_dp.ledger.initial import inheritance
 
     config = build.config(
         "--checkpoint.enable", f"--checkpoint.initial_load_path={folder}", *overrides
     )
     ledger = Ledger(SETTINGS)
-    start_from(ledger, config)
+    inheritance(config, decide_start(config).initial).enter_into(ledger)
     return ledger
 
 
@@ -251,9 +253,9 @@ def test_row45_not_private_sticks_to_initial_weights(tmp_path):
 
 def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
     """Their own steps, and those of the weights that they had started from."""
-    louder = Segment(dataclasses.replace(SETTINGS, noise_multiplier=4.0), 7)
+    louder = RunSegment(dataclasses.replace(SETTINGS, noise_multiplier=4.0), 7)
     earlier = Ledger(
-        SETTINGS, steps=STEP, ancestors=[Ancestor("first", (louder,), (Start("f", 7),))]
+        SETTINGS, steps=STEP, ancestors=[Ancestor("first", (louder,), (StartedSteps("f", 7),))]
     )
     stopped_after_a_step(tmp_path, earlier)
     spent = starting_from(tmp_path).before()

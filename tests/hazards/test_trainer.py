@@ -185,10 +185,10 @@ def test_row30_and_45_a_debug_seed_marks_the_run():
     from torchtitan_dp.ledger.terms import make_plan
 
     config = build.config()
-    ledger = make_plan(config, 10, None).ledger
+    ledger = make_plan(config, 10).ledger
     assert (ledger.private, ledger.caveats) == (True, [])
     config.privacy.debug_seed = 7
-    ledger = make_plan(config, 10, None).ledger
+    ledger = make_plan(config, 10).ledger
     assert ledger.private is False
     assert "privacy.debug_seed" in ledger.caveats[0]
 
@@ -252,7 +252,7 @@ def test_row20_a_private_step_is_given_the_loader_not_its_shuffled_batches():
 
     one = loader()
     trainer = MagicMock(model_parts=[torch.nn.Linear(2, 2)])
-    trainer.checkpointer.resumes = False
+    trainer.checkpointer.start.resumes = False
     trainer.step = trainer.job_config.training.steps = 5  # nothing left to rehearse
     assert DPTrainer.batch_generator(trainer, one) is one
 
@@ -272,7 +272,7 @@ def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact)
         trainer.model_parts, trainer.device = [torch.nn.Linear(3, 2)], torch.device("cpu")
         trainer.parallel_dims = trainer.optimizers = MagicMock()
 
-    def open_ledger(_):
+    def open_ledger(*_):
         return SimpleNamespace(settings=SETTINGS), MagicMock()
 
     monkeypatch.setattr(train.Trainer, "__init__", start)

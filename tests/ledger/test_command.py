@@ -7,13 +7,15 @@ import shutil
 import pytest
 
 from tests.launch import arguments, privacy, train, with_sigma, write_records
+from torchtitan_dp.checkpoint.start import decide_start, plan_start
+from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
-from torchtitan_dp.ledger.initial import PUBLIC, start_from
+from torchtitan_dp.ledger.initial import PUBLIC, inheritance
+from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.ledger.settings import settings_of
-from torchtitan_dp.ledger.terms import earlier_ledger, make_plan
-from torchtitan_dp.ledger.verify import total, verify
+from torchtitan_dp.ledger.terms import earlier_ledger
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Segment
 
@@ -181,7 +183,8 @@ def test_a_planned_segment(copy, data, tmp_path):
 
 
 def plan_of(command, folder):
-    return make_plan(load_config(command, 2), 24, earlier_ledger(str(folder)))
+    config = load_config(command, 2)
+    return plan_start(config, 24, decide_start(config), earlier_ledger(str(folder)))
 
 
 def at_step(copy, step):
@@ -226,7 +229,7 @@ def test_checkpoints_without_their_log_are_not_gone_on_with_adaptively(copy, dat
         plan_of(arguments(moved, data, *options), moved)
     ledger = plan_of(arguments(moved, data, "--training.steps=5"), moved).ledger
     executed = ExecutedSteps(str(moved))
-    executed.adopt(ledger.stretches())  # a start that goes on as planned
+    executed.adopt(ledger.taken())  # a start that goes on as planned
     Account(ledger, executed, 5).publish(str(moved))
     with pytest.raises(ValueError, match=r"2 steps .* without .*steps_executed\.log"):
         plan_of(arguments(moved, data, *options), moved)
@@ -274,8 +277,8 @@ def starting_from(path, *overrides):
         ),
         2,
     )
-    ledger = Ledger(settings_of(config, 24))
-    start_from(ledger, config)
+    ledger = Ledger(settings_of(config, 24, 1.0))
+    inheritance(config, decide_start(config).initial).enter_into(ledger)
     return ledger
 
 
@@ -290,7 +293,7 @@ def publish(folder, kept):
     """As an export lies in its run's folder."""
     (folder / "hf").mkdir(parents=True)
     executed = ExecutedSteps(str(folder))
-    executed.adopt(kept.stretches())
+    executed.adopt(kept.taken())
     Account(kept, executed, 10).publish(str(folder))
     shutil.copy(folder / "privacy.json", folder / "hf")
     return folder / "hf"
@@ -447,7 +450,7 @@ def test_a_plot_of_two_segments(copy, data, tmp_path):
     later.resume_from(kept, "planned")
     later.steps = 6
     executed = ExecutedSteps(str(copy))
-    executed.adopt(later.stretches())
+    executed.adopt(later.taken())
     Account(later, executed, 6).publish(str(copy))
     code, told = run(copy, "--plot", tmp_path / "plot.png")
     assert (code, told["total"]["steps_executed"]) == (0, 6)

@@ -14,13 +14,13 @@ from torchtitan_dp.ledger import (
     Budget,
     ExecutedSteps,
     Ledger,
-    Segment,
+    RunSegment,
     Settings,
     files,
     read_published,
 )
 from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
-from torchtitan_dp.ledger.starts import Start, Stretch, stretches, union
+from torchtitan_dp.ledger.starts import StartedSteps, Stretch, cut_into_stretches, union
 from torchtitan_dp.privacy import accounting
 
 SETTINGS = Settings(
@@ -86,9 +86,9 @@ def test_read_back_what_was_published(tmp_path):
         later,
         steps=7,
         caveats=["one", "two"],
-        finished=[Segment(SETTINGS, 4)],
-        finished_starts=[Start("a", 3), Start("b", 2)],
-        ancestors=[Ancestor("0123", (Segment(later, 2),), (Start("c", 2),))],
+        finished=[RunSegment(SETTINGS, 4)],
+        finished_starts=[StartedSteps("a", 3), StartedSteps("b", 2)],
+        ancestors=[Ancestor("0123", (RunSegment(later, 2),), (StartedSteps("c", 2),))],
         budget=Budget(3.0, 8.0),
     )
     publish(tmp_path, kept, 9)
@@ -184,7 +184,7 @@ def test_a_torn_line_was_begun_too_and_on_the_worst_terms(tmp_path, torn):
     assert executed.count == 3
     executed.begin(10, SETTINGS)
     for read in (executed, ExecutedSteps(str(tmp_path))):  # it does not swallow the next
-        found = union(read.stretches(SETTINGS))
+        found = union(read.begun(SETTINGS))
         assert [(s.noise_multiplier, s.sample_rate, s.steps) for s in found] == [
             (0.5, 0.001, 1),
             (0.5, 0.5, 1),
@@ -223,9 +223,9 @@ def test_a_torn_line_has_one_name_in_a_folder_and_another_in_each_copy(tmp_path)
         folder.mkdir()
         (folder / "steps_executed.log").write_bytes(b"9 1.0 0.01 a\n10 1.0 0.0")
         executed = ExecutedSteps(str(folder))
-        names.append(executed.stretches(SETTINGS)[-1].start)
+        names.append(executed.begun(SETTINGS)[-1].start)
         executed.begin(10, SETTINGS)
-        names.append(ExecutedSteps(str(folder)).stretches(SETTINGS)[-1].start)
+        names.append(ExecutedSteps(str(folder)).begun(SETTINGS)[-1].start)
     assert names[0] == names[1] != names[2] == names[3]
     assert str(tmp_path) not in names[0]
 
@@ -276,7 +276,7 @@ def test_a_segment_starts_where_the_settings_change():
         Ledger(quieter).resume_from(loaded, None)
     kept = Ledger(quieter)
     kept.resume_from(loaded, "planned")
-    assert (kept.steps, kept.finished, kept.adaptive) == (30, [Segment(SETTINGS, 30)], False)
+    assert (kept.steps, kept.finished, kept.adaptive) == (30, [RunSegment(SETTINGS, 30)], False)
     assert kept.run == loaded.run
     assert any("fixed before" in caveat for caveat in kept.caveats)
     kept.steps = 40
@@ -316,7 +316,9 @@ def test_an_adaptive_segment_is_counted_by_the_filter_for_good():
 
 def test_what_ancestors_spent_is_included(tmp_path):
     kept = Ledger(
-        SETTINGS, steps=5, ancestors=[Ancestor("a", (Segment(SETTINGS, 20),), (Start("b", 20),))]
+        SETTINGS,
+        steps=5,
+        ancestors=[Ancestor("a", (RunSegment(SETTINGS, 20),), (StartedSteps("b", 20),))],
     )
     spent = publish(tmp_path, kept, 8)
     assert spent["epsilon"] == pytest.approx(SETTINGS.epsilon(25))
@@ -338,13 +340,17 @@ def test_epsilon_as_the_run_goes_on_is_never_below_what_was_spent(tmp_path):
 
 def test_a_lineage_is_told_by_start():
     louder = dataclasses.replace(SETTINGS, noise_multiplier=0.5)
-    segments = [Segment(SETTINGS, 4), Segment(louder, 3)]
-    assert stretches(segments, [Start("a", 1), Start("b", 3), Start("c", 3)]) == [
+    segments = [RunSegment(SETTINGS, 4), RunSegment(louder, 3)]
+    assert cut_into_stretches(
+        segments, [StartedSteps("a", 1), StartedSteps("b", 3), StartedSteps("c", 3)]
+    ) == [
         Stretch("a", 1.0, 0.01, 1),
         Stretch("b", 1.0, 0.01, 3),
         Stretch("c", 0.5, 0.01, 3),
     ]
-    both = stretches(segments, [Start("a", 7)])  # no start does that, but none is lost
+    both = cut_into_stretches(
+        segments, [StartedSteps("a", 7)]
+    )  # no start does that, but none is lost
     assert [(s.start, s.noise_multiplier, s.steps) for s in both] == [("a", 1.0, 4), ("a", 0.5, 3)]
 
 
@@ -360,7 +366,7 @@ def test_each_load_is_a_start_of_its_own(tmp_path):
         executed.new_start()
         executed.begin(1, SETTINGS)
         executed.begin(2, SETTINGS)
-    assert [s.steps for s in ExecutedSteps(str(tmp_path)).stretches(SETTINGS)] == [2, 2]
+    assert [s.steps for s in ExecutedSteps(str(tmp_path)).begun(SETTINGS)] == [2, 2]
 
 
 def test_a_resumed_lineage_keeps_its_starts():
@@ -368,12 +374,12 @@ def test_a_resumed_lineage_keeps_its_starts():
     second = Ledger(SETTINGS)
     second.resume_from(first, None)
     second.steps = 9
-    assert second.stretches() == [
+    assert second.taken() == [
         Stretch(first.start, 1.0, 0.01, 4),
         Stretch(second.start, 1.0, 0.01, 5),
     ]
     second.rewind()
-    assert (second.steps, second.stretches()) == (0, [])
+    assert (second.steps, second.taken()) == (0, [])
 
 
 def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
@@ -383,7 +389,7 @@ def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
     executed.adopt(lineage)  # they are there already
     again = ExecutedSteps(str(tmp_path))
     assert again.count == executed.count == 4
-    assert union([*again.stretches(SETTINGS), *lineage]) == [SETTINGS.spending(4)]
+    assert union([*again.begun(SETTINGS), *lineage]) == [SETTINGS.spending(4)]
 
 
 def test_more_steps_than_planned_at_first_are_a_caveat():

@@ -11,7 +11,7 @@ from torchtitan_dp.ledger import (
     Account,
     ExecutedSteps,
     Ledger,
-    Segment,
+    RunSegment,
     Settings,
     read_published,
     schema,
@@ -25,7 +25,7 @@ SETTINGS = Settings(1.0, 0.02, 0.5, 1e-5, 32, "pld", *TERMS)
 
 def publish(folder, ledger, *, total_steps=0):
     executed = ExecutedSteps(str(folder))
-    executed.adopt(ledger.stretches())
+    executed.adopt(ledger.taken())
     return Account(ledger, executed, total_steps).publish(str(folder))
 
 
@@ -109,7 +109,7 @@ def named_tuple(value):
 @pytest.mark.parametrize("planned", [30, 400])
 def test_dp_accounting_alone_gives_the_same_epsilon(tmp_path, planned):
     louder = Settings(2.0, 0.1, 0.5, 1e-5, 32, "pld", *TERMS)
-    ledger = Ledger(SETTINGS, steps=30, planned_steps=planned, finished=[Segment(louder, 10)])
+    ledger = Ledger(SETTINGS, steps=30, planned_steps=planned, finished=[RunSegment(louder, 10)])
     publish(tmp_path, ledger)
     told = json.loads((tmp_path / "privacy.json").read_text())
     event = dp_accounting.DpEvent.from_named_tuple(named_tuple(told["dp_event"]))

@@ -21,6 +21,7 @@ from tests.models.hugging_face import (
     transformers_logits,
     write_llama,
 )
+from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
 from torchtitan_dp.models.families import on_meta, parameter_count
@@ -312,8 +313,9 @@ def spoil_settings(folder):
 )
 def test_broken_folders_are_refused(editable, spoil, words):
     spoil(editable)
+    settings = given(editable)
     with pytest.raises(ValueError, match="hf_assets_path") as refusal:
-        check_files(given(editable), shape(given(editable)))
+        check_files(settings, shape(settings), decide_start(settings))
     assert words in str(refusal.value)
 
 
@@ -353,7 +355,7 @@ def test_files_that_would_not_load_are_refused(given_llama, tmp_path):
     ):
         settings = given(given_llama, *more)
         with pytest.raises(ValueError, match=words):
-            check_files(settings, shape(settings))
+            check_files(settings, shape(settings), decide_start(settings))
 
 
 def test_weights_are_drawn_unless_they_are_loaded(given_llama, tmp_path):

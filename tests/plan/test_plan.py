@@ -145,7 +145,7 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
     """sigma is read, never recomputed: an accountant that changed would move it."""
     first = planned()
     config = load_config(arguments(tmp_path / "out", tmp_path / "data"), 2)
-    kept = make_plan(config, 24, None)
+    kept = make_plan(config, 24)
     sigma = kept.settings.noise_multiplier * 1.001  # as another version would have found it
     settings = dataclasses.replace(kept.settings, noise_multiplier=sigma)
     out, ledger = str(tmp_path / "out"), dataclasses.replace(kept.ledger, settings=settings)

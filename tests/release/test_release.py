@@ -25,11 +25,12 @@ from tests.models.hugging_face import (
     transformers_logits,
     write_llama,
 )
+from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.saved import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, schema
 from torchtitan_dp.ledger.caveats import assumptions
-from torchtitan_dp.ledger.initial import PUBLIC, start_from
+from torchtitan_dp.ledger.initial import PUBLIC, inheritance
 from torchtitan_dp.ledger.settings import settings_of
 from torchtitan_dp.ledger.terms import earlier_ledger
 from torchtitan_dp.models.hugging_face import shape
@@ -224,8 +225,8 @@ def test_a_release_brings_its_ledger_along_as_initial_weights(released, tmp_path
         "--checkpoint.enable",
         "--privacy.initial_weights_public",
     )
-    ledger = Ledger(settings_of(config, 24))
-    start_from(ledger, config)
+    ledger = Ledger(settings_of(config, 24, 1.0))
+    inheritance(config, decide_start(config).initial).enter_into(ledger)
     (ancestor,) = ledger.ancestors
     assert ancestor.run == privacy(released)["run"]
     assert sum(segment.steps for segment in ledger.before()) == 4
@@ -255,7 +256,7 @@ def test_a_card_names_units_of_several_records_by_a_word(released, finished):
 def test_an_adaptive_card_does_not_say_that_terms_were_fixed(released, finished):
     terms, config = privacy(released), read_config(str(finished))
     fixed = model_card(terms, config, shape(config))
-    chosen = Ledger(settings_of(config, 24), adaptive=True)
+    chosen = Ledger(settings_of(config, 24, 1.0), adaptive=True)
     card = model_card(
         {**terms, "adaptive": True, "assumptions": assumptions(chosen)}, config, shape(config)
     )
@@ -440,7 +441,7 @@ def test_tied_weights_and_a_given_tokenizer(tmp_path):
     out.mkdir()
     write_config(config)
     caveat = "the initial weights are assumed to be public"
-    ledger = Ledger(settings_of(config, 100), steps=1, caveats=[caveat])
+    ledger = Ledger(settings_of(config, 100, 1.0), steps=1, caveats=[caveat])
     (run / "steps_executed.log").write_text(
         f"1 {ledger.settings.noise_multiplier} 0.01 {ledger.start}\n"
     )

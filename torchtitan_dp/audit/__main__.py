@@ -31,13 +31,14 @@ from torchtitan_dp.audit import report
 from torchtitan_dp.audit.game import Game, cases
 from torchtitan_dp.audit.one_run import CanaryAudit, audit
 from torchtitan_dp.audit.options import check, parse
+from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import read_published_fields
-from torchtitan_dp.ledger.terms import Plan, make_plan
+from torchtitan_dp.ledger.terms import Plan
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs, parameter_count
 from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
@@ -136,11 +137,11 @@ def main(argv: list[str]) -> None:
         config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
         if not config.privacy.enable:
             raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
-        args = check_model(config)
+        args = check_model(config, decide_start(config))
         if options.instrument == "canaries":
             prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
         records = open_records(config)
-        plan = make_plan(config, len(records.train), None)
+        plan = plan_start(config, len(records.train), decide_start(config), None)
         if plan.settings.noise_multiplier == 0:
             raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
         check_power(options, args, plan.settings.noise_multiplier)

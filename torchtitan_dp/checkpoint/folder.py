@@ -23,47 +23,35 @@ _LAST = (safe_load.METADATA_FILE, "model.safetensors.index.json")
 
 
 def checkpoint_folder(config: JobConfig) -> str:
-    """Where a run's checkpoints lie."""
+    """Return where a run's checkpoints lie."""
     return os.path.join(config.job.dump_folder, config.checkpoint.folder)
 
 
 def finished_checkpoints(folder: str) -> list[int]:
-    """The steps whose save came to its end, the furthest first."""
+    """Return the steps whose save came to its end, the furthest first."""
     whole = [s for s in _steps(folder) if any(os.path.exists(os.path.join(s, f)) for f in _LAST)]
     return sorted((int(step.rpartition("-")[2]) for step in whole), reverse=True)
 
 
 def newest_whole_checkpoint(folder: str) -> int:
-    """The step of the furthest one whose save came to its end; -1 if there is none."""
+    """Return the furthest step whose save came to its end; -1 if there is none."""
     return next(iter(finished_checkpoints(folder)), -1)
 
 
 def step_folder(folder: str, step: int) -> str:
-    """TorchTitan's name of a step's checkpoint."""
+    """Return where TorchTitan puts a step's checkpoint."""
     return os.path.join(folder, f"step-{step}")
 
 
 def checkpoint_folders(dump_folder: str) -> list[str]:
-    """All folders of a run that hold checkpoints; without those that were set aside as damaged."""
+    """Return all folders of a run that hold checkpoints, without those set aside as damaged."""
     entries = (entry.path for entry in os.scandir(dump_folder) if entry.is_dir())
     held = (path for path in entries if not path.endswith(_DAMAGED))
     return sorted(path for path in held if finished_checkpoints(path))
 
 
-def resumes(config: JobConfig) -> bool:
-    """Whether a run that starts now goes on from a checkpoint of its own folder."""
-    return config.checkpoint.enable and newest_whole_checkpoint(checkpoint_folder(config)) >= 0
-
-
-def loads_weights(config: JobConfig) -> bool:
-    """Whether a run that starts now takes all weights from files: it resumes, or is given them."""
-    checkpoint = config.checkpoint
-    given = bool(checkpoint.initial_load_path) or checkpoint.initial_load_in_hf
-    return (checkpoint.enable and given) or resumes(config)
-
-
 def drop_unfinished(folder: str) -> bool:
-    """Remove a folder that holds unfinished checkpoints only; whether there was one.
+    """Remove a folder that holds unfinished checkpoints only; return whether there was one.
 
     TorchTitan would load none of them and, with the folder there, would not load the initial
     weights that were asked for either. Anything else in the folder is left, and raises OSError.
@@ -77,7 +65,7 @@ def drop_unfinished(folder: str) -> bool:
 
 
 def damage(step: str) -> str:
-    """What is wrong with a checkpoint, as far as its metadata and file sizes tell; "" if nothing.
+    """Say what metadata and file sizes tell is wrong with a checkpoint; "" if nothing is.
 
     Args:
         step: the checkpoint's own folder.
@@ -90,9 +78,9 @@ def damage(step: str) -> str:
 
 
 def damaged_entry(step: str, rank: int, ranks: int) -> str:
-    """What is wrong with one rank's share of a checkpoint's entries; "" if nothing.
+    """Say what is wrong with one rank's share of a checkpoint's entries; "" if nothing is.
 
-    Reads them all, about 1 / ranks of the checkpoint, one at a time.
+    It reads about 1 / ranks of the checkpoint, one entry at a time.
     """
     try:
         metadata = safe_load.read_metadata(step)
@@ -109,6 +97,7 @@ def damaged_entry(step: str, rank: int, ranks: int) -> str:
 
 
 def _sizes(step: str, metadata: Metadata) -> None:
+    """Raise ValueError if a file is missing, or shorter than its entries need."""
     ends: dict[str, int] = {}
     for entry in safe_load.entries(metadata):
         ends[entry.file] = max(ends.get(entry.file, 0), entry.offset + entry.length)
@@ -121,7 +110,7 @@ def _sizes(step: str, metadata: Metadata) -> None:
 
 
 def set_aside(folder: str, step: int) -> str:
-    """Move a damaged checkpoint out of TorchTitan's sight and reach, and keep it; its new place."""
+    """Keep a damaged checkpoint where TorchTitan does not look; return its new place."""
     target = os.path.join(f"{folder}{_DAMAGED}", f"step-{step}")
     while os.path.exists(target):
         target += "_"
@@ -151,26 +140,8 @@ def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], orig
             )
 
 
-def check_newest(folder: str, state_dict: Mapping[str, torch.Tensor], origin: str) -> bool:
-    """Whether a start resumes, as far as a plain process can tell in a moment.
-
-    Raises:
-        ValueError: one line; no checkpoint is whole, or the newest is of another model.
-    """
-    steps = finished_checkpoints(folder)
-    for step in steps:
-        place = step_folder(folder, step)
-        if not damage(place):
-            refuse_another_model(place, state_dict, origin)
-            return True
-    if steps:
-        problem = damage(step_folder(folder, steps[0]))
-        raise ValueError(none_whole(folder, steps[0], problem))
-    return False
-
-
 def none_whole(folder: str, newest: int, problem: str) -> str:
-    """What to tell a user all of whose checkpoints are damaged."""
+    """Say it to a user all of whose checkpoints are damaged."""
     return (
         f"no checkpoint in {folder} is whole (step-{newest}: {problem}): restore one, or start "
         "afresh in another job.dump_folder"
@@ -178,12 +149,13 @@ def none_whole(folder: str, newest: int, problem: str) -> str:
 
 
 def _steps(folder: str) -> list[str]:
+    """Return all checkpoints in a folder, finished or not."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
     return [os.path.join(folder, name) for name in names if re.fullmatch(r"step-\d+", name)]
 
 
 def read_ledger(step: str) -> str | None:
-    """The ledger in a checkpoint, as JSON; None if it holds none, or is no checkpoint.
+    """Return the ledger in a checkpoint, as JSON; None if it holds none, or is no checkpoint.
 
     Args:
         step: the checkpoint's own folder.

@@ -1,4 +1,4 @@
-"""TorchTitan's checkpointer, which takes the newest whole checkpoint and runs no code from it."""
+"""TorchTitan's checkpointer, which loads what was decided and runs no code from it."""
 
 import shutil
 from typing import Any
@@ -21,20 +21,23 @@ from torchtitan_dp.checkpoint.folder import (
     set_aside,
     step_folder,
 )
-from torchtitan_dp.models.hugging_face import origin
+from torchtitan_dp.checkpoint.start import Start, Weights, own_checkpoint
 from torchtitan_dp.process import Fault
 
 
 class Checkpointer(CheckpointManager):
-    """What differs from TorchTitan's: the choice of a checkpoint, how it is read, and messages."""
+    """Load and save as TorchTitan's does, but what was decided, whole, and told in one line."""
 
-    resumes = False
-    """Whether `load` took a checkpoint of this run."""
-    loaded_step = 0
-    """Its step."""
+    start: Start
+    """What was decided, and once `load` returns, how the run did start."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        """Takes the place of the one that TorchTitan's Trainer has made, with the same states."""
+    def __init__(self, trainer: Trainer, start: Start, origin: str) -> None:
+        """Take the place of the one that TorchTitan's Trainer has made, with the same states.
+
+        Args:
+            start: from `decide_start`; rank 0's counts.
+            origin: what decides the model's shape, for messages.
+        """
         config, theirs = trainer.job_config, trainer.checkpointer
         theirs.close()
         super().__init__(
@@ -47,12 +50,16 @@ class Checkpointer(CheckpointManager):
             sd_adapter=theirs.sd_adapter if theirs.enable else None,
             base_folder=config.job.dump_folder,
         )
-        self._origin = origin(config)
+        self.start, self._origin = start, origin
 
     def load(self, step: int = -1) -> bool:
-        """Load the newest whole checkpoint, else the initial weights asked for; whether any was.
+        """Load the weights that were decided on; return whether any were loaded.
 
-        A damaged one is set aside for an older whole one, in a warning. Collective over the world.
+        A damaged checkpoint of this run is set aside for an older whole one, in a warning.
+        Collective over the world.
+
+        Args:
+            step: the only one to be taken, as runs without privacy may ask for; -1 for the newest.
 
         Raises:
             Fault: there are checkpoints, and none is whole; nothing was moved.
@@ -61,23 +68,13 @@ class Checkpointer(CheckpointManager):
         if not self.enable:
             return False
         self._drop_unfinished()
-        if step == -1:
-            step = self._newest_whole()
-        self.resumes = step >= 0
-        initial = self.initial_load_path
-        starts = not self.resumes and initial and not self.initial_load_in_hf
-        if starts and (problem := _damage_on_any_rank(initial)):
-            raise Fault(
-                f"checkpoint.initial_load_path = '{initial}': it is damaged ({problem}); take a "
-                "whole copy"
-            )
-        loaded = super().load(step)
-        self.loaded_step = max(step, 0)
-        return loaded
+        self.start = self._confirmed(step)
+        return super().load(self.start.step if self.start.resumes else -1)
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
+        """Read a checkpoint into the states, without running code from it."""
         if from_hf:  # safetensors hold no code
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
@@ -99,7 +96,7 @@ class Checkpointer(CheckpointManager):
         self.states[MODEL].load_state_dict(state_dict)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """TorchTitan's; a save that failed, now or in the background, is told in one line."""
+        """Save as TorchTitan does; a save that failed, now or in the background, is one line."""
         try:
             super().save(curr_step, last_step)
         except (CheckpointException, OSError) as error:
@@ -115,7 +112,7 @@ class Checkpointer(CheckpointManager):
         try:
             if saves:
                 self._async_wait()
-            if saves and step != self.loaded_step and not self._should_save(step):
+            if saves and step != self.start.step and not self._should_save(step):
                 self.dcp_save(
                     self._flattened_model_states_sd(),
                     checkpoint_id=self._create_checkpoint_id(step),
@@ -129,6 +126,7 @@ class Checkpointer(CheckpointManager):
         )
 
     def _tell_unsaved(self, step: int, error: BaseException) -> None:
+        """Raise Fault, with how much room there is and what is left to go on from."""
         newest = newest_whole_checkpoint(self.folder)
         whole = f"step-{newest}" if newest >= 0 else "none"
         free = shutil.disk_usage(self.folder).free / 2**30
@@ -139,25 +137,41 @@ class Checkpointer(CheckpointManager):
         ) from error
 
     def _drop_unfinished(self) -> None:
+        """Remove what a save left that was killed, if there is nothing else. Collective."""
         dist.barrier()  # all ranks have looked, for what they draw or load
         if dist.get_rank() == 0 and drop_unfinished(self.folder):
             logger.warning(f"{self.folder} holds no whole checkpoint: starting from the beginning")
         dist.barrier()
 
-    def _newest_whole(self) -> int:
-        """The newest whole step, -1 if there is no checkpoint; newer ones are set aside."""
-        found = [finished_checkpoints(self.folder)]
-        dist.broadcast_object_list(found, src=0)
-        (steps,) = found
+    def _confirmed(self, step: int) -> Start:
+        """Return rank 0's decision, revised where the ranks together find damage. Collective.
+
+        Args:
+            step: as of `load`.
+        """
+        decided: list[Any] = [self.start, finished_checkpoints(self.folder)]
+        dist.broadcast_object_list(decided, src=0)
+        start, steps = decided
+        if step == -1 and (start.resumes or steps):  # one that has come since is held to the same
+            step = self._newest_whole(steps)
+        if step != -1:
+            return own_checkpoint(self.folder, step)
+        if start.weights is Weights.INITIAL_DCP and (problem := _damage_on_any_rank(start.place)):
+            raise Fault(
+                f"{start.key} = '{start.place}': it is damaged ({problem}); take a whole copy"
+            )
+        return start
+
+    def _newest_whole(self, steps: list[int]) -> int:
+        """Return the newest whole one of these steps, and set newer ones aside. Collective."""
         damaged: list[tuple[int, str]] = []
         for step in steps:
             if not (problem := _damage_on_any_rank(step_folder(self.folder, step))):
                 break
             damaged.append((step, problem))
         else:
-            if damaged:
-                raise Fault(none_whole(self.folder, *damaged[0]))
-            return -1
+            gone = self.start.step, "it is gone"
+            raise Fault(none_whole(self.folder, *next(iter(damaged), gone)))
         if dist.get_rank() == 0:
             for broken, problem in damaged:
                 kept = set_aside(self.folder, broken)
@@ -166,15 +180,16 @@ class Checkpointer(CheckpointManager):
                     f"goes on from step-{step}"
                 )
         dist.barrier()
-        return int(step)
+        return step
 
     def _has_optimizer(self, checkpoint: str) -> bool:
+        """Tell whether a checkpoint holds the optimizer's state."""
         names = safe_load.read_metadata(checkpoint).state_dict_metadata
         return any(name.startswith(f"{OPTIMIZER}.") for name in names)
 
 
 def _damage_on_any_rank(checkpoint: str) -> str:
-    """What a rank found wrong with its share of a checkpoint; "" if none did. Collective."""
+    """Say what a rank found wrong with its share of a checkpoint; "" if none did. Collective."""
     problems: list[str] = [""] * dist.get_world_size()
     found = damaged_entry(checkpoint, dist.get_rank(), dist.get_world_size())
     dist.all_gather_object(problems, found)
@@ -182,7 +197,10 @@ def _damage_on_any_rank(checkpoint: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Of what failed, on the rank that knows best: torch.save may hide the system's error."""
+    """Say in one line why a checkpoint was not written or read.
+
+    Several ranks may have failed: an error of the operating system tells most, and is taken first.
+    """
     if isinstance(error, CheckpointException):
         failures = [failure for failure, _ in error.failures.values()]
         error = min(failures, key=lambda failure: not isinstance(failure, OSError))

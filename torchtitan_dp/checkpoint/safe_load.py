@@ -48,7 +48,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class Entry(NamedTuple):
-    """A tensor's chunk or a value: an archive of `torch.save` within a file."""
+    """Say where in a file the `torch.save` archive of a chunk or a value lies."""
 
     file: str
     offset: int
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Makes the records in `_ALLOWED`, and takes no more memory than its file does.
+    """Make the records in `_ALLOWED`, and takes no more memory than its file does.
 
     Python's own implementation: the one in C reserves whatever a damaged byte asks for (24 GiB).
     """
@@ -70,7 +70,7 @@ class _MetadataUnpickler(pickle._Unpickler):
             raise pickle.UnpicklingError(f"it asks for {module}.{name}") from None
 
     def _build(self: Any) -> None:
-        """Attributes are those of a record that was just made, never of a class or a function."""
+        """Set attributes of a record that was just made, never of a class or a function."""
         if callable(self.stack[-2]):
             raise pickle.UnpicklingError(f"it changes {self.stack[-2]}")
         pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
@@ -86,7 +86,7 @@ class _MetadataUnpickler(pickle._Unpickler):
 
 
 def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
-    """A checkpoint's `.metadata`, of which no code was run.
+    """Read a checkpoint's `.metadata`, and run no code from it.
 
     Raises:
         ValueError: it is missing or damaged, or names what no checkpoint needs.
@@ -144,7 +144,7 @@ def _rows_overlap(tensor: records.TensorStorageMetadata) -> bool:
 
 
 def entries(metadata: Metadata) -> Iterator[Entry]:
-    """All that a checkpoint's files hold."""
+    """List all that a checkpoint's files hold."""
     for index, place in metadata.storage_data.items():
         kind = metadata.state_dict_metadata[index.fqn]
         is_tensor = isinstance(kind, records.TensorStorageMetadata)
@@ -152,7 +152,7 @@ def entries(metadata: Metadata) -> Iterator[Entry]:
 
 
 def shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
-    """The whole shape of each tensor, by name."""
+    """Return the whole shape of each tensor, by name."""
     return {
         name: tuple(entry.size)
         for name, entry in metadata.state_dict_metadata.items()
@@ -181,7 +181,7 @@ def check_entry(file: IO[bytes], entry: Entry) -> None:
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Reads files as PyTorch's reader does, and `.metadata` with the restricted unpickler."""
+    """Read files as PyTorch's reader does, and `.metadata` with the restricted unpickler."""
 
     # Without its `kwargs` DCP does not look for metadata of single ranks, which we never save.
     def read_metadata(self) -> Metadata:
@@ -192,7 +192,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Takes plain values only where PyTorch's planner unpickles anything."""
+    """Take plain values only where PyTorch's planner unpickles anything."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()
@@ -202,7 +202,9 @@ class SafePlanner(DefaultLoadPlanner):
 
 
 def load(state_dict: dict[str, Any], folder: str, *, no_dist: bool = False) -> None:
-    """`dcp.load`, in place, without running code from the checkpoint. Collective over the world.
+    """Load in place as `dcp.load` does, without running code from the checkpoint.
+
+    Collective over the world.
 
     Raises:
         CheckpointException: PyTorch's, if a rank could not read it.

@@ -7,7 +7,7 @@ from torchtitan_dp.privacy.fixed_point import MAX_EXPECTED_BATCH, MAX_NOISE_MULT
 
 
 def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
-    """Of dp_replicate, dp_shard and cp."""
+    """Return the degrees of dp_replicate, dp_shard and cp."""
     parallelism = config.parallelism
     return (
         parallelism.data_parallel_replicate_degree,
@@ -97,6 +97,7 @@ def check(config: JobConfig, world_size: int) -> None:
 
 
 def _check_initial_weights(config: JobConfig) -> None:
+    """Refuse initial weights that would not be loaded, or not as they are."""
     checkpoint = config.checkpoint
     if checkpoint.initial_load_in_hf_quantized:
         raise ValueError(
@@ -116,6 +117,7 @@ def _check_initial_weights(config: JobConfig) -> None:
 
 
 def _check_parallelism(config: JobConfig, world_size: int) -> None:
+    """Refuse a mesh that does not fit the processes, or that samples cannot be laid over."""
     parallelism = config.parallelism
     for key in ("tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"):
         if getattr(parallelism, key) != 1:
@@ -158,6 +160,7 @@ def _check_parallelism(config: JobConfig, world_size: int) -> None:
 
 
 def _check_privacy(config: JobConfig) -> None:
+    """Refuse terms of privacy that are missing, out of range or not built."""
     privacy = config.privacy
     if (privacy.target_epsilon is None) == (privacy.noise_multiplier is None):
         given = "neither is" if privacy.target_epsilon is None else "both are"
@@ -211,6 +214,7 @@ def _check_privacy(config: JobConfig) -> None:
 
 
 def _check_exact_sum(config: JobConfig) -> None:
+    """Refuse what 64-bit sums have no room for."""
     privacy = config.privacy
     if not privacy.secure_noise:
         raise ValueError(

@@ -8,7 +8,8 @@ from torchtitan_dp.gradients.methods import METHODS
 
 
 def check_conflicts(config: JobConfig) -> None:
-    """
+    """Refuse what would go behind the back of privacy.
+
     Raises:
         ValueError: one line for the user, that names the key, its value and the remedy.
     """

@@ -51,11 +51,11 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
     if path is not None:
         _check_keys(_read_toml(path), schema, path)
     config = _parse([*argv, f"--job.custom_config_module={_CUSTOM_CONFIG}"])
-    return _checked(config, schema, world_size)
+    return _checked(config, world_size)
 
 
 def config_from_values(values: dict[str, Any], source: str, world_size: int) -> JobConfig:
-    """A configuration from the values of all its sections, checked as `load_config` does.
+    """Return a configuration from the values of all its sections, checked as `load_config` does.
 
     Args:
         source: the file that they come from, for messages.
@@ -65,11 +65,11 @@ def config_from_values(values: dict[str, Any], source: str, world_size: int) -> 
     """
     schema: Any = ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
     _check_keys(values, schema, source)
-    return _checked(ConfigManager()._dict_to_dataclass(schema, values), schema, world_size)
+    return _checked(ConfigManager()._dict_to_dataclass(schema, values), world_size)
 
 
-def _checked(config: Any, schema: Any, world_size: int) -> JobConfig:
-    _check_values(config, schema)
+def _checked(config: Any, world_size: int) -> JobConfig:
+    """Return a configuration of the right types with `auto` and -1 resolved, if it can work."""
     resolve_degrees(config, world_size)
     resolve_gradient_method(config)
     check(config, world_size)
@@ -94,7 +94,7 @@ def fail(message: str) -> NoReturn:
 def parse_known(
     parser: argparse.ArgumentParser, argv: list[str]
 ) -> tuple[argparse.Namespace, list[str]]:
-    """A tool's own options, and the configuration's command line, for `load_config`."""
+    """Return a tool's own options, and the configuration's command line for `load_config`."""
     parser.add_argument("--job.config_file", dest="config_file", metavar="FILE", help="the TOML")
     known, overrides = parser.parse_known_args(argv)
     if known.config_file is not None:
@@ -103,7 +103,7 @@ def parse_known(
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
-    """What a tool says to programs; `-` is stdout."""
+    """Write what a tool says to programs; `-` is stdout."""
     text = json.dumps(content, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)
@@ -113,7 +113,7 @@ def write_json(path: str, content: dict[str, Any]) -> None:
 
 
 def _option(argv: list[str], name: str) -> str | None:
-    """The value of `--name value` or `--name=value`; `-` and `_` are the same."""
+    """Return the value of `--name value` or `--name=value`; `-` and `_` are the same."""
     for i, argument in enumerate(argv):
         key, equals, value = argument.partition("=")
         if key.replace("-", "_") == f"__{name}":
@@ -122,6 +122,7 @@ def _option(argv: list[str], name: str) -> str | None:
 
 
 def _read_toml(path: str) -> dict[str, Any]:
+    """Return what a TOML file holds, or raise ValueError in one line."""
     if not os.path.isfile(path):
         raise ValueError(f"job.config_file = '{path}': no such file")
     try:
@@ -132,7 +133,11 @@ def _read_toml(path: str) -> dict[str, Any]:
 
 
 def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = "") -> None:
-    """Refuse keys that no section has: a misspelt one would silently keep its default."""
+    """Refuse keys that no section has, and values of another type than their key's.
+
+    A misspelt key would silently keep its default. Values on the command line need no such check:
+    they are parsed as their key's type.
+    """
     fields = {f.name: f for f in dataclasses.fields(schema)}
     for name, value in values.items():
         key = prefix + name
@@ -149,7 +154,7 @@ def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = ""
 
 
 def _parse(argv: list[str]) -> Any:
-    """TorchTitan's own parser, its boxed messages turned into one line."""
+    """Parse with TorchTitan's own parser, whose boxed messages are turned into one line."""
     messages = io.StringIO()
     titan_logger = logging.getLogger("root")
     level = titan_logger.level
@@ -169,17 +174,8 @@ def _parse(argv: list[str]) -> Any:
         titan_logger.setLevel(level)
 
 
-def _check_values(config: Any, schema: Any, prefix: str = "") -> None:
-    """Types once more, after defaults and overrides were merged."""
-    for f in dataclasses.fields(schema):
-        value, key = getattr(config, f.name), prefix + f.name
-        if dataclasses.is_dataclass(f.type):
-            _check_values(value, f.type, f"{key}.")
-        elif not _has_type(value, f.type):
-            raise ValueError(f"{key} = {value!r}: must be {_describe(f.type)}")
-
-
 def _has_type(value: Any, annotation: Any) -> bool:
+    """Tell whether a value is of an annotated type."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return True
@@ -197,6 +193,7 @@ def _has_type(value: Any, annotation: Any) -> bool:
 
 
 def _describe(annotation: Any) -> str:
+    """Say in words what an annotation allows."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "a string"}
     if origin is typing.Literal:

@@ -32,7 +32,7 @@ def write_config(config: JobConfig) -> None:
 
 
 def read_config(folder: str) -> JobConfig:
-    """The configuration of the run in `folder`, for one process, whatever the run's mesh was.
+    """Return the configuration of the run in `folder` for one process, whatever its mesh was.
 
     `job.dump_folder` becomes `folder`: a run may have been moved.
 

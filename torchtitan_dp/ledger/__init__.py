@@ -1,9 +1,25 @@
 """What a run has spent: kept in its checkpoints, in `privacy.json` and in `steps_executed.log`.
 
-`settings` are the terms of a step, `lineage` says which steps were taken on which, `starts` which
-step is which, `schema` what `privacy.json` holds, `files` what lies on disk, `account` what is
-spent, `caveats` what that rests on, `initial` what initial weights bring along, `terms` on what
-terms a run trains, `program` which program it is;
+Words, as they are used here and in the documentation:
+    record: One file, or one line of a JSON Lines file.
+    unit: What epsilon protects, which is one record or all records of one person or owner.
+    draw: The units that one step trains on, each taken with the same probability.
+    begun step: A step whose line is in the log, since its update was about to happen.
+    executed step: The same as a begun step, as `privacy.json` calls it.
+    start: One time that the trainer starts or loads a checkpoint, under a random public name.
+    lineage: The steps that made some weights, without those of starts whose weights were lost.
+    segment: Steps of a lineage that were taken one after the other on the same terms.
+    stretch: The first so many steps of one start on the same terms, told by the start's name.
+    ancestor: A run that initial weights come from, with the steps that made them.
+
+Of a segment an accountant needs noise, rate and number of steps (`privacy.segments.Segment`), while
+`RunSegment` has all of its terms.
+
+Modules, from the bottom: `settings` (the terms of steps), `starts` (which step is which), `lineage`
+(the `Ledger`), `json_types`, `schema` (the keys of `privacy.json`), `caveats` (what epsilon rests
+on), `files` (what lies on disk), `program` (what trained), `account` (what is spent and published),
+`baseline` (runs without privacy), `initial` (what initial weights bring along), `terms` (the plan
+of a run), `runs` (what several runs spend) and `reference` (the documentation of `schema`).
 `python -m torchtitan_dp.ledger RUN…` verifies runs and adds them up.
 """
 
@@ -17,9 +33,9 @@ from torchtitan_dp.ledger.files import (
     read_published,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.lineage import Budget, Ledger, Segment
+from torchtitan_dp.ledger.lineage import Budget, Ledger
 from torchtitan_dp.ledger.program import versions
-from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.settings import RunSegment, Settings
 
 __all__ = [
     "EXECUTED_FILE",
@@ -29,7 +45,7 @@ __all__ = [
     "Budget",
     "ExecutedSteps",
     "Ledger",
-    "Segment",
+    "RunSegment",
     "Settings",
     "check_fingerprint",
     "read_published",

@@ -1,4 +1,4 @@
-"""Verifies runs, and adds up what several of them spend.
+"""Verify runs, and add up what several of them spend.
 
     python -m torchtitan_dp.ledger RUN… [--delta D] [--overlapping] [--json FILE] [--plot FILE.png]
 
@@ -13,14 +13,16 @@ import sys
 from rich.console import Console
 from rich.table import Column, Table
 
+from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import exit_on_mistake, write_json
-from torchtitan_dp.ledger.verify import Run, Total, total, verify
+from torchtitan_dp.ledger.runs import Run, Total, total
 from torchtitan_dp.privacy.accounting import rounded_up
 
 _POINTS = 24  # of a run's curve
 
 
 def main(argv: list[str]) -> int:
+    """Run the command and return its exit code."""
     options = _parse(argv)
     with exit_on_mistake():
         runs = [verify(folder) for folder in options.runs]
@@ -35,6 +37,7 @@ def main(argv: list[str]) -> int:
 
 
 def _parse(argv: list[str]) -> argparse.Namespace:
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(
         prog="python -m torchtitan_dp.ledger", description=(__doc__ or "").splitlines()[0]
     )
@@ -51,6 +54,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
+    """Say for people what was found, on stderr."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)
     table = Table(Column("run", overflow="fold"), Column("name", no_wrap=True))
     for head in ("steps", "epsilon", "begun", "of all begun", "and planned", "verified"):
@@ -102,10 +106,12 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
 
 
 def _epsilon(value: float | None) -> str:
+    """Say an epsilon in a word or two."""
     return "NOT private" if value is None else rounded_up(value)
 
 
 def _write(path: str, runs: list[Run], spent: Total | None) -> None:
+    """Write what was found for programs."""
     content = {
         "runs": [
             {
@@ -131,7 +137,7 @@ def _write(path: str, runs: list[Run], spent: Total | None) -> None:
 
 
 def plot(runs: list[Run], spent: Total | None, path: str) -> None:
-    """Epsilon over the steps of each private run, and of all together where there are several."""
+    """Draw epsilon over the steps of each private run, and that of all together."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), layout="constrained")

@@ -1,24 +1,22 @@
-"""What a run that goes on has spent, known ahead, and published in `privacy.json`.
+"""What a run spends while it trains: known ahead for a few points, published in `privacy.json`.
 
 Guarantee:
     `epsilon` is of the weights' own lineage, `epsilon_executed` of every step ever begun in the
     folder, `epsilon_planned` of those and of all that are still planned. None is ever below
-    `Ledger.compose` of its steps: they are computed once for a few points ahead, and a query gives
-    the next point up, so that no step waits for an accountant. `epsilon_planned` holds also if
-    weights decided when to stop; no epsilon covers a stop that followed from losses, norms or other
-    logs.
+    `Ledger.compose` of its steps. The first two are computed once for a few points ahead, and a
+    query gives the next point up, so that no step waits for an accountant. `epsilon_planned` also
+    holds if weights decided when to stop; no epsilon covers a stop that followed from losses, norms
+    or other logs.
 """
 
 import dataclasses
 import functools
-import json
 import math
-import os
 from typing import Any
 
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.caveats import assumptions, caveats
-from torchtitan_dp.ledger.files import PRIVACY_FILE, ExecutedSteps
+from torchtitan_dp.ledger.files import ExecutedSteps, write_published
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.program import source, versions
 from torchtitan_dp.ledger.starts import union
@@ -26,52 +24,44 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.curve import EpsilonCurve
 from torchtitan_dp.privacy.events import dp_event
 from torchtitan_dp.privacy.meaning import Meaning, meaning, meaning_of
-from torchtitan_dp.privacy.segments import Segment as Mechanism
-from torchtitan_dp.privacy.segments import merged
-from torchtitan_dp.process import write_atomically
+from torchtitan_dp.privacy.segments import Segment, merged
 
 
 class Account:
-    """Of one start: the ledger is loaded, and its steps go on up to `total_steps`."""
+    """Tell what is spent after one start, whose steps go on from the ledger to `total_steps`."""
 
     def __init__(self, ledger: Ledger, executed: ExecutedSteps, total_steps: int) -> None:
         self._ledger, self._executed = ledger, executed
         self._first_step, self._lines = ledger.steps, executed.count
         self._remaining = max(total_steps - ledger.steps, 0)
-        before, own = ledger.stretches_before(), ledger.stretches()
-        begun = [*own, *executed.stretches(ledger.settings)]  # a checkpoint may lack its log
+        before, own = ledger.taken_before(), ledger.taken()
+        begun = [*own, *executed.begun(ledger.settings)]  # a checkpoint may lack its log
         self._first_count = sum(segment.steps for segment in union(begun))
         self._lineage, self._begun = union([*before, *own]), union([*before, *begun])
 
     @property
     def steps_executed(self) -> int:
-        """Steps ever begun in the folder, and those of a lineage that came without their log."""
+        """Count the steps ever begun here, and those of a lineage that came without their log."""
         return self._first_count + self._begun_now
 
     def epsilon(self) -> float:
-        """Spent by the lineage; infinite if it is not private."""
+        """Return what the lineage spent; infinite if it is not private."""
         if self._ledger.adaptive:  # what was chosen may depend on abandoned steps as well
             return self.epsilon_executed()
         taken = self._ledger.steps - self._first_step
         return self._at(self._lineage_curve, self._lineage, taken)
 
     def epsilon_executed(self) -> float:
-        """Spent by all steps ever begun in the folder."""
+        """Return what all steps ever begun in the folder spent."""
         return self._at(self._begun_curve, self._begun, self._begun_now)
 
-    def epsilon_planned(self) -> float:
-        """Spent by all steps ever begun and those still planned."""
-        if not self._ledger.composes:
-            return math.inf
-        return self._ledger.compose(self.planned())
-
-    def planned(self) -> list[Mechanism]:
-        """The steps that `epsilon_planned` is of."""
+    def planned(self) -> list[Segment]:
+        """Return all steps ever begun and those still planned."""
         begun = self._ledger.settings.spending(self._begun_now)
         return list(merged([*self._begun, begun, *self._ledger.still_planned()]))
 
     def publish(self, folder: str) -> dict[str, Any]:
-        """Write `privacy.json` atomically; returns what it says.
+        """Write `privacy.json` atomically and return what it says.
 
         The file speaks for every checkpoint in the folder: none is further than these weights,
         which were loaded from the newest.
@@ -79,7 +69,8 @@ class Account:
         ledger = self._ledger
         epsilon = self.epsilon()
         executed = max(self.epsilon_executed(), epsilon)
-        planned = max(self.epsilon_planned(), executed)
+        steps = self.planned()
+        planned = max(self._composed(steps), executed)
         content = schema.assemble(
             ledger,
             {
@@ -88,37 +79,41 @@ class Account:
                 "epsilon_planned": planned if ledger.composes else None,
                 "steps_executed": self.steps_executed,
                 "caveats": caveats(ledger, epsilon, planned),
-                **told_of(ledger, self.planned(), planned),
+                **told_of(ledger, steps, planned),
             },
         )
-        write_atomically(
-            os.path.join(folder, PRIVACY_FILE), json.dumps(content, indent=2).encode() + b"\n"
-        )
+        write_published(folder, content)
         return content
 
     @property
     def _begun_now(self) -> int:
-        """Steps begun since this start."""
+        """Count the steps begun since this start."""
         return self._executed.count - self._lines
 
-    def _at(self, curve: EpsilonCurve | None, spent: list[Mechanism], more: int) -> float:
-        if not self._ledger.composes:
-            return math.inf
-        if curve is not None and more >= 0:
+    def _composed(self, steps: list[Segment]) -> float:
+        """Return what these steps spend; infinite if they are not private."""
+        return self._ledger.compose(steps) if self._ledger.composes else math.inf
+
+    def _at(self, curve: EpsilonCurve | None, spent: list[Segment], more: int) -> float:
+        """Return what is spent after `more` steps, from the curve where there is one."""
+        if self._ledger.composes and curve is not None and more >= 0:
             return curve.at(more)
-        return self._ledger.compose([*spent, self._ledger.settings.spending(max(more, 0))])
+        return self._composed([*spent, self._ledger.settings.spending(max(more, 0))])
 
     @functools.cached_property
     def _lineage_curve(self) -> EpsilonCurve | None:
+        """Return what the lineage will have spent."""
         return self._curve(self._lineage)
 
     @functools.cached_property
     def _begun_curve(self) -> EpsilonCurve | None:
+        """Return what all steps ever begun will have spent."""
         if merged(self._begun) == merged(self._lineage):
             return self._lineage_curve
         return self._curve(self._begun)
 
-    def _curve(self, before: list[Mechanism]) -> EpsilonCurve | None:
+    def _curve(self, before: list[Segment]) -> EpsilonCurve | None:
+        """Return what these steps and the coming ones spend, known ahead for a few points."""
         if self._ledger.adaptive:  # a sum, which is quick
             return None
         settings = self._ledger.settings
@@ -132,8 +127,8 @@ class Account:
         )
 
 
-def told_of(ledger: Ledger, segments: list[Mechanism], epsilon: float) -> dict[str, Any]:
-    """What `privacy.json` says of a ledger and of the steps that an epsilon is of.
+def told_of(ledger: Ledger, segments: list[Segment], epsilon: float) -> dict[str, Any]:
+    """Return what `privacy.json` says of a ledger and of the steps that an epsilon is of.
 
     Args:
         segments: those steps.
@@ -152,8 +147,8 @@ def told_of(ledger: Ledger, segments: list[Mechanism], epsilon: float) -> dict[s
     }
 
 
-def explain(ledger: Ledger, segments: list[Mechanism], epsilon: float) -> Meaning | None:
-    """What an epsilon means for one person; None where there is no privacy."""
+def explain(ledger: Ledger, segments: list[Segment], epsilon: float) -> Meaning | None:
+    """Return what an epsilon means for one person; None where there is no privacy."""
     if not ledger.composes or not math.isfinite(epsilon):
         return None
     if ledger.adaptive:  # only the budget holds, of whatever steps
@@ -162,7 +157,7 @@ def explain(ledger: Ledger, segments: list[Mechanism], epsilon: float) -> Meanin
 
 
 def summary(spent: dict[str, Any]) -> list[str]:
-    """For people: what `privacy.json` says."""
+    """Say for people what `privacy.json` holds."""
     epsilon = f"epsilon = {rounded_up(spent['epsilon'])}" if spent["private"] else "NOT private"
     lines = [
         f"done: {spent['steps']} steps",

@@ -6,7 +6,6 @@ Guarantee:
 """
 
 import contextlib
-import json
 import os
 
 from torchtitan_dp.config import JobConfig
@@ -16,10 +15,10 @@ from torchtitan_dp.ledger.files import (
     PRIVACY_FILE,
     ExecutedSteps,
     read_published_fields,
+    write_published,
 )
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.process import write_atomically
 
 NO_MECHANISM = "none"
 WHY = "trained without privacy (privacy.enable = false)"
@@ -59,8 +58,7 @@ def publish_baseline(folder: str, ledger: Ledger) -> None:
             **told_of(ledger, [], 0.0),
         },
     )
-    text = json.dumps(content, indent=2) + "\n"
-    write_atomically(os.path.join(folder, PRIVACY_FILE), text.encode())
+    write_published(folder, content)
 
 
 def refuse_private_folder(folder: str) -> None:
@@ -93,7 +91,7 @@ def refuse_baseline_folder(folder: str) -> None:
 
 
 def _is_baseline(folder: str) -> bool:
-    """Whether its `privacy.json` tells of a run without privacy; what cannot be read does not."""
+    """Tell whether its `privacy.json` is of a run without privacy; one that is broken is not."""
     with contextlib.suppress(ValueError):
         said = read_published_fields(folder)
         return said is not None and said["mechanism"] == NO_MECHANISM

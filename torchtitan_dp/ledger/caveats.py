@@ -2,8 +2,8 @@
 
 Guarantee:
     `caveats` tells whatever the ledger has recorded, and what follows from its numbers: steps that
-    were planned and not taken, and a clipped sum that was rounded. `recorded` undoes that for
-    weights that go on from here, whose numbers are others.
+    were planned and not taken, and a clipped sum that was rounded. `recorded` leaves out again what
+    follows from numbers, for weights that go on from these and whose numbers are others.
 """
 
 from collections.abc import Iterable
@@ -80,12 +80,12 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
 
 
 def recorded(told: Iterable[str]) -> list[str]:
-    """Return those caveats that stay with weights that go on from here."""
+    """Return those caveats that hold for weights that go on from these, too."""
     return [caveat for caveat in told if not caveat.startswith((_EARLY, _ROUNDED))]
 
 
 def _digits(excess: float) -> int:
-    """How many digits of 1 + excess show two of the excess."""
+    """Return how many digits of 1 + excess show two of the excess."""
     digits = 2
     while digits < 12 and excess < 10.0 ** (1 - digits):
         digits += 1

@@ -12,7 +12,7 @@ import hashlib
 import json
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchtitan_dp.ledger import schema
@@ -29,7 +29,7 @@ _TORN = "torn"
 
 
 def read_published(folder: str) -> Ledger | None:
-    """The ledger that `privacy.json` in this folder tells of; None if there is none.
+    """Return the ledger that `privacy.json` in this folder tells of; None if there is none.
 
     Raises:
         ValueError: if the file is not one of ours.
@@ -39,7 +39,7 @@ def read_published(folder: str) -> Ledger | None:
 
 
 def read_published_fields(folder: str) -> dict[str, Any] | None:
-    """What `privacy.json` says, as it stands there; `ledger_of` it can be told.
+    """Return what `privacy.json` says; `ledger_of` makes a ledger of it.
 
     Raises:
         ValueError: if the file is not one of ours.
@@ -61,8 +61,22 @@ def read_published_fields(folder: str) -> dict[str, Any] | None:
     return content
 
 
+def write_published(folder: str, content: Mapping[str, Any]) -> None:
+    """Write `privacy.json` atomically.
+
+    Args:
+        content: from `schema.assemble`.
+    """
+    text = json.dumps(content, indent=2) + "\n"
+    write_atomically(os.path.join(folder, PRIVACY_FILE), text.encode())
+
+
 def ledger_of(content: dict[str, Any]) -> Ledger:
-    """From what `privacy.json` holds. Raises KeyError or the like if it is not one of ours."""
+    """Return the ledger that the content of a `privacy.json` tells of.
+
+    Raises:
+        KeyError, TypeError, IndexError, AssertionError: it is none of ours.
+    """
     *finished, current = content["segments"]
     *finished_starts, start = content["starts"] or [{"name": new_name(), "steps": 0}]
     ledger = Ledger.from_fields(
@@ -77,10 +91,11 @@ def ledger_of(content: dict[str, Any]) -> Ledger:
 
 
 class ExecutedSteps:
-    """Every step begun in a folder, in an append-only file: `step sigma rate start` a line."""
+    """Keep every step begun in a folder, a line `step sigma rate start` each, appended only."""
 
     def __init__(self, folder: str) -> None:
-        """
+        """Read the file, if there is one.
+
         Raises:
             ValueError: if the file is not one of ours.
         """
@@ -97,10 +112,11 @@ class ExecutedSteps:
 
     @property
     def count(self) -> int:
+        """Count the steps ever begun."""
         return self._begun.total() + self._torn
 
     def new_start(self) -> str:
-        """The name of the steps that will begin from now on: at each start, and at each load."""
+        """Draw the name of the steps that begin from now on: at each start, and at each load."""
         self._start = new_name()
         return self._start
 
@@ -117,16 +133,18 @@ class ExecutedSteps:
                 self._append(0, dataclasses.replace(stretch, steps=missing))
 
     def unlogged(self, lineage: Iterable[Stretch]) -> int:
-        """Of a lineage's steps, those that were taken elsewhere, without a line here before them.
+        """Count the steps of a lineage that were taken elsewhere, without a line here before them.
 
         More may have been begun there, and lost. A torn line may stand for one of them.
         """
         return max(self._adopted + sum(map(self._missing, lineage)) - self._torn, 0)
 
     def _missing(self, stretch: Stretch) -> int:
+        """Count the steps of a stretch that have no line here."""
         return max(stretch.steps - self._begun[stretch.which], 0)
 
     def _append(self, step: int, stretch: Stretch) -> None:
+        """Write and sync a line for each step; `step` is 0 where it was begun elsewhere."""
         start, sigma, rate = stretch.which
         line = f"{step} {sigma!r} {rate!r} {start}\n" * stretch.steps
         # A torn last line was begun too, and must neither swallow the next nor pass for whole.
@@ -149,8 +167,12 @@ class ExecutedSteps:
         self._begun[stretch.which] += stretch.steps
         self._adopted += stretch.steps * (step == 0)
 
-    def stretches(self, settings: Settings) -> list[Stretch]:
-        """By start; torn lines on the worst of all terms and `settings`, as their own start's."""
+    def begun(self, settings: Settings) -> list[Stretch]:
+        """Return all steps ever begun, by start.
+
+        Torn lines are taken for steps of a start of their own, on the worst of all known terms and
+        of `settings`.
+        """
         found = [Stretch(*key, steps) for key, steps in self._begun.items()]
         if self._torn:
             known = [(s.noise_multiplier, s.sample_rate) for s in found]
@@ -160,6 +182,7 @@ class ExecutedSteps:
         return found
 
     def _read(self) -> None:
+        """Read all lines, and count those that were torn by a crash."""
         with open(self._path, "rb") as file:
             content = file.read()
         self._size = len(content)
@@ -180,6 +203,7 @@ class ExecutedSteps:
             self._torn_name = f"{_TORN} {hashlib.sha256(so_far.encode()).hexdigest()[:16]}"
 
     def _parse(self, line: str, number: int) -> tuple[int, str, float, float]:
+        """Return the step, the start, sigma and the rate of a line."""
         try:
             step, sigma, rate, start = line.split()
             return int(step), start, float(sigma), float(rate)
@@ -191,7 +215,7 @@ class ExecutedSteps:
 
 
 def read_fingerprint(folder: str) -> str | None:
-    """The fingerprint of the records that this folder's run was started with."""
+    """Return the fingerprint of the records that this folder's run was started with, if any."""
     path = os.path.join(folder, FINGERPRINT_FILE)
     if not os.path.exists(path):
         return None
@@ -200,7 +224,7 @@ def read_fingerprint(folder: str) -> str | None:
 
 
 def check_fingerprint(folder: str, fingerprint: str) -> None:
-    """Refuse other data than the run was started with; nothing to compare at a first start.
+    """Refuse other data than the run was started with; a first start has nothing to compare.
 
     Raises:
         ValueError: naming the key and the remedy.
@@ -220,7 +244,7 @@ def write_fingerprint(folder: str, fingerprint: str) -> None:
 
 
 def _sync_folder(folder: str) -> None:
-    """A new file's name is on disk only when its folder is."""
+    """Sync a folder: a new file's name is on disk only when its folder is."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

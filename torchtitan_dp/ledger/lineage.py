@@ -1,4 +1,4 @@
-"""The account of one lineage of weights: on what terms its steps were taken, and what they spend.
+"""The ledger of one lineage of weights: on what terms its steps were taken, and what they spend.
 
 Guarantee:
     `Ledger.epsilon` bounds what the weights at `steps` reveal: the composition of every segment of
@@ -12,33 +12,29 @@ Guarantee:
 import dataclasses
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torchtitan_dp.ledger.schema import FORMAT
-from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.ledger.starts import Start, Stretch, new_name, stretches, union
+from torchtitan_dp.ledger.settings import RunSegment, Settings
+from torchtitan_dp.ledger.starts import (
+    StartedSteps,
+    Stretch,
+    cut_into_stretches,
+    new_name,
+    union,
+)
 from torchtitan_dp.privacy import accounting, filter
-from torchtitan_dp.privacy.segments import Segment as Mechanism
+from torchtitan_dp.privacy.segments import Segment
+
+FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
 
 NewSegment = Literal["planned", "adaptive"]
 
 
 @dataclass(frozen=True)
-class Segment:
-    """Steps taken on the same terms."""
-
-    settings: Settings
-    steps: int
-
-    def spending(self) -> Mechanism:
-        return self.settings.spending(self.steps)
-
-
-@dataclass(frozen=True)
 class Budget:
-    """Of the Renyi filter that adaptive segments must stay within; fixed at the first start."""
+    """Bound what the Renyi filter lets adaptive segments spend; fixed at the first start."""
 
     epsilon: float
     order: float
@@ -46,7 +42,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Audit:
-    """Of a run that an audit trained: its weights are not private, since canaries are in them."""
+    """Mark a run that an audit trained: its weights hold canaries, so they are not private."""
 
     canaries: int
     otherwise_private: bool  # so that publishing the audit's result spends what its steps do
@@ -54,32 +50,38 @@ class Audit:
 
 @dataclass(frozen=True)
 class Ancestor:
-    """A run that the initial weights come from, and the steps that made them."""
+    """Name a run that the initial weights come from, and the steps that made them."""
 
     run: str
-    segments: tuple[Segment, ...]
-    starts: tuple[Start, ...]
+    segments: tuple[RunSegment, ...]
+    starts: tuple[StartedSteps, ...]
     planned_steps: int = 0  # of all of its steps, those above included
 
     @property
     def left(self) -> int:
-        """Steps that were planned and are not told of here."""
+        """Count the steps that were planned and are not told of here."""
         return max(self.planned_steps - sum(segment.steps for segment in self.segments), 0)
 
-    def stretches(self) -> list[Stretch]:
-        return stretches(self.segments, self.starts)
+    def taken(self) -> list[Stretch]:
+        """Return the steps that made the weights."""
+        return cut_into_stretches(self.segments, self.starts)
+
+
+def taken_by(ancestors: Iterable[Ancestor]) -> list[Stretch]:
+    """Return the steps of all of them."""
+    return [stretch for ancestor in ancestors for stretch in ancestor.taken()]
 
 
 @dataclass
 class Ledger:
-    """The account of one lineage of weights."""
+    """Keep the account of one lineage of weights."""
 
     settings: Settings  # of the segment that goes on
     steps: int = 0  # of the lineage, in all segments
     private: bool = True
     caveats: list[str] = field(default_factory=list)
-    finished: list[Segment] = field(default_factory=list)  # segments before this one
-    finished_starts: list[Start] = field(default_factory=list)  # of the same steps and more
+    finished: list[RunSegment] = field(default_factory=list)  # segments before this one
+    finished_starts: list[StartedSteps] = field(default_factory=list)  # of the same steps and more
     ancestors: list[Ancestor] = field(default_factory=list)
     budget: Budget | None = None
     adaptive: bool = False  # a segment was opened after weights were seen
@@ -90,27 +92,27 @@ class Ledger:
     config_hash: str = ""
 
     def mark_not_private(self, why: str) -> None:
-        """For good: it survives resume and initial load."""
+        """Say so for good: it survives resume and initial load."""
         self.private = False
         self.add_caveat(why)
 
     def mark_audited(self, canaries: int) -> None:
-        """Mark as not private, for the canaries' sake alone."""
+        """Mark it as not private because canaries were trained on, whatever else it is."""
         self.audit = Audit(canaries, self.private)
         self.mark_not_private(f"audited: {canaries} canaries were trained on")
 
     @property
     def composes(self) -> bool:
-        """Whether its steps spend a finite epsilon on the records: a private run, or its audit."""
+        """Tell whether its steps spend a finite epsilon: of a private run, or of its audit."""
         return self.private or (self.audit is not None and self.audit.otherwise_private)
 
     def add_caveat(self, caveat: str) -> None:
-        """An assumption that the guarantee rests on; never removed."""
+        """Add an assumption that the guarantee rests on; it is never removed."""
         if caveat not in self.caveats:
             self.caveats.append(caveat)
 
     def inherit(self, earlier: "Ledger", new_segment: NewSegment | None = None) -> None:
-        """What was said of this run's earlier weights stays said of those that go on from them.
+        """Take over what was said of this run's earlier weights, from which these go on.
 
         Args:
             new_segment: how more steps than were planned came about, too.
@@ -156,20 +158,20 @@ class Ledger:
         self.adaptive = self.adaptive or new_segment == "adaptive"
         self.add_caveat(_CAVEATS[new_segment or "planned"])
 
-    def segments(self, steps: int | None = None) -> list[Segment]:
-        """Those of this folder's lineage, up to `steps` (by default all that were taken)."""
+    def segments(self, steps: int | None = None) -> list[RunSegment]:
+        """Return this folder's lineage by terms, up to `steps` (by default all that were taken)."""
         left = self.steps if steps is None else steps
         found = []
         for segment in self.finished:
-            found.append(Segment(segment.settings, min(segment.steps, left)))
+            found.append(RunSegment(segment.settings, min(segment.steps, left)))
             left -= found[-1].steps
-        return [*found, Segment(self.settings, left)]
+        return [*found, RunSegment(self.settings, left)]
 
-    def starts(self) -> list[Start]:
-        """The same steps by the starts of the trainer that took them."""
+    def starts(self) -> list[StartedSteps]:
+        """Return the same steps by the starts of the trainer that took them."""
         current = self.steps - sum(start.steps for start in self.finished_starts)
         assert current >= 0, (self.steps, self.finished_starts)
-        return [*self.finished_starts, Start(self.start, current)]
+        return [*self.finished_starts, StartedSteps(self.start, current)]
 
     def rewind(self) -> None:
         """Become the account of weights that no step of this lineage has changed yet."""
@@ -182,38 +184,38 @@ class Ledger:
         self.steps, self.start = weights.steps, weights.start
         self.finished, self.finished_starts = weights.finished, weights.finished_starts
 
-    def stretches(self) -> list[Stretch]:
-        """Of this folder's lineage."""
-        return stretches(self.segments(), self.starts())
+    def taken(self) -> list[Stretch]:
+        """Return the steps of this folder's lineage."""
+        return cut_into_stretches(self.segments(), self.starts())
 
-    def stretches_before(self) -> list[Stretch]:
-        """Of the lineage of the initial weights."""
-        return [stretch for ancestor in self.ancestors for stretch in ancestor.stretches()]
+    def taken_before(self) -> list[Stretch]:
+        """Return the steps of the lineage of the initial weights."""
+        return taken_by(self.ancestors)
 
-    def before(self) -> list[Mechanism]:
-        """What initial weights had spent."""
-        return union(self.stretches_before())
+    def before(self) -> list[Segment]:
+        """Return what initial weights had spent."""
+        return union(self.taken_before())
 
     @property
     def left(self) -> int:
-        """Steps that are planned and were not taken by these weights."""
+        """Count the steps that are planned and were not taken by these weights."""
         return max(self.planned_steps - self.steps, 0)
 
-    def still_planned(self) -> list[Mechanism]:
-        """The steps that this run and those behind its initial weights planned and did not take,
-        on the worst terms that each run had: terms that were made better on the way count from
-        there on only for steps that were taken."""
+    def still_planned(self) -> list[Segment]:
+        """Return the steps that this run and those behind its initial weights planned but did not
+        take, on the worst terms that each run had: terms that were made better on the way count
+        from there on only for steps that were taken."""
         own = _worst(self.segments(), self.left)
         told = [own, *(_worst(a.segments, a.left) for a in self.ancestors)]
         return [spending for spending in told if spending is not None and spending.steps > 0]
 
     def epsilon(self, steps: int | None = None) -> float:
-        """Spent after `steps` steps of this lineage."""
+        """Return what is spent after `steps` steps of this lineage."""
         own = [segment.spending() for segment in self.segments(steps)]
         return self.compose([*self.before(), *own])
 
-    def compose(self, segments: list[Mechanism]) -> float:
-        """The epsilon of these segments one after the other, as this ledger accounts."""
+    def compose(self, segments: list[Segment]) -> float:
+        """Return the epsilon of these segments one after the other, as this ledger accounts."""
         delta = self.settings.delta
         if self.adaptive and self.budget is not None:
             # The theorem bounds what may be spent, not what was: how much that is tells of results.
@@ -222,6 +224,7 @@ class Ledger:
         return accounting.compose(segments, delta=delta, accountant=self.settings.accountant)
 
     def to_json(self) -> str:
+        """Write all of it, for a checkpoint."""
         return json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
 
     @classmethod
@@ -241,18 +244,18 @@ class Ledger:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Ledger":
-        """From what `dataclasses.asdict` gives."""
+        """Build it from what `dataclasses.asdict` gives."""
         fields = dict(fields)
         budget, audit = fields.pop("budget"), fields.pop("audit")
         return cls(
             settings=Settings(**fields.pop("settings")),
             finished=_segments(fields.pop("finished")),
-            finished_starts=[Start(**start) for start in fields.pop("finished_starts")],
+            finished_starts=[StartedSteps(**start) for start in fields.pop("finished_starts")],
             ancestors=[
                 Ancestor(
                     ancestor["run"],
                     tuple(_segments(ancestor["segments"])),
-                    tuple(Start(**start) for start in ancestor["starts"]),
+                    tuple(StartedSteps(**start) for start in ancestor["starts"]),
                     ancestor["planned_steps"],
                 )
                 for ancestor in fields.pop("ancestors")
@@ -271,24 +274,22 @@ _CAVEATS = {
 }
 
 
-def _worst(segments: Sequence[Segment], steps: int) -> Mechanism | None:
-    """So many steps with the least noise and the highest rate of all segments."""
+def _worst(segments: Sequence[RunSegment], steps: int) -> Segment | None:
+    """Return so many steps with the least noise and the highest rate of all segments."""
     if not segments:
         return None
     terms = [segment.settings for segment in segments]
-    return Mechanism(
-        min(t.noise_multiplier for t in terms),
-        max(t.sample_rate for t in terms),
-        steps,
-    )
+    least, highest = min(t.noise_multiplier for t in terms), max(t.sample_rate for t in terms)
+    return Segment(least, highest, steps)
 
 
-def _segments(listed: list[dict[str, Any]]) -> list[Segment]:
-    return [Segment(Settings(**segment["settings"]), segment["steps"]) for segment in listed]
+def _segments(listed: list[dict[str, Any]]) -> list[RunSegment]:
+    """Build segments from what `dataclasses.asdict` gives."""
+    return [RunSegment(Settings(**segment["settings"]), segment["steps"]) for segment in listed]
 
 
-def fix_budget(settings: Settings, steps: int, before: list[Mechanism]) -> Budget | None:
-    """The filter's terms, from what is planned at the first start; None without noise."""
+def fix_budget(settings: Settings, steps: int, before: list[Segment]) -> Budget | None:
+    """Return the filter's terms, from what is planned at the first start; None without noise."""
     if settings.noise_multiplier == 0 or not all(s.noise_multiplier > 0 for s in before):
         return None
     planned = [*before, settings.spending(steps)]

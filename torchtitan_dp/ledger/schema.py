@@ -1,5 +1,4 @@
-"""Every key of `privacy.json`, once: its type, where its value comes from, who may see it, what it
-means.
+"""Every key of `privacy.json`, once: its type, its value's origin, who may see it, what it means.
 
 What is written (`assemble`), read (`check`), verified, released and documented
 (`docs/privacy_json.md`) follows from `KEYS`. Format 1.
@@ -11,21 +10,16 @@ Guarantee:
 
 import dataclasses
 import enum
-import math
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    from torchtitan_dp.ledger.lineage import Ledger
-
-FORMAT = 1
+from torchtitan_dp.ledger.json_types import fits
+from torchtitan_dp.ledger.lineage import FORMAT, Ledger
 
 
 class Origin(enum.Enum):
-    """Where the value of a key comes from."""
+    """Say where the value of a key comes from."""
 
     SETTINGS = "an attribute of the last segment's `Settings`"
     LEDGER = "an attribute of the `Ledger`"
@@ -35,7 +29,7 @@ class Origin(enum.Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """One key of `privacy.json`."""
+    """Describe one key of `privacy.json`."""
 
     name: str
     type: Any  # of the value as JSON has it
@@ -241,11 +235,7 @@ KEYS = (
 
 
 def names(*origins: Origin, released: bool | None = None) -> tuple[str, ...]:
-    """Return the names of the keys of some origins, or of all.
-
-    Args:
-        released: only those that a release tells, or only those that it does not.
-    """
+    """Return the names of the keys of these origins, or of all; `released` restricts them."""
     return tuple(
         key.name
         for key in KEYS
@@ -254,7 +244,7 @@ def names(*origins: Origin, released: bool | None = None) -> tuple[str, ...]:
 
 
 def assemble(
-    ledger: "Ledger", computed: Mapping[str, Any], *, release: bool = False
+    ledger: Ledger, computed: Mapping[str, Any], *, release: bool = False
 ) -> dict[str, Any]:
     """Return the whole content of a `privacy.json`, in the order of `KEYS`.
 
@@ -263,20 +253,16 @@ def assemble(
             `Origin.RELEASE`), and of no other.
         release: whether it is a release's file.
     """
+    told = {**computed, "format": FORMAT}
+    expected = set(names(_ACCOUNT, _RELEASE) if release else names(_ACCOUNT))
+    assert set(told) == expected, set(told) ^ expected
+    kept = dataclasses.asdict(ledger)
+    found = {_SETTINGS: kept["settings"], _LEDGER: kept, _ACCOUNT: told, _RELEASE: told}
     content = {}
-    expected = {_ACCOUNT, _RELEASE} if release else {_ACCOUNT}
-    given = set(names(*expected)) - {"format"}
-    assert set(computed) == given, set(computed) ^ given
-    of_ledger = dataclasses.asdict(ledger)
     for key in KEYS:
-        if key.name == "format":
-            value: Any = FORMAT
-        elif key.origin in expected:
-            value = computed[key.name]
-        elif key.origin is _RELEASE:
+        if key.origin is _RELEASE and not release:
             continue
-        else:
-            value = (of_ledger if key.origin is _LEDGER else of_ledger["settings"])[key.name]
+        value = found[key.origin][key.name]
         assert fits(value, key.type), (key.name, value)
         if key.released or not release:
             content[key.name] = value
@@ -296,8 +282,9 @@ def check(content: Any) -> None:
         raise ValueError(
             f"its format is {found}, and this version of torchtitan_dp reads format {FORMAT}"
         )
+    release = is_release(content)
     for key in KEYS:
-        if key.origin is _RELEASE or (is_release(content) and not key.released):
+        if key.origin is _RELEASE or (release and not key.released):
             continue
         if key.name not in content:
             raise ValueError(f"it lacks '{key.name}'")
@@ -308,21 +295,3 @@ def check(content: Any) -> None:
 def is_release(content: Mapping[str, Any]) -> bool:
     """Tell a release's file from a run's."""
     return any(name in content for name in names(_RELEASE))
-
-
-def fits(value: Any, kind: Any) -> bool:
-    """Tell whether a value, as JSON or as Python has it, is of a key's type.
-
-    >>> fits(1, int | float), fits(True, int), fits(None, str | None), fits([1], list[str])
-    (True, False, True, False)
-    """
-    if isinstance(kind, types.UnionType):
-        return any(fits(value, one) for one in typing.get_args(kind))
-    if typing.get_origin(kind) is list:
-        (inside,) = typing.get_args(kind)
-        return isinstance(value, list | tuple) and all(fits(one, inside) for one in value)
-    if kind in (int, float) and isinstance(value, bool):
-        return False
-    if kind is float and isinstance(value, float):
-        return math.isfinite(value)
-    return isinstance(value, kind)

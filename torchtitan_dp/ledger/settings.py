@@ -1,4 +1,4 @@
-"""The terms that a step is taken on, and which of them may change during a run."""
+"""The terms that steps are taken on, segments of such steps, and which terms may change."""
 
 import math
 from dataclasses import dataclass
@@ -10,12 +10,12 @@ from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.config.units import privacy_unit, unit_word
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.segments import Segment as Mechanism
+from torchtitan_dp.privacy.segments import Segment
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the guarantee depends on; fixed for a segment, at a run's first start."""
+    """Hold what the guarantee depends on, which stays the same within a segment."""
 
     noise_multiplier: float
     sample_rate: float
@@ -37,22 +37,22 @@ class Settings:
     samples_per_rank: int | None = None  # hardly ever exceeded in a step, whatever is drawn
     ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
 
-    def spending(self, steps: int) -> Mechanism:
-        """What an accountant needs to know of `steps` steps on these terms."""
-        return Mechanism(self.noise_multiplier, self.sample_rate, steps)
+    def spending(self, steps: int) -> Segment:
+        """Return what an accountant needs to know of `steps` steps on these terms."""
+        return Segment(self.noise_multiplier, self.sample_rate, steps)
 
     @property
     def unit(self) -> str:
-        """What is drawn, clipped and protected, in a word: a record, or a unit of several."""
+        """Name in one word what is drawn, clipped and protected: a record, or a unit of several."""
         return self.privacy_unit.split()[0]
 
     @property
     def summands(self) -> int:
-        """How many samples one rank adds up in a step, at most; a guess, where it is not known."""
+        """Return the most samples that one rank adds up in a step, guessed where it is unknown."""
         return self.samples_per_rank or 2 * self.expected_batch_size
 
     def epsilon(self, steps: int) -> float:
-        """Spent by `steps` optimizer steps alone; infinite where there is no noise."""
+        """Return what `steps` optimizer steps spend alone; it is infinite without noise."""
         return accounting.epsilon(
             noise_multiplier=self.noise_multiplier,
             sample_rate=self.sample_rate,
@@ -62,7 +62,7 @@ class Settings:
         )
 
     def same_terms(self, other: "Settings", *, targets_too: bool = False) -> bool:
-        """Whether a step on these terms spends what one on the others does."""
+        """Tell whether a step on these terms spends what one on the others does."""
         if targets_too and self.target_epsilon != other.target_epsilon:
             return False
         return not _changes(self, other, {**_OF_A_SEGMENT, **_OF_A_RUN})
@@ -81,12 +81,33 @@ class Settings:
             )
 
     def refuse_change_of_run(self, since: "Settings") -> None:
-        """The same for what no new segment may change."""
+        """Raise the same for what no new segment may change."""
         for key, now, before in _changes(self, since, _OF_A_RUN):
             raise ValueError(
                 f"{key} = {now}: this run was started with {before}, which no new segment may "
                 "change; set it back, or start afresh in another job.dump_folder"
             )
+
+
+@dataclass(frozen=True)
+class RunSegment:
+    """Say how many steps a run took one after the other on the same terms."""
+
+    settings: Settings
+    steps: int
+
+    def spending(self) -> Segment:
+        """Return what an accountant needs to know of them."""
+        return self.settings.spending(self.steps)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Say how units are drawn, and which data sets the guarantee therefore compares."""
+
+    rate: float
+    source: str  # of the rate, for people
+    neighbouring_relation: str
 
 
 _OF_A_SEGMENT = {
@@ -110,43 +131,64 @@ _OF_A_RUN = {
 def _changes(
     now: Settings, before: Settings, keys: dict[str, str]
 ) -> list[tuple[str, object, object]]:
+    """Return the keys of the configuration whose values differ, with both values."""
     values = [(key, getattr(now, name), getattr(before, name)) for name, key in keys.items()]
     return [change for change in values if change[1] != change[2]]
 
 
-def settings_of(config: JobConfig, records: int) -> Settings:
-    """All that the configuration says of the guarantee, but for noise that follows from epsilon."""
+def sampling_of(config: JobConfig, units: int) -> Sampling:
+    """Return how the configuration has units drawn.
+
+    Args:
+        units: number of training units.
+
+    Raises:
+        ValueError: one line; more units are expected in a step than there are.
+    """
+    rate, batch = config.privacy.sample_rate, config.training.global_batch_size
+    if rate is not None:
+        return Sampling(rate, "privacy.sample_rate", "add_remove")
+    word = unit_word(config)
+    if batch > units:
+        raise ValueError(
+            f"training.global_batch_size = {batch}: more than the {units} training "
+            f"{word}s, so the sample rate would exceed 1; use at most {units}"
+        )
+    source = f"training.global_batch_size / number of training {word}s (which is public)"
+    return Sampling(batch / units, source, "zero_out")
+
+
+def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Settings:
+    """Return the terms that the configuration asks for.
+
+    Args:
+        units: number of training units.
+        noise_multiplier: the configuration's own, or the one that its target epsilon leads to.
+
+    Raises:
+        ValueError: as `sampling_of`.
+    """
     privacy, batch = config.privacy, config.training.global_batch_size
-    if privacy.sample_rate is not None:
-        rate, source, relation = privacy.sample_rate, "privacy.sample_rate", "add_remove"
-    else:
-        rate, relation = batch / records, "zero_out"
-        source = f"training.global_batch_size / number of training {unit_word(config)}s"
-        source += " (which is public)"
-        if rate > 1:
-            raise ValueError(
-                f"training.global_batch_size = {batch}: more than the {records} training "
-                f"{unit_word(config)}s, so the sample rate would exceed 1; use at most {records}"
-            )
+    sampling = sampling_of(config, units)
     assert privacy.delta is not None
     replicate, shard, _ = mesh_degrees(config)
     ranks = max(replicate, 1) * max(shard, 1)
     return Settings(
-        noise_multiplier=privacy.noise_multiplier or 0.0,
-        sample_rate=rate,
+        noise_multiplier=float(noise_multiplier),
+        sample_rate=sampling.rate,
         max_grad_norm=float(privacy.max_grad_norm),
         delta=privacy.delta,
         expected_batch_size=batch,
         accountant=privacy.accountant,
-        sample_rate_source=source,
-        neighbouring_relation=relation,
+        sample_rate_source=sampling.source,
+        neighbouring_relation=sampling.neighbouring_relation,
         privacy_unit=privacy_unit(config),
         target_epsilon=privacy.target_epsilon,
         clipping=privacy.clipping,
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,
         exact_sum=privacy.exact_sum,
-        units=records if relation == "zero_out" else None,
+        units=units if sampling.neighbouring_relation == "zero_out" else None,
         # Each length of the ladder is dealt out by itself, rounded up.
         samples_per_rank=math.ceil(_most_drawn(batch) / ranks) + len(ladder(config)),
         ranks_added_up=ranks,
@@ -154,7 +196,7 @@ def settings_of(config: JobConfig, records: int) -> Settings:
 
 
 def _most_drawn(expected: int) -> int:
-    """How many units a step hardly ever draws more of: once in 1e9 steps, whatever their number.
+    """Return how many units a step exceeds only once in 1e9 steps, whatever their number.
 
     A binomial tail is below that of the Poisson distribution of the same mean (Anderson & Samuels
     1967).

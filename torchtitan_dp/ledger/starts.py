@@ -1,8 +1,8 @@
 """Which step is which: what several accounts tell of the same steps is counted once.
 
-Each start of the trainer draws a random, public name and takes each of its steps once, on the same
-terms, one after the other. So a start's name and a number of steps say exactly which steps they
-were: of two that tell of one start, the one with more steps includes the other.
+Each start of the trainer draws a random, public name and takes its steps one after the other. So a
+start's name and a number of steps say exactly which steps they were: where two accounts tell of the
+same start, the account with more steps includes the one with fewer.
 
 Guarantee:
     `union` leaves out no step: it drops those only that are known, by their start, to be among the
@@ -12,22 +12,19 @@ Guarantee:
 import secrets
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from torchtitan_dp.privacy.segments import Segment as Mechanism
-
-if TYPE_CHECKING:
-    from torchtitan_dp.ledger.lineage import Segment
+from torchtitan_dp.ledger.settings import RunSegment
+from torchtitan_dp.privacy.segments import Segment
 
 
 def new_name() -> str:
-    """Random: 64 bits, which tell of nothing."""
+    """Draw a name of 64 random bits, which tells of nothing."""
     return secrets.token_hex(8)
 
 
 @dataclass(frozen=True)
-class Start:
-    """Steps of a lineage that one start of the trainer took."""
+class StartedSteps:
+    """Say how many steps of a lineage one start of the trainer took."""
 
     name: str
     steps: int
@@ -35,7 +32,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Stretch:
-    """The first `steps` steps of a start, and what an accountant needs to know of them."""
+    """Name the first `steps` steps of a start, with what an accountant needs to know of them."""
 
     start: str
     noise_multiplier: float
@@ -44,12 +41,19 @@ class Stretch:
 
     @property
     def which(self) -> tuple[str, float, float]:
-        """Of two stretches with the same, the longer includes the shorter."""
+        """Return what is the same for two stretches only if the longer includes the shorter."""
         return self.start, self.noise_multiplier, self.sample_rate
 
 
-def stretches(segments: Sequence["Segment"], starts: Sequence[Start]) -> list[Stretch]:
-    """A lineage told in segments and in starts, both of the same steps in the same order."""
+def cut_into_stretches(
+    segments: Sequence[RunSegment], starts: Sequence[StartedSteps]
+) -> list[Stretch]:
+    """Cut a lineage wherever its terms or its start change.
+
+    Args:
+        segments: its steps by terms, in order.
+        starts: the same steps by start, in the same order.
+    """
     assert sum(s.steps for s in segments) == sum(s.steps for s in starts), (segments, starts)
     found, left = [], [(segment.settings, segment.steps) for segment in segments if segment.steps]
     for start in starts:
@@ -65,12 +69,12 @@ def stretches(segments: Sequence["Segment"], starts: Sequence[Start]) -> list[St
     return found
 
 
-def union(told: Iterable[Stretch]) -> list[Mechanism]:
-    """All steps that any stretch tells of, each once, by terms."""
+def union(told: Iterable[Stretch]) -> list[Segment]:
+    """Return all steps that any stretch tells of, each once, by terms."""
     most: dict[tuple[str, float, float], int] = {}
     for stretch in told:
         most[stretch.which] = max(most.get(stretch.which, 0), stretch.steps)
     by_terms: dict[tuple[float, float], int] = {}
     for (_, *terms), steps in most.items():
         by_terms[terms[0], terms[1]] = by_terms.get((terms[0], terms[1]), 0) + steps
-    return [Mechanism(sigma, rate, steps) for (sigma, rate), steps in sorted(by_terms.items())]
+    return [Segment(sigma, rate, steps) for (sigma, rate), steps in sorted(by_terms.items())]

@@ -1,25 +1,14 @@
 """The terms on which a run trains, fixed at its first start: noise, sampling rate, budget.
 
-From the configuration, the number of records, and what the run's folder and its initial weights
-have spent already.
+They follow from the configuration, the number of units, and the ledgers of what the run's folder
+and its initial weights have spent already.
 """
 
 import dataclasses
 import hashlib
 import json
-import os
 from dataclasses import dataclass
 
-from torch.distributed.checkpoint import CheckpointException
-
-from torchtitan_dp.checkpoint.folder import (
-    checkpoint_folder,
-    checkpoint_folders,
-    newest_whole_checkpoint,
-    read_ledger,
-    resumes,
-    step_folder,
-)
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.units import unit_word
 from torchtitan_dp.ledger.baseline import refuse_baseline_folder
@@ -30,9 +19,9 @@ from torchtitan_dp.ledger.files import (
     ledger_of,
     read_published_fields,
 )
-from torchtitan_dp.ledger.initial import start_from
-from torchtitan_dp.ledger.lineage import Ledger, fix_budget
-from torchtitan_dp.ledger.settings import Settings, settings_of
+from torchtitan_dp.ledger.initial import InitialWeights, inheritance
+from torchtitan_dp.ledger.lineage import Ancestor, Ledger, fix_budget, taken_by
+from torchtitan_dp.ledger.settings import Settings, sampling_of, settings_of
 from torchtitan_dp.ledger.starts import union
 from torchtitan_dp.privacy import accounting
 
@@ -44,7 +33,7 @@ _DRAWN = (
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run spends."""
+    """Say what a run will spend, and on what terms."""
 
     ledger: Ledger
     steps: int
@@ -53,44 +42,51 @@ class Plan:
 
     @property
     def settings(self) -> Settings:
+        """Return the terms of the steps to come."""
         return self.ledger.settings
 
     @property
     def private(self) -> bool:
+        """Tell whether the weights will be private."""
         return self.ledger.private
 
 
-def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
-    """Noise, sampling rate and epsilon of a run.
+def make_plan(
+    config: JobConfig,
+    units: int,
+    account: Ledger | None = None,
+    resumed: Ledger | None = None,
+    initial: InitialWeights | None = None,
+) -> Plan:
+    """Fix the noise, the sampling rate and the epsilon of a run.
+
+    `checkpoint.start.plan_start` hands it the ledgers that a start finds.
 
     Args:
-        records: number of training records, or units.
-        before: the ledger of what already ran in this folder, whose noise and rate are kept,
-            unless `privacy.new_segment` is set.
+        units: number of training units.
+        account: what already ran in this folder; its noise and rate are kept, unless
+            `privacy.new_segment` is set.
+        resumed: that of the weights that are gone on from, which may be older than `account`;
+            None where a run takes no weights of its own.
+        initial: the weights of another run that this one starts from, if any.
 
     Raises:
         ValueError: one line for the user.
     """
     privacy, steps = config.privacy, config.training.steps
-    assert privacy.delta is not None
-    warnings = _refuse_delta(config, records)
+    warnings = _refuse_delta(config, units)
+    inherited = inheritance(config, initial)
+    before = resumed or _lost(account)
+    ancestors = [*(account.ancestors if account else ()), *inherited.ancestors]
+    sigma = _noise_multiplier(config, units, ancestors, before)
     ledger = Ledger(
-        settings_of(config, records), planned_steps=steps, config_hash=config_hash(config)
+        settings_of(config, units, sigma), planned_steps=steps, config_hash=config_hash(config)
     )
     if config.data.verify_records == "drawn":
         ledger.add_caveat(_DRAWN)
-    if before is not None:
-        _refuse_to_leave_checkpoints(config)
-        ledger.inherit(before, privacy.new_segment)
-    if not resumes(config):
-        start_from(ledger, config)
-        if before is not None:  # its weights are lost: what goes on from here is no step old
-            before = dataclasses.replace(before)
-            before.rewind()
-    else:  # from these weights, which may be older than the folder's account
-        before = _newest_weights(config) or before
-    sigma = _noise_multiplier(config, ledger, before)
-    ledger.settings = dataclasses.replace(ledger.settings, noise_multiplier=float(sigma))
+    if account is not None:
+        ledger.inherit(account, privacy.new_segment)
+    inherited.enter_into(ledger)
     if before is None:
         ledger.budget = fix_budget(ledger.settings, steps, ledger.before())
     else:
@@ -105,8 +101,17 @@ def make_plan(config: JobConfig, records: int, before: Ledger | None) -> Plan:
     return Plan(ledger, steps, epsilon, tuple(warnings))
 
 
-def _refuse_delta(config: JobConfig, records: int) -> list[str]:
-    """Refuse a delta that allows publishing whole units; a warning where their number is private.
+def _lost(account: Ledger | None) -> Ledger | None:
+    """Return the account of a run whose weights are lost: its terms hold, its steps come anew."""
+    if account is None:
+        return None
+    lost = dataclasses.replace(account)
+    lost.rewind()
+    return lost
+
+
+def _refuse_delta(config: JobConfig, units: int) -> list[str]:
+    """Refuse a delta that allows publishing whole units, or warn where their number is private.
 
     Raises:
         ValueError: one line; only where the number of units is public.
@@ -119,12 +124,12 @@ def _refuse_delta(config: JobConfig, records: int) -> list[str]:
             f"({most:.2g}), about 1 / number of {unit_word(config)}s, which allows publishing a "
             f"{unit_word(config)} outright; use a tenth of that or less"
         )
-    if delta < 1 / records:
+    if delta < 1 / units:
         return []
+    word = unit_word(config)
     problem = (
-        f"privacy.delta = {delta:g}: at least 1 / number of training {unit_word(config)}s "
-        f"({1 / records:.2g}), which allows publishing a {unit_word(config)} outright; use a "
-        "tenth of that or less"
+        f"privacy.delta = {delta:g}: at least 1 / number of training {word}s ({1 / units:.2g}), "
+        f"which allows publishing a {word} outright; use a tenth of that or less"
     )
     if config.privacy.sample_rate is None:
         raise ValueError(problem)
@@ -132,7 +137,7 @@ def _refuse_delta(config: JobConfig, records: int) -> list[str]:
 
 
 def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
-    """The epsilon that a run will have spent at its last step.
+    """Return the epsilon that a run will have spent at its last step.
 
     Raises:
         ValueError: it is above the target, or above the budget that adaptive segments have.
@@ -150,14 +155,14 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
         return epsilon
     # What was chosen may depend on lost and abandoned steps as well: the filter counts them.
     executed = ExecutedSteps(config.job.dump_folder)
-    if unlogged := executed.unlogged(ledger.stretches()):
+    if unlogged := executed.unlogged(ledger.taken()):
         raise ValueError(
             f"privacy.new_segment = 'adaptive': {unlogged} steps of these weights were taken in "
             f"another folder and came without its {EXECUTED_FILE}, so that the filter cannot count "
             "what was lost there; copy that whole job.dump_folder, or start afresh"
         )
-    begun = executed.stretches(ledger.settings)
-    spent = union([*ledger.stretches_before(), *ledger.stretches(), *begun])
+    begun = executed.begun(ledger.settings)
+    spent = union([*ledger.taken_before(), *ledger.taken(), *begun])
     to_come = ledger.settings.spending(max(steps - ledger.steps, 0))
     epsilon = max(epsilon, ledger.compose([*spent, to_come]))
     if epsilon > ledger.budget.epsilon:
@@ -170,16 +175,25 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
     return epsilon
 
 
-def _noise_multiplier(config: JobConfig, ledger: Ledger, before: Ledger | None) -> float:
-    """The configuration's, the resumed run's, or what the target leaves for the coming steps."""
+def _noise_multiplier(
+    config: JobConfig, units: int, ancestors: list[Ancestor], before: Ledger | None
+) -> float:
+    """Return the configuration's noise, the resumed run's, or what the target leaves to come.
+
+    Args:
+        ancestors: the runs that the initial weights come from, whose steps count as well.
+        before: the ledger of this run's own weights, if it goes on.
+    """
     privacy = config.privacy
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier
     assert privacy.target_epsilon is not None
-    steps, spent = config.training.steps, ledger.before()
+    assert privacy.delta is not None
+    rate = sampling_of(config, units).rate
+    steps, spent = config.training.steps, union(taken_by(ancestors))
     if before is not None:
         kept = before.settings.noise_multiplier
-        terms = dataclasses.replace(ledger.settings, noise_multiplier=kept)
+        terms = settings_of(config, units, kept)
         if privacy.new_segment is None or terms.same_terms(before.settings, targets_too=True):
             return kept
         if privacy.new_segment == "adaptive":
@@ -193,16 +207,16 @@ def _noise_multiplier(config: JobConfig, ledger: Ledger, before: Ledger | None) 
             return kept
     return accounting.noise_multiplier(
         target_epsilon=privacy.target_epsilon,
-        delta=ledger.settings.delta,
-        sample_rate=ledger.settings.sample_rate,
+        delta=privacy.delta,
+        sample_rate=rate,
         steps=steps,
-        accountant=ledger.settings.accountant,
+        accountant=privacy.accountant,
         before=spent,
     )
 
 
 def earlier_ledger(folder: str) -> Ledger | None:
-    """The ledger of what already ran in this folder; None if nothing did.
+    """Return the ledger of what already ran in this folder; None if nothing did.
 
     Raises:
         ValueError: if steps were begun whose terms, or whose number, are no longer known.
@@ -231,33 +245,8 @@ def earlier_ledger(folder: str) -> Ledger | None:
     return ledger_of(said) if begun > 0 else None
 
 
-def _newest_weights(config: JobConfig) -> Ledger | None:
-    """The ledger of the newest checkpoint; None where it is damaged, for a start to find out."""
-    folder = checkpoint_folder(config)
-    try:
-        text = read_ledger(step_folder(folder, newest_whole_checkpoint(folder)))
-        return None if text is None else Ledger.from_json(text)
-    except (ValueError, KeyError, TypeError, CheckpointException):
-        return None
-
-
-def _refuse_to_leave_checkpoints(config: JobConfig) -> None:
-    """`privacy.json` speaks for all checkpoints of its folder: weights must go on from them."""
-    held = checkpoint_folders(config.job.dump_folder)
-    if not held or resumes(config):
-        return
-    name = os.path.basename(held[0])
-    key, value = "checkpoint.folder", f"'{config.checkpoint.folder}'"
-    if not config.checkpoint.enable:
-        key, value = "checkpoint.enable", "false"
-    raise ValueError(
-        f"{key} = {value}: this run has checkpoints in '{name}', from which it goes on; set it "
-        "back, or start afresh in another job.dump_folder"
-    )
-
-
 def config_hash(config: JobConfig) -> str:
-    """SHA-256, hex, of what is trained and how; not of where private records or outputs lie."""
+    """Return the SHA-256 of what is trained and how, without where records and outputs lie."""
     sections = dataclasses.asdict(config)
     sections["training"].pop("dataset_path")
     sections["job"].pop("dump_folder")

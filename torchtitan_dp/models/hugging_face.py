@@ -10,18 +10,12 @@ import json
 import os
 from typing import Any
 
+from torchtitan_dp.checkpoint.start import weights_folder
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs, parameter_count
 
 CONFIG_FILE = "config.json"
-
-
-def weights_folder(config: JobConfig) -> tuple[str, str]:
-    """Return where Hugging Face weights to start from lie, and the key that says so."""
-    if config.checkpoint.initial_load_path:
-        return config.checkpoint.initial_load_path, "checkpoint.initial_load_path"
-    return config.model.hf_assets_path, "model.hf_assets_path"
 
 
 def config_file(config: JobConfig) -> tuple[str, str] | None:

@@ -15,12 +15,7 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_dp.checkpoint.folder import (
-    check_newest,
-    checkpoint_folder,
-    damage,
-    refuse_another_model,
-)
+from torchtitan_dp.checkpoint.start import Start, Weights, check_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.families import ModelArgs, family_of, on_meta
 from torchtitan_dp.models.hugging_face import (
@@ -28,7 +23,6 @@ from torchtitan_dp.models.hugging_face import (
     export_settings,
     origin,
     shape,
-    weights_folder,
 )
 from torchtitan_dp.models.parameters import TIED_OUTPUT
 from torchtitan_dp.process import write_atomically
@@ -46,35 +40,27 @@ SHARD_BYTES = 2 * 2**30
 _FLOATS = ("F32", "BF16", "F16")
 
 
-def check_files(config: JobConfig, args: ModelArgs) -> None:
+def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
     """Refuse what could not be started from, or written to, in a plain process and at once.
+
+    Args:
+        start: from `decide_start`.
 
     Raises:
         ValueError: one line that names the key, its value and the remedy.
     """
-    checkpoint, job = config.checkpoint, config.job
-    folder, key = weights_folder(config)
-    wanted = bool(checkpoint.initial_load_path) or checkpoint.initial_load_in_hf
-    if checkpoint.last_save_in_hf:
-        _check_target(os.path.join(job.dump_folder, EXPORT_FOLDER), config)
-    model = on_meta(args).state_dict()
-    if checkpoint.enable and check_newest(checkpoint_folder(config), model, origin(config)):
-        return  # it resumes
-    if not wanted:
+    if config.checkpoint.last_save_in_hf:
+        _check_target(os.path.join(config.job.dump_folder, EXPORT_FOLDER), config)
+    if not start.loads:
         return
-    if not folder or not os.path.isdir(folder):
-        raise ValueError(f"{key} = '{folder}': no such folder; name the one with initial weights")
-    if checkpoint.initial_load_in_hf:
-        _check_weights(f"{key} = '{folder}'", folder, args)
-    elif not os.path.isfile(os.path.join(folder, ".metadata")):
+    if not start.place or not os.path.isdir(start.place):
         raise ValueError(
-            f"{key} = '{folder}': not a checkpoint of TorchTitan (it has no .metadata); name its "
-            "step-N folder, or set checkpoint.initial_load_in_hf for Hugging Face weights"
+            f"{start.key} = '{start.place}': no such folder; name the one with initial weights"
         )
-    elif problem := damage(folder):
-        raise ValueError(f"{key} = '{folder}': it is damaged ({problem}); take a whole copy")
+    if start.weights is Weights.INITIAL_HF:
+        _check_weights(f"{start.key} = '{start.place}'", start.place, args)
     else:
-        refuse_another_model(folder, model, origin(config))
+        check_start(start, on_meta(args).state_dict(), origin(config))
 
 
 def _check_target(target: str, config: JobConfig) -> None:

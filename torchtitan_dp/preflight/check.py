@@ -7,19 +7,20 @@ record brings to light after some steps would tell of that record (hazard row 47
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.excerpts import scan_undecodable
 from torchtitan_dp.data.opening import Records
 from torchtitan_dp.ledger import check_fingerprint
 from torchtitan_dp.ledger.baseline import refuse_private_folder
-from torchtitan_dp.ledger.terms import Plan, earlier_ledger, make_plan
+from torchtitan_dp.ledger.terms import Plan, earlier_ledger
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs
 
 
 @dataclass(frozen=True)
 class Checked:
-    """Holds what was found of a run that may start."""
+    """Holds what was found out of a run that may start."""
 
     args: ModelArgs
     records: Records
@@ -54,7 +55,7 @@ def check_run(
     """Check all of a run that one plain process can, and write nothing.
 
     Args:
-        config: from `cli.load_config`.
+        config: from `config.load.load_config`.
         open_records: the function above, or what keeps its result.
         share: this process and how many there are with the same files; with
             `data.on_undecodable` = "error" each reads a part of the records.
@@ -62,7 +63,8 @@ def check_run(
     Raises:
         ValueError: one line for the user.
     """
-    args = check_model(config)
+    start = decide_start(config)
+    args = check_model(config, start)
     records = open_records(config)
     if config.data.on_undecodable == "error":
         _refuse_undecodable(records, *share)
@@ -71,11 +73,12 @@ def check_run(
         refuse_private_folder(folder)
         return Checked(args, records, None)
     check_fingerprint(folder, records.fingerprint)
-    plan = make_plan(config, len(records.train), earlier_ledger(folder))
+    plan = plan_start(config, len(records.train), start, earlier_ledger(folder))
     return Checked(args, records, plan)
 
 
 def _refuse_undecodable(records: Records, part: int, parts: int) -> None:
+    """Raise ValueError if one of this part's records cannot be decoded."""
     mine = records.train[part::parts]
     bad = scan_undecodable(
         records.store, (record for unit in mine for record in records.units.records(unit))

@@ -151,14 +151,14 @@ def _told(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
 
 
 def _is_out_of_memory(error: Exception) -> bool:
-    """Recognise also the CPU's, which is a RuntimeError, and what a compiler or a library wraps."""
+    """Tell whether memory ran out, on a CPU (a RuntimeError) or within a library as well."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return any(words in str(error).lower() for words in _OUT_OF_MEMORY)
 
 
 def _remedy(config: JobConfig, fits: int | None) -> str:
-    """List what would need less memory, the surest first."""
+    """Say what would need less memory, the surest first."""
     if fits is None:
         return "what would fit: more ranks, or a smaller model"
     training, checkpointing = config.training, config.activation_checkpoint

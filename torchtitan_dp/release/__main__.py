@@ -34,11 +34,13 @@ from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.folder import LEDGER_KEY, newest_whole_checkpoint, step_folder
+from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake
 from torchtitan_dp.config.saved import read_config
 from torchtitan_dp.data.tokenizer import byte_tokenizer_files
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
+from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import CONFIG_FILE
@@ -75,7 +77,7 @@ def release(run: str, out: str, *, stop_not_from_results: bool = False) -> dict[
             read_ledger(checkpoint),
             stop_not_from_results=stop_not_from_results,
         )
-        args = check_model(config)
+        args = check_model(config, decide_start(config))
         model = empty_model(args)
         load_weights(checkpoint, model)
         partial = f"{out}.tmp"
@@ -185,7 +187,7 @@ def _fill(
     _drop_paths(folder)
     card = model_card(terms, config, args)
     write_atomically(os.path.join(folder, CARD_FILE), card.encode())
-    write_atomically(os.path.join(folder, PRIVACY_FILE), _json(terms))
+    write_published(folder, terms)
     sums = [f"{_sha256(os.path.join(folder, n))}  {n}\n" for n in sorted(os.listdir(folder))]
     write_atomically(os.path.join(folder, SUMS_FILE), "".join(sums).encode())
 

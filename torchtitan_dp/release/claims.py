@@ -9,11 +9,11 @@ Guarantee:
 import dataclasses
 from typing import Any
 
+from torchtitan_dp.checkpoint.verify import check_checkpoint, verify
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger, schema
 from torchtitan_dp.ledger.account import told_of
 from torchtitan_dp.ledger.caveats import recorded
 from torchtitan_dp.ledger.files import read_published_fields
-from torchtitan_dp.ledger.verify import check_checkpoint, verify
 
 STATED = "the owner states that results did not decide when to stop"
 

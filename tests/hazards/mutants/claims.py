@@ -5,7 +5,7 @@ from tests.hazards.mutants.table import Mutant
 CLAIMS = "hazards/test_claims.py::"
 RELEASE = "release/test_release.py::"
 LINEAGE, ACCOUNT = "ledger/lineage.py", "ledger/account.py"
-VERIFY, CAVEATS = "ledger/verify.py", "ledger/caveats.py"
+VERIFY, CAVEATS = "ledger/runs.py", "ledger/caveats.py"
 
 MUTANTS = [
     Mutant(
@@ -143,7 +143,7 @@ MUTANTS = [
         55,
         "any delta",
         "ledger/terms.py",
-        "    if delta < 1 / records:\n",
+        "    if delta < 1 / units:\n",
         "    if delta < 1:\n",
         (
             f"{CLAIMS}test_row55_a_delta_that_publishes_units_is_refused_where_their_number_is_public",

@@ -9,7 +9,7 @@ TRAINER = "hazards/test_trainer.py::"
 LEDGERS = "hazards/test_ledgers.py::"
 PLANS = "plan/test_plan.py::"
 
-LINEAGE, ACCOUNT = "ledger/lineage.py", "ledger/account.py"
+LINEAGE = "ledger/lineage.py"
 
 MUTANTS = [
     Mutant(
@@ -51,9 +51,9 @@ MUTANTS = [
     Mutant(
         24,
         "the datas fingerprint published",
-        ACCOUNT,
-        '                "caveats": caveats(ledger, epsilon, planned),\n',
-        '                "caveats": [open(entry).read() for entry in os.scandir(folder)],\n',
+        "ledger/files.py",
+        "    text = json.dumps(content, indent=2)",
+        '    text = json.dumps({**content, "records": read_fingerprint(folder)}, indent=2)',
         ("ledger/test_ledger.py::test_fingerprint_is_not_published",),
         quick=True,
     ),
@@ -183,16 +183,16 @@ MUTANTS = [
         45,
         "not private undone by a new start",
         "ledger/terms.py",
-        "        ledger.inherit(before, privacy.new_segment)\n",
-        "        before = dataclasses.replace(before, private=True, caveats=[])\n"
-        "        ledger.inherit(before, privacy.new_segment)\n",
+        "    before = resumed or _lost(account)\n",
+        "    account = account and dataclasses.replace(account, private=True, caveats=[])\n"
+        "    before = resumed or _lost(account)\n",
         (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
     ),
     Mutant(
         45,
         "weights resumed without their ledger",
         "train.py",
-        "        if self.checkpointer.resumes and not self._ledger_loaded:\n",
+        "        if self.checkpointer.start.resumes and not self._ledger_loaded:\n",
         "        if not self.model_parts:\n",
         (f"{LEDGERS}test_row45_weights_loaded_without_their_ledger_are_not_trained_on",),
         quick=True,

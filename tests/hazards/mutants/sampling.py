@@ -17,18 +17,16 @@ MUTANTS = [
         15,
         "the rate of a count said to be given",
         SETTINGS,
-        """        source = f"training.global_batch_size / number of training {unit_word(config)}s"
-        source += " (which is public)"
-""",
-        '        source = "privacy.sample_rate"\n',
+        'source = f"training.global_batch_size / number of training {word}s (which is public)"',
+        'source = "privacy.sample_rate"',
         (f"{PLANS}test_hazard_15_the_source_of_q_is_named",),
     ),
     Mutant(
         15,
         "a resumed run forgets its terms",
         "train.py",
-        "make_plan(config, len(units), earlier_ledger(folder))",
-        "make_plan(config, len(units), None)",
+        "plan_start(config, len(units), start, earlier_ledger(folder))",
+        "plan_start(config, len(units), start, None)",
         (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
     ),
     Mutant(
@@ -235,16 +233,16 @@ MUTANTS = [
         43,
         "q counts held out units",
         "preflight/check.py",
-        "make_plan(config, len(records.train), ",
-        "make_plan(config, len(records.units), ",
+        "plan_start(config, len(records.train), ",
+        "plan_start(config, len(records.units), ",
         (f"{PLANS}test_held_out_records_are_no_part_of_q",),
     ),
     Mutant(
         43,
         "q is not batch over units",
         SETTINGS,
-        'rate, relation = batch / records, "zero_out"',
-        'rate, relation = batch / (2 * records), "zero_out"',
+        'Sampling(batch / units, source, "zero_out")',
+        'Sampling(batch / (2 * units), source, "zero_out")',
         (f"{LEDGERS}test_row15_q_is_the_batch_over_the_training_units",),
     ),
     Mutant(

@@ -11,7 +11,7 @@ import torch.nn as nn
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-from torchtitan_dp.checkpoint.folder import loads_weights
+from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.models.loss import per_sample_loss
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
@@ -32,7 +32,7 @@ class LlamaArgs(TransformerModelArgs):
         super().update_from_config(job_config, **kwargs)
         self.init_seed = job_config.debug.seed or 0
         # Without privacy nobody asks `require_loaded`.
-        self.draw_weights = not (job_config.privacy.enable and loads_weights(job_config))
+        self.draw_weights = not (job_config.privacy.enable and decide_start(job_config).loads)
 
 
 class Llama(Transformer):

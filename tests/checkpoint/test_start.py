@@ -1,0 +1,161 @@
+"""How a run starts is decided once: drawn, initial or its own weights, and the ledger with them."""
+
+import io
+import os
+import warnings
+import zipfile
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from tests import build
+from tests.ranks import on_ranks
+from torchtitan_dp.checkpoint.safe_load import entries, read_metadata
+from torchtitan_dp.checkpoint.start import Start, Weights, check_start, decide_start, plan_start
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger
+from torchtitan_dp.ledger.settings import settings_of
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+META = {"weight": torch.empty(2, 3, device="meta")}
+UNITS = 40
+
+
+def config(folder, *overrides):
+    return build.config("--checkpoint.enable", f"--job.dump_folder={folder}", *overrides)
+
+
+def ledger(folder, steps):
+    """That of a run with so many steps."""
+    return Ledger(settings_of(config(folder), UNITS, 1.0), steps=steps, run="r", start="s")
+
+
+def save(place, text):
+    """A checkpoint that holds a weight, and `text` as its ledger."""
+    state = {"weight": torch.arange(6.0).reshape(2, 3), "train_state": {"ledger": text}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dcp.save(state, checkpoint_id=place, no_dist=True)
+    return place
+
+
+def own(folder, *steps):
+    for step in steps:
+        save(folder / "checkpoint" / f"step-{step}", ledger(folder, step).to_json())
+
+
+def truncate(place):
+    path = place / "__0_0.distcp"
+    os.truncate(path, path.stat().st_size - 1)
+
+
+def flip(place):
+    """One bit of the weight, which no size tells."""
+    (entry,) = (e for e in entries(read_metadata(str(place))) if e.name == "weight")
+    with open(place / entry.file, "rb+") as file:
+        file.seek(entry.offset)
+        archive = io.BytesIO(file.read(entry.length))
+        with zipfile.ZipFile(archive) as stored:
+            name = next(n for n in stored.namelist() if n.endswith("/data/0"))
+            last = stored.read(name)[-8:]
+        file.seek(entry.offset + archive.getvalue().index(last))
+        file.write(bytes([last[0] ^ 1]))
+
+
+def test_weights_are_drawn_where_nothing_is_there(tmp_path):
+    assert decide_start(config(tmp_path)) == Start(Weights.DRAWN)
+    own(tmp_path, 2)
+    start = decide_start(build.config("--checkpoint.no-enable", f"--job.dump_folder={tmp_path}"))
+    assert (start.loads, start.resumes, start.resumed, start.initial) == (False, False, None, None)
+
+
+@pytest.mark.parametrize(
+    "overrides, weights, key, place",
+    [
+        (
+            ["--checkpoint.initial_load_path=/w"],
+            "INITIAL_DCP",
+            "checkpoint.initial_load_path",
+            "/w",
+        ),
+        (
+            ["--checkpoint.initial_load_path=/w", "--checkpoint.initial_load_in_hf"],
+            "INITIAL_HF",
+            "checkpoint.initial_load_path",
+            "/w",
+        ),
+        (
+            ["--model.hf_assets_path=/hf", "--checkpoint.initial_load_in_hf"],
+            "INITIAL_HF",
+            "model.hf_assets_path",
+            "/hf",
+        ),
+    ],
+)
+def test_initial_weights_are_found_by_their_key(tmp_path, overrides, weights, key, place):
+    start = decide_start(config(tmp_path, *overrides))
+    assert start == Start(Weights[weights], place, key)
+    assert start.loads
+    assert not start.resumes
+
+
+def test_a_checkpoint_of_its_own_comes_before_initial_weights(tmp_path):
+    own(tmp_path, 2, 4)
+    start = decide_start(config(tmp_path, "--checkpoint.initial_load_path=/nowhere"))
+    assert (start.weights, start.step) == (Weights.OWN, 4)
+    assert start.resumed == ledger(tmp_path, 4)
+    assert start.initial is None
+    check_start(start, META, "here")
+    with pytest.raises(ValueError, match=r"^here: its weight is \[9\]"):
+        check_start(start, {"weight": torch.empty(9, device="meta")}, "here")
+
+
+def test_the_newest_is_taken_whose_files_have_their_sizes(tmp_path):
+    own(tmp_path, 2, 4)
+    truncate(tmp_path / "checkpoint" / "step-4")
+    start = decide_start(config(tmp_path))
+    assert (start.step, start.resumed) == (2, ledger(tmp_path, 2))
+    truncate(tmp_path / "checkpoint" / "step-2")
+    start = decide_start(config(tmp_path))
+    assert start.resumes  # not from the beginning, as if there were none
+    with pytest.raises(ValueError, match=r"^no checkpoint in .* is whole \(step-4: "):
+        check_start(start, META, "here")
+
+
+def test_initial_weights_bring_the_ledger_in_them_or_beside_them(tmp_path):
+    earlier = ledger(tmp_path, 7)
+    inside = save(tmp_path / "elsewhere" / "step-7", earlier.to_json())
+    start = decide_start(config(tmp_path / "run", f"--checkpoint.initial_load_path={inside}"))
+    assert start.initial.ledger == earlier
+    assert start.initial.all_begun == ()
+    Account(earlier, ExecutedSteps(str(tmp_path / "elsewhere")), 7).publish(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "hf").mkdir()
+    start = Start(Weights.INITIAL_HF, str(tmp_path / "elsewhere" / "hf"))
+    assert start.initial.ledger.steps == 7
+    assert len(start.initial.all_begun) == 1
+    assert Start(Weights.INITIAL_HF, str(tmp_path)).initial.ledger is None
+
+
+def test_an_unreadable_ledger_leaves_the_plan_to_the_folders_account(tmp_path):
+    """The load, which refuses it, is yet to come; until then the terms are those of the folder."""
+    save(tmp_path / "checkpoint" / "step-3", "{")
+    start, account = decide_start(config(tmp_path)), ledger(tmp_path, 3)
+    assert (start.resumes, start.resumed) == (True, None)
+    assert plan_start(config(tmp_path), UNITS, start, account).ledger.steps == 3
+
+
+def confirmed(folder):
+    from torchtitan_dp.checkpoint.manager import Checkpointer
+
+    start = decide_start(config(folder))
+    manager = SimpleNamespace(start=start, folder=os.path.join(folder, "checkpoint"))
+    manager._newest_whole = lambda steps: Checkpointer._newest_whole(manager, steps)
+    return start.step, Checkpointer._confirmed(manager, -1).step
+
+
+def test_what_all_ranks_read_revises_the_decision(tmp_path):
+    own(tmp_path, 2, 4)
+    flip(tmp_path / "checkpoint" / "step-4")
+    assert on_ranks(2, confirmed, str(tmp_path)) == [(4, 2)] * 2
+    assert (tmp_path / "checkpoint.damaged" / "step-4").is_dir()

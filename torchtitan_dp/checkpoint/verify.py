@@ -1,0 +1,125 @@
+"""Whether what a run's folder says of privacy holds together: its account, log and checkpoints.
+
+Guarantee:
+    `verify` reports a fault wherever `privacy.json`, `steps_executed.log` and the ledgers inside
+    the checkpoints contradict each other, or where an epsilon is below what their steps spend. Who
+    edits all of them alike is believed.
+"""
+
+from collections.abc import Sequence
+
+from torchtitan_dp.checkpoint.folder import (
+    checkpoint_folders,
+    finished_checkpoints,
+    read_ledger,
+    step_folder,
+)
+from torchtitan_dp.ledger import schema
+from torchtitan_dp.ledger.files import (
+    EXECUTED_FILE,
+    PRIVACY_FILE,
+    ExecutedSteps,
+    ledger_of,
+    read_fingerprint,
+    read_published_fields,
+)
+from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.runs import Run
+from torchtitan_dp.ledger.settings import RunSegment
+
+_TERMS = schema.names(schema.Origin.SETTINGS)
+_SLACK = 1e-6  # relative: of the accountants' arithmetic on another machine
+
+
+def verify(folder: str) -> Run:
+    """Read a run's folder and hold its files against each other.
+
+    Raises:
+        ValueError: one line, if there is no run, or a file of it cannot be read.
+    """
+    said = read_published_fields(folder)  # before the log, which a live run lengthens
+    if said is None:
+        raise ValueError(f"'{folder}' holds no {PRIVACY_FILE}: name the job.dump_folder of a run")
+    if schema.is_release(said):
+        raise ValueError(f"'{folder}' is a release: name the job.dump_folder of the run it is of")
+    if said["mechanism"] == "none":
+        raise ValueError(f"'{folder}' holds a run without privacy, which no epsilon covers")
+    ledger, executed = ledger_of(said), ExecutedSteps(folder)
+    begun = [*ledger.taken(), *executed.begun(ledger.settings)]
+    run = Run(folder, ledger, begun, read_fingerprint(folder))
+    for checkpoints in checkpoint_folders(folder):
+        for step in finished_checkpoints(checkpoints):
+            check_checkpoint(run, step, step_folder(checkpoints, step))
+    for name in _TERMS:
+        if said.get(name) != getattr(ledger.settings, name):
+            run.faults.append(f"{PRIVACY_FILE}: {name} is not that of its last segment")
+    if executed.count < said["steps_executed"]:
+        run.faults.append(
+            f"{EXECUTED_FILE} counts {executed.count} steps, but {PRIVACY_FILE} "
+            f"{said['steps_executed']}"
+        )
+    elif executed.count > said["steps_executed"]:
+        more = executed.count - said["steps_executed"]
+        run.notes.append(f"{more} steps were begun after {PRIVACY_FILE} was last written")
+    _check_epsilon(run, "epsilon", said["epsilon"], run.epsilon)
+    if executed.count <= said["steps_executed"]:
+        _check_epsilon(run, "epsilon_executed", said["epsilon_executed"], run.epsilon_executed)
+        _check_epsilon(run, "epsilon_planned", said["epsilon_planned"], run.epsilon_planned)
+    return run
+
+
+def _check_epsilon(run: Run, name: str, said: float | None, found: float | None) -> None:
+    """Enter into `run.faults` where less is said than was spent.
+
+    More may be said: an account tells the next point of a curve.
+    """
+    if (said is None) != (found is None):
+        run.faults.append(f"{PRIVACY_FILE}: {name} = {said}, but the ledger gives {found}")
+    elif said is not None and found is not None and said < found * (1 - _SLACK):
+        run.faults.append(f"{PRIVACY_FILE}: {name} = {said:.6g}, but its steps spend {found:.6g}")
+
+
+def check_checkpoint(run: Run, step: int, folder: str) -> None:
+    """Enter into `run.faults` where a checkpoint's ledger contradicts `privacy.json`."""
+    name, ledger = f"checkpoint step-{step}", run.ledger
+    try:
+        text = read_ledger(folder)
+        if text is None:
+            raise ValueError("it holds none")
+        kept = Ledger.from_json(text)
+    except (ValueError, KeyError, TypeError) as error:
+        run.faults.append(f"{name}: its ledger cannot be read ({error})")
+        return
+    run.begun.extend(kept.taken())  # of which the log may know nothing
+    if kept.run != ledger.run:
+        run.faults.append(f"{name}: is of another run, {kept.run}")
+    if kept.steps != step:
+        run.faults.append(f"{name}: its ledger counts {kept.steps} steps")
+    if ledger.private and not kept.private:
+        run.faults.append(f"{name}: is not private, but {PRIVACY_FILE} says so")
+    if kept.planned_steps > ledger.planned_steps:
+        run.faults.append(f"{name}: was planned for more steps than {PRIVACY_FILE} says")
+    if kept.steps > ledger.steps:
+        run.faults.append(f"{name}: is further than the {ledger.steps} steps of {PRIVACY_FILE}")
+    elif kept.run == ledger.run and not _begins_as(ledger.segments(), kept.segments()):
+        run.faults.append(f"{name}: its steps were taken on other terms than {PRIVACY_FILE} says")
+    for what, lost in (
+        ("a caveat", set(kept.caveats) - set(ledger.caveats)),
+        ("an ancestor", {a.run for a in set(kept.ancestors) - set(ledger.ancestors)}),
+        ("adaptive segments", {"adaptive"} if kept.adaptive and not ledger.adaptive else set()),
+        ("the budget", {str(kept.budget)} if kept.budget != ledger.budget else set()),
+    ):
+        if lost:
+            run.faults.append(f"{PRIVACY_FILE}: lacks {what} of {name}: {min(lost)}")
+
+
+def _begins_as(whole: Sequence[RunSegment], part: Sequence[RunSegment]) -> bool:
+    """Tell whether the first steps of `whole` were taken on the terms of `part`."""
+    whole, part = ([s for s in told if s.steps > 0] for told in (whole, part))
+    if len(part) > len(whole):
+        return False
+    pairs = list(zip(part, whole, strict=False))
+    return all(ours.settings.same_terms(theirs.settings) for ours, theirs in pairs) and (
+        all(ours.steps == theirs.steps for ours, theirs in pairs[:-1])
+        and all(ours.steps <= theirs.steps for ours, theirs in pairs[-1:])
+    )

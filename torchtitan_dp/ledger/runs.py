@@ -1,0 +1,160 @@
+"""What one run's folder says of privacy, and what several runs spend in all.
+
+Guarantee:
+    `total` bounds what all runs together reveal of one unit of all their records: every step ever
+    begun in their folders, and those of the weights that they started from, each once
+    (`ledger.starts`). Steps compose whatever the records: a unit of some runs alone is revealed by
+    no more. Of an audited run it counts what publishing the audit's result spends; its weights are
+    not private. Assumes that the runs' number, noise, rates and steps were not chosen by what
+    private results showed.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torchtitan_dp.ledger.caveats import caveats
+from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.starts import Stretch, union
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.segments import Segment, merged
+
+
+@dataclass
+class Run:
+    """Hold what one folder says, computed anew from its segments."""
+
+    folder: str
+    ledger: Ledger
+    begun: list[Stretch]  # every step ever begun in the folder
+    fingerprint: str | None
+    faults: list[str] = field(default_factory=list)  # contradictions
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def steps_executed(self) -> int:
+        """Count the steps ever begun in the folder."""
+        return sum(segment.steps for segment in union(self.begun))
+
+    @property
+    def epsilon(self) -> float | None:
+        """Return what the weights spent; None if they are not private."""
+        if self.ledger.adaptive:
+            return self.epsilon_executed
+        return self.ledger.epsilon() if self.ledger.private else None
+
+    @property
+    def epsilon_executed(self) -> float | None:
+        """Return what all that ever ran here spent, and its initial weights."""
+        if not self.ledger.composes:
+            return None
+        return self.ledger.compose(self.executed())
+
+    @property
+    def epsilon_planned(self) -> float | None:
+        """Return the same, with the steps that are still planned."""
+        if not self.ledger.composes:
+            return None
+        return self.ledger.compose(self.planned())
+
+    def executed(self) -> list[Segment]:
+        """Return the steps that `epsilon_executed` is of."""
+        return union(self.all_begun())
+
+    def planned(self) -> list[Segment]:
+        """Return the steps that `epsilon_planned` is of."""
+        return list(merged([*self.executed(), *self.ledger.still_planned()]))
+
+    def caveats(self) -> list[str]:
+        """Return what its epsilon rests on."""
+        spent, planned = self.epsilon, self.epsilon_planned
+        infinite = math.inf
+        return caveats(
+            self.ledger,
+            infinite if spent is None else spent,
+            infinite if planned is None else planned,
+        )
+
+    def all_begun(self) -> list[Stretch]:
+        """Return every step begun here, and those that made the initial weights."""
+        return [*self.ledger.taken_before(), *self.begun]
+
+
+@dataclass(frozen=True)
+class Total:
+    """Say what several runs spend together."""
+
+    epsilon: float | None  # None: not private
+    epsilon_planned: float | None  # with what all runs still planned
+    delta: float
+    accountant: str
+    steps_executed: int
+    neighbouring_relation: str  # the weaker, where runs differ
+
+
+def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool = False) -> Total:
+    """Return what all runs spend together.
+
+    Args:
+        delta: by default the smallest of the runs'.
+        overlapping: the runs may be on different records; the sum is that of a unit in all.
+
+    Raises:
+        ValueError: one line, if they are not on the same records and `overlapping` is not said, or
+            not of the same unit; or if `delta` was asked for of adaptive runs, whose budget holds
+            at their own.
+    """
+    if not overlapping:
+        _require_common(
+            [run.fingerprint for run in runs],
+            "records",
+            "a unit that is in both pays both: say --overlapping to add them up all the same",
+            runs,
+        )
+    _require_common(
+        [run.ledger.settings.privacy_unit for run in runs],
+        "privacy unit",
+        "add up only runs that are",
+        runs,
+    )
+    deltas = [run.ledger.settings.delta for run in runs]
+    steps = sum(segment.steps for segment in union(s for run in runs for s in run.begun))
+    relation = max(run.ledger.settings.neighbouring_relation for run in runs)
+    assert relation in ("add_remove", "zero_out")  # whoever may be left out may be emptied
+    adaptive = any(run.ledger.adaptive for run in runs)
+    if adaptive and delta is not None:
+        raise ValueError(
+            f"--delta = {delta:g}: settings were chosen after results were seen, and the budget "
+            "fixed before holds at the run's own delta; leave it out"
+        )
+    if delta is None:
+        delta = min(deltas)
+    if not all(run.ledger.composes for run in runs):
+        return Total(None, None, delta, "none", steps, relation)
+    if adaptive and len(runs) > 1:
+        # Filters at different orders do not add up; their guarantees do.
+        spent = sum(run.epsilon_executed or 0.0 for run in runs)
+        planned = sum(run.epsilon_planned or 0.0 for run in runs)
+        how = "sum of the runs' epsilon and delta"
+        return Total(spent, planned, sum(deltas), how, steps, relation)
+    segments = union(stretch for run in runs for stretch in run.all_begun())
+    coming = [spending for run in runs for spending in run.ledger.still_planned()]
+    if adaptive:
+        told = [runs[0].ledger.compose(parts) for parts in (segments, [*segments, *coming])]
+        return Total(told[0], told[1], delta, "rdp filter", steps, relation)
+    names = {run.ledger.settings.accountant for run in runs}
+    accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
+    told = [
+        accounting.compose(parts, delta=delta, accountant=accountant)
+        for parts in (segments, [*segments, *coming])
+    ]
+    return Total(told[0], max(told), delta, accountant, steps, relation)
+
+
+def _require_common(values: list[str | None], what: str, remedy: str, runs: Sequence[Run]) -> None:
+    """Raise ValueError if a run's value is not that of the first."""
+    for run, value in zip(runs, values, strict=True):
+        if value != values[0]:
+            raise ValueError(
+                f"'{run.folder}' and '{runs[0].folder}' are not on the same {what}: {remedy}"
+            )
