@@ -15,16 +15,18 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
     {"privacy", "process"},
-    {"distributed"},
-    {"data", "gradients", "optimizer"},
+    {"distributed", "optimizer"},
+    {"data", "gradients"},
     {"config"},
     {"ledger"},
     {"checkpoint"},
     {"models"},
-    {"metrics", "validate", "preflight", "baseline", "train_spec"},
+    {"metrics"},
+    {"preflight", "validate", "baseline"},
+    {"train_spec"},
     {"train"},
-    {"plan"},
-    {"audit", "release", "launch", "ledger.__main__"},
+    {"plan", "audit", "release", "ledger.__main__"},
+    {"launch"},
 ]
 WITHOUT_TORCHTITAN = {"privacy", "process", "data", "gradients", "optimizer", "ledger"}
 WITHOUT_COLLECTIVES = {"privacy", "process", "config", "ledger"}
