@@ -11,8 +11,8 @@ import sys
 import time
 
 import pytest
-from tests.checkpoint.test_resume import STEPS, Folder, steps_saved
 
+from tests.checkpoint.test_resume import STEPS, Folder, steps_saved
 from tests.launch import TIMEOUT_S, privacy, with_sigma
 from torchtitan_dp.checkpoint.folder import damage, finished_checkpoints
 from torchtitan_dp.checkpoint.safe_load import entries, read_metadata
