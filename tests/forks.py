@@ -122,17 +122,23 @@ def preload(*modules: str) -> None:
     gc.freeze()
 
 
-def serve(listener: Listener) -> None:
+def serve(listener: Listener, modules: tuple[str, ...] = OURS) -> None:
     """Fork a process for each job that is asked for; returns in such a process, its job done.
 
     Each has a second one that waits for its end and reports it.
+
+    Args:
+        modules: imported before the first fork.
     """
     die_with_parent()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
-    threads = len(os.listdir("/proc/self/task"))
-    assert threads == 1, f"{threads} threads: a fork would copy their locks without them"
     while True:
         connection = listener.accept()
+        if modules:
+            preload(*modules)
+            modules = ()
+            threads = len(os.listdir("/proc/self/task"))
+            assert threads == 1, f"{threads} threads: a fork copies their locks without them"
         if os.fork() == 0:
             break
         connection.close()
@@ -174,7 +180,6 @@ def forked_server(folder: str) -> Iterator[None]:
     listener = Listener(path, "AF_UNIX")
     child = os.fork()
     if child == 0:
-        preload(*OURS)
         serve(listener)
         raise SystemExit
     listener.close()
@@ -187,7 +192,7 @@ def forked_server(folder: str) -> Iterator[None]:
 
 
 def main(path: str) -> None:
-    preload(*THIRD_PARTY, *OURS)
+    preload(*THIRD_PARTY)
     listener = Listener(path, "AF_UNIX")
     print("ready", flush=True)
     serve(listener)
