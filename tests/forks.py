@@ -23,7 +23,11 @@ from multiprocessing.connection import Client, Connection, Listener
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[1]
+offered = True
+"""Whether the running test may have other processes; else it is skipped where it asks for one."""
 ADDRESS = "TORCHTITAN_DP_TEST_FORKS"
 """An environment variable: the server that is running already (tests/hazards/mutants)."""
 THIRD_PARTY = (
@@ -46,6 +50,8 @@ class Process:
         Args:
             job: a module's function of the connection and `arguments`, all of which are pickled.
         """
+        if not offered:
+            pytest.skip("it needs another process")
         self.connection: Connection[Any, Any] = Client(address())
         self.connection.send((job, arguments))
         self.pid: int = self.connection.recv()
