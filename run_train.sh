@@ -25,29 +25,17 @@ for arg in "$@"; do
     esac
 done
 
-if [[ -z "${NGPU:-}" ]]; then
-    NGPU="$("$PY" -c 'import torch; print(torch.cuda.device_count() or 2)')"
-fi
-export NGPU
-[[ "$NGPU" =~ ^[1-9][0-9]*$ ]] || {
+[[ "${NGPU:=auto}" =~ ^([1-9][0-9]*|auto)$ ]] || {
     echo "NGPU is '$NGPU': it must be a number of processes, 1 or more" >&2
     exit 2
 }
-
-# A plain process checks everything first: torchrun would turn one line into 45, and 2 into 1.
-# ${config[@]+…}: an empty array counts as unset in bash before 4.4.
-"$PY" -m torchtitan_dp.plan ${config[@]+"${config[@]}"} --world_size "$NGPU" "$@"
-
-if [[ -z "${OMP_NUM_THREADS:-}" ]]; then
-    cores="$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
-    export OMP_NUM_THREADS="$((cores > NGPU ? cores / NGPU : 1))"
-fi
 # TorchTitan's own setting: less fragmentation of GPU memory.
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 
 # Workers that find another parent know that their launcher died; exec keeps the process id.
 export TORCHTITAN_DP_LAUNCHER_PID=$$
-# exec: a signal to this script is a signal to the launcher.
-exec "$PY" -m torchtitan_dp.launch --nproc_per_node="$NGPU" --rdzv_backend c10d \
+# exec: a signal to this script is a signal to the launcher, which checks everything first.
+# ${config[@]+…}: an empty array counts as unset in bash before 4.4.
+exec "$PY" -m torchtitan_dp.launch --processes "$NGPU" --rdzv_backend c10d \
     --rdzv_endpoint=localhost:0 --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
     -m torchtitan_dp.train ${config[@]+"${config[@]}"} "$@"

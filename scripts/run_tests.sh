@@ -1,5 +1,8 @@
 #!/usr/bin/env bash
-# Runs the tests: ./scripts/run_tests.sh [pytest arguments]. Without arguments, the whole suite.
+# Runs the tests: ./scripts/run_tests.sh [pytest arguments].
+#
+#   ./scripts/run_tests.sh        the whole suite, on all cores
+#   ./scripts/run_tests.sh fast   what needs no other process, and one run of two processes
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
@@ -7,6 +10,16 @@ ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
 PY="${TORCHTITAN_DP_PYTHON:-$ROOT/.venv/bin/python}"
 
 cd "$ROOT"
-# The distributed tests start several processes: one thread each.
+# A test may start several processes: one thread each.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
-exec "$PY" -m pytest "${@:--q}"
+cores="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
+# tests/conftest.py says which tests go together (loadgroup), and in which order.
+parallel=(-q -n "$cores" --dist loadgroup --no-loadscope-reorder --durations=10)
+case "${1:-}" in
+    "") set -- "${parallel[@]}" ;;
+    fast)
+        export TORCHTITAN_DP_FAST_TESTS=1
+        set -- "${parallel[@]}" -m "not slow" "${@:2}"
+        ;;
+esac
+exec "$PY" -m pytest "$@"

@@ -1,7 +1,8 @@
-"""Starts real training runs as `run_train.sh` does: torchrun, its workers, one folder a run.
+"""Starts real training runs as `run_train.sh` does: a launcher, its workers, one folder a run.
 
-The runs are tiny (4 steps of about 3 short records); most of their ten seconds are imports, so
-tests share them by module-scoped fixtures.
+The runs are tiny: 4 steps of about 3 short records. Their processes are forked from one that has
+imported everything (`tests.forks`), except in the few tests that are about the launcher itself
+(`Run(…, real=True)`).
 """
 
 import json
@@ -18,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from tests import forks, launcher
 
 ROOT = Path(__file__).resolve().parents[1]
 CONFIG = ROOT / "train_configs" / "llama3_debug.toml"
@@ -60,7 +63,7 @@ def with_sigma(sigma: float) -> tuple[str, str]:
 
 
 class Run:
-    """A run that was started; `finish` or `wait_for` it. Its processes bear a mark of their own."""
+    """A run that was started; `finish` or `wait_for` it."""
 
     def __init__(
         self,
@@ -70,42 +73,28 @@ class Run:
         program: tuple[str, ...] = ("-m", "torchtitan_dp.train"),
         env: dict[str, str] | None = None,
         log: Path,
+        real: bool = False,
     ) -> None:
         """
         Args:
             program: what torchrun starts on each rank.
             log: file for the output of all ranks.
+            real: start `torchtitan_dp.launch` as a user does, and not `tests.launcher`.
         """
-        self.mark, self.log = uuid.uuid4().hex, log
+        self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
-        torchrun = [
-            *(sys.executable, "-m", "torchtitan_dp.launch"),
-            *("--nproc_per_node", str(world_size), "--rdzv_backend", "c10d"),
-            *("--rdzv_endpoint=localhost:0", "--role", "rank", "--tee", "3"),
-            *program,
-            *overrides,
-        ]
-        # exec keeps the process id: the launcher is the process that `TORCHTITAN_DP_LAUNCHER_PID`
-        # names, as in run_train.sh.
-        script = 'export TORCHTITAN_DP_LAUNCHER_PID=$$; exec "$@"'
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                ["bash", "-c", script, "bash", *torchrun],
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                cwd=ROOT,
-                env={
-                    **os.environ,
-                    "PYTHONPATH": str(ROOT),
-                    "OMP_NUM_THREADS": "1",
-                    "GLOO_SOCKET_IFNAME": "lo",
-                    "CUDA_VISIBLE_DEVICES": "",
-                    "XDG_CACHE_HOME": str(log.parent / "cache"),
-                    **(env or {}),
-                    _MARK: self.mark,
-                },
-            )
+        environment = {
+            **os.environ,
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "CUDA_VISIBLE_DEVICES": "",
+            "XDG_CACHE_HOME": str(log.parent / "cache"),
+            **(env or {}),
+        }
+        start = _Launched if real else _Forked
+        self._started = start(world_size, program, overrides, environment, log)
+        self.process = self._started.process
 
     def finish(self, timeout_s: float = TIMEOUT_S) -> str:
         """Wait for a good end; the output."""
@@ -132,30 +121,12 @@ class Run:
 
     def processes(self) -> list[int]:
         """All living processes of this run, the launcher first if it lives."""
-        found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
-            try:
-                environment = (entry / "environ").read_bytes()
-                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
-            except OSError:  # it ended meanwhile
-                continue
-            if f"{_MARK}={self.mark}".encode() in environment.split(b"\0") and state != "Z":
-                found.append(int(entry.name))
+        found = filter(self._started.owns, _living())
         return sorted(found, key=lambda pid: (pid != self.process.pid, pid))
 
     def workers(self) -> list[int]:
         """Its living ranks, by process id."""
-        found = []
-        for pid in self.processes():
-            try:
-                environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            except OSError:
-                continue
-            if any(entry.startswith(b"LOCAL_RANK=") for entry in environment):
-                found.append(pid)
-        return found
+        return list(filter(self._started.is_rank, self.processes()))
 
     def kill(self, pids: list[int]) -> None:
         """SIGKILL, at once."""
@@ -182,6 +153,91 @@ class Run:
             self.process.poll()
             time.sleep(0.02)
         self.process.wait(60)
+
+
+class _Forked:
+    """Processes of `tests.launcher`: each rank and the launcher has a session of its own."""
+
+    def __init__(
+        self,
+        world_size: int,
+        program: tuple[str, ...],
+        argv: list[str],
+        environment: dict[str, str],
+        log: Path,
+    ) -> None:
+        job = (world_size, program, argv, environment, str(log))
+        self.process = forks.Process(launcher.launch, *job)
+        self._ranks = self.process.connection.recv()
+        if isinstance(self._ranks, forks.Ended):
+            self.process.ended(self._ranks)
+            raise AssertionError(f"the launcher did not start: {log.read_text()}")
+
+    def owns(self, pid: int) -> bool:
+        return int(_stat(pid)[3]) in (self.process.pid, *self._ranks)
+
+    def is_rank(self, pid: int) -> bool:
+        return pid in self._ranks
+
+
+class _Launched:
+    """Processes of `torchtitan_dp.launch`, whose environment bears a mark of their own."""
+
+    def __init__(
+        self,
+        world_size: int,
+        program: tuple[str, ...],
+        argv: list[str],
+        environment: dict[str, str],
+        log: Path,
+    ) -> None:
+        self._mark = uuid.uuid4().hex
+        torchrun = [
+            *(sys.executable, "-m", "torchtitan_dp.launch"),
+            *("--nproc_per_node", str(world_size), "--rdzv_backend", "c10d"),
+            *("--rdzv_endpoint=localhost:0", "--role", "rank", "--tee", "3"),
+            *program,
+            *argv,
+        ]
+        # exec keeps the process id: the launcher is the process that `TORCHTITAN_DP_LAUNCHER_PID`
+        # names, as in run_train.sh.
+        script = 'export TORCHTITAN_DP_LAUNCHER_PID=$$; exec "$@"'
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                ["bash", "-c", script, "bash", *torchrun],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                cwd=ROOT,
+                env={**environment, _MARK: self._mark},
+            )
+
+    def owns(self, pid: int) -> bool:
+        return f"{_MARK}={self._mark}".encode() in _environment(pid)
+
+    def is_rank(self, pid: int) -> bool:
+        return any(entry.startswith(b"LOCAL_RANK=") for entry in _environment(pid))
+
+
+def _living() -> list[int]:
+    """All processes of this machine that have not ended (Linux)."""
+    pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
+    return [pid for pid in pids if _stat(pid)[0] != "Z"]
+
+
+def _stat(pid: int) -> list[str]:
+    """State, parent, process group, session and so on; as of a zombie, if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ["Z", "0", "0", "0"]
+
+
+def _environment(pid: int) -> list[bytes]:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it ended meanwhile
+        return []
 
 
 def train(overrides: list[str], *, log: Path, **options: Any) -> str:

@@ -1,24 +1,25 @@
-"""Runs a function on several gloo ranks: worker processes that are started once and reused.
+"""Runs a function on several gloo ranks: processes that are forked once and reused.
 
 `on_ranks(4, function, *args)` returns each rank's result. Functions must be importable (defined at
 a module's top level). A rank that raises, or silence, ends the pool and fails the test.
 """
 
-import atexit
 import os
-import queue
+import pickle
+import signal
+import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+
+from tests import forks
 
 TIMEOUT_S = 400  # less than a test has, more than a compilation on a busy machine takes
-# "fork" saves the imports; only for a process that ran nothing yet (tests/hazards/mutants).
-START_METHOD = "TORCHTITAN_DP_TEST_START_METHOD"
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -37,58 +38,57 @@ def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[
 
 class _Pool:
     def __init__(self, world_size: int) -> None:
-        context = mp.get_context(os.environ.get(START_METHOD, "spawn"))
         # Held here: a free port that is looked for could be taken before rank 0 binds it.
         self.store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        self.tasks = [context.Queue() for _ in range(world_size)]
-        self.results = context.Queue()
         self.processes = [
-            context.Process(
-                target=_work,
-                args=(rank, world_size, self.store.port, self.tasks[rank], self.results),
-            )
-            for rank in range(world_size)
+            forks.Process(_work, rank, world_size, self.store.port) for rank in range(world_size)
         ]
-        for process in self.processes:
-            process.daemon = True
-            process.start()
-        atexit.register(self.close)
 
     def call(self, function: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
-        for task in self.tasks:
-            task.put((function, args))
+        # By value: torch would hand tensors over in shared memory, to be fetched from this process.
+        task = pickle.dumps((function, args))
+        for process in self.processes:
+            process.connection.send_bytes(task)
+        waiting = {process.connection: rank for rank, process in enumerate(self.processes)}
         results: dict[int, Any] = {}
-        while len(results) < len(self.tasks):
-            try:
-                rank, value, error = self.results.get(timeout=TIMEOUT_S)
-            except queue.Empty:
-                missing = set(range(len(self.tasks))) - set(results)
-                raise AssertionError(
-                    f"ranks {missing} hang in {function.__name__}{self._dead()}"
-                ) from None
-            if error is not None:
-                raise AssertionError(
-                    f"rank {rank} failed in {function.__name__}{self._dead()}:\n{error}"
-                )
-            results[rank] = value
-        return [results[rank] for rank in range(len(self.tasks))]
+        deadline = time.monotonic() + TIMEOUT_S
+        while waiting:
+            ready = wait(list(waiting), max(0.0, deadline - time.monotonic()))
+            if not ready:
+                missing = set(waiting.values())
+                raise AssertionError(f"ranks {missing} hang in {function.__name__}")
+            for connection in ready:
+                rank = waiting.pop(connection)  # type: ignore[arg-type]
+                results[rank] = self._result(rank, function.__name__)
+        return [results[rank] for rank in range(len(self.processes))]
+
+    def _result(self, rank: int, name: str) -> Any:
+        message = pickle.loads(self.processes[rank].connection.recv_bytes())
+        if isinstance(message, forks.Ended):
+            raise AssertionError(f"rank {rank} ended with exit code {message.code} in {name}")
+        value, error = message
+        if error is not None:
+            raise AssertionError(f"rank {rank} failed in {name}{self._dead()}:\n{error}")
+        return value
 
     def _dead(self) -> str:
         """Workers that ended, and how: the others tell only of a lost connection."""
-        return "".join(
-            f"; rank {rank} ended with exit code {process.exitcode}"
-            for rank, process in enumerate(self.processes)
-            if process.exitcode is not None
-        )
+        time.sleep(0.2)  # for the report of an end that was the cause
+        found = ""
+        for rank, process in enumerate(self.processes):
+            if process.connection.poll():
+                message = pickle.loads(process.connection.recv_bytes())
+                if isinstance(message, forks.Ended):
+                    found += f"; rank {rank} ended with exit code {message.code}"
+        return found
 
     def close(self) -> None:
         for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.join()
+            process.send_signal(signal.SIGKILL)
+            process.connection.close()
 
 
-def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> None:
+def _work(connection: "Connection[Any, Any]", rank: int, world_size: int, port: int) -> None:
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -99,12 +99,15 @@ def _work(rank: int, world_size: int, port: int, tasks: Any, results: Any) -> No
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)
-    import torchtitan_dp.distributed  # noqa: F401
-
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S - 100))
     while True:
-        function, args = tasks.get()
         try:
-            results.put((rank, function(*args), None))
+            task = connection.recv_bytes()
+        except EOFError:  # the session is over
+            os._exit(0)
+        try:
+            function, args = pickle.loads(task)
+            answer = pickle.dumps((function(*args), None))
         except BaseException:
-            results.put((rank, None, traceback.format_exc()))
+            answer = pickle.dumps((None, traceback.format_exc()))
+        connection.send_bytes(answer)

@@ -47,6 +47,9 @@ def finished(tmp_path_factory):
     return folder
 
 
+# The launcher ends the run and answers the signal in these two: the real one.
+
+
 @pytest.fixture(scope="module")
 def hung(tmp_path_factory):
     """A run one of whose ranks hangs after its first checkpoint; how long its end took."""
@@ -55,6 +58,7 @@ def hung(tmp_path_factory):
         f"--training.steps={STEPS_TO_COME}",
         f"--comm.train_timeout_seconds={COLLECTIVES_S}",
         program=(__file__,),
+        real=True,
     )
     try:
         run.wait_for((folder.checkpoint(2) / ".metadata").exists, "the first checkpoint")
@@ -81,7 +85,8 @@ def test_a_hung_rank_ends_the_run(hung):
 def stopped(hung):
     """The same run, started again and told to stop by a scheduler while it trains."""
     folder, *_ = hung
-    run = folder.start(f"--training.steps={STEPS_TO_COME}", "--checkpoint.interval=10000")
+    steps = f"--training.steps={STEPS_TO_COME}"
+    run = folder.start(steps, "--checkpoint.interval=10000", real=True)
     try:
         run.wait_for(lambda: folder.steps_begun() > HUNG_AT + 2, "the next steps")
         run.process.send_signal(signal.SIGTERM)

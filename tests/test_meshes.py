@@ -1,18 +1,17 @@
 """With `privacy.debug_seed`, a private run is the same run on every mesh (hazard row 12).
 
-Whole `torchrun` runs of five noisy steps in fp32: the same records are drawn and the same noise
+Whole runs of five noisy steps in fp32: the same records are drawn and the same noise
 is added, so the weights' change agrees.
 """
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
+
+from tests.launch import train
 
 ROOT = Path(__file__).parent.parent
 MESHES = {  # dp_replicate, dp_shard, cp
@@ -27,9 +26,7 @@ MESHES = {  # dp_replicate, dp_shard, cp
 def weights_after_five_steps(folder: Path, degrees: tuple[int, int, int], *more: str):
     replicate, shard, cp = degrees
     world_size = replicate * shard * cp
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={world_size}"),
-        *("--rdzv_backend=c10d", "--rdzv_endpoint=localhost:0", "-m", "torchtitan_dp.train"),
+    overrides = [
         *("--job.config_file", str(ROOT / "train_configs/llama3_debug.toml")),
         *("--job.dump_folder", str(folder), "--training.steps=5", "--training.seq_len=32"),
         *("--training.global_batch_size=4", "--checkpoint.interval=5", "--validation.no-enable"),
@@ -38,10 +35,7 @@ def weights_after_five_steps(folder: Path, degrees: tuple[int, int, int], *more:
         f"--parallelism.context_parallel_degree={cp}",
         *more,
     ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    environment.pop("TORCHTITAN_DP_LAUNCHER_PID", None)
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    train(overrides, log=folder / "log", world_size=world_size)
     return read_weights(folder / "checkpoint/step-5")
 
 

@@ -15,6 +15,8 @@ import pytest
 import torchtitan_dp.plan.__main__ as plan
 from tests.launch import arguments, privacy, train
 
+pytestmark = pytest.mark.smoke  # the one whole run of `run_tests.sh fast`
+
 USERS, STEPS = 6, 3
 NOTES = 40  # of each user
 

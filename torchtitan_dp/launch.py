@@ -1,19 +1,23 @@
 """torchrun, whose workers may save a checkpoint when a scheduler ends the run.
 
     python -m torchtitan_dp.launch [torchrun's options] -m torchtitan_dp.train …
+    python -m torchtitan_dp.launch --processes N [torchrun's options] -m torchtitan_dp.train …
 
 torchrun itself answers SIGTERM by ending its workers within 30 s. Here SIGTERM and SIGUSR1 ask them
 to stop after the step they are in (`distributed.stop`), and the exit code is then 75, EX_TEMPFAIL:
 run the same command again, and it goes on (where the last step was done, it has nothing to do).
+
+With `--processes`, for a run on this machine alone, the plan checks everything in this process
+before N workers are started; `auto` is one for each CUDA device, or 2 on a machine without. A
+user's mistake is then one line and exit code 2: torchrun would turn the line into 45 and 2 into 1.
 """
 
+import argparse
 import os
+import runpy
 import signal
 import sys
 from pathlib import Path
-
-from torch.distributed import run
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 from torchtitan_dp.process import STOP_SIGNAL
 
@@ -35,6 +39,14 @@ def main(argv: list[str]) -> None:
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, ask)
+    processes, argv = _processes(argv)
+    if processes is not None:
+        _say("checking the configuration and the data…")
+        argv = _checked(processes, argv)
+    # Imported here: whoever waits for PyTorch has been told why.
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
     try:
         run.main(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *argv])
     except ChildFailedError as error:
@@ -42,6 +54,47 @@ def main(argv: list[str]) -> None:
         raise SystemExit(1) from None
     if asked:
         raise SystemExit(EXIT_STOPPED)
+
+
+def _processes(argv: list[str]) -> tuple[str | None, list[str]]:
+    """The value of `--processes`, which comes first, and all that follows."""
+    if argv[:1] != ["--processes"]:
+        return None, argv
+    parser = argparse.ArgumentParser(prog="python -m torchtitan_dp.launch", allow_abbrev=False)
+    parser.add_argument("--processes", metavar="N")
+    return parser.parse_args(argv[:2]).processes, argv[2:]
+
+
+def _checked(processes: str, argv: list[str]) -> list[str]:
+    """Run the plan on the workers' own arguments; torchrun's arguments for so many workers.
+
+    Raises:
+        SystemExit: the plan found a mistake and has said which.
+    """
+    if processes == "auto":
+        import torch
+
+        processes = str(torch.cuda.device_count() or 2)
+    module = argv.index("-m")
+    _run_plan(["--world_size", processes, *argv[module + 2 :]])
+    cores, workers = len(os.sched_getaffinity(0)), int(processes)
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
+    _say(f"starting {workers} process{'es' if workers > 1 else ''}…")
+    return ["--nproc_per_node", processes, *argv]
+
+
+def _run_plan(argv: list[str]) -> None:
+    """Run `python -m torchtitan_dp.plan` in this process, which needs PyTorch anyway."""
+    before = sys.argv
+    sys.argv = ["torchtitan_dp.plan", *argv]
+    try:
+        runpy.run_module("torchtitan_dp.plan", run_name="__main__")
+    finally:
+        sys.argv = before
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _children() -> list[int]:

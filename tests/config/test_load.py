@@ -327,7 +327,8 @@ def test_run_train_exits_with_2_before_anything_starts(tmp_path, data):
     ended = run_train(*arguments(tmp_path / "out", data, "--privacy.delta=None"))
     assert ended.returncode == 2
     assert ended.stdout == ""
-    (line,) = ended.stderr.splitlines()
+    told, line = ended.stderr.splitlines()
+    assert told == "checking the configuration and the data…"
     assert line.startswith("error: privacy.delta is not set")
     assert not (tmp_path / "out").exists()
 

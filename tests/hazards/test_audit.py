@@ -370,6 +370,7 @@ def audits(tmp_path_factory):
     return done
 
 
+@pytest.mark.slow
 def test_canaries_the_clean_build_stays_under_its_claim_with_power(audits):
     clean = audits["clean"]
     assert clean.code == 0, clean.log
@@ -383,6 +384,7 @@ def test_canaries_the_clean_build_stays_under_its_claim_with_power(audits):
     assert "no fault found" in clean.log
 
 
+@pytest.mark.slow
 def test_canaries_a_hundredth_of_the_noise_exceeds_a_claim_of_3(audits):
     planted = audits["planted"]
     assert planted.code == 1, planted.log
@@ -391,6 +393,7 @@ def test_canaries_a_hundredth_of_the_noise_exceeds_a_claim_of_3(audits):
     assert "FAULT" in planted.log
 
 
+@pytest.mark.slow
 def test_an_audited_run_is_not_private_and_apart(audits):
     for run in audits.values():
         folder = run.folder / f"{run.name}_audit"

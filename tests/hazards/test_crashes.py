@@ -117,6 +117,7 @@ def published(folder: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 def test_row47_without_a_rehearsal_neighbours_end_differently(ended):
     """What the other tests would not see if the limit did not separate the two."""
     code, said, folder = ended["unrehearsed_A"]
@@ -128,6 +129,7 @@ def test_row47_without_a_rehearsal_neighbours_end_differently(ended):
     assert 0 < published(folder)["steps"] < STEPS
 
 
+@pytest.mark.slow
 def test_row47_neighbours_end_alike_in_the_rehearsal(ended):
     for name in ("low_A", "low_B"):
         code, said, folder = ended[name]
@@ -144,6 +146,7 @@ def test_row47_neighbours_end_alike_in_the_rehearsal(ended):
     assert os.listdir(ended["low_A"][2]) == os.listdir(ended["low_B"][2])
 
 
+@pytest.mark.slow
 def test_row47_neighbours_end_alike_where_memory_suffices(ended):
     for name in ("high_A", "high_B"):
         assert ended[name][0] == 0, ended[name][1]
@@ -153,6 +156,7 @@ def test_row47_neighbours_end_alike_where_memory_suffices(ended):
     assert first["steps"] == first["steps_executed"] == STEPS
 
 
+@pytest.mark.slow
 def test_row47_a_tokenizer_beyond_the_vocabulary_is_refused_by_every_worker(ended):
     """Without a plan, as plain torchrun starts it; also where no record has such a token."""
     lines = set()

@@ -5,9 +5,11 @@ The default suite runs the mutants whose tests need one process. All of them, on
     ./scripts/run_tests.sh -m mutants
 """
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -48,6 +50,7 @@ ROOMS = (
     crashes,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
+SHARDS = 8
 QUICK = [mutant for mutant in MUTANTS if mutant.quick]
 
 
@@ -79,6 +82,17 @@ def test_the_tests_exist():
             assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(), test
 
 
+def _in_shards(mutants: list[Mutant]) -> list[Any]:
+    """As parameters that go to several workers, each of which has a runner of its own."""
+    size = math.ceil(len(mutants) / SHARDS)
+    return [
+        pytest.param(
+            mutant, id=mutant.name, marks=pytest.mark.xdist_group(f"mutants_{number // size}")
+        )
+        for number, mutant in enumerate(mutants)
+    ]
+
+
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory) -> Iterator[Runner]:
     with running(tmp_path_factory.mktemp("mutants")) as started:
@@ -106,9 +120,10 @@ def without_a_fault(runner: Runner, mutants: list[Mutant]) -> None:
     assert outcome.passed, str(outcome)
 
 
-@pytest.mark.timeout(6000)  # a hundred and more test runs
-def test_quick_mutants_are_caught(runner):
-    assert survivors(runner, QUICK) == []
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", _in_shards(QUICK))
+def test_quick_mutant_is_caught(runner, mutant):
+    assert survivors(runner, [mutant]) == []
 
 
 @pytest.mark.mutants
@@ -127,6 +142,7 @@ def test_without_a_fault_all_pass(runner):
 TEST = ("privacy/test_keys.py::test_derivation_is_hmac_of_hmac",)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "old, new, code",
     [

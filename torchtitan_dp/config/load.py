@@ -99,6 +99,8 @@ def parse_known(
     known, overrides = parser.parse_known_args(argv)
     if known.config_file is not None:
         overrides = ["--job.config_file", known.config_file, *overrides]
+    if _option(overrides, "job.config_file") is None:
+        fail("--job.config_file is missing: name the TOML of the run")
     return known, overrides
 
 

@@ -4,6 +4,9 @@ Importing this package lets `import torchtitan` succeed on a machine without an 
 modules that use TorchTitan import it first.
 """
 
-from torchtitan_dp.distributed import cpu
+from torchtitan_dp.distributed import cpu, deferred
 
-cpu.install()
+with deferred.until_called():
+    cpu.install()
+    import torchtitan.hf_datasets.text_datasets
+    import torchtitan.models.attention  # noqa: F401

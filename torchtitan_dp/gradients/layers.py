@@ -17,7 +17,6 @@ from typing import Any, Protocol, cast
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from opacus.grad_sample import GradSampleModule
 
 from torchtitan_dp.gradients.rows import RowLayout
 
@@ -67,7 +66,7 @@ def per_sample_layers(model: nn.Module) -> None:
         if not any(parameter.requires_grad for parameter in own.values()):
             continue
         kind = type(layer)
-        if kind not in _FUNCTIONS and kind not in GradSampleModule.GRAD_SAMPLERS:
+        if kind not in _FUNCTIONS and kind not in _opacus_rules():
             raise ValueError(
                 f"{path} ({kind.__name__}): no rule for its per-sample gradients; register one "
                 "with opacus.grad_sample.register_grad_sampler, freeze it, or set "
@@ -102,6 +101,13 @@ def connect(model: nn.Module, sink: Sink) -> set[str]:
     for layer in layers:
         layer.sink = sink
     return {name for layer in layers for name in layer.parameter_names.values()}
+
+
+def _opacus_rules() -> dict[type[nn.Module], Callable[..., Any]]:
+    """Opacus' rules by type of layer; only a layer without one of ours waits for its import."""
+    from opacus.grad_sample import GradSampleModule
+
+    return cast(dict[type[nn.Module], Callable[..., Any]], GradSampleModule.GRAD_SAMPLERS)
 
 
 class _Linear(torch.autograd.Function):
@@ -218,7 +224,7 @@ class _ByRule(_OwnForward):
                 x_again = x.detach().requires_grad_()
                 y = layer.plain_forward(x_again)
             (grad_x,) = torch.autograd.grad(y, x_again, grad_y)
-        rule = GradSampleModule.GRAD_SAMPLERS[layer.rule_type]
+        rule = _opacus_rules()[layer.rule_type]
         plain_layer = copy.copy(layer)  # with the same parameters; rules look at the type
         plain_layer.__class__ = layer.rule_type  # type: ignore[assignment]
         grad_samples = rule(plain_layer, [x], grad_y)

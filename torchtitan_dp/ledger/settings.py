@@ -3,8 +3,6 @@
 import math
 from dataclasses import dataclass
 
-from scipy import stats
-
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
@@ -201,4 +199,6 @@ def _most_drawn(expected: int) -> int:
     A binomial tail is below that of the Poisson distribution of the same mean (Anderson & Samuels
     1967).
     """
+    from scipy import stats  # a second to import
+
     return int(stats.poisson.isf(1e-9, expected))

@@ -4,7 +4,6 @@ import math
 from dataclasses import dataclass
 
 import numpy as np
-from scipy import stats
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
@@ -63,6 +62,8 @@ def expected_rounds(records: int, rate: float, slots: int) -> float:
     >>> expected_rounds(10, 1.0, 4)
     3.0
     """
+    from scipy import stats  # a second to import
+
     mean, deviation = records * rate, math.sqrt(records * rate * (1 - rate))
     first, last = int(mean - 12 * deviation - 1), int(mean + 12 * deviation + 1)
     n = np.arange(max(first, 0), min(last, records) + 1)

@@ -45,7 +45,6 @@ from decimal import ROUND_CEILING, Context, Decimal
 from typing import Literal, get_args
 
 from torchtitan_dp.privacy.pld import pld_epsilon
-from torchtitan_dp.privacy.prv import prv_epsilon
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 from torchtitan_dp.privacy.segments import Segment, merged
 
@@ -114,6 +113,9 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
         return math.inf
     bound = rdp_epsilon(fewest, delta)
     if accountant == "prv":
+        # It needs Opacus' package, whose training engine takes a second or two to import.
+        from torchtitan_dp.privacy.prv import prv_epsilon
+
         bound = min(bound, prv_epsilon(fewest, delta))
     elif accountant == "pld":
         bound = min(bound, pld_epsilon(fewest, delta))

@@ -22,13 +22,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
-from scipy.optimize import brentq
-from scipy.signal import lfilter
 from scipy.special import log_ndtr, ndtr
 
-from torchtitan_dp.privacy.prv import fft_noise
 from torchtitan_dp.privacy.rdp import loss_bound, rdp_epsilon
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Segment, fft_noise
 
 if TYPE_CHECKING:  # imported when it is used: it takes a second
     from dp_accounting.pld.pld_pmf import PLDPmf
@@ -83,6 +80,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     >>> round(gaussian_epsilon(1.0, 1e-5), 4)
     4.3772
     """
+
+    from scipy.optimize import brentq  # half a second to import
 
     def excess(epsilon: float) -> float:
         value, rounding = gaussian_delta(mu, np.asarray(epsilon))
@@ -180,6 +179,8 @@ def _profile(pmf: "PLDPmf") -> np.ndarray:
     with W(k) = sum of p(l) e^(-(l - k) d) over l > k, and infinite loss beyond,
     delta(k) - delta(k + 1) = (e^d - 1) W(k), and W(k) = e^-d (p(k + 1) + W(k + 1)).
     """
+    from scipy.signal import lfilter  # a second to import
+
     dense = pmf.to_dense_pmf()
     first, d = dense._lower_loss, dense._discretization
     positive = dense._probs[max(0, 1 - first) :]  # of losses d, 2 d, …

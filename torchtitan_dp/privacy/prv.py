@@ -13,13 +13,12 @@ import dataclasses
 import functools
 import logging
 import math
-from collections.abc import Sequence
 
 import numpy as np
 from opacus.accountants.analysis import prv
 
 from torchtitan_dp.privacy.rdp import loss_bound, rdp_epsilon
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Segment, fft_noise
 
 logger = logging.getLogger(__name__)
 
@@ -119,8 +118,3 @@ def _prv_compose(segments: tuple[Segment, ...], delta: float, eps_error: float) 
     total = prv.compose_heterogeneous(one_step, [segment.steps for segment in segments])
     _, _, upper = total.compute_epsilon(delta, delta / 1000 + fft_noise(segments), eps_error)
     return max(0.0, float(upper))
-
-
-def fft_noise(segments: Sequence[Segment]) -> float:
-    """Bound what float64 may add to or take from delta in the powers of Fourier transforms."""
-    return sum(segment.steps for segment in segments) * 4e-15

@@ -10,11 +10,13 @@ by the same divergences.
 """
 
 import functools
+import importlib.util
 import math
+import types
 from collections.abc import Sequence
+from pathlib import Path
 
 import numpy as np
-from opacus.accountants.analysis.rdp import compute_rdp
 
 from torchtitan_dp.privacy.segments import Segment
 
@@ -30,17 +32,36 @@ _LARGEST_COMPUTED_ORDER = 1_000
 _RDP_SLACK = 1e-12
 
 
+@functools.cache
+def opacus_rdp() -> types.ModuleType:
+    """Load Opacus' file of Renyi divergences alone.
+
+    Its package would load a training engine, a second or two of every start.
+    """
+    package = importlib.util.find_spec("opacus")
+    assert package is not None
+    assert package.submodule_search_locations
+    path = Path(package.submodule_search_locations[0], "accountants", "analysis", "rdp.py")
+    spec = importlib.util.spec_from_file_location("opacus_rdp", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @functools.lru_cache(maxsize=1024)
 def _rdp(sigma: float, q: float) -> np.ndarray:
     """Compute one step's Renyi divergence at each of `ORDERS`: float64, never below the true
     one."""
     divergence = ORDERS / (2 * sigma**2)  # without sampling: always a bound
     if q < 1:
+        series = opacus_rdp().compute_rdp
         for i, order in enumerate(ORDERS):
             if order > _LARGEST_COMPUTED_ORDER:
                 break
             try:
-                computed = float(compute_rdp(q=q, noise_multiplier=sigma, steps=1, orders=order))
+                computed = float(series(q=q, noise_multiplier=sigma, steps=1, orders=order))
             except (ValueError, OverflowError):  # the series failed: keep the bound
                 continue
             if not math.isnan(computed):

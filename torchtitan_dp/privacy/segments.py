@@ -64,3 +64,8 @@ Segment(noise_multiplier=2.0, sample_rate=0.1, steps=12))
     if precision > 0:
         steps[1 / math.sqrt(precision), 1.0] = 1
     return tuple(sorted(Segment(sigma, q, count) for (sigma, q), count in steps.items()))
+
+
+def fft_noise(segments: Sequence[Segment]) -> float:
+    """Bound what float64 may add to or take from delta in the powers of Fourier transforms."""
+    return sum(segment.steps for segment in segments) * 4e-15

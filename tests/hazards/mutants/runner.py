@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.hazards.mutants.table import ROOT, Mutant
-from tests.ranks import START_METHOD
 
 COPIED = ("torchtitan_dp", "tests", "train_configs", "scripts", "pyproject.toml", "run_train.sh")
 TIMEOUT_S = 1200  # for failing only: a busy machine takes minutes for what else takes seconds
@@ -88,7 +87,6 @@ def running(folder: Path) -> Iterator[Runner]:
         **os.environ,
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
-        START_METHOD: "fork",
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
     server = subprocess.Popen(

@@ -8,7 +8,6 @@ folder, and answers with a JSON line on stdout.
 """
 
 import contextlib
-import gc
 import importlib
 import json
 import os
@@ -18,30 +17,27 @@ import time
 from pathlib import Path
 from typing import Any
 
+from tests import forks
+
 OURS = ("torchtitan_dp", "tests")
 PRELOADED = (
-    "opacus.grad_sample",
+    *forks.THIRD_PARTY,
     "pytest_timeout",
-    "scipy.stats",
     "tensorboard.backend.event_processing.event_accumulator",
-    "torch.distributed.checkpoint",
     "tests.build",  # for TorchTitan, which needs ours in order to import without a GPU
     "torchtitan_dp.train",
 )
 
 
-def preload() -> None:
+def prepare() -> None:
     """Import everything once; then forget what is ours, which each child imports from its copy.
 
     TorchTitan stays as `torchtitan_dp.distributed.cpu` has made it: no mutant changes that file.
     """
-    for name in PRELOADED:
-        importlib.import_module(name)
+    forks.preload(*PRELOADED)
     for name in list(sys.modules):
         if name.partition(".")[0] in OURS:
             del sys.modules[name]
-    gc.collect()
-    gc.freeze()  # so that no child looks through all of it
     sys.path[:] = [entry for entry in sys.path if not Path(entry or ".", "torchtitan_dp").is_dir()]
 
 
@@ -49,9 +45,6 @@ def run_tests(root: str, tests: list[str], report: str) -> int:
     """In the child: pytest's exit code."""
     import pytest
 
-    os.chdir(root)
-    sys.path.insert(0, root)
-    os.environ["PYTHONPATH"] = root
     os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"  # half a second
     code = int(
         pytest.main(
@@ -81,14 +74,20 @@ def fork(job: dict[str, Any]) -> dict[str, Any]:
         log = os.open(job["log"], os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for stream in (1, 2):
             os.dup2(log, stream)
+        root = job["root"]
+        os.chdir(root)
+        sys.path.insert(0, root)
+        os.environ["PYTHONPATH"] = root
         code = 125
         try:
-            code = run_tests(job["root"], job["tests"], job["report"])
+            with importlib.import_module("tests.forks").forked_server(str(Path(root).parent)):
+                code = run_tests(root, job["tests"], job["report"])
+        except SystemExit:  # a process that the server forked has done its job
+            raise
         except BaseException as error:
             print(repr(error), file=sys.stderr, flush=True)
-        finally:
-            sys.stdout.flush()
-            os._exit(code)
+        sys.stdout.flush()
+        os._exit(code)
     status: int | None = None
     while status is None and time.monotonic() - begun < job["timeout_s"]:
         ended, waited = os.waitpid(pid, os.WNOHANG)
@@ -104,7 +103,7 @@ def fork(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    preload()
+    prepare()
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         print(json.dumps(fork(json.loads(line))), flush=True)

@@ -1,0 +1,39 @@
+"""Which tests share a worker of pytest-xdist, in which order, and what `fast` leaves out."""
+
+import os
+
+import pytest
+
+from tests import forks
+
+# The longest first, so that the workers end together; the fixtures of a file are made once.
+LONGEST = (
+    "tests/test_meshes.py",
+    "tests/hazards/test_run.py",
+    "tests/models/test_hugging_face_run.py",
+    "tests/plan/test_memory.py",
+    "tests/hazards/test_clipping.py",
+    "tests/hazards/test_audit.py",
+    "tests/checkpoint/test_resume.py",
+    "tests/test_faults.py",
+    "tests/hazards/test_crashes.py",
+)
+FAST = "TORCHTITAN_DP_FAST_TESTS"
+"""An environment variable: set, tests that ask for another process are skipped."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep a file's tests together, except those that name an `xdist_group` of their own."""
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(_file(item)))
+    rank = {file: place for place, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(_file(item), len(rank)))  # the others stay as they are
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    forks.offered = FAST not in os.environ or item.get_closest_marker("smoke") is not None
+
+
+def _file(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[0]

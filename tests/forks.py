@@ -1,0 +1,210 @@
+"""Starts the processes of tests by a fork of one that has imported everything, which takes 6 s.
+
+    process = forks.Process(job, *arguments)
+
+The server imports PyTorch, TorchTitan and this package, starts no thread, and forks a process for
+each job that it is asked for. Such a process ends as any Python program does, by leaving the main
+module: what it prints, its exit code and what runs at exit are as if it had been started anew.
+"""
+
+import atexit
+import contextlib
+import functools
+import gc
+import importlib
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Client, Connection, Listener
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+offered = True
+"""Whether the running test may have other processes; else it is skipped where it asks for one."""
+ADDRESS = "TORCHTITAN_DP_TEST_FORKS"
+"""An environment variable: the server that is running already (tests/hazards/mutants)."""
+THIRD_PARTY = (
+    "dp_accounting.pld.privacy_loss_distribution",
+    "opacus.grad_sample",
+    "scipy.signal",
+    "scipy.stats",
+    "torch._inductor.compile_fx",
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+)
+OURS = ("torchtitan_dp.train", "torchtitan_dp.audit.__main__", "tests.launcher", "tests.ranks")
+
+
+class Process:
+    """A process that the server forked: what `subprocess.Popen` offers, and a connection to it."""
+
+    def __init__(self, job: Callable[..., None], *arguments: Any) -> None:
+        """
+        Args:
+            job: a module's function of the connection and `arguments`, all of which are pickled.
+        """
+        if not offered:
+            pytest.skip("it needs another process")
+        self.connection: Connection[Any, Any] = Client(address())
+        self.connection.send((job, arguments))
+        self.pid: int = self.connection.recv()
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit code, if it has ended."""
+        if self.returncode is None and self.connection.poll():
+            self.ended(self.connection.recv())
+        return self.returncode
+
+    def ended(self, message: "Ended") -> None:
+        assert isinstance(message, Ended), message
+        self.returncode = message.code
+
+    def wait(self, timeout: float | None = None) -> int:
+        if self.returncode is None:
+            if not self.connection.poll(timeout):
+                raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0.0)
+            self.poll()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, number)
+
+
+class Ended:
+    """The last that a connection tells: its process's exit code, negative for a signal."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+
+@functools.cache
+def address() -> str:
+    """Where the server listens; the first call of a session starts one that ends with it."""
+    if ADDRESS in os.environ:
+        return os.environ[ADDRESS]
+    folder = tempfile.mkdtemp(prefix="forks-")
+    path = f"{folder}/socket"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+    }
+    environment.pop("TORCHTITAN_DP_LAUNCHER_PID", None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.forks", path],
+        cwd=ROOT,
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def end() -> None:
+        process.kill()
+        process.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(end)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n", "the server of forks has ended"
+    return path
+
+
+def preload(*modules: str) -> None:
+    """Import what its children need, and keep the collector from looking through all of it."""
+    for name in modules:
+        importlib.import_module(name)
+    gc.collect()
+    gc.freeze()
+
+
+def serve(listener: Listener, modules: tuple[str, ...] = OURS) -> None:
+    """Fork a process for each job that is asked for; returns in such a process, its job done.
+
+    Each has a second one that waits for its end and reports it.
+
+    Args:
+        modules: imported before the first fork.
+    """
+    die_with_parent()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait
+    while True:
+        connection = listener.accept()
+        if modules:
+            preload(*modules)
+            modules = ()
+            threads = len(os.listdir("/proc/self/task"))
+            assert threads == 1, f"{threads} threads: a fork copies their locks without them"
+        if os.fork() == 0:
+            break
+        connection.close()
+    listener.close()  # of this process alone
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    die_with_parent()
+    child = os.fork()
+    if child != 0:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with contextlib.suppress(OSError):  # nobody listens any more
+            connection.send(Ended(code))
+        os._exit(0)
+    os.setsid()
+    die_with_parent()
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    try:
+        job, arguments = connection.recv()
+    except EOFError:
+        return
+    connection.send(os.getpid())
+    job(connection, *arguments)
+
+
+def die_with_parent() -> None:
+    """As a worker does; its launcher is the process that forked it."""
+    from torchtitan_dp import process
+
+    os.environ.pop("TORCHTITAN_DP_LAUNCHER_PID", None)
+    process.die_with_parent()
+
+
+@contextlib.contextmanager
+def forked_server(folder: str) -> Iterator[None]:
+    """Offer this process, which has run nothing yet, as the server: a fork of it waits for jobs.
+
+    Leaves the context by SystemExit in the processes that the server forks.
+    """
+    path = f"{folder}/forks"
+    listener = Listener(path, "AF_UNIX")
+    child = os.fork()
+    if child == 0:
+        serve(listener)
+        raise SystemExit
+    listener.close()
+    os.environ[ADDRESS] = path
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def main(path: str) -> None:
+    preload(*THIRD_PARTY)
+    listener = Listener(path, "AF_UNIX")
+    print("ready", flush=True)
+    serve(listener)
+
+
+if __name__ == "__main__":
+    from tests import forks  # the module whose classes are pickled, not __main__
+
+    forks.main(sys.argv[1])

@@ -1,0 +1,77 @@
+"""What a start must not import: each of these costs every process of every run its seconds."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.launch import ROOT
+
+HEAVY = (
+    *("datasets", "pandas", "pyarrow", "transformers", "matplotlib"),
+    *("opacus", "opacus.privacy_engine", "torch._inductor.compile_fx"),
+    *("scipy.stats", "scipy.signal", "scipy.optimize"),
+)
+
+
+def imported(*modules: str) -> set[str]:
+    """What a new process has imported after `modules`."""
+    code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
+    told = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    return set(told.stdout.split())
+
+
+@pytest.mark.slow
+def test_a_run_and_its_plan_import_nothing_heavy_that_they_may_not_need():
+    found = imported("torchtitan_dp.train", "torchtitan_dp.plan.__main__")
+    assert found.isdisjoint(HEAVY), found.intersection(HEAVY)
+
+
+def test_the_launcher_says_what_it_does_before_it_imports_torch():
+    assert "torch" not in imported("torchtitan_dp.launch")
+
+
+def test_opacus_series_alone_is_opacus_series():
+    from opacus.accountants.analysis.rdp import compute_rdp
+
+    from torchtitan_dp.privacy.rdp import ORDERS, opacus_rdp
+
+    for order in ORDERS[ORDERS < 1000]:
+        terms = {"q": 0.01, "noise_multiplier": 0.7, "steps": 3, "orders": order}
+        assert opacus_rdp().compute_rdp(**terms) == compute_rdp(**terms)
+
+
+def test_what_torchtitan_would_compile_is_compiled_when_it_is_called(monkeypatch):
+    import torch
+
+    from torchtitan_dp.distributed import deferred
+
+    asked = []
+
+    def compile_it(function, **options):
+        asked.append(options)
+        return lambda x: function(x) + 1
+
+    monkeypatch.setattr(torch, "compile", compile_it)
+    with deferred.until_called():
+        doubled = torch.compile(lambda x: 2 * x, mode="default")
+    assert torch.compile is compile_it
+    assert asked == []
+    assert [doubled(1), doubled(2)] == [3, 5]
+    assert asked == [{"mode": "default"}]
+
+
+def test_the_stand_in_for_datasets_calls_the_real_one(monkeypatch):
+    from types import SimpleNamespace
+
+    from torchtitan_dp.distributed import deferred
+
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    with deferred.until_called():
+        from datasets import load_dataset
+    assert "datasets" not in sys.modules
+    real = SimpleNamespace(load_dataset=lambda *a, **k: (a, k))
+    monkeypatch.setitem(sys.modules, "datasets", real)  # type: ignore[arg-type]
+    assert load_dataset("c4", split="train") == (("c4",), {"split": "train"})
