@@ -150,6 +150,7 @@ def test_the_longest_configs_fit_four_ranks_of_80_gib(name, parameters):
     assert memory.parts["accumulator"] == pytest.approx(parameters * 4 / 4, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["--training.local_batch_size=1", "--training.local_batch_size=2"]
 )
@@ -174,6 +175,7 @@ def planned(tmp_path_factory):
     return stop.value.code, json.loads((folder / "plan.json").read_text()), folder
 
 
+@pytest.mark.slow
 def test_json_and_plot_of_a_run_that_does_not_fit(planned):
     code, content, folder = planned
     assert code == 2
