@@ -22,6 +22,7 @@ FAST = "TORCHTITAN_DP_FAST_TESTS"
 """An environment variable: set, tests that ask for another process are skipped."""
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Keep a file's tests together, except those that name an `xdist_group` of their own."""
     for item in items:

@@ -26,12 +26,12 @@ EXIT_STOPPED = 75
 
 def main(argv: list[str]) -> None:
     """Run the workers; SystemExit with `EXIT_STOPPED` if they were asked to stop, and did."""
-    asked = False
+    asked, checked = False, False
 
     def ask(*_: object) -> None:
         nonlocal asked
         asked = True
-        workers = _children()
+        workers = _children() if checked else []  # a check may have started a program of its own
         for pid in workers:
             os.kill(pid, STOP_SIGNAL)
         if not workers:  # too early: nothing has begun
@@ -47,6 +47,7 @@ def main(argv: list[str]) -> None:
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    checked = True
     try:
         run.main(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *argv])
     except ChildFailedError as error:

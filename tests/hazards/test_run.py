@@ -126,6 +126,7 @@ def probed(tmp_path_factory):
         ),
         log=place / "log",
         program=(__file__,),
+        real=True,  # as a user's run compiles, whose files are searched
         env={
             "PROBE": str(place / "probe"),
             "TMPDIR": str(place / "tmp"),

@@ -1,8 +1,6 @@
 """Predicted memory: against the same step with real tensors, and as a user asks for it."""
 
 import json
-import multiprocessing
-from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -11,6 +9,7 @@ import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
 import torchtitan_dp.plan.__main__ as plan
+from tests import forks
 from tests.launch import CONFIG, ROOT, arguments, write_records
 from tests.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
@@ -103,9 +102,7 @@ def allocated_peak(step):
     ids=["one rank", "ring, per-sample, recomputed", "two samples, exact sum"],
 )
 def test_predicted_is_what_real_tensors_take(world_size, overrides):
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, mp_context=context) as process:
-        predicted, parts = process.submit(with_fake_tensors, small(*overrides), world_size).result()
+    predicted, parts = forks.call(with_fake_tensors, small(*overrides), world_size)
     tracked, allocated = on_ranks(world_size, with_real_tensors, small(*overrides), world_size)[0]
     print(f"predicted {predicted:,}, tracked {tracked:,}, allocated {allocated:,} bytes")
     assert set(parts) <= set(CATEGORIES)
@@ -138,13 +135,10 @@ def test_the_tracker_counts_a_kernels_workspace_in_the_peak_alone():
     assert 10**6 < tracker.peak_bytes < 10**6 + 1000
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters"),
-    [
-        ("1b_1m_ac", 1_235_814_400),
-        pytest.param("3b_512k_ac", 3_212_749_824, marks=pytest.mark.slow),
-        pytest.param("8b_256k_ac", 8_030_261_248, marks=pytest.mark.slow),
-    ],
+    [("1b_1m_ac", 1_235_814_400), ("3b_512k_ac", 3_212_749_824), ("8b_256k_ac", 8_030_261_248)],
 )
 def test_the_longest_configs_fit_four_ranks_of_80_gib(name, parameters):
     """Optimizer state: two fp32 shards, not the whole shapes that DTensor tries operators on."""
@@ -156,6 +150,7 @@ def test_the_longest_configs_fit_four_ranks_of_80_gib(name, parameters):
     assert memory.parts["accumulator"] == pytest.approx(parameters * 4 / 4, rel=0.01)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["--training.local_batch_size=1", "--training.local_batch_size=2"]
 )
@@ -180,6 +175,7 @@ def planned(tmp_path_factory):
     return stop.value.code, json.loads((folder / "plan.json").read_text()), folder
 
 
+@pytest.mark.slow
 def test_json_and_plot_of_a_run_that_does_not_fit(planned):
     code, content, folder = planned
     assert code == 2
