@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
 
 
 def _processes(argv: list[str]) -> tuple[str | None, list[str]]:
-    """The value of `--processes`, which comes first, and all that follows."""
+    """Take off `--processes N`, where that comes first: N, and all that follows."""
     if argv[:1] != ["--processes"]:
         return None, argv
     parser = argparse.ArgumentParser(prog="python -m torchtitan_dp.launch", allow_abbrev=False)
@@ -99,7 +99,7 @@ def _say(line: str) -> None:
 
 
 def _children() -> list[int]:
-    """The processes that this one has started and that live (Linux)."""
+    """List the processes that this one has started and that live (Linux)."""
     found = []
     for entry in Path("/proc").glob("[0-9]*/stat"):
         try:

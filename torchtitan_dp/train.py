@@ -276,7 +276,7 @@ def build_trainer(config: JobConfig) -> Trainer:
 @record
 @os_errors_as_faults()
 def main(argv: list[str]) -> None:
-    """Train; one worker of `torchrun`."""
+    """Train, as one worker of `torchrun`."""
     if not __debug__:
         raise RuntimeError("assertions guard privacy here: unset PYTHONOPTIMIZE and -O")
     protect()

@@ -27,7 +27,7 @@ def _section(name: str, cls: Any) -> str:
 
 
 def field_docs(cls: Any) -> dict[str, str]:
-    """Field name -> the docstring below it, which Python itself does not keep."""
+    """Return the docstring below each field, by its name; Python itself does not keep it."""
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
     docs = {}

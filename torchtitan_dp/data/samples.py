@@ -77,7 +77,7 @@ class SampleStore:
         return len(self.records) if self._one_record else len(self.units)
 
     def source(self, unit: int, rng: np.random.Generator | None = None) -> int:
-        """Number what a sample of the unit is made of: all of the unit, or one record.
+        """Give a number to what a sample of the unit is made of: all of the unit, or one record.
 
         Args:
             rng: of this unit and this draw; needed if `is_random`.

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 
 def has_accelerator() -> bool:
-    """Whether PyTorch sees a device other than the CPU."""
+    """Tell whether PyTorch sees a device other than the CPU."""
     return torch.accelerator.is_available()
 
 
@@ -38,7 +38,7 @@ def install() -> None:
 
 
 def peak_memory_bytes() -> int:
-    """The process's largest resident set so far, in bytes (Linux reports KiB)."""
+    """Return the process's largest resident set so far, in bytes (Linux reports KiB)."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -62,7 +62,7 @@ def _import_torchtitan() -> None:
 
 
 def _report_process_memory() -> None:
-    """TorchTitan's device memory monitor asks the accelerator; report the process's memory."""
+    """Report the process's memory, where TorchTitan's monitor would ask the accelerator."""
     import torchtitan.components.metrics as metrics
 
     class ProcessMemoryMonitor:
@@ -73,7 +73,7 @@ def _report_process_memory() -> None:
             return metrics.DeviceMemStats(peak_gib, 0.0, peak_gib, 0.0, 0, 0)
 
         def reset_peak_stats(self) -> None:
-            """The kernel's high-water mark cannot be reset: the peak is the whole run's."""
+            """Do nothing: the kernel's high-water mark is the whole run's peak."""
 
     metrics.build_device_memory_monitor = ProcessMemoryMonitor
     # The CPU's peak rate is unknown: MFU is of no meaning here, and `lspci` need not be asked.
@@ -83,7 +83,7 @@ def _report_process_memory() -> None:
 
 
 def _accept_string_device_ids_in_barrier() -> None:
-    """TorchTitan's `set_pg_timeouts` passes `torch.cpu.current_device()`, a string, to barrier."""
+    """Take the string that TorchTitan's `set_pg_timeouts` passes to barrier as its device."""
     barrier = dist.barrier
 
     @functools.wraps(barrier)
@@ -94,7 +94,7 @@ def _accept_string_device_ids_in_barrier() -> None:
 
 
 def _profile_cpu_only() -> None:
-    """TorchTitan hands the profiler a `None` activity where there is no accelerator."""
+    """Drop the activity `None`, which TorchTitan hands the profiler without an accelerator."""
     profile: Callable[..., Any] = torch.profiler.profile
 
     @functools.wraps(profile)

@@ -31,7 +31,7 @@ def until_called() -> Iterator[None]:
 
 
 def _datasets() -> dict[str, types.ModuleType]:
-    """The modules of `datasets` that TorchTitan imports, with the functions that it calls."""
+    """Make the modules of `datasets` that TorchTitan imports, with the functions that it calls."""
     datasets = types.ModuleType("datasets")
     datasets.Dataset = object  # type: ignore[attr-defined]  # it stands in annotations only
     datasets.load_dataset = _later("datasets", "load_dataset")  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ def _datasets() -> dict[str, types.ModuleType]:
 
 
 def _later(module: str, name: str) -> Callable[..., Any]:
-    """The function `module.name`, whose module is imported when it is called."""
+    """Make a function that imports `module` and calls its `name`."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         return getattr(importlib.import_module(module), name)(*args, **kwargs)
@@ -51,7 +51,7 @@ def _later(module: str, name: str) -> Callable[..., Any]:
 
 
 def _compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile`, asked when the function is called for the first time."""
+    """Stand in for `torch.compile`, which is asked at the function's first call."""
     compiled = functools.cache(lambda: torch.compile(function, **options))
 
     @functools.wraps(function)

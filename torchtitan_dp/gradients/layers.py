@@ -104,7 +104,7 @@ def connect(model: nn.Module, sink: Sink) -> set[str]:
 
 
 def _opacus_rules() -> dict[type[nn.Module], Callable[..., Any]]:
-    """Opacus' rules by type of layer; only a layer without one of ours waits for its import."""
+    """Return Opacus' rules by type of layer, imported for a layer without one of ours."""
     from opacus.grad_sample import GradSampleModule
 
     return cast(dict[type[nn.Module], Callable[..., Any]], GradSampleModule.GRAD_SAMPLERS)
