@@ -13,8 +13,8 @@ cd "$ROOT"
 # A test may start several processes: one thread each.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cores="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
-# tests/conftest.py says which tests go together (loadgroup), and in which order.
-parallel=(-q -n "$cores" --dist loadgroup --no-loadscope-reorder --durations=10)
+# A file stays on one core, for its fixtures; tests/conftest.py says which files come first.
+parallel=(-q -n "$cores" --dist loadfile --no-loadscope-reorder --durations=10)
 case "${1:-}" in
     "") set -- "${parallel[@]}" ;;
     fast)

@@ -1,4 +1,4 @@
-"""Which tests share a worker of pytest-xdist, in which order, and what `fast` leaves out."""
+"""In which order files are tested, and what `run_tests.sh fast` leaves out."""
 
 import os
 
@@ -8,6 +8,7 @@ from tests import forks
 
 # The longest first, so that the workers end together; the fixtures of a file are made once.
 LONGEST = (
+    "tests/hazards/test_mutants.py",
     "tests/test_meshes.py",
     "tests/hazards/test_run.py",
     "tests/models/test_hugging_face_run.py",
@@ -22,12 +23,8 @@ FAST = "TORCHTITAN_DP_FAST_TESTS"
 """An environment variable: set, tests that ask for another process are skipped."""
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep a file's tests together, except those that name an `xdist_group` of their own."""
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(_file(item)))
+    """Put the longest files first."""
     rank = {file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(_file(item), len(rank)))  # the others stay as they are
 

@@ -5,11 +5,9 @@ The default suite runs the mutants whose tests need one process. All of them, on
     ./scripts/run_tests.sh -m mutants
 """
 
-import math
 import subprocess
 import sys
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 
@@ -50,7 +48,6 @@ ROOMS = (
     crashes,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
-SHARDS = 8
 QUICK = [mutant for mutant in MUTANTS if mutant.quick]
 
 
@@ -82,17 +79,6 @@ def test_the_tests_exist():
             assert f"def {name.partition('[')[0]}(" in (ROOT / "tests" / file).read_text(), test
 
 
-def _in_shards(mutants: list[Mutant]) -> list[Any]:
-    """As parameters that go to several workers, each of which has a runner of its own."""
-    size = math.ceil(len(mutants) / SHARDS)
-    return [
-        pytest.param(
-            mutant, id=mutant.name, marks=pytest.mark.xdist_group(f"mutants_{number // size}")
-        )
-        for number, mutant in enumerate(mutants)
-    ]
-
-
 @pytest.fixture(scope="module")
 def runner(tmp_path_factory) -> Iterator[Runner]:
     with running(tmp_path_factory.mktemp("mutants")) as started:
@@ -121,7 +107,7 @@ def without_a_fault(runner: Runner, mutants: list[Mutant]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mutant", _in_shards(QUICK))
+@pytest.mark.parametrize("mutant", QUICK, ids=lambda mutant: mutant.name)
 def test_quick_mutant_is_caught(runner, mutant):
     assert survivors(runner, [mutant]) == []
 
