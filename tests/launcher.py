@@ -104,8 +104,7 @@ def _watch(ranks: dict[int, int], outputs: list[int], _store: dist.TCPStore) -> 
     def ask(*_: object) -> None:
         nonlocal asked
         asked = True
-        for pid in ranks:
-            os.kill(pid, STOP_SIGNAL)
+        _signal(ranks, STOP_SIGNAL)
 
     for number in (signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, ask)

@@ -30,6 +30,7 @@ from torchtitan_dp.checkpoint.folder import (
     refuse_another_model,
     step_folder,
 )
+from torchtitan_dp.checkpoint.safe_load import METADATA_FILE
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import Ledger
 from torchtitan_dp.ledger.initial import InitialWeights, ledger_beside
@@ -137,7 +138,7 @@ def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: st
         ValueError: one line; the checkpoint is damaged, is none, or is of another model.
     """
     at = f"{start.key} = '{start.place}'"
-    if not start.resumes and not os.path.isfile(os.path.join(start.place, ".metadata")):
+    if not start.resumes and not os.path.isfile(os.path.join(start.place, METADATA_FILE)):
         raise ValueError(
             f"{at}: not a checkpoint of TorchTitan (it has no .metadata); name its "
             "step-N folder, or set checkpoint.initial_load_in_hf for Hugging Face weights"

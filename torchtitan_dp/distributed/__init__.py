@@ -1,4 +1,4 @@
-"""How the model is laid over processes: CP, FSDP2, AC, compile, and TorchTitan without a GPU.
+"""What ranks do together below any model, and TorchTitan imported quickly and without a GPU.
 
 Importing this package lets `import torchtitan` succeed on a machine without an accelerator, so
 modules that use TorchTitan import it first.
