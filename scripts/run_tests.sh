@@ -14,7 +14,8 @@ cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cores="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
 # A file stays on one core, for its fixtures; tests/conftest.py says which files come first.
-parallel=(-q -n "$cores" --dist loadfile --no-loadscope-reorder --durations=10)
+# One more than there are cores: tests of what hangs wait.
+parallel=(-q -n "$((cores + 1))" --dist loadfile --no-loadscope-reorder --durations=10)
 case "${1:-}" in
     "") set -- "${parallel[@]}" ;;
     fast)

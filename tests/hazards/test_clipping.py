@@ -378,10 +378,14 @@ def live_tensors(degrees, mode, method):
     return counts
 
 
-@pytest.mark.parametrize("method", [MICROBATCH, V1, V2], ids=["microbatch", "V1", "V2"])
+@pytest.mark.parametrize(
+    "method, ranks",
+    [(MICROBATCH, 1), (V1, 1), (V2, 2)],  # only V2 starts collectives that nobody awaits at once
+    ids=["microbatch", "V1", "V2"],
+)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_row27_live_tensors_stay_flat_over_50_steps(mode, method):
-    for counts in on_ranks(2, live_tensors, (1, 1, 2), mode, method):
+def test_row27_live_tensors_stay_flat_over_50_steps(mode, method, ranks):
+    for counts in on_ranks(ranks, live_tensors, (1, 1, ranks), mode, method):
         # One leaked a step would be 40 more.
         assert max(counts) - min(counts) <= 2, counts
 

@@ -14,12 +14,14 @@ import re
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests import forks
 from tests.launch import Run, arguments, load, privacy, train, weights, with_sigma, write_records
 from torchtitan_dp.ledger import Ledger, schema
 
@@ -111,8 +113,7 @@ def probed(tmp_path_factory):
     data = write_records(place / "data", count=16)
     # Undecodable: contributes 0, is counted. Its name's hash keeps it among the trained ones.
     (data / "binary_1.txt").write_bytes(b"\xff\xfe\xff")
-    for name in ("tmp", "inductor"):
-        (place / name).mkdir()
+    (place / "tmp").mkdir()
     output = train(
         arguments(
             place / "out",
@@ -122,16 +123,10 @@ def probed(tmp_path_factory):
             "--validation.enable",
             "--validation.freq=2",
             "--validation.steps=2",
-            "--compile.enable",
         ),
         log=place / "log",
         program=(__file__,),
-        real=True,  # as a user's run compiles, whose files are searched
-        env={
-            "PROBE": str(place / "probe"),
-            "TMPDIR": str(place / "tmp"),
-            "TORCHINDUCTOR_CACHE_DIR": str(place / "inductor"),
-        },
+        env={"PROBE": str(place / "probe"), "TMPDIR": str(place / "tmp")},
     )
     return Finished(place, output)
 
@@ -175,7 +170,7 @@ def empty(tmp_path_factory):
 def spellings(key):
     """How a key could lie in a file: whole or as 8-byte words; raw, hex or decimal."""
     words = [key, key[:16], key[16:], *(key[i : i + 8] for i in range(0, len(key), 8))]
-    for word in words:
+    for word in filter(None, words):  # a cipher's key has 16 bytes
         for turned in (word, word[::-1]):
             number = int.from_bytes(turned, "big")
             yield turned
@@ -210,12 +205,42 @@ def leaks(folders, keys):
 
 
 def test_hazard_30_no_file_holds_a_key(probed):
-    folders = [probed.out, probed.place / "tmp", probed.place / "inductor", probed.place / "cache"]
+    folders = [probed.out, probed.place / "tmp", probed.place / "cache"]
     (probed.out / "console.log").write_text(probed.output)
     files, leaking = leaks(folders, derived(STEPS))
     names = " ".join(map(str, files))
-    for expected in ("privacy.json", ".distcp", "events.out", "inductor/", "steps_executed.log"):
+    for expected in ("privacy.json", ".distcp", "events.out", "steps_executed.log"):
         assert expected in names, f"nothing like {expected} was searched"
+    assert leaking == []
+
+
+def compiled_noise(folder):
+    """Noise as CUDA draws it, compiled into `folder`: the one code with a key that is compiled."""
+    os.environ.update(
+        TMPDIR=f"{folder}/tmp",
+        TORCHINDUCTOR_CACHE_DIR=f"{folder}/inductor",
+        TORCHINDUCTOR_COMPILE_THREADS="1",
+        TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS="0",  # of a single kernel
+    )
+    from torchtitan_dp.privacy import noise
+
+    *_, key = derived(STEPS)
+    flat = torch.zeros(1000)
+    with mock.patch.object(noise, "threefry_normal", noise._compiled_threefry_normal()):
+        noise._add_threefry(flat, 1.0, noise.threefry_key(key, "w", "cpu"), start=5)
+    return flat.std().item()
+
+
+@pytest.mark.slow
+def test_hazard_30_no_compile_cache_holds_a_key(tmp_path):
+    from torchtitan_dp.privacy.noise import cipher_key
+
+    for name in ("tmp", "inductor"):
+        (tmp_path / name).mkdir()
+    assert forks.call(compiled_noise, tmp_path) == pytest.approx(1, abs=0.2)
+    *_, key = derived(STEPS)
+    files, leaking = leaks([tmp_path], [*derived(STEPS), cipher_key(key, "threefry4x32", "w")])
+    assert any(path.suffix == ".cpp" for path in files), "nothing was compiled"
     assert leaking == []
 
 

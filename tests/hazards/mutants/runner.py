@@ -12,7 +12,7 @@ import subprocess
 import sys
 import xml.etree.ElementTree as ET
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,45 +49,47 @@ class Outcome:
 
 
 class Runner:
-    """Runs tests on mutated copies, one after the other, through one `server` process."""
+    """Runs tests on a mutated copy, one mutant after the other, through one `server` process."""
 
     def __init__(self, server: "subprocess.Popen[str]", folder: Path) -> None:
         self._server, self._folder = server, folder
         self._count = 0
+        self._root = folder / "copy"
+        copy_tree(self._root)
 
     def run(self, mutant: Mutant | None, tests: tuple[str, ...]) -> Outcome:
         """The tests' outcome under the fault, or without one."""
         self._count += 1
         place = self._folder / str(self._count)
-        root = place / "copy"
-        copy_tree(root)
-        if mutant is not None:
-            mutant.apply(root)
+        place.mkdir()
         job = {
-            "root": str(root),
+            "root": str(self._root),
+            "place": str(place),
             "tests": list(tests),
             "log": str(place / "log"),
             "report": str(place / "report.xml"),
             "timeout_s": TIMEOUT_S,
         }
         assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(job) + "\n")
-        self._server.stdin.flush()
-        answer = _read(self._server)
+        with mutant.applied(self._root) if mutant else nullcontext():
+            self._server.stdin.write(json.dumps(job) + "\n")
+            self._server.stdin.flush()
+            answer = _read(self._server)
         failed, broken = _judge(place / "report.xml")
         log = (place / "log").read_text(errors="replace")
-        shutil.rmtree(root)
         return Outcome(answer["code"], failed, broken, answer["seconds"], log)
 
 
 @contextmanager
 def running(folder: Path) -> Iterator[Runner]:
-    """A runner whose copies lie in `folder`."""
+    """A runner whose copy lies in `folder`."""
     environment = {
         # On CI pytest explains every failure whole, which takes minutes for large collections.
         **{name: value for name, value in os.environ.items() if name not in ("CI", "BUILD_NUMBER")},
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
+        # A mutant of the same size and second as the last one would pass for what that compiled to.
+        "PYTHONDONTWRITEBYTECODE": "1",
         "XDG_CACHE_HOME": str(folder / "cache"),
     }
     server = subprocess.Popen(

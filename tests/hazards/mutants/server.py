@@ -1,4 +1,4 @@
-"""Runs tests on mutated copies of the package, without importing PyTorch for each.
+"""Runs tests on a mutated copy of the package, without importing PyTorch for each.
 
     python -m tests.hazards.mutants.server
 
@@ -80,7 +80,7 @@ def fork(job: dict[str, Any]) -> dict[str, Any]:
         os.environ["PYTHONPATH"] = root
         code = 125
         try:
-            with importlib.import_module("tests.forks").forked_server(str(Path(root).parent)):
+            with importlib.import_module("tests.forks").forked_server(job["place"]):
                 code = run_tests(root, job["tests"], job["report"])
         except SystemExit:  # a process that the server forked has done its job
             raise

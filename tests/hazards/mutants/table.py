@@ -5,6 +5,8 @@ cheapest tests that must then fail. The texts to replace occur exactly once: cod
 its mutants along, or test_mutants.py says so.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,12 +29,17 @@ class Mutant:
     def name(self) -> str:
         return f"row{self.row:02}-{self.fault.replace(' ', '_')}"
 
-    def apply(self, root: Path) -> None:
-        """Edit the copy of the package at `root`."""
+    @contextmanager
+    def applied(self, root: Path) -> Iterator[None]:
+        """Edit the copy of the package at `root`, and restore it in the end."""
         path = root / "torchtitan_dp" / self.file
         text = path.read_text()
         assert text.count(self.old) == 1, f"{self.name}: {self.old!r} must occur once in {path}"
         path.write_text(text.replace(self.old, self.new))
+        try:
+            yield
+        finally:
+            path.write_text(text)
 
 
 def node_ids(mutant: Mutant) -> tuple[str, ...]:
