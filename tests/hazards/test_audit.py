@@ -8,8 +8,7 @@ import contextlib
 import json
 import math
 import os
-import subprocess
-import sys
+import signal
 from types import SimpleNamespace
 from unittest import mock
 
@@ -17,7 +16,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.launch import CONFIG, ROOT, write_records
+from tests import forks
+from tests.launch import CONFIG, write_records
 from tests.ranks import on_ranks
 
 SIGMA = 1.0
@@ -291,18 +291,17 @@ def test_an_included_canary_adds_C_at_its_place_and_an_excluded_one_nothing(degr
         assert len(set(names)) > 2
 
 
-_PLANTED = """
-import sys
-from unittest import mock
-import torchtitan_dp.audit.__main__ as audit
-from torchtitan_dp.privacy import noise
+def audited(connection, argv, noise, log, cache):
+    """The command, in a process of its own; of its noise only a share is there."""
+    import torchtitan_dp.audit.__main__ as audit
 
-def add(flat, *, std, **terms):
-    noise.add_gaussian_noise_(flat, std=std / 100, **terms)
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ |= {"XDG_CACHE_HOME": str(cache), "GLOO_SOCKET_IFNAME": "lo"}
+    with scaled_noise(noise):
+        audit.main(argv)
 
-with mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add):
-    audit.main(sys.argv[1:])
-"""
+
 _TINY = dict(
     model_type="llama",
     architectures=["LlamaForCausalLM"],
@@ -327,25 +326,13 @@ def audits(tmp_path_factory):
     data = write_records(folder / "data", 10)
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(_TINY))
-    environment = {
-        **{k: v for k, v in os.environ.items() if k not in ("WORLD_SIZE", "RANK")},
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-        "GLOO_SOCKET_IFNAME": "lo",
-        "CUDA_VISIBLE_DEVICES": "",
-        "XDG_CACHE_HOME": str(folder / "cache"),
-    }
     runs = {}
-    for name, program, overrides in (
-        ("clean", ["-m", "torchtitan_dp.audit"], ["--privacy.target_epsilon=8"]),
-        (
-            "planted",
-            ["-c", _PLANTED],
-            ["--privacy.target_epsilon=3", "--training.local_batch_size=8"],
-        ),
+    for name, noise, overrides in (
+        ("clean", 1, ["--privacy.target_epsilon=8"]),
+        ("planted", 0.01, ["--privacy.target_epsilon=3", "--training.local_batch_size=8"]),
     ):
-        command = [
-            *(sys.executable, *program, f"--job.config_file={CONFIG}"),
+        argv = [
+            f"--job.config_file={CONFIG}",
             *(f"--job.dump_folder={folder / name}", f"--training.dataset_path={data}"),
             *(f"--model.hf_assets_path={folder / 'model'}", "--training.seq_len=32"),
             *("--training.global_batch_size=10", "--training.steps=2"),  # q = 1
@@ -353,16 +340,14 @@ def audits(tmp_path_factory):
             *("--privacy.debug_seed=5", *overrides),
             *("--canaries=1000", f"--json={folder / name}.json", f"--plot={folder / name}.png"),
         ]
-        with (folder / f"{name}.log").open("wb") as log:
-            runs[name] = subprocess.Popen(
-                command, cwd=ROOT, env=environment, stdout=log, stderr=subprocess.STDOUT
-            )
+        log = folder / f"{name}.log"
+        runs[name] = forks.Process(audited, argv, noise, log, folder / "cache")
     done = {}
     for name, process in runs.items():
         try:
             code = process.wait(500)
         finally:
-            process.kill()
+            process.send_signal(signal.SIGKILL)
         text = (folder / f"{name}.log").read_text()
         assert code in (0, 1), text
         result = json.loads((folder / f"{name}.json").read_text())
