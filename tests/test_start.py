@@ -1,11 +1,17 @@
-"""What a start must not import: each of these costs every process of every run its seconds."""
+"""What a start must not import, which costs every process its seconds; what a signal does to it."""
 
+import os
+import signal
 import subprocess
 import sys
+import time
+from unittest import mock
 
 import pytest
 
+from tests import forks
 from tests.launch import ROOT
+from torchtitan_dp.launch import EXIT_STOPPED
 
 HEAVY = (
     *("datasets", "pandas", "pyarrow", "transformers", "matplotlib"),
@@ -75,3 +81,20 @@ def test_the_stand_in_for_datasets_calls_the_real_one(monkeypatch):
     real = SimpleNamespace(load_dataset=lambda *a, **k: (a, k))
     monkeypatch.setitem(sys.modules, "datasets", real)  # type: ignore[arg-type]
     assert load_dataset("c4", split="train") == (("c4",), {"split": "train"})
+
+
+def signalled_in_the_plan(connection, number):
+    """A launcher whose plan is interrupted; nobody may be started then."""
+    from torchtitan_dp import launch
+
+    def plan(argv):
+        os.kill(os.getpid(), number)
+        time.sleep(60)
+
+    with mock.patch.object(launch, "_run_plan", plan):
+        launch.main(["--processes", "2", "-m", "torchtitan_dp.train"])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_during_the_plan_ends_the_start_to_be_run_again(number):
+    assert forks.Process(signalled_in_the_plan, number).wait(30) == EXIT_STOPPED
