@@ -1,6 +1,6 @@
 """With `privacy.debug_seed`, a private run is the same run on every mesh (hazard row 12).
 
-Whole runs of five noisy steps in fp32: the same records are drawn and the same noise
+Whole runs of three noisy steps in fp32: the same records are drawn and the same noise
 is added, so the weights' change agrees.
 """
 
@@ -11,9 +11,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.launch import train
+from tests.launch import arguments, train, with_sigma, write_records
 
-ROOT = Path(__file__).parent.parent
 MESHES = {  # dp_replicate, dp_shard, cp
     "cp1": (1, 1, 1),
     "cp2": (1, 1, 2),
@@ -23,20 +22,21 @@ MESHES = {  # dp_replicate, dp_shard, cp
 }
 
 
-def weights_after_five_steps(folder: Path, degrees: tuple[int, int, int], *more: str):
+def weights_after_three_steps(folder: Path, degrees: tuple[int, int, int], *more: str):
     replicate, shard, cp = degrees
     world_size = replicate * shard * cp
-    overrides = [
-        *("--job.config_file", str(ROOT / "train_configs/llama3_debug.toml")),
-        *("--job.dump_folder", str(folder), "--training.steps=5", "--training.seq_len=32"),
-        *("--training.global_batch_size=4", "--checkpoint.interval=5", "--validation.no-enable"),
+    overrides = arguments(
+        folder / "out",
+        write_records(folder / "data"),
+        *("--training.steps=3", "--training.global_batch_size=4", "--checkpoint.interval=3"),
+        *with_sigma(0.5),
         f"--parallelism.data_parallel_replicate_degree={replicate}",
         f"--parallelism.data_parallel_shard_degree={shard}",
         f"--parallelism.context_parallel_degree={cp}",
         *more,
-    ]
+    )
     train(overrides, log=folder / "log", world_size=world_size)
-    return read_weights(folder / "checkpoint/step-5")
+    return read_weights(folder / "out/checkpoint/step-3")
 
 
 def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
@@ -70,7 +70,7 @@ def change(weights: dict[str, torch.Tensor]) -> torch.Tensor:
 def changes(tmp_path_factory) -> dict[str, torch.Tensor]:
     return {
         name: change(
-            weights_after_five_steps(
+            weights_after_three_steps(
                 tmp_path_factory.mktemp(name), degrees, "--privacy.debug_seed=1"
             )
         )
@@ -94,7 +94,7 @@ def test_row12_and_49_so_it_does_with_an_exact_sum(tmp_path, changes):
     """And the weights move as far as with a sum in fp32, under noise of other draws."""
     options = ["--privacy.debug_seed=1", "--privacy.secure_noise", "--privacy.exact_sum"]
     one, *others = (
-        change(weights_after_five_steps(tmp_path / name, MESHES[name], *options))
+        change(weights_after_three_steps(tmp_path / name, MESHES[name], *options))
         for name in ("cp1", "cp2_dp_shard2", "cp2_dp_replicate2")
     )
     errors = [((other - one).norm() / one.norm()).item() for other in others]
