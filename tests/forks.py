@@ -44,6 +44,12 @@ THIRD_PARTY = (
 OURS = ("torchtitan_dp.train", "torchtitan_dp.audit.__main__", "tests.launcher", "tests.ranks")
 
 
+def need() -> None:
+    """Skip the running test where it may have no other process."""
+    if not offered:
+        pytest.skip("it needs another process")
+
+
 class Process:
     """A process that the server forked: what `subprocess.Popen` offers, and a connection to it."""
 
@@ -52,8 +58,7 @@ class Process:
         Args:
             job: a module's function of the connection and `arguments`, all of which are pickled.
         """
-        if not offered:
-            pytest.skip("it needs another process")
+        need()
         self.connection: Connection[Any, Any] = Client(address())
         self.connection.send((job, arguments))
         self.pid: int = self.connection.recv()

@@ -191,6 +191,7 @@ class _Launched:
         environment: dict[str, str],
         log: Path,
     ) -> None:
+        forks.need()
         self._mark = uuid.uuid4().hex
         torchrun = [
             *(sys.executable, "-m", "torchtitan_dp.launch"),

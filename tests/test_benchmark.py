@@ -20,6 +20,7 @@ from scripts.benchmarking.memory import live_tensor_bytes
 from scripts.benchmarking.opacus_arms import OpacusTrainer
 from scripts.benchmarking.results import GIB, arm_rows, length_rows, rank_rows
 from scripts.benchmarking.tables import arms_tables, lengths_table, ranks_table
+from tests import forks
 from tests.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
 
@@ -231,6 +232,7 @@ def test_a_rank_reports_the_heaviest():
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    forks.need()
     return subprocess.run(
         [sys.executable, "scripts/benchmark.py", *arguments],
         cwd=ROOT,

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
+
 ROOT = Path(__file__).resolve().parents[1]
 
 
@@ -27,6 +29,7 @@ def place(tmp_path: Path) -> Path:
 
 def run(command: str, place: Path) -> str:
     """What a shell prints for the command; any failure in it is one of the test."""
+    forks.need()
     done = subprocess.run(
         ["bash", "-euo", "pipefail", "-c", command],
         cwd=place,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests import forks
+
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
     {"privacy", "process"},
@@ -117,9 +119,12 @@ def test_rooms_are_free_of(rooms: set[str], forbidden: str) -> None:
     assert wrong == []
 
 
-def test_privacy_alone_loads_neither() -> None:
-    """Importing all of `privacy/` loads neither TorchTitan nor PyTorch's collectives' users."""
-    names = [f"torchtitan_dp.{m}" for m in modules() if m.startswith("privacy.")]
+def test_privacy_data_and_config_load_no_torchtitan() -> None:
+    forks.need()
+    rooms = ("privacy.", "data.")
+    names = [f"torchtitan_dp.{m}" for m in modules() if m.startswith(rooms)] + [
+        "torchtitan_dp.config"
+    ]
     script = "import importlib, sys\n"
     script += f"[importlib.import_module(name) for name in {names!r}]\n"
     script += "print([name for name in sys.modules if name.split('.')[0] == 'torchtitan'])"

@@ -22,6 +22,7 @@ HEAVY = (
 
 def imported(*modules: str) -> set[str]:
     """What a new process has imported after `modules`."""
+    forks.need()
     code = f"import sys, {', '.join(modules)}; print(*sys.modules)"
     told = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True

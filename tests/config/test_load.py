@@ -8,6 +8,7 @@ import pytest
 import tokenizers
 
 import torchtitan_dp.plan.__main__ as plan
+from tests import forks
 from tests.launch import CONFIG, ROOT, arguments, write_records
 from torchtitan_dp.config.load import load_config
 
@@ -314,6 +315,7 @@ def test_dashes_are_underscores_and_equals_is_space(tmp_path, data):
 
 
 def run_train(*overrides, **env):
+    forks.need()
     return subprocess.run(
         [str(ROOT / "run_train.sh"), *overrides],
         env={**os.environ, "TORCHTITAN_DP_PYTHON": sys.executable, "NGPU": "2", **env},

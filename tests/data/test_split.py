@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests import forks
 from torchtitan_dp.data import units as units_module
 from torchtitan_dp.data.records import open_store
 from torchtitan_dp.data.split import split
@@ -130,6 +131,7 @@ BYTES = (
 
 def in_locale(root: Path, index: Path, **settings: str) -> list[object]:
     """The file system's encoding there, then what was found."""
+    forks.need()
     index.mkdir()
     told = subprocess.run(
         [sys.executable, "-c", SIDES, str(root), str(index)],

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests import forks
 from tests.launch import ROOT, arguments, with_sigma
 
 LONG = "long " * 2000  # more than seq_len tokens
@@ -86,6 +87,7 @@ def ended(tmp_path_factory) -> dict[str, tuple[int, str, Path]]:
         tasks[out.name] = task(out, surplus[name], assets, "--training.seq_len=64", headroom=None)
     path = root / "tasks.json"
     path.write_text(json.dumps(list(tasks.values())))
+    forks.need()
     done = subprocess.run(
         [sys.executable, "-m", "tests.neighbours", str(path)],
         cwd=ROOT,
