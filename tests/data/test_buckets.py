@@ -8,8 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.launch import CONFIG
 from tests.ranks import on_ranks
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config import lengths as lengths_module
 from torchtitan_dp.config.lengths import MOST_LENGTHS, ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data import buckets
@@ -77,6 +79,33 @@ def test_ladder() -> None:
     assert ladder(configured(seq_len=36, cp=3)) == (6, 12, 24, 36)
     assert ladder(configured(seq_len=2)) == (2,)
     assert ladder(configured("--data.no-length_buckets")) == (T,)
+
+
+def test_rungs_on_an_accelerator_fill_the_rows_that_kernels_load(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A ring's parts have 32 tokens at least; without a ring, and on CPU, nothing changes."""
+    on_cpu = ladder(configured(seq_len=1024, cp=2))
+    alone = ladder(configured(seq_len=1024))
+    monkeypatch.setattr(lengths_module, "has_accelerator", lambda: True)
+    for seq_len, cp in [(1024, 2), (1000, 2), (131072, 8), (64, 2), (96, 3)]:
+        rungs = ladder(configured(seq_len=seq_len, cp=cp))
+        assert rungs[-1] == seq_len
+        assert all(length % (64 * cp) == 0 for length in rungs[:-1])
+    assert ladder(configured(seq_len=1024, cp=2)) == (128, 256, 512, 1024)
+    assert on_cpu == (8, 16, 32, 64, 128, 256, 512, 1024)
+    assert ladder(configured(seq_len=1024)) == alone
+
+
+def test_the_default_command_on_two_gpus_takes_no_unaligned_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """fp32 on a ring: whatever is drawn, a rank's two parts are whole blocks of 32 rows."""
+    monkeypatch.setattr(lengths_module, "has_accelerator", lambda: True)
+    config = load_config(["--job.config_file", str(CONFIG)], 2)
+    cp = config.parallelism.context_parallel_degree
+    assert (cp, config.training.mixed_precision_param) == (2, "float32")
+    assert all(length // (2 * cp) % 32 == 0 for length in ladder(config))
 
 
 @pytest.mark.parametrize("seq_len", [8192, 8320, 131072])

@@ -61,3 +61,104 @@ def ring_errors(balancer, rotate, kv_heads):
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ring_equals_one_process(world_size, balancer, rotate, kv_heads):
     assert max(on_ranks(world_size, ring_errors, balancer, rotate, kv_heads)) < 5e-6
+
+
+def imitate_efficient_kernels():
+    """Offer PyTorch's memory-efficient kernels on CPU, as CUDA's treat logsumexp; hold the result.
+
+    Forward pads it to a multiple of 32 rows, with infinity. Backward demands what CUDA's does: a
+    stride that is a multiple of 8, and as many rows, which it loads whole.
+    """
+    aten = torch.ops.aten
+
+    def forward(q, k, v, bias, needs_logsumexp, dropout=0.0, causal=False, *, scale=None):
+        assert bias is None
+        assert q.shape[1] == k.shape[1], "no grouped queries"
+        out, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, dropout, causal, scale=scale
+        )
+        rows = -(-q.shape[2] // 32) * 32 if needs_logsumexp else 0
+        padded = logsumexp.new_full((*logsumexp.shape[:2], rows), torch.inf)
+        padded[..., : q.shape[2]] = logsumexp[..., :rows]
+        return out, padded, torch.zeros((), dtype=torch.long), torch.zeros((), dtype=torch.long)
+
+    def backward(
+        grad,
+        q,
+        k,
+        v,
+        bias,
+        out,
+        logsumexp,
+        seed,
+        offset,
+        dropout,
+        mask,
+        causal=False,
+        *,
+        scale=None,
+    ):
+        rows = q.shape[2]
+        assert logsumexp.stride(1) % 8 == 0, "LSE is not correctly aligned (strideH)"
+        assert logsumexp.shape[2] == -(-rows // 32) * 32, "rows beyond the end are loaded"
+        assert logsumexp[..., rows:].isinf().all()
+        return (
+            *aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                grad, q, k, v, out, logsumexp[..., :rows].contiguous(), dropout, causal, scale=scale
+            ),
+            None,
+        )
+
+    library = torch.library.Library("aten", "IMPL", "CPU")
+    library.impl("_scaled_dot_product_efficient_attention", forward)
+    library.impl("_scaled_dot_product_efficient_attention_backward", backward)
+    return library
+
+
+def efficient_ring_errors(balancer, rotate, rows):
+    """Largest differences from whole attention, with the kernels that fp32 has on CUDA."""
+    import torchtitan_dp.distributed  # noqa: F401
+
+    # isort: split
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torchtitan.distributed.context_parallel import cp_shard
+    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
+
+    from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
+
+    cp = torch.distributed.get_world_size()
+    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
+    torch.manual_seed(0)
+    q, k, v, g = (torch.randn(2, 4, 2 * cp * rows, 8) for _ in range(4))
+    whole = [x.clone().requires_grad_() for x in (q, k, v)]
+    out = F.scaled_dot_product_attention(*whole, is_causal=True)
+    out.backward(g)
+
+    configure_ring("cuda", load_balancer=balancer, rotate_method=rotate)
+    apply_ring_attention([ScaledDotProductAttentionWrapper()], mesh)  # turns the dispatcher on
+
+    def local(*tensors):
+        return cp_shard(mesh, tensors, None, balancer, input_seq_dim=2)[0]
+
+    mine = [x.detach().requires_grad_() for x in local(q, k, v)]
+    shards = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in mine]
+    library = imitate_efficient_kernels()
+    try:
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
+        ring_out = efficient(*shards, None, True, 0.0, True)[0].to_local()
+        ring_out.backward(local(g)[0])
+    finally:
+        library._destroy()
+    expected = local(out.detach(), *(x.grad for x in whole))
+    actual = [ring_out, *(x.grad for x in mine)]
+    return max((a - e).abs().max().item() for a, e in zip(actual, expected, strict=True))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 32])
+@pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
+@pytest.mark.parametrize("balancer", ["headtail", None])
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_a_ring_of_padded_logsumexps_equals_one_process(world_size, balancer, rotate, rows):
+    """`rows` tokens in each of a rank's two parts: fp32 on CUDA has these kernels alone."""
+    assert max(on_ranks(world_size, efficient_ring_errors, balancer, rotate, rows)) < 5e-6

@@ -5,6 +5,9 @@ PyTorch routes scaled-dot-product attention on sequence-sharded DTensors to a ri
 returns `(out, logsumexp)`, all the ring's merge needs, so registering it in the same table makes
 TorchTitan's context-parallel path run unchanged on gloo, forward and backward.
 
+CUDA's memory-efficient kernels, the only ones for fp32, pad logsumexp to 32 rows, which the ring's
+merge does not know: here their ring cuts it to the rows there are, and pads it again for backward.
+
 Every private name of PyTorch's context parallelism that this package uses is in this file;
 `tests/distributed/test_ring_attention.py` tells when a new version moves one.
 """
@@ -13,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 import torch.nn as nn
+import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import _attention as public_names
@@ -26,6 +30,9 @@ RotateMethod = Literal["allgather", "alltoall"]
 _SEQ_DIM = 2  # of q, k, v: (batch, heads, sequence, head_dim)
 _forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_efficient_op = torch.ops.aten._scaled_dot_product_efficient_attention.default
+_efficient_backward_op = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
+_ALIGNED_ROWS = 32  # the memory-efficient kernels' kAlignLSE: backward loads so many rows at once
 
 # The kernels that PyTorch can put on a ring. The math fallback is not among them: on a
 # sequence-sharded DTensor it would apply the causal mask to rearranged positions.
@@ -51,8 +58,7 @@ def configure_ring(
     """
     ring._cp_options.enable_load_balance = load_balancer == "headtail"
     public_names.set_rotate_method(rotate_method)
-    if device_type == "cpu":
-        _register_cpu_kernels()
+    _register_kernels(device_type)
 
 
 def apply_ring_attention(attention_modules: list[nn.Module], cp_mesh: DeviceMesh) -> None:
@@ -68,10 +74,12 @@ def apply_ring_attention(attention_modules: list[nn.Module], cp_mesh: DeviceMesh
         module.sdpa_backends = _RING_BACKENDS  # type: ignore[assignment]
 
 
-def _register_cpu_kernels() -> None:
-    """Enter the CPU kernels in the table that PyTorch's dispatcher is enabled with."""
-    ring.custom_ops[_forward_op] = _ring_forward  # type: ignore[index,assignment]
-    ring.custom_ops[_backward_op] = _ring_backward  # type: ignore[index,assignment]
+def _register_kernels(device_type: str) -> None:
+    """Enter our rings in the table that PyTorch's dispatcher is enabled with."""
+    handlers = {_efficient_op: _efficient_forward, _efficient_backward_op: _efficient_backward}
+    if device_type == "cpu":
+        handlers |= {_forward_op: _ring_forward, _backward_op: _ring_backward}
+    ring.custom_ops.update(handlers)  # type: ignore[arg-type]
 
 
 def _local(value: Any) -> Any:
@@ -124,3 +132,74 @@ def _ring_backward(
         scale=kwargs.get("scale"),
     )
     return _on_ring(results, query.device_mesh)
+
+
+def _efficient_forward(
+    op: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    query, key, value, attn_bias, _ = args[:5]
+    dropout_p = args[5] if len(args) > 5 else 0.0
+    is_causal = args[6] if len(args) > 6 else False
+    assert attn_bias is None, "the ring masks by position only"
+    out, logsumexp, *seed_and_offset = ring._templated_ring_attention(
+        query.device_mesh.get_group(),
+        _SEQ_DIM,
+        _attend_unpadded,
+        query=_local(query),
+        key=_local(key),
+        value=_local(value),
+        is_causal=is_causal,
+        attn_bias=None,
+        compute_log_sumexp=True,  # the merge needs it, whether or not a gradient does
+        dropout_p=dropout_p,
+        scale=kwargs.get("scale"),
+    )
+    return (*_on_ring((out, logsumexp), query.device_mesh), *seed_and_offset)
+
+
+def _efficient_backward(
+    op: object, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
+    grad_out, query, key, value, attn_bias, out, logsumexp = args[:7]
+    seed, offset, dropout_p, grad_input_mask = args[7:11]
+    assert attn_bias is None, "the ring masks by position only"
+    *gradients, grad_bias = ring._templated_ring_attention_backward(
+        query.device_mesh.get_group(),
+        _SEQ_DIM,
+        _backward_padded,  # type: ignore[arg-type]
+        grad_out=_local(grad_out),
+        grad_out_name="grad_out_",
+        query=_local(query),
+        key=_local(key),
+        value=_local(value),
+        out=_local(out),
+        logsumexp=_local(logsumexp),
+        is_causal=args[11] if len(args) > 11 else False,
+        attn_bias=None,
+        philox_seed=_local(seed),
+        philox_offset=_local(offset),
+        dropout_p=dropout_p,
+        grad_input_mask=grad_input_mask,
+        scale=kwargs.get("scale"),
+    )
+    return (*_on_ring(tuple(gradients), query.device_mesh), grad_bias)
+
+
+def _attend_unpadded(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """Attend to one block by the memory-efficient kernel; logsumexp of the rows that there are."""
+    out, logsumexp, *rest = _efficient_op(query, *args, **kwargs)
+    return out, logsumexp[..., : query.shape[_SEQ_DIM]], *rest
+
+
+def _backward_padded(*, logsumexp: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+    """Take one block's gradients, with logsumexp padded as the forward kernel has padded it.
+
+    The rows that are none have an infinite logsumexp, so that their probabilities are 0.
+    """
+    missing = -logsumexp.shape[_SEQ_DIM] % _ALIGNED_ROWS
+    if missing and torch.version.hip is None:  # ROCm's kernels pad nothing
+        logsumexp = F.pad(logsumexp, (0, missing), value=torch.inf)
+    gradients: tuple[torch.Tensor, ...] = _efficient_backward_op(
+        logsumexp=logsumexp.contiguous(), **kwargs
+    )
+    return gradients

@@ -3,6 +3,7 @@
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.hugging_face import origin, shape
 from torchtitan_dp.models.hugging_face_weights import check_files
@@ -16,9 +17,11 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
 
     Raises:
         ValueError: one line for the user: it is none of ours, its files do not fit it, or its
-            tokenizer has ids that the vocabulary lacks (a record with one would end the run).
+            tokenizer has ids that the vocabulary lacks (a record with one would end the run), or
+            no kernel of this machine has its attention.
     """
     args = shape(config)
+    _check_attention(config, args)
     check_files(config, args, start)
     tokens = load_tokenizer(config.model.hf_assets_path).get_vocab_size()
     if tokens > args.vocab_size:
@@ -28,3 +31,21 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
             "tokenizer"
         )
     return args
+
+
+def _check_attention(config: JobConfig, args: ModelArgs) -> None:
+    """Refuse a ring of fp32 with grouped queries on an accelerator: no kernel of PyTorch has it.
+
+    Flash and cuDNN take 16 bits only, and the memory-efficient kernel no grouped queries.
+    """
+    cp, dtype = (
+        config.parallelism.context_parallel_degree,
+        config.training.mixed_precision_param,
+    )
+    grouped = args.n_kv_heads is not None and args.n_kv_heads != args.n_heads
+    if cp > 1 and dtype == "float32" and grouped and has_accelerator():
+        raise ValueError(
+            f"training.mixed_precision_param = '{dtype}': with context_parallel_degree = {cp} and "
+            f"{args.n_heads} heads that share {args.n_kv_heads} keys no kernel for this device "
+            "attends in 32 bits; set it to 'bfloat16', or parallelism.context_parallel_degree to 1"
+        )

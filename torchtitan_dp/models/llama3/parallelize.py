@@ -19,6 +19,7 @@ from torchtitan.models.llama3.infra import parallelize as torchtitan_llama
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.distributed.efficient_attention import use_efficient_attention
 from torchtitan_dp.distributed.offload import inputs_on_host
 from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
 from torchtitan_dp.gradients.layers import per_sample_layers
@@ -47,6 +48,8 @@ def parallelize_llama(
             load_balancer=parallelism.context_parallel_load_balancer,
             rotate_method=parallelism.context_parallel_rotate_method,
         )
+    elif device_type != "cpu":
+        use_efficient_attention(model)
     if job_config.privacy.enable:
         _apply_parts(model, parallel_dims, fsdp_mesh(parallel_dims), job_config)
     elif model.model_args.tie_embeddings and parallel_dims.fsdp_enabled:
