@@ -10,6 +10,7 @@ run the same command again, and it goes on (where the last step was done, it has
 With `--processes`, for a run on this machine alone, the plan checks everything in this process
 before N workers are started; `auto` is one for each CUDA device, or 2 on a machine without. A
 user's mistake is then one line and exit code 2: torchrun would turn the line into 45 and 2 into 1.
+This process opens no CUDA context, which would hold memory of a device beside its worker.
 """
 
 import argparse
@@ -70,11 +71,16 @@ def _checked(processes: str, argv: list[str]) -> list[str]:
     """Run the plan on the workers' own arguments; torchrun's arguments for so many workers.
 
     Raises:
-        SystemExit: the plan found a mistake and has said which.
+        SystemExit: the plan found a mistake and has said which, or the devices cannot be used.
     """
-    if processes == "auto":
-        import torch
+    import torch
 
+    from torchtitan_dp.config.load import exit_on_mistake
+    from torchtitan_dp.distributed.devices import require_usable_devices
+
+    with exit_on_mistake():
+        require_usable_devices()
+    if processes == "auto":
         processes = str(torch.cuda.device_count() or 2)
     module = argv.index("-m")
     _run_plan(["--world_size", processes, *argv[module + 2 :]])

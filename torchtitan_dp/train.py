@@ -40,6 +40,7 @@ from torchtitan_dp.distributed.agreement import (
     require_agreement,
     shared_root_key,
 )
+from torchtitan_dp.distributed.devices import require_usable_devices
 from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.reduction import ReductionGroups
@@ -283,6 +284,7 @@ def main(argv: list[str]) -> None:
     init_logger()
     open_records = OpenOnce()
     with mistakes_as_faults():
+        require_usable_devices()
         config = load_config(argv, int(os.environ["WORLD_SIZE"]))
         here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         check_run(config, open_records, share=here)

@@ -1,0 +1,71 @@
+"""Devices that cannot be used end a start in one line, and the launcher opens none of them."""
+
+import pytest
+import torch
+
+import torchtitan_dp.distributed  # noqa: F401
+
+# isort: split
+from tests.launch import arguments, write_records
+from torchtitan_dp import launch
+from torchtitan_dp import train as training
+from torchtitan_dp.distributed import devices
+from torchtitan_dp.process import Fault
+
+NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27 21:21:55 UTC 2021\n"
+
+
+@pytest.fixture
+def old_driver(monkeypatch, tmp_path):
+    """Two devices, as the driver's library counts them, that CUDA cannot use."""
+    (tmp_path / "version").write_text(NVRM)
+    version = devices.driver_version(tmp_path / "version")
+    monkeypatch.setattr(devices, "driver_version", lambda: version)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+
+@pytest.mark.parametrize(("count", "available"), [(0, False), (2, True)])
+def test_other_machines_are_let_be(monkeypatch, count, available):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: available)
+    devices.require_usable_devices()
+
+
+@pytest.mark.usefixtures("old_driver")
+@pytest.mark.parametrize("processes", ["auto", "2"])
+def test_the_launcher_refuses_an_old_driver_in_one_line(monkeypatch, capsys, processes):
+    monkeypatch.setattr(launch, "_run_plan", lambda argv: pytest.fail("it went on"))
+    with pytest.raises(SystemExit) as stop:
+        launch._checked(processes, ["-m", "torchtitan_dp.train"])
+    line = capsys.readouterr().err
+    assert stop.value.code == 2
+    assert len(line.splitlines()) == 1
+    assert line.startswith("error: NVIDIA driver 470.82.01: this machine has 2 CUDA devices")
+    assert "CUDA 13.0" in line
+
+
+@pytest.mark.usefixtures("old_driver")
+def test_a_worker_refuses_it_too(monkeypatch):
+    monkeypatch.setattr(training, "protect", lambda: None)
+    monkeypatch.setattr(training, "init_logger", lambda: None)
+    with pytest.raises(Fault, match="NVIDIA driver 470"):
+        training.main.__wrapped__([])
+
+
+def test_a_driver_that_does_not_tell_its_version(tmp_path):
+    assert devices.driver_version(tmp_path / "none") == "of unknown version"
+
+
+def test_the_launchers_process_opens_no_cuda_context(monkeypatch, tmp_path):
+    """With devices in sight: what `torch.cuda` would initialize for is never asked for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which it would set for its workers
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("a CUDA context"))
+    run = arguments(tmp_path / "out", write_records(tmp_path / "data"))
+    checked = launch._checked("auto", ["-m", "torchtitan_dp.train", *run])
+    assert checked[:2] == ["--nproc_per_node", "2"]
+    assert not torch.cuda.is_initialized()
