@@ -3,6 +3,7 @@
 #
 #   ./scripts/run_tests.sh        the whole suite, on all cores
 #   ./scripts/run_tests.sh fast   what needs no other process, and one run of two processes
+#   ./scripts/run_tests.sh -m cuda   what needs a CUDA device, which all others are not shown
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"

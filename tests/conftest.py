@@ -23,6 +23,16 @@ FAST = "TORCHTITAN_DP_FAST_TESTS"
 """An environment variable: set, tests that ask for another process are skipped."""
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if hides_devices(config.getoption("markexpr")):
+        os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
+
+
+def hides_devices(marks: str) -> bool:
+    """All tests but those of `-m cuda` run on gloo and the CPU, also where there are devices."""
+    return not marks.startswith("cuda")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the longest files first."""
     rank = {file: place for place, file in enumerate(LONGEST)}

@@ -1,12 +1,17 @@
 """Devices that cannot be used end a start in one line, and the launcher opens none of them."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
 import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
-from tests.launch import arguments, write_records
+from tests.conftest import hides_devices
+from tests.launch import ROOT, arguments, write_records
 from torchtitan_dp import launch
 from torchtitan_dp import train as training
 from torchtitan_dp.distributed import devices
@@ -69,3 +74,27 @@ def test_the_launchers_process_opens_no_cuda_context(monkeypatch, tmp_path):
     checked = launch._checked("auto", ["-m", "torchtitan_dp.train", *run])
     assert checked[:2] == ["--nproc_per_node", "2"]
     assert not torch.cuda.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("marks", "hidden"), [("", True), ("not slow", True), ("cuda", False), ("cuda and slow", False)]
+)
+def test_tests_see_devices_only_where_they_ask_for_them(marks, hidden):
+    assert hides_devices(marks) is hidden
+
+
+def test_this_test_sees_no_device():
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == ""
+    assert not torch.cuda.is_available()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_the_launcher_opens_no_cuda_context_beside_real_devices(tmp_path):
+    run = arguments(tmp_path / "out", write_records(tmp_path / "data"))
+    program = (
+        "import sys, torch; from torchtitan_dp import launch; "
+        "launch._checked('auto', ['-m', 'torchtitan_dp.train', *sys.argv[1:]]); "
+        "assert torch.cuda.device_count() and not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", program, *run], cwd=ROOT, check=True)
