@@ -14,6 +14,9 @@ arm has exactly M microbatches: a private arm's Poisson draws are replaced, in t
 draws of that fixed size. For timing only; norms, clipping and noise are real. Memory and bytes:
 each arm alone in fresh processes; on CPU the process's resident set (with freed memory given back
 at once), on CUDA its tensors.
+
+What `--json` and `--markdown` name is written anew after each arm. A run that was cut off goes on
+where it was, by the same command: what it had measured lies in `<--json>.partial` until the end.
 """
 
 import argparse
@@ -22,12 +25,15 @@ import json
 import os
 import platform
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from benchmarking import arms as catalogue
 from benchmarking import plot, results, tables
+from benchmarking.arms import Setting
+from benchmarking.journal import Journal
 from benchmarking.measure import (
     Measured,
     Repetitions,
@@ -35,6 +41,7 @@ from benchmarking.measure import (
     measure,
     read_config,
 )
+from benchmarking.worker import show
 
 from torchtitan_dp.config.load import exit_on_mistake, fail
 
@@ -53,15 +60,23 @@ def main() -> None:
     options, overrides = _parse()
     with exit_on_mistake():
         _check(options, overrides)
-        result = _run(options, overrides)
-    text = _markdown(result)
-    print(text)
+        journal = Journal(options.json and options.json.with_name(options.json.name + ".partial"))
+        if journal.resumed:
+            show(f"{journal.resumed} measurements of {journal.path} are not repeated")
+        for result in _run(options, overrides, journal):
+            _write(options, result)
+    print(_markdown(result))
+    journal.remove()
+    if options.plot:
+        plot.draw(result["arms"], result["machine"], options.plot)
+
+
+def _write(options: argparse.Namespace, result: dict[str, Any]) -> None:
+    """Write what is there so far."""
     if options.json:
         options.json.write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
     if options.markdown:
-        options.markdown.write_text(text + "\n", encoding="utf-8")
-    if options.plot:
-        plot.draw(result["arms"], result["machine"], options.plot)
+        options.markdown.write_text(_markdown(result) + "\n", encoding="utf-8")
 
 
 def _parse() -> tuple[argparse.Namespace, list[str]]:
@@ -114,15 +129,37 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> None:
             fail(f"{path}: no such folder")
 
 
-def _run(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
+def _run(
+    options: argparse.Namespace, overrides: list[str], journal: Journal
+) -> Iterator[dict[str, Any]]:
+    """Measure the tables that were asked for; yields the result so far, and in the end all of it.
+
+    Raises:
+        ValueError: the user's mistake, before anything is measured.
+    """
     devices = options.devices or torch.cuda.device_count() or 2
-    found: dict[str, list[Measured]] = {"arms": [], "lengths": [], "ranks": []}
-    if options.table in ("arms", "all"):
-        found["arms"] = _compare_arms(options, overrides, devices)
-    if options.table in ("lengths", "all"):
-        found["lengths"] = _compare_lengths(options, overrides, devices)
-    if options.table in ("ranks", "all"):
-        found["ranks"] = _compare_ranks(options, overrides)
+    settings = {
+        "arms": _compare_arms,
+        "lengths": _compare_lengths,
+        "ranks": _compare_ranks,
+    }
+    asked = {
+        table: list(compare(options, overrides, devices))
+        for table, compare in settings.items()
+        if options.table in (table, "all")
+    }
+    found: dict[str, list[Measured]] = {table: [] for table in settings}
+    for table, wanted in asked.items():
+        for arms, setting, repetitions in wanted:
+            found[table].append(Measured(setting, arms))
+            for found[table][-1] in measure(arms, setting, repetitions, journal):
+                yield _result(options, found, devices)
+    yield _result(options, found, devices)
+
+
+def _result(
+    options: argparse.Namespace, found: dict[str, list[Measured]], devices: int
+) -> dict[str, Any]:
     skipped = {
         (arm, one.setting.devices): reason
         for one in itertools.chain(*found.values())
@@ -143,44 +180,44 @@ def _run(options: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     }
 
 
+Wanted = tuple[list[catalogue.Arm], Setting, Repetitions | None]
+
+
 def _compare_arms(
     options: argparse.Namespace, overrides: list[str], devices: int
-) -> list[Measured]:
+) -> Iterator[Wanted]:
     chosen = {devices: catalogue.choose(options.arms, devices)}
     if options.is_default and options.devices is None and options.arms is None and devices > 1:
         chosen[1] = catalogue.choose(",".join(catalogue.ON_ONE_PROCESS), 1)
     sizes = _batch_sizes(options, overrides, devices)
-    return [
-        _measure(options, overrides, n, arms, mbs)
-        for n, arms in chosen.items()
-        for mbs in (sizes if n == devices else sizes[:1])
-    ]
+    for n, arms in chosen.items():
+        for mbs in sizes if n == devices else sizes[:1]:
+            yield _wanted(options, overrides, n, arms, mbs)
 
 
 def _compare_lengths(
     options: argparse.Namespace, overrides: list[str], devices: int
-) -> list[Measured]:
+) -> Iterator[Wanted]:
     arms = catalogue.choose(options.arms or "microbatch,V2", devices)
     mbs = _batch_sizes(options, overrides, devices)[0]
-    return [_measure(options, overrides, devices, arms, mbs, factor) for factor in LENGTH_FACTORS]
+    for factor in LENGTH_FACTORS:
+        yield _wanted(options, overrides, devices, arms, mbs, factor)
 
 
-def _compare_ranks(options: argparse.Namespace, overrides: list[str]) -> list[Measured]:
+def _compare_ranks(options: argparse.Namespace, overrides: list[str], _: int) -> Iterator[Wanted]:
     arms = catalogue.choose(options.arms or "microbatch,V1,V2", 2)
     all_cp = ["--parallelism.context_parallel_degree=-1"] + [
         f"--parallelism.data_parallel_{kind}_degree=1" for kind in ("shard", "replicate")
     ]
     overrides = [*overrides, *all_cp]
     most = torch.cuda.device_count() or max(RANKS)
-    return [
-        _measure(options, overrides, n, arms, mbs, timed=False)
-        for mbs in _batch_sizes(options, overrides, 1)
-        for n in RANKS
-        if n <= most
-    ]
+    for mbs in _batch_sizes(options, overrides, 1):
+        for n in RANKS:
+            if n <= most:
+                yield _wanted(options, overrides, n, arms, mbs, timed=False)
 
 
-def _measure(
+def _wanted(
     options: argparse.Namespace,
     overrides: list[str],
     devices: int,
@@ -188,7 +225,7 @@ def _measure(
     local_batch_size: int,
     seq_len_factor: int = 1,
     timed: bool = True,
-) -> Measured:
+) -> Wanted:
     setting = make_setting(
         options.config,
         overrides,
@@ -198,7 +235,7 @@ def _measure(
         seq_len_factor=seq_len_factor,
     )
     repetitions = Repetitions(options.rounds, options.steps, options.warm_up)
-    return measure(arms, setting, repetitions if timed else None)
+    return arms, setting, repetitions if timed else None
 
 
 def _batch_sizes(options: argparse.Namespace, overrides: list[str], devices: int) -> list[int]:

@@ -1,10 +1,12 @@
 """The benchmark's own arithmetic, and one tiny run. No test looks at how long anything took."""
 
+import dataclasses
 import gc
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,12 @@ import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 import torch.nn as nn
 
+import scripts.benchmarking.measure as measuring
+from scripts.benchmarking import worker
 from scripts.benchmarking.arms import ARMS, Setting, choose
 from scripts.benchmarking.collectives import BytesSent
-from scripts.benchmarking.measure import Measured, heaviest
+from scripts.benchmarking.journal import Journal
+from scripts.benchmarking.measure import Measured, Repetitions, heaviest
 from scripts.benchmarking.memory import live_tensor_bytes
 from scripts.benchmarking.opacus_arms import OpacusTrainer
 from scripts.benchmarking.results import GIB, arm_rows, length_rows, rank_rows
@@ -139,6 +144,10 @@ def test_opacus_arms_take_the_same_step(tmp_path):
     assert (hooks - ghost).norm() < 1e-4 * hooks.norm()
 
 
+def tiny() -> Setting:
+    return Setting("", (), 1, 1, 32, 1, 1)
+
+
 def made_up() -> Measured:
     """Rounds in which the machine halves its speed; V2 has no memory, V1 is not run."""
     names = ["non-DP", "microbatch", "V1", "V2", "non-DP + AC", "V2 + AC"]
@@ -231,6 +240,104 @@ def test_a_rank_reports_the_heaviest():
     }
 
 
+@torch.compile(fullgraph=True, backend="eager")
+def compiled_add(x):
+    return x + 1
+
+
+def weighed_with_a_compiled_step():
+    """The bytes of a step that compiles a whole function, as noise on CUDA is compiled."""
+
+    def step():
+        compiled_add(torch.ones(2))
+        dist.all_reduce(torch.ones(4))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "_build", lambda *_: step)
+        patch.setattr(worker, "map_tensors_alone", lambda: None)
+        return worker.weigh(ARMS["microbatch"], tiny(), "")["bytes_sent"]
+
+
+def test_bytes_of_a_compiled_step_are_counted():
+    assert on_ranks(2, weighed_with_a_compiled_step) == [{"all_reduce": 16}] * 2
+
+
+@pytest.fixture
+def measured_by(monkeypatch):
+    """`measure` with made-up processes; what they were asked for, and when they are cut off."""
+    asked: list[str] = []
+
+    def on_processes(devices, function, first, setting, *args, **how_often):
+        if len(asked) == measured_by.cut_off_after:
+            raise KeyboardInterrupt
+        if function is worker.weigh:
+            asked.append(first.name)
+            return [{**dict.fromkeys(WEIGHED, 1.0), "bytes_sent": {}}]
+        journal, key = args
+        for _ in range(len(journal.of(key)), how_often["rounds"]):
+            if len(asked) == measured_by.cut_off_after:
+                raise KeyboardInterrupt
+            asked.append("round")
+            journal.add(key, {arm.name: 2.0 for arm in first})
+        return [None]
+
+    monkeypatch.setattr(measuring, "on_processes", on_processes)
+    monkeypatch.setattr(measuring, "_is_built", lambda *_: True)
+    measured_by = types.SimpleNamespace(asked=asked, cut_off_after=None)
+    return measured_by
+
+
+WEIGHED = "peak_bytes", "peak_reserved_bytes", "peak_allocated_bytes", "per_sample_gradient_bytes"
+ALL_MEASURED = ["non-DP", "microbatch", "round", "round", "round"]
+
+
+@pytest.mark.parametrize("cut_off_after", range(len(ALL_MEASURED) + 1))
+def test_a_benchmark_goes_on_where_it_was_cut_off(tmp_path, measured_by, cut_off_after):
+    arms, path = choose("microbatch", 1), tmp_path / "b.json.partial"
+    repetitions = Repetitions(rounds=3, steps=1, warm_up=1)
+
+    def last():
+        *_, found = measuring.measure(arms, tiny(), repetitions, Journal(path))
+        return found
+
+    measured_by.cut_off_after = cut_off_after
+    if cut_off_after < len(ALL_MEASURED):
+        with pytest.raises(KeyboardInterrupt):
+            last()
+    if path.exists():
+        with path.open("a") as file:
+            file.write('["cut')  # the line that it was writing
+    measured_by.cut_off_after = None
+    found = last()
+    assert measured_by.asked == ALL_MEASURED
+    assert set(found.weighed) == {"non-DP", "microbatch"}
+    assert found.seconds == {"non-DP": [2.0] * 3, "microbatch": [2.0] * 3}
+    assert last().seconds == found.seconds
+    assert measured_by.asked == ALL_MEASURED
+
+
+def test_results_are_there_as_arms_come(tmp_path, measured_by):
+    arms = choose("microbatch", 1)
+    repetitions = Repetitions(rounds=1, steps=1, warm_up=1)
+    steps = measuring.measure(arms, tiny(), repetitions, Journal())
+    assert [[row["status"] for row in arm_rows(found)] for found in steps] == [
+        ["ok", "pending"],
+        ["ok", "ok"],
+        ["ok", "ok"],
+    ]
+
+
+def test_other_settings_are_measured_anew(tmp_path, measured_by):
+    repetitions = Repetitions(rounds=1, steps=1, warm_up=1)
+    path = tmp_path / "journal"
+    list(measuring.measure(choose("non-DP", 1), tiny(), repetitions, Journal(path)))
+    other = dataclasses.replace(tiny(), seq_len=999)
+    list(measuring.measure(choose("non-DP", 1), other, repetitions, Journal(path)))
+    assert measured_by.asked == ["non-DP", "round"] * 2
+    Journal(path).remove()
+    assert not path.exists()
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     forks.need()
     return subprocess.run(
@@ -265,6 +372,8 @@ def test_one_tiny_run(tmp_path):
     assert result["arms"][1]["per_sample_gradient_bytes"] > 0
     assert "| MBS | T | non-DP | microbatch | microbatch gap |" in markdown.read_text()
     assert markdown.read_text().strip() == done.stdout.strip()
+    assert [path.name for path in sorted(tmp_path.iterdir())] == ["b.json", "b.md"]
+    assert "round 1 of 1" in done.stderr
 
 
 @pytest.mark.parametrize(

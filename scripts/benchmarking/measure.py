@@ -1,8 +1,9 @@
 """Measures arms in one setting: first each alone (memory, bytes), then in turns (time)."""
 
-import sys
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
@@ -11,7 +12,9 @@ from torchtitan_dp.config.load import load_config
 
 from . import worker
 from .arms import Arm, Setting
+from .journal import Journal, key_of
 from .processes import OutOfMemory, on_processes
+from .worker import show
 
 
 @dataclass(frozen=True)
@@ -73,18 +76,25 @@ def make_setting(
     )
 
 
-def measure(arms: list[Arm], setting: Setting, repetitions: Repetitions | None) -> Measured:
-    """Weigh all arms and, unless `repetitions` is None, time them."""
+def measure(
+    arms: list[Arm], setting: Setting, repetitions: Repetitions | None, journal: Journal
+) -> Iterator[Measured]:
+    """Weigh all arms and, unless `repetitions` is None, time them; yields after each arm.
+
+    Args:
+        journal: what it holds is not measured again.
+    """
     found = Measured(setting, arms)
     runnable = [arm for arm in arms if _is_built(arm, found)]
-    for arm in runnable:
-        _say(f"{setting}: {arm.name} alone")
-        _weigh(arm, found)
+    for place, arm in enumerate(runnable, start=1):
+        show(f"{setting}: {arm.name} alone ({place} of {len(runnable)})")
+        _weigh(arm, found, journal)
+        yield found
     runnable = [arm for arm in runnable if arm.name in found.weighed]
     if repetitions is not None and runnable:
-        _say(f"{setting}: {len(runnable)} arms in turns")
-        _time(runnable, found, repetitions)
-    return found
+        show(f"{setting}: {len(runnable)} arms in turns")
+        _time(runnable, found, repetitions, journal)
+    yield found
 
 
 def _is_built(arm: Arm, found: Measured) -> bool:
@@ -102,20 +112,23 @@ def _is_built(arm: Arm, found: Measured) -> bool:
 
 def _skip(arm: Arm, reason: str, found: Measured) -> bool:
     found.skipped[arm.name] = reason
-    _say(f"skipped: {arm.name}: {reason}")
+    show(f"skipped: {arm.name}: {reason}")
     return False
 
 
-def _weigh(arm: Arm, found: Measured) -> None:
+def _weigh(arm: Arm, found: Measured, journal: Journal) -> None:
+    key = key_of("weigh", found.setting, arm)
     try:
-        ranks = on_processes(found.setting.devices, worker.weigh, arm, found.setting)
+        if not journal.of(key):
+            ranks = on_processes(found.setting.devices, worker.weigh, arm, found.setting)
+            journal.add(key, heaviest(ranks))
     except OutOfMemory:
         found.no_memory.add(arm.name)
-        _say(f"out of memory: {arm.name}")
+        show(f"out of memory: {arm.name}")
     except NotImplementedError as error:
         _skip(arm, str(error), found)
     else:
-        found.weighed[arm.name] = heaviest(ranks)
+        found.weighed[arm.name] = journal.of(key)[-1]
 
 
 def heaviest(ranks: list[dict[str, Any]]) -> dict[str, Any]:
@@ -125,25 +138,36 @@ def heaviest(ranks: list[dict[str, Any]]) -> dict[str, Any]:
     return {**max(ranks, key=lambda rank: rank["peak_bytes"]), "bytes_sent": sent}
 
 
-def _time(arms: list[Arm], found: Measured, repetitions: Repetitions) -> None:
+def _time(arms: list[Arm], found: Measured, repetitions: Repetitions, journal: Journal) -> None:
     """All in turns in the same processes; one after the other where they do not fit together."""
-    devices, how_often = found.setting.devices, vars(repetitions)
     try:
-        ranks = on_processes(devices, worker.time_in_turns, arms, found.setting, **how_often)
-        found.seconds = ranks[0]
+        found.seconds |= _seconds(arms, found, repetitions, journal)
         found.in_turns = True
     except OutOfMemory:
-        _say(f"{found.setting}: the arms do not fit into memory together; one after the other")
+        show(f"{found.setting}: the arms do not fit into memory together; one after the other")
         for arm in arms:
             try:
-                ranks = on_processes(
-                    devices, worker.time_in_turns, [arm], found.setting, **how_often
-                )
-                found.seconds |= ranks[0]
+                found.seconds |= _seconds([arm], found, repetitions, journal)
             except OutOfMemory:
                 found.no_memory.add(arm.name)
                 del found.weighed[arm.name]
 
 
-def _say(line: str) -> None:
-    print(f"benchmark: {line}", file=sys.stderr, flush=True)
+def _seconds(
+    arms: list[Arm], found: Measured, repetitions: Repetitions, journal: Journal
+) -> dict[str, list[float]]:
+    """A step's seconds by arm and round: those of the journal, and those that it lacks."""
+    setting, how_often = found.setting, vars(repetitions)
+    key = key_of("time", setting, *arms, steps=repetitions.steps, warm_up=repetitions.warm_up)
+    if len(journal.of(key)) < repetitions.rounds:
+        with tempfile.TemporaryDirectory() as folder:
+            path = journal.path or Path(folder) / "rounds"
+            written = Journal(path)
+            on_processes(
+                setting.devices, worker.time_in_turns, arms, setting, written, key, **how_often
+            )
+            rounds = Journal(path).of(key)
+    else:
+        rounds = journal.of(key)
+    rounds = rounds[: repetitions.rounds]
+    return {arm.name: [seconds[arm.name] for seconds in rounds] for arm in arms}

@@ -42,13 +42,19 @@ def _arm_row(arm: Any, found: Measured) -> Row:
         "world_size": setting.devices,
         "microbatches": setting.microbatches,
         "activation_checkpoint": "full" if arm.checkpointed else "none",
-        "status": "OOM" if name in found.no_memory else "ok",
+        "status": _status(name, found),
     }
     return {
         **row,
         **_time_columns(name, arm.baseline, found),
         **_memory_columns(name, arm.baseline, found),
     }
+
+
+def _status(name: str, found: Measured) -> str:
+    if name in found.no_memory:
+        return "OOM"
+    return "ok" if name in found.weighed else "pending"  # while the benchmark runs
 
 
 def _time_columns(name: str, baseline: str, found: Measured) -> Row:

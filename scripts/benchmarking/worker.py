@@ -4,6 +4,7 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 import time
 import unittest.mock
 from collections.abc import Callable, Iterator
@@ -15,6 +16,7 @@ import torch.distributed as dist
 
 from .arms import Arm, Setting
 from .collectives import BytesSent
+from .journal import Journal
 from .memory import (
     allocated_peak_bytes,
     live_tensor_bytes,
@@ -27,27 +29,46 @@ from .memory import (
 Step = Callable[[], None]
 
 
+def show(line: str) -> None:
+    """Tell how far the benchmark is."""
+    print(f"benchmark: {line}", file=sys.stderr, flush=True)
+
+
 def time_in_turns(
-    arms: list[Arm], setting: Setting, folder: str, *, rounds: int, steps: int, warm_up: int
-) -> dict[str, list[float]]:
-    """Seconds a step of each arm, by round: all live in these processes and take turns."""
+    arms: list[Arm],
+    setting: Setting,
+    journal: Journal,
+    key: str,
+    folder: str,
+    *,
+    rounds: int,
+    steps: int,
+    warm_up: int,
+) -> None:
+    """Seconds a step of each arm: all live in these processes and take turns.
+
+    Rank 0 writes each round down as it comes. Rounds that are there already are not repeated.
+    """
+    done = len(journal.of(key))
     with _draws_of_fixed_size(setting.records):
         step_of = {arm.name: _build(arm, setting, folder) for arm in arms}
         for step in step_of.values():
             _seconds(step, warm_up)
-        seconds: dict[str, list[float]] = {name: [] for name in step_of}
-        for round_ in range(rounds):
-            names = list(step_of)
+        for round_ in range(done, rounds):
+            names, seconds = list(step_of), {}
             for name in names if round_ % 2 == 0 else reversed(names):
-                seconds[name].append(_seconds(step_of[name], steps) / steps)
-    return seconds
+                seconds[name] = _seconds(step_of[name], steps) / steps
+            if int(os.environ["RANK"]) == 0:
+                journal.add(key, seconds)
+                show(f"{setting}: round {round_ + 1} of {rounds}")
 
 
 def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
     """One arm alone: its memory, the bytes that it sends in a step, its per-sample gradients.
 
     The peak is of this process, from its start to the end of the second step (the first one with
-    AdamW's state); what PyTorch allocated is of a third.
+    AdamW's state); what PyTorch allocated is of a third. Bytes are counted in a last step, in which
+    nothing is compiled: under a dispatch mode `fullgraph=True` finds no frame to compile.
     """
     map_tensors_alone()
     with _draws_of_fixed_size(setting.records):
@@ -55,10 +76,12 @@ def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
         step()  # creates lazily what later steps keep
         gc.collect()
         at_rest = live_tensor_bytes()
-        with watch_clipping() as live, BytesSent() as sent:
+        with watch_clipping() as live:
             step()
         peak, reserved = peak_bytes(), peak_reserved_bytes()
         allocated = allocated_peak_bytes(step)
+        with torch.compiler.set_stance("force_eager"), BytesSent() as sent:
+            step()
     clips = arm.opacus is None and live.most > 0
     return {
         "peak_bytes": peak,

@@ -1,5 +1,6 @@
 """Predicted memory: against the same step with real tensors, and as a user asks for it."""
 
+import dataclasses
 import json
 
 import pytest
@@ -169,7 +170,6 @@ def planned(tmp_path_factory):
     command += [f"--plot={folder / 'plan.png'}"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-        patch.setattr(memory_report, "_enough_ranks", lambda *_: None)  # not tried here
         with pytest.raises(SystemExit) as stop:
             plan.main(command)
     return stop.value.code, json.loads((folder / "plan.json").read_text()), folder
@@ -193,22 +193,23 @@ def plan_of(config, **longest):
     return MemoryPlan(4, config.training.seq_len, parts, 80, longest)
 
 
-def test_a_misfit_names_the_largest_part_and_what_fits(monkeypatch):
+def test_a_misfit_names_the_largest_part_and_what_fits():
     config = load_config(small(), 4)
-    monkeypatch.setattr(memory_report, "predict", lambda *_, **__: plan_of(config))
-    memory = plan_of(config, none=1024, full=4096)
+    memory = dataclasses.replace(plan_of(config, none=1024, full=4096), fitting_world_size=8)
     with pytest.raises(ValueError, match="activations; shrunk by activation_checkpoint") as error:
-        memory_report.report(memory, config, small(), limited=True)
+        memory_report.report(memory, config, limited=True)
     line = str(error.value)
     assert "\n" not in line
-    assert "fits: activation_checkpoint.mode = 'full', or training.seq_len = 1024" in line
-    memory_report.report(memory, config, small(), limited=False)  # a warning
+    assert (
+        "fits: activation_checkpoint.mode = 'full', or training.seq_len = 1024, or 8 ranks" in line
+    )
+    memory_report.report(memory, config, limited=False)  # a warning
 
 
 def test_the_table_says_that_it_predicts(capsys):
     config = load_config(small(), 4)
     memory = plan_of(config, none=None, full=LONGEST)
-    memory_report.report(memory, config, small(), limited=False)
+    memory_report.report(memory, config, limited=False)
     lines = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
     assert "(predicted): 96.0 GiB, which does NOT fit 80 GiB" in lines[0]
     assert [word for word in lines[4].split() if word[0].isalnum()] == [

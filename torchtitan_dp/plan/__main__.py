@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
         write_json(options.json, _for_programs(plan, args, world_size, costs, memory))
     if memory is not None:
         with exit_on_mistake():
-            report(memory, config, overrides, limited=options.memory_gib is not None)
+            report(memory, config, limited=options.memory_gib is not None)
 
 
 def _predict_memory(

@@ -3,7 +3,7 @@
 It builds what `DPTrainer` builds (model, FSDP2, ring, gradients, DP optimizer) and runs its step.
 Fake tensors know shapes and dtypes only, and a fake process group answers at once for any number
 of ranks, so a rank of an 8B run fits a laptop. A prediction runs in a process of its own, which
-sees no accelerator: `torchtitan_dp.plan.memory` starts it.
+sees no accelerator: `torchtitan_dp.plan.memory` starts `torchtitan_dp.plan.prediction`.
 """
 
 import contextlib
@@ -43,6 +43,36 @@ from torchtitan_dp.plan.tracker import MemoryTracker, wrapped
 from torchtitan_dp.privacy import summation as dp_summation
 
 
+class _RoomyClippedSum(ClippedSum):
+    """Takes the room of the sum before a method has laid it out: the first microbatch is as any."""
+
+    def __init__(self, *args: Any, **terms: Any) -> None:
+        super().__init__(*args, **terms)
+        dp_shard, cp = self.groups.dp_shard_size, self.groups.cp_size
+        chunk = sum(
+            RowLayout(parameter.shape, dp_shard, cp).chunk_numel
+            for parameter in self.parameters.values()
+        )
+        shape = (dp_shard, chunk)
+        self._room: torch.Tensor | None = torch.empty(shape, dtype=self._summation.dtype)
+
+    def lay_out(self, *args: Any) -> None:
+        self._room = None
+        super().lay_out(*args)
+
+    def take(self) -> dict[str, torch.Tensor]:
+        """Take what an empty step leaves, as large as that of another."""
+        if self._room is None:
+            return super().take()
+        chunk_N = self._room[0]
+        if self.groups.dp_shard is not None:
+            chunk_N = torch.empty_like(chunk_N)
+        return {
+            name: chunk_N.narrow(0, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
+            for name, parameter in self.parameters.items()
+        }
+
+
 class Step:
     """Lays a model over the mesh of a default process group and takes its step, tracked."""
 
@@ -51,6 +81,8 @@ class Step:
         Args:
             config: checked, for the process group's world size.
             tracker: entered already.
+
+        Updates and microbatches may come in any order; the first update makes AdamW's state.
         """
         self.config, self.tracker = config, tracker
         family = family_of(args)
@@ -75,6 +107,7 @@ class Step:
                 family.trained_fsdp_modules(self.model),
                 groups,
                 max_grad_norm=config.privacy.max_grad_norm,
+                clipped_sum_type=_RoomyClippedSum,
             )
         self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
         # One parameter at a time: temporaries as small as those of the fused kernel's rank.

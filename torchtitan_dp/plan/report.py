@@ -27,11 +27,10 @@ from torchtitan_dp.plan.memory import (
 TRAIN_CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
 
 
-def report(memory: MemoryPlan, config: JobConfig, overrides: list[str], *, limited: bool) -> None:
+def report(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None:
     """Print the table, and what would fit if this does not.
 
     Args:
-        overrides: the configuration's command line, to try it on more ranks.
         limited: the user said how much memory there is.
 
     Raises:
@@ -43,7 +42,7 @@ def report(memory: MemoryPlan, config: JobConfig, overrides: list[str], *, limit
     )
     if memory.fits:
         return
-    line = misfit(memory, config, overrides)
+    line = misfit(memory, config)
     if limited:
         raise ValueError(line)
     print(f"warning: {line}", file=sys.stderr)
@@ -106,7 +105,7 @@ def _shrink_activations(config: JobConfig) -> str:
     return "a larger parallelism.context_parallel_degree or a smaller training.seq_len"
 
 
-def misfit(memory: MemoryPlan, config: JobConfig, overrides: list[str]) -> str:
+def misfit(memory: MemoryPlan, config: JobConfig) -> str:
     """Say in one line why it does not fit, and the nearest settings that do."""
     nearest = []
     own = config.activation_checkpoint.mode
@@ -117,25 +116,13 @@ def misfit(memory: MemoryPlan, config: JobConfig, overrides: list[str]) -> str:
         nearest.append(f"training.seq_len = {length}")
     elif with_ac is not None and with_ac < memory.seq_len:
         nearest.append(f"activation_checkpoint.mode = 'full' with training.seq_len = {with_ac}")
-    if (ranks := _enough_ranks(memory, overrides)) is not None:
-        nearest.append(f"{ranks} ranks")
+    if memory.fitting_world_size is not None:
+        nearest.append(f"{memory.fitting_world_size} ranks")
     return (
         f"{memory.peak_bytes / GIB:.1f} GiB a rank predicted, of {memory.memory_gib:g} GiB less "
         f"{HEADROOM:.0%}: largest part {shrink(memory.largest, config)}; fits: "
         + (", or ".join(nearest) or "nothing near")
     )
-
-
-def _enough_ranks(memory: MemoryPlan, overrides: list[str]) -> int | None:
-    """Find whether twice or four times as many ranks fit, if the configuration's degrees follow."""
-    for ranks in (2 * memory.world_size, 4 * memory.world_size):
-        try:
-            load_config(overrides, ranks)
-        except ValueError:
-            continue
-        if predict(overrides, ranks, memory.memory_gib, longest=False).fits:
-            return ranks
-    return None
 
 
 def plot(memory: MemoryPlan, path: str) -> None:

@@ -1,0 +1,127 @@
+"""Few layers tell the peak of all; the longest sample takes two predictions and a check."""
+
+import dataclasses
+import io
+
+import pytest
+
+import torchtitan_dp.distributed  # noqa: F401
+
+# isort: split
+from tests import forks
+from tests.plan.test_memory import small
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.plan import memory as plan_memory
+from torchtitan_dp.plan import prediction
+from torchtitan_dp.plan.memory import GIB, LONGEST
+from torchtitan_dp.plan.prediction import Extrapolated, Whole, longest
+
+LAYERS, LENGTHS = 7, (4096, 8192)
+
+
+def whole_and_extrapolated(overrides, mode):
+    """Peaks of seven layers, predicted with all of them and with few."""
+    from torchtitan_dp.plan.fake_step import fake_world
+
+    config = load_config(overrides, 2)
+    args = dataclasses.replace(shape(config), n_layers=LAYERS)
+    with fake_world(2):
+        whole = Whole(config, args, mode)
+        return whole.estimate(*LENGTHS), Extrapolated(whole, 80 * GIB).estimate(*LENGTHS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize(
+    "overrides",
+    [(), ("--training.local_batch_size=2", "--parallelism.data_parallel_shard_degree=2")],
+    ids=["microbatch, cp 2", "grad_sample, dp_shard 2"],
+)
+def test_few_layers_tell_the_peak_of_all(overrides, mode):
+    whole, few = forks.call(whole_and_extrapolated, small(*overrides), mode)
+    assert few == pytest.approx(whole, rel=1e-3)
+
+
+def peak_at_any_time(overrides):
+    """The peak of a first microbatch, and of one after it, beside the optimizer's state."""
+    from torchtitan_dp.plan.fake_step import fake_world
+    from torchtitan_dp.plan.prediction import _Model
+
+    config = load_config(overrides, 2)
+    with fake_world(2):
+        model = _Model(config, shape(config), "none")
+        first = model.microbatch(2048)[0]
+        model._known.clear()
+        return first, model.microbatch(2048)[0]
+
+
+@pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",)])
+def test_the_first_microbatch_takes_what_any_other_takes(overrides):
+    first, second = forks.call(peak_at_any_time, small(*overrides))
+    assert first == second
+
+
+class Line:
+    """A peak that is a line in T; counts what it is asked."""
+
+    def __init__(self, at_zero: int, per_token: int) -> None:
+        self.at_zero, self.per_token = at_zero, per_token
+        self.estimated: list[int] = []
+        self.decided: list[int] = []
+
+    def estimate(self, *lengths: int) -> list[float]:
+        self.estimated += lengths
+        return [float(self.at_zero + self.per_token * length) for length in lengths]
+
+    def decide(self, seq_len: int) -> float:
+        self.decided.append(seq_len)
+        return self.at_zero + self.per_token * seq_len
+
+
+@pytest.mark.parametrize("per_token", [1, 10**3, 10**5, 10**6, 10**9])
+def test_two_predictions_and_a_check_find_the_longest_sample(per_token):
+    limit, unit = 76 * GIB, 8
+    peaks = Line(20 * GIB, per_token)
+    found = longest(peaks, limit, unit)
+    fitting = [unit << k for k in range(20) if peaks.at_zero + per_token * (unit << k) <= limit]
+    assert found == (min(fitting[-1], LONGEST) if fitting else None)
+    assert len(peaks.estimated) == 2
+    assert len(peaks.decided) == 1
+
+
+def test_what_bends_is_predicted_with_all_layers(monkeypatch):
+    config = load_config(small(), 2)
+    args = dataclasses.replace(shape(config), n_layers=32)
+    monkeypatch.setattr(Extrapolated, "estimate", lambda self, *lengths: [100.0 for _ in lengths])
+    whole = Whole(config, args, "none")
+    whole.known[1024] = 100.4
+    assert isinstance(prediction._peaks(whole, 10**9, 4), Extrapolated)
+    whole.known[1024] = 101.0
+    assert prediction._peaks(whole, 10**9, 4) is whole
+
+
+def test_close_to_the_limit_and_below_some_thousand_tokens_all_layers_decide(monkeypatch):
+    config = load_config(small(), 2)
+    args = dataclasses.replace(shape(config), n_layers=32)
+    whole = Whole(config, args, "none")
+    quick = Extrapolated(whole, limit=1000)
+    quick._short = 10
+    monkeypatch.setattr(quick, "estimate", lambda *lengths: [float(n) for n in lengths])
+    whole.known |= {9: -5.0, 969: -1.0, 971: -2.0, 1029: -3.0, 1031: -4.0}
+    decided = [quick.decide(n) for n in (9, 969, 971, 1029, 1031)]
+    assert decided == [-5.0, 969.0, -2.0, -3.0, 1031.0]
+
+
+def test_progress_is_shown_on_a_terminal_alone(monkeypatch):
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    shown, hidden = Terminal(), io.StringIO()
+    for stream in (shown, hidden):
+        monkeypatch.setattr(plan_memory.sys, "stderr", stream)
+        plan_memory._show_progress("8 ranks")
+        plan_memory._show_progress("")
+    assert shown.getvalue() == "\r\033[Kmemory: 8 ranks…\r\033[K"
+    assert hidden.getvalue() == ""

@@ -1,0 +1,226 @@
+"""The process that predicts memory: the step under fake tensors, for lengths, AC modes and ranks.
+
+A rank's own step is predicted as it is, with all layers. For other lengths, modes and ranks a model
+of few layers suffices: its layers are alike, so what is alive at a moment grows by the same bytes
+with each, and from some thousand tokens a rank on the moment of the peak is the same. The
+extrapolation is held against the whole model's, and asked no more where they differ; what comes
+close to the limit, and what is shorter, is predicted with all layers too.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import gc
+import json
+import sys
+from collections.abc import Callable
+from typing import Protocol
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.plan.fake_step import Step, fake_world, tracking
+from torchtitan_dp.plan.memory import CATEGORIES, LONGEST, MODES, MemoryPlan, limit_bytes
+
+FEW_LAYERS = (2, 3)  # one alone is gathered without the next
+ENOUGH_LAYERS = 8  # of a model: fewer are as quickly predicted themselves
+LONG = 2048  # tokens a rank, from which on few layers tell
+TOLERANCE = 0.005  # of a peak: as much as an extrapolation may be off where it is held against
+CLOSE = 0.03  # of the limit: nearer to it, an extrapolation does not decide
+Say = Callable[[str], None]
+
+
+class _Model:
+    """Predicts the peaks of a model that is built once, for samples of any length."""
+
+    def __init__(self, config: JobConfig, args: ModelArgs, mode: str) -> None:
+        config = copy.deepcopy(config)
+        config.activation_checkpoint.mode = mode
+        self._stack = contextlib.ExitStack()
+        self._tracker = self._stack.enter_context(tracking())
+        self._step = Step(config, args, self._tracker)
+        self._tracker.start_over()
+        self._step.update()
+        self.update = self._tracker.peak_bytes, self._tracker.peak
+        self._known: dict[int, tuple[int, dict[str, int]]] = {}
+
+    def microbatch(self, seq_len: int) -> tuple[int, dict[str, int]]:
+        """Predict the peak bytes of a microbatch after the first update, and what they are of."""
+        if seq_len not in self._known:
+            self._tracker.start_over()
+            self._step.microbatch(seq_len)
+            self._known[seq_len] = self._tracker.peak_bytes, self._tracker.peak
+        return self._known[seq_len]
+
+    def at(self, seq_len: int) -> tuple[int, dict[str, int]]:
+        """Predict the peak of both, and what it is of."""
+        return max(self.update, self.microbatch(seq_len), key=lambda found: found[0])
+
+    def close(self) -> None:
+        """Free it: one model is tracked at a time."""
+        self._stack.close()
+        del self._step, self._tracker
+        gc.collect()
+
+
+class Peaks(Protocol):
+    """Names what the search for the longest sample needs: peaks in bytes, by length."""
+
+    def estimate(self, *lengths: int) -> list[float]:
+        """Return peaks to go by."""
+
+    def decide(self, seq_len: int) -> float:
+        """Return a peak to hold against the limit."""
+
+
+class Whole:
+    """Predicts with all layers."""
+
+    def __init__(self, config: JobConfig, args: ModelArgs, mode: str) -> None:
+        self.config, self.args, self.mode = config, args, mode
+        self.known: dict[int, float] = {}
+
+    def estimate(self, *lengths: int) -> list[float]:
+        if wanted := [length for length in lengths if length not in self.known]:
+            model = _Model(self.config, self.args, self.mode)
+            self.known |= {length: model.at(length)[0] for length in wanted}
+            model.close()
+        return [self.known[length] for length in lengths]
+
+    def decide(self, seq_len: int) -> float:
+        return self.estimate(seq_len)[0]
+
+
+class Extrapolated:
+    """Predicts with few layers for all; what is close to the limit, with all of them."""
+
+    def __init__(self, whole: Whole, limit: int) -> None:
+        self._whole, self._limit = whole, limit
+        self._short = LONG * whole.config.parallelism.context_parallel_degree
+        self._known: dict[int, float] = {}
+
+    def estimate(self, *lengths: int) -> list[float]:
+        if wanted := [length for length in lengths if length not in self._known]:
+            found = []
+            for layers in FEW_LAYERS:
+                args = copy.deepcopy(self._whole.args)
+                args.n_layers = layers
+                model = _Model(self._whole.config, args, self._whole.mode)
+                found.append([(model.update[0], model.microbatch(n)[0]) for n in wanted])
+                model.close()
+            for length, few, more in zip(wanted, *found, strict=True):
+                self._known[length] = max(map(self._extrapolate, few, more))
+        return [self._known[length] for length in lengths]
+
+    def _extrapolate(self, few: int, more: int) -> float:
+        slope = (more - few) / (FEW_LAYERS[1] - FEW_LAYERS[0])
+        return few + slope * (self._whole.args.n_layers - FEW_LAYERS[0])
+
+    def decide(self, seq_len: int) -> float:
+        if seq_len < self._short:
+            return self._whole.decide(seq_len)
+        (guess,) = self.estimate(seq_len)
+        close = abs(guess - self._limit) <= CLOSE * self._limit
+        return self._whole.decide(seq_len) if close else guess
+
+
+def longest(peaks: Peaks, limit: int, unit: int) -> int | None:
+    """Find the longest sample within `limit` bytes that is `unit` times a power of two.
+
+    From some thousand tokens a rank on, memory is a line in T: two predictions give the line, and
+    where it meets the limit is predicted too.
+    """
+    short, long = unit * 2**13, unit * 2**14
+    below, above = peaks.estimate(short, long)
+    slope = max((above - below) / (long - short), 1.0)
+    guess = max(min(long + (limit - above) / slope, LONGEST), unit)
+    power = (int(guess) // unit).bit_length() - 1
+    while power >= 0 and peaks.decide(unit * 2**power) > limit:
+        power -= 1
+    return unit * 2**power if power >= 0 else None
+
+
+def measure(
+    config: JobConfig,
+    args: ModelArgs,
+    world_size: int,
+    memory_gib: float,
+    *,
+    seek_longest: bool,
+    say: Say = lambda doing: None,
+) -> MemoryPlan:
+    """Predict rank 0's memory, and how long samples may be, within a fake world."""
+    config.compile.enable = False  # fused kernels need less, how much less is not predicted
+    seq_len, own = config.training.seq_len, config.activation_checkpoint.mode
+    limit, unit = limit_bytes(memory_gib), 2 * config.parallelism.context_parallel_degree
+    say(f"a step of {seq_len:,} tokens a sample")
+    model = _Model(config, args, own)
+    update, (peak, parts) = model.update[0], model.at(seq_len)
+    model.close()
+    lengths: dict[str, int | None] = {}
+    for mode in MODES if seek_longest else ():
+        say(f"the longest sample with activation_checkpoint.mode = '{mode}'")
+        whole = Whole(config, args, mode)
+        if mode == own:
+            whole.known[seq_len] = peak
+        lengths[mode] = None
+        if update <= limit:
+            lengths[mode] = longest(_peaks(whole, limit, unit), limit, unit)
+    parts = {name: parts.get(name, 0) for name in CATEGORIES}
+    return MemoryPlan(world_size, seq_len, parts, memory_gib, lengths)
+
+
+def enough_ranks(
+    overrides: list[str], args: ModelArgs, world_size: int, limit: int, say: Say
+) -> int | None:
+    """Find whether twice or four times as many ranks fit, if the configuration's degrees follow."""
+    for ranks in (2 * world_size, 4 * world_size):
+        try:
+            config = load_config(overrides, ranks)
+        except ValueError:
+            continue
+        say(f"{ranks} ranks")
+        config.compile.enable = False
+        with fake_world(ranks):
+            whole = Whole(config, args, config.activation_checkpoint.mode)
+            few = args.n_layers > ENOUGH_LAYERS
+            peaks: Peaks = Extrapolated(whole, limit) if few else whole
+            if peaks.decide(config.training.seq_len) <= limit:
+                return ranks
+    return None
+
+
+def _peaks(whole: Whole, limit: int, unit: int) -> Peaks:
+    """Choose how to predict: as quickly as what `whole` knows already is met."""
+    if whole.args.n_layers <= ENOUGH_LAYERS:
+        return whole
+    quick = Extrapolated(whole, limit)
+    known = list(whole.known)
+    guesses = quick.estimate(*known, unit * 2**13, unit * 2**14)  # those of the line, at once
+    for seq_len, guess in zip(known, guesses, strict=False):
+        if abs(guess - whole.known[seq_len]) > TOLERANCE * whole.known[seq_len]:
+            return whole
+    return quick
+
+
+def main() -> None:
+    """Answer the task on stdin: what is being done, a line each, and the plan as JSON."""
+    overrides, world_size, memory_gib, seek_longest = json.load(sys.stdin)
+    config = load_config(overrides, world_size)
+    args = shape(config)
+
+    def say(doing: str) -> None:
+        print(doing, flush=True)
+
+    with fake_world(world_size):
+        plan = measure(config, args, world_size, memory_gib, seek_longest=seek_longest, say=say)
+    if seek_longest and not plan.fits:
+        limit = limit_bytes(memory_gib)
+        ranks = enough_ranks(overrides, args, world_size, limit, say)
+        plan = dataclasses.replace(plan, fitting_world_size=ranks)
+    print(json.dumps(dataclasses.asdict(plan)))
+
+
+if __name__ == "__main__":
+    main()
