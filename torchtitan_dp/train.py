@@ -150,7 +150,8 @@ class DPTrainer(Trainer):
 
     def should_continue_training(self) -> bool:
         if self.step == self.checkpointer.start.step + 1:
-            shorten_timeouts(self.job_config, self.parallel_dims)
+            groups = self.clipped_sum.groups.all()
+            shorten_timeouts(self.job_config, self.parallel_dims, groups)
         return super().should_continue_training() and not self.stop.is_agreed(self.device)
 
     def train(self) -> None:

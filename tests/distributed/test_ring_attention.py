@@ -19,6 +19,21 @@ def test_the_private_names_are_where_we_use_them():
     assert callable(public_names.set_rotate_method)
 
 
+@pytest.mark.parametrize(
+    ("cudnn", "first"),
+    [(90100, "FLASH_ATTENTION"), (90501, "CUDNN_ATTENTION"), (None, "CUDNN_ATTENTION")],
+)
+def test_an_old_cudnn_is_not_put_on_a_ring(monkeypatch, cudnn, first):
+    import torchtitan_dp.distributed  # noqa: F401
+    from torchtitan_dp.distributed import ring_attention
+
+    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    names = [backend.name for backend in ring_attention._backends()]
+    assert names[0] == first
+    assert "EFFICIENT_ATTENTION" in names
+    assert "MATH" not in names
+
+
 def ring_errors(balancer, rotate, kv_heads):
     """Largest differences of the output and of the gradients of q, k, v, on this rank."""
     import torchtitan_dp.distributed  # noqa: F401

@@ -17,7 +17,7 @@ from torchtitan_dp.plan import prediction
 from torchtitan_dp.plan.memory import GIB, LONGEST
 from torchtitan_dp.plan.prediction import Extrapolated, Whole, longest
 
-LAYERS, LENGTHS = 7, (4096, 8192)
+LAYERS, LENGTHS = 7, (8192, 16384)
 
 
 def whole_and_extrapolated(overrides, mode):

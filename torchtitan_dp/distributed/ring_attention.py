@@ -42,6 +42,8 @@ _RING_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
 ]
 
+_CUDNN_FOR_RINGS = 90501
+
 
 def configure_ring(
     device_type: str, *, load_balancer: LoadBalancer, rotate_method: RotateMethod
@@ -71,7 +73,19 @@ def apply_ring_attention(attention_modules: list[nn.Module], cp_mesh: DeviceMesh
     """
     apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
     for module in attention_modules:
-        module.sdpa_backends = _RING_BACKENDS  # type: ignore[assignment]
+        module.sdpa_backends = _backends()  # type: ignore[assignment]
+
+
+def _backends() -> list[SDPBackend]:
+    """List the kernels for the ring, the preferred first.
+
+    cuDNN before 9.5.1 fails in the ring's backward, where a rank's queries and another's keys
+    differ in number, with an assertion of its own: flash attention comes first there.
+    """
+    version = torch.backends.cudnn.version()
+    if version is not None and version < _CUDNN_FOR_RINGS:
+        return [backend for backend in _RING_BACKENDS if backend != SDPBackend.CUDNN_ATTENTION]
+    return _RING_BACKENDS
 
 
 def _register_kernels(device_type: str) -> None:

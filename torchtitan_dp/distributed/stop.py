@@ -4,9 +4,11 @@ import datetime
 import os
 import signal
 import threading
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_pg_timeouts
@@ -58,10 +60,24 @@ class StopRequest:
         return bool(asked.item())
 
 
-def shorten_timeouts(config: JobConfig, parallel_dims: ParallelDims) -> None:
+def shorten_timeouts(
+    config: JobConfig, parallel_dims: ParallelDims, groups: Iterable[dist.ProcessGroup | None]
+) -> None:
     """Have collectives wait for `comm.train_timeout_seconds`, once a start's first step is done.
 
-    TorchTitan does so after step 1 alone, which a resumed run never takes. Collective.
+    TorchTitan does so after step 1 alone, which a resumed run never takes, and for its own groups
+    alone. Collective.
+
+    Args:
+        groups: those of our own reductions.
     """
     timeout = datetime.timedelta(seconds=config.comm.train_timeout_seconds)
     set_pg_timeouts(timeout, parallel_dims)
+    for group in groups:
+        if group is not None:
+            _set_timeout(timeout, group)
+
+
+def _set_timeout(timeout: datetime.timedelta, group: dist.ProcessGroup) -> None:
+    """Set one group's timeout: PyTorch has no public name for it, and TorchTitan uses this one."""
+    distributed_c10d._set_pg_timeout(timeout, group)

@@ -21,6 +21,10 @@ class ReductionGroups:
     dp_shard: dist.ProcessGroup | None
     cp: dist.ProcessGroup | None
 
+    def all(self) -> tuple[dist.ProcessGroup | None, ...]:
+        """Return the groups in the order of the mesh."""
+        return self.dp_replicate, self.dp_shard, self.cp
+
     @property
     def dp_shard_size(self) -> int:
         return dist.get_world_size(self.dp_shard) if self.dp_shard else 1

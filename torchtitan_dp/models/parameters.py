@@ -1,5 +1,9 @@
 """A model's parameters, whatever its family: their names, which are trained, which were loaded."""
 
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+
 import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
@@ -40,3 +44,25 @@ def copy_slice_(parameter: torch.Tensor, whole: torch.Tensor) -> None:
     )
     slices = tuple(slice(start, start + n) for start, n in zip(offset, shape, strict=True))
     parameter.to_local().copy_(whole[slices])
+
+
+def in_threads(
+    draws: Sequence[Callable[[], torch.Tensor]], threads: int | None = None
+) -> Iterator[torch.Tensor]:
+    """Yield what each call returns, in order; as many run at once as this process has threads.
+
+    A generator's draws are one after the other, so a thread takes a whole parameter. No more of
+    them are in memory than there are threads, and the one that is yielded.
+
+    Args:
+        threads: default: PyTorch's number, which is OMP_NUM_THREADS; at most 8.
+    """
+    threads = threads or min(torch.get_num_threads(), 8)
+    begun: deque[Future[torch.Tensor]] = deque()
+    with ThreadPoolExecutor(threads) as pool:
+        for draw in draws:
+            if len(begun) == threads:
+                yield begun.popleft().result()
+            begun.append(pool.submit(draw))
+        while begun:
+            yield begun.popleft().result()

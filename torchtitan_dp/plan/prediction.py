@@ -25,7 +25,7 @@ from torchtitan_dp.plan.memory import CATEGORIES, LONGEST, MODES, MemoryPlan, li
 
 FEW_LAYERS = (2, 3)  # one alone is gathered without the next
 ENOUGH_LAYERS = 8  # of a model: fewer are as quickly predicted themselves
-LONG = 2048  # tokens a rank, from which on few layers tell
+LONG = 4096  # tokens a rank, from which on few layers tell
 TOLERANCE = 0.005  # of a peak: as much as an extrapolation may be off where it is held against
 CLOSE = 0.03  # of the limit: nearer to it, an extrapolation does not decide
 Say = Callable[[str], None]

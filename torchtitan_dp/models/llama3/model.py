@@ -1,6 +1,7 @@
 """Llama 3 for private training: TorchTitan's Transformer, tied embeddings, mesh-free init."""
 
 import contextlib
+import functools
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,7 +15,7 @@ from torchtitan.models.llama3.model.args import RoPEScalingArgs
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.models.loss import per_sample_loss
 from torchtitan_dp.models.loss_head import LossHead
-from torchtitan_dp.models.parameters import canonical_name, copy_slice_
+from torchtitan_dp.models.parameters import canonical_name, copy_slice_, in_threads
 
 
 @dataclass
@@ -81,20 +82,31 @@ class Llama(Transformer):
         """Set every parameter to the slice of a whole drawn from (`debug.seed`, its name) alone.
 
         The distributions are TorchTitan's. Each whole parameter is drawn on the CPU, one at a
-        time, so the result is bit-identical on every mesh and rank.
+        time and thread, so the result is bit-identical on every mesh and rank.
         """
         with torch.device(buffer_device or self.freqs_cis.device):
             self.freqs_cis = self._precompute_freqs_cis()
-        for name, parameter in self.named_parameters():
-            if not self.model_args.draw_weights:
+        parameters = {canonical_name(name): p for name, p in self.named_parameters()}
+        if not self.model_args.draw_weights:
+            for parameter in parameters.values():
                 parameter.fill_(torch.nan)
-                continue
-            name = canonical_name(name)
-            whole = torch.empty(parameter.shape, dtype=torch.float32, device="cpu")
-            digest = hashlib.sha256(f"{self.model_args.init_seed}/{name}".encode()).digest()
-            seed = int.from_bytes(digest[:4], "big")  # 32 bits suffice: initial weights are public
-            _draw_(whole, name, self.model_args, torch.Generator().manual_seed(seed))
+            return
+        draws = [
+            functools.partial(_drawn, name, parameter.shape, self.model_args)
+            for name, parameter in parameters.items()
+        ]
+        for parameter, whole in zip(parameters.values(), in_threads(draws), strict=True):
             copy_slice_(parameter, whole)
+
+
+@torch.no_grad()  # which a thread does not inherit
+def _drawn(name: str, shape: torch.Size, args: LlamaArgs) -> torch.Tensor:
+    """Draw the whole parameter of that name, fp32 on the CPU, from a generator of its own."""
+    whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+    digest = hashlib.sha256(f"{args.init_seed}/{name}".encode()).digest()
+    seed = int.from_bytes(digest[:4], "big")  # 32 bits suffice: initial weights are public
+    _draw_(whole, name, args, torch.Generator().manual_seed(seed))
+    return whole
 
 
 def _draw_(whole: torch.Tensor, name: str, args: LlamaArgs, generator: torch.Generator) -> None:

@@ -1,0 +1,208 @@
+"""What `scripts/gpu_report.sh` measures by itself: kernels' times, the plan, a profiled step.
+
+    python scripts/benchmarking/gpu_parts.py timings [--json FILE] [--values N] [--tokens N] …
+    python scripts/benchmarking/gpu_parts.py plan ROWS.json … [--json FILE]
+    python scripts/benchmarking/gpu_parts.py profile [--seq_len T] [--json FILE]
+
+Times are of CUDA events around one call, medians of the rounds. On a CPU they are of the clock, so
+that this file can be tried there; they say nothing of a GPU.
+"""
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+CONFIG = str(ROOT / "train_configs/llama3_1b_64k.toml")
+GIB = 2**30
+Row = dict[str, Any]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    kinds = parser.add_subparsers(dest="part", required=True)
+    times = kinds.add_parser("timings")
+    times.add_argument("--values", type=int, default=1_235_814_400, help="of a 1B model")
+    times.add_argument("--tokens", type=int, default=16384)
+    times.add_argument("--dim", type=int, default=2048)
+    times.add_argument("--vocabulary", type=int, default=128256)
+    times.add_argument("--rounds", type=int, default=10)
+    plan = kinds.add_parser("plan")
+    plan.add_argument("rows", nargs="+", type=Path)
+    profile = kinds.add_parser("profile")
+    profile.add_argument("--seq_len", type=int, default=16384)
+    for part in (times, plan, profile):
+        part.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    result = {"timings": timings, "plan": predictions, "profile": profiled}[options.part](options)
+    text = json.dumps(result, indent=2)
+    print(text)
+    if options.json:
+        options.json.write_text(text + "\n", encoding="utf-8")
+
+
+def timings(options: argparse.Namespace) -> Row:
+    """Time a norm, one sample's clip-and-add, a step's noise, and the loss head."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rows = _time_sums(options.values, options.rounds, device)
+    for chunk in (2048, 8192):
+        rows.append(_time_loss_head(options, chunk, device))
+    return {"device": _device_name(device), "timings": rows}
+
+
+def _time_sums(values: int, rounds: int, device: torch.device) -> list[Row]:
+    from torchtitan_dp.privacy.clipping import add_clipped_, squared_norm
+    from torchtitan_dp.privacy.noise import add_gaussian_noise_
+    from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
+
+    gradient = torch.full((values,), 1e-6, device=device)
+    total = torch.zeros_like(gradient)
+    factor, rejected = torch.tensor(0.5, device=device), torch.tensor(False, device=device)
+    noise = {"std": 1.0, "key": bytes(32), "name": "w", "start": 0}
+    calls: dict[str, Callable[[], object]] = {
+        "squared norm": lambda: squared_norm(gradient),
+        "clip and add": lambda: add_clipped_(total, gradient, factor, rejected),
+        "noise": lambda: add_gaussian_noise_(total, **noise),
+        "secure noise": lambda: add_secure_gaussian_noise_(total, **noise),
+    }
+    return [
+        {"what": what, "of": f"{values:,} values", "ms": _median_ms(call, rounds)}
+        for what, call in calls.items()
+    ]
+
+
+def _time_loss_head(options: argparse.Namespace, chunk: int, device: torch.device) -> Row:
+    """Forward and backward, in bf16."""
+    import torchtitan_dp.distributed  # noqa: F401
+
+    # isort: split
+    from torchtitan_dp.models.loss_head import LossHead
+
+    tokens, dim = options.tokens, options.dim
+    output = torch.nn.Linear(dim, options.vocabulary, bias=False, device=device)
+    head = LossHead.over(output.to(torch.bfloat16), chunk)
+    h_BTD = torch.randn(1, tokens, dim, device=device, dtype=torch.bfloat16, requires_grad=True)
+    labels_BT = torch.zeros(1, tokens, dtype=torch.int64, device=device)
+    targets_B = torch.tensor([tokens], device=device)
+
+    def both() -> None:
+        head.weight.grad = h_BTD.grad = None
+        head(h_BTD, labels_BT, targets_B).sum().backward()
+
+    milliseconds = _median_ms(both, options.rounds)
+    products = 6 * tokens * dim * options.vocabulary
+    return {
+        "what": f"loss head, chunks of {chunk:,}: {products / milliseconds / 1e9:.4g} TFLOP/s",
+        "of": f"{tokens:,} tokens",
+        "ms": milliseconds,
+    }
+
+
+def _median_ms(call: Callable[[], object], rounds: int) -> float:
+    """Of single calls, after two that warm up."""
+    times = []
+    for _ in range(rounds + 2):
+        if torch.cuda.is_available():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            call()
+            end.record()
+            torch.cuda.synchronize()
+            times.append(begin.elapsed_time(end))
+        else:
+            start = time.perf_counter()
+            call()
+            times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times[2:])
+
+
+def predictions(options: argparse.Namespace) -> Row:
+    """Hold the plan's predictions against the peaks that the benchmark measured."""
+    from torchtitan_dp.plan.memory import predict
+
+    rows = []
+    for path in options.rows:
+        for row in json.loads(path.read_text(encoding="utf-8"))["arms"]:
+            if row["name"].startswith("non-DP") or row["peak_memory_gib"] is None:
+                continue
+            overrides = ["--job.config_file", CONFIG, f"--training.seq_len={row['seq_len']}"]
+            overrides.append(f"--activation_checkpoint.mode={row['activation_checkpoint']}")
+            predicted = predict(overrides, 1, 80.0, longest=False).peak_bytes / GIB
+            rows.append(
+                {
+                    "seq_len": row["seq_len"],
+                    "activation_checkpoint": row["activation_checkpoint"],
+                    "predicted_gib": predicted,
+                    "allocated_gib": row["peak_memory_gib"],
+                    "predicted_vs_allocated": predicted / row["peak_memory_gib"],
+                }
+            )
+    return {"predictions": rows}
+
+
+def profiled(options: argparse.Namespace) -> Row:
+    """Profile one private step, and say for which part of it the device had nothing to do."""
+    from benchmarking.arms import ARMS
+    from benchmarking.measure import make_setting
+    from benchmarking.processes import on_processes
+
+    overrides = [f"--training.seq_len={options.seq_len}"]
+    setting = make_setting(CONFIG, overrides, 1, local_batch_size=1, microbatches=4)
+    (result,) = on_processes(1, profile_step, ARMS["microbatch"], setting)
+    return {"seq_len": options.seq_len, **result}
+
+
+def profile_step(arm: Any, setting: Any, folder: str) -> Row:
+    """In a process of its own: the third step, under the profiler."""
+    from benchmarking.worker import _build, _draws_of_fixed_size
+
+    activity = torch.profiler.ProfilerActivity
+    with _draws_of_fixed_size(setting.records):
+        step = _build(arm, setting, folder)
+        for _ in range(2):
+            step()
+        torch.cuda.synchronize()
+        with torch.profiler.profile(activities=[activity.CPU, activity.CUDA]) as profile:
+            step()
+            torch.cuda.synchronize()
+    on_device = torch.autograd.DeviceType.CUDA
+    kernels = [event for event in profile.events() if event.device_type == on_device]
+    return idle([(event.time_range.start, event.time_range.end) for event in kernels])
+
+
+def idle(busy: Iterable[tuple[float, float]]) -> Row:
+    """From the times in µs at which kernels began and ended: how long none ran.
+
+    >>> idle([(0, 10), (5, 20), (30, 40)])["gaps_ms"]
+    [0.01]
+    """
+    end, gaps, first = None, [], None
+    for start, stop in sorted(busy):
+        first = start if first is None else first
+        if end is not None and start > end:
+            gaps.append(start - end)
+        end = stop if end is None else max(end, stop)
+    assert first is not None
+    assert end is not None
+    return {
+        "step_ms": (end - first) / 1e3,
+        "idle_ms": sum(gaps) / 1e3,
+        "idle_share": sum(gaps) / (end - first),
+        "gaps_ms": [gap / 1e3 for gap in sorted(gaps, reverse=True)[:10]],
+    }
+
+
+def _device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name() if device.type == "cuda" else "cpu"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""Initial weights are drawn in threads: the same values, and few of them in memory at once."""
+
+import functools
+import threading
+
+import pytest
+import torch
+
+import torchtitan_dp.distributed  # noqa: F401
+
+# isort: split
+from torchtitan_dp.models.llama3.model import FLAVORS, Llama, _drawn
+from torchtitan_dp.models.parameters import in_threads
+
+
+@pytest.mark.parametrize("threads", [1, 3, 8])
+def test_threads_yield_in_order_and_hold_few(threads):
+    lock, alive, most = threading.Lock(), 0, 0
+
+    def draw(number):
+        nonlocal alive, most
+        with lock:
+            alive += 1
+            most = max(most, alive)
+        return torch.tensor(number)
+
+    found = []
+    for value in in_threads([functools.partial(draw, n) for n in range(20)], threads):
+        found.append(int(value))
+        with lock:
+            alive -= 1
+    assert found == list(range(20))
+    assert most <= threads + 1
+
+
+def test_weights_are_those_of_one_draw_after_the_other(monkeypatch):
+    args = FLAVORS["debug"]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    model = Llama(args)
+    model.init_weights()
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, _drawn(name, parameter.shape, args)), name
+    assert model.layers["0"].attention.wq.weight.requires_grad

@@ -1,0 +1,107 @@
+"""`scripts/gpu_report.sh` without a GPU: it says so; its own arithmetic on small sizes."""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from scripts.benchmarking import gpu_parts, gpu_table
+from tests.launch import ROOT
+from torchtitan_dp.plan import memory as plan_memory
+from torchtitan_dp.plan.memory import GIB, MemoryPlan
+
+
+def run(folder, *arguments, **env):
+    return subprocess.run(
+        ["bash", "scripts/gpu_report.sh", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "GPU_REPORT": str(folder), **env},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_without_a_device_each_part_says_so(tmp_path):
+    done = run(tmp_path, "tests", "train")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:2] == ["tests: no CUDA device", "train: no CUDA device"]
+    assert json.loads((tmp_path / "train.json").read_text())["status"] == "no CUDA device"
+    report = (tmp_path / "report.md").read_text()
+    assert "| tests | no CUDA device | 0 |" in report
+    assert "| train | no CUDA device | 0 |" in report
+
+
+def test_what_is_done_is_not_run_again_and_all_parts_are_listed(tmp_path):
+    (tmp_path / "profile.json").write_text(json.dumps({"status": "ok"}))
+    done = run(tmp_path, "profile")
+    assert done.stdout.splitlines()[0] == "profile: done already"
+    parts = [line.split(":")[0] for line in run(tmp_path, "--dry_run").stdout.splitlines()]
+    assert {"tests", "train", "resume", "compile", "offload", "mbs4", "timings"} <= set(parts)
+    assert {"rows_2k", "rows_16k_compiled", "rows_64k", "head", "plan", "profile"} <= set(parts)
+    wrong = run(tmp_path, "--dry_run", "nothing")
+    assert wrong.returncode == 2
+    assert "no part 'nothing'" in wrong.stderr
+
+
+def test_a_part_that_fails_or_takes_too_long_is_told(tmp_path):
+    """With a device, as the script sees it: what is run is a stand-in for Python."""
+    python = tmp_path / "python"
+    python.write_text(
+        '#!/usr/bin/env bash\ncase "$*" in\n'
+        '    *is_available*) echo "A GPU" ;;\n'
+        f'    *gpu_table*) exec {sys.executable} "$@" ;;\n'
+        "    *timings*) sleep 9 ;;\n"
+        "    *profile*--seq_len*) exit 3 ;;\n"
+        "esac\n"
+    )
+    python.chmod(0o755)
+    stand_in = {"TORCHTITAN_DP_PYTHON": str(python), "GPU_REPORT_LIMIT": "1"}
+    done = run(tmp_path / "out", "timings", "profile", "plan", **stand_in)
+    assert done.returncode == 1
+    ended = {
+        part: json.loads((tmp_path / f"out/{part}.json").read_text())["status"]
+        for part in ("timings", "profile", "plan")
+    }
+    assert ended == {"timings": "out of time", "profile": "failed with exit code 3", "plan": "ok"}
+
+
+def test_timings_of_small_sizes():
+    options = argparse.Namespace(values=1000, tokens=16, dim=8, vocabulary=32, rounds=1)
+    result = gpu_parts.timings(options)
+    assert result["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
+    assert len(result["timings"]) == 6
+    assert all(row["ms"] > 0 for row in result["timings"])
+
+
+def test_predictions_are_held_against_measured_peaks(tmp_path, monkeypatch):
+    row = {"name": "microbatch", "seq_len": 64, "activation_checkpoint": "none"}
+    rows = [{**row, "peak_memory_gib": 4.0}, {**row, "name": "non-DP", "peak_memory_gib": 1.0}]
+    (tmp_path / "rows.json").write_text(json.dumps({"arms": rows}))
+    plan = MemoryPlan(1, 64, {"activations": 3 * GIB}, 80.0, {})
+    monkeypatch.setattr(plan_memory, "predict", lambda *_, **__: plan)
+    result = gpu_parts.predictions(argparse.Namespace(rows=[tmp_path / "rows.json"]))
+    assert [one["predicted_vs_allocated"] for one in result["predictions"]] == [0.75]
+
+
+def test_idle_time_is_between_kernels_of_all_streams():
+    found = gpu_parts.idle([(1000, 2000), (1500, 4000), (5000, 5500), (1200, 1300)])
+    assert found == {
+        "step_ms": 4.5,
+        "idle_ms": 1.0,
+        "idle_share": pytest.approx(1 / 4.5),
+        "gaps_ms": [1.0],
+    }
+
+
+def test_the_report_has_a_parts_figures(tmp_path):
+    result = {"device": "cpu", "timings": [{"what": "noise", "ms": 1.23456}]}
+    (tmp_path / "timings.result.json").write_text(json.dumps(result))
+    gpu_table.main(tmp_path, "timings", "ok", "3", "a command")
+    report = (tmp_path / "report.md").read_text()
+    assert "| timings | ok | 3 |" in report
+    assert "- device: cpu" in report
+    assert "| noise | 1.235 |" in report
