@@ -24,6 +24,21 @@ version() { # of the Python in $1; fails where it does not run
 if [[ -n "${TORCHTITAN_DP_PYTHON:-}" ]]; then
     version "$TORCHTITAN_DP_PYTHON" >/dev/null ||
         fail "TORCHTITAN_DP_PYTHON=$TORCHTITAN_DP_PYTHON does not run; name a Python, or unset it"
+    # Its packages are the cluster's own; with other versions of these two nothing goes.
+    wrong="$("$TORCHTITAN_DP_PYTHON" - <<'PY'
+from importlib.metadata import PackageNotFoundError, version
+
+for name, known in (("torch", ("2.11.", "2.12.", "2.13.")), ("torchtitan", ("0.2.2",))):
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        found = "not installed"
+    if not found.startswith(known):
+        print(f"{name} is {found}, not {' or '.join(known)}", end="; ")
+PY
+    )"
+    [[ -z "$wrong" ]] ||
+        fail "TORCHTITAN_DP_PYTHON=$TORCHTITAN_DP_PYTHON: ${wrong}install it there, or unset this"
     exit 0
 fi
 

@@ -340,3 +340,21 @@ def test_run_train_wants_a_number_of_processes():
     assert ended.returncode == 2
     (line,) = ended.stderr.splitlines()
     assert "NGPU" in line
+
+
+def test_a_python_with_another_torch_is_refused_in_one_line(tmp_path):
+    """A cluster's own Python is taken as it is, but for the two packages that all hangs on."""
+    metadata = tmp_path / "torch-2.9.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Name: torch\nVersion: 2.9.0\n")
+    env = {**os.environ, "TORCHTITAN_DP_PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "scripts/setup.sh")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    env["PYTHONPATH"] = str(tmp_path)
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        f"setup.sh: TORCHTITAN_DP_PYTHON={sys.executable}: torch is 2.9.0"
+    )
+    assert len(done.stderr.splitlines()) == 1

@@ -233,6 +233,8 @@ MESHES: list[tuple[tuple[int, int, int], tuple[str, ...]]] = [
     ((1, 1, 2), ("--parallelism.context_parallel_load_balancer=headtail",)),
     ((1, 1, 2), ("--parallelism.context_parallel_load_balancer=None",)),
     ((1, 1, 2), ("--training.local_batch_size=2",)),
+    # Several lengths through compiled blocks and the ring: recompiled, then with dynamic shapes.
+    ((1, 1, 2), ("--compile.enable", "--compile.backend=aot_eager")),
     ((1, 2, 2), ()),
     ((1, 2, 2), ("--training.local_batch_size=2",)),
 ]

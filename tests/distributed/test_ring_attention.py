@@ -177,3 +177,38 @@ def efficient_ring_errors(balancer, rotate, rows):
 def test_a_ring_of_padded_logsumexps_equals_one_process(world_size, balancer, rotate, rows):
     """`rows` tokens in each of a rank's two parts: fp32 on CUDA has these kernels alone."""
     assert max(on_ranks(world_size, efficient_ring_errors, balancer, rotate, rows)) < 5e-6
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("rows", [1, 16, 32, 50])
+@pytest.mark.parametrize("causal", [True, False])
+def test_one_block_of_cudas_efficient_kernel(rows, causal):
+    """What the ring is given, and what it gives back: the kernels' own, without their padding."""
+    import torchtitan_dp.distributed  # noqa: F401
+    from torchtitan_dp.distributed import ring_attention
+
+    torch.manual_seed(0)
+    keys = rows if causal else 2 * rows
+    sizes = [(2, 4, n, 48) for n in (rows, keys, keys)]
+    q, k, v = (torch.randn(size, device="cuda", requires_grad=True) for size in sizes)
+    scores = q @ k.transpose(-1, -2) / 48**0.5
+    if causal:
+        scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), -torch.inf)
+    expected = scores.softmax(-1) @ v
+    g = torch.randn_like(expected)
+    grads = torch.autograd.grad(expected, (q, k, v), g)
+    terms = {"attn_bias": None, "dropout_p": 0.0, "is_causal": causal, "scale": None}
+    with torch.no_grad():
+        out, logsumexp, seed, offset = ring_attention._attend_unpadded(
+            q, k, v, compute_log_sumexp=True, **terms
+        )
+        actual = ring_attention._backward_padded(
+            **dict(grad_out_=g, query=q, key=k, value=v, out=out, logsumexp=logsumexp),
+            **dict(philox_seed=seed, philox_offset=offset),
+            **terms,
+            grad_input_mask=[True, True, True, False],
+        )
+    torch.testing.assert_close(logsumexp, scores.logsumexp(-1))
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(actual[:3], grads, atol=1e-4, rtol=1e-4)
