@@ -90,6 +90,17 @@ def test_two_predictions_and_a_check_find_the_longest_sample(per_token):
     assert len(peaks.decided) == 1
 
 
+def test_where_the_line_was_too_low_a_shorter_sample_is_found(monkeypatch):
+    """What is decided on is held against the limit itself, down to what fits."""
+    limit, unit = 76 * GIB, 8
+    peaks = Line(20 * GIB, 10**5)
+    assert longest(peaks, limit, unit) == unit << 16
+    monkeypatch.setattr(peaks, "decide", lambda seq_len: limit + (1 if seq_len > 1000 else 0))
+    assert longest(peaks, limit, unit) == unit << 6
+    monkeypatch.setattr(peaks, "decide", lambda seq_len: limit + 1)
+    assert longest(peaks, limit, unit) is None
+
+
 def test_what_bends_is_predicted_with_all_layers(monkeypatch):
     config = load_config(small(), 2)
     args = dataclasses.replace(shape(config), n_layers=32)
