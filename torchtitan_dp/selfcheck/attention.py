@@ -1,6 +1,5 @@
 """Ring attention against whole attention, forward and backward, at the run's shapes."""
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -18,7 +17,7 @@ from torchtitan_dp.distributed.ring_attention import (
 )
 from torchtitan_dp.selfcheck.ranks import Ranks
 from torchtitan_dp.selfcheck.reference import rounding
-from torchtitan_dp.selfcheck.result import Measured
+from torchtitan_dp.selfcheck.result import Measured, worst
 from torchtitan_dp.selfcheck.small import mesh
 from torchtitan_dp.selfcheck.terms import Terms
 
@@ -38,9 +37,8 @@ def ring(
         except RuntimeError as error:  # no kernel takes it, say
             raise RuntimeError(f"samples of {length} tokens: {error}") from error
     lengths = f"{terms.lengths[0]} to {terms.lengths[-1]} tokens"
-    worst = math.nan if any(map(math.isnan, errors)) else max(errors)
     # Four times that of a whole tensor: it is the worst row's, and ranks' parts are rounded, too.
-    return (Measured(lengths, worst, 4 * rounding(terms.dtype)),)
+    return (Measured(lengths, worst(errors), 4 * rounding(terms.dtype)),)
 
 
 def _error(
@@ -77,11 +75,11 @@ def _error(
     expected = local(out.detach(), *(x.grad for x in whole if x.grad is not None))
     actual = [ring_out.detach(), *(x.grad for x in mine if x.grad is not None)]
     assert len(actual) == len(expected) == 4
-    worst = torch.zeros((), dtype=torch.float64, device=device)
+    errors = []
     for a, e in zip(actual, expected, strict=True):
-        off, size = ((a.double() - e).norm(dim=-1), e.norm(dim=-1))
-        worst = torch.maximum(worst, (off / (size + size.mean())).max())
-    return worst.item()
+        off, size = (a.double() - e).norm(dim=-1), e.norm(dim=-1)
+        errors.append((off / (size + size.mean())).max().item())
+    return worst(errors)
 
 
 def _plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ import torch
 
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.selfcheck.ranks import Ranks
-from torchtitan_dp.selfcheck.result import Measured
+from torchtitan_dp.selfcheck.result import Measured, worst
 from torchtitan_dp.selfcheck.small import Small
 from torchtitan_dp.selfcheck.terms import Terms
 
@@ -51,7 +51,7 @@ def moments(z: torch.Tensor) -> float:
         z.pow(3).mean().item() * (n / 15) ** 0.5,
         (z.pow(4).mean().item() - 3) * (n / 96) ** 0.5,
     ]
-    return math.nan if any(map(math.isnan, deviations)) else max(map(abs, deviations))
+    return worst([abs(deviation) for deviation in deviations])
 
 
 def tails(z: torch.Tensor) -> float:
@@ -59,10 +59,10 @@ def tails(z: torch.Tensor) -> float:
     n = z.numel()
     deviations = []
     for edge in (1.0, 2.0, 3.0, 4.0):
-        p = math.erfc(edge / 2**0.5) / 2
-        for beyond in (z > edge, z < -edge):
-            deviations.append((beyond.sum().item() - n * p) / (n * p * (1 - p)) ** 0.5)
-    return max(map(abs, deviations))
+        p = math.erfc(edge / 2**0.5)
+        beyond = (z.abs() > edge).sum().item()
+        deviations.append(abs(beyond - n * p) / (n * p * (1 - p)) ** 0.5)
+    return worst(deviations)
 
 
 def repeats(values: torch.Tensor) -> int:

@@ -47,6 +47,11 @@ class Outcome:
         return {"name": self.name, "passed": self.passed, "value": value, "bound": self.bound}
 
 
+def worst(values: Sequence[float]) -> float:
+    """Return the largest value, or NaN if any is: Python's `max` would depend on their order."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
 def merged(check: Check, ranks: Sequence[Sequence[Measured] | str]) -> list[Outcome]:
     """Merge what each rank measured, or why it could not, into outcomes that hold for all.
 
@@ -60,7 +65,6 @@ def merged(check: Check, ranks: Sequence[Sequence[Measured] | str]) -> list[Outc
     assert len({tuple(m.what for m in told) for told in lists}) == 1, "ranks measured other things"
     outcomes = []
     for measured in zip(*lists, strict=True):
-        worst = max(measured, key=lambda m: (math.isnan(m.value), m.value))
-        name = f"{check.name}: {worst.what}"
-        outcomes.append(Outcome(name, worst.value, worst.bound, check.remedy))
+        value, bound = worst([m.value for m in measured]), min(m.bound for m in measured)
+        outcomes.append(Outcome(f"{check.name}: {measured[0].what}", value, bound, check.remedy))
     return outcomes

@@ -16,7 +16,7 @@ from torchtitan_dp.selfcheck.reference import (
     relative_error,
     rounding,
 )
-from torchtitan_dp.selfcheck.result import Measured
+from torchtitan_dp.selfcheck.result import Measured, worst
 from torchtitan_dp.selfcheck.small import Small
 from torchtitan_dp.selfcheck.terms import Terms
 
@@ -54,7 +54,7 @@ def clipped_sum(ranks: Ranks, terms: Terms, loops: Loops) -> Sequence[Measured]:
     bound = rounding(terms.dtype)
     return (
         Measured("the sum", relative_error(_on_cpu(total), reference.total), bound + _SAFETY),
-        Measured("the norms", max(off, default=0.0), bound),
+        Measured("the norms", worst([0.0, *off]), bound),
     )
 
 
