@@ -124,7 +124,7 @@ SCRIPT = """
     [
         (
             "raise RuntimeError('no kernel')",
-            "",
+            "return ()",
             "FAILED: noise, float32, mesh 1 x 1 x 2: rank 1: RuntimeError: no kernel; do not train",
         ),
         (

@@ -1,4 +1,4 @@
-"""Selfcheck passes on the code as it is, and each planted fault fails the check that is there for it."""
+"""Selfcheck passes on the code as it is; each planted fault fails the check that is for it."""
 
 import contextlib
 
