@@ -25,6 +25,7 @@ from tests.hazards.mutants import (
     precision,
     same_records,
     sampling,
+    selfcheck,
     whole,
 )
 from tests.hazards.mutants.runner import Runner, copy_tree, running
@@ -46,6 +47,7 @@ ROOMS = (
     claims,
     whole,
     crashes,
+    selfcheck,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
 QUICK = [mutant for mutant in MUTANTS if mutant.quick]

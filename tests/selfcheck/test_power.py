@@ -5,6 +5,7 @@ import contextlib
 import pytest
 import torch
 
+from tests.launch import CONFIG
 from tests.ranks import on_ranks
 from tests.selfcheck import faults
 
@@ -79,3 +80,34 @@ def test_a_fault_fails_it(fault, world_size, only, expected):
         wrong = failed(found)
         print(wrong)
         assert any(expected in name and not error for name, _, error in wrong), (wrong, found)
+
+
+OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
+BF16 = ("--training.mixed_precision_param=bfloat16", "--training.local_batch_size=3")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, OFFLOAD),
+        (2, (*OFFLOAD, *BF16)),
+        (2, ("--parallelism.context_parallel_degree=1", *BF16)),
+        (2, ("--parallelism.data_parallel_replicate_degree=2",)),
+        (1, ("--privacy.secure_noise", "--privacy.exact_sum", "--training.loss_chunk_tokens=0")),
+        (1, ("--privacy.clip_function=automatic", "--privacy.no-shard_grad_samples", *BF16)),
+        pytest.param(1, ("--compile.enable",), marks=pytest.mark.slow),
+    ],
+    ids=["offload", "offload bf16", "dp_shard", "dp_replicate", "exact", "automatic", "compile"],
+)
+def test_configurations_pass(world_size, overrides):
+    config = ("--job.config_file", str(CONFIG))
+    first, *_ = on_ranks(world_size, outcomes, None, "", (*config, *overrides))
+    assert failed(first) == []
+    assert len(first) >= 13
+
+
+def test_replicas_that_differ_are_seen():
+    """Weights on the last rank alone: its replica has others."""
+    config = ("--job.config_file", str(CONFIG), "--parallelism.data_parallel_replicate_degree=2")
+    for found in on_ranks(2, outcomes, "weights_differ", "update", config):
+        assert any("ranks with other weights" in name for name, _, _ in failed(found)), found

@@ -48,7 +48,8 @@ class Terms:
     def place(self) -> str:
         """Name dtype and mesh, for people."""
         mesh = " x ".join(map(str, self.degrees))
-        return f"{self.config.training.mixed_precision_param}, mesh {mesh}"
+        compiled = " compiled" if self.config.compile.enable else ""
+        return f"{self.config.training.mixed_precision_param}{compiled}, mesh {mesh}"
 
     def but(self, **privacy: object) -> "Terms":
         """Return the same terms with other settings of `[privacy]`."""
