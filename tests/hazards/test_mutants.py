@@ -146,6 +146,14 @@ def test_what_is_no_catch(runner, old, new, code):
     assert not outcome.caught
 
 
+@pytest.mark.slow
+def test_what_needs_ranks_passes_without_a_fault(runner):
+    """Else each fault that is looked for on ranks would seem to be caught."""
+    test = "hazards/test_clipping.py::test_row01_norms_are_of_the_whole_gradient[microbatch-2]"
+    outcome = runner.run(None, (f"tests/{test}",))
+    assert outcome.passed, str(outcome)
+
+
 def test_a_copy_is_what_is_tested(tmp_path):
     copy_tree(tmp_path / "copy")
     found = subprocess.run(
