@@ -1,6 +1,7 @@
 """Faults that selfcheck is asked to see, and faults that would make it blind.
 
-The first are other rooms' mutants, held against one test: selfcheck no longer passes.
+The first are other rooms' mutants, held against the check that is there for them: it no longer
+passes.
 """
 
 import dataclasses
@@ -9,31 +10,40 @@ from tests.hazards.mutants import clipping, noise, whole
 from tests.hazards.mutants.table import Mutant
 
 POWER = "selfcheck/test_power.py::"
-PASSES = {ranks: f"{POWER}test_it_passes_here[{ranks}]" for ranks in (1, 2)}
+PASSES = f"{POWER}test_what_a_fault_fails_passes_without"
 RESULT = "selfcheck/test_result.py::"
 COMMAND = "selfcheck/test_command.py::"
 
-# By room: the fault, and on how many ranks it is looked for.
+ONE, TWO = f"{PASSES}[{{}}-1]", f"{PASSES}[{{}}-2]"
+MICROBATCH = "clipped sum, microbatch, float32"
+GRAD_SAMPLE = "clipped sum, grad_sample, float32"
+NOISE, UPDATE = "noise, ", "update, microbatch"
+
+# By room: the fault, and the test that must then fail.
 SEEN = {
     clipping: {
-        "norm without the other cp ranks": 2,
-        "sum of partial norms": 1,
-        "squared before the sum over cp": 2,
-        "V2 keeps its own tokens part of vectors": 2,
-        "one norm for the microbatch": 1,
-        "loss over the microbatches targets": 1,
-        "a rank divides by its own targets": 2,
-        "records see each other in the model": 1,
+        "norm without the other cp ranks": TWO.format(MICROBATCH),
+        "sum of partial norms": ONE.format(MICROBATCH),
+        "squared before the sum over cp": TWO.format(MICROBATCH),
+        "V2 keeps its own tokens part of vectors": TWO.format(GRAD_SAMPLE),
+        "one norm for the microbatch": ONE.format(GRAD_SAMPLE),
+        "loss over the microbatches targets": ONE.format(GRAD_SAMPLE),
+        "a rank divides by its own targets": TWO.format(MICROBATCH),
+        "records see each other in the model": ONE.format(GRAD_SAMPLE),
     },
-    whole: {"no clipping": 1, "bad samples kept": 1, "noise repeated across parameters": 1},
+    whole: {
+        "no clipping": ONE.format(MICROBATCH),
+        "bad samples kept": ONE.format(MICROBATCH),
+        "noise repeated across parameters": ONE.format(NOISE),
+    },
     noise: {
-        "no noise": 1,
-        "half the noise": 1,
-        "noise not scaled by C": 1,
-        "noise shared out over the ranks": 2,
-        "all shards given the first ones noise": 2,
-        "one key for all steps": 1,
-        "not divided": 1,
+        "no noise": ONE.format(NOISE),
+        "half the noise": ONE.format(NOISE),
+        "noise not scaled by C": ONE.format(NOISE),
+        "noise shared out over the ranks": TWO.format(NOISE),
+        "all shards given the first ones noise": TWO.format(NOISE),
+        "one key for all steps": ONE.format(NOISE),
+        "not divided": ONE.format(UPDATE),
     },
 }
 
@@ -43,8 +53,7 @@ def _seen() -> list[Mutant]:
     for room, faults in SEEN.items():
         for mutant in room.MUTANTS:
             if mutant.fault in faults:
-                test = (PASSES[faults[mutant.fault]],)
-                fault = f"selfcheck sees {mutant.fault}"
+                test, fault = (faults[mutant.fault],), f"selfcheck sees {mutant.fault}"
                 found.append(dataclasses.replace(mutant, fault=fault, tests=test, quick=False))
     assert len(found) == sum(len(faults) for faults in SEEN.values()), "a mutant was renamed"
     return found
