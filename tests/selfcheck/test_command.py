@@ -133,8 +133,9 @@ SCRIPT = """
             "selfcheck: rank 1: noise, float32, mesh 1 x 1 x 2: RuntimeError: no kernel",
         ),
         ("os._exit(3)", "", "rank 1 failed with exit code 3"),
+        ("os._exit(0)", "return ()", "selfcheck: rank 0: noise, float32, mesh 1 x 1 x 2: another"),
     ],
-    ids=["raises", "leaves the others waiting", "dies"],
+    ids=["raises", "leaves the others waiting", "dies", "is gone"],
 )
 def test_a_rank_that_cannot_go_on_ends_all_with_a_line(tmp_path, fault, others, line):
     script = tmp_path / "broken.py"

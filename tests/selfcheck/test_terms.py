@@ -44,6 +44,8 @@ def test_shipped_configurations(config):
     assert (own.dtype, in_fp32.dtype) == (torch.bfloat16, torch.float32)
     assert args.dim // args.n_heads == {"1b": 64, "3b": 128, "8b": 128}[config.stem.split("_")[1]]
     assert args.n_heads // args.n_kv_heads == (3 if "3b" in config.stem else 4)
+    assert own.heads == ((6, 2) if "3b" in config.stem else (8, 2))
+    assert in_fp32.heads == (own.heads[0], own.heads[0])
     assert in_fp32.args == dataclasses.replace(args, n_kv_heads=args.n_heads)
 
 

@@ -55,9 +55,9 @@ def main(argv: list[str]) -> None:
     if options.json and ranks.rank == 0:
         write_json(options.json, for_programs(device, found, outcomes))
     say(f"selfcheck: {len(outcomes) - len(failed)} of {len(outcomes)} passed")
-    dist.destroy_process_group()
     if failed:
-        raise SystemExit(1)
+        raise SystemExit(1)  # some rank may still be in a collective: nothing is waited for
+    dist.destroy_process_group()
 
 
 if __name__ == "__main__":

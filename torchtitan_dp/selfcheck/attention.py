@@ -1,4 +1,4 @@
-"""Ring attention against whole attention, forward and backward, at the run's shapes."""
+"""Attention, on a ring where ranks share a sample, against the textbook's, at the run's shapes."""
 
 from collections.abc import Sequence
 
@@ -22,18 +22,19 @@ from torchtitan_dp.selfcheck.small import mesh
 from torchtitan_dp.selfcheck.terms import Terms
 
 
-def ring(
+def attention(
     ranks: Ranks, terms: Terms, balancer: LoadBalancer, rotate: RotateMethod
 ) -> Sequence[Measured]:
     """Compare output and gradients with those of attention over the whole sequence in fp64."""
-    cp_mesh = mesh(ranks.device.type, terms.degrees)[0].get_mesh("cp")
-    configure_ring(ranks.device.type, load_balancer=balancer, rotate_method=rotate)
-    attention = ScaledDotProductAttentionWrapper()
-    apply_ring_attention([attention], cp_mesh)
+    kernel = ScaledDotProductAttentionWrapper()
+    cp_mesh = mesh(ranks.device.type, terms.degrees)[0].get_optional_mesh("cp")
+    if cp_mesh is not None:
+        configure_ring(ranks.device.type, load_balancer=balancer, rotate_method=rotate)
+        apply_ring_attention([kernel], cp_mesh)
     errors = []
     for length in terms.lengths:
         try:
-            errors.append(_error(attention, cp_mesh, ranks.device, terms, balancer, length))
+            errors.append(_error(kernel, cp_mesh, ranks.device, terms, balancer, length))
         except RuntimeError as error:  # no kernel takes it, say
             raise RuntimeError(f"samples of {length} tokens: {error}") from error
     lengths = f"{terms.lengths[0]} to {terms.lengths[-1]} tokens"
@@ -42,8 +43,8 @@ def ring(
 
 
 def _error(
-    attention: nn.Module,
-    cp_mesh: DeviceMesh,
+    kernel: nn.Module,
+    cp_mesh: DeviceMesh | None,
     device: torch.device,
     terms: Terms,
     balancer: LoadBalancer,
@@ -54,11 +55,12 @@ def _error(
     As a share of the row's size and the typical size of a row together: early rows are larger than
     late ones, and one wrong row shows.
     """
-    heads, kv_heads = terms.args.n_heads, terms.args.n_kv_heads or terms.args.n_heads
+    heads, kv_heads = terms.heads
+    head_dim = terms.args.dim // terms.args.n_heads
     generator = torch.Generator().manual_seed(length)
     # q, k, v and the gradient of the output, in what the dtype can hold
     q, k, v, g = (
-        torch.randn(2, n, length, terms.args.dim // heads, generator=generator).to(terms.dtype)
+        torch.randn(2, n, length, head_dim, generator=generator).to(terms.dtype)
         for n in (heads, kv_heads, kv_heads, heads)
     )
     whole = [x.double().requires_grad_() for x in (q, k, v)]
@@ -67,13 +69,15 @@ def _error(
 
     def local(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         moved = tuple(x.to(device) for x in tensors)
+        if cp_mesh is None:
+            return moved
         return cp_shard(cp_mesh, moved, None, balancer, input_seq_dim=2)[0]
 
     mine = [x.detach().clone().requires_grad_() for x in local(q, k, v)]
-    ring_out = attention(*mine, enable_gqa=kv_heads < heads)
-    ring_out.backward(local(g)[0])
+    its_out = kernel(*mine, enable_gqa=kv_heads < heads)
+    its_out.backward(local(g)[0])
     expected = local(out.detach(), *(x.grad for x in whole if x.grad is not None))
-    actual = [ring_out.detach(), *(x.grad for x in mine if x.grad is not None)]
+    actual = [its_out.detach(), *(x.grad for x in mine if x.grad is not None)]
     assert len(actual) == len(expected) == 4
     errors = []
     for a, e in zip(actual, expected, strict=True):

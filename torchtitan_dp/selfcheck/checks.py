@@ -8,7 +8,7 @@ from typing import get_args
 import torch
 
 from torchtitan_dp.distributed.ring_attention import RotateMethod
-from torchtitan_dp.selfcheck.attention import ring
+from torchtitan_dp.selfcheck.attention import attention
 from torchtitan_dp.selfcheck.checkpoints import checkpoint
 from torchtitan_dp.selfcheck.loss_head import loss_head
 from torchtitan_dp.selfcheck.machine import devices, memory, one_key, same_versions
@@ -57,7 +57,7 @@ def checks_of(
     for number, terms in enumerate(all_terms):
         before = [(one.dtype, one.degrees) for one in all_terms[:number]]
         if (terms.dtype, terms.degrees) not in before:  # these know no gradient method
-            yield from _ring_checks(ranks, terms, every)
+            yield from _attention_checks(ranks, terms, every)
             if terms.config.training.loss_chunk_tokens:
                 yield Check(
                     f"loss head, {terms.place}",
@@ -75,12 +75,17 @@ def checks_of(
         yield from _sum_checks(ranks, terms, loops, every)
 
 
-def _ring_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check]:
+def _attention_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check]:
     parallelism = terms.config.parallelism
-    if terms.degrees[2] == 1:
-        return
     balancers = [parallelism.context_parallel_load_balancer]
     rotations = [parallelism.context_parallel_rotate_method]
+    if terms.degrees[2] == 1:
+        yield Check(
+            f"attention, {terms.place}",
+            f"{_DO_NOT_TRAIN}; another training.mixed_precision_param or torch may pass",
+            functools.partial(attention, ranks, terms, balancers[0], rotations[0]),
+        )
+        return
     if every:
         balancers, rotations = ["headtail", None], list(get_args(RotateMethod))
     for balancer, rotate in itertools.product(balancers, rotations):
@@ -88,7 +93,7 @@ def _ring_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check]:
             f"ring attention, {balancer}, {rotate}, {terms.place}",
             "another parallelism.context_parallel_load_balancer, context_parallel_rotate_method "
             "or torch may pass; else train with context_parallel_degree = 1",
-            functools.partial(ring, ranks, terms, balancer, rotate),
+            functools.partial(attention, ranks, terms, balancer, rotate),
         )
 
 

@@ -49,10 +49,12 @@ class Ranks:
         return self.gather(told)[0]
 
     @contextlib.contextmanager
-    def ending_if_alone(self, line: str) -> Iterator[None]:
+    def ending_if_alone(self, line: str, *, waits: bool) -> Iterator[None]:
         """End this process with `line` if what is within does not come about.
 
-        The others may hang in a collective that this rank left: nobody else can tell.
+        Args:
+            waits: whether to wait for the others as long as they take. A rank that left a check
+                does not: they may hang in a collective of it, and nobody else can tell.
         """
 
         def end() -> None:
@@ -61,10 +63,11 @@ class Ranks:
 
         waiting = threading.Timer(_GRACE_S, end)
         waiting.daemon = True
-        waiting.start()
+        if not waits:
+            waiting.start()
         try:
             yield
-        except RuntimeError:  # the others have ended
+        except RuntimeError:  # another has ended
             end()
         finally:
             waiting.cancel()

@@ -22,10 +22,9 @@ def run(
     outcomes: list[Outcome] = []
     for check in checks:
         told = _measure(check)
-        if isinstance(told, str):
-            with ranks.ending_if_alone(f"{check.name}: {told}"):
-                found = ranks.gather(told)
-        else:
+        failed = isinstance(told, str)
+        line = f"{check.name}: {told if failed else 'another rank has ended'}"
+        with ranks.ending_if_alone(line, waits=not failed):
             found = ranks.gather(told)
         for outcome in merged(check, found):
             outcomes.append(outcome)

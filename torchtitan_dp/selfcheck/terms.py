@@ -34,6 +34,7 @@ class Terms:
     config: JobConfig  # scaled down
     args: ModelArgs  # of the small model
     lengths: tuple[int, ...]  # that attention is checked at
+    heads: tuple[int, int]  # of queries, and of keys and values, that it is checked with
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -119,7 +120,9 @@ def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
     if training.loss_chunk_tokens:  # three chunks, of which the last is shorter
         training.loss_chunk_tokens = training.seq_len // cp // 3 + 1
     scaled.optimizer.lr = 1e-2  # so that fp32 resolves an update
-    return Terms(scaled, _small(args, training.seq_len), rungs or (training.seq_len,))
+    small, kv_heads = _small(args, training.seq_len), min(args.n_kv_heads or args.n_heads, 2)
+    heads = _shared(args) * kv_heads, kv_heads
+    return Terms(scaled, small, rungs or (training.seq_len,), heads)
 
 
 def _in_fp32(terms: Terms) -> Terms:
@@ -127,12 +130,18 @@ def _in_fp32(terms: Terms) -> Terms:
     config.training.mixed_precision_param = "float32"
     config.compile.enable = False
     args = dataclasses.replace(terms.args, n_kv_heads=terms.args.n_heads)  # type: ignore[type-var]
-    return dataclasses.replace(terms, config=config, args=args)
+    heads = terms.heads[0], terms.heads[0]
+    return dataclasses.replace(terms, config=config, args=args, heads=heads)
+
+
+def _shared(args: ModelArgs) -> int:
+    """Count the query heads that share a key."""
+    return args.n_heads // (args.n_kv_heads or args.n_heads)
 
 
 def _small(args: ModelArgs, seq_len: int) -> ModelArgs:
     """Return arguments of few layers and heads, each head as in `args`."""
-    shared = args.n_heads // (args.n_kv_heads or args.n_heads)
+    shared = _shared(args)
     kv_heads = 2 if shared == 1 else 1
     return dataclasses.replace(  # type: ignore[type-var]
         args,
