@@ -101,8 +101,8 @@ MUTANTS = [
         35,
         "selfcheck fails and says 0",
         "selfcheck/__main__.py",
-        "    if failed:\n        raise SystemExit(1)\n",
-        "    if failed:\n        raise SystemExit(0)\n",
+        "        raise SystemExit(1)  # some",
+        "        raise SystemExit(0)  # some",
         (f"{COMMAND}test_a_check_that_fails_is_a_line_with_a_remedy_and_exit_code_1",),
     ),
     Mutant(
