@@ -37,9 +37,9 @@ def attention(
             errors.append(_error(kernel, cp_mesh, ranks.device, terms, balancer, length))
         except RuntimeError as error:  # no kernel takes it, say
             raise RuntimeError(f"samples of {length} tokens: {error}") from error
-    lengths = f"{terms.lengths[0]} to {terms.lengths[-1]} tokens"
+    lengths = " to ".join(map(str, dict.fromkeys((terms.lengths[0], terms.lengths[-1]))))
     # Four times that of a whole tensor: it is the worst row's, and ranks' parts are rounded, too.
-    return (Measured(lengths, worst(errors), 4 * rounding(terms.dtype)),)
+    return (Measured(f"{lengths} tokens", worst(errors), 4 * rounding(terms.dtype)),)
 
 
 def _error(
