@@ -50,6 +50,10 @@ def need() -> None:
         pytest.skip("it needs another process")
 
 
+class NoServerError(Exception):
+    """Tells that no process can be forked: whatever a test wanted to show, it did not."""
+
+
 class Process:
     """A process that the server forked: what `subprocess.Popen` offers, and a connection to it."""
 
@@ -59,7 +63,10 @@ class Process:
             job: a module's function of the connection and `arguments`, all of which are pickled.
         """
         need()
-        self.connection: Connection[Any, Any] = Client(address())
+        try:
+            self.connection: Connection[Any, Any] = Client(address())
+        except OSError as error:
+            raise NoServerError(f"at {address()}: {error}") from error
         self.connection.send((job, arguments))
         self.pid: int = self.connection.recv()
         self.returncode: int | None = None
@@ -227,13 +234,13 @@ def forked_server(folder: str) -> Iterator[None]:
     if child == 0:
         serve(listener)
         raise SystemExit
-    listener.close()
     os.environ[ADDRESS] = path
     try:
         yield
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
+        listener.close()  # not before: it removes the file that leads to the server
 
 
 def main(path: str) -> None:

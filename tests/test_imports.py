@@ -27,7 +27,7 @@ FLOORS = [
     {"preflight", "validate", "baseline"},
     {"train_spec"},
     {"train"},
-    {"plan", "audit", "release", "ledger.__main__"},
+    {"plan", "audit", "release", "selfcheck", "ledger.__main__"},
     {"launch"},
 ]
 WITHOUT_TORCHTITAN = {"privacy", "process", "data", "gradients", "optimizer", "ledger"}

@@ -25,6 +25,7 @@ from tests.hazards.mutants import (
     precision,
     same_records,
     sampling,
+    selfcheck,
     whole,
 )
 from tests.hazards.mutants.runner import Runner, copy_tree, running
@@ -46,6 +47,7 @@ ROOMS = (
     claims,
     whole,
     crashes,
+    selfcheck,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
 QUICK = [mutant for mutant in MUTANTS if mutant.quick]
@@ -142,6 +144,14 @@ def test_what_is_no_catch(runner, old, new, code):
     outcome = runner.run(mutant, node_ids(mutant))
     assert outcome.code == code, str(outcome)
     assert not outcome.caught
+
+
+@pytest.mark.slow
+def test_what_needs_ranks_passes_without_a_fault(runner):
+    """Else each fault that is looked for on ranks would seem to be caught."""
+    test = "hazards/test_clipping.py::test_row01_norms_are_of_the_whole_gradient[microbatch-2]"
+    outcome = runner.run(None, (f"tests/{test}",))
+    assert outcome.passed, str(outcome)
 
 
 def test_a_copy_is_what_is_tested(tmp_path):

@@ -1,0 +1,240 @@
+"""Faults of a machine or of the code that selfcheck must see, to be put in on every rank.
+
+Each is a context manager that a rank enters; what it patches is looked up when it is called.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+GRADIENTS = "torchtitan_dp.gradients"
+
+
+@contextlib.contextmanager
+def wrapped(owner, name: str, around: Callable) -> Iterator[None]:
+    """Call `around(original, *arguments)` in the place of a function or method."""
+    original = getattr(owner, name)
+
+    def call(*args, **kwargs):
+        return around(original, *args, **kwargs)
+
+    with mock.patch.object(owner, name, call):
+        yield
+
+
+def norms_of_this_ranks_part():
+    """Norms are not summed over cp."""
+    from torchtitan_dp.gradients.clipped_sum import ClippedSum
+    from torchtitan_dp.privacy.clipping import squared_norm
+
+    def own(self, shards):
+        return torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0)
+
+    return mock.patch.object(ClippedSum, "squared_norms", own)
+
+
+def sums_of_partial_norms():
+    """The norms of the ranks' parts are added up, not their squares."""
+    from torchtitan_dp.gradients.clipped_sum import ClippedSum
+    from torchtitan_dp.privacy.clipping import squared_norm
+
+    def partial(self, shards):
+        norm_B = torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0).sqrt()
+        dist.all_reduce(norm_B, group=self.groups.cp)
+        return norm_B.square()
+
+    return mock.patch.object(ClippedSum, "squared_norms", partial)
+
+
+def own_tokens_alone():
+    """A rank keeps the gradient of its own tokens: the reduction over cp does not add."""
+    from torchtitan_dp.gradients.reduction import ReduceScatterOverCP
+
+    def keep(self, output_tensor, input_tensor, group, op, async_op=False):
+        chunks_CN = input_tensor.view(self._cp_size, -1)
+        output_tensor.copy_(chunks_CN[dist.get_rank(self._cp)])
+        self._shard_DN = output_tensor.view(1, -1)
+
+    return mock.patch.object(ReduceScatterOverCP, "__call__", keep)
+
+
+def _clip(**changed):
+    """`clip`, with fields changed by functions of the result."""
+    from torchtitan_dp.privacy import clipping
+
+    def clip(*args, **terms):
+        clipped = clipping.clip(*args, **terms)
+        return clipped._replace(**{field: new(clipped) for field, new in changed.items()})
+
+    return mock.patch(f"{GRADIENTS}.clipped_sum.clip", clip)
+
+
+def clip_factor_off():
+    """By a thousandth."""
+    return _clip(factor_B=lambda clipped: clipped.factor_B * 1.001)
+
+
+def no_clipping():
+    return _clip(factor_B=lambda clipped: torch.ones_like(clipped.factor_B))
+
+
+def bad_samples_kept():
+    return _clip(rejected_B=lambda clipped: torch.zeros_like(clipped.rejected_B))
+
+
+def samples_merged():
+    """The samples of a microbatch are averaged before they are clipped."""
+    from torchtitan_dp.gradients.clipped_sum import ClippedSum
+
+    def add(original, self, shards, valid_B):
+        shards[:] = [s.mean(0, keepdim=True).expand_as(s).clone() for s in shards]
+        return original(self, shards, valid_B)
+
+    return wrapped(ClippedSum, "add", add)
+
+
+def another_samples_targets():
+    """A sample's loss is divided by the targets of its neighbours, too."""
+    from torchtitan_dp.models.llama3.model import Llama
+
+    def forward(original, self, tokens, *args, targets=None, **kwargs):
+        if targets is not None:
+            targets = targets.sum().expand_as(targets)
+        return original(self, tokens, *args, targets=targets, **kwargs)
+
+    return wrapped(Llama, "forward", forward)
+
+
+def chunk_edge_lost():
+    """The loss head leaves the first token of each chunk but the first out."""
+    from torchtitan_dp.models import loss_head
+
+    def chunks(original, tokens, size):
+        return [slice(c.start + (c.start > 0), c.stop) for c in original(tokens, size)]
+
+    return wrapped(loss_head, "_chunks", chunks)
+
+
+def ring_of_another_balancer():
+    """The ring masks as if the sequence were dealt out in the other way."""
+    from torchtitan_dp.distributed.ring_attention import ring
+
+    class Flipped:
+        def __init__(self, options):
+            self.__dict__["options"] = options
+
+        def __getattr__(self, name):
+            value = getattr(self.options, name)
+            return not value if name == "enable_load_balance" else value
+
+        def __setattr__(self, name, value):
+            setattr(self.options, name, value)
+
+    return mock.patch.object(ring, "_cp_options", Flipped(ring._cp_options))
+
+
+def _noise(change: Callable):
+    from torchtitan_dp.privacy import summation
+
+    return wrapped(summation, "add_gaussian_noise_", change)
+
+
+def noise_not_added():
+    return _noise(lambda add, flat, **terms: None)
+
+
+def noise_too_small():
+    """By a hundredth."""
+    return _noise(lambda add, flat, *, std, **terms: add(flat, std=0.99 * std, **terms))
+
+
+def noise_without_tails():
+    """Beyond 3.5 standard deviations there is nothing; mean and variance are as they should be."""
+
+    def add(original, flat, *, std, **terms):
+        drawn = torch.zeros_like(flat)
+        original(drawn, std=std, **terms)
+        flat.add_(drawn.clamp(-3.5 * std, 3.5 * std))
+
+    return _noise(add)
+
+
+def noise_shared_by_shards():
+    return mock.patch("torchtitan_dp.optimizer._flat_start", return_value=0)
+
+
+def noise_shared_by_parameters():
+    return _noise(lambda add, flat, *, name, **terms: add(flat, name="any", **terms))
+
+
+def key_repeated():
+    """Each step has the first one's key."""
+    from torchtitan_dp.privacy.keys import KeyStream
+
+    return wrapped(KeyStream, "take", lambda take, self, step: bytes(range(32)))
+
+
+def keys_of_their_own():
+    """Rank 0's root key does not arrive."""
+    return mock.patch("torch.distributed.broadcast", return_value=None)
+
+
+def divided_by_the_ranks():
+    from torchtitan_dp.optimizer import DPOptimizer
+
+    def make(original, self, *args, expected_batch_size, **terms):
+        ranks = dist.get_world_size()
+        original(self, *args, expected_batch_size=expected_batch_size * 2 * ranks, **terms)
+
+    return wrapped(DPOptimizer, "__init__", make)
+
+
+def weights_differ():
+    """The last rank's weights drift by what a step changes them."""
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    def step(original, self):
+        original(self)
+        if dist.get_rank() == dist.get_world_size() - 1:
+            with torch.no_grad():
+                for parameter in self.model_parts[0].parameters():
+                    parameter.to_local().add_(1e-2)
+
+    return wrapped(OptimizersContainer, "step", step)
+
+
+def adamw_forgets():
+    """The optimizer's state is lost from step to step."""
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    def step(original, self):
+        original(self)
+        for inner in self.optimizers:
+            for state in inner.state.values():
+                state["exp_avg"].zero_()
+
+    return wrapped(OptimizersContainer, "step", step)
+
+
+def checkpoint_loses_a_tensor():
+    from torchtitan_dp.checkpoint import safe_load
+
+    def load(original, state_dict, folder, **options):
+        lost = next(name for name in state_dict if name.endswith("wq.weight"))
+        original({n: v for n, v in state_dict.items() if n != lost}, folder, **options)
+
+    return wrapped(safe_load, "load", load)
+
+
+def checkpoint_without_optimizer():
+    """What is loaded is the weights alone."""
+    from torchtitan_dp.checkpoint import safe_load
+
+    def load(original, state_dict, folder, **options):
+        kept = {n: v for n, v in state_dict.items() if n != "optimizer"}
+        original(kept, folder, **options)
+
+    return wrapped(safe_load, "load", load)

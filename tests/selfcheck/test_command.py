@@ -1,0 +1,161 @@
+"""`python -m torchtitan_dp.selfcheck`, alone and on ranks: exit codes, lines, what it leaves."""
+
+import io
+import json
+import os
+import textwrap
+from contextlib import redirect_stderr
+
+import pytest
+
+from tests import forks
+from tests.launch import CONFIG, ROOT, Run
+
+QUICK = ("--config", str(CONFIG), "--training.seq_len=64")
+PROGRAM = ("-m", "torchtitan_dp.selfcheck.__main__")
+
+
+def alone(argv, folder, fault=None):
+    """Exit code and stderr of a process without torchrun, which starts in `folder`."""
+    from tests.selfcheck import faults
+    from torchtitan_dp.selfcheck.__main__ import main
+
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "NGPU"):
+        os.environ.pop(name, None)
+    os.chdir(folder)
+    os.environ["TMPDIR"] = str(folder)
+    said = io.StringIO()
+    code = 0
+    with redirect_stderr(said):
+        try:
+            if fault is None:
+                main(argv)
+            else:
+                with getattr(faults, fault)():
+                    main(argv)
+        except SystemExit as stop:
+            code = stop.code
+    return code, said.getvalue()
+
+
+def test_alone_it_passes_and_leaves_json_only(tmp_path):
+    argv = [*QUICK, "--job.dump_folder", str(tmp_path / "a/b"), "--json", str(tmp_path / "said")]
+    code, said = forks.call(alone, argv, tmp_path)
+    assert code == 0, said
+    assert [entry.name for entry in tmp_path.iterdir()] == ["said"]
+    result = json.loads((tmp_path / "said").read_text())
+    names = [check["name"] for check in result["checks"]]
+    assert result["device"].startswith("CPU")
+    assert result["passed"]
+    assert all(check["passed"] for check in result["checks"])
+    assert all(check["value"] <= check["bound"] for check in result["checks"])
+    for what in ("clipped sum, microbatch", "noise", "update", "loss head", "checkpoint"):
+        assert any(name.startswith(what) for name in names)
+    assert "torch: " in said
+    assert "free memory: " in said
+    assert said.rstrip().endswith(f"{len(names)} of {len(names)} passed")
+
+
+def test_a_check_that_fails_is_a_line_with_a_remedy_and_exit_code_1(tmp_path):
+    argv = [*QUICK, "--job.dump_folder", str(tmp_path), "--json", str(tmp_path / "said")]
+    code, said = forks.call(alone, argv, tmp_path, "checkpoint_loses_a_tensor")
+    assert code == 1
+    (line,) = [line for line in said.splitlines() if line.startswith("FAILED")]
+    assert line.startswith("FAILED: checkpoint, float32, mesh 1 x 1 x 1: tensors that are not")
+    assert "another job.dump_folder" in line
+    assert not json.loads((tmp_path / "said").read_text())["passed"]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["said"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "line"),
+    [
+        (["--training.seq_len=64"], "--training.seq_len=64: without --config there is nothing"),
+        (["--config", "no.toml"], "job.config_file = 'no.toml': no such file"),
+        ([*QUICK, "--privacy.gradient_method=ghost"], "privacy.gradient_method = 'ghost'"),
+        (
+            [*QUICK, "--parallelism.context_parallel_degree=2"],
+            "but there are 1 processes",
+        ),
+    ],
+)
+def test_a_users_mistake_is_one_line_and_exit_code_2(tmp_path, argv, line):
+    code, said = forks.call(alone, argv, tmp_path)
+    assert code == 2
+    assert line in said
+    assert len(said.splitlines()) == 1
+
+
+def test_two_ranks_pass_and_one_of_them_talks(tmp_path):
+    arguments = [*QUICK, "--job.dump_folder", str(tmp_path / "run")]
+    run = Run(arguments, program=PROGRAM, log=tmp_path / "log/log")
+    try:
+        said = run.finish()
+    finally:
+        run.end()
+    assert "ring attention, headtail, allgather, float32, mesh 1 x 1 x 2: 2" not in said
+    assert "ring attention, headtail, allgather, float32, mesh 1 x 1 x 2" in said
+    assert {line.partition(":")[0] for line in said.splitlines()} == {"[rank0]"}
+    assert [entry.name for entry in tmp_path.iterdir()] == ["log"]
+
+
+SCRIPT = """
+    import os, sys
+    from unittest import mock
+    import torch.distributed as dist
+    from torchtitan_dp.selfcheck import checks, ranks
+    from torchtitan_dp.selfcheck.__main__ import main
+
+    real = checks.noise
+
+    def broken(here, terms):
+        if here.rank == 1:
+            {fault}
+        {others}
+        return real(here, terms)
+
+    with mock.patch.object(checks, "noise", broken), mock.patch.object(ranks, "_GRACE_S", 1):
+        main(sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize(
+    ("fault", "others", "line"),
+    [
+        (
+            "raise RuntimeError('no kernel')",
+            "return ()",
+            "FAILED: noise, float32, mesh 1 x 1 x 2: rank 1: RuntimeError: no kernel; do not train",
+        ),
+        (
+            "raise RuntimeError('no kernel')",
+            "dist.barrier()",
+            "selfcheck: rank 1: noise, float32, mesh 1 x 1 x 2: RuntimeError: no kernel",
+        ),
+        ("os._exit(3)", "", "rank 1 failed with exit code 3"),
+        ("os._exit(0)", "return ()", "selfcheck: rank 0: noise, float32, mesh 1 x 1 x 2: another"),
+    ],
+    ids=["raises", "leaves the others waiting", "dies", "is gone"],
+)
+def test_a_rank_that_cannot_go_on_ends_all_with_a_line(tmp_path, fault, others, line):
+    script = tmp_path / "broken.py"
+    script.write_text(textwrap.dedent(SCRIPT).format(fault=fault, others=others))
+    arguments = [*QUICK, "--job.dump_folder", str(tmp_path / "run")]
+    run = Run(arguments, program=(str(script),), log=tmp_path / "log/log")
+    try:
+        assert run.process.wait(120) == 1
+        assert run.dies()
+    finally:
+        run.end()
+    assert line in run.output(), run.output()
+    assert "update, microbatch" not in run.output()
+
+
+def test_both_ways_to_name_the_file():
+    from torchtitan_dp.selfcheck.options import parse
+
+    for name in ("--config", "--job.config_file"):
+        options, overrides = parse([name, "a.toml", "--training.steps=2", "--json", "-"], "")
+        assert overrides == ["--job.config_file", "a.toml", "--training.steps=2"]
+        assert options.json == "-"
+    assert (ROOT / "torchtitan_dp/selfcheck/__main__.py").exists()

@@ -1,0 +1,112 @@
+"""Selfcheck as a user starts it, on CUDA devices: what no CPU test can show.
+
+Between them the configurations run FSDP2's reduction, ring attention, the loss head, clipping,
+offloading, compiled blocks, the fused AdamW, noise and checkpoints on a device. Two ranks on gloo
+can share one device, which NCCL refuses. The same starts are tried on CPU, where they are quick.
+"""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.launch import CONFIG, ROOT
+
+cuda = [
+    pytest.mark.cuda,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+    pytest.mark.slow,
+]
+SHARED = ("--backend", "cpu:gloo,cuda:gloo")
+BF16 = "--training.mixed_precision_param=bfloat16"
+GRAD_SAMPLE = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=4")
+OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
+DP_SHARD = (
+    "--parallelism.context_parallel_degree=1",
+    "--parallelism.data_parallel_shard_degree=2",
+)
+
+
+def selfcheck(folder, processes, *arguments, hide=False):
+    """What `--json` says; a start that does not pass fails with what it printed."""
+    said = folder / "said.json"
+    launcher = ["-m", "torch.distributed.run", "--nproc_per_node", str(processes)]
+    program = ["-m", "torchtitan_dp.selfcheck", "--json", str(said), *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    if hide:
+        environment |= {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *(launcher if processes > 1 else []), *program],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+    return json.loads(said.read_text())
+
+
+def on_cuda(folder, processes, *arguments):
+    result = selfcheck(folder, processes, *arguments)
+    assert not result["device"].startswith("CPU")
+    return [check["name"] for check in result["checks"]]
+
+
+@pytest.mark.slow
+def test_two_ranks_on_a_backend_by_name(tmp_path):
+    """The start that the tests on one device make, without it."""
+    config = ("--config", str(CONFIG), "--training.seq_len=64")
+    result = selfcheck(tmp_path, 2, *config, "--backend", "cpu:gloo", hide=True)
+    assert result["device"].startswith("CPU")
+    assert any(check["name"].startswith("ring attention") for check in result["checks"])
+
+
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=cuda), pytest.param(2, marks=cuda)])
+def test_every_method(tmp_path, processes):
+    names = on_cuda(tmp_path, processes, *(SHARED if processes > 1 else ()))
+    rings = [name for name in names if name.startswith("ring attention")]
+    assert len(rings) == (8 if processes == 2 else 0)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), marks=cuda, id="debug"),
+        pytest.param((BF16, *GRAD_SAMPLE), marks=cuda, id="grad_sample"),
+        pytest.param(("--compile.enable",), marks=cuda, id="compile"),
+        pytest.param((BF16, "--compile.enable", *OFFLOAD), marks=cuda, id="compile, offload"),
+        pytest.param((BF16, *OFFLOAD, *GRAD_SAMPLE), marks=cuda, id="offload"),
+        pytest.param(("--privacy.secure_noise", "--privacy.exact_sum"), marks=cuda, id="exact"),
+    ],
+)
+def test_on_one_device(tmp_path, overrides):
+    on_cuda(tmp_path, 1, "--config", str(CONFIG), *overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param((), marks=cuda, id="cp"),
+        pytest.param((BF16, *GRAD_SAMPLE), marks=cuda, id="cp, grad_sample"),
+        pytest.param(DP_SHARD, marks=cuda, id="dp_shard"),
+        pytest.param((BF16, *GRAD_SAMPLE, *DP_SHARD), marks=cuda, id="dp_shard, grad_sample"),
+        pytest.param((BF16, "--compile.enable"), marks=cuda, id="cp, compile"),
+    ],
+)
+def test_two_ranks_on_one_device(tmp_path, overrides):
+    on_cuda(tmp_path, 2, "--config", str(CONFIG), *overrides, *SHARED)
+
+
+@pytest.mark.parametrize("processes", [pytest.param(torch.cuda.device_count(), marks=cuda)])
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_all_devices(tmp_path, processes):
+    on_cuda(tmp_path, processes)
+
+
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=cuda)])
+@pytest.mark.parametrize("name", ["llama3_1b_64k", "llama3_8b_256k_ac"])
+def test_shipped_configurations(tmp_path, name, processes):
+    on_cuda(tmp_path, processes, "--config", str(ROOT / "train_configs" / f"{name}.toml"))

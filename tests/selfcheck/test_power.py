@@ -1,0 +1,120 @@
+"""Selfcheck passes on the code as it is; each planted fault fails the check that is for it."""
+
+import contextlib
+
+import pytest
+import torch
+
+from tests.launch import CONFIG
+from tests.ranks import on_ranks
+from tests.selfcheck import faults
+
+
+def outcomes(fault, only, overrides=()):
+    """Name, verdict and value of each outcome, with a fault on every rank, or none."""
+    from torchtitan_dp.selfcheck.checks import checks_of, machine_checks
+    from torchtitan_dp.selfcheck.ranks import Ranks
+    from torchtitan_dp.selfcheck.run import run
+    from torchtitan_dp.selfcheck.terms import default_terms, given_terms
+
+    ranks = Ranks(torch.device("cpu"))
+    world_size = ranks.world_size
+    terms = given_terms(list(overrides), world_size) if overrides else default_terms(world_size)
+    checks = [*machine_checks(ranks), *checks_of(ranks, terms, "/tmp", every=not overrides)]
+    chosen = [check for check in checks if check.name.startswith(only)]
+    assert chosen
+    with getattr(faults, fault)() if fault else contextlib.nullcontext():
+        found = run(ranks, chosen)
+    return [(outcome.name, outcome.passed, outcome.value, outcome.error) for outcome in found]
+
+
+def failed(found):
+    return [(name, value, error) for name, passed, value, error in found if not passed]
+
+
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
+def test_it_passes_here(world_size):
+    first, *others = on_ranks(world_size, outcomes, None, "")
+    assert failed(first) == []
+    assert len(first) > 40
+    assert all(other == first for other in others)
+
+
+SUMS = "clipped sum, microbatch, float32"
+SEVERAL = "clipped sum, grad_sample, float32"
+
+
+FAULTS = [  # the fault, on how many ranks, which checks, which of their measurements
+    ("norms_of_this_ranks_part", 2, SUMS, "the norms"),
+    ("sums_of_partial_norms", 2, SEVERAL, "the norms"),
+    ("own_tokens_alone", 2, SUMS, "the sum"),
+    ("clip_factor_off", 1, SUMS, "the sum"),
+    ("no_clipping", 1, SEVERAL, "the sum"),
+    ("bad_samples_kept", 1, SUMS, "the sum"),
+    ("bad_samples_kept", 1, SEVERAL, "the sum"),
+    ("samples_merged", 1, SEVERAL, "the sum"),
+    ("another_samples_targets", 1, SEVERAL, "the sum"),
+    ("chunk_edge_lost", 1, "loss head, float32", "the loss"),
+    ("chunk_edge_lost", 1, SEVERAL, "the sum"),
+    ("ring_of_another_balancer", 2, "ring attention, headtail, alltoall, bfloat16", "tokens"),
+    ("ring_of_another_balancer", 2, "ring attention, None, allgather, float32", "tokens"),
+    ("noise_not_added", 1, "noise, ", "moments"),
+    ("noise_too_small", 1, "noise, ", "moments"),
+    ("noise_without_tails", 1, "noise, ", "tails"),
+    ("noise_shared_by_shards", 2, "noise, ", "values that another mesh has otherwise"),
+    ("noise_shared_by_parameters", 1, "noise, ", "runs that occur twice"),
+    ("key_repeated", 1, "noise, ", "runs that occur twice"),
+    ("keys_of_their_own", 2, "root key", "ranks with another"),
+    ("divided_by_the_ranks", 1, "update, microbatch", "sum + noise"),
+    ("weights_differ", 2, "update, microbatch", "AdamW's weights"),
+    ("adamw_forgets", 1, "update, grad_sample", "AdamW's weights"),
+    ("checkpoint_loses_a_tensor", 1, "checkpoint", "tensors that are not as they were"),
+    ("checkpoint_without_optimizer", 2, "checkpoint", "tensors that are not as they were"),
+]
+
+
+@pytest.mark.parametrize(
+    ("only", "world_size"), sorted({(only, ranks) for _, ranks, only, _ in FAULTS})
+)
+def test_what_a_fault_fails_passes_without(only, world_size):
+    for found in on_ranks(world_size, outcomes, None, only):
+        assert failed(found) == []
+
+
+@pytest.mark.parametrize(("fault", "world_size", "only", "expected"), FAULTS)
+def test_a_fault_fails_it(fault, world_size, only, expected):
+    """By what it measures, and not because the fault cannot run."""
+    for found in on_ranks(world_size, outcomes, fault, only):
+        wrong = failed(found)
+        assert any(expected in name and not error for name, _, error in wrong), (wrong, found)
+
+
+OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
+BF16 = ("--training.mixed_precision_param=bfloat16", "--training.local_batch_size=3")
+
+
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (1, OFFLOAD),
+        (2, (*OFFLOAD, *BF16)),
+        (2, ("--parallelism.context_parallel_degree=1", *BF16)),
+        (2, ("--parallelism.data_parallel_replicate_degree=2",)),
+        (1, ("--privacy.secure_noise", "--privacy.exact_sum", "--training.loss_chunk_tokens=0")),
+        (1, ("--privacy.clip_function=automatic", "--privacy.no-shard_grad_samples", *BF16)),
+        pytest.param(1, ("--compile.enable",), marks=pytest.mark.slow),
+    ],
+    ids=["offload", "offload bf16", "dp_shard", "dp_replicate", "exact", "automatic", "compile"],
+)
+def test_configurations_pass(world_size, overrides):
+    config = ("--job.config_file", str(CONFIG))
+    first, *_ = on_ranks(world_size, outcomes, None, "", (*config, *overrides))
+    assert failed(first) == []
+    assert len(first) >= 13
+
+
+def test_replicas_that_differ_are_seen():
+    """Weights on the last rank alone: its replica has others."""
+    config = ("--job.config_file", str(CONFIG), "--parallelism.data_parallel_replicate_degree=2")
+    for found in on_ranks(2, outcomes, "weights_differ", "update", config):
+        assert any("ranks with other weights" in name for name, _, _ in failed(found)), found

@@ -1,0 +1,66 @@
+"""What ranks measured is merged so that a fault on any of them is a fault."""
+
+import json
+import math
+
+import pytest
+
+from torchtitan_dp.selfcheck.report import failure, for_programs, row
+from torchtitan_dp.selfcheck.result import Check, Measured, Outcome, merged, worst
+
+CHECK = Check("noise", "do not train", lambda: ())
+
+
+def measured(*values, bound=1.0):
+    return [Measured(what, value, bound) for what, value in zip("ab", values, strict=False)]
+
+
+@pytest.mark.parametrize("bad", [2.0, math.nan, math.inf])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_one_rank_is_enough(bad, place):
+    ranks = [measured(0.5, 0.1) for _ in range(3)]
+    ranks[place] = measured(bad, 0.1)
+    a, b = merged(CHECK, ranks)
+    assert (a.name, a.passed, b.passed) == ("noise: a", False, True)
+    assert a.value == bad or math.isnan(bad)
+
+
+def test_the_bound_itself_passes():
+    assert merged(CHECK, [measured(1.0)])[0].passed
+
+
+def test_an_error_on_one_rank_is_the_outcome():
+    (outcome,) = merged(CHECK, [measured(0.5, 0.1), "RuntimeError: no kernel"])
+    assert not outcome.passed
+    assert failure(outcome) == "FAILED: noise: rank 1: RuntimeError: no kernel; do not train"
+    assert "FAILED" in row(outcome)
+    assert "no kernel" in row(outcome)
+
+
+def test_ranks_that_measure_other_things_are_a_bug():
+    with pytest.raises(AssertionError):
+        merged(CHECK, [measured(0.5, 0.1), measured(0.5)])
+
+
+@pytest.mark.parametrize("values", [[math.nan, 1.0], [1.0, math.nan]])
+def test_the_worst_is_nan_wherever_it_stands(values):
+    assert math.isnan(worst(values))
+
+
+def test_json_is_json():
+    outcomes = [Outcome("a", math.nan, 1.0, ""), Outcome("b", 0.5, 1.0, "")]
+    said = for_programs("CPU", {"torch": "2"}, outcomes)
+    assert json.loads(json.dumps(said, allow_nan=False)) == {
+        "device": "CPU",
+        "facts": {"torch": "2"},
+        "passed": False,
+        "checks": [
+            {"name": "a", "passed": False, "value": None, "bound": 1.0},
+            {"name": "b", "passed": True, "value": 0.5, "bound": 1.0},
+        ],
+    }
+
+
+def test_a_failure_says_what_is_right_and_what_to_do():
+    told = failure(Outcome("noise: tails", 7.25, 5.0, "do not train"))
+    assert told == "FAILED: noise: tails: 7.25, and at most 5 is right; do not train"

@@ -1,0 +1,87 @@
+"""What a configuration's checks keep of it, and what they scale down."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from tests.launch import ROOT
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.models.families import parameter_count
+from torchtitan_dp.selfcheck.terms import default_terms, given_terms
+
+CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_every_method_is_checked(world_size):
+    """A new entry of METHODS needs nothing here."""
+    found = default_terms(world_size)
+    meshes = {(1, 1, world_size), (1, 2, 2)} if world_size == 4 else {(1, 1, world_size)}
+    assert {
+        (terms.config.privacy.gradient_method, terms.dtype, terms.degrees) for terms in found
+    } == {
+        (method, dtype, mesh)
+        for method in METHODS
+        for dtype in (torch.float32, torch.bfloat16)
+        for mesh in meshes
+    }
+    shared = {(terms.dtype, terms.args.n_heads, terms.args.n_kv_heads) for terms in found}
+    assert shared == {(torch.float32, 2, 2), (torch.bfloat16, 4, 1)}
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda path: path.stem)
+def test_shipped_configurations(config):
+    own, *exact = given_terms(["--job.config_file", str(config)], 4)
+    args = own.args
+    assert parameter_count(args) < 2e7
+    assert own.config.training.seq_len <= 64 * 4
+    assert own.degrees == (1, 1, 4)
+    if "debug" in config.stem:
+        assert not exact
+        return
+    (in_fp32,) = exact
+    assert (own.dtype, in_fp32.dtype) == (torch.bfloat16, torch.float32)
+    assert args.dim // args.n_heads == {"1b": 64, "3b": 128, "8b": 128}[config.stem.split("_")[1]]
+    assert args.n_heads // args.n_kv_heads == (3 if "3b" in config.stem else 4)
+    assert own.heads == ((6, 2) if "3b" in config.stem else (8, 2))
+    assert in_fp32.heads == (own.heads[0], own.heads[0])
+    assert in_fp32.args == dataclasses.replace(args, n_kv_heads=args.n_heads)
+
+
+def test_what_decides_code_and_kernels_stays():
+    overrides = [
+        *("--job.config_file", str(ROOT / "train_configs/llama3_8b_256k_ac.toml")),
+        "--parallelism.context_parallel_degree=2",
+        "--parallelism.data_parallel_shard_degree=2",
+        "--parallelism.data_parallel_replicate_degree=2",
+        "--parallelism.context_parallel_rotate_method=allgather",
+        *("--parallelism.context_parallel_load_balancer", "None"),
+        "--privacy.secure_noise",
+        "--privacy.clip_function=automatic",
+        "--training.local_batch_size=16",
+    ]
+    own, _ = given_terms(overrides, 8)
+    assert own.degrees == (2, 2, 2)
+    assert own.config.parallelism.context_parallel_load_balancer is None
+    assert own.config.parallelism.context_parallel_rotate_method == "allgather"
+    assert own.config.activation_checkpoint.mode == "full"
+    assert own.config.privacy.gradient_method == "grad_sample"
+    assert own.config.privacy.clip_function == "automatic"
+    assert own.config.privacy.secure_noise
+    assert own.config.training.local_batch_size == 4
+    tokens = own.config.training.seq_len // 2
+    assert 2 * own.config.training.loss_chunk_tokens < tokens
+    assert tokens % own.config.training.loss_chunk_tokens
+
+
+def test_attention_is_checked_at_the_ladders_rungs():
+    debug = ["--job.config_file", str(ROOT / "train_configs/llama3_debug.toml")]
+    assert given_terms(debug, 2)[0].lengths == (8, 16, 32, 64, 128, 256)
+    assert given_terms([*debug, "--data.no-length_buckets"], 2)[0].lengths == (128,)
+
+
+def test_without_privacy_there_is_nothing_to_check():
+    debug = ["--job.config_file", str(ROOT / "train_configs/llama3_debug.toml")]
+    with pytest.raises(ValueError, match=r"privacy\.enable = false.*set it to true"):
+        given_terms([*debug, "--privacy.no-enable"], 1)

@@ -1,0 +1,136 @@
+"""A small model on the run's mesh and terms, built as training builds it, that takes steps."""
+
+import copy
+import functools
+import math
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+from torchtitan.components.optimizer import build_optimizers
+from torchtitan.distributed import ParallelDims
+
+from torchtitan_dp.gradients.reduction import ReductionGroups
+from torchtitan_dp.gradients.step import build_step
+from torchtitan_dp.models.families import family_of
+from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.privacy.sampling import deal
+from torchtitan_dp.selfcheck.reference import Samples
+from torchtitan_dp.selfcheck.terms import Terms
+
+
+@functools.cache
+def mesh(device_type: str, degrees: tuple[int, int, int]) -> tuple[ParallelDims, ReductionGroups]:
+    """Build a mesh once a process, as training does: groups keep threads and memory to the end.
+
+    Collective over the world.
+    """
+    dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
+    dims.build_mesh()
+    return dims, ReductionGroups.build(device_type, degrees)
+
+
+class Small:
+    """Takes private steps on made-up samples, and shows the gradient that AdamW is handed."""
+
+    def __init__(self, terms: Terms, device: torch.device, *, max_grad_norm: float) -> None:
+        """
+        Args:
+            max_grad_norm: C.
+
+        Collective over the world.
+        """
+        config, family = terms.config, family_of(terms.args)
+        self.terms, self.device = terms, device
+        self.dims, groups = mesh(device.type, terms.degrees)
+        with torch.device("meta"):
+            self.model = family.model(copy.deepcopy(terms.args))
+        family.parallelize(self.model, self.dims, config)
+        self.model.to_empty(device=device)
+        self.model.init_weights()
+        self.parameters = trainable_parameters(self.model)
+        self.step = build_step(
+            config.privacy,
+            self.model,
+            self.parameters,
+            family.trained_fsdp_modules(self.model),
+            groups,
+            max_grad_norm=max_grad_norm,
+        )
+        self.losses = SampleLosses(
+            self.model,
+            device,
+            self.dims.get_optional_mesh("cp"),
+            config.parallelism.context_parallel_load_balancer,
+        )
+        self.optimizers = build_optimizers([self.model], config.optimizer, self.dims)
+        self._handed: dict[str, torch.Tensor] = {}
+        for inner in self.optimizers.optimizers:
+            inner.register_step_pre_hook(self._look)
+
+    def accumulate(self, samples: Samples) -> dict[int, float]:
+        """Deal samples out and add their clipped gradients to the sum.
+
+        Returns:
+            The norms before clipping of this data-parallel rank's samples, by sample.
+
+        Collectives: those of the gradient method.
+        """
+        gradients, batch_size = self.step.gradients, self.terms.config.training.local_batch_size
+        replicate, shard, cp = self.terms.degrees
+        ranks, rank = replicate * shard, dist.get_rank() // cp
+        dealt = deal(np.arange(len(samples)), ranks=ranks, rank=rank, batch_size=batch_size)
+        norms: dict[int, float] = {}
+        for slots in dealt:
+            for slot_B in torch.from_numpy(slots).split(gradients.batch_size or batch_size):
+                tokens_BT, labels_BT, weight_B = samples.take(slot_B)
+                loss_B = self.losses(tokens_BT, labels_BT) * weight_B.to(self.device)
+                clip = gradients.accumulate_clipped(loss_B, (slot_B >= 0).to(self.device))
+                norms.update(zip(slot_B.tolist(), clip.norm_B.tolist(), strict=True))
+        norms.pop(-1, None)
+        return norms
+
+    def update(self, *, sigma: float, batch: float, key: bytes) -> dict[str, torch.Tensor]:
+        """Add noise to the sum, divide, step AdamW, and start the next sum.
+
+        Args:
+            sigma: the noise multiplier; 0 adds nothing.
+            batch: the divisor.
+            key: of the noise; a public one.
+
+        Returns:
+            The whole gradient that AdamW was handed, by name, on this device.
+
+        Collectives: those of `ClippedSum.take`, and an all-gather over dp_shard x cp.
+        """
+        optimizer = self.step.optimizer(
+            self.optimizers, noise_multiplier=sigma, expected_batch_size=batch
+        )
+        optimizer.step(self.step.clipped_sum.take(), key)
+        self.step.clipped_sum.reset()
+        handed, self._handed = self._handed, {}
+        return handed
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copy whole weights, by name. Collective: an all-gather over dp_shard x cp."""
+        return {name: _whole(p.detach()).clone() for name, p in self.parameters.items()}
+
+    def noise(self, name: str, *, sigma: float, batch: float, key: bytes) -> torch.Tensor:
+        """Draw one parameter's noise whole, as a single rank that held all of it would."""
+        shape, summation = self.parameters[name].shape, self.step.summation
+        zeros = torch.zeros(shape.numel(), dtype=summation.dtype, device=self.device)
+        std = sigma * self.step.max_grad_norm
+        noise = summation.add_noise_(zeros, std=std, key=key, name=name, start=0)
+        return noise.div_(batch).view(shape)
+
+    def _look(self, *_: object) -> None:
+        for name, parameter in self.parameters.items():
+            assert parameter.grad is not None, name
+            self._handed[name] = _whole(parameter.grad).clone()
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    assert isinstance(tensor, DTensor)
+    return tensor.full_tensor()

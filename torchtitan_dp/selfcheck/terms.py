@@ -1,0 +1,154 @@
+"""On which terms is checked: a configuration, scaled down to a model of seconds.
+
+What decides which code and which kernels run stays as it is: mesh, dtype, method, head shape (size,
+and how many query heads share a key), load balancer, rotation, activation checkpointing,
+compilation, kind of sum and noise. What only makes it long does not: number of layers and heads,
+vocabulary, length of samples.
+"""
+
+import copy
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.models.hugging_face import shape
+
+_VOCABULARY = 1009  # a prime, so that no mesh divides it
+_TOKENS = 64  # of a sample of the small model, for each cp rank
+_MOST_TOKENS = 128  # of a sample that attention is checked on, for each cp rank
+_MOST_SAMPLES = 4  # of a microbatch
+
+
+@dataclass(frozen=True)
+class Terms:
+    """Holds what one check goes by."""
+
+    config: JobConfig  # scaled down
+    args: ModelArgs  # of the small model
+    lengths: tuple[int, ...]  # that attention is checked at
+    heads: tuple[int, int]  # of queries, and of keys and values, that it is checked with
+
+    @property
+    def degrees(self) -> tuple[int, int, int]:
+        return mesh_degrees(self.config)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype that is computed in; sums are fp32 or wider on all terms."""
+        return TORCH_DTYPE_MAP[self.config.training.mixed_precision_param]
+
+    @property
+    def place(self) -> str:
+        """Name dtype and mesh, for people."""
+        mesh = " x ".join(map(str, self.degrees))
+        compiled = " compiled" if self.config.compile.enable else ""
+        return f"{self.config.training.mixed_precision_param}{compiled}, mesh {mesh}"
+
+    def but(self, **privacy: object) -> "Terms":
+        """Return the same terms with other settings of `[privacy]`."""
+        config = copy.deepcopy(self.config)
+        config.privacy = dataclasses.replace(config.privacy, **privacy)  # type: ignore[arg-type]
+        return dataclasses.replace(self, config=config)
+
+
+def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
+    """Return the terms of a configuration, and, where these round or compile, the same in fp32.
+
+    In bf16 a fault of some thousandths hides in the rounding; in fp32 it does not. There every
+    query head has a key of its own: CUDA has no kernel for fp32 that shares keys on a ring.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    config = load_config(overrides, world_size)
+    if not config.privacy.enable:
+        raise ValueError("privacy.enable = false: selfcheck is of private steps; set it to true")
+    terms = _scaled(config, shape(config))
+    if terms.dtype == torch.float32 and not config.compile.enable:
+        return [terms]
+    return [terms, _in_fp32(terms)]
+
+
+def default_terms(world_size: int) -> list[Terms]:
+    """Return terms that cover every gradient method, for a mesh of all ranks as cp.
+
+    Where there are 4 ranks or more, an even number, also those for a mesh of dp_shard 2 x cp.
+    """
+    found = []
+    for shards in (1, 2) if world_size >= 4 and world_size % 2 == 0 else (1,):
+        cp = world_size // shards
+        for dtype in ("float32", "bfloat16"):
+            for method in METHODS:
+                overrides = [
+                    "--privacy.noise_multiplier=1",
+                    "--privacy.delta=1e-5",
+                    f"--privacy.gradient_method={method}",
+                    "--training.global_batch_size=4",
+                    "--training.local_batch_size=2",
+                    f"--training.seq_len={512 * cp}",
+                    f"--training.mixed_precision_param={dtype}",
+                    "--activation_checkpoint.mode=none",
+                    f"--parallelism.context_parallel_degree={cp}",
+                    f"--parallelism.data_parallel_shard_degree={shards}",
+                ]
+                config = load_config(overrides, world_size)
+                args = shape(config)
+                if dtype == "bfloat16":  # as in Llama 3.2 1B
+                    args = dataclasses.replace(  # type: ignore[type-var]
+                        args, dim=512, n_heads=8, n_kv_heads=2, tie_embeddings=True
+                    )
+                found.append(_scaled(config, args))
+    return found
+
+
+def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
+    """Scale a checked configuration down."""
+    cp = config.parallelism.context_parallel_degree
+    rungs = tuple(length for length in ladder(config) if length <= _MOST_TOKENS * cp)
+    scaled = copy.deepcopy(config)
+    training = scaled.training
+    training.seq_len = min(training.seq_len, _TOKENS * cp)
+    training.local_batch_size = min(training.local_batch_size, _MOST_SAMPLES)
+    if training.loss_chunk_tokens:  # three chunks, of which the last is shorter
+        training.loss_chunk_tokens = training.seq_len // cp // 3 + 1
+    scaled.optimizer.lr = 1e-2  # so that fp32 resolves an update
+    small, kv_heads = _small(args, training.seq_len), min(args.n_kv_heads or args.n_heads, 2)
+    heads = _shared(args) * kv_heads, kv_heads
+    return Terms(scaled, small, rungs or (training.seq_len,), heads)
+
+
+def _in_fp32(terms: Terms) -> Terms:
+    config = copy.deepcopy(terms.config)
+    config.training.mixed_precision_param = "float32"
+    config.compile.enable = False
+    args = dataclasses.replace(terms.args, n_kv_heads=terms.args.n_heads)  # type: ignore[type-var]
+    heads = terms.heads[0], terms.heads[0]
+    return dataclasses.replace(terms, config=config, args=args, heads=heads)
+
+
+def _shared(args: ModelArgs) -> int:
+    """Count the query heads that share a key."""
+    return args.n_heads // (args.n_kv_heads or args.n_heads)
+
+
+def _small(args: ModelArgs, seq_len: int) -> ModelArgs:
+    """Return arguments of few layers and heads, each head as in `args`."""
+    shared = _shared(args)
+    kv_heads = 2 if shared == 1 else 1
+    return dataclasses.replace(  # type: ignore[type-var]
+        args,
+        dim=args.dim // args.n_heads * shared * kv_heads,
+        n_layers=2,
+        n_heads=shared * kv_heads,
+        n_kv_heads=kv_heads,
+        vocab_size=_VOCABULARY,
+        max_seq_len=seq_len,
+    )
