@@ -23,6 +23,7 @@ from torch.utils.flop_counter import (
     sdpa_flop_count,
 )
 
+import torchtitan_dp.gradients.products  # noqa: F401  registers its operators
 from torchtitan_dp.plan.tracker import wrapped
 
 aten = torch.ops.aten
@@ -41,6 +42,10 @@ _ALLOCATES = {
 }
 _TRAVELS = ("collectives", "FSDP2's copies")  # they may overlap with any part
 _MATMULS = {aten.mm, aten.addmm, aten.addmm_, aten.bmm, aten.baddbmm}
+# Ours: their results are written to (`products`), or added to, in one GEMM.
+_PRODUCTS = {torch.ops.torchtitan_dp.write_product_, torch.ops.torchtitan_dp.add_product_}
+_MATMULS |= _PRODUCTS
+_OVERWRITES |= {torch.ops.torchtitan_dp.write_product_}
 _COPIES = {aten.copy_, aten._to_copy, aten.clone, aten.cat, aten.stack}
 _ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu,
@@ -124,6 +129,9 @@ def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
         return int(sdpa_flop_count(*(x.shape for x in args[:3])))
     if packet == aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return int(sdpa_backward_flop_count(*(x.shape for x in args[:4])))
+    if packet in _PRODUCTS:
+        _, left, right = args
+        return 2 * left.numel() * right.shape[-1]
     formula = flop_registry.get(packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
