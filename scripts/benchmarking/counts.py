@@ -194,6 +194,7 @@ def _count(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     from torchtitan_dp.models.hugging_face import shape
     from torchtitan_dp.models.llama3 import parallelize
     from torchtitan_dp.plan.fake_step import fake_world
+    from torchtitan_dp.privacy import summation
 
     from . import kernels
     from .counting import Counts
@@ -209,6 +210,7 @@ def _count(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
             (parallelize, "use_lean_norms", _nothing),
             # As on CUDA.
             (torch.nn.functional, "rms_norm", kernels.rms_norm),
+            (summation, "add_gaussian_noise_", kernels.noise),
             (torch.optim, "AdamW", functools.partial(_fused, torch.optim.AdamW)),
         ):
             stack.enter_context(unittest.mock.patch.object(owner, name, instead))

@@ -64,3 +64,8 @@ def _noise(flat: Tensor) -> None:
 @_noise.register_fake
 def _(flat: Tensor) -> None:
     return None
+
+
+def noise(flat: Tensor, **_: Any) -> None:
+    """`privacy.noise.add_gaussian_noise_`: drawn and added in one kernel."""
+    _noise(flat)

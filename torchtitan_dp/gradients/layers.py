@@ -216,7 +216,9 @@ class _RMSNorm(_OwnForward):
         (x,) = ctx.saved_tensors
         layer = ctx.layer
         # The fused kernel sums the weight's gradient over all it is given: one sample at a time.
-        of_samples = [_rms_norm_grad(layer, *one, weight_needed) for one in zip(x, grad_y)]
+        of_samples = [
+            _rms_norm_grad(layer, *one, weight_needed) for one in zip(x, grad_y, strict=True)
+        ]
         if weight_needed:
             grad_weight = torch.stack([weight for _, weight in of_samples])
             name = layer.parameter_names["weight"]

@@ -71,6 +71,11 @@ def _chunk(
     return losses_to_gradients_(logits_NV, labels_N, scale_N), logits_NV
 
 
+def _scales(targets_B: torch.Tensor) -> torch.Tensor:
+    """Return what each sample's summed loss is multiplied by; 1 where it has no targets."""
+    return 1 / targets_B.clamp(min=1).float()
+
+
 def _sample(
     h_TD: torch.Tensor,
     labels_T: torch.Tensor,
@@ -119,7 +124,7 @@ class _OneSample(torch.autograd.Function):
         h_needed, _, _, weight_needed, _, _ = ctx.needs_input_grad
         merges = differentiate and weight_needed and len(h_BTD) > 1
         assert not merges, "samples would be merged before they are clipped"
-        scale_B = 1 / targets_B.clamp(min=1).float()
+        scale_B = _scales(targets_B)
         grad_h_BTD = torch.empty_like(h_BTD) if differentiate and h_needed else None
         grad_weight_VD, grad_weights = None, []
         if differentiate and weight_needed:
@@ -165,7 +170,7 @@ class _SeveralSamples(torch.autograd.Function):
         weight_VD: torch.Tensor,
     ) -> torch.Tensor:
         assert isinstance(layer, LossHead)
-        scale_B = 1 / targets_B.clamp(min=1).float()
+        scale_B = _scales(targets_B)
         grad_h_BTD = torch.empty_like(h_BTD) if ctx.needs_input_grad[1] else None
         loss_B = torch.empty_like(scale_B)
 
