@@ -218,7 +218,7 @@ def test_row36_what_is_frozen_counts_nowhere(frozen, changes, variant):
 
 
 def most_running(degrees):
-    """How many sums over cp run at once, and how many while a layer's gradients are written."""
+    """How many sums over cp run at once, and how many while a matrix's gradients are written."""
     from tests import build
     from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 
@@ -229,9 +229,10 @@ def most_running(degrees):
     form = gradients.form
 
     def watched(name, batch_size, write):
-        def write_watched(*args):
-            writing.append(len(gradients._in_flight))
-            write(*args)
+        def write_watched(layout, *args):
+            if len(layout.shape) > 1:
+                writing.append(len(gradients._in_flight))
+            write(layout, *args)
 
         formed = form(name, batch_size, write_watched)
         started.append(len(gradients._in_flight))

@@ -109,8 +109,7 @@ def _add_row_(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) 
 
 def _add_units(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:
     """Add round(gradient * scale) as int64; the product of 24 and 24 bits is exact in fp64."""
-    kept = gradient.masked_fill(rejected, 0.0)
-    total.add_(kept.double().mul_(scale).round_().to(torch.int64))
+    total.add_(gradient.masked_fill(rejected, 0.0).double().mul_(scale).round_().to(torch.int64))
 
 
 @functools.cache

@@ -192,7 +192,10 @@ MUTANTS = [
         "gradients/layers.py",
         "write_product_(whole[:, sample, dp_shard_rank], left_CRT, right_CTD)",
         "write_product_(whole[:, 0, dp_shard_rank], left_CRT, right_CTD)",
-        (f"{LAYERS}test_equals_a_loop_of_single_samples[linear without bias-4-(1, 2)]",),
+        (
+            f"{LAYERS}test_equals_a_loop_of_single_samples"
+            "[linear, rows that a mesh divides-4-(1, 2)]",
+        ),
         quick=True,
     ),
     Mutant(
