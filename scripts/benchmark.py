@@ -1,7 +1,7 @@
 """Training with privacy against plain TorchTitan: the same records, processes, model, optimizer.
 
     python scripts/benchmark.py [--config FILE] [--devices N] [--arms a,b] [--batch_sizes 1,4]
-        [--rounds R] [--steps S] [--microbatches M] [--table arms|lengths|ranks|all]
+        [--rounds R] [--steps S] [--microbatches M] [--table arms|lengths|ranks|all|counts]
         [--json FILE] [--markdown FILE] [--plot FILE.png] [--section.key value …]
 
 Arms: plain TorchTitan (`non-DP`), `microbatch`, LongShield's `V1` (per-sample gradients, whole on
@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 from benchmarking import arms as catalogue
-from benchmarking import plot, results, tables
+from benchmarking import counts, plot, results, tables
 from benchmarking.arms import Setting
 from benchmarking.journal import Journal
 from benchmarking.measure import (
@@ -63,7 +63,8 @@ def main() -> None:
         journal = Journal(options.json and options.json.with_name(options.json.name + ".partial"))
         if journal.resumed:
             show(f"{journal.resumed} measurements of {journal.path} are not repeated")
-        for result in _run(options, overrides, journal):
+        arms = [_count(options)] if options.table == "counts" else _run(options, overrides, journal)
+        for result in arms:
             _write(options, result)
     print(_markdown(result))
     journal.remove()
@@ -99,7 +100,12 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--microbatches", type=int, help="in a step; default: 4 at MBS 1 and 2 at any other"
     )
-    parser.add_argument("--table", choices=("arms", "lengths", "ranks", "all"), default="arms")
+    tables_ = ("arms", "lengths", "ranks", "all", "counts")
+    parser.add_argument("--table", choices=tables_, default="arms")
+    parser.add_argument("--models", default=",".join(counts.MODELS), help="of --table counts")
+    parser.add_argument(
+        "--seq_lens", default=",".join(map(str, counts.SEQ_LENS)), help="of --table counts"
+    )
     for output in ("--json", "--markdown", "--plot"):
         parser.add_argument(output, type=Path, metavar="FILE")
     options, overrides = parser.parse_known_args()
@@ -121,6 +127,10 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> None:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
             fail("--plot needs matplotlib: pip install matplotlib")
+    if options.table == "counts" and (options.config is not None and not options.is_default):
+        fail("--config: --table counts has its own; use --models")
+    if options.table == "counts" and overrides:
+        fail(f"{overrides[0]}: --table counts takes no configuration keys")
     for key, instead in SET_HERE.items():
         if any(override.partition("=")[0] == f"--{key}" for override in overrides):
             fail(f"--{key}: set here for every arm; use {instead}")
@@ -178,6 +188,16 @@ def _result(
             {"name": arm, "world_size": n, "reason": reason} for (arm, n), reason in skipped.items()
         ],
     }
+
+
+def _count(options: argparse.Namespace) -> dict[str, Any]:
+    sizes, devices = options.batch_sizes or "1,4", options.devices or 4
+    seq_lens = _numbers("--seq_lens", options.seq_lens)
+    rows = counts.count_rows(
+        options.models.split(","), seq_lens, _numbers("--batch_sizes", sizes), devices
+    )
+    command = " ".join(["scripts/benchmark.py", *sys.argv[1:]])
+    return {"command": command, "torch": torch.__version__, "counts": rows}
 
 
 Wanted = tuple[list[catalogue.Arm], Setting, Repetitions | None]
@@ -241,10 +261,14 @@ def _wanted(
 def _batch_sizes(options: argparse.Namespace, overrides: list[str], devices: int) -> list[int]:
     if options.batch_sizes is None and not options.is_default:
         return [read_config(options.config, overrides, devices).training.local_batch_size]
-    sizes = (options.batch_sizes or "1,4").split(",")
-    if not all(size.isdigit() and int(size) for size in sizes):
-        raise ValueError(f"--batch_sizes {options.batch_sizes}: numbers from 1, comma-separated")
-    return [int(size) for size in sizes]
+    return _numbers("--batch_sizes", options.batch_sizes or "1,4")
+
+
+def _numbers(option: str, given: str) -> list[int]:
+    numbers = given.split(",")
+    if not all(number.isdigit() and int(number) for number in numbers):
+        raise ValueError(f"{option} {given}: numbers from 1, comma-separated")
+    return [int(number) for number in numbers]
 
 
 def _machine(devices: int) -> str:
@@ -257,6 +281,9 @@ def _machine(devices: int) -> str:
 
 
 def _markdown(result: dict[str, Any]) -> str:
+    if "counts" in result:
+        command = f"torch {result['torch']}. `{result['command']}`"
+        return f"{command}\n\n{counts.counts_tables(result['counts'])}"
     parts = [
         f"{result['machine']}. `{result['command']}`\n\n"
         f"Medians of {result['rounds']} rounds; a gap is non-DP's throughput over the arm's, or "

@@ -19,6 +19,8 @@ import scripts.benchmarking.measure as measuring
 from scripts.benchmarking import worker
 from scripts.benchmarking.arms import ARMS, Setting, choose
 from scripts.benchmarking.collectives import BytesSent
+from scripts.benchmarking.counting import bytes_of, flops_of
+from scripts.benchmarking.counts import count_rows
 from scripts.benchmarking.journal import Journal
 from scripts.benchmarking.measure import Measured, Repetitions, heaviest
 from scripts.benchmarking.memory import live_tensor_bytes
@@ -388,3 +390,31 @@ def test_mistakes_are_one_line(arguments, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert len(done.stderr.splitlines()) == 1
+
+
+def test_counts_of_both_methods_against_plain():
+    """No FLOP more than plain, and bytes within what docs/benchmarks/counts.md says of 1B."""
+    one, several = count_rows(["debug"], [512], [1, 2], 2)
+    assert (one["method"], several["method"]) == ("microbatch", "grad_sample")
+    for row in (one, several):
+        assert row["flops_vs_non_dp"] == pytest.approx(1.0, abs=1e-3)
+        assert set(row) >= {"model", "seq_len", "local_batch_size", "world_size"}
+        assert row["bytes_by_part"]["clip and add"] > 0
+    assert one["bytes_vs_non_dp"] < 1.05
+    assert several["bytes_vs_non_dp"] < 1.25
+
+
+def test_what_an_operation_moves():
+    aten, x, y = torch.ops.aten, torch.ones(4, 5), torch.ones(5)
+    views = (aten.view.default, aten._unsafe_view.default, aten.empty.memory_format)
+    assert all(bytes_of(view, (x, [20]), {}, x) == 0 for view in views)
+    assert bytes_of(aten.add.Tensor, (x, y.expand(4, 5)), {}, x + y) == 4 * (20 + 5 + 20)
+    assert bytes_of(aten.add_.Tensor, (x, x), {}, x) == 4 * 60
+    assert bytes_of(aten.copy_.default, (x, x), {}, x) == 4 * 40
+    assert bytes_of(aten.mm.out, (x, x.T), {"out": y}, y) == 4 * 45
+    product = torch.ops.torchtitan_dp.write_product_.default
+    out = torch.zeros(4, 4)
+    assert bytes_of(product, (out, x, x.T), {}, None) == 4 * (16 + 40)
+    assert flops_of(product, (out, x, x.T), {}, None) == 2 * 4 * 5 * 4
+    added = torch.ops.torchtitan_dp.add_product_.default
+    assert bytes_of(added, (out, x, x.T), {}, None) == 4 * (32 + 40)

@@ -58,7 +58,7 @@ def _by_shape(
         cells = [_cell(by_name.get(name), cell) for name in names]
         cells += [_cell(by_name.get(name), gap) for name in gaps if gap]
         lines.append([str(mbs), f"{seq_len:,}", *cells])
-    return _markdown(head, lines)
+    return markdown(head, lines)
 
 
 def _cell(row: Row | None, cell: Cell) -> str:
@@ -102,7 +102,7 @@ def lengths_table(rows: list[Row]) -> str:
         ]
         for row in sorted(rows, key=lambda row: (row["name"], row["seq_len"]))
     ]
-    return "### Cost as the sequence grows\n\n" + _markdown(head, lines)
+    return "### Cost as the sequence grows\n\n" + markdown(head, lines)
 
 
 def ranks_table(rows: list[Row]) -> str:
@@ -124,7 +124,7 @@ def ranks_table(rows: list[Row]) -> str:
                 *([] if failed else [_mib(by_kind.get(kind, 0)) for kind in kinds]),
             ]
         )
-    return "### A rank's share as context-parallel ranks grow\n\n" + _markdown(head, lines)
+    return "### A rank's share as context-parallel ranks grow\n\n" + markdown(head, lines)
 
 
 def _mib(size: float | None) -> str:
@@ -135,6 +135,7 @@ def _number(value: float | None, form: str) -> str:
     return "N/A" if value is None else format(value, form)
 
 
-def _markdown(head: list[str], lines: list[list[str]]) -> str:
+def markdown(head: list[str], lines: list[list[str]]) -> str:
+    """A table in Markdown."""
     rule = ["---"] * len(head)
     return "\n".join("| " + " | ".join(cells) + " |" for cells in [head, rule, *lines])

@@ -215,3 +215,36 @@ def frozen_errors(degrees, frozen, changes, overrides):
 def test_row36_what_is_frozen_counts_nowhere(frozen, changes, variant):
     for error in on_ranks(2, frozen_errors, (1, 1, 2), frozen, changes, [variant, mbs(2)]):
         assert error < 2e-5
+
+
+def most_running(degrees):
+    """How many sums over cp run at once, and how many while a matrix's gradients are written."""
+    from tests import build
+    from torchtitan_dp.gradients.grad_sample import GradSampleGradients
+
+    built = build.build(degrees, METHOD, mbs(2), "--training.loss_chunk_tokens=5")
+    gradients = built.gradients
+    assert isinstance(gradients, GradSampleGradients)
+    started, writing = [0], [0]
+    form = gradients.form
+
+    def watched(name, batch_size, write):
+        def write_watched(layout, *args):
+            if len(layout.shape) > 1:
+                writing.append(len(gradients._in_flight))
+            write(layout, *args)
+
+        formed = form(name, batch_size, write_watched)
+        started.append(len(gradients._in_flight))
+        return formed
+
+    gradients.form = watched
+    tokens_NT, labels_NT = build.data(samples=2)
+    built.accumulate(tokens_NT, labels_NT)
+    return max(started), max(writing), len(gradients._in_flight)
+
+
+def test_two_layers_sums_run_at_once():
+    """One goes on while the next layer's gradients are written; a third would hold more memory."""
+    for found in on_ranks(2, most_running, (1, 1, 2)):
+        assert found == (2, 1, 0)

@@ -21,7 +21,7 @@ from torchtitan_dp.gradients.layers import connect, per_sample_layers
 from torchtitan_dp.gradients.rows import RowLayout
 
 B = 4
-MESHES = [(1, 1), (2, 2), (3, 2)]  # (dp_shard, cp)
+MESHES = [(1, 1), (1, 2), (2, 2), (3, 2)]  # (dp_shard, cp)
 
 
 class Collected:
@@ -98,6 +98,7 @@ def tokens(*shape):
 CASES = {
     "linear": lambda: (nn.Linear(4, 5), torch.randn(B, 6, 4)),
     "linear without bias": lambda: (nn.Linear(4, 5, bias=False), torch.randn(B, 6, 4)),
+    "linear, rows that a mesh divides": lambda: (nn.Linear(4, 12), torch.randn(B, 6, 4)),
     "linear, 2-D": lambda: (nn.Linear(4, 5), torch.randn(B, 4)),
     "linear, 4-D": lambda: (nn.Linear(4, 5), torch.randn(B, 2, 3, 4)),
     "linear, strided": lambda: (nn.Linear(4, 5), torch.randn(6, B, 4).transpose(0, 1)),

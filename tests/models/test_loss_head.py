@@ -1,10 +1,13 @@
 """The chunked loss head equals the plain one, and holds the logits of one chunk only."""
 
+import re
+
 import pytest
 import torch
 import torch.nn as nn
 
 from tests.gradients.loop import check
+from torchtitan_dp.models import token_loss
 from torchtitan_dp.models.loss import per_sample_loss
 from torchtitan_dp.models.loss_head import LossHead
 
@@ -117,3 +120,78 @@ def most_elements(chunk):
 def test_the_logits_of_one_chunk_exist():
     assert most_elements(400) == 400 * 64
     assert most_elements(40) == 40 * 64
+
+
+def flops_of(samples, per_sample):
+    """Of the head's forward and backward, in units of one product of logits."""
+    from scripts.benchmarking.counting import Counts
+    from torchtitan_dp.gradients.layers import connect, per_sample_layers
+    from torchtitan_dp.gradients.rows import RowLayout
+
+    class Sink:
+        def form(self, name, batch_size, write):
+            layout = RowLayout(torch.Size([37, 24]), 1, 1)
+            write(layout, layout.allocate(batch_size, torch.device("cpu")), slice(0, batch_size))
+
+        def add(self, name, formed, factor_B):
+            pass
+
+    output, h, labels, targets = head_and_inputs(samples=samples)
+    model = nn.Sequential(LossHead.over(output, 5))
+    if per_sample:
+        per_sample_layers(model)
+        connect(model, Sink())
+    with Counts() as counts:
+        model[0](h.requires_grad_(), labels, targets).sum().backward()
+    return sum(counts.flops.values()) / (2 * h.numel() * 37)
+
+
+def test_nothing_is_computed_twice():
+    """Logits, the gradient of the input, the gradient of the weight: three products."""
+    assert flops_of(1, per_sample=False) == 3
+    assert flops_of(4, per_sample=True) == 3
+
+
+def logits_labels_scales(dtype, vocabulary):
+    generator = torch.Generator().manual_seed(1)
+    logits = (4 * torch.randn(70, vocabulary, generator=generator)).to(dtype)
+    labels = torch.randint(0, vocabulary, (70,), generator=generator)
+    labels[5:9] = -100
+    return logits, labels, torch.linspace(0.1, 1, 70)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [37, 40_000])  # many rows a block; one
+def test_both_ways_to_losses_and_gradients(dtype, vocabulary):
+    logits, labels, scales = logits_labels_scales(dtype, vocabulary)
+    wide = logits.float().requires_grad_()
+    expected = nn.functional.cross_entropy(wide, labels, reduction="none") * scales
+    (expected_grad,) = torch.autograd.grad(expected.sum(), wide)
+    for way in (token_loss.losses_to_gradients_, token_loss._by_comparison):
+        grad = logits.clone()
+        torch.testing.assert_close(way(grad, labels, scales), expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grad, expected_grad.to(dtype), rtol=1e-2, atol=1e-6)
+        assert grad[5:9].abs().max() == 0
+
+
+def test_losses_and_gradients_compile_into_one_kernel():
+    """As far as a CPU can tell: Inductor fuses all of it, in place."""
+    from torch._inductor.utils import run_and_get_code
+
+    logits, labels, scales = logits_labels_scales(torch.bfloat16, 4_099)
+    compiled = torch.compile(token_loss._by_comparison, fullgraph=True, dynamic=True)
+    _, (code,) = run_and_get_code(compiled, logits, labels, scales)
+    assert len(set(re.findall(r"cpp_fused_\w+", code))) == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("vocabulary", [264, 128_256])
+def test_on_cuda_losses_and_gradients_are_the_cpus(dtype, vocabulary):
+    logits, labels, scales = logits_labels_scales(dtype, vocabulary)
+    on_cuda = logits.cuda()
+    losses = token_loss.losses_to_gradients_(on_cuda, labels.cuda(), scales.cuda())
+    expected = token_loss.losses_to_gradients_(logits, labels, scales)
+    torch.testing.assert_close(losses.cpu(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(on_cuda.cpu(), logits, rtol=1e-2, atol=1e-6)

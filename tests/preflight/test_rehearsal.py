@@ -398,3 +398,44 @@ def audited(argv: list[str]) -> str:
 @pytest.mark.parametrize("how", ["microbatch", "grad_sample"])
 def test_row47_an_audit_is_rehearsed_too(tmp_path, how):
     assert on_ranks(1, audited, command(tmp_path, *HOW[how])) == ["done"]
+
+
+def noise_of_a_rehearsal_and_a_step():
+    """What each asks noise for: (name, shape, standard deviation)."""
+    from tests import build
+    from torchtitan_dp.optimizer import DPOptimizer
+    from torchtitan_dp.privacy.summation import FloatSum
+
+    asked = []
+
+    class Recording(FloatSum):
+        def add_noise_(self, flat, *, std, key, name, start):
+            asked.append((name, tuple(flat.shape), std, start))
+            return super().add_noise_(flat, std=std, key=key, name=name, start=start)
+
+    parameters = build.build().parameters
+    optimizer = DPOptimizer(
+        torch.optim.AdamW(parameters.values()),
+        parameters,
+        noise_multiplier=0.7,
+        max_grad_norm=2.0,
+        expected_batch_size=4,
+        summation=Recording(),
+    )
+
+    def clipped_sum():
+        return {name: torch.zeros(p.to_local().numel()) for name, p in parameters.items()}
+
+    optimizer.rehearse(clipped_sum())
+    rehearsed = asked.copy()
+    asked.clear()
+    optimizer.step(clipped_sum(), bytes(32))
+    return rehearsed, asked
+
+
+def test_a_rehearsal_compiles_the_noise_of_a_step():
+    """On CUDA noise is compiled at its first call: that must be before the first step is begun, in
+    the shapes and with the standard deviation of a step."""
+    ((rehearsed, asked),) = on_ranks(1, noise_of_a_rehearsal_and_a_step)
+    assert rehearsed
+    assert rehearsed == asked

@@ -135,3 +135,75 @@ def test_a_factor_that_fp32_rounds_coarsely_is_no_factor(max_grad_norm, clip_fun
         )
         assert clipped.factor_B.double().item() * norm <= max_grad_norm
         assert clipped.rejected_B.item() == (clipped.factor_B.item() == 0)
+
+
+def watched(shape, rejected=False):
+    """What `add_clipped_` runs, and how many bytes of tensors that takes."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append((str(func), [x.numel() for x in args if isinstance(x, torch.Tensor)]))
+            return func(*args, **(kwargs or {}))
+
+    total, gradient = torch.zeros(shape), torch.ones(shape)
+    with Watch():
+        add_clipped_(total, gradient, torch.tensor(0.5), torch.tensor(rejected))
+    return seen[2:]  # the two scalars come first
+
+
+def test_a_sample_is_added_in_one_operation():
+    """On CUDA that is one kernel: 12 bytes a value."""
+    n = 2 * 70_001
+    assert watched((2, 70_001)) == [("torchtitan_dp.add_scaled_.default", [n, n, 1, 1])]
+
+
+@pytest.mark.parametrize("rejected", [False, True])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_blocks_add_what_the_whole_adds(threads, rejected):
+    """Bit by bit, in views that are not contiguous, and the gradient is kept."""
+    generator = torch.Generator().manual_seed(0)
+    whole = torch.randn(2, 150_007, generator=generator)
+    total_DN = whole[:, 3:100_003]
+    gradient_DN = torch.randn(2, 100_000, generator=generator)
+    factor, before = torch.tensor(0.3), gradient_DN.clone()
+    expected = whole.clone()
+    if not rejected:
+        expected[:, 3:100_003] += before * factor
+    torch.set_num_threads(threads)
+    try:
+        add_clipped_(total_DN, gradient_DN, factor, torch.tensor(rejected))
+    finally:
+        torch.set_num_threads(1)
+    assert torch.equal(whole, expected)
+    assert torch.equal(gradient_DN, before)
+
+
+def test_clip_and_add_compiles_into_one_kernel():
+    """As far as a CPU can tell: Inductor makes one kernel of it, which writes the sum alone."""
+    metrics = pytest.importorskip("torch._inductor.metrics")
+    metrics.reset()
+    total, gradient = torch.zeros(1, 4_099), torch.full((1, 4_099), NAN)
+    compiled = torch.compile(clipping._add_scaled, fullgraph=True, dynamic=True)
+    compiled(total, gradient, torch.tensor(0.5), torch.tensor(True))
+    assert total.abs().max() == 0
+    assert metrics.generated_kernel_count == 1
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("offset", [0, 1])
+def test_clip_and_add_on_cuda(offset):
+    """The sum that the CPU has, in memory that is not aligned as well; NaN is left out."""
+    gradient = torch.randn(2, 100_003, generator=torch.Generator().manual_seed(0))
+    for rejected in (False, True):
+        totals = [torch.ones(2, 100_010, device=device) for device in ("cpu", "cuda")]
+        for total in totals:
+            here = gradient.to(total.device)
+            if rejected:
+                here[0, 5] = NAN
+            terms = torch.tensor(0.3, device=here.device), torch.tensor(rejected).to(here.device)
+            add_clipped_(total[:, offset : offset + 100_003], here, *terms)
+        torch.testing.assert_close(totals[1].cpu(), totals[0], rtol=1e-6, atol=1e-6)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from torchtitan_dp.privacy import noise
+from torchtitan_dp.privacy import noise, secure_noise
 from torchtitan_dp.privacy.keys import RootKey
 
 KEY = hashlib.sha256(b"test").digest()
@@ -305,3 +305,35 @@ def test_cuda_equals_the_cipher_on_cpu():
     torch.testing.assert_close(on_cuda.cpu(), on_cpu, rtol=1e-5, atol=1e-6)
     part = noise.standard_normal(KEY, "w", 2**32 + 2, 999, "cuda")
     assert torch.equal(part, on_cuda[7:1_006])
+
+
+@pytest.mark.parametrize("secure", [False, True])
+def test_a_chunk_waits_for_no_copy_from_the_host(secure, monkeypatch):
+    """A number that becomes a tensor on a device is copied there, and the host waits for it: no
+    operation shows that, so it is asked where such tensors are made. "meta" is a device that holds
+    nothing.
+    """
+    module = secure_noise if secure else noise
+    add = secure_noise.add_secure_gaussian_noise_ if secure else noise.add_gaussian_noise_
+    monkeypatch.setattr(module, "_CHUNK", 100)
+    flat = torch.zeros(700, device="meta")
+    copied = []
+    for name in ("tensor", "as_tensor", "asarray"):
+        make = getattr(torch, name)
+        monkeypatch.setattr(
+            torch, name, lambda *a, make=make, **k: copied.append(a) or make(*a, **k)
+        )
+    add(flat, std=1.0, key=KEY, name="w", start=5)
+    assert copied == []
+
+
+def test_noise_compiles_into_one_kernel():
+    """As far as a CPU can tell: drawn and added by one kernel, which writes the sum alone."""
+    metrics = pytest.importorskip("torch._inductor.metrics")
+    metrics.reset()
+    flat, plain = torch.ones(1_003), torch.ones(1_003)
+    terms = noise.threefry_key(KEY, "w", "cpu"), torch.tensor(7), torch.tensor(0.5)
+    torch.compile(noise._add_normal, fullgraph=True, dynamic=True)(flat, *terms)
+    noise._add_normal(plain, *terms)
+    torch.testing.assert_close(flat, plain, rtol=1e-5, atol=1e-5)
+    assert metrics.generated_kernel_count == 1

@@ -104,7 +104,7 @@ class ClippedSum:
 
         Args:
             shards: fp32 `(B, dp_shard, chunk)` per bundle: for every dp_shard rank, the part of
-                each sample's gradient that belongs to this cp rank. Overwritten, and freed.
+                each sample's gradient that belongs to this cp rank. Freed one by one.
             valid_B: bool, on the device; False for padding, which then contributes exactly 0.
 
         Collectives: one all-reduce of B numbers over cp.
@@ -148,7 +148,7 @@ class ClippedSum:
         them again.
 
         Args:
-            shards: as of `add`; overwritten, and freed one by one.
+            shards: as of `add`; freed one by one.
         """
         assert len(shards) == len(self._bundles), (len(shards), len(self._bundles))
         self.accumulating = True

@@ -12,12 +12,14 @@ Guarantee:
     samples, and what `layers` assumes.
 """
 
+from collections import deque
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
-from torchtitan_dp.gradients.layers import Write, connect
+from torchtitan_dp.gradients.layers import Formed, Write, connect
 from torchtitan_dp.gradients.reduction import reduce_scatter_sum
 from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.privacy.clipping import Clip
@@ -66,7 +68,8 @@ class GradSampleGradients:
         )
         self._shards: dict[str, torch.Tensor] = {}  # (B, dp_shard, rows, …), summed over cp
         self._wholes: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
-        self._in_flight: tuple[dist.Work, torch.Tensor] | None = None  # and what it reads
+        self._factors: dict[str, torch.Tensor] = {}  # (B,): what `_shards` is to be multiplied by
+        self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()  # and what each reads
         self._samples = 0  # in this microbatch
 
     def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
@@ -81,6 +84,7 @@ class GradSampleGradients:
         """
         assert not self._shards
         assert not self._wholes
+        assert not self._factors
         self._samples = len(loss_B)
         loss_B.sum().backward()
         for name, parameter in self.clipped_sum.parameters.items():
@@ -89,17 +93,20 @@ class GradSampleGradients:
         return self.clipped_sum.add(shards, valid_B)
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
-        """Have a layer, in its backward, write its per-sample gradients, and start their sum.
+        """Have a layer, in its backward, write its per-sample gradients, and start their sum."""
+        self.add(name, self.form(name, batch_size, write))
 
-        Matrices are reduced at once. Vectors (norm weights) are small: they wait for each other.
+    def form(self, name: str, batch_size: int, write: Write) -> Formed:
+        """Have a layer write its per-sample gradients, and start their sum; nothing is added yet.
+
+        Matrices are reduced at once, while the next is written: two at a time are held whole.
+        Vectors (norm weights) are small: they wait for each other.
         """
-        assert batch_size == self._samples, f"{name}: dim 0 of its layer's input is not the sample"
         layout = self._layouts[name]
         if not self._shard or len(layout.shape) == 1:
             whole = layout.allocate(batch_size, self._device)
             write(layout, whole, slice(0, batch_size))
-            _add_to(self._wholes, name, whole)
-            return
+            return Formed(None, whole)
         one_by_one = 4 * layout.shape.numel() * batch_size > self._transient_bytes
         at_once = 1 if one_by_one else batch_size
         if self._cp is None:
@@ -109,18 +116,37 @@ class GradSampleGradients:
             shard = torch.empty(shape, dtype=torch.float32, device=self._device)
         for start in range(0, batch_size, at_once):
             samples = slice(start, start + at_once)
-            self._wait()  # so that one layer at a time is held whole
             if self._cp is None:
                 write(layout, shard[None, samples], samples)
                 continue
+            self._wait(1)  # it goes on beside what is written now
             whole = layout.allocate(at_once, self._device)
             write(layout, whole, samples)
             work = reduce_scatter_sum(shard[samples], whole, self._cp, async_op=True)
             assert work is not None
-            self._in_flight = work, whole
-        if name in self._shards:
-            self._wait()
-        _add_to(self._shards, name, shard)
+            self._in_flight.append((work, whole))
+        return Formed(shard, None)
+
+    def add(self, name: str, formed: Formed, factor_B: torch.Tensor | None = None) -> None:
+        """Add a layer's per-sample gradients to the microbatch's.
+
+        Args:
+            factor_B: what each sample's are multiplied by, in fp32; None for 1.
+        """
+        batch_size = formed.batch_size
+        assert batch_size == self._samples, f"{name}: dim 0 of its layer's input is not the sample"
+        if formed.whole is not None:
+            if factor_B is not None:
+                formed.whole.mul_(_along(factor_B, formed.whole, dim=1))
+            _add_to(self._wholes, name, formed.whole)
+            return
+        assert formed.shard is not None
+        if name not in self._shards and factor_B is not None:
+            self._factors[name] = factor_B  # multiplied when its sum is done: nothing waits here
+        elif name in self._shards:
+            assert factor_B is None, f"{name}: only the first of its layers may have a factor"
+            self._settle(name)
+        _add_to(self._shards, name, formed.shard)
 
     def held(self) -> list[torch.Tensor]:
         """List the per-sample gradients that this backward has formed so far."""
@@ -129,6 +155,8 @@ class GradSampleGradients:
     def _gather(self) -> list[torch.Tensor]:
         """Finish the sums over cp, and return every parameter's `(B, dp_shard, chunk)` in order."""
         self._wait()
+        for name in list(self._factors):
+            self._settle(name)
         if self._shard:
             self._reduce_wholes_together()
         else:
@@ -162,11 +190,25 @@ class GradSampleGradients:
             self._shards[name] = whole[self._cp_rank]
         self._wholes.clear()
 
-    def _wait(self) -> None:
-        if self._in_flight is not None:
-            work, _ = self._in_flight
+    def _settle(self, name: str) -> None:
+        """Have a matrix's gradients summed and multiplied."""
+        self._wait()
+        factor_B = self._factors.pop(name, None)
+        if factor_B is not None:
+            self._shards[name].mul_(_along(factor_B, self._shards[name], dim=0))
+
+    def _wait(self, running: int = 0) -> None:
+        """Wait until at most so many sums are running."""
+        while len(self._in_flight) > running:
+            work, _ = self._in_flight.popleft()
             work.wait()
-            self._in_flight = None
+
+
+def _along(factor_B: torch.Tensor, gradients: torch.Tensor, dim: int) -> torch.Tensor:
+    """View `factor_B` so that it multiplies the samples, which are dimension `dim`."""
+    shape = [1] * gradients.dim()
+    shape[dim] = len(factor_B)
+    return factor_B.view(shape)
 
 
 def _add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:

@@ -12,16 +12,32 @@ Guarantee:
 
 import copy
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from torchtitan_dp.gradients.products import write_product_
 from torchtitan_dp.gradients.rows import RowLayout
 
 # Writes the per-sample gradients of a slice of the microbatch into `(cp, b, dp_shard, rows, …)`.
 Write = Callable[[RowLayout, torch.Tensor, slice], None]
+
+
+class Formed(NamedTuple):
+    """Holds a parameter's per-sample gradients of one layer, whose sum over cp may be running."""
+
+    shard: torch.Tensor | None  # (B, dp_shard, rows, …), summed over cp
+    whole: torch.Tensor | None  # (cp, B, dp_shard, rows, …), not yet summed
+
+    @property
+    def batch_size(self) -> int:
+        """Count the samples."""
+        if self.whole is not None:
+            return self.whole.shape[1]
+        assert self.shard is not None
+        return len(self.shard)
 
 
 class Sink(Protocol):
@@ -29,6 +45,12 @@ class Sink(Protocol):
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Add what `write` will write to the gradients of the parameter `name`."""
+
+    def form(self, name: str, batch_size: int, write: Write) -> "Formed":
+        """Have `write` write gradients of the parameter `name`, before or within backward."""
+
+    def add(self, name: str, formed: "Formed", factor_B: torch.Tensor | None = None) -> None:
+        """Add, within backward, what was formed, each sample multiplied by its factor."""
 
 
 class PerSampleLayer(nn.Module):
@@ -135,12 +157,7 @@ class _Linear(torch.autograd.Function):
         if weight_needed:
 
             def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
-                for rows, out_BRD in layout.chunks(whole):
-                    left_BRT = grad_y_BTP[samples, :, rows].transpose(1, 2)
-                    if left_BRT.dtype == out_BRD.dtype and out_BRD.is_contiguous():
-                        torch.bmm(left_BRT, x_BTD[samples], out=out_BRD)
-                    else:
-                        out_BRD.copy_(torch.bmm(left_BRT, x_BTD[samples]))
+                _write_products(layout, whole, grad_y_BTP[samples].mT, x_BTD[samples])
 
             ctx.layer.sink.form_grad_samples(ctx.layer.parameter_names["weight"], len(x), write)
         if bias_needed and bias_needed[0]:
@@ -198,17 +215,27 @@ class _RMSNorm(_OwnForward):
         _, x_needed, weight_needed = ctx.needs_input_grad
         (x,) = ctx.saved_tensors
         layer = ctx.layer
-        with torch.enable_grad():
-            x_again = x.detach().requires_grad_(x_needed)
-            normed = F.rms_norm(x_again, layer.normalized_shape, eps=layer.eps)
-        grad_x = None
-        if x_needed:
-            (grad_x,) = torch.autograd.grad(normed, x_again, grad_y * layer.weight.detach())
+        # The fused kernel sums the weight's gradient over all it is given: one sample at a time.
+        of_samples = [
+            _rms_norm_grad(layer, *one, weight_needed) for one in zip(x, grad_y, strict=True)
+        ]
         if weight_needed:
-            products = (normed.detach() * grad_y).reshape(len(x), -1, *layer.weight.shape)
+            grad_weight = torch.stack([weight for _, weight in of_samples])
             name = layer.parameter_names["weight"]
-            layer.sink.form_grad_samples(name, len(x), _copy(products.sum(1)))
-        return None, grad_x, None
+            layer.sink.form_grad_samples(name, len(x), _copy(grad_weight))
+        return None, torch.stack([x for x, _ in of_samples]) if x_needed else None, None
+
+
+def _rms_norm_grad(
+    layer: Any, x: torch.Tensor, grad_y: torch.Tensor, weight_needed: bool
+) -> tuple[torch.Tensor, ...]:
+    """Run the layer again on one sample, and return the gradients of its input and weight."""
+    with torch.enable_grad():
+        x_again = x.detach().requires_grad_()
+        weight = layer.weight.detach().requires_grad_(weight_needed)
+        y = F.rms_norm(x_again, layer.normalized_shape, weight, layer.eps)
+    found = torch.autograd.grad(y, (x_again, weight) if weight_needed else (x_again,), grad_y)
+    return (*found, weight) if not weight_needed else found
 
 
 class _ByRule(_OwnForward):
@@ -245,6 +272,24 @@ _FUNCTIONS: dict[type[nn.Module], type[torch.autograd.Function]] = {
 def _with_one_token_dim(x: torch.Tensor) -> torch.Tensor:
     """Reshape (B, …, D) to (B, T, D), where T is 1 if there is no dimension between."""
     return x.reshape(len(x), -1, x.shape[-1])
+
+
+def _write_products(
+    layout: RowLayout, whole: torch.Tensor, grad_y_BPT: torch.Tensor, x_BTD: torch.Tensor
+) -> None:
+    """Write the per-sample gradients of a matrix: in one product for each sample and dp_shard rank
+    where rows are not padded, or in one for all samples where their rows lie in one piece.
+    """
+    padded = layout.rows * layout.dp_shard * layout.cp != layout.shape[0]
+    if padded or layout.in_one_piece(whole):
+        for rows, out_BRD in layout.chunks(whole):
+            write_product_(out_BRD, grad_y_BPT[:, rows], x_BTD)
+        return
+    for sample, (grad_y_PT, x_TD) in enumerate(zip(grad_y_BPT, x_BTD, strict=True)):
+        in_chunks = grad_y_PT.unflatten(0, (layout.dp_shard, layout.cp, layout.rows))
+        for dp_shard_rank, left_CRT in enumerate(in_chunks):
+            right_CTD = x_TD.expand(layout.cp, -1, -1)
+            write_product_(whole[:, sample, dp_shard_rank], left_CRT, right_CTD)
 
 
 def _copy(grad_sample: torch.Tensor) -> Write:

@@ -128,4 +128,9 @@ class ReduceScatterOverCP:
         output, shard_DN = self._output, self._shard_DN
         assert (shard_DN is not None) == self._is_called, "FSDP2 reduced by other means"
         self._output = self._shard_DN = None
+        for taken in (output, shard_DN):
+            if taken is not None and taken.is_cuda:
+                # FSDP2's reduction stream allocated it. Where it is freed, kernels that were queued
+                # on this stream may still be reading it.
+                taken.record_stream(torch.cuda.current_stream(taken.device))
         return output, output.view(1, -1) if shard_DN is None else shard_DN

@@ -37,7 +37,14 @@ class RowLayout:
         return make(size, dtype=torch.float32, device=device)
 
     def chunks(self, whole: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield each range of the parameter's rows, and a view `(B, n, …)` of it in `whole`."""
+        """Yield ranges of the parameter's rows, and of each a view `(B, n, …)` in `whole`.
+
+        One sample's rows lie in one piece if dp_shard is 1, and then there is one range.
+        """
+        if self.in_one_piece(whole):
+            joined = whole.view(whole.shape[1], -1, *self.shape[1:])
+            yield slice(0, self.shape[0]), joined.narrow(1, 0, self.shape[0])
+            return
         for fsdp_rank in range(self.dp_shard * self.cp):
             start = fsdp_rank * self.rows
             stop = min(start + self.rows, self.shape[0])
@@ -47,6 +54,10 @@ class RowLayout:
                     slice(start, stop),
                     whole[cp_rank, :, dp_shard_rank].narrow(1, 0, stop - start),
                 )
+
+    def in_one_piece(self, whole: torch.Tensor) -> bool:
+        """Tell whether the rows of each sample follow one another in `whole`."""
+        return self.dp_shard == 1 and (self.cp == 1 or whole.shape[1] == 1)
 
     def positions(self, row_BT: torch.Tensor) -> torch.Tensor:
         """Find sample b's rows in `whole` when flattened to `(cp * B * dp_shard * rows, …)`."""

@@ -1,24 +1,32 @@
 """The output layer and the loss in one, in chunks of tokens: the logits are never all there.
 
 A Llama 3's 128k logits a token, in fp32, outgrow everything else at long contexts. Here those of
-one chunk exist at a time. With one sample a microbatch the chunk's gradients are computed along
-with its loss, so that nothing is done twice; per-sample gradients of several samples recompute the
-chunk in backward, which keeps one sample's weight gradient at a time. To FSDP2 both are one layer,
-called once: one gather and one reduction a microbatch.
+one chunk exist at a time, and its gradients are computed along with its loss, so that nothing is
+done twice: as many FLOPs as without chunks. To FSDP2 this is one layer, called once: one gather and
+one reduction a microbatch.
+
+With several samples the weight's per-sample gradients are formed in the forward pass as well, and
+their sums over cp start there. This costs no memory: the loss head is the last in the forward pass
+and the first in backward, so what is formed at the end of the one would be formed at the beginning
+of the other, and it is kept till the end of backward in both. While a sample is formed, one whole
+gradient of the weight exists, and one more that is being reduced. The order of collectives is the
+program's, the same on all ranks: the head's reduce-scatters, then those of backward. What backward
+knows first is what each loss was multiplied by; gradients are linear in it, and multiplied then.
 
 Guarantee:
     Loss b, and the gradient formed for it, depend on sample b alone.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
-from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
+from torchtitan_dp.gradients.products import add_product_, write_product_
 from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.models.token_loss import losses_to_gradients_
 
 
 class LossHead(nn.Linear):
@@ -60,22 +68,43 @@ def _chunk(
         scale_N: fp32: what each token's loss is multiplied by. Ignored tokens count 0.
     """
     logits_NV = h_ND @ weight_VD.T
-    log_p_NV = F.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
-    ignored_N = labels_N == IGNORE_INDEX
-    label_N1 = labels_N.masked_fill(ignored_N, 0)[:, None]
-    loss_N = -log_p_NV.gather(1, label_N1)[:, 0].masked_fill(ignored_N, 0.0) * scale_N
-    grad_NV = log_p_NV.exp_()
-    grad_NV.scatter_add_(1, label_N1, torch.full_like(label_N1, -1, dtype=torch.float32))
-    scale_N1 = scale_N.masked_fill(ignored_N, 0.0)[:, None]
-    return loss_N, torch.mul(grad_NV, scale_N1, out=logits_NV)  # into memory that is there
+    return losses_to_gradients_(logits_NV, labels_N, scale_N), logits_NV
 
 
-def _add_product_(out_VD: torch.Tensor, grad_NV: torch.Tensor, h_ND: torch.Tensor) -> None:
-    """Add grad^T h to `out`, in fp32."""
-    if h_ND.dtype == out_VD.dtype:
-        out_VD.addmm_(grad_NV.T, h_ND)
-    else:
-        out_VD.add_(grad_NV.T @ h_ND)
+def _scales(targets_B: torch.Tensor) -> torch.Tensor:
+    """Return what each sample's summed loss is multiplied by; 1 where it has no targets."""
+    return 1 / targets_B.clamp(min=1).float()
+
+
+def _sample(
+    h_TD: torch.Tensor,
+    labels_T: torch.Tensor,
+    weight_VD: torch.Tensor,
+    scale: torch.Tensor,
+    chunk_tokens: int,
+    grad_h_TD: torch.Tensor | None,
+    grad_weights: Sequence[tuple[slice, torch.Tensor]],
+) -> torch.Tensor:
+    """Compute one sample's fp32 loss, and its gradients in the same pass.
+
+    Args:
+        scale: fp32 scalar: what the loss is multiplied by.
+        grad_h_TD: to be written to; None if it is not needed.
+        grad_weights: ranges of the weight's rows, each with the fp32 memory that its gradient is
+            written to.
+    """
+    assert len(h_TD) > 0, "without tokens no gradient would be written"
+    loss = torch.zeros_like(scale)
+    for tokens in _chunks(len(h_TD), chunk_tokens):
+        scale_N = scale.expand(tokens.stop - tokens.start)
+        loss_N, grad_NV = _chunk(h_TD[tokens], labels_T[tokens], weight_VD, scale_N)
+        loss += loss_N.sum()
+        if grad_h_TD is not None:
+            torch.mm(grad_NV, weight_VD, out=grad_h_TD[tokens])
+        product = write_product_ if tokens.start == 0 else add_product_
+        for rows, out_RD in grad_weights:
+            product(out_RD, grad_NV[:, rows].T, h_TD[tokens])
+    return loss
 
 
 class _OneSample(torch.autograd.Function):
@@ -95,26 +124,27 @@ class _OneSample(torch.autograd.Function):
         h_needed, _, _, weight_needed, _, _ = ctx.needs_input_grad
         merges = differentiate and weight_needed and len(h_BTD) > 1
         assert not merges, "samples would be merged before they are clipped"
-        loss_B = torch.zeros(len(h_BTD), dtype=torch.float32, device=h_BTD.device)
-        scale_B = 1 / targets_B.clamp(min=1).float()
+        scale_B = _scales(targets_B)
         grad_h_BTD = torch.empty_like(h_BTD) if differentiate and h_needed else None
-        grad_weight_VD = (
-            torch.zeros_like(weight_VD, dtype=torch.float32)
-            if differentiate and weight_needed
-            else None
-        )
-        for sample, (h_TD, labels_T) in enumerate(zip(h_BTD, labels_BT, strict=True)):
-            for tokens in _chunks(len(h_TD), chunk_tokens):
-                scale_N = scale_B[sample].expand(tokens.stop - tokens.start)
-                loss_N, grad_NV = _chunk(h_TD[tokens], labels_T[tokens], weight_VD, scale_N)
-                loss_B[sample] += loss_N.sum()
-                if grad_h_BTD is not None:
-                    torch.mm(grad_NV, weight_VD, out=grad_h_BTD[sample, tokens])
-                if grad_weight_VD is not None:
-                    _add_product_(grad_weight_VD, grad_NV, h_TD[tokens])
+        grad_weight_VD, grad_weights = None, []
+        if differentiate and weight_needed:
+            grad_weight_VD = torch.empty_like(weight_VD, dtype=torch.float32)
+            grad_weights = [(slice(0, len(weight_VD)), grad_weight_VD)]
+        losses = [
+            _sample(
+                h_TD,
+                labels_BT[sample],
+                weight_VD,
+                scale_B[sample],
+                chunk_tokens,
+                None if grad_h_BTD is None else grad_h_BTD[sample],
+                grad_weights,
+            )
+            for sample, h_TD in enumerate(h_BTD)
+        ]
         ctx.gradients = grad_h_BTD, grad_weight_VD
         ctx.weight_dtype = weight_VD.dtype
-        return loss_B
+        return torch.stack(losses)
 
     @staticmethod
     def backward(ctx: Any, grad_loss_B: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -127,8 +157,8 @@ class _OneSample(torch.autograd.Function):
 
 
 class _SeveralSamples(torch.autograd.Function):
-    """Computes the chunks again in backward, where each sample's weight gradient goes to the
-    layer's sink."""
+    """Computes gradients along with the losses, and has the layer's sink form those of the weight,
+    a sample at a time where one is large."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -139,31 +169,36 @@ class _SeveralSamples(torch.autograd.Function):
         targets_B: torch.Tensor,
         weight_VD: torch.Tensor,
     ) -> torch.Tensor:
-        ctx.layer = layer
-        ctx.save_for_backward(h_BTD, labels_BT, targets_B, weight_VD)
         assert isinstance(layer, LossHead)
-        return layer.plain_forward(h_BTD, labels_BT, targets_B)
+        scale_B = _scales(targets_B)
+        grad_h_BTD = torch.empty_like(h_BTD) if ctx.needs_input_grad[1] else None
+        loss_B = torch.empty_like(scale_B)
+
+        def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
+            chunks = list(layout.chunks(whole))
+            for place, sample in enumerate(range(samples.start, samples.stop)):
+                loss_B[sample] = _sample(
+                    h_BTD[sample],
+                    labels_BT[sample],
+                    weight_VD,
+                    scale_B[sample],
+                    layer.chunk_tokens,
+                    None if grad_h_BTD is None else grad_h_BTD[sample],
+                    [(rows, out_BRD[place]) for rows, out_BRD in chunks],
+                )
+
+        ctx.layer = layer
+        ctx.formed = layer.sink.form(layer.parameter_names["weight"], len(h_BTD), write)
+        ctx.grad_h_BTD = grad_h_BTD
+        return loss_B
 
     @staticmethod
     def backward(ctx: Any, grad_loss_B: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        h_BTD, labels_BT, targets_B, weight_VD = ctx.saved_tensors
-        layer = ctx.layer
-        scale_B = grad_loss_B / targets_B.clamp(min=1)
-        grad_h_BTD = torch.empty_like(h_BTD)
-
-        def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
-            whole.zero_()
-            for place, sample in enumerate(range(samples.start, samples.stop)):
-                h_TD, labels_T = h_BTD[sample], labels_BT[sample]
-                for tokens in _chunks(len(h_TD), layer.chunk_tokens):
-                    scale_N = scale_B[sample].expand(tokens.stop - tokens.start)
-                    _, grad_NV = _chunk(h_TD[tokens], labels_T[tokens], weight_VD, scale_N)
-                    torch.mm(grad_NV, weight_VD, out=grad_h_BTD[sample, tokens])
-                    for rows, out_BRD in layout.chunks(whole):
-                        _add_product_(out_BRD[place], grad_NV[:, rows], h_TD[tokens])
-
-        layer.sink.form_grad_samples(layer.parameter_names["weight"], len(h_BTD), write)
-        return None, grad_h_BTD, None, None, None
+        (formed, grad_h), ctx.formed, ctx.grad_h_BTD = (ctx.formed, ctx.grad_h_BTD), None, None
+        ctx.layer.sink.add(ctx.layer.parameter_names["weight"], formed, grad_loss_B)
+        if grad_h is not None:
+            grad_h.mul_(grad_loss_B[:, None, None])
+        return None, grad_h, None, None, None
 
 
 register_per_sample(LossHead, _SeveralSamples)

@@ -176,10 +176,10 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
             (ReduceScatterOverCP, "__call__", functools.partial(_shards, tracker)),
             (ClippedSum, "add", functools.partial(_samples, tracker)),
             (ClippedSum, "lay_out", label("accumulator")),
-            (GradSampleGradients, "form_grad_samples", functools.partial(_formed, tracker)),
+            (GradSampleGradients, "form", label("per_sample_shards")),
+            (GradSampleGradients, "add", functools.partial(_formed, tracker)),
             (RowLayout, "allocate", label("communication")),
             (loss_head, "_chunk", label("loss_head")),
-            (loss_head, "_add_product_", label("loss_head")),
         ):
             stack.enter_context(wrapped(owner, name, around))
         yield stack.enter_context(tracker)

@@ -36,7 +36,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchtitan_dp.privacy.noise import BLOCK, check_arguments, on_threads
+from torchtitan_dp.privacy.blocks import BLOCK, on_threads
+from torchtitan_dp.privacy.noise import check_arguments
 from torchtitan_dp.privacy.secure_noise import DRAWS, add_draws, grid
 
 UNIT_BITS = 40
@@ -92,28 +93,28 @@ def add_clipped_units_(
 def _add_row_(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:
     on_cpu = gradient.device.type == "cpu"
     size = BLOCK if on_cpu else _CHUNK
-    to_units = _compiled_to_units() if gradient.device.type == "cuda" else _to_units
+    add_units = _compiled_add_units() if gradient.device.type == "cuda" else _add_units
 
     def add_blocks(mine: range) -> None:
-        for block in mine:
-            here = slice(block * size, (block + 1) * size)
-            total[here].add_(to_units(gradient[here], scale, rejected))
+        for start in mine:
+            here = slice(start, start + size)
+            add_units(total[here], gradient[here], scale, rejected)
 
-    blocks = range(math.ceil(len(total) / size))
+    blocks = range(0, len(total), size)
     if on_cpu:
         on_threads(add_blocks, blocks)
     else:
         add_blocks(blocks)
 
 
-def _to_units(gradient: Tensor, scale: Tensor, rejected: Tensor) -> Tensor:
-    """Return round(gradient * scale) as int64; the product of 24 and 24 bits is exact in fp64."""
-    return gradient.masked_fill(rejected, 0.0).double().mul_(scale).round_().to(torch.int64)
+def _add_units(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:
+    """Add round(gradient * scale) as int64; the product of 24 and 24 bits is exact in fp64."""
+    total.add_(gradient.masked_fill(rejected, 0.0).double().mul_(scale).round_().to(torch.int64))
 
 
 @functools.cache
-def _compiled_to_units() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return torch.compile(_to_units, fullgraph=True, dynamic=True)
+def _compiled_add_units() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    return torch.compile(_add_units, fullgraph=True, dynamic=True)
 
 
 @torch.no_grad()

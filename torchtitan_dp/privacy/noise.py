@@ -33,16 +33,17 @@ import functools
 import hmac
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# Positions in a CPU block. No more than torch's parallel grain size: the add stays on its thread.
-BLOCK = 2**15
+from torchtitan_dp.privacy.blocks import BLOCK, on_threads
+
 # Positions handed to the torch cipher at once: bounds the temporaries where it is not compiled.
 _CHUNK = 2**22
+# Where it is, there are none; positions within a chunk are 32-bit numbers.
+_COMPILED_CHUNK = 2**30
 
 
 @torch.no_grad()
@@ -141,16 +142,6 @@ def _add_philox(flat: Tensor, std: float, key: bytes, start: int) -> None:
     on_threads(add_blocks, range(start // BLOCK, (end - 1) // BLOCK + 1))
 
 
-def on_threads(add_blocks: Callable[[range], None], blocks: range) -> None:
-    """Deal `blocks` out to as many threads as torch uses."""
-    threads = min(torch.get_num_threads(), len(blocks))
-    if threads <= 1:
-        add_blocks(blocks)
-        return
-    with ThreadPoolExecutor(threads) as pool:  # numpy and torch release the GIL
-        list(pool.map(torch.no_grad()(add_blocks), (blocks[i::threads] for i in range(threads))))
-
-
 # --- elsewhere: Threefry4x32-20 and Box-Muller ----------------------------------------------------
 
 _ROTATIONS = ((10, 26), (11, 21), (13, 27), (23, 5), (6, 20), (17, 11), (25, 10), (18, 20))
@@ -162,7 +153,8 @@ def threefry_key(
 ) -> Tensor:
     """Return the cipher's key for one parameter: int32, shape (4,), on `device`."""
     words = bytearray(cipher_key(key, generator, name))
-    return torch.frombuffer(words, dtype=torch.int32).to(device)
+    # Nothing waits: so few bytes are read from the host before the call returns.
+    return torch.frombuffer(words, dtype=torch.int32).to(device, non_blocking=True)
 
 
 def _rotate_left(x: Tensor, bits: int) -> Tensor:
@@ -229,14 +221,25 @@ def threefry_normal(key: Tensor, start: Tensor, count: int) -> Tensor:
     return torch.where(w2 < 0, -value, value)
 
 
+def _add_normal(flat: Tensor, key: Tensor, start: Tensor, std: Tensor) -> None:
+    flat.add_(threefry_normal(key, start, flat.numel()) * std)
+
+
 @functools.cache
-def _compiled_threefry_normal() -> Callable[[Tensor, Tensor, int], Tensor]:
-    return torch.compile(threefry_normal, fullgraph=True, dynamic=True)
+def _compiled_add_normal() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+    return torch.compile(_add_normal, fullgraph=True, dynamic=True)
 
 
 def _add_threefry(flat: Tensor, std: float, key: Tensor, start: int) -> None:
-    normal = _compiled_threefry_normal() if flat.device.type == "cuda" else threefry_normal
-    for done in range(0, flat.numel(), _CHUNK):
-        part = flat[done : done + _CHUNK]
-        first = torch.tensor(start + done, dtype=torch.int64, device=flat.device)
-        part.add_(normal(key, first, part.numel()), alpha=std)
+    """Add in one kernel a chunk, for which the device never waits: what chunks need lies there."""
+    on_cuda = flat.device.type == "cuda"
+    add, size = (_compiled_add_normal(), _COMPILED_CHUNK) if on_cuda else (_add_normal, _CHUNK)
+    scale = torch.full((), std, dtype=torch.float32, device=flat.device)
+    for part, first in zip(flat.split(size), chunk_starts(flat, start, size), strict=True):
+        add(part, key, first, scale)
+
+
+def chunk_starts(flat: Tensor, start: int, size: int) -> Tensor:
+    """List the positions at which chunks of `size` begin: int64, on the device, without a copy
+    from the host."""
+    return torch.arange(start, start + flat.numel(), size, dtype=torch.int64, device=flat.device)

@@ -40,11 +40,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from torchtitan_dp.privacy.blocks import BLOCK, on_threads
 from torchtitan_dp.privacy.noise import (
-    BLOCK,
     check_arguments,
+    chunk_starts,
     cipher_key,
-    on_threads,
     threefry4x32,
     threefry_key,
 )
@@ -171,7 +171,5 @@ def _compiled_threefry_normal_sum() -> Callable[[Tensor, Tensor, int], Tensor]:
 
 def _add_threefry(flat: Tensor, add: Add, key: Tensor, start: int) -> None:
     total = _compiled_threefry_normal_sum() if flat.device.type == "cuda" else threefry_normal_sum
-    for done in range(0, flat.numel(), _CHUNK):
-        part = flat[done : done + _CHUNK]
-        first = torch.tensor(start + done, dtype=torch.int64, device=flat.device)
+    for part, first in zip(flat.split(_CHUNK), chunk_starts(flat, start, _CHUNK), strict=True):
         add(part, total(key, first, part.numel()))

@@ -47,7 +47,7 @@ class Summation(Protocol):
 
         Args:
             accumulator: `dtype`, shape (D, N).
-            gradient: fp32, of the same shape; may be overwritten.
+            gradient: fp32, of the same shape; kept.
             factor, rejected: scalars on the device, of `clipping.clip`.
         """
 

@@ -79,12 +79,10 @@ MUTANTS = [
         47,
         "the head skips chunks without labels",
         "models/loss_head.py",
-        "                scale_N = scale_B[sample].expand(tokens.stop - tokens.start)\n"
-        "                loss_N,",
-        "                if (labels_T[tokens] == IGNORE_INDEX).all():\n"
-        "                    continue\n"
-        "                scale_N = scale_B[sample].expand(tokens.stop - tokens.start)\n"
-        "                loss_N,",
+        "        scale_N = scale.expand(tokens.stop - tokens.start)\n",
+        "        if tokens.start > 0 and (labels_T[tokens] < 0).all():\n"
+        "            continue\n"
+        "        scale_N = scale.expand(tokens.stop - tokens.start)\n",
         (f"{PATH}[microbatch]",),
     ),
     Mutant(

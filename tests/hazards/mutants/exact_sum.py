@@ -21,9 +21,10 @@ MUTANTS = [
         49,
         "an exact sum in fp32",
         FIXED,
-        "            total[here].add_(to_units(gradient[here], scale, rejected))\n",
-        "            more = to_units(gradient[here], scale, rejected).float()\n"
-        "            total[here] = total[here].float().add_(more).to(torch.int64)\n",
+        "            add_units(total[here], gradient[here], scale, rejected)\n",
+        "            more = torch.zeros_like(total[here])\n"
+        "            add_units(more, gradient[here], scale, rejected)\n"
+        "            total[here] = total[here].float().add_(more.float()).to(torch.int64)\n",
         (f"{MOVED}in_fixed_point_no_record_moves_the_sum_by_more_than_C[0.0009765625]",),
         quick=True,
     ),

@@ -18,8 +18,8 @@ MUTANTS = [
         13,
         "adds rounded to bf16",
         CLIP,
-        "    accumulator.add_(gradient.mul_(factor).masked_fill_(rejected, 0.0))\n",
-        "    accumulator.add_(gradient.mul_(factor).masked_fill_(rejected, 0.0))\n"
+        "    _add_scaled_(accumulator, gradient, factor, rejected)\n",
+        "    _add_scaled_(accumulator, gradient, factor, rejected)\n"
         "    accumulator.copy_(accumulator.bfloat16())\n",
         (f"{ONE}test_row13_a_thousand_small_adds_match_fp64",),
         quick=True,
@@ -111,8 +111,8 @@ MUTANTS = [
         22,
         "rejected by a factor of 0",
         CLIP,
-        "gradient.mul_(factor).masked_fill_(rejected, 0.0)",
-        "gradient.mul_(factor)",
+        "here.masked_fill_(rejected, 0.0)",
+        "here",
         (f"{ONE}test_row22_what_is_rejected_leaves_no_trace",),
         quick=True,
     ),

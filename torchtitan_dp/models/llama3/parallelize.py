@@ -20,7 +20,7 @@ from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.efficient_attention import use_efficient_attention
-from torchtitan_dp.distributed.offload import inputs_on_host
+from torchtitan_dp.distributed.offload import InputsOnHost
 from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
@@ -89,7 +89,7 @@ def _apply_parts(
             base_folder=job_config.job.dump_folder,
         )
         if job_config.activation_checkpoint.offload_inputs:
-            model.around_block = inputs_on_host
+            model.around_block = InputsOnHost()
     if compile_model:
         torchtitan_llama.apply_compile(model, job_config.compile)
     _apply_fsdp(model, mesh, job_config)

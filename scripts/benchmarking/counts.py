@@ -1,0 +1,349 @@
+"""`--table counts`: what a step computes and moves, private against plain TorchTitan, in figures
+that no noise touches.
+
+One rank's microbatch (forward, backward, and with privacy: norm, clip, add) and its update are run
+on fake tensors in a fake process group, as the plan does, with kernels counted as CUDA has them
+(`counting`). Plain TorchTitan is the baseline trainer's model, loss and accumulation.
+"""
+
+import contextlib
+import copy
+import functools
+import gc
+import json
+import os
+import subprocess
+import sys
+import unittest.mock
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchtitan_dp.gradients.methods import automatic
+
+from .tables import markdown
+
+MODELS = ("1B", "3B", "8B")
+SEQ_LENS = (4096, 16384, 65536)
+BATCH_SIZES = (1, 4)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model, method and shape."""
+
+    model: str
+    method: str  # "plain", "microbatch" or "grad_sample"
+    local_batch_size: int
+    world_size: int
+
+    def arguments(self, seq_len: int) -> list[str]:
+        """The command line, for `config.load.load_config`."""
+        private = [f"--privacy.gradient_method={self.method}", "--privacy.enable"]
+        return [
+            "--model.name=llama3",
+            f"--model.flavor={self.model}",
+            "--privacy.noise_multiplier=1",
+            "--privacy.delta=1e-5",
+            "--training.dataset_path=python-stdlib",
+            f"--training.seq_len={seq_len}",
+            f"--training.local_batch_size={self.local_batch_size}",
+            "--training.global_batch_size=64",
+            "--training.mixed_precision_param=bfloat16",
+            f"--parallelism.context_parallel_degree={self.world_size}",
+            "--parallelism.data_parallel_shard_degree=1",
+            "--parallelism.context_parallel_rotate_method=alltoall",
+            "--activation_checkpoint.mode=none",
+            *(["--privacy.no-enable"] if self.method == "plain" else private),
+        ]
+
+
+@dataclass(frozen=True)
+class Count:
+    """What one rank computes and moves, by part."""
+
+    flops: dict[str, int]
+    bytes: dict[str, int]
+    by_operation: dict[str, int]  # bytes
+
+
+def count(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
+    """Count, in a process of its own, a microbatch of each length (not the first of a step) and
+    an update.
+
+    Returns:
+        {"microbatch": by length, "update": by the longest length alone}
+    """
+    task = json.dumps([asdict(case), seq_lens])
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "scripts.benchmarking.counts"]
+    done = subprocess.run(
+        command,
+        input=task,
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **hidden},
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{case} could not be counted:\n{done.stderr[-4000:]}")
+    found = json.loads(done.stdout.splitlines()[-1])
+    return {
+        what: {int(seq_len): Count(**one) for seq_len, one in by_length.items()}
+        for what, by_length in found.items()
+    }
+
+
+def count_rows(
+    models: Iterable[str], seq_lens: list[int], batch_sizes: list[int], world_size: int
+) -> list[dict[str, Any]]:
+    """Rows of the JSON, one a model, MBS and T: the automatic method against plain TorchTitan."""
+    rows = []
+    for model in models:
+        for mbs in batch_sizes:
+            _say(f"{model}, MBS {mbs}, T {', '.join(map(str, seq_lens))}")
+            method = automatic(mbs)
+            plain, private = (
+                count(Case(model, one, mbs, world_size), seq_lens) for one in ("plain", method)
+            )
+            updates = [next(iter(found["update"].values())) for found in (plain, private)]
+            for seq_len in seq_lens:
+                pair = plain["microbatch"][seq_len], private["microbatch"][seq_len]
+                rows.append(
+                    {
+                        "model": model,
+                        "method": method,
+                        "seq_len": seq_len,
+                        "local_batch_size": mbs,
+                        "world_size": world_size,
+                        **_compared(*pair),
+                        "update_bytes": [sum(one.bytes.values()) for one in updates],
+                    }
+                )
+    return rows
+
+
+def _compared(plain: Count, private: Count) -> dict[str, Any]:
+    totals = [[sum(one.values()) for one in (x.flops, x.bytes)] for x in (plain, private)]
+    (plain_flops, plain_bytes), (flops, moved) = totals
+    return {
+        "flops_vs_non_dp": flops / plain_flops,
+        "bytes_vs_non_dp": moved / plain_bytes,
+        "flops": flops,
+        "non_dp_flops": plain_flops,
+        "bytes": moved,
+        "non_dp_bytes": plain_bytes,
+        "bytes_by_part": private.bytes,
+        "non_dp_bytes_by_part": plain.bytes,
+    }
+
+
+def counts_tables(rows: list[dict[str, Any]]) -> str:
+    """All rows, and by part where T is the middle one."""
+    head = ["model", "method", "MBS", "T", "FLOPs, DP / plain", "bytes, DP / plain"]
+    head += ["TFLOPs", "GB, plain", "GB, DP", "GB of the update, plain", "DP"]
+    lines = [
+        [
+            row["model"],
+            f"`{row['method']}`",
+            str(row["local_batch_size"]),
+            f"{row['seq_len']:,}",
+            f"{row['flops_vs_non_dp']:.3f}",
+            f"{row['bytes_vs_non_dp']:.3f}",
+            f"{row['flops'] / 1e12:.1f}",
+            *(f"{size / 1e9:.1f}" for size in (row["non_dp_bytes"], row["bytes"])),
+            *(f"{size / 1e9:.1f}" for size in row["update_bytes"]),
+        ]
+        for row in rows
+    ]
+    return (
+        "### A microbatch, counted\n\n"
+        + markdown(head, lines)
+        + "\n\n### GB of a microbatch by part, plain → private\n\n"
+        + _by_part(rows)
+    )
+
+
+def _by_part(rows: list[dict[str, Any]]) -> str:
+    parts = sorted({part for row in rows for part in row["bytes_by_part"]})
+    head = ["model", "MBS", "T", *parts]
+    lines = []
+    for row in rows:
+        pairs = [(row["non_dp_bytes_by_part"], row["bytes_by_part"])] * len(parts)
+        cells = [
+            " → ".join(f"{one.get(part, 0) / 1e9:.1f}" for one in pair)
+            for part, pair in zip(parts, pairs, strict=True)
+        ]
+        shape = [row["model"], str(row["local_batch_size"]), f"{row['seq_len']:,}"]
+        lines.append([*shape, *cells])
+    return markdown(head, lines)
+
+
+def _say(line: str) -> None:
+    print(f"benchmark: counting {line}", file=sys.stderr, flush=True)
+
+
+def _count(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
+    import torch
+
+    import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+    # isort: split
+    from torchtitan_dp.config.load import load_config
+    from torchtitan_dp.models.hugging_face import shape
+    from torchtitan_dp.models.llama3 import parallelize
+    from torchtitan_dp.plan.fake_step import fake_world
+    from torchtitan_dp.privacy import summation
+
+    from . import kernels
+    from .counting import Counts
+
+    config = load_config(case.arguments(max(seq_lens)), case.world_size)
+    args = shape(config)
+    found: dict[str, dict[int, Count]] = {"microbatch": {}, "update": {}}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(fake_world(case.world_size))
+        for owner, name, instead in (
+            # For gloo and the CPU alone.
+            (parallelize, "_sum_reductions_only", _nothing),
+            (parallelize, "use_lean_norms", _nothing),
+            # As on CUDA.
+            (torch.nn.functional, "rms_norm", kernels.rms_norm),
+            (summation, "add_gaussian_noise_", kernels.noise),
+            (torch.optim, "AdamW", functools.partial(_fused, torch.optim.AdamW)),
+        ):
+            stack.enter_context(unittest.mock.patch.object(owner, name, instead))
+        make = _plain_step if case.method == "plain" else _private_step
+        with Counts() as counts:
+            microbatch, update = make(config, args, counts)
+            microbatch(min(seq_lens))  # lays out what is kept, and makes later ones accumulate
+            for seq_len in seq_lens:
+                counts.start_over()
+                microbatch(seq_len)
+                found["microbatch"][seq_len] = _taken(counts)
+            counts.start_over()
+            update()
+            found["update"][max(seq_lens)] = _taken(counts)
+    gc.collect()
+    return found
+
+
+def _nothing(*_: Any) -> None:
+    pass
+
+
+def _fused(adamw: Any, parameters: Any, **_: Any) -> Any:
+    """The optimizer as `optimizer.implementation` has it by default."""
+    return adamw(parameters, fused=True)
+
+
+def _taken(counts: Any) -> Count:
+    return Count(
+        dict(counts.flops),
+        dict(counts.bytes),
+        {f"{part}: {operation}": n for (part, operation), n in counts.by_operation.items()},
+    )
+
+
+def _private_step(config: Any, args: Any, counts: Any) -> Any:
+    """The plan's step."""
+    from torchtitan_dp.gradients.clipped_sum import ClippedSum
+    from torchtitan_dp.plan.fake_step import Step
+    from torchtitan_dp.plan.tracker import MemoryTracker
+
+    from .counting import counted
+
+    step = Step(config, args, MemoryTracker("activations"))
+    _watch_loss_head(step.model.output, counts)
+
+    def microbatch(seq_len: int) -> None:
+        with contextlib.ExitStack() as stack:
+            for name, part in (("squared_norms", "norm"), ("accumulate", "clip and add")):
+                stack.enter_context(counted(ClippedSum, name, counts, part))
+            step.microbatch(seq_len)
+
+    return microbatch, step.update
+
+
+def _plain_step(config: Any, args: Any, counts: Any) -> Any:
+    """What `BaselineTrainer` does in a step, which is TorchTitan's."""
+    import torch
+    from torch._subclasses.fake_tensor import unset_fake_temporarily
+    from torchtitan.components.loss import cross_entropy_loss
+    from torchtitan.distributed import utils as dist_utils
+    from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+
+    from torchtitan_dp.models.families import family_of
+    from torchtitan_dp.plan.fake_step import _parallel_dims
+
+    family = family_of(args)
+    with unset_fake_temporarily():
+        dims, _ = _parallel_dims(config)
+        with torch.device("meta"):
+            args = copy.deepcopy(args)
+            args.max_seq_len = config.training.seq_len
+            model = family.model(args)
+        family.parallelize(model, dims, config)
+    model.to_empty(device="cpu")
+    parameters = list(model.parameters())
+    for parameter in parameters:
+        torch.nn.init.zeros_(parameter.to_local())
+    optimizer = torch.optim.AdamW(parameters)
+    _watch_loss_head(model.output, counts)
+    cp_mesh = dims.get_optional_mesh("cp")
+
+    def microbatch(seq_len: int) -> None:
+        model.model_args.max_seq_len = seq_len
+        with torch.no_grad(), torch.device("cpu"):
+            model.freqs_cis = model._precompute_freqs_cis()
+        shape = config.training.local_batch_size, seq_len
+        tokens_BT = torch.zeros(shape, dtype=torch.int64)
+        labels_BT, more = torch.zeros_like(tokens_BT), {}
+        valid_tokens = torch.tensor(float(tokens_BT.numel()))
+        if cp_mesh is not None:
+            tokens_BT, labels_BT, more = prepare_context_parallel_input(
+                tokens_BT,
+                labels_BT,
+                {},
+                cp_mesh,
+                torch.device("cpu"),
+                config.parallelism.context_parallel_load_balancer,
+            )
+        loss = cross_entropy_loss(model(tokens_BT, **more), labels_BT) / valid_tokens
+        loss.backward()
+        counts.base = None
+
+    def update() -> None:
+        dist_utils.clip_grad_norm_(parameters, float("inf"), foreach=True)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return microbatch, update
+
+
+def _watch_loss_head(output: Any, counts: Any) -> None:
+    """Count for the loss head from its call on, until backward has passed its input."""
+
+    def enter(_: Any, inputs: Any) -> None:
+        counts.base = "loss head"
+        inputs[0].register_hook(lambda _: setattr(counts, "base", None))
+
+    output.register_forward_pre_hook(enter)
+
+
+def _main() -> None:
+    case, seq_lens = json.load(sys.stdin)
+    found = _count(Case(**case), seq_lens)
+    print(
+        json.dumps(
+            {
+                what: {seq_len: asdict(one) for seq_len, one in by_length.items()}
+                for what, by_length in found.items()
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    _main()
