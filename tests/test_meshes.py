@@ -90,6 +90,23 @@ def test_row12_the_weights_change_alike_on_every_mesh(changes):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
+@pytest.mark.parametrize("mesh", ["cp1", "cp2_dp_shard2"])
+def test_token_ids_that_were_kept_change_no_bit(tmp_path, monkeypatch, mesh):
+    """Without any, with those of this run alone, and with those of a run before."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    ways = {"none": ["--data.no-token_cache"], "first": [], "again": []}
+    none, *others = (
+        weights_after_five_steps(tmp_path / way, MESHES[mesh], "--privacy.debug_seed=1", *options)
+        for way, options in ways.items()
+    )
+    assert len(list((tmp_path / "cache/torchtitan_dp/index").glob("tokens-*"))) == 1
+    for weights in others:
+        assert weights.keys() == none.keys()
+        assert all(torch.equal(value, none[name]) for name, value in weights.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_row12_and_49_so_it_does_with_an_exact_sum(tmp_path, changes):
     """And the weights move as far as with a sum in fp32, under noise of other draws."""
     options = ["--privacy.debug_seed=1", "--privacy.secure_noise", "--privacy.exact_sum"]

@@ -194,18 +194,19 @@ def test_row47_ranks_of_one_cp_group_rehearse_alike(tmp_path, how):
 
 def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
     """On stand-ins that note what is asked of them, in order."""
-    from tests.hazards.test_trainer import loader
+    from tests.hazards.test_trainer import feed
     from torchtitan_dp.config.lengths import ladder
     from torchtitan_dp.preflight.rehearsal import rehearse
 
     did: list[Any] = []
     trainer = mock.MagicMock()
     trainer.job_config = load_config(command(tmp_path), 1)
-    trainer.dataloader, trainer.device = loader(), torch.device("cpu")
+    trainer.feed = feed()
     trainer.accumulate = lambda microbatch, _: did.append(microbatch)
     trainer.dp_optimizer.rehearse = lambda _: did.append("update")
     trainer.clipped_sum.reset = lambda: did.append("reset")
     rehearse(trainer)
+    trainer.feed.close()
     first, update, *rungs, reset = did
     assert [m.labels_BT.shape[1] for m in rungs] == list(ladder(trainer.job_config))
     assert first.labels_BT.shape == rungs[0].labels_BT.shape
@@ -247,11 +248,11 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     found = []
     try:
         rungs = ladder(trainer.job_config)
-        first = trainer.dataloader.padding(rungs[-1])
+        first = trainer.feed.padding(rungs[-1])
         trainer.accumulate(first, SampleStatistics(1.0))
         with Operators() as tracker:
             for length in rungs:
-                padding = trainer.dataloader.padding(length)
+                padding = trainer.feed.padding(length)
                 row, ran = [], []
                 for microbatch in (full(padding), padding, full(padding)):  # the first warms up
                     tracker.start_over()
