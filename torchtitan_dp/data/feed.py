@@ -135,10 +135,10 @@ class Feed:
     @property
     def at_once(self) -> int:
         """Bound the samples that this rank makes while the others may wait for it: those of one
-        microbatch, where machines compare what it makes again meanwhile, and one that its thread
-        has begun for the next step.
+        microbatch, and where machines compare, what it makes again meanwhile. Before them its
+        thread may have one more to count, which it has begun for the next step.
         """
-        samples = self.loader.batch_size + 1
+        samples = self.loader.batch_size
         if self._place is not None:
             samples += -(-self.loader.ranks * self.loader.batch_size // len(self._place.machine))
         return samples

@@ -65,18 +65,23 @@ class SampleStore:
         self.undecodable = 0
 
     @property
+    def looks(self) -> int:
+        """Count how often making one sample may look at its unit; `tokens` looks once."""
+        return WINDOW_LOOKS if self._window else 1
+
+    @property
     def most_bytes(self) -> int:
         """Bound the text that making one sample hands to the tokenizer: a function of `seq_len` and
         of how samples are made, whatever the records.
         """
-        return (WINDOW_LOOKS if self._window else 1) * most_bytes(self.seq_len + 1)
+        return self.looks * most_bytes(self.seq_len + 1)
 
     @property
     def most_parsed(self) -> int:
         """Bound the bytes of JSON that making one sample parses: 0 for other formats."""
         if not self.records.reads_whole:
             return 0
-        return (WINDOW_LOOKS if self._window else 1) * most_parsed(self.seq_len + 1)
+        return self.looks * most_parsed(self.seq_len + 1)
 
     @property
     def sources(self) -> int:

@@ -118,9 +118,10 @@ def _check_tokenizer(trainer: Rehearsed) -> None:
     """Refuse samples whose text may keep the other ranks waiting for too long."""
     config, feed = trainer.job_config, trainer.feed
     timeout = config.comm.train_timeout_seconds
-    samples, at_once = feed.loader.samples, feed.at_once
-    seconds = slowest_seconds(samples.tokenizer, at_once * samples.most_bytes)
-    seconds += slowest_parse_seconds(at_once * samples.most_parsed)
+    samples = feed.loader.samples
+    looks = samples.looks * feed.at_once + 1  # and one of what is counted for the next step
+    seconds = slowest_seconds(samples.tokenizer, looks * samples.most_bytes // samples.looks)
+    seconds += slowest_parse_seconds(looks * samples.most_parsed // samples.looks)
     if seconds > _SHARE * timeout:
         raise Fault(
             f"comm.train_timeout_seconds = {timeout}: the slowest text may take about "
