@@ -15,10 +15,11 @@ import torch.distributed as dist
 
 from tests.data.test_excerpts import UNITS, samples
 from tests.ranks import on_ranks
-from torchtitan_dp.data.feed import ALONE, SAMPLES_AHEAD, ContextGroup, Draw, Feed
+from torchtitan_dp.data.feed import SAMPLES_AHEAD, Draw, Feed
 from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.data.records import open_store
 from torchtitan_dp.data.samples import SampleStore
+from torchtitan_dp.data.sharing import ALONE, ContextGroup
 from torchtitan_dp.data.token_cache import TokenCache
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units

@@ -233,7 +233,7 @@ def test_row48_every_machine_makes_each_drawn_sample_once(tmp_path, monkeypatch)
     import numpy as np
     import torch
 
-    from torchtitan_dp.data import comparison, feed
+    from torchtitan_dp.data import comparison, feed, sharing
     from torchtitan_dp.data.comparison import Place
     from torchtitan_dp.data.loading import RecordLoader
     from torchtitan_dp.data.records import open_store
@@ -269,7 +269,7 @@ def test_row48_every_machine_makes_each_drawn_sample_once(tmp_path, monkeypatch)
                 loader,
                 (32,),
                 torch.device("cpu"),
-                feed.ContextGroup(None, cp, rank % cp),
+                sharing.ContextGroup(None, cp, rank % cp),
                 place=Place.of(rank, rank % local_ranks, local_ranks),
             )
             compared.clear()

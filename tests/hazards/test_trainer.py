@@ -52,15 +52,19 @@ class Texts:
         return 4 * (indices + 1)
 
 
-def feed(place=None):
-    from torchtitan_dp.data.feed import Feed
+def loader():
     from torchtitan_dp.data.loading import RecordLoader
     from torchtitan_dp.data.samples import SampleStore
     from torchtitan_dp.data.tokenizer import ByteTokenizer
 
     samples = SampleStore(Texts(), ByteTokenizer(), 32)
-    loader = RecordLoader(samples, np.arange(1, 11), ranks=1, rank=0, batch_size=1)
-    return Feed(loader, (32,), torch.device("cpu"), place=place)
+    return RecordLoader(samples, np.arange(1, 11), ranks=1, rank=0, batch_size=1)
+
+
+def feed(place=None):
+    from torchtitan_dp.data.feed import Feed
+
+    return Feed(loader(), (32,), torch.device("cpu"), place=place)
 
 
 class Step:

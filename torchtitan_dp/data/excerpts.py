@@ -19,6 +19,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan_dp.data.contents import Progress
 from torchtitan_dp.data.jsonl_records import MAX_LINE_BYTES
 from torchtitan_dp.data.store import RecordStore
 from torchtitan_dp.data.tokenizer import Tokenizer
@@ -229,8 +230,13 @@ def _longer(read: int, tokens: int, needed: int) -> int:
     return max(2 * read, 5 * read * needed // (4 * max(tokens, 1)))
 
 
-def scan_undecodable(store: RecordStore, indices: Iterable[int]) -> int:
+def scan_undecodable(store: RecordStore, indices: Iterable[int], total: int = 0) -> int:
     """Count the undecodable among these records, reading each whole, for `data.on_undecodable` =
     "error". The count is not private: what depends on it (stopping) is outside the guarantee.
     """
-    return sum(not store.is_decodable(int(index)) for index in indices)
+    progress, bad = Progress("reading records", total, "records"), 0
+    for index in indices:
+        bad += not store.is_decodable(int(index))
+        progress.add(1)
+    progress.end()
+    return bad

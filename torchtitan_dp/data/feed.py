@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torchtitan_dp.data.buckets import padded_lengths
 from torchtitan_dp.data.comparison import Comparison, Place, digest
 from torchtitan_dp.data.loading import EVER_SAME, Dealt, Microbatch, RecordLoader
+from torchtitan_dp.data.sharing import ALONE, ContextGroup, made_again
 from torchtitan_dp.data.verdict import Verdict
 from torchtitan_dp.data.worker import Jobs, Worker
 
@@ -40,24 +41,6 @@ class Draw(NamedTuple):
 
     positions: np.ndarray  # int64 (n,), in the loader's `units`
     key: bytes = EVER_SAME  # 32 bytes, for the choice of records and windows
-
-
-class ContextGroup(NamedTuple):
-    """Tells which ranks share a sample."""
-
-    group: dist.ProcessGroup | None = None
-    size: int = 1
-    rank: int = 0  # this one's, within the group
-
-    @classmethod
-    def of(cls, group: dist.ProcessGroup | None) -> "ContextGroup":
-        """Describe a process group; None is this rank alone."""
-        return (
-            cls() if group is None else cls(group, dist.get_world_size(group), dist.get_rank(group))
-        )
-
-
-ALONE = ContextGroup()
 
 
 class _Made(NamedTuple):
@@ -112,7 +95,7 @@ class Feed:
             loader: of this data-parallel rank.
             ladder: the lengths that samples are padded to, rising.
             device: what microbatches are put on, and the process groups send from.
-            cp: the ranks that are fed the same; ranks of the world are numbered group by group.
+            cp: the ranks that are fed the same.
             place: this rank's; where it is given, machines compare what they make of each draw.
             jobs: what makes samples; a thread, if None.
         """
@@ -220,7 +203,7 @@ class Feed:
             step.counts.clear()
         step.dealt = self.loader.deal(positions, lengths)
         if self._place is not None:
-            step.others = self._others(positions, lengths, self._place)
+            step.others = made_again(self.loader, self._cp, self._place, positions, lengths)
 
     def _end(self) -> Verdict:
         """Tell all ranks whether this one failed, and begin the next step's first microbatches."""
@@ -240,7 +223,7 @@ class Feed:
     def _begin_rows(self, step: _Step, number: int, dealt: Dealt) -> _Ahead:
         rows, key = [], step.draw.key
         for row, position in enumerate(dealt.slots.tolist()):
-            if (number * len(dealt.slots) + row) % self._cp.size == self._cp.rank:
+            if self._cp.maker(number, dealt.slots, row) == self._cp.rank:
                 sample_2L = self._empty(dealt.length)
                 rows.append(_Row(row, sample_2L, self._make(position, key, sample_2L.numpy())))
         # As many in each microbatch: nobody waits for many of them at once.
@@ -307,22 +290,3 @@ class Feed:
 
     def _empty_slots(self) -> np.ndarray:
         return np.full(self.loader.batch_size, -1)
-
-    def _others(
-        self, positions: np.ndarray, lengths: np.ndarray, place: Place
-    ) -> list[tuple[int, int]]:
-        """Share out, by positions and lengths, what no rank of this machine makes for its group."""
-        cp, machine = self._cp.size, place.machine
-        made_here = {
-            position
-            for rank in range(machine.start // cp, (machine.stop - 1) // cp + 1)
-            for number, dealt in enumerate(self.loader.deal(positions, lengths, rank))
-            for row, position in enumerate(dealt.slots.tolist())
-            if rank * cp + (number * len(dealt.slots) + row) % cp in machine
-        }
-        missing = [
-            (position, length)
-            for position, length in zip(positions.tolist(), lengths.tolist(), strict=True)
-            if position not in made_here
-        ]
-        return missing[place.local_rank :: len(machine)]

@@ -102,9 +102,9 @@ MUTANTS = [
     Mutant(
         48,
         "samples compared within a cp group alone",
-        "data/feed.py",
-        "            if position not in made_here\n",
-        "            if position not in made_here and position < 0\n",
+        "data/sharing.py",
+        "        if position not in made_here\n",
+        "        if position not in made_here and position < 0\n",
         (f"{DRAWN}[text-dp]",),
     ),
     Mutant(
