@@ -1,7 +1,7 @@
 """Training with privacy against plain TorchTitan: the same records, processes, model, optimizer.
 
     python scripts/benchmark.py [--config FILE] [--devices N] [--arms a,b] [--batch_sizes 1,4]
-        [--rounds R] [--steps S] [--microbatches M] [--table arms|lengths|ranks|all]
+        [--rounds R] [--steps S] [--microbatches M] [--table arms|lengths|ranks|data|all]
         [--json FILE] [--markdown FILE] [--plot FILE.png] [--section.key value …]
 
 Arms: plain TorchTitan (`non-DP`), `microbatch`, LongShield's `V1` (per-sample gradients, whole on
@@ -25,6 +25,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ import torch
 from benchmarking import arms as catalogue
 from benchmarking import plot, results, tables
 from benchmarking.arms import Setting
+from benchmarking.data import data_table, measure_data
 from benchmarking.journal import Journal
 from benchmarking.measure import (
     Measured,
@@ -99,7 +101,9 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--microbatches", type=int, help="in a step; default: 4 at MBS 1 and 2 at any other"
     )
-    parser.add_argument("--table", choices=("arms", "lengths", "ranks", "all"), default="arms")
+    parser.add_argument(
+        "--table", choices=("arms", "lengths", "ranks", "data", "all"), default="arms"
+    )
     for output in ("--json", "--markdown", "--plot"):
         parser.add_argument(output, type=Path, metavar="FILE")
     options, overrides = parser.parse_known_args()
@@ -153,12 +157,19 @@ def _run(
         for arms, setting, repetitions in wanted:
             found[table].append(Measured(setting, arms))
             for found[table][-1] in measure(arms, setting, repetitions, journal):
-                yield _result(options, found, devices)
-    yield _result(options, found, devices)
+                yield _result(options, found, devices, [])
+    yield _result(options, found, devices, [])
+    if options.table in ("data", "all"):
+        with tempfile.TemporaryDirectory() as folder:
+            for rows in measure_data(folder, lambda line: print(f"data: {line}", file=sys.stderr)):
+                yield _result(options, found, devices, rows)
 
 
 def _result(
-    options: argparse.Namespace, found: dict[str, list[Measured]], devices: int
+    options: argparse.Namespace,
+    found: dict[str, list[Measured]],
+    devices: int,
+    data: list[dict[str, Any]],
 ) -> dict[str, Any]:
     skipped = {
         (arm, one.setting.devices): reason
@@ -174,6 +185,7 @@ def _result(
         "arms": [row for one in found["arms"] for row in results.arm_rows(one)],
         "lengths": [row for one in found["lengths"] for row in results.length_rows(one)],
         "ranks": [row for one in found["ranks"] for row in results.rank_rows(one)],
+        "data": data,
         "skipped": [
             {"name": arm, "world_size": n, "reason": reason} for (arm, n), reason in skipped.items()
         ],
@@ -269,6 +281,8 @@ def _markdown(result: dict[str, Any]) -> str:
         parts.append(tables.lengths_table(result["lengths"]))
     if result["ranks"]:
         parts.append(tables.ranks_table(result["ranks"]))
+    if result["data"]:
+        parts.append(data_table(result["data"]))
     parts += [
         f"Skipped on {one['world_size']}: {one['name']}: {one['reason']}"
         for one in result["skipped"]
