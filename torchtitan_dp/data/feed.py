@@ -272,7 +272,9 @@ class Feed:
         self._undecodable += both_2BL[0, :, -1].sum()
         valid = slots >= 0
         self.loader.samples.hand_out(np.where(valid, self.loader.units[slots], -1))
-        valid_B = torch.from_numpy(valid).to(self.device, non_blocking=True)
+        valid_B = torch.from_numpy(valid)
+        if self.device.type == "cuda":
+            valid_B = valid_B.pin_memory().to(self.device, non_blocking=True)
         return Microbatch(tokens_BT, labels_BT, valid_B)
 
     def _result(self, future: "Future[T]") -> T | None:

@@ -9,7 +9,8 @@ processes of a machine read and write one file; who writes holds a lock for as l
 Read and written by system calls and held in the kernel's page cache, in no process's own memory. It
 is not mapped into one: a disk that fails, or a file that is cut short, would end the process there.
 
-PRIVATE, like the records, which it spells out: its folder is its owner's alone, as is the file.
+PRIVATE, like the records: it spells them out, and tells which were drawn, in the order of their
+first draws. Its folder is its owner's alone, as is the file.
 """
 
 import contextlib

@@ -24,7 +24,8 @@ class Verdict:
             device: what the process group sends from.
         """
         self._failure = failure
-        failed = torch.tensor([0 if failure is None else 1], dtype=torch.int32).to(device)
+        # Filled in on the device: a copy from here would be waited for.
+        failed = torch.full((1,), int(failure is not None), dtype=torch.int32, device=device)
         if dist.is_initialized():
             dist.all_reduce(failed, op=dist.ReduceOp.MAX)
         self._copied: torch.cuda.Event | None = None

@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 T = TypeVar("T")
 
+END_S = 5.0
+
 
 class Jobs(Protocol):
     """Does jobs, now or later."""
@@ -53,14 +55,14 @@ class Worker:
         return future
 
     def close(self) -> None:
-        """End the thread, once the job in progress is done."""
+        """End the thread once the job in progress is done, which is waited for a little."""
         with self._changed:
             self._is_closed = True
             self._urgent.clear()
             self._others.clear()
             self._changed.notify()
         if self._thread is not None:
-            self._thread.join()
+            self._thread.join(END_S)
 
     def _work(self) -> None:
         while True:
