@@ -1,11 +1,13 @@
 """What a step is fed: the loader's microbatches bit by bit, made ahead and once in a cp group."""
 
 import hashlib
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import torch.distributed as dist
 
 from tests.data.test_excerpts import UNITS, samples
 from tests.ranks import on_ranks
+from torchtitan_dp.data import contents
 from torchtitan_dp.data.feed import SAMPLES_AHEAD, Draw, Feed
 from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.data.records import open_store
@@ -386,6 +389,39 @@ def test_padding_is_that_of_a_draw_that_leaves_a_rank_nothing(tmp_path: Path) ->
     assert not left.valid_B.any()
     assert same([one.padding(T)], [left])
     assert one.undecodable == 0
+    one.close()
+
+
+def test_validation_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> None:
+    import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+    # isort: split
+    from torchtitan_dp.validate import HeldOutValidator
+
+    for rank, (steps, count) in itertools.product((0, 1), ((2, 2), (0, 0), (-1, 4), (99, 4))):
+        one = loader(store(tmp_path), ranks=2, rank=rank, batch_size=3)
+        config: Any = SimpleNamespace(validation=SimpleNamespace(steps=steps))
+        nothing: Any = None
+        positions = HeldOutValidator(one, config, nothing, nothing, nothing)._positions()
+        feed = Feed(one, (T,), CPU)
+        found = list(feed.microbatches(Draw(positions)))
+        assert len(found) == count
+        assert same(found, list(one.microbatches(np.arange(21)))[:count])
+        feed.close()
+
+
+def test_a_long_first_draw_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contents, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(contents, "INTERVAL_S", 0.0)
+    one = Feed(loader(store(tmp_path), batch_size=4), LADDERS[1], CPU)
+    capfd.readouterr()
+    list(one.microbatches(Draw(np.arange(8))))
+    first, second, last = capfd.readouterr().err.splitlines()
+    assert first.startswith("not private: tokenizing what was drawn: 50% of 8 samples, ")
+    assert second.startswith("not private: tokenizing what was drawn: 100% of 8 samples, ")
+    assert last.startswith("not private: tokenizing what was drawn: all of 8 samples, ")
     one.close()
 
 
