@@ -13,7 +13,7 @@ treats them alike; medians of the rounds, and medians of the rounds' ratios. Eve
 arm has exactly M microbatches: a private arm's Poisson draws are replaced, in these processes, by
 draws of that fixed size. For timing only; norms, clipping and noise are real. Memory and bytes:
 each arm alone in fresh processes; on CPU the process's resident set (with freed memory given back
-at once), on CUDA its tensors.
+at once), on CUDA its tensors. `--table data` is told in benchmarking/data.py.
 
 What `--json` and `--markdown` name is written anew after each arm. A run that was cut off goes on
 where it was, by the same command: what it had measured lies in `<--json>.partial` until the end.
@@ -269,12 +269,13 @@ def _machine(devices: int) -> str:
 
 
 def _markdown(result: dict[str, Any]) -> str:
-    parts = [
-        f"{result['machine']}. `{result['command']}`\n\n"
-        f"Medians of {result['rounds']} rounds; a gap is non-DP's throughput over the arm's, or "
-        f"the arm's memory over non-DP's, both with or both without AC. Private arms have "
-        f"{result['draws']}."
-    ]
+    parts = [f"{result['machine']}. `{result['command']}`"]
+    if any(result[table] for table in ("arms", "lengths", "ranks")):
+        parts.append(
+            f"Medians of {result['rounds']} rounds; a gap is non-DP's throughput over the arm's, "
+            f"or the arm's memory over non-DP's, both with or both without AC. Private arms have "
+            f"{result['draws']}."
+        )
     if result["arms"]:
         parts.append(tables.arms_tables(result["arms"]))
     if result["lengths"]:
