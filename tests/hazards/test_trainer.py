@@ -140,6 +140,18 @@ def test_row16_an_empty_draw_is_a_step(monkeypatch):
     step.trainer.lr_schedulers.step.assert_called_once_with()
 
 
+def test_row19_a_step_whose_sample_cannot_be_made_is_not_begun(monkeypatch):
+    """Else it would go on as if nobody had been drawn there."""
+    from torchtitan_dp.data.samples import SampleStore
+    from torchtitan_dp.process import Fault
+
+    monkeypatch.setattr(SampleStore, "excerpt", lambda *_: 1 // 0)
+    step = Step.__new__(Step)
+    with pytest.raises(Fault, match="a sample could not be made: ZeroDivisionError"):
+        step.__init__(monkeypatch)
+    assert set(step.did) == {"sample"}
+
+
 def test_row41_the_sampler_is_given_the_ledgers_rate_and_all_units(monkeypatch):
     step = Step(monkeypatch, sample_rate=0.375)
     key = RootKey(ROOT).stream("sampling").take(STEP)
