@@ -21,7 +21,7 @@ Assumed, as crashes that do not depend on records:
       and those of two microbatches, with what machines compare (`Feed.at_once`) for each, 8 bytes
       for each of their tokens, padding included; beside that, for the index, 4 bytes a unit (made
       here, by `TokenCounts`), a step's statistics, 32 bytes a sample, and for the next draw about
-      1,000 bytes for each unit that was never drawn before;
+      2,000 bytes for each unit that was never drawn before;
     - checkpoints, validation and `privacy.json` need what they need at the same steps of every
       run: their shapes are public;
     - what takes time is waited for: one sample's text and JSON are bounded (`excerpts.most_bytes`,
