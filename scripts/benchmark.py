@@ -1,7 +1,7 @@
 """Training with privacy against plain TorchTitan: the same records, processes, model, optimizer.
 
     python scripts/benchmark.py [--config FILE] [--devices N] [--arms a,b] [--batch_sizes 1,4]
-        [--rounds R] [--steps S] [--microbatches M] [--table arms|lengths|ranks|all|counts]
+        [--rounds R] [--steps S] [--microbatches M] [--table arms|lengths|ranks|data|all|counts]
         [--json FILE] [--markdown FILE] [--plot FILE.png] [--section.key value …]
 
 Arms: plain TorchTitan (`non-DP`), `microbatch`, LongShield's `V1` (per-sample gradients, whole on
@@ -13,7 +13,7 @@ treats them alike; medians of the rounds, and medians of the rounds' ratios. Eve
 arm has exactly M microbatches: a private arm's Poisson draws are replaced, in these processes, by
 draws of that fixed size. For timing only; norms, clipping and noise are real. Memory and bytes:
 each arm alone in fresh processes; on CPU the process's resident set (with freed memory given back
-at once), on CUDA its tensors.
+at once), on CUDA its tensors. `--table data` is told in benchmarking/data.py.
 
 What `--json` and `--markdown` name is written anew after each arm. A run that was cut off goes on
 where it was, by the same command: what it had measured lies in `<--json>.partial` until the end.
@@ -25,6 +25,7 @@ import json
 import os
 import platform
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ import torch
 from benchmarking import arms as catalogue
 from benchmarking import counts, plot, results, tables
 from benchmarking.arms import Setting
+from benchmarking.data import data_table, measure_data
 from benchmarking.journal import Journal
 from benchmarking.measure import (
     Measured,
@@ -100,7 +102,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--microbatches", type=int, help="in a step; default: 4 at MBS 1 and 2 at any other"
     )
-    tables_ = ("arms", "lengths", "ranks", "all", "counts")
+    tables_ = ("arms", "lengths", "ranks", "data", "all", "counts")
     parser.add_argument("--table", choices=tables_, default="arms")
     parser.add_argument("--models", default=",".join(counts.MODELS), help="of --table counts")
     parser.add_argument(
@@ -163,12 +165,19 @@ def _run(
         for arms, setting, repetitions in wanted:
             found[table].append(Measured(setting, arms))
             for found[table][-1] in measure(arms, setting, repetitions, journal):
-                yield _result(options, found, devices)
-    yield _result(options, found, devices)
+                yield _result(options, found, devices, [])
+    yield _result(options, found, devices, [])
+    if options.table in ("data", "all"):
+        with tempfile.TemporaryDirectory() as folder:
+            for rows in measure_data(folder, lambda line: print(f"data: {line}", file=sys.stderr)):
+                yield _result(options, found, devices, rows)
 
 
 def _result(
-    options: argparse.Namespace, found: dict[str, list[Measured]], devices: int
+    options: argparse.Namespace,
+    found: dict[str, list[Measured]],
+    devices: int,
+    data: list[dict[str, Any]],
 ) -> dict[str, Any]:
     skipped = {
         (arm, one.setting.devices): reason
@@ -184,6 +193,7 @@ def _result(
         "arms": [row for one in found["arms"] for row in results.arm_rows(one)],
         "lengths": [row for one in found["lengths"] for row in results.length_rows(one)],
         "ranks": [row for one in found["ranks"] for row in results.rank_rows(one)],
+        "data": data,
         "skipped": [
             {"name": arm, "world_size": n, "reason": reason} for (arm, n), reason in skipped.items()
         ],
@@ -284,18 +294,21 @@ def _markdown(result: dict[str, Any]) -> str:
     if "counts" in result:
         command = f"torch {result['torch']}. `{result['command']}`"
         return f"{command}\n\n{counts.counts_tables(result['counts'])}"
-    parts = [
-        f"{result['machine']}. `{result['command']}`\n\n"
-        f"Medians of {result['rounds']} rounds; a gap is non-DP's throughput over the arm's, or "
-        f"the arm's memory over non-DP's, both with or both without AC. Private arms have "
-        f"{result['draws']}."
-    ]
+    parts = [f"{result['machine']}. `{result['command']}`"]
+    if any(result[table] for table in ("arms", "lengths", "ranks")):
+        parts.append(
+            f"Medians of {result['rounds']} rounds; a gap is non-DP's throughput over the arm's, "
+            f"or the arm's memory over non-DP's, both with or both without AC. Private arms have "
+            f"{result['draws']}."
+        )
     if result["arms"]:
         parts.append(tables.arms_tables(result["arms"]))
     if result["lengths"]:
         parts.append(tables.lengths_table(result["lengths"]))
     if result["ranks"]:
         parts.append(tables.ranks_table(result["ranks"]))
+    if result["data"]:
+        parts.append(data_table(result["data"]))
     parts += [
         f"Skipped on {one['world_size']}: {one['name']}: {one['reason']}"
         for one in result["skipped"]

@@ -22,12 +22,18 @@ MESHES = {  # dp_replicate, dp_shard, cp
 }
 
 
-def weights_after_three_steps(folder: Path, degrees: tuple[int, int, int], *more: str):
+def weights_after_three_steps(
+    folder: Path,
+    degrees: tuple[int, int, int],
+    *more: str,
+    data: Path | None = None,
+    env: dict[str, str] | None = None,
+):
     replicate, shard, cp = degrees
     world_size = replicate * shard * cp
     overrides = arguments(
         folder / "out",
-        write_records(folder / "data"),
+        data or write_records(folder / "data"),
         *("--training.steps=3", "--training.global_batch_size=4", "--checkpoint.interval=3"),
         *with_sigma(0.5),
         f"--parallelism.data_parallel_replicate_degree={replicate}",
@@ -35,7 +41,7 @@ def weights_after_three_steps(folder: Path, degrees: tuple[int, int, int], *more
         f"--parallelism.context_parallel_degree={cp}",
         *more,
     )
-    train(overrides, log=folder / "log", world_size=world_size)
+    train(overrides, log=folder / "log", world_size=world_size, env=env)
     return read_weights(folder / "out/checkpoint/step-3")
 
 
@@ -86,6 +92,27 @@ def test_row12_the_weights_change_alike_on_every_mesh(changes):
     errors = {name: ((c - one).norm() / one.norm()).item() for name, c in changes.items()}
     print(errors)
     assert max(errors.values()) < 1e-3, errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("mesh", ["cp1", "cp2_dp_shard2"])
+def test_token_ids_that_were_kept_change_no_bit(tmp_path, mesh):
+    """Without any, with those of this run alone, and with those of a run before."""
+    ways = {"none": ["--data.no-token_cache"], "first": [], "again": []}
+    cache, data = {"XDG_CACHE_HOME": str(tmp_path / "cache")}, write_records(tmp_path / "data")
+    none, *others = (
+        weights_after_three_steps(
+            *(tmp_path / way, MESHES[mesh], "--privacy.debug_seed=1", *options),
+            data=data,
+            env=cache,
+        )
+        for way, options in ways.items()
+    )
+    assert len(list((tmp_path / "cache/torchtitan_dp/index").glob("tokens-*"))) == 1
+    for weights in others:
+        assert weights.keys() == none.keys()
+        assert all(torch.equal(value, none[name]) for name, value in weights.items())
 
 
 @pytest.mark.slow

@@ -24,9 +24,9 @@ NOTES = 40  # of each user
 def main(argv):
     """Training; of each microbatch a hash goes to a line of $SAMPLES_<rank>."""
     import torchtitan_dp.train as train
-    from torchtitan_dp.data.loading import RecordLoader
+    from torchtitan_dp.data.feed import Feed
 
-    real = RecordLoader.microbatches
+    real = Feed.microbatches
 
     def spy(self, *args, **options):
         with open(f"{os.environ['SAMPLES']}_{os.environ['RANK']}", "a") as file:
@@ -35,7 +35,7 @@ def main(argv):
                 file.write(hashlib.sha256(sample).hexdigest() + "\n")
                 yield microbatch
 
-    RecordLoader.microbatches = spy  # type: ignore[method-assign]
+    Feed.microbatches = spy  # type: ignore[method-assign]
     train.main(argv)
 
 
@@ -69,6 +69,7 @@ def place(tmp_path_factory):
             f"--training.global_batch_size={USERS}",  # all units at every step
             f"--training.steps={STEPS}",
             "--checkpoint.no-enable",
+            "--comm.train_timeout_seconds=1000",  # a busy machine's tokenizer looks slow
         ),
         log=place / "log",
         program=(__file__,),

@@ -31,9 +31,9 @@ from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start, decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.saved import write_config
+from torchtitan_dp.data.feed import Draw, Feed
 from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.distributed.agreement import (
     broadcast_from_rank0,
@@ -66,7 +66,7 @@ from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import lock_folder, mistakes_as_faults, os_errors_as_faults, protect
-from torchtitan_dp.train_spec import OpenOnce, register
+from torchtitan_dp.train_spec import OpenOnce, build_feed, register
 
 
 class DPTrainer(Trainer):
@@ -77,6 +77,7 @@ class DPTrainer(Trainer):
     dataloader: RecordLoader
     metrics_processor: PrivateMetricsProcessor
     clipped_sum_type: type[ClippedSum] = ClippedSum  # audits plant canaries in theirs
+    _next_draw: Draw | None
 
     def __init__(self, job_config: JobConfig) -> None:
         # TorchTitan would demand a multiple of MBS x dp; ours is an expectation.
@@ -113,18 +114,18 @@ class DPTrainer(Trainer):
             self.parallel_dims.get_optional_mesh("cp"),
             job_config.parallelism.context_parallel_load_balancer,
         )
+        self.feed = build_feed(self.dataloader, job_config, self.parallel_dims, self.device)
         self._ledger_loaded = False
         self._draw_secrets()
 
-    def train_step(self, loader: RecordLoader) -> None:
+    def train_step(self, feed: Feed) -> None:
         """Take one step of Algorithm 1: draw, clip, accumulate, add noise, update."""
         settings, lr = self.ledger.settings, self.lr_schedulers.schedulers[0].get_last_lr()[0]
         statistics = SampleStatistics(settings.max_grad_norm)
-        key = self.sampling_keys.take(self.step)
-        draw = poisson_draw(key, len(loader.units), settings.sample_rate)
-        choices = self.window_keys.take(self.step)
-        lengths = loader.lengths(draw, ladder(self.job_config), self.device, choices)
-        for microbatch in loader.microbatches(draw, lengths, choices):  # may be none
+        draw, self._next_draw = self._next_draw or self._draw(self.step), None
+        if self.step < self.job_config.training.steps:  # read while this step runs
+            self._next_draw = self._draw(self.step + 1)
+        for microbatch in feed.microbatches(draw, self._next_draw):  # may be none
             self.metrics_processor.ntokens_since_last_log += microbatch.labels_BT.numel()
             self.accumulate(microbatch, statistics)
         self.checkpointer.maybe_wait_for_staging()
@@ -163,21 +164,25 @@ class DPTrainer(Trainer):
             for line in summary(spent):
                 logger.info(line)
             logger.info(f"outputs: {self.job_config.job.dump_folder}/")
-            if count := self.dataloader.samples.undecodable:
+            if count := self.feed.undecodable:
                 logger.info(
                     f"not private: {count} draws of records that cannot be decoded, on this rank; "
                     "they contributed nothing"
                 )
 
     def batch_generator(self, data_iterable: Any) -> Any:
-        """Prepare the first step, after loading; the steps draw from the loader itself."""
+        """Prepare the first step, after loading; the steps are fed ahead of time."""
         if self.checkpointer.start.resumes and not self._ledger_loaded:
             raise RuntimeError("weights were loaded from a checkpoint without its ledger")
         require_loaded(self.model_parts[0])
         if self.step < self.job_config.training.steps:
             rehearse(self)
         self._publish()
-        return data_iterable
+        return self.feed
+
+    def close(self) -> None:
+        self.feed.close()
+        super().close()
 
     # What a checkpoint holds, besides weights, optimizer and LR schedule.
 
@@ -209,8 +214,19 @@ class DPTrainer(Trainer):
 
     # Secrets, ledger, logs.
 
+    def _draw(self, step: int) -> Draw:
+        """Draw units, and the key of what is chosen of each, with a step's keys, which serve once.
+
+        A draw that is made ahead depends on the step's own keys alone, as one that is made in time
+        does; of one that is never used, because the run stops, nothing comes.
+        """
+        settings, population = self.ledger.settings, len(self.feed.loader.units)
+        units = poisson_draw(self.sampling_keys.take(step), population, settings.sample_rate)
+        return Draw(units, self.window_keys.take(step))
+
     def _draw_secrets(self) -> None:
         """Draw fresh keys, at each start and each load. Collective over the world."""
+        self._next_draw = None
         root = shared_root_key(self.device, self.job_config.privacy.debug_seed)
         self.sampling_keys, self.noise_keys = root.stream("sampling"), root.stream("noise")
         self.window_keys = root.stream("window")

@@ -17,13 +17,15 @@ from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
-from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.data.comparison import Place
+from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.samples import SampleStore
+from torchtitan_dp.data.sharing import ContextGroup
 from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.metrics import PrivateMetricsProcessor
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
@@ -58,6 +60,12 @@ def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> 
         records.units,
         unit_sampling=config.data.unit_sampling,
         long_records=config.data.long_records,
+        cache=records.token_cache(
+            tokenizer,
+            seq_len=config.training.seq_len,
+            unit_sampling=config.data.unit_sampling,
+            most_gib=config.data.token_cache_gib if config.data.token_cache else 0.0,
+        ),
     )
 
 
@@ -79,12 +87,25 @@ def build_loader(
         batch_size=job_config.training.local_batch_size,
         fingerprint=records.fingerprint,
         shuffle_seed=job_config.debug.seed or 0,
-        compared=compared(job_config, dp_world_size),
     )
 
 
-def compared(config: JobConfig, dp_world_size: int) -> tuple[Place, torch.device] | None:
-    """Return where this rank stands if ranks compare what they draw, and what they send from.
+def build_feed(
+    loader: RecordLoader, config: JobConfig, parallel_dims: ParallelDims, device: torch.device
+) -> Feed:
+    """Build what steps are fed from `loader`, on this rank."""
+    cp = parallel_dims.get_optional_mesh("cp")
+    return Feed(
+        loader,
+        ladder(config),
+        device,
+        ContextGroup.of(None if cp is None else cp.get_group()),
+        place=compared(config),
+    )
+
+
+def compared(config: JobConfig) -> Place | None:
+    """Return where this rank stands if machines compare what they draw.
 
     Without torchrun's word on which ranks share a machine, each is taken to have one for itself.
     """
@@ -92,8 +113,7 @@ def compared(config: JobConfig, dp_world_size: int) -> tuple[Place, torch.device
         return None
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     local_rank = int(os.environ["LOCAL_RANK"]) if ranks > 1 else 0
-    cp = dist.get_world_size() // dp_world_size
-    return Place.of(dist.get_rank(), cp, local_rank, ranks), torch.device(device_type)
+    return Place.of(dist.get_rank(), local_rank, ranks)
 
 
 def build_metrics(

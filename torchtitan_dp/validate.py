@@ -3,7 +3,6 @@
 Not private: publish it only if the held-out records may be.
 """
 
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 
 import numpy as np
@@ -15,7 +14,9 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.loading import Microbatch, RecordLoader
+from torchtitan_dp.data.feed import Draw, Feed
+from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.data.sharing import ContextGroup
 from torchtitan_dp.models.loss import SampleLosses
 
 
@@ -45,22 +46,26 @@ class HeldOutValidator:
     def validate(self, model_parts: list[nn.Module], step: int) -> float:
         """Return the mean, over held-out units, of the mean loss of each one's sample, and log it.
 
-        Collectives: FSDP2's gathers in forward; one all-reduce over the `loss` mesh, all ranks.
+        Collectives: those of `Feed.microbatches`; FSDP2's gathers in forward; one all-reduce over
+        the `loss` mesh, all ranks.
         """
-        (model,) = model_parts
+        (model,), cp = model_parts, self._dims.get_optional_mesh("cp")
         losses = SampleLosses(
             model,
             next(model.parameters()).device,
-            self._dims.get_optional_mesh("cp"),
+            cp,
             self._config.parallelism.context_parallel_load_balancer,
         )
+        group = ContextGroup.of(None if cp is None else cp.get_group())
+        feed = Feed(self._loader, (self._config.training.seq_len,), losses.device, group)
         sums = torch.zeros(2, dtype=torch.float64)  # losses, units
         model.eval()
-        for microbatch in self._microbatches():
+        for microbatch in feed.microbatches(Draw(self._positions())):
             with self._amp:
                 loss_B = losses(microbatch.tokens_BT, microbatch.labels_BT)
             sums[0] += loss_B.sum().item()
-            sums[1] += (microbatch.labels_BT >= 0).any(dim=1).sum() / self._dims.cp
+            sums[1] += (microbatch.labels_BT >= 0).any(dim=1).sum().item() / self._dims.cp
+        feed.close()
         model.train()
         if (mesh := self._dims.get_optional_mesh("loss")) is not None:
             sums = sums.to(losses.device)
@@ -70,11 +75,8 @@ class HeldOutValidator:
         logger.info(f"step: {step:3}  not private: held-out loss: {mean:.4f}")
         return mean
 
-    def _microbatches(self) -> Iterator[Microbatch]:
-        """Yield at most `validation.steps` of them (all, if -1), equally many on every rank."""
-        limit = self._config.validation.steps
+    def _positions(self) -> np.ndarray:
+        """List those that fill `validation.steps` microbatches on every rank; all, if it is -1."""
         every = np.arange(len(self._loader.units))
-        for count, microbatch in enumerate(self._loader.microbatches(every)):
-            if count == limit:
-                return
-            yield microbatch
+        steps = self._config.validation.steps
+        return every if steps < 0 else every[: steps * self._loader.ranks * self._loader.batch_size]

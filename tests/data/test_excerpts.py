@@ -166,7 +166,7 @@ def test_huge_text_is_read_in_part(tmp_path: Path, seed: int) -> None:
         file.truncate(1 << 40)  # sparse: reading it whole could not end well
     folder = str(tmp_path / "index")
     store = open_store("text", str(path), index_folder=folder, contents=False)
-    head = Excerpts(store, ByteTokenizer(), 5).head(np.array([0]))
+    head = Excerpts(store, ByteTokenizer(), 5).head(np.array([0])).ids
     assert head.tolist() == [BOS, 97, 98, 99, 0]
     window = SampleStore(store, Words(), T, long_records="window").sample(0, rng=rng(seed))
     assert ids(window) == []  # one huge word

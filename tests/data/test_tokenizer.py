@@ -84,8 +84,8 @@ def test_a_panic_inside_the_library_is_none(name: str, is_stopped: bool) -> None
     """It arrives as a BaseException that nobody can import; others are none of its business."""
 
     class Backend:
-        def encode(self, text: str, **options: Any) -> None:
-            raise type(name, (BaseException,), {})(text)
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> None:
+            raise type(name, (BaseException,), {})(texts[0])
 
         model = None
 

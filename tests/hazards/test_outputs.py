@@ -10,6 +10,7 @@ import re
 from types import SimpleNamespace
 from unittest.mock import MagicMock
 
+import numpy as np
 import pytest
 import torch
 import torch.nn as nn
@@ -167,10 +168,12 @@ def test_row33_a_microbatch_changes_no_buffer():
 def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     from torchtitan.tools.logging import logger
 
+    from tests.hazards.test_trainer import loader
     from torchtitan_dp.validate import HeldOutValidator
 
-    validator = MagicMock()
-    validator._microbatches.return_value = []
+    validator = MagicMock(_loader=loader())
+    validator._config.training.seq_len = 8
+    validator._positions.return_value = np.empty(0, dtype=np.int64)
     validator._dims.get_optional_mesh.return_value = None
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO):

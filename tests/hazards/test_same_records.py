@@ -3,6 +3,7 @@
 "Another node" is a second folder with the same names and sizes in it.
 """
 
+import functools
 import json
 from pathlib import Path
 
@@ -139,10 +140,10 @@ def drawn_step(
     import torch
     import torch.distributed as dist
 
-    from torchtitan_dp.config.lengths import ladder
+    from torchtitan_dp.data.feed import Draw
     from torchtitan_dp.data.tokenizer import ByteTokenizer
     from torchtitan_dp.process import Fault
-    from torchtitan_dp.train_spec import OpenOnce, build_loader
+    from torchtitan_dp.train_spec import OpenOnce, build_feed, build_loader
 
     os.environ["XDG_CACHE_HOME"] = cache
     os.environ.pop("LOCAL_WORLD_SIZE", None)
@@ -161,14 +162,17 @@ def drawn_step(
         tokenizer=ByteTokenizer(),
         job_config=config,
     )
-    positions, key, given = np.array(draw, dtype=np.int64), bytes(range(32)), 0
-    lengths = loader.lengths(positions, ladder(config), torch.device("cpu"), key)
+    dims, _ = build._mesh((1, dp, cp))
+    feed = build_feed(loader, config, dims, torch.device("cpu"))
+    drawn, given = Draw(np.array(draw, dtype=np.int64), bytes(range(32))), 0
     try:
-        for _ in loader.microbatches(positions, lengths, key):
+        for _ in feed.microbatches(drawn):
             given += 1
     except Fault as fault:
         return str(fault), given
-    assert loader.samples.undecodable == 0
+    finally:
+        feed.close()
+    assert feed.undecodable == 0
     return "taken", given
 
 
@@ -224,50 +228,57 @@ def test_row48_samples_are_compared_with_their_windows(tmp_path, long_records, e
         assert said.startswith(expected)
 
 
-def test_row48_every_machine_makes_each_drawn_sample_once(tmp_path):
-    """The cost that is promised: nothing more is made on a machine that was dealt the unit."""
+def test_row48_every_machine_makes_each_drawn_sample_once(tmp_path, monkeypatch):
+    """The cost that is promised: nothing is made twice on a machine, and all in one of each."""
     import numpy as np
+    import torch
 
+    from torchtitan_dp.data import comparison, feed, sharing
     from torchtitan_dp.data.comparison import Place
     from torchtitan_dp.data.loading import RecordLoader
     from torchtitan_dp.data.records import open_store
     from torchtitan_dp.data.samples import SampleStore
     from torchtitan_dp.data.tokenizer import ByteTokenizer
 
+    monkeypatch.setattr(feed.dist, "all_reduce", lambda *_, **__: None)
+    compared: set[int] = set()
+    monkeypatch.setattr(
+        comparison.Comparison,
+        "require_alike",
+        lambda self: compared.update(np.flatnonzero(self._words[:, 0]).tolist()),
+    )
+
     store = open_store("text", node(tmp_path / "one", TEXTS, "text"))
     draw = np.array([0, 2, 3, 5, 7, 8, 11])
     for cp, local_ranks in ((1, 4), (2, 4), (4, 4), (2, 3), (1, 1), (8, 4), (1, 8)):
-        world, made = 8 if local_ranks != 3 else 6, {}
+        world = 8 if local_ranks != 3 else 6
+        made: dict[int, list[int]] = {}  # of each machine
+        held: dict[int, set[int]] = {}
         for rank in range(world):
-            place = Place.of(rank, cp, rank % local_ranks, local_ranks)
             samples = SampleStore(store, ByteTokenizer(), 32)
             loader = RecordLoader(
-                samples,
-                np.arange(RECORDS),
-                ranks=world // cp,
-                rank=rank // cp,
-                batch_size=1,
-                compared=(place, None),  # type: ignore[arg-type]
+                samples, np.arange(RECORDS), ranks=world // cp, rank=rank // cp, batch_size=1
             )
-            again: list[int] = []
-            samples.sample_again = (  # type: ignore[method-assign]
-                lambda unit, length, rng, s=samples, a=again: (
-                    a.append(unit) or s.sample(unit, length, rng)
+            here = made.setdefault(rank // local_ranks, [])
+            samples.excerpt = (  # type: ignore[method-assign]
+                lambda unit, rng, s=samples, here=here: (
+                    here.append(unit) or SampleStore.excerpt(s, unit, rng)
                 )
             )
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(
-                    "torchtitan_dp.data.comparison.Comparison.require_alike",
-                    lambda self, made=made, machine=rank // local_ranks: made.setdefault(
-                        machine, []
-                    ).append(set(np.flatnonzero(self._words[:, 0]).tolist())),
-                )
-                list(loader.microbatches(draw))
-            made.setdefault(("again", rank // local_ranks), []).extend(again)
+            fed = feed.Feed(
+                loader,
+                (32,),
+                torch.device("cpu"),
+                sharing.ContextGroup(None, cp, rank % cp),
+                place=Place.of(rank, rank % local_ranks, local_ranks),
+            )
+            compared.clear()
+            list(fed.microbatches(feed.Draw(draw)))
+            fed.close()
+            held.setdefault(rank // local_ranks, set()).update(compared)
         for machine in range(world // local_ranks):
-            assert set().union(*made[machine]) == set(range(len(draw)))
-            again = made["again", machine]
-            assert len(set(again)) == len(again)
+            assert sorted(unit for unit in made[machine] if unit >= 0) == draw.tolist()
+            assert held[machine] == set(range(len(draw)))
 
 
 def alike(known: list[list[list[int]]]) -> bool:
@@ -302,14 +313,8 @@ def test_row48_what_one_rank_does_not_know_is_no_difference(known, expected):
 
 def test_row48_a_refused_step_is_not_begun_and_changes_no_weights(monkeypatch):
     """Gradients of what was compared too late are dropped with the process."""
-    import numpy as np
-    import torch
-
     from tests.hazards import test_trainer
     from torchtitan_dp.data import comparison
-    from torchtitan_dp.data.loading import RecordLoader
-    from torchtitan_dp.data.samples import SampleStore
-    from torchtitan_dp.data.tokenizer import ByteTokenizer
 
     class Step(test_trainer.Step):
         fault: object = None
@@ -320,14 +325,8 @@ def test_row48_a_refused_step_is_not_begun_and_changes_no_weights(monkeypatch):
             except comparison.Fault as fault:
                 self.fault = fault
 
-    def loader() -> RecordLoader:
-        samples = SampleStore(test_trainer.Texts(), ByteTokenizer(), 32)  # type: ignore[arg-type]
-        place = comparison.Place(range(1), 0, 1), torch.device("cpu")
-        return RecordLoader(
-            samples, np.arange(1, 11), ranks=1, rank=0, batch_size=1, compared=place
-        )
-
-    monkeypatch.setattr(test_trainer, "loader", loader)
+    compared = functools.partial(test_trainer.feed, comparison.Place(range(1), 0))
+    monkeypatch.setattr(test_trainer, "feed", compared)
     for alike in (True, False):
         monkeypatch.setattr(comparison, "know_alike", lambda *_, alike=alike: alike)
         step = Step(monkeypatch)
@@ -336,7 +335,7 @@ def test_row48_a_refused_step_is_not_begun_and_changes_no_weights(monkeypatch):
         assert any(did.startswith("begin") for did in step.did) == alike
         assert (step.fault is None) == alike
         monkeypatch.undo()
-        monkeypatch.setattr(test_trainer, "loader", loader)
+        monkeypatch.setattr(test_trainer, "feed", compared)
 
 
 def test_row48_only_who_asks_for_it_compares(monkeypatch):
@@ -349,7 +348,6 @@ def test_row48_only_who_asks_for_it_compares(monkeypatch):
     monkeypatch.setattr(dist, "get_rank", lambda: 5)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert compared(build.config(), 4) is None
-    assert compared(build.config(*DRAWN, "--privacy.no-enable"), 4) is None
-    place, _ = compared(build.config(*DRAWN), 4) or (None, None)
-    assert place == (range(2, 4), 1, 4)
+    assert compared(build.config()) is None
+    assert compared(build.config(*DRAWN, "--privacy.no-enable")) is None
+    assert compared(build.config(*DRAWN)) == (range(4, 8), 1)

@@ -61,19 +61,27 @@ def loader():
     return RecordLoader(samples, np.arange(1, 11), ranks=1, rank=0, batch_size=1)
 
 
-class Step:
-    """One `train_step` on stand-ins, and what it did, in order."""
+def feed(place=None):
+    from torchtitan_dp.data.feed import Feed
 
-    def __init__(self, monkeypatch, *, sample_rate=0.5, loss=1.0):
+    return Feed(loader(), (32,), torch.device("cpu"), place=place)
+
+
+class Step:
+    """One `train_step` on stand-ins, the last of a run, and what it did, in order."""
+
+    def __init__(self, monkeypatch, *, sample_rate=0.5, loss=1.0, planned=STEP):
         from tests import build
         from torchtitan_dp import train
 
-        self.did, self.drawn, self.loader = [], [], loader()
+        self.did, self.drawn, self.draws, self.feed = [], [], [], feed()
         root, draw = RootKey(ROOT), train.poisson_draw
         settings = dataclasses.replace(SETTINGS, sample_rate=sample_rate)
         trainer = self.trainer = MagicMock()
         trainer.step, trainer.device = STEP, torch.device("cpu")
-        trainer.job_config = build.config()
+        trainer.job_config = build.config(f"--training.steps={planned}")
+        trainer.feed, trainer._next_draw = self.feed, None
+        trainer._draw = functools.partial(train.DPTrainer._draw, trainer)
         trainer.ledger = Ledger(settings, steps=STEP - 1)
         trainer.sampling_keys, trainer.noise_keys = root.stream("sampling"), root.stream("noise")
         trainer.window_keys = root.stream("window")
@@ -87,13 +95,14 @@ class Step:
 
         def record(key, population, sample_rate):
             self.drawn.append((key, population, sample_rate))
-            self.draw = draw(key, population, sample_rate)
-            return self.draw
+            self.draws.append(draw(key, population, sample_rate))
+            return self.draws[-1]
 
         monkeypatch.setattr(train, "poisson_draw", record)
         trainer.accumulate = functools.partial(train.DPTrainer.accumulate, trainer)
         monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
-        train.DPTrainer.train_step(trainer, self.loader)
+        train.DPTrainer.train_step(trainer, self.feed)
+        self.feed.close()
 
     def _accumulate(self, loss_B, valid_B):
         self.did.append("sample")
@@ -111,7 +120,7 @@ class Step:
 
 def test_row21_and_46_a_step_is_begun_once_before_its_one_update(monkeypatch):
     step = Step(monkeypatch)
-    samples = len(step.draw)
+    samples = len(step.draws[0])
     assert samples > 2
     assert step.did == ["sample"] * samples + [f"begin {STEP}", "update", "reset"]
     assert step.trainer.ledger.steps == STEP
@@ -125,16 +134,46 @@ def test_row14_the_optimizer_is_given_the_clipped_sum_itself(monkeypatch):
 
 def test_row16_an_empty_draw_is_a_step(monkeypatch):
     step = Step(monkeypatch, sample_rate=1e-12)
-    assert len(step.draw) == 0
+    assert len(step.draws[0]) == 0
     assert step.did == [f"begin {STEP}", "update", "reset"]
     assert step.trainer.ledger.steps == STEP
     step.trainer.lr_schedulers.step.assert_called_once_with()
 
 
+def test_row19_a_step_whose_sample_cannot_be_made_is_not_begun(monkeypatch):
+    """Else it would go on as if nobody had been drawn there."""
+    from torchtitan_dp.data.samples import SampleStore
+    from torchtitan_dp.process import Fault
+
+    monkeypatch.setattr(SampleStore, "excerpt", lambda *_: 1 // 0)
+    step = Step.__new__(Step)
+    with pytest.raises(Fault, match="a sample could not be made: ZeroDivisionError"):
+        step.__init__(monkeypatch)
+    assert set(step.did) == {"sample"}
+
+
 def test_row41_the_sampler_is_given_the_ledgers_rate_and_all_units(monkeypatch):
     step = Step(monkeypatch, sample_rate=0.375)
     key = RootKey(ROOT).stream("sampling").take(STEP)
-    assert step.drawn == [(key, len(step.loader.units), 0.375)]
+    assert step.drawn == [(key, len(step.feed.loader.units), 0.375)]
+
+
+def test_row11_and_41_the_next_draw_is_the_one_it_would_be_in_time(monkeypatch):
+    """Of the next step's own keys, each taken once; the last step makes none ahead."""
+    step = Step(monkeypatch, planned=STEP + 1)
+    stream = RootKey(ROOT).stream("sampling")
+    (this, *_), (following, population, rate) = step.drawn
+    assert (this, following) == (stream.take(STEP), stream.take(STEP + 1))
+    assert (population, rate) == (len(step.feed.loader.units), 0.5)
+    ahead = step.trainer._next_draw
+    assert ahead.positions is step.draws[1]
+    window = RootKey(ROOT).stream("window")
+    assert ahead.key == window.take(STEP + 1)
+    assert step.did == ["sample"] * len(step.draws[0]) + [f"begin {STEP}", "update", "reset"]
+    for keys in (step.trainer.sampling_keys, step.trainer.window_keys):
+        with pytest.raises(RuntimeError, match="spent"):
+            keys.take(STEP + 1)
+    assert step.trainer.noise_keys.take(STEP + 1)  # that of the next update is still there
 
 
 def test_row40_noise_has_a_key_of_its_own(monkeypatch):
@@ -247,14 +286,13 @@ def test_row20_only_without_privacy_is_the_shuffling_trainer_built(monkeypatch, 
     assert built.name == ("DPTrainer" if private else "BaselineTrainer")
 
 
-def test_row20_a_private_step_is_given_the_loader_not_its_shuffled_batches():
+def test_row20_a_private_step_is_given_the_feed_not_the_loaders_shuffled_batches():
     from torchtitan_dp.train import DPTrainer
 
-    one = loader()
     trainer = MagicMock(model_parts=[torch.nn.Linear(2, 2)])
     trainer.checkpointer.start.resumes = False
     trainer.step = trainer.job_config.training.steps = 5  # nothing left to rehearse
-    assert DPTrainer.batch_generator(trainer, one) is one
+    assert DPTrainer.batch_generator(trainer, trainer.dataloader) is trainer.feed
 
 
 # What is summed, and in what.
@@ -270,7 +308,7 @@ def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact)
 
     def start(trainer, _):
         trainer.model_parts, trainer.device = [torch.nn.Linear(3, 2)], torch.device("cpu")
-        trainer.parallel_dims = trainer.optimizers = MagicMock()
+        trainer.parallel_dims = trainer.optimizers = trainer.dataloader = MagicMock()
 
     def open_ledger(*_):
         return SimpleNamespace(settings=SETTINGS), MagicMock()
@@ -279,7 +317,7 @@ def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact)
     monkeypatch.setattr(train.DPTrainer, "_open_ledger", open_ledger)
     for name in ("_open_account", "_draw_secrets"):
         monkeypatch.setattr(train.DPTrainer, name, lambda _: None)
-    for name in ("Checkpointer", "StopRequest", "ReductionGroups", "SampleLosses"):
+    for name in ("Checkpointer", "StopRequest", "ReductionGroups", "SampleLosses", "build_feed"):
         monkeypatch.setattr(train, name, MagicMock())
     monkeypatch.setattr(train, "FAMILIES", MagicMock())
     monkeypatch.setattr(step, "DPOptimizer", MagicMock())

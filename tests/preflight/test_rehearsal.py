@@ -194,18 +194,19 @@ def test_row47_ranks_of_one_cp_group_rehearse_alike(tmp_path, how):
 
 def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
     """On stand-ins that note what is asked of them, in order."""
-    from tests.hazards.test_trainer import loader
+    from tests.hazards.test_trainer import feed
     from torchtitan_dp.config.lengths import ladder
     from torchtitan_dp.preflight.rehearsal import rehearse
 
     did: list[Any] = []
     trainer = mock.MagicMock()
     trainer.job_config = load_config(command(tmp_path), 1)
-    trainer.dataloader, trainer.device = loader(), torch.device("cpu")
+    trainer.feed = feed()
     trainer.accumulate = lambda microbatch, _: did.append(microbatch)
     trainer.dp_optimizer.rehearse = lambda _: did.append("update")
     trainer.clipped_sum.reset = lambda: did.append("reset")
     rehearse(trainer)
+    trainer.feed.close()
     first, update, *rungs, reset = did
     assert [m.labels_BT.shape[1] for m in rungs] == list(ladder(trainer.job_config))
     assert first.labels_BT.shape == rungs[0].labels_BT.shape
@@ -247,11 +248,11 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     found = []
     try:
         rungs = ladder(trainer.job_config)
-        first = trainer.dataloader.padding(rungs[-1])
+        first = trainer.feed.padding(rungs[-1])
         trainer.accumulate(first, SampleStatistics(1.0))
         with Operators() as tracker:
             for length in rungs:
-                padding = trainer.dataloader.padding(length)
+                padding = trainer.feed.padding(length)
                 row, ran = [], []
                 for microbatch in (full(padding), padding, full(padding)):  # the first warms up
                     tracker.start_over()
@@ -373,7 +374,8 @@ def too_slow(argv: list[str], seconds: float) -> str:
 
 def test_row47_text_that_may_keep_ranks_waiting_is_refused(tmp_path):
     argv = command(tmp_path, "--training.local_batch_size=2", "--comm.train_timeout_seconds=80")
-    assert on_ranks(1, too_slow, argv, 20.0) == [f"[{2 * 2**17}]"]
+    # of two samples, and of one that is counted for the next step
+    assert on_ranks(1, too_slow, argv, 20.0) == [f"[{3 * 2**17}]"]
     (line,) = on_ranks(1, too_slow, argv, 20.5)
     assert line.startswith("error: comm.train_timeout_seconds = 80: the slowest text may take ")
     assert "about 20 s here to be parsed and tokenized, for 2 samples of 32 tokens" in line

@@ -21,6 +21,7 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.config import Data
+from torchtitan_dp.data.excerpts import Excerpt
 from torchtitan_dp.data.samples import SampleStore
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.rows import RowLayout
@@ -79,12 +80,12 @@ class CanarySamples(SampleStore):
         self.first = len(real.units)
         self.drawn: deque[int | None] = deque()
 
-    def sample(
-        self, unit: int, length: int | None = None, rng: np.random.Generator | None = None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        is_canary = unit >= self.first
-        self.drawn.append(unit - self.first if is_canary else None)
-        return super().sample(-1 if is_canary else unit, length, rng)
+    def excerpt(self, unit: int, rng: np.random.Generator | None = None) -> Excerpt:
+        return super().excerpt(-1 if unit >= self.first else unit, rng)
+
+    def hand_out(self, units: np.ndarray) -> None:
+        canaries = (unit - self.first for unit in units.tolist())
+        self.drawn.extend(canary if canary >= 0 else None for canary in canaries)
 
     @property
     def sources(self) -> int:

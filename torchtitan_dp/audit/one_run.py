@@ -28,10 +28,12 @@ from torchtitan_dp.audit.canaries import (
     draw_coins,
 )
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.train import DPTrainer
+from torchtitan_dp.train_spec import build_feed
 
 GUESSES_FILE = "audit_guesses.json"
 
@@ -71,6 +73,8 @@ class AuditTrainer(DPTrainer):
             batch_size=job_config.training.local_batch_size,
             fingerprint=loader.fingerprint,
         )
+        self.feed.close()
+        self.feed = build_feed(self.dataloader, job_config, dims, self.device)
         parameters = self.clipped_sum.parameters
         places = Canaries.choose(parameters, canaries)
         self._coins = draw_coins(self.coin_keys.take(0), canaries)
@@ -79,8 +83,8 @@ class AuditTrainer(DPTrainer):
         self._drawn = samples.drawn
         self._keeper = ScoreKeeper(places, parameters, optimizer)
 
-    def train_step(self, loader: RecordLoader) -> None:
-        super().train_step(loader)
+    def train_step(self, feed: Feed) -> None:
+        super().train_step(feed)
         assert not self._drawn, "samples were drawn that were never clipped"
         steps = self.job_config.training.steps
         if dist.get_rank() == 0 and self.step % max(steps // 10, 1) == 0:

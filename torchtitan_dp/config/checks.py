@@ -85,6 +85,11 @@ def check(config: JobConfig, world_size: int) -> None:
             "validation.enable = true but data.heldout_fraction = 0: nothing is held out; "
             "set data.heldout_fraction (0.05, say)"
         )
+    if config.data.token_cache_gib <= 0:
+        raise ValueError(
+            f"data.token_cache_gib = {config.data.token_cache_gib}: must be above 0; to keep no "
+            "token ids, set data.token_cache = false"
+        )
     _check_initial_weights(config)
     if config.data.unit_field is None and config.data.unit_sampling != "concat":
         raise ValueError(

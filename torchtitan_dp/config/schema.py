@@ -132,6 +132,16 @@ class Data:
     on resume, contents that have changed everywhere. Both take it that the ranks of one machine
     read the same files, and that nobody writes to them during the run."""
 
+    token_cache: bool = True
+    """Keep token ids after the first time, so that later draws and runs need no tokenizer: in
+    `$XDG_CACHE_HOME` (else `~/.cache`), under `torchtitan_dp/index`, in files `tokens-*` that are
+    the owner's alone and as PRIVATE as the records. Draws, samples and results are the same without
+    it."""
+
+    token_cache_gib: float = 64.0
+    """How large all these files of a machine may become, in GiB, about. Those that no run opened
+    for longest give way; what has no room is tokenized at each draw."""
+
     length_buckets: bool = True
     """With privacy: pad each sample to the smallest of a few public lengths that holds it (a power
     of two times 2 x `context_parallel_degree`, at least T / 128, at most T = `training.seq_len`)

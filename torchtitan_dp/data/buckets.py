@@ -12,11 +12,14 @@ Guarantee:
     timing is labelled not private.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.distributed as dist
+
+from torchtitan_dp.data.contents import Progress
 
 if TYPE_CHECKING:
     from torchtitan_dp.data.samples import SampleStore
@@ -38,7 +41,17 @@ class TokenCounts:
         self._samples, self._at_once = samples, at_once
         self._counts: np.ndarray | None = None  # 4 bytes a source, once somebody asks
 
-    def of(self, sources: np.ndarray, device: torch.device) -> np.ndarray:
+    def share(self, sources: np.ndarray) -> np.ndarray:
+        """List those of `sources` that this rank counts when `of` is asked for them next."""
+        ranks, rank = _world()
+        return self._unknown(sources)[rank::ranks]
+
+    def of(
+        self,
+        sources: np.ndarray,
+        device: torch.device,
+        count: Callable[[int], int] | None = None,
+    ) -> np.ndarray:
         """Count the tokens of `sources`, int64 and alike on every rank: what samples are made of.
 
         Every rank counts its share of those not known yet, and all take the sum: if one could not
@@ -47,29 +60,47 @@ class TokenCounts:
         of another, each of which takes a bounded time (`excerpts.most_bytes`).
 
         Collective: for every `at_once` samples a rank that are not known yet, an all-reduce of 4
-        bytes each over the world, if there is a process group.
+        bytes each over the world, if there is a process group. A line on stderr, of rank 0, tells
+        how far it is, every 5 seconds after the first 5.
 
         Args:
             device: what the process group sends from.
+            count: what counts the tokens of a source; `SampleStore.tokens`, if None.
         """
-        if self._counts is None:
-            self._counts = np.full(self._samples.sources, _UNKNOWN, dtype=np.int32)
-        unknown = sources[self._counts[sources] == _UNKNOWN]
+        count = count or self._samples.tokens
+        unknown, counts = self._unknown(sources), self._known()
         if len(unknown):
-            ranks, rank = 1, 0
-            if dist.is_initialized():
-                ranks, rank = dist.get_world_size(), dist.get_rank()
+            ranks, rank = _world()
+            progress = Progress("tokenizing what was drawn", len(unknown), "samples")
             for start in range(0, len(unknown), ranks * self._at_once):
                 asked = unknown[start : start + ranks * self._at_once]
                 found = np.zeros(len(asked), dtype=np.int32)
                 for place in range(rank, len(asked), ranks):
-                    found[place] = self._samples.tokens(int(asked[place]))
+                    found[place] = count(int(asked[place]))
                 if ranks > 1:
                     summed = torch.from_numpy(found).to(device)
                     dist.all_reduce(summed)
                     found = summed.cpu().numpy()
-                self._counts[asked] = found
-        return self._counts[sources].astype(np.int64)
+                counts[asked] = found
+                if rank == 0:
+                    progress.add(len(asked))
+            progress.end()
+        return counts[sources].astype(np.int64)
+
+    def _known(self) -> np.ndarray:
+        if self._counts is None:
+            self._counts = np.full(self._samples.sources, _UNKNOWN, dtype=np.int32)
+        return self._counts
+
+    def _unknown(self, sources: np.ndarray) -> np.ndarray:
+        return sources[self._known()[sources] == _UNKNOWN]
+
+
+def _world() -> tuple[int, int]:
+    """Return how many ranks there are, and which one this is."""
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return 1, 0
 
 
 def padded_lengths(counts: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:

@@ -1,16 +1,18 @@
-"""`data.verify_records = "drawn"`: ranks compare the samples that they make of each draw.
+"""`data.verify_records = "drawn"`: machines compare the samples that they make of each draw.
 
-For data too large to be hashed whole. Every unit that is drawn becomes a sample on the ranks that
-it is dealt to, and once more on each machine where it is dealt to nobody, only to be compared. The
-cost is public: each machine makes the samples of the whole draw instead of its share.
+For data too large to be hashed whole. Every unit that is drawn becomes a sample on one rank of the
+context-parallel group that it is dealt to (`feed`), and once more on each other machine, from that
+machine's own files, only to be compared. The cost is public: each machine makes the samples of the
+whole draw instead of its share.
 
 Guarantee:
-    If a step is not refused, every unit drawn in it has the same sample (token ids, labels, padding
-    and window) on all ranks that it was dealt to and on at least one rank of every machine. So no
-    sample is one person's on one rank and another's on the next, and nobody enters under two
-    indices because machines hold records in two orders. Assumed: the ranks of one machine read the
-    same files, and these do not change between two draws. Nothing is said about units that were
-    never drawn.
+    If a step is not refused, every unit drawn in it has one sample (token ids, labels, padding and
+    window): the ranks that it was dealt to computed on what one of them made, and a rank of every
+    other machine made the same from the files there. So no sample is one person's on one rank and
+    another's on the next, and nobody enters under two indices because machines hold records in two
+    orders. Assumed: the ranks of one machine read the same files, these do not change between two
+    draws, and what one rank sends over cp is what the others receive. Nothing is said about units
+    that were never drawn.
 """
 
 import hashlib
@@ -29,26 +31,23 @@ class Place(NamedTuple):
     """Tells where a rank is among those that read the same files."""
 
     machine: range
-    """The data-parallel ranks that lie on its machine, in part or as a whole."""
+    """The ranks that lie on its machine."""
 
     local_rank: int
-    local_ranks: int
 
     @classmethod
-    def of(cls, rank: int, cp: int, local_rank: int, local_ranks: int) -> "Place":
-        """Work the place out as torchrun numbers ranks: those of a machine in a row, as are those
-        of a cp group.
+    def of(cls, rank: int, local_rank: int, local_ranks: int) -> "Place":
+        """Work the place out as torchrun numbers ranks: those of a machine in a row.
 
         Args:
             rank: in the world.
-            cp: the context-parallel degree.
             local_rank, local_ranks: the rank's number on its machine, and how many are there.
 
-        >>> Place.of(rank=5, cp=2, local_rank=1, local_ranks=4)
-        Place(machine=range(2, 4), local_rank=1, local_ranks=4)
+        >>> Place.of(rank=5, local_rank=1, local_ranks=4)
+        Place(machine=range(4, 8), local_rank=1)
         """
         first = rank - local_rank
-        return cls(range(first // cp, (first + local_ranks - 1) // cp + 1), local_rank, local_ranks)
+        return cls(range(first, first + local_ranks), local_rank)
 
 
 class Comparison:
@@ -64,17 +63,9 @@ class Comparison:
         self._slots = {int(position): slot for slot, position in enumerate(draw)}
         self._words = np.zeros((len(draw), 2), dtype=np.int64)  # 0: this rank did not make it
 
-    def add(self, position: int, tokens_T: torch.Tensor, labels_T: torch.Tensor) -> None:
-        """Take in a sample of the unit at a position of the draw, int64, padding included."""
-        digest = hashlib.blake2b(digest_size=16)
-        for tensor in (tokens_T, labels_T):
-            digest.update(tensor.contiguous().numpy().tobytes())
-        words = np.frombuffer(digest.digest(), dtype="<i8") & _MASK
-        self._words[self._slots[position]] = words + 1
-
-    def has(self, position: int) -> bool:
-        """Tell whether this rank has made the sample at a position."""
-        return bool(self._words[self._slots[position], 0])
+    def add(self, position: int, words: np.ndarray) -> None:
+        """Take in what `digest` says of the sample made here of the unit at a position."""
+        self._words[self._slots[position]] = words
 
     def require_alike(self) -> None:
         """Refuse the draw if two ranks made different samples of one unit.
@@ -90,6 +81,14 @@ class Comparison:
                 "and the step was not taken: training.dataset_path and model.hf_assets_path must "
                 "hold the same on every node, and stay so; mend the copies, and start again"
             )
+
+
+def digest(tokens_T: np.ndarray, labels_T: np.ndarray) -> np.ndarray:
+    """Hash a sample, int32, padding included: int64 (2,), each 1 to 2^62. Any thread may ask."""
+    hashed = hashlib.blake2b(digest_size=16)
+    for array_T in (tokens_T, labels_T):
+        hashed.update(array_T.tobytes())
+    return (np.frombuffer(hashed.digest(), dtype="<i8") & _MASK) + 1
 
 
 def know_alike(known: np.ndarray, device: torch.device) -> bool:

@@ -125,19 +125,21 @@ class Progress:
     Sizes are those of private records: its lines are labelled not private.
     """
 
-    def __init__(self, what: str, total: int) -> None:
+    def __init__(self, what: str, total: int, things: str = "") -> None:
         """
         Args:
             what: is done, as a reader of the log is told.
-            total: bytes.
+            total: bytes, or `things`.
+            things: what else is counted, in a word.
         """
         self._what, self._total, self._done = what, total, 0
+        self._scale, self._things = (1.0, things) if things else (1e9, "GB")
         self._begin = time.monotonic()
         self._next = self._begin + FIRST_LINE_S
         self._told = False
 
     def add(self, size: int) -> None:
-        """Count so many bytes more as done."""
+        """Count so many bytes, or things, more as done."""
         self._done += size
         now = time.monotonic()
         if now >= self._next:
@@ -150,8 +152,9 @@ class Progress:
             self._tell("all of ", self._total, time.monotonic())
 
     def _tell(self, share: str, total: int, now: float) -> None:
-        rate = self._done / max(now - self._begin, 1e-9)
-        say(f"{self._what}: {share}{total / 1e9:.2f} GB, {rate / 1e9:.2f} GB/s")
+        rate, digits = self._done / max(now - self._begin, 1e-9), 2 if self._things == "GB" else 0
+        size = f"{total / self._scale:,.{digits}f} {self._things}"
+        say(f"{self._what}: {share}{size}, {rate / self._scale:,.2f} {self._things}/s")
 
 
 def say(text: str) -> None:

@@ -15,9 +15,11 @@ Guarantee:
 """
 
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan_dp.data.contents import Progress
 from torchtitan_dp.data.jsonl_records import MAX_LINE_BYTES
 from torchtitan_dp.data.store import RecordStore
 from torchtitan_dp.data.tokenizer import Tokenizer
@@ -33,6 +35,10 @@ RECORD_BYTES = 256  # for a record's opening
 READ_BYTES = 64  # are read while one is tokenized
 PARSED_BYTES = 4  # are parsed as JSON while one is tokenized
 WINDOW_LOOKS = 3  # the head, from a place on, the end
+_PARSING = (PARSED_BYTES, MAX_LINE_BYTES)
+# What a head depends on besides records, tokenizer and limit: another value, or another way to take
+# one (then another number in front), is another head, and none that was kept is used.
+TERMS = (1, EDGE_TOKENS, EDGE_BYTES, TOKEN_BYTES, LEAST_BYTES, RECORD_BYTES, READ_BYTES, *_PARSING)
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 
@@ -55,6 +61,15 @@ def most_parsed(limit: int) -> int:
     return PARSED_BYTES * most_bytes(limit) + lines
 
 
+class Excerpt(NamedTuple):
+    """Holds ids of a unit, and what was met on the way."""
+
+    ids: np.ndarray  # int64
+    undecodable: int
+    """How many undecodable records. It is computed from private records: for the log, labelled not
+    private."""
+
+
 class _Budget:
     """Keeps what a look may still cost."""
 
@@ -69,11 +84,7 @@ class _Budget:
 
 
 class Excerpts:
-    """Takes excerpts of at most `limit` ids.
-
-    `undecodable` counts the undecodable records met by `head`, repeats included. It is computed
-    from private records: for the log, labelled not private.
-    """
+    """Takes excerpts of at most `limit` ids. It keeps nothing of them: any thread may ask."""
 
     def __init__(self, records: RecordStore, tokenizer: Tokenizer, limit: int) -> None:
         self._records, self._tokenizer, self._limit = records, tokenizer, limit
@@ -86,19 +97,18 @@ class Excerpts:
         if len(self._bos) == len(self._eos) == 0:
             between = tokenizer.encode("\n\n")
             self._between = _NO_IDS if between is None else between
-        self.undecodable = 0
 
-    def head(self, members: np.ndarray, *, counted: bool = True) -> np.ndarray:
-        """Take the first `limit` ids of a unit, int64, or all if there are fewer.
+    def head(self, members: np.ndarray) -> Excerpt:
+        """Take the first `limit` ids of a unit, or all if there are fewer.
 
         Args:
             members: its records. Of more than `limit` the rest is not looked at, even if many of
                 these are empty.
-            counted: whether undecodable records are.
         """
-        return self._first(members, self._limit, counted=counted)[: self._limit]
+        ids, undecodable = self._first(members, self._limit)
+        return Excerpt(ids[: self._limit], undecodable)
 
-    def window(self, members: np.ndarray, place: float) -> np.ndarray:
+    def window(self, members: np.ndarray, place: float, head: np.ndarray) -> np.ndarray:
         """Take `limit` ids in a row from somewhere in the unit, int64, or all if there are fewer.
 
         Where it begins is uniform in bytes as stored, from about a window's length before the
@@ -107,38 +117,36 @@ class Excerpts:
 
         Args:
             place: uniform in [0, 1).
+            head: the ids of their `head`. What it looks at decides the length, not an id more:
+                further on, text may be undecodable, or not empty.
         """
-        # What `head` looks at, not an id more: further on, text may be undecodable, or not empty.
-        head = self._first(members, self._limit)
         if len(head) < self._limit:
             return head
         ends = np.cumsum(self._records.stored_bytes(members[:]))
         width = self._limit * min(self._tokenizer.bytes_per_token, 4)
         at = int(place * (int(ends[-1]) + width)) - width
         if at <= 0:
-            return head[: self._limit]
+            return head
         first = int(np.searchsorted(ends, at, side="right"))
         before = int(ends[first - 1]) if first > 0 else 0
         share = (at - before) / (int(ends[first]) - before)
         start = int(share * self._records.size(int(members[first])))
-        ids = self._first(members[first:], self._limit, start=start, counted=False)
+        ids, _ = self._first(members[first:], self._limit, start=start)
         if len(ids) < self._limit:
             ids = self._last(members, self._limit)
         # Text that cannot be decoded further on, and hundreds of empty records, end here.
-        return ids[: self._limit] if len(ids) >= self._limit else head[: self._limit]
+        return ids[: self._limit] if len(ids) >= self._limit else head
 
-    def _first(
-        self, members: np.ndarray, needed: int, *, start: int = 0, counted: bool = True
-    ) -> np.ndarray:
+    def _first(self, members: np.ndarray, needed: int, *, start: int = 0) -> Excerpt:
         """Take `needed` ids or more, from byte `start` of the first record on; or all, or as many
         as the budget allows.
         """
         pieces: list[np.ndarray] = []
-        have, budget = 0, self._budget()
+        have, undecodable, budget = 0, 0, self._budget()
         for record in members[:needed].tolist():
             ids = self._text_ids(record, needed - have, start, budget)
             if ids is None:
-                self.undecodable += counted
+                undecodable += 1
             elif len(ids) > 0:
                 between, bos = self._between if pieces else _NO_IDS, self._bos
                 pieces.append(
@@ -148,7 +156,7 @@ class Excerpts:
             if have >= needed or budget.is_spent:
                 break
             start = 0
-        return np.concatenate(pieces) if pieces else _NO_IDS
+        return Excerpt(np.concatenate(pieces) if pieces else _NO_IDS, undecodable)
 
     def _last(self, members: np.ndarray, needed: int) -> np.ndarray:
         """Take the last `needed` ids, or all, or as many as the budget allows."""
@@ -222,8 +230,13 @@ def _longer(read: int, tokens: int, needed: int) -> int:
     return max(2 * read, 5 * read * needed // (4 * max(tokens, 1)))
 
 
-def scan_undecodable(store: RecordStore, indices: Iterable[int]) -> int:
+def scan_undecodable(store: RecordStore, indices: Iterable[int], total: int = 0) -> int:
     """Count the undecodable among these records, reading each whole, for `data.on_undecodable` =
     "error". The count is not private: what depends on it (stopping) is outside the guarantee.
     """
-    return sum(not store.is_decodable(int(index)) for index in indices)
+    progress, bad = Progress("reading records", total, "records"), 0
+    for index in indices:
+        bad += not store.is_decodable(int(index))
+        progress.add(1)
+    progress.end()
+    return bad

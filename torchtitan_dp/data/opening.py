@@ -5,9 +5,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from torchtitan_dp.data import excerpts
+from torchtitan_dp.data.contents import say
+from torchtitan_dp.data.index import writable_folder
 from torchtitan_dp.data.records import format_named, open_store
 from torchtitan_dp.data.split import split
 from torchtitan_dp.data.store import RecordStore
+from torchtitan_dp.data.token_cache import TokenCache
+from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import Units, open_units, word
 
 
@@ -20,6 +25,9 @@ class Records:
     train: np.ndarray
     heldout: np.ndarray
     fingerprint: str  # private
+    read_as: tuple[
+        object, ...
+    ]  # what a record's text depends on, of which unit it is part; private
 
     @classmethod
     def open(
@@ -71,7 +79,36 @@ class Records:
         terms: tuple[object, ...] = (store.fingerprint, heldout_fraction, text_field)
         if unit_field is not None:
             terms += (unit_field, units.fingerprint)
-        return cls(store, units, train, heldout, hashlib.sha256(repr(terms).encode()).hexdigest())
+        # Its place, too: contents that changed while they were read are not taken for these.
+        read_as = store.place_hash, store.fingerprint, text_field, unit_field, units.fingerprint
+        fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
+        return cls(store, units, train, heldout, fingerprint, read_as)
+
+    def token_cache(
+        self, tokenizer: Tokenizer, *, seq_len: int, unit_sampling: str, most_gib: float
+    ) -> TokenCache | None:
+        """Open what is kept of these records' token ids on this machine, beside their index.
+
+        Args:
+            tokenizer, seq_len, unit_sampling: as of `samples.SampleStore`.
+            most_gib: as of `token_cache.TokenCache`; 0 keeps nothing. Nor is anything kept where
+                the file cannot be made, which a line on stderr tells.
+        """
+        if most_gib <= 0:
+            return None
+        by_record = unit_sampling == "random"
+        try:
+            return TokenCache(
+                writable_folder(None),
+                (self.read_as, tokenizer.fingerprint, by_record, excerpts.TERMS),
+                sources=len(self.store) if by_record else len(self.units),
+                limit=seq_len + 1,
+                vocab_size=tokenizer.get_vocab_size(),
+                most_bytes=int(most_gib * 2**30),
+            )
+        except OSError as error:
+            say(f"data.token_cache: it cannot be made ({error}); all is tokenized anew")
+            return None
 
 
 def _refuse_names_by_position(format: str, heldout_fraction: float) -> None:

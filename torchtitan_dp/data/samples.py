@@ -14,17 +14,28 @@ from typing import Literal
 import numpy as np
 import torch
 
-from torchtitan_dp.data.excerpts import WINDOW_LOOKS, Excerpts, most_bytes, most_parsed
+from torchtitan_dp.data.excerpts import (
+    WINDOW_LOOKS,
+    Excerpt,
+    Excerpts,
+    most_bytes,
+    most_parsed,
+)
 from torchtitan_dp.data.store import RecordStore
+from torchtitan_dp.data.token_cache import TokenCache
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import RecordUnits, Units
 
 IGNORE_INDEX = -100  # the default of F.cross_entropy
-_NO_IDS = np.empty(0, dtype=np.int64)
+_NOTHING = Excerpt(np.empty(0, dtype=np.int64), 0)
 
 
 class SampleStore:
-    """Makes samples of `seq_len` tokens from the units of a record store."""
+    """Makes samples of `seq_len` tokens from the units of a record store.
+
+    `undecodable` counts the undecodable records met in samples that were handed out, repeats
+    included. It is computed from private records: for the log, labelled not private.
+    """
 
     def __init__(
         self,
@@ -35,6 +46,7 @@ class SampleStore:
         *,
         unit_sampling: Literal["concat", "random"] = "concat",
         long_records: Literal["head", "window"] = "head",
+        cache: TokenCache | None = None,
     ) -> None:
         """
         Args:
@@ -42,34 +54,34 @@ class SampleStore:
             unit_sampling: whether a sample is made of all of a unit's records, one after the other,
                 or of one of them, each equally likely.
             long_records: of what is longer than a sample, the beginning or a random window.
+            cache: of the same records, tokenizer, `seq_len` and sources.
         """
         self.records, self.tokenizer, self.seq_len = records, tokenizer, seq_len
         self.units = RecordUnits(records) if units is None else units
         self.pad_id = tokenizer.eos_id or 0
         self.is_random = unit_sampling == "random" or long_records == "window"
         self._one_record, self._window = unit_sampling == "random", long_records == "window"
-        self._excerpts = Excerpts(records, tokenizer, seq_len + 1)
+        self._excerpts, self._cache = Excerpts(records, tokenizer, seq_len + 1), cache
+        self.undecodable = 0
 
     @property
-    def undecodable(self) -> int:
-        """Count the undecodable records met in samples so far, repeats included. The number is
-        computed from private records: for the log, labelled not private.
-        """
-        return self._excerpts.undecodable
+    def looks(self) -> int:
+        """Count how often making one sample may look at its unit; `tokens` looks once."""
+        return WINDOW_LOOKS if self._window else 1
 
     @property
     def most_bytes(self) -> int:
         """Bound the text that making one sample hands to the tokenizer: a function of `seq_len` and
         of how samples are made, whatever the records.
         """
-        return (WINDOW_LOOKS if self._window else 1) * most_bytes(self.seq_len + 1)
+        return self.looks * most_bytes(self.seq_len + 1)
 
     @property
     def most_parsed(self) -> int:
         """Bound the bytes of JSON that making one sample parses: 0 for other formats."""
         if not self.records.reads_whole:
             return 0
-        return (WINDOW_LOOKS if self._window else 1) * most_parsed(self.seq_len + 1)
+        return self.looks * most_parsed(self.seq_len + 1)
 
     @property
     def sources(self) -> int:
@@ -90,9 +102,39 @@ class SampleStore:
 
     def tokens(self, source: int) -> int:
         """Count the tokens, padding left out, of a sample made of `source`. Whatever the window, it
-        is the number of the source's tokens up to seq_len; 0 if it has no text tokens.
+        is the number of the source's tokens up to seq_len; 0 if it has no text tokens. Any thread
+        may ask.
         """
-        return max(len(self._excerpts.head(self._members(source), counted=False)) - 1, 0)
+        return max(len(self._head(source).ids) - 1, 0)
+
+    def excerpt(self, unit: int, rng: np.random.Generator | None = None) -> Excerpt:
+        """Take the ids of one sample, int64, at most seq_len + 1 with marks. Any thread may ask.
+
+        Args:
+            unit: -1 is padding, which has none.
+            rng: of this unit and this draw, like new; needed if `is_random`.
+
+        Raises `IndexError` for a unit below -1 or beyond the store.
+        """
+        if unit == -1:
+            return _NOTHING
+        source = self.source(unit, rng)
+        head = self._head(source)
+        if not self._window or len(head.ids) <= self.seq_len:
+            return head
+        assert rng is not None
+        place = rng.random()
+        return head._replace(ids=self._excerpts.window(self._members(source), place, head.ids))
+
+    def lay_out(self, ids: np.ndarray, tokens_T: np.ndarray, labels_T: np.ndarray) -> None:
+        """Fill in a sample of these ids: tokens, and labels that are the tokens after them."""
+        ids = ids[: len(tokens_T) + 1]
+        targets = max(len(ids) - 1, 0)
+        tokens_T[:targets], tokens_T[targets:] = ids[:-1], self.pad_id
+        labels_T[:targets], labels_T[targets:] = ids[1:], IGNORE_INDEX
+
+    def hand_out(self, units: np.ndarray) -> None:
+        """Take note that these units' samples, or padding (-1), go into the next microbatch."""
 
     def sample(
         self, unit: int, length: int | None = None, rng: np.random.Generator | None = None
@@ -114,22 +156,11 @@ class SampleStore:
 
         Raises `IndexError` for a unit below -1 or beyond the store.
         """
-        length = self.seq_len if length is None else length
-        tokens_T = torch.full((length,), self.pad_id, dtype=torch.int64)
-        labels_T = torch.full((length,), IGNORE_INDEX, dtype=torch.int64)
-        ids = torch.from_numpy(self._ids(unit, rng) if unit != -1 else _NO_IDS)[: length + 1]
-        if len(ids) > 0:
-            tokens_T[: len(ids) - 1] = ids[:-1]
-            labels_T[: len(ids) - 1] = ids[1:]
-        return tokens_T, labels_T
-
-    def sample_again(
-        self, unit: int, length: int, rng: np.random.Generator | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make the same as `sample`, to compare ranks; `undecodable` does not count it."""
-        before = self.undecodable
-        tokens_T, labels_T = self.sample(unit, length, rng)
-        self._excerpts.undecodable = before
+        both = np.empty((2, self.seq_len if length is None else length), dtype=np.int64)
+        excerpt = self.excerpt(unit, rng)
+        self.undecodable += excerpt.undecodable
+        self.lay_out(excerpt.ids, both[0], both[1])
+        tokens_T, labels_T = torch.from_numpy(both)
         return tokens_T, labels_T
 
     def batch(
@@ -142,6 +173,7 @@ class SampleStore:
         shape = len(units), self.seq_len if length is None else length
         tokens_BT = torch.empty(shape, dtype=torch.int64)
         labels_BT = torch.empty_like(tokens_BT)
+        self.hand_out(np.asarray(units))
         for row, unit in enumerate(units):
             rng = None if rngs is None else rngs[row]
             tokens_BT[row], labels_BT[row] = self.sample(int(unit), length, rng)
@@ -152,10 +184,11 @@ class SampleStore:
             return np.array([self.units.record(source)])
         return self.units.records(source)
 
-    def _ids(self, unit: int, rng: np.random.Generator | None) -> np.ndarray:
-        """Take at most seq_len + 1 ids, marks included."""
-        members = self._members(self.source(unit, rng))
-        if not self._window:
-            return self._excerpts.head(members)
-        assert rng is not None
-        return self._excerpts.window(members, rng.random())
+    def _head(self, source: int) -> Excerpt:
+        if self._cache is not None and (ids := self._cache.get(source)) is not None:
+            return Excerpt(ids, 0)
+        head = self._excerpts.head(self._members(source))
+        # A file that could not be read just now is taken for undecodable: it may be read again.
+        if self._cache is not None and head.undecodable == 0:
+            self._cache.put(source, head.ids)
+        return head

@@ -3,6 +3,7 @@
 The tokenizer is an input and is never learned from the private records (hazard row 34).
 """
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable
@@ -19,6 +20,8 @@ class Tokenizer(Protocol):
     eos_id: int | None
     bytes_per_token: int
     """How many bytes of text to read for a token, a first guess; exact if 1."""
+    fingerprint: str
+    """A hash of all that decides which ids a text has: what was kept of another one is not used."""
 
     def encode(self, text: str) -> np.ndarray | None:
         """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
@@ -42,6 +45,7 @@ class ByteTokenizer:
     bos_id: int | None = 256
     eos_id: int | None = 257
     bytes_per_token = 1
+    fingerprint = "bytes-1"
 
     def encode(self, text: str) -> np.ndarray:
         """Return the bytes, int64 (bytes,)."""
@@ -104,6 +108,9 @@ class HFTokenizer:
         self._backend = backend
         self.bos_id, self.eos_id = bos_id, eos_id
         self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        # Of what was loaded, as it is used, and of the library, which may mend its ways.
+        terms = tokenizers.__version__, bos_id, eos_id, backend.to_str()
+        self.fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray | None:
         """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
@@ -111,7 +118,9 @@ class HFTokenizer:
         `None` for a text with something that the vocabulary lacks, if it has no token for that.
         """
         try:
-            ids = self._backend.encode(text, add_special_tokens=False).ids
+            # `encode` keeps other threads waiting (the GIL) for as long as it takes.
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            ids = encoded.ids
         except BaseException as error:
             # The library raises plain Exception; a panic inside of it is a BaseException that
             # cannot be imported. What a record holds must not stop the run.

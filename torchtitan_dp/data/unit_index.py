@@ -16,6 +16,7 @@ from typing import IO, NamedTuple
 
 import numpy as np
 
+from torchtitan_dp.data.contents import Progress
 from torchtitan_dp.data.index import WriteWords, cached_words
 from torchtitan_dp.data.store import RecordStore
 
@@ -117,6 +118,7 @@ def _build(write: WriteWords, store: RecordStore, folder: str) -> None:
 def _rows(store: RecordStore) -> Iterator[tuple[np.ndarray, int]]:
     """Yield hashes and record indices by the chunk, and how many of its records name their unit."""
     names, first = iter(store.unit_names()), 0
+    progress = Progress("reading whose each record is", len(store), "records")
     while chunk := list(islice(names, CHUNK)):
         digests = b"".join(
             unit_hash(name) if name is not None else record_hash(store.record_id(first + i))
@@ -128,4 +130,6 @@ def _rows(store: RecordStore) -> Iterator[tuple[np.ndarray, int]]:
         rows["record"] = np.arange(first, first + len(chunk))
         yield rows, len(chunk) - chunk.count(None)
         first += len(chunk)
+        progress.add(len(chunk))
+    progress.end()
     assert first == len(store)

@@ -80,11 +80,10 @@ def check_run(
 def _refuse_undecodable(records: Records, part: int, parts: int) -> None:
     """Raise ValueError if one of this part's records cannot be decoded."""
     mine = records.train[part::parts]
-    bad = scan_undecodable(
-        records.store, (record for unit in mine for record in records.units.records(unit))
-    )
+    count = sum(len(records.units.places(unit)) for unit in mine)
+    every = (record for unit in mine for record in records.units.records(unit))
+    bad = scan_undecodable(records.store, every, count)
     if bad:
-        count = sum(len(records.units.places(unit)) for unit in mine)
         raise ValueError(
             f"data.on_undecodable = 'error': {bad} of {count} records cannot be decoded; mend "
             "them, or set it to 'empty' (they then contribute nothing)"

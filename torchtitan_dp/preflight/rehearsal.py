@@ -15,10 +15,13 @@ Guarantee:
 Assumed, as crashes that do not depend on records:
     - the memory that is free to this process stays as it is, and a device's allocator finds a place
       again for what it has placed before (the orders of lengths differ);
-    - the host has room for what one sample is made of: at most `excerpts.most_bytes` of text or one
-      JSON line (`jsonl_records.MAX_LINE_BYTES`), parsed, and some 200 bytes for each of its tokens;
-      beside that, for the index, 4 bytes a unit (made here, by `TokenCounts`), and a step's
-      statistics, 32 bytes a sample;
+    - the host has room for what one sample is made of, in one thread: at most
+      `excerpts.most_bytes` of text or one JSON line (`jsonl_records.MAX_LINE_BYTES`), parsed, and
+      some 200 bytes for each of its tokens; for the samples that lie ready, `feed.SAMPLES_AHEAD`
+      and those of two microbatches, with what machines compare (`Feed.at_once`) for each, 8 bytes
+      for each of their tokens, padding included; beside that, for the index, 4 bytes a unit (made
+      here, by `TokenCounts`), a step's statistics, 32 bytes a sample, and for the next draw about
+      2,000 bytes for each unit that was never drawn before;
     - checkpoints, validation and `privacy.json` need what they need at the same steps of every
       run: their shapes are public;
     - what takes time is waited for: one sample's text and JSON are bounded (`excerpts.most_bytes`,
@@ -33,13 +36,13 @@ import time
 from collections.abc import Iterator
 from typing import Protocol
 
-import numpy as np
 import torch
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.lengths import ladder
-from torchtitan_dp.data.loading import Microbatch, RecordLoader
+from torchtitan_dp.data.feed import Feed
+from torchtitan_dp.data.loading import Microbatch
 from torchtitan_dp.data.slowest import slowest_parse_seconds, slowest_seconds
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
@@ -66,7 +69,7 @@ class Rehearsed(Protocol):
     @property
     def device(self) -> torch.device: ...
     @property
-    def dataloader(self) -> RecordLoader: ...
+    def feed(self) -> Feed: ...
     @property
     def metrics_processor(self) -> PrivateMetricsProcessor: ...
     @property
@@ -82,24 +85,24 @@ def rehearse(trainer: Rehearsed) -> None:
     """Run padding of every length, and an update that changes nothing; log that, and how long.
 
     Collective over the world: those of two microbatches of the shortest length and one of each
-    other, and of an update.
+    other, with their share over cp (`feed.Feed.padding`), and of an update.
 
     Raises:
         Fault: one line that names what failed and what would fit.
     """
-    config, loader, metrics = trainer.job_config, trainer.dataloader, trainer.metrics_processor
+    config, feed, metrics = trainer.job_config, trainer.feed, trainer.metrics_processor
     rungs = ladder(config)
     begun = time.perf_counter()
     logger.info(f"rehearsal: padding of {_listed(rungs)} tokens, before any record is read")
     _check_tokenizer(trainer)
-    loader.lengths(np.empty(0, dtype=np.int64), rungs, trainer.device)  # makes room for them
+    feed.make_room()
     statistics = SampleStatistics(config.privacy.max_grad_norm)
     passed = 0
     # The first lays out the accumulator, the update makes the optimizer's state: all others run
     # beside both.
     for place, length in enumerate((rungs[0], *rungs)):
         with _told(f"a microbatch of {_samples(config)} of {length:,} tokens", config, passed):
-            trainer.accumulate(loader.padding(length), statistics)
+            trainer.accumulate(feed.padding(length), statistics)
         passed = length
         if place == 0:
             with _told("an update (noise and optimizer)", config, None):
@@ -113,11 +116,12 @@ def rehearse(trainer: Rehearsed) -> None:
 
 def _check_tokenizer(trainer: Rehearsed) -> None:
     """Refuse samples whose text may keep the other ranks waiting for too long."""
-    config, loader = trainer.job_config, trainer.dataloader
+    config, feed = trainer.job_config, trainer.feed
     timeout = config.comm.train_timeout_seconds
-    samples, at_once = loader.samples, loader.at_once
-    seconds = slowest_seconds(samples.tokenizer, at_once * samples.most_bytes)
-    seconds += slowest_parse_seconds(at_once * samples.most_parsed)
+    samples = feed.loader.samples
+    looks = samples.looks * feed.at_once + 1  # and one of what is counted for the next step
+    seconds = slowest_seconds(samples.tokenizer, looks * samples.most_bytes // samples.looks)
+    seconds += slowest_parse_seconds(looks * samples.most_parsed // samples.looks)
     if seconds > _SHARE * timeout:
         raise Fault(
             f"comm.train_timeout_seconds = {timeout}: the slowest text may take about "

@@ -88,11 +88,9 @@ MUTANTS = [
     Mutant(
         47,
         "an audit takes canaries for padding",
-        "data/loading.py",
-        "        tokens_BT, labels_BT = self.samples.batch(slots, length)\n",
-        "        tokens_BT, labels_BT = self.samples.batch(slots[:1], length)\n"
-        "        tokens_BT = tokens_BT.repeat(len(slots), 1)\n"
-        "        labels_BT = labels_BT.repeat(len(slots), 1)\n",
+        "data/feed.py",
+        "        self.loader.samples.hand_out(",
+        "        valid.any() and self.loader.samples.hand_out(",
         (f"{REHEARSAL}an_audit_is_rehearsed_too[grad_sample]",),
     ),
     Mutant(

@@ -92,10 +92,10 @@ MUTANTS = [
     Mutant(
         18,
         "padding is valid to the trainer",
-        "data/loading.py",
-        "            valid = slots >= 0\n",
-        "            valid = slots >= -1\n",
-        ("hazards/test_sampling.py::test_row19_what_is_drawn_is_what_is_processed[3]",),
+        "data/feed.py",
+        "        valid = slots >= 0\n",
+        "        valid = slots >= -1\n",
+        ("data/test_feed.py::test_padding_is_that_of_a_draw_that_leaves_a_rank_nothing",),
         quick=True,
     ),
     Mutant(

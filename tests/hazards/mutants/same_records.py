@@ -4,6 +4,7 @@ from tests.hazards.mutants.table import Mutant
 
 SAME = "hazards/test_same_records.py::"
 CONTENTS = "data/test_contents.py::"
+KEPT = "data/test_token_cache.py::"
 DRAWN = f"{SAME}test_row48_the_first_draw_that_meets_another_sample_is_refused"
 FIRST = "test_row48_other_contents_are_another_fingerprint"
 
@@ -94,25 +95,25 @@ MUTANTS = [
     Mutant(
         48,
         "samples not compared",
-        "data/loading.py",
-        "        comparison.require_alike()\n",
-        "        assert comparison\n",
+        "data/feed.py",
+        "            comparison.require_alike()\n",
+        "            assert comparison\n",
         (f"{DRAWN}[text-cp]",),
     ),
     Mutant(
         48,
         "samples compared within a cp group alone",
-        "data/loading.py",
-        "            if position not in dealt_here\n",
-        "            if position not in dealt_here and position < 0\n",
+        "data/sharing.py",
+        "        if position not in made_here\n",
+        "        if position not in made_here and position < 0\n",
         (f"{DRAWN}[text-dp]",),
     ),
     Mutant(
         48,
         "only the first token compared",
         "data/comparison.py",
-        "        for tensor in (tokens_T, labels_T):\n",
-        "        for tensor in (tokens_T[:1],):\n",
+        "    for array_T in (tokens_T, labels_T):\n",
+        "    for array_T in (tokens_T[:1],):\n",
         (f"{DRAWN}[text-cp]",),
     ),
     Mutant(
@@ -135,10 +136,46 @@ MUTANTS = [
     Mutant(
         48,
         "only empty draws compared",
-        "data/loading.py",
+        "data/feed.py",
         "            comparison.require_alike()\n",
-        "            assert len(draw) > 0 or comparison.require_alike() is None\n",
+        "            assert len(draw.positions) > 0 or comparison.require_alike() is None\n",
         (f"{SAME}test_row48_a_refused_step_is_not_begun_and_changes_no_weights",),
+        quick=True,
+    ),
+    Mutant(
+        48,
+        "damaged token ids are used",
+        "data/token_cache.py",
+        "        if _checksum(source, begin, count, data) != checksum:\n",
+        "        if _checksum(source, begin, count, data) == -checksum - 1:\n",
+        (f"{KEPT}test_any_damaged_bit_is_seen_and_the_entry_made_again",),
+        quick=True,
+    ),
+    Mutant(
+        48,
+        "token ids kept of other contents",
+        "data/opening.py",
+        "        read_as = store.place_hash, store.fingerprint, text_field",
+        "        read_as = path, len(store), text_field",
+        (f"{KEPT}test_other_terms_are_another_cache",),
+        quick=True,
+    ),
+    Mutant(
+        48,
+        "token ids kept of another tokenizer",
+        "data/opening.py",
+        "(self.read_as, tokenizer.fingerprint, by_record, excerpts.TERMS)",
+        "(self.read_as, by_record, excerpts.TERMS)",
+        (f"{KEPT}test_other_terms_are_another_cache",),
+        quick=True,
+    ),
+    Mutant(
+        48,
+        "a record that cannot be read just now is kept as nothing",
+        "data/samples.py",
+        "        if self._cache is not None and head.undecodable == 0:\n",
+        "        if self._cache is not None:\n",
+        (f"{KEPT}test_what_cannot_be_read_just_now_is_not_kept_as_nothing",),
         quick=True,
     ),
 ]

@@ -6,6 +6,7 @@ DRAWS = "privacy/test_sampling.py::"
 LOADER = "hazards/test_sampling.py::"
 TRAINER = "hazards/test_trainer.py::"
 LEDGERS = "hazards/test_ledgers.py::"
+FEED = "data/test_feed.py::"
 PLANS = "plan/test_plan.py::"
 SPLIT = "data/test_split.py::"
 
@@ -33,8 +34,9 @@ MUTANTS = [
         16,
         "an empty draw skips the step",
         "train.py",
-        "        lengths = loader.lengths(",
-        "        if len(draw) == 0:\n            return\n        lengths = loader.lengths(",
+        "        for microbatch in feed.microbatches(",
+        "        if len(draw.positions) == 0:\n            return\n"
+        "        for microbatch in feed.microbatches(",
         (f"{TRAINER}test_row16_an_empty_draw_is_a_step",),
         quick=True,
     ),
@@ -71,11 +73,62 @@ MUTANTS = [
     Mutant(
         19,
         "the last microbatch dropped",
-        "data/loading.py",
-        "in enumerate(dealt):\n",
-        "in enumerate(dealt[:-1]):\n",
-        (f"{LOADER}test_row19_what_is_drawn_is_what_is_processed[1]",),
+        "data/feed.py",
+        "in enumerate(step.dealt):\n",
+        "in enumerate(step.dealt[:-1]):\n",
+        (f"{FEED}test_a_draw_that_was_not_prepared_is_fed_all_the_same",),
         quick=True,
+    ),
+    Mutant(
+        19,
+        "what was prepared is fed whatever is drawn",
+        "data/feed.py",
+        "        if step is None or step.draw is not draw:\n",
+        "        if step is None:\n",
+        (f"{FEED}test_a_draw_that_was_not_prepared_is_fed_all_the_same",),
+        quick=True,
+    ),
+    Mutant(
+        19,
+        "a sample that could not be made is passed over",
+        "data/feed.py",
+        "        (verdict or self._end()).require()\n",
+        "        verdict or self._end()\n",
+        (f"{FEED}test_a_failure_is_told_only_when_all_was_yielded",),
+        quick=True,
+    ),
+    Mutant(
+        19,
+        "only the rank that failed is told",
+        "data/verdict.py",
+        "        if not self._failed.item():\n",
+        "        if self._failure is None:\n",
+        (f"{FEED}test_what_a_thread_raises_ends_the_step_on_all_ranks_in_one_line[excerpt]",),
+    ),
+    Mutant(
+        41,
+        "the step after next is drawn ahead",
+        "train.py",
+        "            self._next_draw = self._draw(self.step + 1)\n",
+        "            self._next_draw = self._draw(self.step + 2)\n",
+        (f"{TRAINER}test_row11_and_41_the_next_draw_is_the_one_it_would_be_in_time",),
+        quick=True,
+    ),
+    Mutant(
+        32,
+        "a sample stays on the rank that made it",
+        "data/feed.py",
+        "        if self._cp.size > 1:\n",
+        "        if self._cp.size > 99:\n",
+        (f"{FEED}test_row32_a_cp_group_is_fed_alike_and_each_sample_made_once[(1, 1, 2)]",),
+    ),
+    Mutant(
+        32,
+        "two ranks make one sample and none another",
+        "data/sharing.py",
+        "        return (number * len(slots) + row) % self.size\n",
+        "        return (number * len(slots) + row + (self.rank == 1)) % self.size\n",
+        (f"{FEED}test_row32_a_cp_group_is_fed_alike_and_each_sample_made_once[(1, 1, 2)]",),
     ),
     Mutant(
         19,
@@ -117,9 +170,9 @@ MUTANTS = [
         20,
         "a private step given shuffled batches",
         "train.py",
-        "        return data_iterable\n",
+        "        return self.feed\n",
         "        return iter(data_iterable)\n",
-        (f"{TRAINER}test_row20_a_private_step_is_given_the_loader_not_its_shuffled_batches",),
+        (f"{TRAINER}test_row20_a_private_step_is_given_the_feed_not_the_loaders_shuffled_batches",),
         quick=True,
     ),
     Mutant(
@@ -170,8 +223,8 @@ MUTANTS = [
         41,
         "drawn at another rate than accounted",
         "train.py",
-        "poisson_draw(key, len(loader.units), settings.sample_rate)",
-        "poisson_draw(key, len(loader.units), settings.expected_batch_size / 10)",
+        "(self.sampling_keys.take(step), population, settings.sample_rate)",
+        "(self.sampling_keys.take(step), population, settings.expected_batch_size / 10)",
         (f"{TRAINER}test_row41_the_sampler_is_given_the_ledgers_rate_and_all_units",),
         quick=True,
     ),
@@ -188,7 +241,7 @@ MUTANTS = [
         42,
         "an undecodable record is an error",
         "data/excerpts.py",
-        "                self.undecodable += counted\n",
+        "                undecodable += 1\n",
         "                raise ValueError(record)\n",
         ("data/test_samples.py::test_bad_or_empty_record_is_all_ignored",),
         quick=True,

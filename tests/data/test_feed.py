@@ -1,0 +1,450 @@
+"""What a step is fed: the loader's microbatches bit by bit, made ahead and once in a cp group."""
+
+import hashlib
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.data.test_excerpts import UNITS, samples
+from tests.ranks import on_ranks
+from torchtitan_dp.data import contents
+from torchtitan_dp.data.feed import SAMPLES_AHEAD, Draw, Feed
+from torchtitan_dp.data.loading import Microbatch, RecordLoader
+from torchtitan_dp.data.records import open_store
+from torchtitan_dp.data.samples import SampleStore
+from torchtitan_dp.data.sharing import ALONE, ContextGroup
+from torchtitan_dp.data.token_cache import TokenCache
+from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data.units import open_units
+from torchtitan_dp.data.verdict import Verdict
+from torchtitan_dp.data.worker import Worker
+from torchtitan_dp.privacy.keys import RootKey
+from torchtitan_dp.privacy.sampling import poisson_draw
+from torchtitan_dp.process import Fault
+
+CPU = torch.device("cpu")
+T = 16
+LADDERS = ((T,), (4, 8, T))
+HOW: tuple[dict[str, Any], ...] = (
+    {},
+    {"unit_sampling": "random"},
+    {"long_records": "window"},
+    {"unit_sampling": "random", "long_records": "window"},
+)
+RATES = (0.5, 0.0, 1.0, 0.05, 0.5)  # of the steps' draws, one of which is empty
+
+
+class Inline:
+    """Does each job at once, in the thread that asks for it."""
+
+    def submit(self, job: Callable[[], Any], *, urgent: bool) -> "Future[Any]":
+        future: Future[Any] = Future()
+        try:
+            future.set_result(job())
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+    def close(self) -> None:
+        pass
+
+
+def store(folder: Path, *, cached: bool = False, **how: Any) -> SampleStore:
+    """Twenty units, and one whose records cannot be decoded."""
+    units: dict[str, list[str | None]] = {**UNITS, "nobody": [None, None]}
+    index = str(folder / "index")
+    if not (folder / "a.jsonl").exists():
+        samples(folder, units, T)
+    records = open_store("jsonl", str(folder), unit_field="who", index_folder=index)
+    made = SampleStore(
+        records, ByteTokenizer(), T, open_units(records, "who", index_folder=index), **how
+    )
+    if not cached:
+        return made
+    kept = folder / "kept"
+    kept.mkdir(exist_ok=True)
+    terms = (sorted(how.items()),)
+    cache = TokenCache(
+        str(kept), terms, sources=made.sources, limit=T + 1, vocab_size=258, most_bytes=2**30
+    )
+    return SampleStore(made.records, made.tokenizer, T, made.units, cache=cache, **how)
+
+
+def loader(of: SampleStore, ranks: int = 1, rank: int = 0, batch_size: int = 1) -> RecordLoader:
+    units = np.arange(len(of.units))[::-1].copy()  # positions are not units
+    return RecordLoader(of, units, ranks=ranks, rank=rank, batch_size=batch_size)
+
+
+def draws(count: int) -> list[Draw]:
+    root = RootKey.from_debug_seed(3)
+    sampling, window = root.stream("sampling"), root.stream("window")
+    return [
+        Draw(poisson_draw(sampling.take(step), count, rate), window.take(step))
+        for step, rate in enumerate(RATES)
+    ]
+
+
+def fed(one: Feed, steps: list[Draw], ahead: bool = True) -> Iterator[list[Microbatch]]:
+    """Each step's microbatches."""
+    for draw, following in zip(steps, [*steps[1:], None], strict=True):
+        yield list(one.microbatches(draw, following if ahead else None))
+
+
+def expected(one: RecordLoader, steps: list[Draw], ladder: tuple[int, ...]) -> Iterator[Any]:
+    for positions, key in steps:
+        lengths = one.lengths(positions, ladder, CPU, key)
+        yield list(one.microbatches(positions, lengths, key))
+
+
+def same(found: list[Microbatch], wanted: list[Microbatch]) -> bool:
+    return len(found) == len(wanted) and all(
+        a.dtype == b.dtype and a.shape == b.shape and torch.equal(a, b)
+        for one, other in zip(found, wanted, strict=True)
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+@pytest.mark.parametrize("ladder", LADDERS)
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("batch_size", [1, 3])
+def test_row19_a_step_is_fed_what_the_loader_makes(
+    tmp_path: Path, how: dict[str, Any], ladder: tuple[int, ...], batch_size: int
+) -> None:
+    """With and without threads, drawn ahead or not, with ids kept, twice, or not."""
+    plain = loader(store(tmp_path, **how), batch_size=batch_size)
+    steps = draws(len(plain.units))
+    wanted = list(expected(plain, steps, ladder))
+    assert plain.samples.undecodable > 0
+    for jobs, ahead, cached in (
+        (Inline(), True, False),
+        (Worker(), True, False),
+        (Worker(), False, False),
+        (Inline(), True, True),
+        (Worker(), True, True),
+    ):
+        of = store(tmp_path, cached=cached, **how)
+        one = Feed(loader(of, batch_size=batch_size), ladder, CPU, jobs=jobs)
+        for found, want in zip(fed(one, steps, ahead), wanted, strict=True):
+            assert same(found, want)
+        assert one.undecodable == plain.samples.undecodable
+        one.close()
+
+
+def noted(of: SampleStore) -> list[int]:
+    """Which units' samples are made, from now on."""
+    made, excerpt = [], of.excerpt
+    of.excerpt = lambda unit, rng: made.append(unit) or excerpt(unit, rng)  # type: ignore
+    return made
+
+
+def on_mesh(folder: str, degrees: tuple[int, int, int]) -> list[Any]:
+    """A hash of what this rank was fed, and how many samples it made, for each way."""
+    from tests import build
+
+    dims, _ = build._mesh(degrees)
+    cp = dims.get_optional_mesh("cp")
+    group = ContextGroup.of(None if cp is None else cp.get_group())
+    ranks, rank = degrees[0] * degrees[1], dist.get_rank() // degrees[2]
+    found: list[Any] = []
+    real, threads = dist.all_reduce, set()
+
+    def all_reduce(*arguments: Any, **options: Any) -> Any:
+        threads.add(threading.current_thread())
+        return real(*arguments, **options)
+
+    dist.all_reduce = all_reduce
+    try:
+        for how in HOW:
+            for batch_size in (1, 2):
+                of = store(Path(folder), cached=batch_size == 2, **how)
+                one = loader(of, ranks, rank, batch_size)
+                steps = draws(len(one.units))
+                wanted = list(
+                    expected(
+                        loader(store(Path(folder), **how), ranks, rank, batch_size),
+                        steps,
+                        LADDERS[1],
+                    )
+                )
+                made = noted(of)
+                it = Feed(one, LADDERS[1], CPU, group)
+                hashed = hashlib.sha256()
+                for microbatches, want in zip(fed(it, steps), wanted, strict=True):
+                    assert same(microbatches, want)
+                    for tensor in (t for m in microbatches for t in m):
+                        hashed.update(tensor.numpy().tobytes())
+                it.close()
+                slots = sum(len(m.valid_B) for want in wanted for m in want)
+                found.append((hashed.hexdigest(), len(made), slots))
+    finally:
+        dist.all_reduce = real
+    assert threads == {threading.main_thread()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "degrees", [(1, 1, 2), (1, 2, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2)], ids=str
+)
+def test_row32_a_cp_group_is_fed_alike_and_each_sample_made_once(
+    tmp_path: Path, degrees: tuple[int, int, int]
+) -> None:
+    """On every mesh what the loader makes; shared out evenly; no collective in a thread."""
+    cp = degrees[2]
+    store(tmp_path)
+    found = on_ranks(int(np.prod(degrees)), on_mesh, str(tmp_path), degrees)
+    for first in range(0, len(found), cp):
+        for ways in zip(*found[first : first + cp], strict=True):
+            assert len({hashed for hashed, _, _ in ways}) == 1
+            made, slots = [count for _, count, _ in ways], ways[0][2]
+            assert sum(made) == slots
+            assert max(made) - min(made) <= len(RATES)  # one a step
+
+
+# Ahead, and how far.
+
+
+class Slow:
+    """A thread's work that waits to be let go on, and counts."""
+
+    def __init__(self, of: SampleStore) -> None:
+        self.made: list[int] = []
+        self.counted: list[int] = []
+        self.go = threading.Semaphore(0)
+        excerpt, tokens = of.excerpt, of.tokens
+
+        def made(unit: int, rng: Any) -> Any:
+            self.go.acquire()
+            self.made.append(unit)
+            return excerpt(unit, rng)
+
+        def counted(source: int) -> int:
+            self.counted.append(source)
+            return tokens(source)
+
+        of.excerpt, of.tokens = made, counted  # type: ignore[method-assign]
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+
+
+def test_samples_are_made_while_the_one_before_is_computed_and_few_at_once(tmp_path: Path) -> None:
+    of = store(tmp_path)
+    slow = Slow(of)
+    slow.go.release(1000)
+    one = Feed(loader(of), (T,), CPU)
+    for number, _ in enumerate(one.microbatches(Draw(np.arange(20)))):
+        most = min(number + 1 + SAMPLES_AHEAD, 20)
+        until(lambda most=most: len(slow.made) == most)
+        time.sleep(0.01)
+        assert len(slow.made) == most
+    one.close()
+
+
+def test_the_next_step_is_counted_and_begun_while_this_one_is_computed(tmp_path: Path) -> None:
+    of = store(tmp_path)
+    slow = Slow(of)
+    slow.go.release(1000)
+    one = Feed(loader(of), LADDERS[1], CPU)
+    this, following = Draw(np.arange(4)), Draw(np.arange(4, 12))
+    steps = one.microbatches(this, following)
+    next(steps)
+    until(lambda: len(slow.counted) == 12)  # both draws, before this step's second microbatch
+    made = [*steps]
+    assert len(made) == 3
+    until(lambda: len(slow.made) == 4 + SAMPLES_AHEAD)  # before anybody asks for the next step
+    assert sorted(slow.counted) == sorted(of.source(int(u)) for u in one.loader.units[:12])
+    assert len(list(one.microbatches(following))) == 8
+    assert len(slow.counted) == 12  # each once
+    one.close()
+
+
+def test_what_a_step_waits_for_goes_first() -> None:
+    worker, done = Worker(), []
+    begun, go = threading.Event(), threading.Event()
+
+    def first() -> None:
+        begun.set()
+        go.wait()
+
+    worker.submit(first, urgent=False)
+    begun.wait()
+    futures = [
+        worker.submit(lambda i=i: done.append(i), urgent=i % 2 == 0)  # type: ignore[misc]
+        for i in range(6)
+    ]
+    go.set()
+    for future in futures:
+        future.result(30)
+    assert done == [0, 2, 4, 1, 3, 5]
+    worker.close()
+    worker.close()
+
+
+def test_a_draw_that_was_not_prepared_is_fed_all_the_same(tmp_path: Path) -> None:
+    """A step may be fed another draw than the one that was told, which is then forgotten."""
+    of = store(tmp_path)
+    one = Feed(loader(of), LADDERS[1], CPU)
+    told, other = Draw(np.array([1, 2])), Draw(np.array([3]))
+    list(one.microbatches(Draw(np.array([5])), told))
+    (found,) = one.microbatches(other, None)
+    (want,) = loader(of).microbatches(other.positions, np.array([found.labels_BT.shape[1]]))
+    assert same([found], [want])
+    one.close()
+
+
+# What fails.
+
+
+class Broken(Exception):
+    pass
+
+
+def refused(folder: str, kind: str) -> tuple[str, int]:
+    """How a step ends on this rank when one sample of rank 1 fails, and how many came before."""
+    from tests import build
+
+    dims, _ = build._mesh((1, 2, 2))
+    of = store(Path(folder))
+    it = Feed(
+        loader(of, 2, dist.get_rank() // 2),
+        LADDERS[1],
+        CPU,
+        ContextGroup.of(dims.get_mesh("cp").get_group()),
+    )
+    steps = [Draw(np.arange(7)), Draw(np.arange(7, 21))]
+    given, calls = 0, 0
+    real = getattr(of, kind)
+
+    def broken(*arguments: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if dist.get_rank() == 1 and calls == 3:
+            raise Broken("the disk\nis gone")
+        return real(*arguments)
+
+    setattr(of, kind, broken)
+    try:
+        for draw, following in zip(steps, [steps[1], None], strict=True):
+            for _ in it.microbatches(draw, following):
+                given += 1
+    except Fault as fault:
+        return str(fault), given
+    finally:
+        it.close()
+    return "fed", given
+
+
+@pytest.mark.parametrize("kind", ["excerpt", "tokens"])
+def test_what_a_thread_raises_ends_the_step_on_all_ranks_in_one_line(
+    tmp_path: Path, kind: str
+) -> None:
+    """Nobody hangs: the others go on to the step's end, and are told there."""
+    store(tmp_path)
+    ends = on_ranks(4, refused, str(tmp_path), kind)
+    assert len({given for _, given in ends}) == 1
+    assert ends[0][1] > 0
+    for rank, (said, _) in enumerate(ends):
+        if rank == 1:
+            assert said.startswith("error: a sample could not be made: Broken: the disk is gone (")
+            assert "test_feed.py, line" in said
+        else:
+            assert said.startswith("error: a sample could not be made on another rank")
+        assert "\n" not in said
+
+
+def test_a_failure_is_told_only_when_all_was_yielded(tmp_path: Path) -> None:
+    of = store(tmp_path)
+    of.excerpt = lambda unit, rng: [][1]  # type: ignore
+    one = Feed(loader(of), (T,), CPU)
+    steps = one.microbatches(Draw(np.arange(3)))
+    assert all(not m.tokens_BT.any() for _, m in zip(range(3), steps, strict=False))
+    with pytest.raises(Fault, match="IndexError: list index out of range"):
+        next(steps)
+    one.close()
+
+
+def test_nothing_failed_is_no_fault() -> None:
+    Verdict(None, CPU).require()
+    with pytest.raises(Fault, match="a sample could not be made: ValueError: x"):
+        Verdict(ValueError("x"), CPU).require()
+
+
+def test_padding_is_that_of_a_draw_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
+    one = Feed(loader(store(tmp_path), ranks=2, rank=1, batch_size=3), (T,), CPU, ALONE)
+    (left,) = one.microbatches(Draw(np.array([4])))
+    assert not left.valid_B.any()
+    assert same([one.padding(T)], [left])
+    assert one.undecodable == 0
+    one.close()
+
+
+def test_validation_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> None:
+    import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+    # isort: split
+    from torchtitan_dp.validate import HeldOutValidator
+
+    for rank, (steps, count) in itertools.product((0, 1), ((2, 2), (0, 0), (-1, 4), (99, 4))):
+        one = loader(store(tmp_path), ranks=2, rank=rank, batch_size=3)
+        config: Any = SimpleNamespace(validation=SimpleNamespace(steps=steps))
+        nothing: Any = None
+        positions = HeldOutValidator(one, config, nothing, nothing, nothing)._positions()
+        feed = Feed(one, (T,), CPU)
+        found = list(feed.microbatches(Draw(positions)))
+        assert len(found) == count
+        assert same(found, list(one.microbatches(np.arange(21)))[:count])
+        feed.close()
+
+
+def test_a_long_first_draw_tells_how_far_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(contents, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(contents, "INTERVAL_S", 0.0)
+    one = Feed(loader(store(tmp_path), batch_size=4), LADDERS[1], CPU)
+    capfd.readouterr()
+    list(one.microbatches(Draw(np.arange(8))))
+    first, second, last = capfd.readouterr().err.splitlines()
+    assert first.startswith("not private: tokenizing what was drawn: 50% of 8 samples, ")
+    assert second.startswith("not private: tokenizing what was drawn: 100% of 8 samples, ")
+    assert last.startswith("not private: tokenizing what was drawn: all of 8 samples, ")
+    one.close()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_samples_reach_a_device_without_a_wait(tmp_path: Path) -> None:
+    """In pinned memory, by copies that no stream waits for; the values are the loader's."""
+    device = torch.device("cuda")
+    of = store(tmp_path)
+    one, plain = Feed(loader(of), LADDERS[1], device), loader(of)
+    assert one._empty(T).is_pinned()
+    steps = draws(len(plain.units))
+    wanted = list(expected(plain, steps, LADDERS[1]))
+    for found, want in zip(fed(one, steps), wanted, strict=True):
+        assert same([Microbatch(*(t.cpu() for t in m)) for m in found], want)
+    assert one.undecodable == plain.samples.undecodable
+    draw = Draw(np.arange(12))
+    list(one.microbatches(draw))  # all lengths are known now
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for number, _ in enumerate(one.microbatches(draw)):
+            if number == 10:  # before the verdict, which waits for its own number alone
+                break
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    one.close()

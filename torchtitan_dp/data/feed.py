@@ -1,0 +1,294 @@
+"""What a step is fed: its microbatches, made in the background while others are computed.
+
+A sample is made on one rank of its context-parallel (cp) group, in turns, and sent to the others.
+While a step runs, a thread (`worker`) makes the samples of the microbatches ahead, and counts the
+tokens of what the next step draws, so that its first microbatches are made before it begins.
+
+Guarantee:
+    Microbatches are those of `RecordLoader.microbatches`, in the same order and bit by bit, on
+    every rank of the cp group. Collectives run in the caller's thread alone, and which of them run,
+    in which order, follows from draws and lengths, alike on all ranks. A sample that cannot be made
+    (a disk that fails, a fault of this program) refuses the step on all ranks before anything comes
+    of it: until then it stands as zeros, so that nobody waits for a rank that has stopped.
+"""
+
+import functools
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtitan_dp.data.buckets import padded_lengths
+from torchtitan_dp.data.comparison import Comparison, Place, digest
+from torchtitan_dp.data.loading import EVER_SAME, Dealt, Microbatch, RecordLoader
+from torchtitan_dp.data.sharing import ALONE, ContextGroup, made_again
+from torchtitan_dp.data.verdict import Verdict
+from torchtitan_dp.data.worker import Jobs, Worker
+
+T = TypeVar("T")
+
+SAMPLES_AHEAD = 2
+"""How many samples a rank makes ahead of those that its step computes on, about: with the one that
+is used, it holds 8 bytes for each of their tokens."""
+
+
+class Draw(NamedTuple):
+    """Holds what one step draws, alike on all ranks."""
+
+    positions: np.ndarray  # int64 (n,), in the loader's `units`
+    key: bytes = EVER_SAME  # 32 bytes, for the choice of records and windows
+
+
+class _Made(NamedTuple):
+    undecodable: int
+    words: np.ndarray | None  # of `comparison.digest`, where ranks compare
+
+
+class _Row(NamedTuple):
+    """A sample that this rank makes of its microbatch."""
+
+    row: int
+    sample_2L: torch.Tensor  # int32: tokens and labels, to be filled in
+    made: "Future[_Made]"
+
+
+class _Ahead(NamedTuple):
+    """What this rank makes for a microbatch."""
+
+    rows: list[_Row]
+    compared: (
+        "list[tuple[int, Future[_Made]]]"  # positions whose samples only are held against others'
+    )
+
+
+class _Step:
+    """A draw, and how far it was prepared."""
+
+    def __init__(self, draw: Draw) -> None:
+        self.draw = draw
+        self.counts: dict[int, Future[int]] = {}  # by source, while they are not agreed on
+        self.dealt: list[Dealt] | None = None
+        self.others: list[tuple[int, int]] = []  # to be compared: positions and lengths
+        self.begun = 0  # microbatches that are being made, or were taken
+        self.ahead: deque[_Ahead] = deque()
+
+
+class Feed:
+    """Yields the microbatches of one rank, step after step."""
+
+    def __init__(
+        self,
+        loader: RecordLoader,
+        ladder: tuple[int, ...],
+        device: torch.device,
+        cp: ContextGroup = ALONE,
+        *,
+        place: Place | None = None,
+        jobs: Jobs | None = None,
+    ) -> None:
+        """
+        Args:
+            loader: of this data-parallel rank.
+            ladder: the lengths that samples are padded to, rising.
+            device: what microbatches are put on, and the process groups send from.
+            cp: the ranks that are fed the same.
+            place: this rank's; where it is given, machines compare what they make of each draw.
+            jobs: what makes samples; a thread, if None.
+        """
+        self.loader, self.device = loader, device
+        self._ladder, self._cp, self._place = ladder, cp, place
+        self._jobs = Worker() if jobs is None else jobs
+        self._next: _Step | None = None
+        self._failure: BaseException | None = None
+        self._undecodable = torch.zeros((), dtype=torch.int64, device=device)
+        # As many microbatches as hold SAMPLES_AHEAD samples of each rank.
+        self._depth = max(1, -(-SAMPLES_AHEAD * cp.size // loader.batch_size))
+
+    @property
+    def undecodable(self) -> int:
+        """Count the undecodable records met in this rank's microbatches, repeats included. The
+        number is computed from private records: for the log, labelled not private.
+        """
+        return int(self._undecodable.item())
+
+    @property
+    def at_once(self) -> int:
+        """Bound the samples that this rank makes while the others may wait for it: those of one
+        microbatch, and where machines compare, what it makes again meanwhile. Before them its
+        thread may have one more to count, which it has begun for the next step.
+        """
+        samples = self.loader.batch_size
+        if self._place is not None:
+            samples += -(-self.loader.ranks * self.loader.batch_size // len(self._place.machine))
+        return samples
+
+    def close(self) -> None:
+        """End the thread."""
+        self._jobs.close()
+
+    def padding(self, length: int) -> Microbatch:
+        """Make a microbatch of padding alone, as a draw that leaves this rank nothing has it,
+        reading no record. Collective: one over cp, as of `microbatches`.
+        """
+        step, dealt = _Step(Draw(np.empty(0, np.int64))), Dealt(length, self._empty_slots())
+        return self._put_together(dealt, self._begin_rows(step, 0, dealt))
+
+    def make_room(self) -> None:
+        """Allocate what is kept of each unit, before any is drawn."""
+        if len(self._ladder) > 1:
+            self.loader.counts.share(np.empty(0, dtype=np.int64))
+
+    def microbatches(self, draw: Draw, following: Draw | None = None) -> Iterator[Microbatch]:
+        """Yield this rank's share of a draw, and prepare the next.
+
+        Args:
+            draw: of this step: the object that was `following` in the step before, if there was.
+            following: of the next step, if there will be one.
+
+        Collective, on every rank alike: what `TokenCounts` sends over the world; for each
+        microbatch an all-reduce over cp, where that is more than one rank, of its tokens and labels
+        (8 bytes a token; zeros but on the ranks that made them); before the last is yielded, one
+        number over the world (`Verdict`); and, where machines compare, `Comparison`'s over the
+        world when the one after the last is asked for.
+
+        Raises:
+            Fault: on all ranks, when the microbatch after the last is asked for: one of them could
+                not make a sample, or two machines made different ones of one unit.
+        """
+        step, self._next = self._next, None
+        if step is None or step.draw is not draw:
+            step = self._begin(draw)
+        self._deal(step)
+        assert step.dealt is not None
+        if following is not None:
+            self._next = self._begin(following)
+        comparison = None if self._place is None else Comparison(draw.positions, self.device)
+        verdict = None
+        for number, dealt in enumerate(step.dealt):
+            self._make_ahead(step, number + 1 + self._depth)
+            microbatch = self._put_together(dealt, step.ahead.popleft(), comparison)
+            if number + 1 == len(step.dealt):
+                verdict = self._end()
+            yield microbatch
+        (verdict or self._end()).require()
+        if comparison is not None:
+            comparison.require_alike()
+
+    def _begin(self, draw: Draw) -> _Step:
+        """Have the tokens counted of what is new in a draw and this rank's to count."""
+        step = _Step(draw)
+        if len(self._ladder) > 1:
+            for source in self.loader.counts.share(self.loader.sources(*draw)).tolist():
+                count = functools.partial(self.loader.samples.tokens, source)
+                step.counts[source] = self._jobs.submit(count, urgent=False)
+        return step
+
+    def _deal(self, step: _Step) -> None:
+        """Deal a draw out, once all ranks know its lengths. Collective, unless that was done."""
+        if step.dealt is not None:
+            return
+        positions, key = step.draw
+        lengths = np.full(len(positions), self._ladder[-1])
+        if len(self._ladder) > 1:
+            counts = self.loader.counts.of(
+                self.loader.sources(positions, key),
+                self.device,
+                lambda source: self._result(step.counts[source]) or 0,
+            )
+            lengths = padded_lengths(counts, self._ladder)
+            step.counts.clear()
+        step.dealt = self.loader.deal(positions, lengths)
+        if self._place is not None:
+            step.others = made_again(self.loader, self._cp, self._place, positions, lengths)
+
+    def _end(self) -> Verdict:
+        """Tell all ranks whether this one failed, and begin the next step's first microbatches."""
+        verdict = Verdict(self._failure, self.device)
+        if self._next is not None:
+            self._deal(self._next)
+            self._make_ahead(self._next, self._depth)
+        return verdict
+
+    def _make_ahead(self, step: _Step, stop: int) -> None:
+        """Have this rank's samples made of the microbatches before the number `stop`."""
+        assert step.dealt is not None
+        for number in range(step.begun, min(stop, len(step.dealt))):
+            step.ahead.append(self._begin_rows(step, number, step.dealt[number]))
+            step.begun = number + 1
+
+    def _begin_rows(self, step: _Step, number: int, dealt: Dealt) -> _Ahead:
+        rows, key = [], step.draw.key
+        for row, position in enumerate(dealt.slots.tolist()):
+            if self._cp.maker(number, dealt.slots, row) == self._cp.rank:
+                sample_2L = self._empty(dealt.length)
+                rows.append(_Row(row, sample_2L, self._make(position, key, sample_2L.numpy())))
+        # As many in each microbatch: nobody waits for many of them at once.
+        others = step.others[number :: len(step.dealt or [dealt])]
+        return _Ahead(
+            rows,
+            [
+                (position, self._make(position, key, np.empty((2, length), dtype=np.int32)))
+                for position, length in others
+            ],
+        )
+
+    def _make(self, position: int, key: bytes, sample_2L: np.ndarray) -> "Future[_Made]":
+        samples, compares = self.loader.samples, self._place is not None
+        unit = int(self.loader.units[position]) if position >= 0 else -1
+
+        def make() -> _Made:
+            excerpt = samples.excerpt(unit, self.loader.rng(key, position))
+            samples.lay_out(excerpt.ids, *sample_2L)
+            return _Made(excerpt.undecodable, digest(*sample_2L) if compares else None)
+
+        return self._jobs.submit(make, urgent=True)
+
+    def _put_together(
+        self, dealt: Dealt, ahead: _Ahead, comparison: Comparison | None = None
+    ) -> Microbatch:
+        """Wait for this rank's samples and take the others'. Collective over cp."""
+        count, slots = len(dealt.slots), dealt.slots
+        # In the last column, how many undecodable records were met.
+        both_2BL = torch.zeros((2, count, dealt.length + 1), dtype=torch.int32, device=self.device)
+        for row, sample_2L, future in ahead.rows:
+            made = self._result(future)
+            if made is None:
+                continue
+            both_2BL[:, row, :-1].copy_(sample_2L, non_blocking=True)
+            both_2BL[0, row, -1] = made.undecodable
+            if comparison is not None and slots[row] >= 0 and made.words is not None:
+                comparison.add(int(slots[row]), made.words)
+        for position, future in ahead.compared:
+            made = self._result(future)
+            if comparison is not None and made is not None and made.words is not None:
+                comparison.add(position, made.words)
+        if self._cp.size > 1:
+            dist.all_reduce(both_2BL, group=self._cp.group)
+        tokens_BT, labels_BT = both_2BL[:, :, :-1].long()
+        self._undecodable += both_2BL[0, :, -1].sum()
+        valid = slots >= 0
+        self.loader.samples.hand_out(np.where(valid, self.loader.units[slots], -1))
+        valid_B = torch.from_numpy(valid)
+        if self.device.type == "cuda":
+            valid_B = valid_B.pin_memory().to(self.device, non_blocking=True)
+        return Microbatch(tokens_BT, labels_BT, valid_B)
+
+    def _result(self, future: "Future[T]") -> T | None:
+        """Wait for a job; if it failed, remember why, and go on without it to the step's end."""
+        error = future.exception()
+        if error is None:
+            return future.result()
+        self._failure = self._failure or error
+        return None
+
+    def _empty(self, length: int) -> torch.Tensor:
+        """Allocate a sample in memory that the device can copy from while this process goes on."""
+        pinned = self.device.type == "cuda"
+        return torch.empty((2, length), dtype=torch.int32, pin_memory=pinned)
+
+    def _empty_slots(self) -> np.ndarray:
+        return np.full(self.loader.batch_size, -1)
