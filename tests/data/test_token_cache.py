@@ -322,6 +322,8 @@ def path_of(folder: Path, **changes: Any) -> str:
 def test_other_terms_are_another_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
     assert path_of(folder) == path_of(folder)
+    (folder / "b").mkdir()
+    marked = save_tokenizer(folder / "b", tokenizer_config={"bos_token": "<s>"})
     (folder / "a").mkdir()
     save_tokenizer(folder / "a")
     paths = [
@@ -331,6 +333,7 @@ def test_other_terms_are_another_cache(folder: Path, monkeypatch: pytest.MonkeyP
         path_of(folder, unit_field="folder"),
         path_of(folder, text_field="other"),
         path_of(folder, tokenizer=load_tokenizer(str(folder / "a"))),
+        path_of(folder, tokenizer=load_tokenizer(marked)),  # as large a vocabulary
     ]
     (folder / "d/07").write_bytes(b"?" * 22)  # as long as before
     paths.append(path_of(folder))
