@@ -70,6 +70,12 @@ def test_weights_are_drawn_where_nothing_is_there(tmp_path):
     assert (start.loads, start.resumes, start.resumed, start.initial) == (False, False, None, None)
 
 
+def test_the_newest_is_that_of_the_largest_number(tmp_path):
+    """And not the last word of a list."""
+    own(tmp_path, 9, 10)
+    assert decide_start(config(tmp_path)).step == 10
+
+
 @pytest.mark.parametrize(
     "overrides, weights, key, place",
     [

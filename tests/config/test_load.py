@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import tokenizers
@@ -312,6 +313,17 @@ def test_command_line_over_toml_over_defaults(tmp_path, data):
 def test_dashes_are_underscores_and_equals_is_space(tmp_path, data):
     given = ["--job.config-file", str(CONFIG), "--training.global-batch-size", "5"]
     assert load_config(given, 2).training.global_batch_size == 5
+
+
+def test_a_signal_that_ends_the_process_while_it_parses_is_no_mistake(data, tmp_path):
+    """The launcher's handler raises wherever the plan is."""
+    stop = SystemExit(75)
+    with (
+        mock.patch("torchtitan_dp.config.load.ConfigManager.parse_args", side_effect=stop),
+        pytest.raises(SystemExit) as ended,
+    ):
+        load_config(arguments(tmp_path / "out", data), 1)
+    assert ended.value is stop
 
 
 def run_train(*overrides, **env):

@@ -165,7 +165,7 @@ def _parse(argv: list[str]) -> Any:
         with contextlib.redirect_stderr(messages):
             return ConfigManager().parse_args(argv)
     except SystemExit as stop:
-        if not stop.code:
+        if stop.code != 2:  # help was asked for, or a signal ends the process
             raise
         words = re.sub(r"[\u2500-\u257f]+", " ", messages.getvalue())
         words = re.sub(r"\x1b\[[0-9;]*m", "", words)
