@@ -206,7 +206,7 @@ MUTANTS = [
         "the draws key given to the noise",
         "train.py",
         "self.clipped_sum.take(), self.noise_keys.take(self.step))",
-        "self.clipped_sum.take(), key)",
+        "self.clipped_sum.take(), draw.key)",
         (f"{TRAINER}test_row40_noise_has_a_key_of_its_own",),
         quick=True,
     ),
