@@ -72,7 +72,7 @@ def store(folder: Path, *, cached: bool = False, **how: Any) -> SampleStore:
     if not cached:
         return made
     kept = folder / "kept"
-    kept.mkdir(exist_ok=True)
+    kept.mkdir(mode=0o700, exist_ok=True)
     terms = (sorted(how.items()),)
     cache = TokenCache(
         str(kept), terms, sources=made.sources, limit=T + 1, vocab_size=258, most_bytes=2**30
@@ -359,7 +359,9 @@ def test_what_a_thread_raises_ends_the_step_on_all_ranks_in_one_line(
     assert ends[0][1] > 0
     for rank, (said, _) in enumerate(ends):
         if rank == 1:
-            assert said.startswith("error: a sample could not be made: Broken: the disk is gone (")
+            assert said.startswith(
+                "error: a sample could not be made (not private: Broken: the disk is gone ("
+            )
             assert "test_feed.py, line" in said
         else:
             assert said.startswith("error: a sample could not be made on another rank")
@@ -379,7 +381,7 @@ def test_a_failure_is_told_only_when_all_was_yielded(tmp_path: Path) -> None:
 
 def test_nothing_failed_is_no_fault() -> None:
     Verdict(None, CPU).require()
-    with pytest.raises(Fault, match="a sample could not be made: ValueError: x"):
+    with pytest.raises(Fault, match=r"could not be made \(not private: ValueError: x"):
         Verdict(ValueError("x"), CPU).require()
 
 

@@ -295,6 +295,51 @@ def test_what_cannot_be_read_just_now_is_not_kept_as_nothing(
     assert one.tokens(7) == made(folder, {}, False).tokens(7) > 0
 
 
+@pytest.mark.parametrize("format", ["text", "jsonl"])
+@pytest.mark.parametrize("where", ["root", "below"])
+def test_row43_what_is_read_of_exchanged_files_is_not_kept(
+    tmp_path: Path, format: str, where: str
+) -> None:
+    """Put back, they are the files that were listed; one person must not stand for two units."""
+    for version, texts in (("v1", "AB"), ("v2", "BA")):
+        (tmp_path / version).mkdir()
+        for name, text in zip("ab", texts, strict=True):
+            content = text * 4 if format == "text" else f'{{"text": "{text * 4}"}}\n'
+            (tmp_path / version / f"{name}.jsonl").write_text(content)
+    (tmp_path / "index").mkdir(0o700)
+    link = tmp_path / ("current" if where == "root" else "root/current")
+    link.parent.mkdir(exist_ok=True)
+
+    def samples() -> SampleStore:
+        path = link if where == "root" else link.parent
+        store = open_store(format, str(path), index_folder=str(tmp_path / "index"))
+        cache = opened(tmp_path / "index", sources=len(store))
+        return SampleStore(store, ByteTokenizer(), LIMIT - 1, cache=cache)
+
+    def point_to(version: str) -> None:
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / version)
+
+    def first_bytes(one: SampleStore) -> list[int]:
+        return [int(one.sample(unit)[0][1]) for unit in range(2)]
+
+    point_to("v1")
+    one = samples()
+    point_to("v2")
+    first_bytes(one)  # of which nothing may be kept
+    point_to("v1")
+    assert first_bytes(samples()) == [65, 66]
+
+
+def test_a_folder_or_a_file_that_is_open_to_others_is_not_used(tmp_path: Path) -> None:
+    cache = opened(tmp_path)
+    os.chmod(cache.path, 0o666)
+    assert stat.S_IMODE(os.stat(opened(tmp_path).path).st_mode) == 0o600
+    os.chmod(tmp_path, 0o777)
+    with pytest.raises(PermissionError, match="chmod 700"):
+        opened(tmp_path)
+
+
 def path_of(folder: Path, **changes: Any) -> str:
     """Of the cache of a configuration."""
     options: dict[str, Any] = {

@@ -113,7 +113,7 @@ def read_contents(
 def is_readable(files: Files, index: int) -> bool:
     """Tell whether a file can be opened."""
     try:
-        with open(os.path.join(files.root, files.name(index)), "rb"):
+        with open(files.path(index), "rb"):
             return True
     except OSError:
         return False
@@ -201,7 +201,7 @@ def _in_order(
 def _read(
     files: Files, leaf: _Leaf, hashed: bool, scan: Scan | None, skip_unreadable: bool
 ) -> _Found:
-    path = os.path.join(files.root, files.name(leaf.file_index))
+    path = files.path(leaf.file_index)
     try:
         with open(path, "rb", buffering=0) as file:
             stamp = _stamp(file.fileno())
@@ -238,7 +238,7 @@ def _stamp(handle: int) -> tuple[int, ...]:
 
 
 def _changed(files: Files, index: int) -> ValueError:
-    path = os.path.join(files.root, files.name(index))
+    path = files.path(index)
     return ValueError(
         f"training.dataset_path: {path!r} changed or shrank while it was read: records must stay "
         "as they are; start again when nobody writes to them"

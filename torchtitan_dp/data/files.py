@@ -27,6 +27,7 @@ class Files(NamedTuple):
     starts: np.ndarray  # (files + 1,) int64: where each begins if all lay one after the other
     listing_hash: str  # of relative names and sizes
     place_hash: str  # of absolute paths, sizes and times; of inodes, since times can be set
+    stamps: np.ndarray  # (files, 8) uint8: each file's own hash of the latter
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -34,6 +35,22 @@ class Files(NamedTuple):
     def name(self, index: int) -> str:
         start, end = self.name_starts[index : index + 2]
         return os.fsdecode(self.names[start:end].tobytes())
+
+    def path(self, index: int) -> str:
+        return os.path.join(self.root, self.name(index))
+
+    def is_as_listed(self, index: int) -> bool:
+        """Tell whether what lies at a file's path is still the file that was listed, unchanged."""
+        try:
+            return _stamp(os.stat(self.path(index)))[:8] == self.stamps[index].tobytes()
+        except OSError:
+            return False
+
+
+def _stamp(status: os.stat_result) -> bytes:
+    times = status.st_mtime_ns, status.st_ctime_ns
+    identity = status.st_ino, status.st_dev
+    return hashlib.sha256(struct.pack("=qqqQQ", status.st_size, *times, *identity)).digest()
 
 
 def list_files(root: str, names: Iterator[str], folder: str) -> Files:
@@ -47,7 +64,11 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
     name_end = byte_end = 0
     linked: set[tuple[int, int]] = set()  # files that may come again under another name
     real_root, folder_name, is_far = os.path.realpath(root), "", False
-    with tempfile.TemporaryFile(dir=folder) as blob, tempfile.TemporaryFile(dir=folder) as spans:
+    with (
+        tempfile.TemporaryFile(dir=folder) as blob,
+        tempfile.TemporaryFile(dir=folder) as spans,
+        tempfile.TemporaryFile(dir=folder) as stamps,
+    ):
         spans.write(struct.pack("=qq", 0, 0))
         for name in names:
             path, raw = os.path.join(root, name), os.fsencode(name)
@@ -61,22 +82,24 @@ def list_files(root: str, names: Iterator[str], folder: str) -> Files:
                     continue
                 linked.add((status.st_dev, status.st_ino))
             listing.update(raw + struct.pack("=xq", status.st_size))  # x is NUL: ends the name
-            times = status.st_mtime_ns, status.st_ctime_ns
-            place.update(os.fsencode(path))
-            place.update(
-                struct.pack("=xqqqQQ", status.st_size, *times, status.st_ino, status.st_dev)
-            )
+            stamp = _stamp(status)
+            place.update(os.fsencode(path) + b"\0" + stamp)
+            stamps.write(stamp[:8])
             name_end, byte_end = name_end + len(raw), byte_end + status.st_size
             blob.write(raw)
             spans.write(struct.pack("=qq", name_end, byte_end))
         blob.write(b"\0")  # an empty file cannot be mapped
-        blob.flush()
-        spans.flush()
+        stamps.write(bytes(8))
+        for file in (blob, spans, stamps):
+            file.flush()
         # As plain arrays, whose items and slices come several times as fast.
         span_array = np.asarray(np.memmap(spans, dtype=np.int64, mode="r")).reshape(-1, 2)
         name_array = np.asarray(np.memmap(blob, dtype=np.uint8, mode="r"))
+        stamp_array = np.asarray(np.memmap(stamps, dtype=np.uint8, mode="r")).reshape(-1, 8)
     hashes = listing.hexdigest(), place.hexdigest()
-    return Files(root, name_array, span_array[:, 0], span_array[:, 1], *hashes)
+    starts = span_array[:, 0], span_array[:, 1]
+    # Who points a link at the root elsewhere moves no open run to other files.
+    return Files(real_root, name_array, *starts, *hashes, stamp_array)
 
 
 def locate(

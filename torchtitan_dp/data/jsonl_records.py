@@ -68,7 +68,7 @@ class JsonlRecords:
         file_index = self._file_of(index)
         begin, end = int(self._bounds[index]), int(self._bounds[index + 1])
         try:
-            with open(os.path.join(self._files.root, self._files.name(file_index)), "rb") as file:
+            with open(self._files.path(file_index), "rb") as file:
                 file.seek(begin - int(self._files.starts[file_index]))
                 fields = _read_object(file, end - begin)
         except OSError:
@@ -78,6 +78,10 @@ class JsonlRecords:
             if name is None or (self._is_of is not None and not self._is_of(index, name)):
                 return None  # nobody knows whose it is, or somebody else's by now
         return _encode(fields.get(self._text_field))
+
+    def are_as_listed(self, indices: np.ndarray) -> bool:
+        files = np.unique(np.searchsorted(self._first, indices, side="right")) - 1
+        return all(self._files.is_as_listed(index) for index in files.tolist())
 
     def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
         return self._bounds[indices + 1] - self._bounds[indices]
@@ -99,7 +103,7 @@ class JsonlRecords:
         assert self._unit_field is not None
         for file_index in range(len(self._files)):
             first, last = (int(x) for x in self._first[file_index : file_index + 2])
-            with open(os.path.join(self._files.root, self._files.name(file_index)), "rb") as file:
+            with open(self._files.path(file_index), "rb") as file:
                 for start in range(first, last, CHUNK):
                     stop = min(start + CHUNK, last)
                     for size in np.diff(self._bounds[start : stop + 1]).tolist():

@@ -100,14 +100,22 @@ class Records:
         try:
             return TokenCache(
                 writable_folder(None),
-                (self.read_as, tokenizer.fingerprint, by_record, excerpts.TERMS),
+                (
+                    self.read_as,
+                    tokenizer.fingerprint,
+                    tokenizer.bytes_per_token,
+                    by_record,
+                    excerpts.TERMS,
+                ),
                 sources=len(self.store) if by_record else len(self.units),
                 limit=seq_len + 1,
                 vocab_size=tokenizer.get_vocab_size(),
                 most_bytes=int(most_gib * 2**30),
             )
         except OSError as error:
-            say(f"data.token_cache: it cannot be made ({error}); all is tokenized anew")
+            say(
+                f"data.token_cache: it cannot be made ({error.strerror or error}); all is tokenized anew"
+            )
             return None
 
 

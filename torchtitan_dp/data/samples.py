@@ -187,8 +187,13 @@ class SampleStore:
     def _head(self, source: int) -> Excerpt:
         if self._cache is not None and (ids := self._cache.get(source)) is not None:
             return Excerpt(ids, 0)
-        head = self._excerpts.head(self._members(source))
-        # A file that could not be read just now is taken for undecodable: it may be read again.
-        if self._cache is not None and head.undecodable == 0:
+        members = self._members(source)
+        head = self._excerpts.head(members)
+        # A file that could not be read just now is taken for undecodable: it may be read again. And
+        # one that was exchanged since it was listed may be another unit's: kept, it would be taken
+        # for this one's by a later run, long after the files were put back.
+        if self._cache is None or head.undecodable:
+            return head
+        if self.records.are_as_listed(members[: self.seq_len + 1]):
             self._cache.put(source, head.ids)
         return head

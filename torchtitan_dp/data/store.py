@@ -52,6 +52,13 @@ class RecordStore(Protocol):
         """Give the bytes of a record's text; 0 for one that is undecodable."""
         ...
 
+    def are_as_listed(self, indices: np.ndarray) -> bool:
+        """Tell whether these records' files are those that were listed, by size, times and inode.
+
+        Asked after a read, it tells whether what was read may be kept for a later run.
+        """
+        ...
+
     def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
         """Tell how many bytes records take in their files, int64, and read nothing."""
         ...

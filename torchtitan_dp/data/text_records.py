@@ -36,7 +36,7 @@ class TextRecords:
         return len(self._files)
 
     def read(self, index: int, max_bytes: int | None = None, start: int = 0) -> str | None:
-        path = os.path.join(self._files.root, self.record_id(index))
+        path = self._files.path(checked(index, len(self)))
         if index in self._unreadable:
             return None  # as the fingerprint has it, even if it can be read by now
         try:
@@ -52,7 +52,7 @@ class TextRecords:
             return False
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         try:
-            with open(os.path.join(self._files.root, self.record_id(index)), "rb") as file:
+            with open(self._files.path(index), "rb") as file:
                 while block := file.read(_BLOCK_BYTES):
                     decoder.decode(block)
             decoder.decode(b"", final=True)
@@ -62,6 +62,9 @@ class TextRecords:
 
     def size(self, index: int) -> int:
         return int(self.stored_bytes(np.array([checked(index, len(self))]))[0])
+
+    def are_as_listed(self, indices: np.ndarray) -> bool:
+        return all(self._files.is_as_listed(index) for index in indices.tolist())
 
     def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
         return self._files.starts[indices + 1] - self._files.starts[indices]

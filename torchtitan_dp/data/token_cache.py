@@ -14,6 +14,7 @@ first draws. Its folder is its owner's alone, as is the file.
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import os
@@ -65,7 +66,10 @@ class TokenCache:
         name = hashlib.sha256(repr((terms, sources, limit, vocab_size)).encode()).hexdigest()
         self.path = os.path.join(folder, f"{PREFIX}{name}.bin")
         self._most_bytes = most_bytes - _make_room(folder, self.path, most_bytes // 2)
-        self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        _require_private(folder)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        self._file = os.open(self.path, flags, 0o600)
+        os.fchmod(self._file, 0o600)  # fails if it is another user's
         os.utime(self._file)
         self._lock = threading.Lock()
         self._writes = self._data_begin < self._most_bytes
@@ -104,13 +108,13 @@ class TokenCache:
                     return
                 begin = max(os.fstat(self._file).st_size, self._data_begin)
                 if begin + len(data) > self._most_bytes:
-                    self._stop(f"has reached its bound ({self.path})")
+                    self._stop("has reached its bound, data.token_cache_gib")
                     return
                 _write_all(self._file, data, begin)
                 entry = _ENTRY.pack(begin, len(ids), _checksum(source, begin, len(ids), data))
                 _write_all(self._file, entry, source * _ENTRY.size)
         except OSError as error:
-            self._stop(f"cannot be written ({error})")
+            self._stop(f"cannot be written ({error.strerror})")
 
     def _stop(self, why: str) -> None:
         self._writes = False
@@ -140,6 +144,17 @@ class TokenCache:
             finally:
                 with contextlib.suppress(OSError):
                     fcntl.flock(self._file, fcntl.LOCK_UN)
+
+
+def _require_private(folder: str) -> None:
+    """Refuse a folder that others may look into, or put files in.
+
+    Raises:
+        OSError: it is another user's, or its mode lets others in.
+    """
+    status = os.stat(folder)
+    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise PermissionError(errno.EPERM, "its folder is not yours alone: chmod 700")
 
 
 def _checksum(source: int, begin: int, count: int, data: bytes) -> int:

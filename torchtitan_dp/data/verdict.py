@@ -49,7 +49,10 @@ class Verdict:
             return
         if self._failure is None:
             raise Fault("a sample could not be made on another rank, whose own line says why")
-        raise Fault(f"a sample could not be made: {_described(self._failure)}") from self._failure
+        # What is raised may speak of a record.
+        raise Fault(
+            f"a sample could not be made (not private: {_described(self._failure)})"
+        ) from self._failure
 
 
 def _described(error: BaseException) -> str:
