@@ -113,9 +113,8 @@ class Records:
                 most_bytes=int(most_gib * 2**30),
             )
         except OSError as error:
-            say(
-                f"data.token_cache: it cannot be made ({error.strerror or error}); all is tokenized anew"
-            )
+            why = error.strerror or error
+            say(f"data.token_cache: it cannot be made ({why}); all is tokenized anew")
             return None
 
 
