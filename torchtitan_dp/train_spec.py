@@ -94,12 +94,11 @@ def build_feed(
     loader: RecordLoader, config: JobConfig, parallel_dims: ParallelDims, device: torch.device
 ) -> Feed:
     """Build what steps are fed from `loader`, on this rank."""
-    cp = parallel_dims.get_optional_mesh("cp")
     return Feed(
         loader,
         ladder(config),
         device,
-        ContextGroup.of(None if cp is None else cp.get_group()),
+        ContextGroup.over(parallel_dims.get_optional_mesh("cp")),
         place=compared(config),
     )
 

@@ -56,7 +56,7 @@ class HeldOutValidator:
             cp,
             self._config.parallelism.context_parallel_load_balancer,
         )
-        group = ContextGroup.of(None if cp is None else cp.get_group())
+        group = ContextGroup.over(cp)
         feed = Feed(self._loader, (self._config.training.seq_len,), losses.device, group)
         sums = torch.zeros(2, dtype=torch.float64)  # losses, units
         model.eval()

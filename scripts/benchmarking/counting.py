@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from torch.utils.flop_counter import (
     flop_registry,
@@ -24,7 +22,7 @@ from torch.utils.flop_counter import (
 )
 
 import torchtitan_dp.gradients.products  # noqa: F401  registers its operators
-from torchtitan_dp.plan.tracker import wrapped
+from torchtitan_dp.plan.tracker import LocalOperators, wrapped
 
 aten = torch.ops.aten
 
@@ -53,7 +51,7 @@ _ATTENTION = {
 }
 
 
-class Counts(TorchDispatchMode):
+class Counts(LocalOperators):
     """Keeps, as a mode, the FLOPs and bytes of each part of a program."""
 
     def __init__(self) -> None:
@@ -63,20 +61,6 @@ class Counts(TorchDispatchMode):
         self.by_operation: Counter[tuple[str, str]] = Counter()  # bytes by part and operation
         self.base: str | None = None  # of what no `part` is open for; None: by kind of operation
         self._parts: list[str] = []
-        self._paused = False
-        self._stack = contextlib.ExitStack()
-
-    def __enter__(self) -> "Counts":
-        # DTensor tries operators on tensors of the whole shape, which exist nowhere.
-        self._stack.enter_context(
-            wrapped(ShardingPropagator, "_propagate_tensor_meta_non_cached", self._pause)
-        )
-        super().__enter__()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
-        self._stack.close()
 
     def start_over(self) -> None:
         """Forget what was counted so far."""
@@ -92,34 +76,18 @@ class Counts(TorchDispatchMode):
         finally:
             self._parts.pop()
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # its local operators come next
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if not self._paused:
-            part = self._part_of(func)
-            self.flops[part] += flops_of(func, args, kwargs, result)
-            moved = bytes_of(func, args, kwargs, result)
-            self.bytes[part] += moved
-            self.by_operation[part, str(func)] += moved
-        return result
+    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        part = self._part_of(func)
+        self.flops[part] += flops_of(func, args, kwargs, result)
+        moved = bytes_of(func, args, kwargs, result)
+        self.bytes[part] += moved
+        self.by_operation[part, str(func)] += moved
 
     def _part_of(self, func: Any) -> str:
         if self._parts:
             return self._parts[-1]
         kind = _kind(func)
         return kind if self.base is None or kind in _TRAVELS else self.base
-
-    @contextlib.contextmanager
-    def _pause(self, *_: Any, **__: Any) -> Iterator[None]:
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
 
 def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:

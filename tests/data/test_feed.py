@@ -153,7 +153,7 @@ def on_mesh(folder: str, degrees: tuple[int, int, int]) -> list[Any]:
 
     dims, _ = build._mesh(degrees)
     cp = dims.get_optional_mesh("cp")
-    group = ContextGroup.of(None if cp is None else cp.get_group())
+    group = ContextGroup.over(cp)
     ranks, rank = degrees[0] * degrees[1], dist.get_rank() // degrees[2]
     found: list[Any] = []
     real, threads = dist.all_reduce, set()

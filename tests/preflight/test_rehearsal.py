@@ -227,13 +227,13 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
 
         def __init__(self) -> None:
             super().__init__("all")
-            self.ran: list[tuple[str, list[Any]]] = []
+            self.operators: list[tuple[str, list[Any]]] = []
 
         def __torch_dispatch__(
             self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
             shapes = [tuple(x.shape) for x in args if isinstance(x, torch.Tensor)]
-            self.ran.append((str(func), shapes))
+            self.operators.append((str(func), shapes))
             return super().__torch_dispatch__(func, types, args, kwargs)
 
     trainer = start(argv)
@@ -256,10 +256,10 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
                 row, ran = [], []
                 for microbatch in (full(padding), padding, full(padding)):  # the first warms up
                     tracker.start_over()
-                    before, tracker.ran = tracker.peak_bytes, []
+                    before, tracker.operators = tracker.peak_bytes, []
                     trainer.accumulate(microbatch, SampleStatistics(1.0))
                     row.append(tracker.peak_bytes - before)
-                    ran.append(tracker.ran)
+                    ran.append(tracker.operators)
                 found.append((row[1], row[2], ran[1] == ran[2] and len(ran[1]) > 100))
     finally:
         trainer.close()

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_dp.data.comparison import Place
 from torchtitan_dp.data.loading import RecordLoader
@@ -25,6 +26,11 @@ class ContextGroup(NamedTuple):
         if group is None:
             return cls()
         return cls(group, dist.get_world_size(group), dist.get_rank(group))
+
+    @classmethod
+    def over(cls, mesh: DeviceMesh | None) -> "ContextGroup":
+        """Describe the ranks of a one-dimensional mesh; None is this rank alone."""
+        return cls.of(None if mesh is None else mesh.get_group())
 
     def maker(self, number: int, slots: np.ndarray, row: int) -> int:
         """Tell which rank of the group makes a sample: all take turns, over a step's microbatches.

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 from unittest import mock
 
 import torch
@@ -17,40 +17,18 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+M = TypeVar("M", bound="LocalOperators")
 
-class MemoryTracker(TorchDispatchMode):
-    """Keeps, as a mode, the current and the peak bytes of each label."""
 
-    def __init__(self, label: str, workspace: Callable[[Any, Any], int] | None = None) -> None:
-        """
-        Args:
-            label: of storages that are made outside any `labelled` block; `base` changes it.
-            workspace: of an operator and its arguments, the bytes that its kernel takes for itself
-                and frees at its end.
-        """
+class LocalOperators(TorchDispatchMode):
+    """Shows, as a mode, each operator that runs on local tensors to `ran`."""
+
+    def __init__(self) -> None:
         super().__init__()
-        self.base = label
-        self._workspace = workspace
-        self.current: dict[str, int] = {}
-        self.peak: dict[str, int] = {}
-        self._labels: list[str] = []
-        self._total = self._peak_total = 0
         self._paused = False
-        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}
         self._stack = contextlib.ExitStack()
 
-    def __enter__(self) -> "MemoryTracker":
-        resize, tracker = torch.UntypedStorage.resize_, self
-
-        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
-            result = resize(storage, size)
-            tracker._recount(storage)
-            return result
-
-        # FSDP2 frees what it gathered by resizing storages to 0, which no mode sees.
-        self._stack.enter_context(
-            mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count)
-        )
+    def __enter__(self: M) -> M:
         # DTensor tries operators on tensors of the whole shape, which exist nowhere.
         self._stack.enter_context(
             wrapped(ShardingPropagator, "_propagate_tensor_meta_non_cached", self._pause)
@@ -67,15 +45,65 @@ class MemoryTracker(TorchDispatchMode):
     ) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
             return NotImplemented  # its local operators come next
-        result = func(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
         if not self._paused:
-            for value in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
-                if isinstance(value, torch.Tensor):
-                    self._count(value)
-            if self._workspace is not None and (size := self._workspace(func, args)):
-                self._change(self._label, size)
-                self._change(self._label, -size)
+            self.ran(func, args, kwargs, result)
         return result
+
+    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        """Take note of an operator that has run."""
+        raise NotImplementedError
+
+    @contextlib.contextmanager
+    def _pause(self, *_: Any, **__: Any) -> Iterator[None]:
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+
+class MemoryTracker(LocalOperators):
+    """Keeps, as a mode, the current and the peak bytes of each label."""
+
+    def __init__(self, label: str, workspace: Callable[[Any, Any], int] | None = None) -> None:
+        """
+        Args:
+            label: of storages that are made outside any `labelled` block; `base` changes it.
+            workspace: of an operator and its arguments, the bytes that its kernel takes for itself
+                and frees at its end.
+        """
+        super().__init__()
+        self.base = label
+        self._workspace = workspace
+        self.current: dict[str, int] = {}
+        self.peak: dict[str, int] = {}
+        self._labels: list[str] = []
+        self._total = self._peak_total = 0
+        self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}
+
+    def __enter__(self) -> "MemoryTracker":
+        resize, tracker = torch.UntypedStorage.resize_, self
+
+        def resize_and_count(storage: torch.UntypedStorage, size: int) -> Any:
+            result = resize(storage, size)
+            tracker._recount(storage)
+            return result
+
+        # FSDP2 frees what it gathered by resizing storages to 0, which no mode sees.
+        self._stack.enter_context(
+            mock.patch.object(torch.UntypedStorage, "resize_", resize_and_count)
+        )
+        return super().__enter__()
+
+    def ran(self, func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> None:
+        for value in (result,) if isinstance(result, torch.Tensor) else tree_iter(result):
+            if isinstance(value, torch.Tensor):
+                self._count(value)
+        if self._workspace is not None and (size := self._workspace(func, args)):
+            self._change(self._label, size)
+            self._change(self._label, -size)
 
     @property
     def _label(self) -> str:
@@ -111,14 +139,6 @@ class MemoryTracker(TorchDispatchMode):
                 self._known[storage._cdata] = reference, label, size
                 self.current[before] -= size
                 self.current[label] = self.current.get(label, 0) + size
-
-    @contextlib.contextmanager
-    def _pause(self, *_: Any, **__: Any) -> Iterator[None]:
-        before, self._paused = self._paused, True
-        try:
-            yield
-        finally:
-            self._paused = before
 
     def _count(self, tensor: torch.Tensor) -> None:
         if tensor.device.type == "meta":
