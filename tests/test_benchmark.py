@@ -1,12 +1,16 @@
 """The benchmark's own arithmetic, and one tiny run. No test looks at how long anything took."""
 
+import contextlib
 import dataclasses
 import gc
+import io
 import json
 import os
+import runpy
 import subprocess
 import sys
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,11 +20,10 @@ import torch.distributed._functional_collectives as functional
 import torch.nn as nn
 
 import scripts.benchmarking.measure as measuring
-from scripts.benchmarking import worker
+from scripts.benchmarking import counts, worker
 from scripts.benchmarking.arms import ARMS, Setting, choose
 from scripts.benchmarking.collectives import BytesSent
 from scripts.benchmarking.counting import bytes_of, flops_of
-from scripts.benchmarking.counts import count_rows
 from scripts.benchmarking.journal import Journal
 from scripts.benchmarking.measure import Measured, Repetitions, heaviest
 from scripts.benchmarking.memory import live_tensor_bytes
@@ -54,18 +57,18 @@ def sent_by_plain_collectives() -> list[dict[str, int]]:
             whole, [0, 20] if me == 0 else [20, 0], [0, 20] if me == 0 else [20, 0], group
         ).sum(),
     ]
-    counts = []
+    sent_by_step = []
     for call in calls:
         with BytesSent() as sent:
             call()
-        counts.append(dict(sent.by_kind))
-    return counts
+        sent_by_step.append(dict(sent.by_kind))
+    return sent_by_step
 
 
 def test_bytes_sent_by_each_collective():
     results = on_ranks(2, sent_by_plain_collectives)
-    for rank, counts in enumerate(results):
-        assert counts == [
+    for rank, sent in enumerate(results):
+        assert sent == [
             {"all_gather": 40},  # 80 bytes of output, half of them the other rank's
             {"all_gather": 40},
             {"reduce_scatter": 40},
@@ -96,9 +99,9 @@ def sent_by_fsdp() -> dict[str, int]:
 
 def test_bytes_sent_in_backward_are_seen():
     gathered = reduced = 48 * 4 // 2
-    for counts in on_ranks(2, sent_by_fsdp):
+    for sent in on_ranks(2, sent_by_fsdp):
         # each layer: gathered in forward and again in backward, reduced in backward
-        assert counts == {"all_gather": 2 * 2 * gathered, "reduce_scatter": 2 * reduced}
+        assert sent == {"all_gather": 2 * 2 * gathered, "reduce_scatter": 2 * reduced}
 
 
 def test_live_tensors_count_each_storage_once():
@@ -357,7 +360,7 @@ def test_one_tiny_run(tmp_path):
     done = run(
         *("--devices", "2", "--arms", "microbatch", "--batch_sizes", "2", "--microbatches", "1"),
         *("--rounds", "1", "--steps", "1", "--json", str(output), "--markdown", str(markdown)),
-        *("--training.seq_len=32",),
+        *("--training.seq_len=32", "--privacy.accountant=rdp"),
     )
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     result = json.loads(output.read_text())
@@ -378,6 +381,15 @@ def test_one_tiny_run(tmp_path):
     assert "round 1 of 1" in done.stderr
 
 
+def in_a_fork(arguments: list[str]) -> tuple[object, str]:
+    """The script's exit code and what it says on stderr, in this process."""
+    sys.argv = ["scripts/benchmark.py", *arguments]
+    sys.path.insert(0, str(ROOT / "scripts"))
+    with contextlib.redirect_stderr(io.StringIO()) as said, pytest.raises(SystemExit) as stop:
+        runpy.run_path(str(ROOT / sys.argv[0]), run_name="__main__")
+    return stop.value.code, said.getvalue()
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [
@@ -386,15 +398,16 @@ def test_one_tiny_run(tmp_path):
     ],
 )
 def test_mistakes_are_one_line(arguments, message):
-    done = run(*arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    code, said = forks.call(in_a_fork, arguments)
+    assert code == 2
+    (line,) = said.splitlines()
+    assert message in line
 
 
-def test_counts_of_both_methods_against_plain():
+def test_counts_of_both_methods_against_plain(monkeypatch):
     """No FLOP more than plain, and bytes within what docs/benchmarks/counts.md says of 1B."""
-    one, several = count_rows(["debug"], [512], [1, 2], 2)
+    monkeypatch.setattr(counts, "count", partial(forks.call, counts.count_here))
+    one, several = counts.count_rows(["debug"], [512], [1, 2], 2)
     assert (one["method"], several["method"]) == ("microbatch", "grad_sample")
     for row in (one, several):
         assert row["flops_vs_non_dp"] == pytest.approx(1.0, abs=1e-3)

@@ -96,14 +96,13 @@ def test_row12_the_weights_change_alike_on_every_mesh(changes):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("mesh", ["cp1", "cp2_dp_shard2"])
-def test_token_ids_that_were_kept_change_no_bit(tmp_path, mesh):
+def test_token_ids_that_were_kept_change_no_bit(tmp_path):
     """Without any, with those of this run alone, and with those of a run before."""
     ways = {"none": ["--data.no-token_cache"], "first": [], "again": []}
     cache, data = {"XDG_CACHE_HOME": str(tmp_path / "cache")}, write_records(tmp_path / "data")
     none, *others = (
         weights_after_three_steps(
-            *(tmp_path / way, MESHES[mesh], "--privacy.debug_seed=1", *options),
+            *(tmp_path / way, MESHES["cp2_dp_shard2"], "--privacy.debug_seed=1", *options),
             data=data,
             env=cache,
         )
@@ -122,7 +121,7 @@ def test_row12_and_49_so_it_does_with_an_exact_sum(tmp_path, changes):
     options = ["--privacy.debug_seed=1", "--privacy.secure_noise", "--privacy.exact_sum"]
     one, *others = (
         change(weights_after_three_steps(tmp_path / name, MESHES[name], *options))
-        for name in ("cp1", "cp2_dp_shard2", "cp2_dp_replicate2")
+        for name in ("cp1", "cp2_dp_shard2")
     )
     errors = [((other - one).norm() / one.norm()).item() for other in others]
     print(errors)

@@ -184,7 +184,8 @@ def _say(line: str) -> None:
     print(f"benchmark: counting {line}", file=sys.stderr, flush=True)
 
 
-def _count(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
+def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
+    """Count in this process, which has no process group: what `count` returns."""
     import torch
 
     import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
@@ -334,7 +335,7 @@ def _watch_loss_head(output: Any, counts: Any) -> None:
 
 def _main() -> None:
     case, seq_lens = json.load(sys.stdin)
-    found = _count(Case(**case), seq_lens)
+    found = count_here(Case(**case), seq_lens)
     print(
         json.dumps(
             {

@@ -49,7 +49,7 @@ def test_what_ranks_disagree_on_is_not_told_if_it_is_private():
 
 
 def opening(folder: str, differ: bool) -> str:
-    """A start on two ranks, one of which was given another sequence length."""
+    """A start on two ranks, one of which was given another way to share out a sample's tokens."""
     from types import SimpleNamespace
     from unittest import mock
 
@@ -60,8 +60,11 @@ def opening(folder: str, differ: bool) -> str:
     from torchtitan_dp.train import DPTrainer
 
     os.makedirs(folder, exist_ok=True)
-    length = 64 + 64 * (differ and dist.get_rank())
-    config = build.config(f"--job.dump_folder={folder}", f"--training.seq_len={length}")
+    balancer = "None" if differ and dist.get_rank() else "headtail"
+    config = build.config(
+        f"--job.dump_folder={folder}",
+        f"--parallelism.context_parallel_load_balancer={balancer}",
+    )
     trainer = SimpleNamespace(
         job_config=config, dataloader=SimpleNamespace(fingerprint="f" * 64, units=np.arange(10))
     )
@@ -74,7 +77,7 @@ def opening(folder: str, differ: bool) -> str:
 
 
 def test_ranks_with_other_configurations_refuse_to_train(tmp_path):
-    """Lengths decide who processes whom: a record could be dealt to two ranks."""
+    """No term of the guarantee differs, and yet tokens could be missing, or be there twice."""
     assert "ranks disagree" in on_ranks(2, opening, str(tmp_path / "other"), True)[1]
     assert on_ranks(2, opening, str(tmp_path / "same"), False) == ["agreed", "agreed"]
 

@@ -212,15 +212,15 @@ def test_row06_a_record_without_tokens_is_exactly_zero(cp, method):
 
 
 def small_adds(degrees, method):
-    """1,000 adds of one small gradient to a large sum, and dtypes at each stage."""
+    """400 adds of one small gradient to a large sum, and dtypes at each stage."""
     from tests import build
 
     tokens_NT, labels_NT = build.data(samples=2)
     bf16 = "--training.mixed_precision_param=bfloat16"
-    built = build.build(degrees, *method, bf16, max_grad_norm=1e-3)
+    built = build.build(degrees, *method, bf16, max_grad_norm=1 / 400)
     built.clipped_sum(tokens_NT, labels_NT)
     same_B = [1] * built.batch_size
-    for _ in range(1000 // built.batch_size):
+    for _ in range(400 // built.batch_size):
         loss_B = built.losses(tokens_NT[same_B], labels_NT[same_B])
         built.gradients.accumulate_clipped(loss_B, torch.ones_like(loss_B, dtype=torch.bool))
     total = built.gradients.clipped_sum.take()
@@ -229,9 +229,9 @@ def small_adds(degrees, method):
 
 
 @by_method
-def test_row13_a_thousand_small_adds(method):
+def test_row13_hundreds_of_small_adds(method):
     norm, dtypes = on_ranks(1, small_adds, (1, 1, 1), method)[0]
-    assert norm == pytest.approx(1.0, rel=1e-4)  # bf16 accumulation stalls near 0.25
+    assert norm == pytest.approx(1.0, rel=1e-4)  # bf16 accumulation stalls near 0.64
     assert dtypes == {torch.float32}
 
 
@@ -370,8 +370,8 @@ def live_tensors(degrees, mode, method):
         return sum(isinstance(o, torch.Tensor) for o in gc.get_objects())
 
     counts = []
-    for _ in range(5):
-        for _ in range(10):
+    for _ in range(4):
+        for _ in range(4):
             built.accumulate(tokens_NT, labels_NT)
             taken(built)
         counts.append(count())
@@ -384,9 +384,9 @@ def live_tensors(degrees, mode, method):
     ids=["microbatch", "V1", "V2"],
 )
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_row27_live_tensors_stay_flat_over_50_steps(mode, method, ranks):
+def test_row27_live_tensors_stay_flat_over_16_steps(mode, method, ranks):
     for counts in on_ranks(ranks, live_tensors, (1, 1, ranks), mode, method):
-        # One leaked a step would be 40 more.
+        # One leaked a step would be 12 more.
         assert max(counts) - min(counts) <= 2, counts
 
 

@@ -32,13 +32,15 @@ def whole_and_extrapolated(overrides, mode):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize(
-    "overrides",
-    [(), ("--training.local_batch_size=2", "--parallelism.data_parallel_shard_degree=2")],
-    ids=["microbatch, cp 2", "grad_sample, dp_shard 2"],
+    ("mode", "overrides"),
+    [
+        ("none", ()),
+        ("full", ("--training.local_batch_size=2", "--parallelism.data_parallel_shard_degree=2")),
+    ],
+    ids=["microbatch, cp 2", "grad_sample, dp_shard 2, recomputed"],
 )
-def test_few_layers_tell_the_peak_of_all(overrides, mode):
+def test_few_layers_tell_the_peak_of_all(mode, overrides):
     whole, few = forks.call(whole_and_extrapolated, small(*overrides), mode)
     assert few == pytest.approx(whole, rel=1e-3)
 

@@ -204,22 +204,32 @@ def _peaks(whole: Whole, limit: int, unit: int) -> Peaks:
     return quick
 
 
-def main() -> None:
-    """Answer the task on stdin: what is being done, a line each, and the plan as JSON."""
-    overrides, world_size, memory_gib, seek_longest = json.load(sys.stdin)
+def answer(
+    overrides: list[str],
+    world_size: int,
+    memory_gib: float,
+    seek_longest: bool,
+    say: Say = lambda doing: None,
+) -> MemoryPlan:
+    """Predict, in a process that has no process group, what `memory.predict` asks for."""
     config = load_config(overrides, world_size)
     args = shape(config)
-
-    def say(doing: str) -> None:
-        print(doing, flush=True)
-
     with fake_world(world_size):
         plan = measure(config, args, world_size, memory_gib, seek_longest=seek_longest, say=say)
     if seek_longest and not plan.fits:
         limit = limit_bytes(memory_gib)
         ranks = enough_ranks(overrides, args, world_size, limit, say)
         plan = dataclasses.replace(plan, fitting_world_size=ranks)
-    print(json.dumps(dataclasses.asdict(plan)))
+    return plan
+
+
+def main() -> None:
+    """Answer the task on stdin: what is being done, a line each, and the plan as JSON."""
+
+    def say(doing: str) -> None:
+        print(doing, flush=True)
+
+    print(json.dumps(dataclasses.asdict(answer(*json.load(sys.stdin), say))))
 
 
 if __name__ == "__main__":

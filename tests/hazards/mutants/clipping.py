@@ -184,7 +184,7 @@ MUTANTS = [
         "gradients/grad_sample.py",
         "            self._shards[name].mul_(_along(factor_B, self._shards[name], dim=0))\n",
         "            self._shards[name].mul_(factor_B[0])\n",
-        (f"{SAMPLES}test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch[1-0-V2]",),
+        (f"{SAMPLES}test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch[1-1-V2]",),
     ),
     Mutant(
         7,

@@ -185,7 +185,7 @@ MUTANTS = [
     ),
     Mutant(
         32,
-        "ranks of other configurations deal each their own way",
+        "ranks of other configurations share out each their own way",
         "train.py",
         "(ledger.settings, ledger.config_hash, versions()), private",
         "(ledger.settings,), private",
