@@ -1,10 +1,11 @@
-"""In which order files are tested, and what `run_tests.sh fast` leaves out."""
+"""In which order files are tested, what is left out, and what all of a session's workers share."""
 
 import os
 
 import pytest
 
 from tests import forks
+from tests.thorough import is_thorough
 
 # The longest first, so that the workers end together; the fixtures of a file are made once.
 LONGEST = (
@@ -19,6 +20,8 @@ LONGEST = (
     "tests/test_faults.py",
     "tests/hazards/test_crashes.py",
 )
+CAMPAIGNS = ("mutants", "thorough")
+"""Markers of what runs only if `-m` names it, or its id."""
 FAST = "TORCHTITAN_DP_FAST_TESTS"
 """An environment variable: set, tests that ask for another process are skipped."""
 
@@ -26,6 +29,9 @@ FAST = "TORCHTITAN_DP_FAST_TESTS"
 def pytest_configure(config: pytest.Config) -> None:
     if hides_devices(config.getoption("markexpr")):
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
+    forks.without_help()
+    if config.getoption("numprocesses", None):
+        os.environ[forks.ADDRESS] = forks.address()  # one server for all workers
 
 
 def hides_devices(marks: str) -> bool:
@@ -33,8 +39,22 @@ def hides_devices(marks: str) -> bool:
     return not marks.startswith("cuda")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put the longest files first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Put the longest files first, and leave the campaigns out."""
+    for item in items:
+        if is_thorough(item.nodeid):
+            item.add_marker("thorough")
+    named = any("::" in argument for argument in config.args)
+    asked = str(config.getoption("markexpr"))
+    out = [
+        item
+        for item in items
+        for name in CAMPAIGNS
+        if item.get_closest_marker(name) and name not in asked and not named
+    ]
+    if out:
+        config.hook.pytest_deselected(items=out)
+        items[:] = [item for item in items if item not in set(out)]
     rank = {file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(_file(item), len(rank)))  # the others stay as they are
 

@@ -234,6 +234,11 @@ def _stat(pid: int) -> list[str]:
         return ["Z", "0", "0", "0"]
 
 
+def parent(pid: int) -> int:
+    """The process that a living process dies with."""
+    return int(_stat(pid)[1])
+
+
 def _environment(pid: int) -> list[bytes]:
     try:
         return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")

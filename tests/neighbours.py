@@ -1,12 +1,7 @@
-"""Runs neighbouring data sets under one memory limit, each in a process of its own.
-
-    python -m tests.neighbours TASKS.json
-
-Answers in JSON, a line a task: the exit code and what the run said last. The processes are forked
-from this one, which has imported all there is to import, and have what torchrun would give them.
+"""Runs a data set under a memory limit, in a process that `tests.forks` has forked for it and that
+is given what torchrun would give it.
 """
 
-import json
 import os
 import resource
 import socket
@@ -46,34 +41,20 @@ def run(argv: list[str], headroom: int | None, rehearsed: bool) -> None:
     train.main(argv)
 
 
-def forked(task: dict[str, Any], log: Path) -> int:
-    """In a child; its exit code."""
-    pid = os.fork()
-    if pid == 0:
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        os.dup2(output, 1)
-        os.dup2(output, 2)
-        code = 1
-        try:
-            run(task["argv"], task["headroom"], task["rehearsed"])
-            code = 0
-        except SystemExit as stop:
-            print(stop.code, file=sys.stderr, flush=True)
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-
-
-def main(path: str) -> None:
-    for number, task in enumerate(json.loads(Path(path).read_text())):
-        log = Path(f"{path}.{number}.log")
-        code = forked(task, log)
-        print(json.dumps([code, log.read_text(errors="replace")]), flush=True)
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])
+def ended(argv: list[str], headroom: int | None, rehearsed: bool, log: Path) -> int:
+    """Run to the end in this process, which does nothing else; the exit code."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", XDG_CACHE_HOME=str(log.parent / "cache"))
+    code = 1
+    try:
+        run(argv, headroom, rehearsed)
+        code = 0
+    except SystemExit as stop:
+        print(stop.code, file=sys.stderr)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return code

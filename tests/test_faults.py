@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.checkpoint.test_resume import STEPS, Folder, steps_saved
-from tests.launch import TIMEOUT_S, privacy, with_sigma
+from tests.launch import TIMEOUT_S, parent, privacy, with_sigma
 from torchtitan_dp.checkpoint.folder import damage, finished_checkpoints
 from torchtitan_dp.checkpoint.safe_load import entries, read_metadata
 from torchtitan_dp.launch import EXIT_STOPPED
@@ -83,15 +83,17 @@ def stopped(hung):
     run = folder.start(steps, "--checkpoint.interval=10000", real=True)
     try:
         run.wait_for(lambda: folder.steps_begun() > HUNG_AT + 2, "the next steps")
+        launched = {parent(pid) == run.process.pid for pid in run.workers()}
         run.process.send_signal(signal.SIGTERM)
         code = run.process.wait(TIMEOUT_S)
-        return folder, code, run.output(), run.dies()
+        return folder, code, run.output(), run.dies(), launched
     finally:
         run.end()
 
 
 def test_sigterm_saves_a_checkpoint_and_stops(stopped):
-    folder, code, output, dead = stopped
+    folder, code, output, dead, launched = stopped
+    assert launched == {True}  # so workers die with it, as in test_resume
     assert (code, dead) == (EXIT_STOPPED, True)
     assert "Training starts at step 3" in output  # what the hung run had saved
     last = max(steps_saved(folder))

@@ -183,9 +183,7 @@ def killed(tmp_path_factory):
     def start_and_kill(kill, *overrides):
         folder = Folder(tmp_path_factory.mktemp(kill.__name__), *with_sigma(1), *overrides)
         # More steps than can be over when the signal comes.
-        # The launcher's own death is the real one's.
-        real = kill is kill_launcher
-        run = folder.start("--training.steps=4000", "--checkpoint.keep_latest_k=2", real=real)
+        run = folder.start("--training.steps=4000", "--checkpoint.keep_latest_k=2")
         try:
             # Any one: step 2's is gone again after step 6.
             run.wait_for(lambda: bool(steps_saved(folder)), "a checkpoint")

@@ -6,20 +6,18 @@ ends well under a memory limit at which the other dies when it draws the long re
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests import forks
-from tests.launch import ROOT, arguments, with_sigma
+from tests import forks, neighbours
+from tests.launch import arguments, with_sigma
 
 LONG = "long " * 2000  # more than seq_len tokens
-SEED = 3  # draws the last file within the six steps, but not in the first
+SEED = 3  # draws the last file within the three steps, but not in the first
 LOW, HIGH = 128 * 2**20, 1024 * 2**20  # a sample of 512 tokens fits; one of 4,096 does
-STEPS = 6
+STEPS = 3
 TOO_LARGE = "<|surplus|>"  # the token that the model's vocabulary lacks
 
 
@@ -85,28 +83,13 @@ def ended(tmp_path_factory) -> dict[str, tuple[int, str, Path]]:
             tasks[out.name] = task(out, data[name], *overrides, **options)
         out = root / f"surplus_{name}"
         tasks[out.name] = task(out, surplus[name], assets, "--training.seq_len=64", headroom=None)
-    path = root / "tasks.json"
-    path.write_text(json.dumps(list(tasks.values())))
-    forks.need()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.neighbours", str(path)],
-        cwd=ROOT,
-        env={
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "CUDA_VISIBLE_DEVICES": "",
-            "GLOO_SOCKET_IFNAME": "lo",
-            "MALLOC_ARENA_MAX": "1",  # else each thread reserves 64 MiB
-            "OMP_NUM_THREADS": "1",
-            "XDG_CACHE_HOME": str(root / "cache"),
-        },
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    answers = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(answers) == len(tasks)
+    codes = {
+        name: forks.call(neighbours.ended, *task.values(), root / f"{name}.log")
+        for name, task in tasks.items()
+    }
     return {
-        name: (code, said, root / name) for name, (code, said) in zip(tasks, answers, strict=True)
+        name: (code, (root / f"{name}.log").read_text(errors="replace"), root / name)
+        for name, code in codes.items()
     }
 
 

@@ -1,0 +1,49 @@
+"""What the default suite leaves out: further cases of what it checks in others.
+
+    ./scripts/run_tests.sh -m thorough      # these alone, in some minutes
+
+Each is a pattern of node ids below `tests/`. A test that is named by its id runs always.
+"""
+
+import re
+
+PATTERNS = (
+    # The game with every way to sum and noise; the faults in these are flagged by default.
+    r"hazards/test_audit\.py::test_row35_the_clean_build_stays_under_the_claim\[(secure|exact.*)\]",
+    # Kernels compiled by Inductor in the place of CUDA's, and the search of their cache.
+    r"hazards/test_run\.py::test_hazard_30_no_compile_cache_holds_a_key",
+    r"data/test_buckets\.py::test_clipped_sum_is_the_same\[degrees(5|7)-.*",
+    r"preflight/test_rehearsal\.py::test_row47_a_rehearsal_changes_nothing\[(compile|offload)\]",
+    r"preflight/test_rehearsal\.py::test_row47_a_resumed_run_.*\[microbatch\]",
+    r"preflight/test_rehearsal\.py::test_row47_padding_.*\[(selective|offload)\]",
+    r"distributed/test_offload\.py::test_equals_the_loop\[compiled-\(1, 1, 1\)\]",
+    # More meshes, ways to recompute and to rotate, for a method that has some by default.
+    r"gradients/test_exactness\.py::test_ring_variants\[4-.*",
+    r"gradients/test_exactness\.py::test_activation_checkpointing\[no_early_stop-.*",
+    r"gradients/test_grad_sample\.py::test_activation_checkpointing\[.*-no_early_stop-.*",
+    r"gradients/test_grad_sample\.py::test_every_mesh\[\(1, [12], [24]\)-4-.*",
+    r"gradients/test_grad_sample\.py::test_large_layers_go_one_sample_at_a_time\[\(1, 2, 2\)-.*",
+    r"gradients/test_exact_sum\.py::test_row49_the_exact_sum_is_the_loops\[\(\d, \d, \d\)-V1\]",
+    r"gradients/test_exact_sum\.py::test_row49_whichever_rank_.*\[\((1, 4, 1|2, 2, 1)\)\]",
+    r"gradients/test_exact_sum\.py::test_row12_and_49_.*\[microbatch-\(2, 1, 2\)\]",
+    r"hazards/test_noise\.py::test_row08_variance_.*\[\((1, 1, 2|2, 1, 2)\)-[03]\]",
+    r"hazards/test_clipping\.py::test_row27_live_tensors_.*\[(none|selective)-(microbatch|V1)\]",
+    r"hazards/test_audit\.py::test_an_included_canary_.*\[\(1, 2, 2\)-.*-exact\]",
+    # Numbers on a finer grid.
+    r"privacy/test_summation\.py::test_row49_in_fixed_point_.*\[(0\.000.*|1e.*|1000000000\.0|3\.0)\]",
+    r"privacy/test_accountants\.py::test_hazard_37_every_.*\[(0\.8|1\.5|4\.0)-.*",
+    # Predictions of other configurations.
+    r"plan/test_memory\.py::test_the_longest_configs_fit_four_ranks_of_80_gib\[8b.*",
+    r"plan/test_memory\.py::test_row49_an_exact_sum_takes_eight_bytes_a_value\[.*=2\]",
+    # What all of selfcheck's checks show together; the mutants ask for each alone.
+    r"selfcheck/test_power\.py::test_what_a_fault_fails_passes_without\[.*",
+    # Selfcheck under other configurations, and with faults that others are like.
+    r"selfcheck/test_power\.py::test_configurations_pass\[(offload bf16|automatic|compile)\]",
+    r"selfcheck/test_power\.py::test_a_fault_fails_it\[(own_tokens|sums_of_partial|noise_without"
+    r"|noise_shared_by_par|chunk_edge_lost-1-clipped|adamw|checkpoint_without).*",
+)
+_ALL = re.compile(r"tests/(" + "|".join(PATTERNS) + ")")
+
+
+def is_thorough(node_id: str) -> bool:
+    return _ALL.fullmatch(node_id) is not None
