@@ -337,7 +337,7 @@ def audits(tmp_path_factory):
             *(f"--model.hf_assets_path={folder / 'model'}", "--training.seq_len=32"),
             *("--training.global_batch_size=10", "--training.steps=2"),  # q = 1
             *("--data.heldout_fraction=0", "--validation.no-enable"),
-            *("--privacy.debug_seed=5", *overrides),
+            *("--privacy.accountant=rdp", "--privacy.debug_seed=5", *overrides),
             *("--canaries=1000", f"--json={folder / name}.json", f"--plot={folder / name}.png"),
         ]
         log = folder / f"{name}.log"

@@ -212,15 +212,15 @@ def test_row06_a_record_without_tokens_is_exactly_zero(cp, method):
 
 
 def small_adds(degrees, method):
-    """400 adds of one small gradient to a large sum, and dtypes at each stage."""
+    """320 adds of one small gradient to a large sum, and dtypes at each stage."""
     from tests import build
 
     tokens_NT, labels_NT = build.data(samples=2)
     bf16 = "--training.mixed_precision_param=bfloat16"
-    built = build.build(degrees, *method, bf16, max_grad_norm=1 / 400)
+    built = build.build(degrees, *method, bf16, max_grad_norm=1 / 320)
     built.clipped_sum(tokens_NT, labels_NT)
     same_B = [1] * built.batch_size
-    for _ in range(400 // built.batch_size):
+    for _ in range(320 // built.batch_size):
         loss_B = built.losses(tokens_NT[same_B], labels_NT[same_B])
         built.gradients.accumulate_clipped(loss_B, torch.ones_like(loss_B, dtype=torch.bool))
     total = built.gradients.clipped_sum.take()
@@ -231,7 +231,7 @@ def small_adds(degrees, method):
 @by_method
 def test_row13_hundreds_of_small_adds(method):
     norm, dtypes = on_ranks(1, small_adds, (1, 1, 1), method)[0]
-    assert norm == pytest.approx(1.0, rel=1e-4)  # bf16 accumulation stalls near 0.64
+    assert norm == pytest.approx(1.0, rel=1e-4)  # bf16 accumulation stalls near 0.8
     assert dtypes == {torch.float32}
 
 

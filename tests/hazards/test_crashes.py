@@ -16,7 +16,7 @@ from tests.launch import arguments, with_sigma
 
 LONG = "long " * 2000  # more than seq_len tokens
 SEED = 3  # draws the last file within the three steps, but not in the first
-LOW, HIGH = 128 * 2**20, 1024 * 2**20  # a sample of 512 tokens fits; one of 4,096 does
+LOW, HIGH = 64 * 2**20, 1024 * 2**20  # a sample of 256 tokens fits; one of 2,048 does
 STEPS = 3
 TOO_LARGE = "<|surplus|>"  # the token that the model's vocabulary lacks
 
@@ -52,7 +52,7 @@ def task(out: Path, data: Path, *overrides: str, headroom: int | None, rehearsed
     argv = arguments(
         out,
         data,
-        "--training.seq_len=4096",
+        "--training.seq_len=2048",
         "--training.global_batch_size=6",
         f"--training.steps={STEPS}",
         "--checkpoint.no-enable",

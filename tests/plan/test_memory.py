@@ -26,7 +26,7 @@ def small(*overrides):
         f"--job.config_file={CONFIG}",
         "--training.dataset_path=python-stdlib",
         "--validation.no-enable",
-        "--training.seq_len=1024",
+        "--training.seq_len=512",
         *overrides,
     ]
 
@@ -71,7 +71,7 @@ def allocated_peak(step):
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
-        step.microbatch(1024)
+        step.microbatch(512)
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
     alive = peak = 0
     for event in sorted(events, key=lambda event: event.start_ns()):
