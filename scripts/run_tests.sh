@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Runs the tests: ./scripts/run_tests.sh [pytest arguments].
 #
-#   ./scripts/run_tests.sh        the whole suite, on all cores
+#   ./scripts/run_tests.sh        what CI runs, on all cores
 #   ./scripts/run_tests.sh fast   what needs no other process, and one run of two processes
+#   ./scripts/run_tests.sh -m thorough   further cases of what CI checks in others
+#   ./scripts/run_tests.sh -m mutants    every fault of tests/hazards against its test
 #   ./scripts/run_tests.sh -m cuda   what needs a CUDA device, which all others are not shown
 set -euo pipefail
 
