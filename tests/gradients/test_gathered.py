@@ -9,7 +9,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import on_ranks
 
@@ -65,74 +68,123 @@ class Inner(torch.optim.SGD):
         self.model, self.gathered, self.freed = built.model, [], []
 
     def step(self, closure=None):
-        self.freed.append(sum(x.untyped_storage().nbytes() for x in self.gathered) == 0)
-        self.freed.append(is_sharded(self.model))
+        self.freed.append(all(x.untyped_storage().nbytes() == 0 for x in self.gathered))
+        self.freed.append(all(isinstance(x, DTensor) for x in self.model.parameters()))
         return super().step(closure)
 
 
-def is_sharded(model):
-    return all(isinstance(p, torch.distributed.tensor.DTensor) for p in model.parameters())
+class Gathers(TorchDispatchMode):
+    """Counts, for each microbatch, FSDP2's all-gathers, and how often weights were made whole."""
+
+    def __init__(self):
+        super().__init__()
+        self.collectives, self.groups = [], []
+
+    def next(self):
+        self.collectives.append(0)
+        self.groups.append(0)
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented
+        self.collectives[-1] += func.overloadpacket is torch.ops.fsdp.all_gather_copy_in
+        return func(*args, **(kwargs or {}))
+
+    def __enter__(self):
+        made_whole = FSDPParamGroup._to_unsharded
+
+        def count(group):
+            self.groups[-1] += 1
+            made_whole(group)
+
+        self.patch = mock.patch.object(FSDPParamGroup, "_to_unsharded", count)
+        self.patch.start()
+        self.next()
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        super().__exit__(*error)
+        self.patch.stop()
 
 
-def steps(degrees, overrides, changes):
-    """The weights and losses of three steps, how often the second and later microbatches' weights
-    were gathered (the first step's alone), and what was found at each update."""
+def steps(degrees, overrides, changes, reshard=False):
+    """The weights and losses of three steps, counts of each microbatch of the first, and what was
+    found at each update.
+
+    Args:
+        reshard: free all that is gathered before each step, without the package.
+    """
     from tests import build
 
     args = dataclasses.replace(build.ARGS, **changes)
     built = build.build(degrees, *overrides, args=args)
-    inner = Inner(built)
+    inner, seen = Inner(built), []
     optimizer = built.step.optimizer(inner, noise_multiplier=0.1, expected_batch_size=4)
     tokens_NT, labels_NT = build.data(samples=4)
-    gathers, seen = [], []
-    real, losses = dist.all_gather_into_tensor, built.losses
+    losses = built.losses
+    with Gathers() as gathers:
 
-    def gather(*args, **kwargs):
-        gathers[-1] += 1
-        return real(*args, **kwargs)
+        def noted(*args):
+            gathers.next()
+            loss_B = losses(*args)
+            seen.append(loss_B.detach().clone())
+            return loss_B
 
-    def noted(*args):
-        gathers.append(0)
-        loss_B = losses(*args)
-        seen.append(loss_B.detach().clone())
-        return loss_B
-
-    with mock.patch.object(dist, "all_gather_into_tensor", gather):
         built.losses = noted
         for step in range(3):
-            if step != 1:
-                built.accumulate(tokens_NT, labels_NT)
-                inner.gathered = [] if is_sharded(built.model) else list(built.model.parameters())
-            else:
+            for module in built.model.modules() if reshard else ():
+                if isinstance(module, FSDPModule):
+                    module.reshard()
+            if step == 1:
                 with torch.no_grad():
-                    losses(tokens_NT[:1], labels_NT[:1])
+                    losses(tokens_NT[:2], labels_NT[:2])
+            else:
+                built.accumulate(tokens_NT, labels_NT)
+            held = [x for x in built.model.parameters() if not isinstance(x, DTensor)]
+            inner.gathered = held if step != 1 else []
             optimizer.step(built.step.clipped_sum.take(), bytes([step]) * 32)
             built.step.clipped_sum.reset()
             if step == 0:
-                count = gathers.copy()
-    weights = {n: p.to_local().clone() for n, p in built.parameters.items()}
-    return weights, seen, count, inner.freed, len(inner.gathered)
+                counts = gathers.collectives[1:], gathers.groups[1:]
+    weights = [p.to_local().clone() for p in built.parameters.values()]
+    return [*weights, *seen], counts, inner.freed, len(inner.gathered)
 
 
 def with_and_without(degrees, overrides, changes):
-    """Of both, whether they are the same, and of each the rest of `steps`."""
-    kept, stock = (steps(degrees, (*overrides, *more), changes) for more in ((KEEP,), ()))
-    same = all(torch.equal(value, stock[0][name]) for name, value in kept[0].items())
-    same &= len(kept[1]) == len(stock[1]) and all(map(torch.equal, kept[1], stock[1]))
-    return same, kept[2:], stock[2:]
+    """Of steps with the key and without: whether they are the same, and the rest of `steps`."""
+    kept = steps(degrees, (*overrides, KEEP), changes)
+    stock = steps(degrees, overrides, changes, reshard=True)
+    same = len(kept[0]) == len(stock[0]) and all(map(torch.equal, kept[0], stock[0]))
+    return same, kept[1:], stock[1:]
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_gathered_once_a_step_and_change_no_bit(way):
     degrees, overrides, changes = WAYS[way]
     ranks = degrees[0] * degrees[1] * degrees[2]
-    groups = 3 if changes else 4  # of two blocks: embeddings and head are one, if they are tied
+    # Of two blocks; embeddings and head are one group if they are tied.
+    groups, parameters = (3, 20) if changes else (4, 21)
     for same, kept, stock in on_ranks(ranks, with_and_without, degrees, overrides, changes):
         assert same
-        (count, freed, gathered), (stock_count, _, stock_gathered) = kept, stock
-        assert gathered == 10 + (not changes) + 9 * 2 - 9 or gathered
-        assert stock_gathered == 0
+        (collectives, made_whole), freed, held = kept
+        microbatches = len(made_whole)
+        assert made_whole == [groups] + [0] * (microbatches - 1)
+        assert collectives == (made_whole if degrees[1] * degrees[2] > 1 else [0] * microbatches)
+        assert held == parameters
         assert all(freed)
-        if degrees[1] * degrees[2] > 1:
-            assert count == [groups, *[0] * (len(count) - 1)]
-            assert min(stock_count) >= groups
+        (_, made_whole), freed, held = stock
+        assert min(made_whole) >= groups
+        assert held == 0
+        assert all(freed)
+
+
+def without_reshards(degrees):
+    plain, resharded = (steps(degrees, MICROBATCH, {}, reshard)[0] for reshard in (False, True))
+    return all(map(torch.equal, plain, resharded))
+
+
+@pytest.mark.parametrize("cp", [1, 2])
+def test_what_validation_gathered_is_not_used_after_an_update(cp):
+    """Without the key too: FSDP2 keeps the head after forward, and a step that draws nobody has no
+    backward pass to free it."""
+    assert on_ranks(cp, without_reshards, (1, 1, cp)) == [True] * cp
