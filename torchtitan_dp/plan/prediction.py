@@ -189,9 +189,7 @@ def measure(
         if update <= limit:
             lengths[mode] = longest(_peaks(whole, limit, unit), limit, unit)
     parts = {name: parts.get(name, 0) for name in CATEGORIES}
-    return MemoryPlan(
-        world_size, seq_len, parts, memory_gib, lengths, kept_gathered_bytes=kept
-    )
+    return MemoryPlan(world_size, seq_len, parts, memory_gib, lengths, kept_gathered_bytes=kept)
 
 
 def enough_ranks(
