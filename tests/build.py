@@ -23,7 +23,7 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.methods import GradientMethod
 from torchtitan_dp.gradients.reduction import ReductionGroups
-from torchtitan_dp.gradients.step import build_step
+from torchtitan_dp.gradients.step import PrivateStep, build_step
 from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
 from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_fsdp_modules
 from torchtitan_dp.models.loss import SampleLosses
@@ -58,6 +58,7 @@ class Built:
     """A parallelized model and what accumulates its clipped gradients, on this rank."""
 
     model: Llama
+    step: PrivateStep
     gradients: GradientMethod
     losses: SampleLosses
     dims: ParallelDims
@@ -171,7 +172,7 @@ def build(
     )
     batch_size = job_config.training.local_batch_size
     return Built(
-        model, step.gradients, losses, dims, groups, parameters, step.summation, batch_size
+        model, step, step.gradients, losses, dims, groups, parameters, step.summation, batch_size
     )
 
 

@@ -115,6 +115,24 @@ def test_token_ids_that_were_kept_change_no_bit(tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
+@pytest.mark.parametrize("mesh", ["cp1", "cp2", "cp2_dp_shard2"])
+def test_weights_kept_gathered_change_no_bit_of_a_run(tmp_path, mesh):
+    """With a held-out part evaluated and a checkpoint saved between steps."""
+    options = ["--privacy.debug_seed=1", "--validation.enable", "--validation.freq=1"]
+    options += ["--validation.steps=1", "--data.heldout_fraction=0.2", "--checkpoint.interval=1"]
+    data = write_records(tmp_path / "data")
+    stock, kept = (
+        weights_after_three_steps(tmp_path / way, MESHES[mesh], *options, *more, data=data)
+        for way, more in (
+            ("stock", []),
+            ("kept", ["--parallelism.keep_weights_gathered"]),
+        )
+    )
+    assert all(torch.equal(value, stock[name]) for name, value in kept.items())
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
 def test_row12_and_49_so_it_does_with_an_exact_sum(tmp_path, changes):
     """And the weights move as far as with a sum in fp32, under noise of other draws."""
     options = ["--privacy.debug_seed=1", "--privacy.secure_noise", "--privacy.exact_sum"]

@@ -11,6 +11,7 @@ Guarantee:
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn as nn
@@ -36,18 +37,22 @@ class DPOptimizer:
         max_grad_norm: float,
         expected_batch_size: float,
         summation: Summation = FP32_SUM,
+        free_gathered: Callable[[], None] | None = None,
     ) -> None:
         """
         Args:
             optimizer: any `torch.optim.Optimizer` over exactly `parameters`.
             parameters: DTensors sharded on dim 0, by canonical name.
             summation: how noise is added, and to what; the `ClippedSum` must have the same.
+            free_gathered: frees copies of the parameters that FSDP2 may still hold, which would be
+                used as they were before the update.
         """
         self._optimizer = optimizer
         self._parameters = parameters
         self._noise_std = noise_multiplier * max_grad_norm
         self._expected_batch_size = expected_batch_size
         self._summation = summation
+        self._free_gathered = free_gathered
         self._starts = {name: _flat_start(parameter) for name, parameter in parameters.items()}
 
     def step(self, clipped_sum: dict[str, Tensor], key: bytes) -> None:
@@ -58,7 +63,7 @@ class DPOptimizer:
                 overwritten.
             key: this step's noise key, the same on all ranks, used once.
         """
-        self._set_gradients(clipped_sum, key)
+        self._prepare(clipped_sum, key)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -72,13 +77,16 @@ class DPOptimizer:
         Args:
             clipped_sum: as of `step`; overwritten.
         """
-        self._set_gradients(clipped_sum, bytes(32))
+        self._prepare(clipped_sum, bytes(32))
         for optimizer in getattr(self._optimizer, "optimizers", [self._optimizer]):
             if not any(optimizer.state.values()):
                 _make_state(optimizer)
         self._optimizer.zero_grad(set_to_none=True)
 
-    def _set_gradients(self, clipped_sum: dict[str, Tensor], key: bytes) -> None:
+    def _prepare(self, clipped_sum: dict[str, Tensor], key: bytes) -> None:
+        """Free what an update would make stale, and set the noised gradients."""
+        if self._free_gathered is not None:
+            self._free_gathered()
         for name, parameter in self._parameters.items():
             gradient = clipped_sum[name]
             gradient = self._summation.add_noise_(

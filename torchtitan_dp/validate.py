@@ -17,6 +17,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.feed import Draw, Feed
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.data.sharing import ContextGroup
+from torchtitan_dp.gradients.gathered import free_gathered
 from torchtitan_dp.models.loss import SampleLosses
 
 
@@ -67,6 +68,7 @@ class HeldOutValidator:
             sums[1] += (microbatch.labels_BT >= 0).any(dim=1).sum().item() / self._dims.cp
         feed.close()
         model.train()
+        free_gathered(model)  # without a backward pass some would stay
         if (mesh := self._dims.get_optional_mesh("loss")) is not None:
             sums = sums.to(losses.device)
             dist.all_reduce(sums, group=mesh.get_group())

@@ -107,7 +107,7 @@ def test_predicted_is_what_real_tensors_take(world_size, overrides):
     predicted, parts = forks.call(with_fake_tensors, small(*overrides), world_size)
     tracked, allocated = on_ranks(world_size, with_real_tensors, small(*overrides), world_size)[0]
     print(f"predicted {predicted:,}, tracked {tracked:,}, allocated {allocated:,} bytes")
-    assert set(parts) <= set(CATEGORIES)
+    assert set(parts) <= {*CATEGORIES, "gathered"}
     assert predicted == pytest.approx(tracked, rel=0.05)  # a collective's input may live longer
     assert predicted == pytest.approx(allocated, rel=0.10)
 
@@ -225,8 +225,28 @@ def test_the_table_says_that_it_predicts(capsys):
     assert lines[-2].endswith("4,194,304 tokens or more")
 
 
+def test_it_is_said_whether_weights_could_stay_gathered():
+    config = load_config(small(), 4)
+    parts = dict.fromkeys(CATEGORIES, GIB)
+    fitting = MemoryPlan(4, 1024, parts, 80, {}, kept_gathered_bytes=76 * GIB)
+    said = "keeping the weights gathered within a step would need at most "
+    (line,) = (x.strip() for x in memory_report.advice(fitting, config) if "gathered" in x)
+    assert line == f"{said}76.0 GiB: it fits; set parallelism.keep_weights_gathered = true"
+    larger = dataclasses.replace(fitting, kept_gathered_bytes=76 * GIB + 1)
+    (line,) = (x.strip() for x in memory_report.advice(larger, config) if "gathered" in x)
+    assert line == f"{said}76.0 GiB: it does not fit"
+    kept = dataclasses.replace(fitting, kept_gathered_bytes=None)
+    misfit = dataclasses.replace(fitting, memory_gib=1)
+    for memory in (kept, misfit):
+        assert not any("gathered" in x for x in memory_report.advice(memory, config))
+
+
 def test_every_category_has_a_remedy():
-    for overrides in ([], ["--activation_checkpoint.mode=full"]):
+    for overrides in (
+        [],
+        ["--activation_checkpoint.mode=full"],
+        ["--parallelism.keep_weights_gathered"],
+    ):
         config = load_config(small(*overrides), 4)
         assert all("shrunk by" in memory_report.shrink(name, config) for name in CATEGORIES)
 

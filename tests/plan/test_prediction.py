@@ -11,12 +11,14 @@ import torchtitan_dp.distributed  # noqa: F401
 from tests import forks
 from tests.plan.test_memory import small
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.families import parameter_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan import memory as plan_memory
 from torchtitan_dp.plan import prediction
 from torchtitan_dp.plan.memory import GIB, LONGEST
 from torchtitan_dp.plan.prediction import Extrapolated, Whole, longest
 
+KEEP = "--parallelism.keep_weights_gathered"
 LAYERS, LENGTHS = 7, (8192, 16384)
 
 
@@ -58,10 +60,38 @@ def peak_at_any_time(overrides):
         return first, model.microbatch(2048)[0]
 
 
-@pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",)])
+@pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",), (KEEP,)])
 def test_the_first_microbatch_takes_what_any_other_takes(overrides):
     first, second = forks.call(peak_at_any_time, small(*overrides))
     assert first == second
+
+
+def kept_gathered(overrides, world_size):
+    """With the weights kept gathered and without: the peak, what of it is gathered, what the
+    weights take; and what the prediction without says of keeping them."""
+    from torchtitan_dp.plan.fake_step import GATHERED, fake_world
+    from torchtitan_dp.plan.prediction import _Model
+
+    found = []
+    with fake_world(world_size):
+        for more in ("--parallelism.no-keep_weights_gathered", KEEP):
+            config = load_config([*overrides, more], world_size)
+            model = _Model(config, shape(config), "full")
+            peak, gathered = model.at(1024)[0], model._tracker.peak[GATHERED]
+            found.append((peak, gathered, model._step.gathered_bytes, model.kept_gathered(1024)))
+            model.close()
+    return found
+
+
+@pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",)])
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_weights_kept_gathered_are_all_in_the_peak_and_bounded_without_them(world_size, overrides):
+    bf16 = "--training.mixed_precision_param=bfloat16"
+    stock, kept = forks.call(kept_gathered, small(bf16, *overrides), world_size)
+    parameters = parameter_count(shape(load_config(small(), world_size)))
+    assert stock[1] < kept[1] == kept[2] == stock[2]
+    assert 2 * parameters <= kept[1] < 2.02 * parameters
+    assert stock[0] < kept[0] <= stock[3] < 1.05 * kept[0]
 
 
 class Line:

@@ -27,6 +27,7 @@ HOW = {
         "--optimizer.name=Adam",
         "--optimizer.weight_decay=0.1",
     ),
+    "kept gathered": ("--parallelism.keep_weights_gathered",),
     "compile": ("--compile.enable", "--compile.backend=aot_eager"),
 }
 
@@ -350,6 +351,36 @@ def test_row47_an_update_that_fails_is_named(tmp_path):
     )
     assert "C compiler" in line
     assert begun == [0]
+
+
+def gathered_after(argv: list[str]) -> list[str]:
+    """What leaves weights gathered: a rehearsal, a validation."""
+    from torch.distributed.tensor import DTensor
+
+    from torchtitan_dp.preflight.rehearsal import rehearse
+
+    trainer, found = start(argv), []
+    (model,) = trainer.model_parts
+
+    def note(what: str) -> None:
+        if not all(isinstance(parameter, DTensor) for parameter in model.parameters()):
+            found.append(what)
+
+    try:
+        rehearse(trainer)
+        note("rehearsal")
+        trainer.validator.validate(trainer.model_parts, 1)
+        note("validation")
+    finally:
+        trainer.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["microbatch", "kept gathered"])
+def test_no_weights_stay_gathered_after_a_rehearsal_or_a_validation(tmp_path, how):
+    heldout = ("--validation.enable", "--validation.steps=1", "--data.heldout_fraction=0.3")
+    argv = command(tmp_path, *HOW[how], *heldout)
+    assert on_ranks(1, gathered_after, argv) == [[]]
 
 
 def too_slow(argv: list[str], seconds: float) -> str:

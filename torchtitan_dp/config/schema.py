@@ -13,9 +13,10 @@ if TYPE_CHECKING:  # At run time the sections are merged by name, and this file 
     from torchtitan.config.job_config import Checkpoint as _Checkpoint
     from torchtitan.config.job_config import JobConfig as _JobConfig
     from torchtitan.config.job_config import Model as _Model
+    from torchtitan.config.job_config import Parallelism as _Parallelism
     from torchtitan.config.job_config import Training as _Training
 else:
-    _JobConfig = _Training = _Checkpoint = _Model = _ActivationCheckpoint = object
+    _JobConfig = _Training = _Checkpoint = _Model = _ActivationCheckpoint = _Parallelism = object
 
 
 @dataclass
@@ -176,6 +177,17 @@ class Training(_Training):
 
 
 @dataclass
+class Parallelism(_Parallelism):
+    """TorchTitan's section, with one option more."""
+
+    keep_weights_gathered: bool = False
+    """With privacy: gather weights once a step, in its first microbatch, instead of in each
+    microbatch's forward and backward pass, and free them before the update. Results are the same
+    bit by bit. Every rank then holds the whole model in `training.mixed_precision_param`: the plan
+    says whether that fits. `fsdp_reshard_after_forward` then has no effect."""
+
+
+@dataclass
 class Checkpoint(_Checkpoint):
     """TorchTitan's section; these defaults differ."""
 
@@ -220,6 +232,7 @@ class JobConfig(_JobConfig):
     privacy: Privacy = field(default_factory=Privacy)
     data: Data = field(default_factory=Data)
     training: Training = field(default_factory=Training)
+    parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     model: Model = field(default_factory=Model)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)

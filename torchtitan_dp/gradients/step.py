@@ -9,6 +9,7 @@ Guarantee:
     sum was. Both rest on the guarantees of `clipped_sum` and of `optimizer`.
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.gathered import free_gathered
 from torchtitan_dp.gradients.methods import METHODS, GradientMethod, MethodTerms
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.optimizer import DPOptimizer
@@ -49,6 +51,7 @@ class PrivacyTerms(MethodTerms, Protocol):
 class PrivateStep:
     """Holds what turns per-sample losses into a noised update, on this rank."""
 
+    model: nn.Module
     parameters: dict[str, nn.Parameter]  # all that are trained, by canonical name
     max_grad_norm: float  # C
     summation: Summation
@@ -72,6 +75,7 @@ class PrivateStep:
             max_grad_norm=self.max_grad_norm,
             expected_batch_size=expected_batch_size,
             summation=self.summation,
+            free_gathered=functools.partial(free_gathered, self.model),
         )
 
 
@@ -105,7 +109,7 @@ def build_step(
     )
     method = METHODS[privacy.gradient_method]
     gradients = method.build(model, fsdp_modules, clipped_sum, privacy)
-    return PrivateStep(parameters, max_grad_norm, summation, clipped_sum, gradients)
+    return PrivateStep(model, parameters, max_grad_norm, summation, clipped_sum, gradients)
 
 
 def build_summation(

@@ -24,12 +24,14 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
+from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.distributed import offload
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.gathered import free_gathered
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.reduction import ReduceScatterOverCP, ReductionGroups
 from torchtitan_dp.gradients.rows import RowLayout
@@ -41,6 +43,8 @@ from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.models.rms_norm import rms_norm
 from torchtitan_dp.plan.tracker import MemoryTracker, wrapped
 from torchtitan_dp.privacy import summation as dp_summation
+
+GATHERED = "gathered"  # the label of weights that FSDP2 has gathered
 
 
 class _RoomyClippedSum(ClippedSum):
@@ -138,6 +142,18 @@ class Step:
         self.gradients.accumulate_clipped(loss_B, torch.ones(samples, dtype=torch.bool))
         self.tracker.base = "activations"
 
+    def free_gathered(self) -> None:
+        """Start the next microbatch as the first of a step, which gathers all weights."""
+        free_gathered(self.model)
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Give the size of all weights when gathered, rows padded as FSDP2 pads them."""
+        _, dp_shard, cp = mesh_degrees(self.config)
+        dtype = TORCH_DTYPE_MAP[self.config.training.mixed_precision_param]
+        chunks = [RowLayout(p.shape, dp_shard, cp).chunk_numel for p in self.model.parameters()]
+        return dtype.itemsize * dp_shard * cp * sum(chunks)
+
     def _enter_loss_head(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         """Take what comes next for the loss head's, until backward has passed its input."""
         self.tracker.base = "loss_head"
@@ -159,9 +175,10 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
     make.
 
     Labels: parameters, optimizer, accumulator, per_sample_shards, activations, loss_head,
-    communication.
+    communication, gathered.
     """
-    tracker = MemoryTracker("activations", _flash_workspace if like_cuda else None)
+    workspace = _flash_workspace if like_cuda else None
+    tracker = MemoryTracker("activations", workspace, apart=GATHERED)
 
     def label(name: str) -> Any:
         return lambda *_, **__: tracker.labelled(name)
@@ -169,7 +186,7 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
     with contextlib.ExitStack() as stack:
         for owner, name, around in (
             (FSDPParamGroup, "unshard", label("communication")),
-            (FSDPParamGroup, "wait_for_unshard", label("communication")),
+            (FSDPParamGroup, "wait_for_unshard", label(GATHERED)),
             (FSDPParamGroup, "post_backward", functools.partial(_reduction, tracker)),
             (ring._AllToAllRotater, "exchange_buffers", label("communication")),
             (ring._AllGatherRotater, "exchange_buffers", label("communication")),

@@ -41,6 +41,7 @@ class MemoryPlan:
     memory_gib: float  # of one device
     longest_seq_len: dict[str, int | None]  # by AC mode; None: not even the shortest
     fitting_world_size: int | None = None  # of more ranks, if these do not suffice
+    kept_gathered_bytes: int | None = None  # at most, with weights kept gathered; None if they are
 
     @property
     def peak_bytes(self) -> int:

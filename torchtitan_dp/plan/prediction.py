@@ -20,7 +20,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan.fake_step import Step, fake_world, tracking
+from torchtitan_dp.plan.fake_step import GATHERED, Step, fake_world, tracking
 from torchtitan_dp.plan.memory import CATEGORIES, LONGEST, MODES, MemoryPlan, limit_bytes
 
 FEW_LAYERS = (2, 3)  # one alone is gathered without the next
@@ -42,26 +42,45 @@ class _Model:
         self._step = Step(config, args, self._tracker)
         self._tracker.start_over()
         self._step.update()
-        self.update = self._tracker.peak_bytes, self._tracker.peak
+        self.update = self._tracker.peak_bytes, _by_category(self._tracker.peak)
         self._known: dict[int, tuple[int, dict[str, int]]] = {}
+        self._without_gathered: dict[int, int] = {}  # peak bytes
 
     def microbatch(self, seq_len: int) -> tuple[int, dict[str, int]]:
         """Predict the peak bytes of a microbatch after the first update, and what they are of."""
         if seq_len not in self._known:
+            self._step.free_gathered()
             self._tracker.start_over()
             self._step.microbatch(seq_len)
-            self._known[seq_len] = self._tracker.peak_bytes, self._tracker.peak
+            self._known[seq_len] = self._tracker.peak_bytes, _by_category(self._tracker.peak)
+            self._without_gathered[seq_len] = self._tracker.peak_bytes_without
         return self._known[seq_len]
 
     def at(self, seq_len: int) -> tuple[int, dict[str, int]]:
         """Predict the peak of both, and what it is of."""
         return max(self.update, self.microbatch(seq_len), key=lambda found: found[0])
 
+    def kept_gathered(self, seq_len: int) -> int:
+        """Bound the peak of both from above, were the weights kept gathered within a step.
+
+        It is an upper bound: the buffers of the last gather are taken to be there all the time.
+        """
+        self.microbatch(seq_len)
+        kept = self._without_gathered[seq_len] + self._step.gathered_bytes
+        return max(self.update[0], kept)
+
     def close(self) -> None:
         """Free it: one model is tracked at a time."""
         self._stack.close()
         del self._step, self._tracker
         gc.collect()
+
+
+def _by_category(peak: dict[str, int]) -> dict[str, int]:
+    """Count gathered weights as communication, as their gathering is."""
+    parts = dict(peak)
+    gathered = parts.pop(GATHERED, 0)
+    return parts | {"communication": parts.get("communication", 0) + gathered}
 
 
 class Peaks(Protocol):
@@ -157,6 +176,8 @@ def measure(
     say(f"a step of {seq_len:,} tokens a sample")
     model = _Model(config, args, own)
     update, (peak, parts) = model.update[0], model.at(seq_len)
+    keeps = config.parallelism.keep_weights_gathered
+    kept = None if keeps else model.kept_gathered(seq_len)
     model.close()
     lengths: dict[str, int | None] = {}
     for mode in MODES if seek_longest else ():
@@ -168,7 +189,7 @@ def measure(
         if update <= limit:
             lengths[mode] = longest(_peaks(whole, limit, unit), limit, unit)
     parts = {name: parts.get(name, 0) for name in CATEGORIES}
-    return MemoryPlan(world_size, seq_len, parts, memory_gib, lengths)
+    return MemoryPlan(world_size, seq_len, parts, memory_gib, lengths, kept_gathered_bytes=kept)
 
 
 def enough_ranks(

@@ -21,6 +21,7 @@ from torchtitan_dp.plan.memory import (
     LONGEST,
     MODES,
     MemoryPlan,
+    limit_bytes,
     predict,
 )
 
@@ -69,6 +70,8 @@ def table(memory: MemoryPlan) -> Table:
 def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
     """Say what would shrink the largest part, and which longest samples fit, a line each."""
     lines = [f"      largest: {shrink(memory.largest, config)}"]
+    if memory.fits and memory.kept_gathered_bytes is not None:
+        lines.append(f"      {_if_kept_gathered(memory, memory.kept_gathered_bytes)}")
     for mode in MODES:
         length = memory.longest_seq_len.get(mode)
         found = "none fits" if length is None else f"{length:,} tokens"
@@ -79,9 +82,17 @@ def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
     return lines
 
 
+def _if_kept_gathered(memory: MemoryPlan, size: int) -> str:
+    fits = size <= limit_bytes(memory.memory_gib)
+    return (
+        "keeping the weights gathered within a step would need at most "
+        f"{size / GIB:.1f} GiB: "
+        + ("it fits; set parallelism.keep_weights_gathered = true" if fits else "it does not fit")
+    )
+
+
 def shrink(category: str, config: JobConfig) -> str:
     """Name the setting that makes a category smaller."""
-    gathers = config.parallelism.context_parallel_rotate_method == "allgather"
     settings = {
         "parameters": "more ranks in parallelism.context_parallel_degree or data_parallel_shard",
         "optimizer": "more ranks in parallelism.context_parallel_degree or data_parallel_shard",
@@ -90,11 +101,19 @@ def shrink(category: str, config: JobConfig) -> str:
         "per_sample_shards": "a smaller training.local_batch_size",
         "activations": _shrink_activations(config),
         "loss_head": "a smaller training.loss_chunk_tokens (0 is no chunks)",
-        "communication": "parallelism.context_parallel_rotate_method = 'alltoall'"
-        if gathers and config.parallelism.context_parallel_degree > 1
-        else "parallelism.fsdp_reshard_after_forward = 'always'",
+        "communication": _shrink_communication(config),
     }
     return f"{category.replace('_', ' ')}; shrunk by {settings[category]}"
+
+
+def _shrink_communication(config: JobConfig) -> str:
+    parallelism = config.parallelism
+    if parallelism.keep_weights_gathered:
+        return "parallelism.keep_weights_gathered = false"
+    gathers = parallelism.context_parallel_rotate_method == "allgather"
+    if gathers and parallelism.context_parallel_degree > 1:
+        return "parallelism.context_parallel_rotate_method = 'alltoall'"
+    return "parallelism.fsdp_reshard_after_forward = 'always'"
 
 
 def _shrink_activations(config: JobConfig) -> str:

@@ -67,12 +67,19 @@ class LocalOperators(TorchDispatchMode):
 class MemoryTracker(LocalOperators):
     """Keeps, as a mode, the current and the peak bytes of each label."""
 
-    def __init__(self, label: str, workspace: Callable[[Any, Any], int] | None = None) -> None:
+    def __init__(
+        self,
+        label: str,
+        workspace: Callable[[Any, Any], int] | None = None,
+        *,
+        apart: str | None = None,
+    ) -> None:
         """
         Args:
             label: of storages that are made outside any `labelled` block; `base` changes it.
             workspace: of an operator and its arguments, the bytes that its kernel takes for itself
                 and frees at its end.
+            apart: a label that `peak_bytes_without` leaves out.
         """
         super().__init__()
         self.base = label
@@ -80,7 +87,8 @@ class MemoryTracker(LocalOperators):
         self.current: dict[str, int] = {}
         self.peak: dict[str, int] = {}
         self._labels: list[str] = []
-        self._total = self._peak_total = 0
+        self._apart = apart
+        self._total = self._peak_total = self._peak_without = 0
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}
 
     def __enter__(self) -> "MemoryTracker":
@@ -114,9 +122,15 @@ class MemoryTracker(LocalOperators):
         """Return the most bytes that were alive at once; `peak` says of what."""
         return self._peak_total
 
+    @property
+    def peak_bytes_without(self) -> int:
+        """Return the most bytes that were alive at once, the label `apart` left out."""
+        return self._peak_without
+
     def start_over(self) -> None:
         """Forget the peak so far: the next is sought from what is alive now."""
         self._peak_total, self.peak = self._total, dict(self.current)
+        self._peak_without = self._without
 
     @contextlib.contextmanager
     def labelled(self, label: str) -> Iterator[None]:
@@ -169,6 +183,11 @@ class MemoryTracker(LocalOperators):
         self._total += size
         if self._total > self._peak_total:
             self._peak_total, self.peak = self._total, dict(self.current)
+        self._peak_without = max(self._peak_without, self._without)
+
+    @property
+    def _without(self) -> int:
+        return self._total - self.current.get(self._apart or "", 0)
 
 
 def wrapped(owner: Any, name: str, around: Callable[..., Any]) -> Any:

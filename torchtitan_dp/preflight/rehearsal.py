@@ -37,6 +37,7 @@ from collections.abc import Iterator
 from typing import Protocol
 
 import torch
+import torch.nn as nn
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
@@ -45,6 +46,7 @@ from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.data.loading import Microbatch
 from torchtitan_dp.data.slowest import slowest_parse_seconds, slowest_seconds
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.gathered import free_gathered
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.process import Fault
@@ -68,6 +70,8 @@ class Rehearsed(Protocol):
     def job_config(self) -> JobConfig: ...
     @property
     def device(self) -> torch.device: ...
+    @property
+    def model_parts(self) -> list[nn.Module]: ...
     @property
     def feed(self) -> Feed: ...
     @property
@@ -108,6 +112,7 @@ def rehearse(trainer: Rehearsed) -> None:
             with _told("an update (noise and optimizer)", config, None):
                 trainer.dp_optimizer.rehearse(trainer.clipped_sum.take())
     trainer.clipped_sum.reset()
+    free_gathered(trainer.model_parts[0])
     elapsed = time.perf_counter() - begun
     metrics.time_last_log += elapsed  # the first logged throughput is of training
     metrics.device_memory_monitor.reset_peak_stats()
@@ -167,6 +172,8 @@ def _remedy(config: JobConfig, fits: int | None) -> str:
         return "what would fit: more ranks, or a smaller model"
     training, checkpointing = config.training, config.activation_checkpoint
     found = []
+    if config.parallelism.keep_weights_gathered:
+        found.append("parallelism.keep_weights_gathered = false")
     if fits:
         found.append(f"training.seq_len = {fits} (samples of {fits:,} tokens passed)")
     if checkpointing.mode != "full":

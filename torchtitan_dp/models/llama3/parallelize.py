@@ -22,6 +22,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.efficient_attention import use_efficient_attention
 from torchtitan_dp.distributed.offload import InputsOnHost
 from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
+from torchtitan_dp.gradients.gathered import keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.loss_head import LossHead
@@ -132,13 +133,14 @@ def trained_fsdp_modules(model: "Llama") -> list[FSDPModule]:
 
 def _apply_fsdp(model: "Llama", mesh: DeviceMesh, job_config: JobConfig) -> None:
     policy = job_config.parallelism.fsdp_reshard_after_forward
+    keep = job_config.privacy.enable and job_config.parallelism.keep_weights_gathered
     mp_policy = MixedPrecisionPolicy(
         param_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param],
         reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce],
     )
     for group in fsdp_groups(model):
-        # As in TorchTitan: the output layer is needed again at once, so it stays gathered.
-        stays_gathered = model.output in group and policy != "always"
+        # As in TorchTitan: the output layer is needed again at once.
+        stays_gathered = keep or (model.output in group and policy != "always")
         fully_shard(
             group if len(group) > 1 else group[0],
             mesh=mesh,
@@ -146,6 +148,8 @@ def _apply_fsdp(model: "Llama", mesh: DeviceMesh, job_config: JobConfig) -> None
             reshard_after_forward=policy != "never" and not stays_gathered,
         )
     fully_shard(model, mesh=mesh, mp_policy=mp_policy)
+    if keep:
+        keep_gathered(model)
     if mesh.size() == 1:
         return  # there is nothing to divide by; FSDP2 would copy every gradient once more
     for module in model.modules():
