@@ -250,7 +250,7 @@ def main() -> None:
     def say(doing: str) -> None:
         print(doing, flush=True)
 
-    print(json.dumps(dataclasses.asdict(answer(*json.load(sys.stdin), say))))
+    print(json.dumps(dataclasses.asdict(answer(*json.load(sys.stdin), say=say))))
 
 
 if __name__ == "__main__":
