@@ -250,7 +250,9 @@ def main() -> None:
     def say(doing: str) -> None:
         print(doing, flush=True)
 
-    print(json.dumps(dataclasses.asdict(answer(*json.load(sys.stdin), say=say))))
+    overrides, world_size, memory_gib, seek_longest = json.load(sys.stdin)
+    plan = answer(overrides, world_size, memory_gib, seek_longest, say)
+    print(json.dumps(dataclasses.asdict(plan)))
 
 
 if __name__ == "__main__":
