@@ -14,7 +14,8 @@ def check_conflicts(config: JobConfig) -> None:
         ValueError: one line for the user, that names the key, its value and the remedy.
     """
     method = config.privacy.gradient_method
-    compiled = " or ".join(f"'{name}'" for name, other in METHODS.items() if other.compiles)
+    by_regions = config.compile.enable and METHODS[method].compiles == "regions"
+    checkpointing = config.activation_checkpoint
     conflicts: list[tuple[bool, str, object, str]] = [
         (
             config.training.max_norm != 0,
@@ -35,11 +36,20 @@ def check_conflicts(config: JobConfig) -> None:
             "remove them; float8 and other converters are not supported with privacy",
         ),
         (
-            config.compile.enable and not METHODS[method].compiles,
-            "compile.enable",
-            True,
-            f"set it to false, or privacy.gradient_method to {compiled}; the layers of '{method}' "
-            "start collectives within backward, which cannot be compiled",
+            by_regions
+            and checkpointing.mode == "selective"
+            and checkpointing.selective_ac_option == "op",
+            "activation_checkpoint.selective_ac_option",
+            "'op'",
+            "set it to a number ('1'), or compile.enable to false; it chooses among operations, "
+            f"and those that '{method}' compiles would run uncompiled",
+        ),
+        (
+            by_regions and checkpointing.mode == "memory_budget",
+            "activation_checkpoint.mode",
+            "'memory_budget'",
+            f"set it to 'full'; the budget is of compiled blocks, of which '{method}' compiles only "
+            "what lies between layers",
         ),
         (
             config.training.enable_cpu_offload,

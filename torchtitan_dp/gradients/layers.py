@@ -162,7 +162,7 @@ class _Linear(torch.autograd.Function):
             ctx.layer.sink.form_grad_samples(ctx.layer.parameter_names["weight"], len(x), write)
         if bias_needed and bias_needed[0]:
             name = ctx.layer.parameter_names["bias"]
-            ctx.layer.sink.form_grad_samples(name, len(x), _copy(grad_y_BTP.sum(1)))
+            ctx.layer.sink.form_grad_samples(name, len(x), write_copy(grad_y_BTP.sum(1)))
         return None, grad_x, None, *(None for _ in bias_needed)
 
 
@@ -222,7 +222,7 @@ class _RMSNorm(_OwnForward):
         if weight_needed:
             grad_weight = torch.stack([weight for _, weight in of_samples])
             name = layer.parameter_names["weight"]
-            layer.sink.form_grad_samples(name, len(x), _copy(grad_weight))
+            layer.sink.form_grad_samples(name, len(x), write_copy(grad_weight))
         return None, torch.stack([x for x, _ in of_samples]) if x_needed else None, None
 
 
@@ -258,7 +258,7 @@ class _ByRule(_OwnForward):
         for attribute, name in layer.parameter_names.items():
             parameter = getattr(layer, attribute)
             if parameter is not None and parameter.requires_grad:
-                layer.sink.form_grad_samples(name, len(x), _copy(grad_samples[parameter]))
+                layer.sink.form_grad_samples(name, len(x), write_copy(grad_samples[parameter]))
         return None, grad_x, *(None for _ in layer.parameter_names)
 
 
@@ -292,7 +292,7 @@ def _write_products(
             write_product_(whole[:, sample, dp_shard_rank], left_CRT, right_CTD)
 
 
-def _copy(grad_sample: torch.Tensor) -> Write:
+def write_copy(grad_sample: torch.Tensor) -> Write:
     """Write per-sample gradients that exist already, `(B, *shape)`."""
 
     def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:

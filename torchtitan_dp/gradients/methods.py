@@ -56,8 +56,8 @@ class Method:
     per_sample_layers: bool
     """Whether the model's layers must first be turned by `layers.per_sample_layers`."""
 
-    compiles: bool
-    """Whether blocks may be compiled."""
+    compiles: Literal["blocks", "regions"]
+    """What may be compiled: blocks as a whole, or only what lies between their layers."""
 
 
 def _microbatch(
@@ -73,9 +73,9 @@ def _grad_sample(
 
 
 METHODS: dict[str, Method] = {
-    "microbatch": Method(_microbatch, per_sample_layers=False, compiles=True),
+    "microbatch": Method(_microbatch, per_sample_layers=False, compiles="blocks"),
     # Its layers start collectives within backward.
-    "grad_sample": Method(_grad_sample, per_sample_layers=True, compiles=False),
+    "grad_sample": Method(_grad_sample, per_sample_layers=True, compiles="regions"),
 }
 
 

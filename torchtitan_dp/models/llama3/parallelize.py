@@ -1,5 +1,8 @@
 """Lay a Llama over the mesh `dp_replicate x dp_shard x cp`: CP, AC, compile, FSDP2, in this order.
 
+Where only what lies between layers is compiled, that is done before AC: a block of such regions is
+checkpointed like any other.
+
 TorchTitan's `parallelize_llama` as a whole would mix samples before they are clipped (DDP or HSDP
 over `dp_replicate`), so training with privacy calls its parts: FSDP2 lies on the one-dimensional
 `fsdp = dp_shard x cp` mesh alone, and what crosses data-parallel ranks is sent by
@@ -25,6 +28,7 @@ from torchtitan_dp.distributed.ring_attention import apply_ring_attention, confi
 from torchtitan_dp.gradients.gathered import keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.models.llama3.regions import compiled, use_regions
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.rms_norm import use_lean_norms
 
@@ -81,6 +85,9 @@ def _apply_parts(
             parallel_dims.get_mesh("cp"),
         )
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
+    by_regions = compile_model and _compiles_regions(job_config)
+    if by_regions:
+        use_regions(model.layers, compiled(job_config.compile.backend))
     if job_config.activation_checkpoint.mode != "none":
         apply_ac(
             model,
@@ -91,9 +98,15 @@ def _apply_parts(
         )
         if job_config.activation_checkpoint.offload_inputs:
             model.around_block = InputsOnHost()
-    if compile_model:
+    if compile_model and not by_regions:
         torchtitan_llama.apply_compile(model, job_config.compile)
     _apply_fsdp(model, mesh, job_config)
+
+
+def _compiles_regions(job_config: JobConfig) -> bool:
+    """Tell whether only what lies between layers may be compiled."""
+    privacy = job_config.privacy
+    return privacy.enable and METHODS[privacy.gradient_method].compiles == "regions"
 
 
 def _ops_to_save() -> set[torch._ops.OpOverload]:

@@ -1,0 +1,137 @@
+"""A Llama's blocks with what lies between their layers compiled, each region by itself.
+
+Layers that hand over per-sample gradients start collectives within backward, so they run eagerly,
+and a block around them cannot be compiled whole (nor by graph breaks at its layers: TorchTitan calls
+`w3` between silu and product, so that what could be fused would be in two graphs). Here a block calls
+its layers one after another, and between them functions of tensors alone, each compiled into one
+graph: norms, also with the residual add before them; rotary embeddings; SwiGLU. To activation
+checkpointing, FSDP2 and offloading it is the block that it was.
+
+Guarantee:
+    No compiled function holds a parameter, and none adds up over samples: row b of what it returns
+    depends on rows b of what it is given. Norm weights come as a copy a sample (`sample_copies`).
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+from torchtitan.models.llama3.model.model import TransformerBlock
+
+from torchtitan_dp.gradients.sample_copies import sample_copies
+
+
+def norm(x_BTD: Tensor, weight_BD: Tensor, eps: float) -> Tensor:
+    """Compute RMSNorm in fp32, each sample by its own weight; the result has the dtype of x."""
+    wide_BTD = x_BTD.float()
+    scale_BT1 = torch.rsqrt(wide_BTD.square().mean(-1, keepdim=True) + eps)
+    return (wide_BTD * scale_BT1 * weight_BD[:, None]).to(x_BTD.dtype)
+
+
+def add_and_norm(
+    x_BTD: Tensor, more_BTD: Tensor, weight_BD: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """Return x + more, and `norm` of it."""
+    sum_BTD = x_BTD + more_BTD
+    return sum_BTD, norm(sum_BTD, weight_BD, eps)
+
+
+def rotate(q_BTHF: Tensor, k_BTHF: Tensor, angles_TF2: Tensor) -> tuple[Tensor, Tensor]:
+    """Apply rotary embeddings, in fp32: pairs of neighbours are turned as complex numbers.
+
+    Args:
+        q_BTHF, k_BTHF: heads of queries and of keys; F is a head's size.
+        angles_TF2: fp32 `(T, F / 2, 2)`: cosine and sine for each position and pair.
+    """
+    return _turned(q_BTHF, angles_TF2), _turned(k_BTHF, angles_TF2)
+
+
+def _turned(x_BTHF: Tensor, angles_TF2: Tensor) -> Tensor:
+    cosine_T1F, sine_T1F = angles_TF2[:, None].unbind(-1)
+    real, imaginary = x_BTHF.float().unflatten(-1, (-1, 2)).unbind(-1)
+    turned = (
+        real * cosine_T1F - imaginary * sine_T1F,
+        real * sine_T1F + imaginary * cosine_T1F,
+    )
+    return torch.stack(turned, dim=-1).flatten(-2).to(x_BTHF.dtype)
+
+
+def swiglu(gate_BTH: Tensor, up_BTH: Tensor) -> Tensor:
+    """Compute silu(gate) * up."""
+    return F.silu(gate_BTH) * up_BTH
+
+
+@dataclass(frozen=True)
+class Regions:
+    """Holds the functions that a block calls between its layers."""
+
+    norm: Callable[[Tensor, Tensor, float], Tensor]
+    add_and_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]
+    rotate: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    swiglu: Callable[[Tensor, Tensor], Tensor]
+
+
+def compiled(backend: str) -> Regions:
+    """Compile each region into one graph, for whatever shapes come: a second length makes it dynamic.
+
+    Args:
+        backend: `torch.compile`'s, as `compile.backend`.
+    """
+    compile_: Any = functools.partial(torch.compile, backend=backend, fullgraph=True)
+    return Regions(compile_(norm), compile_(add_and_norm), compile_(rotate), compile_(swiglu))
+
+
+class RegionBlock(TransformerBlock):
+    """Runs a block by regions; `use_regions` gives blocks this class."""
+
+    regions: Regions
+
+    def forward(  # type: ignore[no-untyped-def, override]
+        self,
+        x: Tensor,
+        freqs_cis: Tensor,
+        attention_masks: None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
+        """As TorchTitan's: x is (B, T, D), freqs_cis complex (T or more, F / 2)."""
+        assert attention_masks is None, "attention is causal"
+        attention, feed_forward, regions = self.attention, self.feed_forward, self.regions
+        B, T, _ = x.shape
+        freqs_cis = freqs_cis[:T] if positions is None else freqs_cis[positions[0]]
+        normed = regions.norm(x, *_weights(self.attention_norm, B))
+        q, k, v = (
+            layer(normed).view(B, T, -1, attention.head_dim)
+            for layer in (attention.wq, attention.wk, attention.wv)
+        )
+        q, k = regions.rotate(q, k, torch.view_as_real(freqs_cis))
+        attended = attention.inner_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=attention.enable_gqa
+        )
+        more = attention.wo(attended.transpose(1, 2).reshape(B, T, -1))
+        h, normed = regions.add_and_norm(x, more, *_weights(self.ffn_norm, B))
+        gated = regions.swiglu(feed_forward.w1(normed), feed_forward.w3(normed))
+        return h + cast(Tensor, feed_forward.w2(gated))
+
+
+def _weights(layer: nn.RMSNorm, batch_size: int) -> tuple[Tensor, float]:
+    """Return a norm's weight for each sample, and its epsilon."""
+    assert layer.eps is not None
+    return sample_copies(layer, "weight", batch_size), layer.eps
+
+
+def use_regions(blocks: nn.Module, regions: Regions) -> None:
+    """Turn the blocks of a Llama into `RegionBlock`s that call `regions`, in place.
+
+    As `fully_shard` does, this gives modules a class that adds to their own. Call it after
+    `per_sample_layers`, before activation checkpointing and FSDP2.
+    """
+    for block in blocks.children():
+        assert type(block) is TransformerBlock, f"{type(block).__name__} has no regions"
+        assert block.attention.attn_type == "sdpa"
+        block.__class__ = RegionBlock
+        cast(RegionBlock, block).regions = regions
