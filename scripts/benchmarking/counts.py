@@ -37,6 +37,7 @@ class Case:
     method: str  # "plain", "microbatch" or "grad_sample"
     local_batch_size: int
     world_size: int
+    compiled: bool = False  # of "grad_sample" alone: of whole blocks nothing can be counted
 
     def arguments(self, seq_len: int) -> list[str]:
         """The command line, for `config.load.load_config`."""
@@ -56,6 +57,7 @@ class Case:
             "--parallelism.context_parallel_rotate_method=alltoall",
             "--activation_checkpoint.mode=none",
             *(["--privacy.no-enable"] if self.method == "plain" else private),
+            *(["--compile.enable"] if self.compiled else []),
         ]
 
 
@@ -197,9 +199,10 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     from torchtitan_dp.plan.fake_step import fake_world
     from torchtitan_dp.privacy import summation
 
-    from . import kernels
+    from . import kernels, region_kernels
     from .counting import Counts
 
+    assert not case.compiled or case.method == "grad_sample"
     config = load_config(case.arguments(max(seq_lens)), case.world_size)
     args = shape(config)
     found: dict[str, dict[int, Count]] = {"microbatch": {}, "update": {}}
@@ -211,6 +214,7 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
             (parallelize, "use_lean_norms", _nothing),
             # As on CUDA.
             (torch.nn.functional, "rms_norm", kernels.rms_norm),
+            (parallelize, "compiled", region_kernels.regions),
             (summation, "add_gaussian_noise_", kernels.noise),
             (torch.optim, "AdamW", functools.partial(_fused, torch.optim.AdamW)),
         ):
