@@ -3,9 +3,9 @@
 A dispatch mode sees no compiled function: under one, `torch.compile` runs the function as it is. So
 for counting on fake tensors each region of `models.llama3.regions` is replaced by one operator
 forward and one backward, which reads each of its inputs and writes each of its results once. That
-Inductor makes one kernel of each is tested with its CPU backend (`tests/models/test_regions.py`); on
-CUDA it has not been seen. Where a row and a column are summed over, as in a norm's backward, CUDA may
-take two kernels: its inputs count twice.
+Inductor makes one kernel of each is tested with its CPU backend (`tests/models/test_regions.py`);
+on CUDA it has not been seen. Where rows and columns are summed over, as in a norm's backward, CUDA
+may take two kernels: its inputs count twice.
 """
 
 from typing import Any

@@ -158,9 +158,20 @@ BAD = {
     "gdp": (["--privacy.accountant=gdp"], "privacy.accountant"),  # hazard 37: not offered
     "per layer": (["--privacy.clipping=per_layer"], "privacy.clipping = 'per_layer'"),
     "ghost": (["--privacy.gradient_method=ghost"], "privacy.gradient_method = 'ghost'"),
-    "compiled grad_sample": (
-        ["--privacy.gradient_method=grad_sample", "--compile.enable"],
-        "compile.enable = true",
+    "compiled grad_sample, operations chosen": (
+        [
+            *("--privacy.gradient_method=grad_sample", "--compile.enable"),
+            "--activation_checkpoint.mode=selective",
+            "--activation_checkpoint.selective_ac_option=op",
+        ],
+        "activation_checkpoint.selective_ac_option = 'op'",
+    ),
+    "compiled grad_sample, budget": (
+        [
+            *("--privacy.gradient_method=grad_sample", "--compile.enable"),
+            "--activation_checkpoint.mode=memory_budget",
+        ],
+        "activation_checkpoint.mode = 'memory_budget'",
     ),
     "unknown option": (["--privacy.sigma=1"], "--privacy.sigma"),
     "unknown section": (["--dp.sigma=1"], "--dp.sigma"),

@@ -235,6 +235,14 @@ MESHES: list[tuple[tuple[int, int, int], tuple[str, ...]]] = [
     ((1, 1, 2), ("--training.local_batch_size=2",)),
     # Several lengths through compiled blocks and the ring: recompiled, then with dynamic shapes.
     ((1, 1, 2), ("--compile.enable", "--compile.backend=aot_eager")),
+    # The same of regions, of which a checkpointed block's recomputation must find those it ran.
+    (
+        (1, 1, 2),
+        (
+            *("--compile.enable", "--compile.backend=aot_eager"),
+            *("--training.local_batch_size=2", "--activation_checkpoint.mode=full"),
+        ),
+    ),
     ((1, 2, 2), ()),
     ((1, 2, 2), ("--training.local_batch_size=2",)),
 ]

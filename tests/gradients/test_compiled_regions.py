@@ -57,7 +57,7 @@ def test_bf16_compute_with_fp32_reduction():
     [
         (
             ("selective", "--activation_checkpoint.selective_ac_option=op"),
-            r"activation_checkpoint.selective_ac_option = 'op': set it to a number .* compile.enable",
+            r"activation_checkpoint.selective_ac_option = 'op': set it to a number .* to false",
         ),
         (("memory_budget",), "activation_checkpoint.mode = 'memory_budget': set it to 'full'"),
     ],

@@ -89,7 +89,7 @@ def test_row04_each_samples_gradient_is_its_own(backend):
     assert all(parameter.grad is None for parameter in layers.parameters())
 
 
-def test_row07_other_samples_change_no_bit():
+def test_row07_other_samples_change_nothing():
     results = []
     layers, freqs_cis = by_regions(compiled("aot_eager"))
     for others in (1.0, 100.0):

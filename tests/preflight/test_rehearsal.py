@@ -29,6 +29,10 @@ HOW = {
     ),
     "kept gathered": ("--parallelism.keep_weights_gathered",),
     "compile": ("--compile.enable", "--compile.backend=aot_eager"),
+    "compile grad_sample": (
+        *("--compile.enable", "--compile.backend=aot_eager"),
+        "--training.local_batch_size=2",
+    ),
 }
 
 
@@ -150,13 +154,14 @@ def trained(argv: list[str], rehearsed: bool) -> tuple[dict[str, Any], list[torc
     [
         *("microbatch", "offload", "secure", "one length"),
         pytest.param("compile", marks=pytest.mark.slow),
+        pytest.param("compile grad_sample", marks=pytest.mark.slow),
     ],
 )
 def test_row47_a_rehearsal_changes_nothing(tmp_path, how):
     """Weights, optimizer state and what comes after are the same bits with and without it."""
     outcomes = []
     # A compiled block may be another program, by the order in which lengths were first met.
-    for rehearsed in (True,) if how == "compile" else (True, False):
+    for rehearsed in (True,) if how.startswith("compile") else (True, False):
         argv = command(tmp_path / str(rehearsed), *HOW[how])
         ((after, state, changed),) = on_ranks(1, trained, argv, rehearsed)
         assert changed == ""

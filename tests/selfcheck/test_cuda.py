@@ -78,6 +78,9 @@ def test_every_method(tmp_path, processes):
         pytest.param((BF16, *GRAD_SAMPLE), marks=cuda, id="grad_sample"),
         pytest.param(("--compile.enable",), marks=cuda, id="compile"),
         pytest.param((BF16, "--compile.enable", *OFFLOAD), marks=cuda, id="compile, offload"),
+        pytest.param(
+            (BF16, "--compile.enable", *OFFLOAD, *GRAD_SAMPLE), marks=cuda, id="compile, V3"
+        ),
         pytest.param((BF16, *OFFLOAD, *GRAD_SAMPLE), marks=cuda, id="offload"),
         pytest.param(("--privacy.secure_noise", "--privacy.exact_sum"), marks=cuda, id="exact"),
     ],
@@ -94,6 +97,9 @@ def test_on_one_device(tmp_path, overrides):
         pytest.param(DP_SHARD, marks=cuda, id="dp_shard"),
         pytest.param((BF16, *GRAD_SAMPLE, *DP_SHARD), marks=cuda, id="dp_shard, grad_sample"),
         pytest.param((BF16, "--compile.enable"), marks=cuda, id="cp, compile"),
+        pytest.param(
+            (BF16, "--compile.enable", *GRAD_SAMPLE), marks=cuda, id="cp, compile, grad_sample"
+        ),
     ],
 )
 def test_two_ranks_on_one_device(tmp_path, overrides):

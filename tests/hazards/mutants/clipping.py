@@ -8,6 +8,7 @@ SAMPLES = "gradients/test_grad_sample.py::"
 LAYERS = "gradients/test_layers.py::"
 ONE = "privacy/test_clipping.py::"
 HEAD = "models/test_loss_head.py::"
+REGIONS = "models/test_regions.py::"
 
 SUM = "gradients/clipped_sum.py"
 CLIP = "privacy/clipping.py"
@@ -275,6 +276,42 @@ MUTANTS = [
         "            if row:\n"
         "                tokens_BT[row - 1, -1] = tokens_BT[row, 1]\n",
         ("data/test_samples.py::test_neighbours_in_a_batch_change_nothing",),
+        quick=True,
+    ),
+    Mutant(
+        4,
+        "every sample gets the sum of a norms gradients",
+        "gradients/sample_copies.py",
+        "write_copy(grad_copies))",
+        "write_copy(grad_copies.sum(0).expand_as(grad_copies)))",
+        (f"{REGIONS}test_copies_of_a_weight[torch.float32]",),
+        quick=True,
+    ),
+    Mutant(
+        4,
+        "a compiled region holds the norms weight itself",
+        "models/llama3/regions.py",
+        'return sample_copies(layer, "weight", batch_size), layer.eps',
+        "return layer.weight[None].float(), layer.eps",
+        (f"{REGIONS}test_no_parameter_enters_a_graph",),
+        quick=True,
+    ),
+    Mutant(
+        7,
+        "a compiled norm is of all samples",
+        "models/llama3/regions.py",
+        "wide_BTD.square().mean(-1, keepdim=True)",
+        "wide_BTD.square().mean((0, -1), keepdim=True)",
+        (f"{REGIONS}test_row07_other_samples_change_nothing",),
+        quick=True,
+    ),
+    Mutant(
+        13,
+        "a norms gradients in bf16",
+        "gradients/sample_copies.py",
+        "return parameter.float().repeat(",
+        "return parameter.repeat(",
+        (f"{REGIONS}test_copies_of_a_weight[torch.bfloat16]",),
         quick=True,
     ),
 ]

@@ -1,11 +1,11 @@
 """A Llama's blocks with what lies between their layers compiled, each region by itself.
 
 Layers that hand over per-sample gradients start collectives within backward, so they run eagerly,
-and a block around them cannot be compiled whole (nor by graph breaks at its layers: TorchTitan calls
-`w3` between silu and product, so that what could be fused would be in two graphs). Here a block calls
-its layers one after another, and between them functions of tensors alone, each compiled into one
-graph: norms, also with the residual add before them; rotary embeddings; SwiGLU. To activation
-checkpointing, FSDP2 and offloading it is the block that it was.
+and a block around them cannot be compiled whole (nor by graph breaks at its layers: TorchTitan
+calls `w3` between silu and product, so that what could be fused would be in two graphs). Here a
+block calls its layers one after another, and between them functions of tensors alone, each compiled
+into one graph: norms, also with the residual add before them; rotary embeddings; SwiGLU. To
+activation checkpointing, FSDP2 and offloading it is the block that it was.
 
 Guarantee:
     No compiled function holds a parameter, and none adds up over samples: row b of what it returns
@@ -77,7 +77,7 @@ class Regions:
 
 
 def compiled(backend: str) -> Regions:
-    """Compile each region into one graph, for whatever shapes come: a second length makes it dynamic.
+    """Compile each region into one graph; a second length makes it dynamic.
 
     Args:
         backend: `torch.compile`'s, as `compile.backend`.
@@ -132,6 +132,7 @@ def use_regions(blocks: nn.Module, regions: Regions) -> None:
     """
     for block in blocks.children():
         assert type(block) is TransformerBlock, f"{type(block).__name__} has no regions"
-        assert block.attention.attn_type == "sdpa"
         block.__class__ = RegionBlock
-        cast(RegionBlock, block).regions = regions
+        turned = cast(RegionBlock, block)
+        assert turned.attention.attn_type == "sdpa", "other attentions take other arguments"
+        turned.regions = regions
