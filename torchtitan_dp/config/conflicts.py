@@ -48,8 +48,8 @@ def check_conflicts(config: JobConfig) -> None:
             by_regions and checkpointing.mode == "memory_budget",
             "activation_checkpoint.mode",
             "'memory_budget'",
-            f"set it to 'full'; the budget is of compiled blocks, and '{method}' compiles only what "
-            "lies between their layers",
+            f"set it to 'full'; the budget is of compiled blocks, and '{method}' compiles only "
+            "what lies between their layers",
         ),
         (
             config.training.enable_cpu_offload,
