@@ -9,7 +9,14 @@ import re
 
 PATTERNS = (
     # The game with every way to sum and noise; the faults in these are flagged by default.
-    r"hazards/test_audit\.py::test_row35_the_clean_build_stays_under_the_claim\[(secure|exact.*)\]",
+    r"hazards/test_audit\.py::test_row35_the_clean_build_.*\[(grad_sample|secure|exact.*)\]",
+    r"hazards/test_audit\.py::test_row35_flags_on_two_ranks\[norms not reduced-.*",
+    r"hazards/test_audit\.py::test_row35_and_49_flags_.*\[no clipping-.*",
+    # One command or run, whole, of what others test in parts.
+    r"test_benchmark\.py::test_one_tiny_run",
+    r"test_meshes\.py::test_token_ids_that_were_kept_change_no_bit",
+    r"test_meshes\.py::test_row12_and_49_so_it_does_with_an_exact_sum",
+    r"test_meshes\.py::test_weights_kept_gathered_.*\[(cp1|cp2_dp_shard2)\]",
     # Kernels compiled by Inductor in the place of CUDA's, and the search of their cache.
     r"hazards/test_run\.py::test_hazard_30_no_compile_cache_holds_a_key",
     r"data/test_buckets\.py::test_clipped_sum_is_the_same\[degrees(5|6|8)-.*",
@@ -17,6 +24,10 @@ PATTERNS = (
     r"\[(compile( grad_sample)?|offload|kept gathered)\]",
     r"gradients/test_compiled_regions\.py::test_equals_the_loop\[\(1, 1, [12]\)-[023]\]",
     r"gradients/test_compiled_regions\.py::test_inductor",
+    r"gradients/test_exactness\.py::test_compiled_blocks\[inductor\]",
+    r"models/test_loss_head\.py::test_compiled_blocks",
+    r"models/test_loss_head\.py::test_losses_and_gradients_compile_into_one_kernel",
+    r"models/test_regions\.py::test_regions_are_single_kernels",
     r"models/test_regions\.py::test_row04_.*\[inductor\]",
     r"preflight/test_rehearsal\.py::test_row47_a_resumed_run_.*\[microbatch\]",
     r"preflight/test_rehearsal\.py::test_row47_padding_.*\[(selective|offload)\]",
@@ -31,18 +42,23 @@ PATTERNS = (
     r"gradients/test_grad_sample\.py::test_large_layers_go_one_sample_at_a_time\[\(1, 2, 2\)-.*",
     r"gradients/test_exact_sum\.py::test_row49_the_exact_sum_is_the_loops\[\(\d, \d, \d\)-V1\]",
     r"gradients/test_exact_sum\.py::test_row49_whichever_rank_.*\[\((1, 4, 1|2, 2, 1)\)\]",
+    r"gradients/test_exact_sum\.py::test_row49_more_ranks_change_no_bit",
     r"gradients/test_exact_sum\.py::test_row12_and_49_.*\[microbatch-\(2, 1, 2\)\]",
     r"hazards/test_noise\.py::test_row08_variance_.*\[\((1, 1, 2|2, 1, 2)\)-[03]\]",
-    r"hazards/test_clipping\.py::test_row27_live_tensors_.*\[(none|selective)-(microbatch|V1)\]",
+    r"hazards/test_clipping\.py::test_row27_live_tensors_.*\[(none|selective)-.*",
+    r"hazards/test_clipping\.py::test_row22_a_poisoned_sample_.*\[\(1, 2, 2\)-(nan|inf)-.*",
     r"hazards/test_audit\.py::test_an_included_canary_.*\[\(1, 2, 2\)-.*-exact\]",
     # Numbers on a finer grid.
     r"privacy/test_summation\.py::test_row49_in_fixed_point_.*\[(0\.000.*|1e.*|1000000000\.0|3\.0)\]",
+    r"privacy/test_accounting\.py::test_sigma_never_overshoots_the_target\[.*-prv\]",
+    r"privacy/test_meaning\.py::test_extremes_have_numbers\[(10000|1)\.0-.*",
+    r"plan/test_plan\.py::test_hazard_38_target_is_not_overshot\[0\.5-.*",
     r"privacy/test_accountants\.py::test_hazard_37_every_.*\[(0\.8|1\.5|4\.0)-.*",
-    r"test_meshes\.py::test_weights_kept_gathered_.*\[(cp1|cp2_dp_shard2)\]",
     # Killed otherwise.
-    r"checkpoint/test_resume\.py::test_killed_and_resumed\[kill_all\]",
+    r"checkpoint/test_resume\.py::test_killed_and_resumed\[kill_(all|worker)\]",
     # Predictions of other configurations.
-    r"plan/test_memory\.py::test_the_longest_configs_fit_four_ranks_of_80_gib\[8b.*",
+    r"plan/test_memory\.py::test_the_longest_configs_fit_four_ranks_of_80_gib\[.*",
+    r"plan/test_memory\.py::test_predicted_is_what_real_tensors_take\[two samples, exact sum\]",
     r"plan/test_prediction\.py::test_few_layers_tell_the_peak_of_all\[grad_sample.*",
     r"plan/test_memory\.py::test_row49_an_exact_sum_takes_eight_bytes_a_value\[.*=2\]",
     # What all of selfcheck's checks show together; the mutants ask for each alone.

@@ -58,8 +58,9 @@ def test_bf16_compute_with_fp32_reduction(degrees):
     check(degrees, "--training.mixed_precision_param=bfloat16", tolerance=3e-2)
 
 
-def test_compiled_blocks():
-    check((1, 1, 2), "--compile.enable", tolerance=2e-5)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_blocks(backend):
+    check((1, 1, 2), "--compile.enable", f"--compile.backend={backend}", tolerance=2e-5)
 
 
 def test_no_clipping_below_the_bound():

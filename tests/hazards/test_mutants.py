@@ -1,6 +1,6 @@
 """Every hazard's fault, put into a copy of the package, makes the test fail that is there for it.
 
-The default suite runs one mutant of each row, of those whose tests need one process. All of them:
+The default suite runs one mutant of each room, of those whose tests need one process. All of them:
 
     ./scripts/run_tests.sh -m mutants
 """
@@ -50,8 +50,7 @@ ROOMS = (
     selfcheck,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
-# The first of each row that is quick.
-SAMPLE = list({mutant.row: mutant for mutant in reversed(MUTANTS) if mutant.quick}.values())[::-1]
+SAMPLE = [mutant for room in ROOMS for mutant in [m for m in room.MUTANTS if m.quick][:2]]
 
 
 def test_every_row_has_a_mutant():
@@ -111,7 +110,7 @@ def without_a_fault(runner: Runner, mutants: list[Mutant]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mutant", SAMPLE, ids=lambda mutant: mutant.name)
-def test_a_quick_mutant_of_each_row_is_caught(runner, mutant):
+def test_a_quick_mutant_of_each_room_is_caught(runner, mutant):
     assert survivors(runner, [mutant]) == []
 
 
