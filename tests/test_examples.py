@@ -37,6 +37,7 @@ def run(command: str, place: Path) -> str:
             **os.environ,
             "PYTHONPATH": str(ROOT),
             "TORCHTITAN_DP_PYTHON": sys.executable,
+            "NGPU": "1",
             "OMP_NUM_THREADS": "1",
             "GLOO_SOCKET_IFNAME": "lo",
             "CUDA_VISIBLE_DEVICES": "",

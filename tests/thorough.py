@@ -11,18 +11,22 @@ PATTERNS = (
     # The game with every way to sum and noise; the faults in these are flagged by default.
     r"hazards/test_audit\.py::test_row35_the_clean_build_.*\[(grad_sample|secure|exact.*)\]",
     r"hazards/test_audit\.py::test_row35_flags_on_two_ranks\[norms not reduced-.*",
-    r"hazards/test_audit\.py::test_row35_and_49_flags_.*\[no clipping-.*",
+    r"hazards/test_audit\.py::test_row35_and_49_flags_.*\[(no clipping|half the secure).*",
     # One command or run, whole, of what others test in parts.
     r"test_benchmark\.py::test_one_tiny_run",
     r"test_meshes\.py::test_token_ids_that_were_kept_change_no_bit",
     r"test_meshes\.py::test_row12_and_49_so_it_does_with_an_exact_sum",
-    r"test_meshes\.py::test_weights_kept_gathered_.*\[(cp1|cp2_dp_shard2)\]",
+    r"test_meshes\.py::test_weights_kept_gathered_change_no_bit_of_a_run\[.*",
+    r"test_benchmark\.py::test_counts_of_both_methods_against_plain",
+    r"distributed/test_cpu\.py::test_torchtitan_still_needs_it",
     # Kernels compiled by Inductor in the place of CUDA's, and the search of their cache.
     r"hazards/test_run\.py::test_hazard_30_no_compile_cache_holds_a_key",
     r"data/test_buckets\.py::test_clipped_sum_is_the_same\[degrees(5|6|8)-.*",
     r"preflight/test_rehearsal\.py::test_row47_a_rehearsal_changes_nothing"
-    r"\[(compile( grad_sample)?|offload|kept gathered)\]",
-    r"gradients/test_compiled_regions\.py::test_equals_the_loop\[\(1, 1, [12]\)-[023]\]",
+    r"\[(compile( grad_sample)?|offload|kept gathered|one length)\]",
+    r"preflight/test_rehearsal\.py::test_row47_ranks_of_one_cp_group_.*\[microbatch\]",
+    r"gradients/test_compiled_regions\.py::test_equals_the_loop"
+    r"\[(\(1, 1, [12]\)-[023]|\(1, 2, 2\)-)\]",
     r"gradients/test_compiled_regions\.py::test_inductor",
     r"gradients/test_exactness\.py::test_compiled_blocks\[inductor\]",
     r"models/test_loss_head\.py::test_compiled_blocks",
@@ -36,9 +40,10 @@ PATTERNS = (
     r"gradients/test_exactness\.py::test_ring_variants\[4-.*",
     r"gradients/test_exactness\.py::test_activation_checkpointing\[no_early_stop-.*",
     r"gradients/test_gathered\.py::test_weights_are_gathered_once_a_step_and_change_no_bit"
-    r"\[(microbatch, cp 2.*|microbatch, dp_shard 2, never|grad_sample, (tied|dp_shard 2, cp 2))\]",
+    r"\[(microbatch, (cp 2.*|dp_shard 2, never)|grad_sample, (tied|offload|dp_shard 2, .*))\]",
     r"gradients/test_grad_sample\.py::test_activation_checkpointing\[.*-no_early_stop-.*",
     r"gradients/test_grad_sample\.py::test_every_mesh\[\(1, [12], [24]\)-4-.*",
+    r"gradients/test_grad_sample\.py::test_every_mesh\[\(\d, \d, \d\)-2-.*-V1\]",
     r"gradients/test_grad_sample\.py::test_large_layers_go_one_sample_at_a_time\[\(1, 2, 2\)-.*",
     r"gradients/test_exact_sum\.py::test_row49_the_exact_sum_is_the_loops\[\(\d, \d, \d\)-V1\]",
     r"gradients/test_exact_sum\.py::test_row49_whichever_rank_.*\[\((1, 4, 1|2, 2, 1)\)\]",
@@ -53,17 +58,18 @@ PATTERNS = (
     r"privacy/test_accounting\.py::test_sigma_never_overshoots_the_target\[.*-prv\]",
     r"privacy/test_meaning\.py::test_extremes_have_numbers\[(10000|1)\.0-.*",
     r"plan/test_plan\.py::test_hazard_38_target_is_not_overshot\[0\.5-.*",
-    r"privacy/test_accountants\.py::test_hazard_37_every_.*\[(0\.8|1\.5|4\.0)-.*",
+    r"privacy/test_accountants\.py::test_hazard_37_every_.*\[(0\.8|1\.0|1\.5|4\.0)-.*",
     # Killed otherwise.
     r"checkpoint/test_resume\.py::test_killed_and_resumed\[kill_(all|worker)\]",
     # Predictions of other configurations.
     r"plan/test_memory\.py::test_the_longest_configs_fit_four_ranks_of_80_gib\[.*",
-    r"plan/test_memory\.py::test_predicted_is_what_real_tensors_take\[two samples, exact sum\]",
+    r"plan/test_memory\.py::test_predicted_is_what_.*\[(one rank|two samples, exact sum)\]",
+    r"plan/test_prediction\.py::test_weights_kept_gathered_are_all_.*\[(1-.*|2-overrides0)\]",
     r"plan/test_prediction\.py::test_few_layers_tell_the_peak_of_all\[grad_sample.*",
     r"plan/test_memory\.py::test_row49_an_exact_sum_takes_eight_bytes_a_value\[.*=2\]",
     # What all of selfcheck's checks show together; the mutants ask for each alone.
     r"selfcheck/test_power\.py::test_what_a_fault_fails_passes_without\[.*",
-    r"selfcheck/test_power\.py::test_it_passes_here\[4-.*",
+    r"selfcheck/test_power\.py::test_it_passes_here\[[14]-.*",
     r"selfcheck/test_cuda\.py::test_two_ranks_on_a_backend_by_name",
     # Selfcheck under other configurations, and with faults that others are like.
     r"selfcheck/test_power\.py::test_configurations_pass\[(offload bf16|automatic|compile.*)\]",

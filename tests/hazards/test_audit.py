@@ -329,13 +329,14 @@ def audits(tmp_path_factory):
     runs = {}
     for name, noise, overrides in (
         ("clean", 1, ["--privacy.target_epsilon=8"]),
-        ("planted", 0.01, ["--privacy.target_epsilon=3", "--training.local_batch_size=8"]),
+        ("planted", 0.01, ["--privacy.target_epsilon=3"]),
     ):
         argv = [
             f"--job.config_file={CONFIG}",
             *(f"--job.dump_folder={folder / name}", f"--training.dataset_path={data}"),
             *(f"--model.hf_assets_path={folder / 'model'}", "--training.seq_len=32"),
             *("--training.global_batch_size=10", "--training.steps=2"),  # q = 1
+            "--training.local_batch_size=8",
             *("--data.heldout_fraction=0", "--validation.no-enable"),
             *("--privacy.accountant=rdp", "--privacy.debug_seed=5", *overrides),
             *("--canaries=1000", f"--json={folder / name}.json", f"--plot={folder / name}.png"),
