@@ -9,8 +9,10 @@ by `--memory_gib` (then a run that does not fit is a mistake too), `--json` or `
 """
 
 import argparse
+import contextlib
 import dataclasses
 import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
@@ -22,7 +24,7 @@ from torchtitan_dp.ledger.terms import Plan
 from torchtitan_dp.models.families import ModelArgs, parameter_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
-from torchtitan_dp.plan.memory import DEFAULT_GIB, MemoryPlan, predict
+from torchtitan_dp.plan.memory import DEFAULT_GIB, MemoryPlan, predicting
 from torchtitan_dp.plan.options import check, parse
 from torchtitan_dp.plan.report import plot, report
 from torchtitan_dp.preflight.check import check_run
@@ -35,6 +37,17 @@ def main(argv: list[str]) -> None:
     with exit_on_mistake():
         world_size = check(options)
         config = load_config(overrides, world_size)
+    with _predicting(options, config, overrides, world_size) as memory:
+        _plan(options, config, world_size, memory)
+
+
+def _plan(
+    options: argparse.Namespace,
+    config: JobConfig,
+    world_size: int,
+    predicted: Callable[[], MemoryPlan] | None,
+) -> None:
+    with exit_on_mistake():
         checked = check_run(config)
         args, records, plan = checked.args, checked.records, checked.plan
         lock_folder(config.job.dump_folder).close()
@@ -55,8 +68,10 @@ def main(argv: list[str]) -> None:
     costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
     print(f"      {costs.describe()}", file=sys.stderr)
     _explain(plan)
-    with exit_on_mistake():
-        memory = _predict_memory(options, overrides, world_size)
+    memory = predicted() if predicted else None
+    if memory is not None and options.plot:
+        with exit_on_mistake():
+            plot(memory, options.plot)
     if options.json:
         write_json(options.json, _for_programs(plan, args, world_size, costs, memory))
     if memory is not None:
@@ -64,16 +79,17 @@ def main(argv: list[str]) -> None:
             report(memory, config, limited=options.memory_gib is not None)
 
 
-def _predict_memory(
-    options: argparse.Namespace, overrides: list[str], world_size: int
-) -> MemoryPlan | None:
+@contextlib.contextmanager
+def _predicting(
+    options: argparse.Namespace, config: JobConfig, overrides: list[str], world_size: int
+) -> Iterator[Callable[[], MemoryPlan] | None]:
+    """Predict memory beside all else, where it is asked for."""
     asked = options.memory_gib is not None or options.json or options.plot
-    if not asked or options.no_memory:
-        return None
-    memory = predict(overrides, world_size, options.memory_gib or DEFAULT_GIB)
-    if options.plot:
-        plot(memory, options.plot)
-    return memory
+    if not asked or options.no_memory or not config.privacy.enable:
+        yield None
+        return
+    with predicting(overrides, world_size, options.memory_gib or DEFAULT_GIB) as finish:
+        yield finish
 
 
 def _show(config: JobConfig, plan: Plan, records: Records) -> None:

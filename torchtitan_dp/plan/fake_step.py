@@ -123,6 +123,7 @@ class Step:
                 expected_batch_size=config.training.global_batch_size,
             )
         self.model.output.register_forward_pre_hook(self._enter_loss_head)
+        self._end_stretches_at_blocks()
         self.losses = SampleLosses(
             self.model,
             torch.device("cpu"),
@@ -141,6 +142,7 @@ class Step:
         loss_B = self.losses(tokens_BT, torch.zeros_like(tokens_BT))
         self.gradients.accumulate_clipped(loss_B, torch.ones(samples, dtype=torch.bool))
         self.tracker.base = "activations"
+        self.tracker.end_stretch("end")
 
     def free_gathered(self) -> None:
         """Start the next microbatch as the first of a step, which gathers all weights."""
@@ -153,6 +155,28 @@ class Step:
         dtype = TORCH_DTYPE_MAP[self.config.training.mixed_precision_param]
         chunks = [RowLayout(p.shape, dp_shard, cp).chunk_numel for p in self.model.parameters()]
         return dtype.itemsize * dp_shard * cp * sum(chunks)
+
+    def _end_stretches_at_blocks(self) -> None:
+        """Part a microbatch: forward and loss head, each block's backward, clip and add.
+
+        Blocks are named by their distance from either end, as those of a deeper model are: the
+        last and the one before it, the first and the one after it, and all others.
+        """
+        blocks = list(self.model.layers.values())
+        names = ["between"] * len(blocks)
+        names[-2:], names[:2] = ["before last", "last"], ["first", "second"]
+        if len(blocks) < 4:
+            names = [f"block {place}" for place in range(len(blocks))]
+        ended = ["head", *reversed(names[1:])]  # when the gradient of a block's output is there
+
+        def watch(name: str) -> Any:
+            def hook(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+                output.register_hook(lambda _: self.tracker.end_stretch(name))
+
+            return hook
+
+        for block, name in zip(reversed(blocks), ended, strict=True):
+            block.register_forward_hook(watch(name))
 
     def _enter_loss_head(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         """Take what comes next for the loss head's, until backward has passed its input."""
@@ -226,6 +250,7 @@ def _shards(
 def _samples(
     tracker: MemoryTracker, _: ClippedSum, shards: list[torch.Tensor], __: torch.Tensor
 ) -> Iterator[None]:
+    tracker.end_stretch("first")
     tracker.relabel(shards, "per_sample_shards")
     with tracker.labelled("per_sample_shards"):
         yield

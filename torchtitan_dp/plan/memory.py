@@ -5,11 +5,13 @@ nothing of it stays here. `HEADROOM` is left for what no tensor shows: the CUDA 
 buffers, fragmentation.
 """
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,15 +75,22 @@ def limit_bytes(memory_gib: float) -> int:
     return int(memory_gib * (1 - HEADROOM) * GIB)
 
 
-def predict(
+@contextlib.contextmanager
+def predicting(
     overrides: list[str], world_size: int, memory_gib: float, *, longest: bool = True
-) -> MemoryPlan:
-    """Predict the memory of rank 0, which has as much as any other.
+) -> Iterator[Callable[[], MemoryPlan]]:
+    """Predict, while the block runs, the memory of rank 0, which has as much as any other.
 
     Args:
-        overrides: `--job.config_file FILE` and any `--section.key value`, found right already.
+        overrides: `--job.config_file FILE` and any `--section.key value`, parsed without a mistake.
         memory_gib: of one device.
         longest: also seek the longest samples that fit.
+
+    Yields:
+        What waits for the prediction, and returns it; only once.
+
+    Raises:
+        RuntimeError: nothing could be predicted; by what is yielded.
     """
     task = json.dumps([overrides, world_size, memory_gib, longest])
     # Without an accelerator in sight everything is laid out on the CPU; fake tensors are as large.
@@ -99,18 +108,33 @@ def predict(
         ) as process,
     ):
         assert process.stdin is not None
-        assert process.stdout is not None
         process.stdin.write(task)
         process.stdin.close()
-        last = "{}"
-        for last in process.stdout:
-            if not last.startswith("{"):
-                _show_progress(last.rstrip())
-        _show_progress("")
-        if process.wait() != 0:
-            errors.seek(0)
-            raise RuntimeError(f"memory could not be predicted:\n{errors.read()[-4000:]}")
-    return MemoryPlan(**json.loads(last))
+
+        def finish() -> MemoryPlan:
+            assert process.stdout is not None
+            last = "{}"
+            for last in process.stdout:
+                if not last.startswith("{"):
+                    _show_progress(last.rstrip())
+            _show_progress("")
+            if process.wait() != 0:
+                errors.seek(0)
+                raise RuntimeError(f"memory could not be predicted:\n{errors.read()[-4000:]}")
+            return MemoryPlan(**json.loads(last))
+
+        try:
+            yield finish
+        finally:
+            process.kill()
+
+
+def predict(
+    overrides: list[str], world_size: int, memory_gib: float, *, longest: bool = True
+) -> MemoryPlan:
+    """Predict as `predicting` does, and wait."""
+    with predicting(overrides, world_size, memory_gib, longest=longest) as finish:
+        return finish()
 
 
 def _show_progress(doing: str) -> None:

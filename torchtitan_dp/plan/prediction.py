@@ -1,10 +1,11 @@
 """The process that predicts memory: the step under fake tensors, for lengths, AC modes and ranks.
 
 A rank's own step is predicted as it is, with all layers. For other lengths, modes and ranks a model
-of few layers suffices: its layers are alike, so what is alive at a moment grows by the same bytes
-with each, and from some thousand tokens a rank on the moment of the peak is the same. The
-extrapolation is held against the whole model's, and asked no more where they differ; what comes
-close to the limit, and what is shorter, is predicted with all layers too.
+of few layers suffices: its layers are alike, so what is alive in a stretch of the step (the loss
+head's, the last block's backward, the first one's) grows by the same bytes with each. The peak is
+that of the highest stretch, which need not be the highest of few layers. The extrapolation is held
+against the whole model's, and asked no more where they differ; what comes close to the limit, and
+what is shorter, is predicted with all layers too.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.fake_step import GATHERED, Step, fake_world, tracking
 from torchtitan_dp.plan.memory import CATEGORIES, LONGEST, MODES, MemoryPlan, limit_bytes
 
-FEW_LAYERS = (2, 3)  # one alone is gathered without the next
+FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
 ENOUGH_LAYERS = 8  # of a model: fewer are as quickly predicted themselves
 LONG = 4096  # tokens a rank, from which on few layers tell
 TOLERANCE = 0.005  # of a peak: as much as an extrapolation may be off where it is held against
@@ -45,6 +46,7 @@ class _Model:
         self.update = self._tracker.peak_bytes, _by_category(self._tracker.peak)
         self._known: dict[int, tuple[int, dict[str, int]]] = {}
         self._without_gathered: dict[int, int] = {}  # peak bytes
+        self._stretches: dict[int, dict[str, int]] = {}
 
     def microbatch(self, seq_len: int) -> tuple[int, dict[str, int]]:
         """Predict the peak bytes of a microbatch after the first update, and what they are of."""
@@ -54,7 +56,13 @@ class _Model:
             self._step.microbatch(seq_len)
             self._known[seq_len] = self._tracker.peak_bytes, _by_category(self._tracker.peak)
             self._without_gathered[seq_len] = self._tracker.peak_bytes_without
+            self._stretches[seq_len] = self._tracker.stretches
         return self._known[seq_len]
+
+    def stretches(self, seq_len: int) -> dict[str, int]:
+        """Predict the peak bytes of each of a microbatch's stretches, and of the update."""
+        self.microbatch(seq_len)
+        return self._stretches[seq_len] | {"update": self.update[0]}
 
     def at(self, seq_len: int) -> tuple[int, dict[str, int]]:
         """Predict the peak of both, and what it is of."""
@@ -126,10 +134,12 @@ class Extrapolated:
                 args = copy.deepcopy(self._whole.args)
                 args.n_layers = layers
                 model = _Model(self._whole.config, args, self._whole.mode)
-                found.append([(model.update[0], model.microbatch(n)[0]) for n in wanted])
+                found.append([model.stretches(n) for n in wanted])
                 model.close()
             for length, few, more in zip(wanted, *found, strict=True):
-                self._known[length] = max(map(self._extrapolate, few, more))
+                self._known[length] = max(
+                    self._extrapolate(few[name], more[name]) for name in few.keys() & more.keys()
+                )
         return [self._known[length] for length in lengths]
 
     def _extrapolate(self, few: int, more: int) -> float:

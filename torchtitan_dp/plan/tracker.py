@@ -88,7 +88,9 @@ class MemoryTracker(LocalOperators):
         self.peak: dict[str, int] = {}
         self._labels: list[str] = []
         self._apart = apart
-        self._total = self._peak_total = self._peak_without = 0
+        self._total = self._peak_total = self._peak_without = self._peak_of_stretch = 0
+        self.stretches: dict[str, int] = {}
+        """The most bytes that were alive at once in each stretch that `end_stretch` has named."""
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}
 
     def __enter__(self) -> "MemoryTracker":
@@ -131,6 +133,13 @@ class MemoryTracker(LocalOperators):
         """Forget the peak so far: the next is sought from what is alive now."""
         self._peak_total, self.peak = self._total, dict(self.current)
         self._peak_without = self._without
+        self._peak_of_stretch = self._total
+        self.stretches = {}
+
+    def end_stretch(self, name: str) -> None:
+        """Name what has run since the last stretch's end."""
+        self.stretches[name] = max(self._peak_of_stretch, self.stretches.get(name, 0))
+        self._peak_of_stretch = self._total
 
     @contextlib.contextmanager
     def labelled(self, label: str) -> Iterator[None]:
@@ -184,6 +193,7 @@ class MemoryTracker(LocalOperators):
         if self._total > self._peak_total:
             self._peak_total, self.peak = self._total, dict(self.current)
         self._peak_without = max(self._peak_without, self._without)
+        self._peak_of_stretch = max(self._peak_of_stretch, self._total)
 
     @property
     def _without(self) -> int:
