@@ -1,4 +1,4 @@
-"""What the default suite leaves out: further cases of what it checks in others, and some whole runs.
+"""What the default suite leaves out: further cases of what it checks, and some whole runs.
 
     ./scripts/run_tests.sh -m thorough      # these alone, in some minutes
 
