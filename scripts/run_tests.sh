@@ -23,7 +23,7 @@ case "${1:-}" in
     "") set -- "${parallel[@]}" ;;
     fast)
         export TORCHTITAN_DP_FAST_TESTS=1
-        set -- "${parallel[@]}" -m "not slow" "${@:2}"
+        set -- "${parallel[@]}" -n "$cores" -m "not slow" "${@:2}"
         ;;
 esac
 exec "$PY" -m pytest "$@"

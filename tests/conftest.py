@@ -32,7 +32,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if hides_devices(config.getoption("markexpr")):
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
     forks.without_help()
-    if config.getoption("numprocesses", None):
+    if config.getoption("numprocesses", None) and FAST not in os.environ:
         os.environ[forks.ADDRESS] = forks.address()  # one server for all workers
 
 

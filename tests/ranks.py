@@ -25,6 +25,7 @@ _pools: dict[int, "_Pool"] = {}
 
 def on_ranks(world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
     """Call `function(*args)` on every rank of a gloo world; the results, by rank."""
+    forks.need()
     pool = _pools.get(world_size)
     if pool is None:
         pool = _pools[world_size] = _Pool(world_size)

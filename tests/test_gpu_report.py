@@ -25,6 +25,7 @@ def run(folder, *arguments, **env):
     )
 
 
+@pytest.mark.slow
 def test_without_a_device_each_part_says_so(tmp_path):
     done = run(tmp_path, "tests", "train")
     assert done.returncode == 0, done.stderr

@@ -308,6 +308,7 @@ def start(format: str, root: Path, log: Path, sleep: float, index: Path) -> "sub
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("format", ["text", "jsonl"])
 def test_of_several_processes_one_reads(tmp_path: Path, index: Path, format: str) -> None:
     root, log = write(tmp_path / "d", {"secret.jsonl": b'{"text": "1"}\n'}), tmp_path / "log"

@@ -106,6 +106,7 @@ def named_tuple(value):
     return namedtuple("Event", fields)(**fields)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("planned", [30, 400])
 def test_dp_accounting_alone_gives_the_same_epsilon(tmp_path, planned):
     louder = Settings(2.0, 0.1, 0.5, 1e-5, 32, "pld", *TERMS)

@@ -120,6 +120,7 @@ def test_no_parameter_enters_a_graph():
     assert all(len(x) == B or x.shape[-1] == 2 for x in tensors)
 
 
+@pytest.mark.slow
 def test_lengths_and_validation_stay_within_the_limit_of_graphs():
     """All rungs of a ladder, with and without gradients: else `fullgraph` would end the run."""
     torch._dynamo.reset()

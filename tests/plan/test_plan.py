@@ -175,6 +175,7 @@ def keys(section, prefix=""):
             yield prefix + f.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("toml", TOMLS, ids=lambda path: path.stem)
 def test_hazard_25_every_config_plans_and_has_no_rule_on_private_values(toml, tmp_path, capsys):
     degrees = tomllib.loads(toml.read_text()).get("parallelism", {})

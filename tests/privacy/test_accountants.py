@@ -36,6 +36,7 @@ def google(sigma: float, q: float, steps: int, delta: float, interval: float) ->
     return accountant.get_epsilon(delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma, q, steps, delta", GRID)
 def test_hazard_37_every_accountant_is_its_library_and_none_flatters(sigma, q, steps, delta):
     segments = (Segment(sigma, q, steps),)
@@ -152,6 +153,7 @@ def test_a_failing_pld_never_gives_a_smaller_number(monkeypatch, wrong):
     pld.pld_epsilon.cache_clear()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "target, q, steps",
     [(0.05, 0.001, 500), (1.0, 0.01, 1_000), (8.0, 0.0141, 40), (8.0, 1.0, 100), (200.0, 0.1, 300)],

@@ -69,6 +69,7 @@ def test_reference_values():
     assert 1.828 <= epsilon(**REFERENCE, accountant="prv") <= 1.828 + 0.01
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sigma, q, steps", GRID)
 def test_rdp_is_opacus_rdp_or_tighter_only_by_its_wider_orders(sigma, q, steps):
     opacus = RDPAccountant()

@@ -181,6 +181,7 @@ def test_blocks_add_what_the_whole_adds(threads, rejected):
     assert torch.equal(gradient_DN, before)
 
 
+@pytest.mark.slow
 def test_clip_and_add_compiles_into_one_kernel():
     """As far as a CPU can tell: Inductor makes one kernel of it, which writes the sum alone."""
     metrics = pytest.importorskip("torch._inductor.metrics")

@@ -67,6 +67,7 @@ def test_one_step_against_neyman_and_pearson_in_closed_form(sigma, q, delta):
     check(meaning([Segment(sigma, q, 1)], delta), gaussian_step(sigma, q), delta)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_hazard_37_compositions_against_an_independent_fourier_transform(name):
     # The independent grid of interval d adds up to d^2 / 4 a step to the loss's variance.

@@ -327,6 +327,7 @@ def test_a_chunk_waits_for_no_copy_from_the_host(secure, monkeypatch):
     assert copied == []
 
 
+@pytest.mark.slow
 def test_noise_compiles_into_one_kernel():
     """As far as a CPU can tell: drawn and added by one kernel, which writes the sum alone."""
     metrics = pytest.importorskip("torch._inductor.metrics")
