@@ -48,15 +48,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             item.add_marker("thorough")
     named = any("::" in argument for argument in config.args)
     asked = str(config.getoption("markexpr"))
-    out = [
-        item
-        for item in items
-        for name in CAMPAIGNS
-        if item.get_closest_marker(name) and name not in asked and not named
-    ]
+    left_out = [] if named else [name for name in CAMPAIGNS if name not in asked]
+    out = {item for item in items if any(map(item.get_closest_marker, left_out))}
     if out:
-        config.hook.pytest_deselected(items=out)
-        items[:] = [item for item in items if item not in set(out)]
+        config.hook.pytest_deselected(items=list(out))
+        items[:] = [item for item in items if item not in out]
     rank = {file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(_file(item), len(rank)))  # the others stay as they are
 

@@ -16,6 +16,7 @@ from tests.launch import arguments, train, with_sigma, write_records
 MESHES = {  # dp_replicate, dp_shard, cp
     "cp1": (1, 1, 1),
     "cp2": (1, 1, 2),
+    "cp4": (1, 1, 4),
     "cp2_dp_shard2": (1, 2, 2),
     "cp2_dp_replicate2": (2, 1, 2),
 }
@@ -79,7 +80,7 @@ def one(tmp_path_factory) -> torch.Tensor:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mesh", ["cp2", "cp2_dp_shard2", "cp2_dp_replicate2"])
+@pytest.mark.parametrize("mesh", [name for name in MESHES if name != "cp1"])
 def test_row12_the_weights_change_alike_on_every_mesh(tmp_path, one, mesh):
     other = change(weights_after_three_steps(tmp_path, MESHES[mesh], "--privacy.debug_seed=1"))
     assert one.norm() > 0.1
@@ -90,13 +91,14 @@ def test_row12_the_weights_change_alike_on_every_mesh(tmp_path, one, mesh):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_token_ids_that_were_kept_change_no_bit(tmp_path):
+@pytest.mark.parametrize("mesh", ["cp1", "cp2_dp_shard2"])
+def test_token_ids_that_were_kept_change_no_bit(tmp_path, mesh):
     """Without any, with those of this run alone, and with those of a run before."""
     ways = {"none": ["--data.no-token_cache"], "first": [], "again": []}
     cache, data = {"XDG_CACHE_HOME": str(tmp_path / "cache")}, write_records(tmp_path / "data")
     none, *others = (
         weights_after_three_steps(
-            *(tmp_path / way, MESHES["cp2"], "--privacy.debug_seed=1", *options),
+            *(tmp_path / way, MESHES[mesh], "--privacy.debug_seed=1", *options),
             data=data,
             env=cache,
         )
@@ -131,11 +133,11 @@ def test_weights_kept_gathered_change_no_bit_of_a_run(tmp_path, mesh):
 def test_row12_and_49_so_it_does_with_an_exact_sum(tmp_path, one):
     """And the weights move as far as with a sum in fp32, under noise of other draws."""
     options = ["--privacy.debug_seed=1", "--privacy.secure_noise", "--privacy.exact_sum"]
-    exact, other = (
+    exact, *others = (
         change(weights_after_three_steps(tmp_path / name, MESHES[name], *options))
-        for name in ("cp1", "cp2_dp_shard2")
+        for name in ("cp1", "cp2_dp_shard2", "cp2_dp_replicate2")
     )
-    error = ((other - exact).norm() / exact.norm()).item()
-    print(error)
+    errors = [((other - exact).norm() / exact.norm()).item() for other in others]
+    print(errors)
     assert exact.norm().item() == pytest.approx(one.norm().item(), rel=0.1)
-    assert error < 1e-3
+    assert max(errors) < 1e-3, errors

@@ -185,11 +185,11 @@ FAULTS = {
     ids=["microbatch", "grad_sample", "secure", "exact", "exact grad_sample"],
 )
 def test_row35_the_clean_build_stays_under_the_claim(method, batch_size, summed):
-    (bounds,) = on_ranks(1, play, (1, 1, 1), None, 200, None, method, batch_size, 0.999, summed)
+    (bounds,) = on_ranks(1, play, (1, 1, 1), None, 300, None, method, batch_size, 0.999, summed)
     assert len(bounds) == 6
     assert max(bounds.values()) <= 1 / SIGMA
     assert bounds.pop("not_a_number") < 0.1
-    assert min(bounds.values()) > 0.05  # the attack works: it sees about what it may
+    assert min(bounds.values()) > 0.1  # the attack works: it sees about what it may
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_row35_and_49_flags_what_is_summed_and_noised_as_configured(fault, case,
     "fault, degrees, case, trials",
     [
         ("noise repeated across shards", (1, 1, 2), "twin_halves", 40),
-        ("norms not reduced", (1, 1, 2), "norm_100C", 350),
+        ("norms not reduced", (1, 1, 2), "norm_100C", 500),
         ("samples summed over dp", (1, 2, 1), "neighbour", 100),
     ],
 )

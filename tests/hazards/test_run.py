@@ -221,7 +221,6 @@ def compiled_noise(folder):
         TORCHINDUCTOR_CACHE_DIR=f"{folder}/inductor",
         TORCHINDUCTOR_COMPILE_THREADS="1",
         TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS="0",  # of a single kernel
-        TORCHINDUCTOR_DEBUG_COMPILE="1",  # optimizes nothing, to be quick
     )
     from torchtitan_dp.privacy import noise
 

@@ -15,7 +15,7 @@ import gc
 import json
 import sys
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
@@ -32,6 +32,14 @@ CLOSE = 0.03  # of the limit: nearer to it, an extrapolation does not decide
 Say = Callable[[str], None]
 
 
+class _Microbatch(NamedTuple):
+    """Holds what is predicted of a microbatch."""
+
+    peak: tuple[int, dict[str, int]]  # bytes, and what they are of
+    bytes_without_gathered: int  # at the peak of all but gathered weights
+    stretches: dict[str, int]  # the peak bytes of each
+
+
 class _Model:
     """Predicts the peaks of a model that is built once, for samples of any length."""
 
@@ -44,38 +52,37 @@ class _Model:
         self._tracker.start_over()
         self._step.update()
         self.update = self._tracker.peak_bytes, _by_category(self._tracker.peak)
-        self._known: dict[int, tuple[int, dict[str, int]]] = {}
-        self._without_gathered: dict[int, int] = {}  # peak bytes
-        self._stretches: dict[int, dict[str, int]] = {}
+        self._known: dict[int, _Microbatch] = {}
 
-    def microbatch(self, seq_len: int) -> tuple[int, dict[str, int]]:
-        """Predict the peak bytes of a microbatch after the first update, and what they are of."""
+    def microbatch(self, seq_len: int) -> "_Microbatch":
+        """Predict a microbatch after the first update, which is the first of its step."""
         if seq_len not in self._known:
             self._step.free_gathered()
-            self._tracker.start_over()
+            tracker = self._tracker
+            tracker.start_over()
             self._step.microbatch(seq_len)
-            self._known[seq_len] = self._tracker.peak_bytes, _by_category(self._tracker.peak)
-            self._without_gathered[seq_len] = self._tracker.peak_bytes_without
-            self._stretches[seq_len] = self._tracker.stretches
+            self._known[seq_len] = _Microbatch(
+                (tracker.peak_bytes, _by_category(tracker.peak)),
+                tracker.peak_bytes_without,
+                tracker.stretches,
+            )
         return self._known[seq_len]
 
     def stretches(self, seq_len: int) -> dict[str, int]:
         """Predict the peak bytes of each of a microbatch's stretches, and of the update."""
-        self.microbatch(seq_len)
-        return self._stretches[seq_len] | {"update": self.update[0]}
+        return self.microbatch(seq_len).stretches | {"update": self.update[0]}
 
     def at(self, seq_len: int) -> tuple[int, dict[str, int]]:
         """Predict the peak of both, and what it is of."""
-        return max(self.update, self.microbatch(seq_len), key=lambda found: found[0])
+        return max(self.update, self.microbatch(seq_len).peak, key=lambda found: found[0])
 
     def kept_gathered(self, seq_len: int) -> int:
         """Bound the peak of both from above, were the weights kept gathered within a step.
 
         It is an upper bound: the buffers of the last gather are taken to be there all the time.
         """
-        self.microbatch(seq_len)
-        kept = self._without_gathered[seq_len] + self._step.gathered_bytes
-        return max(self.update[0], kept)
+        without = self.microbatch(seq_len).bytes_without_gathered
+        return max(self.update[0], without + self._step.gathered_bytes)
 
     def close(self) -> None:
         """Free it: one model is tracked at a time."""
