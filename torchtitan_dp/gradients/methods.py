@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.ghost import GhostGradients, Passes
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.microbatch import MicrobatchGradients
 from torchtitan_dp.privacy.clipping import Clip
@@ -40,6 +41,10 @@ class MethodTerms(Protocol):
     @property
     def shard_grad_samples(self) -> bool:
         """Tell whether `grad_sample` reduces within backward (V2) or after it (V1)."""
+
+    @property
+    def ghost_passes(self) -> Passes:
+        """Name how often `ghost` runs backward over a microbatch."""
 
 
 # Builds a method on a model that is laid over the mesh already. The modules are one of each FSDP2
@@ -72,10 +77,17 @@ def _grad_sample(
     return GradSampleGradients(model, clipped_sum, shard_grad_samples=terms.shard_grad_samples)
 
 
+def _ghost(
+    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, terms: MethodTerms
+) -> GradientMethod:
+    return GhostGradients(model, clipped_sum, passes=terms.ghost_passes)
+
+
 METHODS: dict[str, Method] = {
     "microbatch": Method(_microbatch, per_sample_layers=False, compiles=True),
     # Its layers start collectives within backward.
     "grad_sample": Method(_grad_sample, per_sample_layers=True, compiles=False),
+    "ghost": Method(_ghost, per_sample_layers=True, compiles=False),
 }
 
 
