@@ -157,7 +157,22 @@ BAD = {
     "fault tolerance": (["--fault_tolerance.enable"], "fault_tolerance.enable = true"),
     "gdp": (["--privacy.accountant=gdp"], "privacy.accountant"),  # hazard 37: not offered
     "per layer": (["--privacy.clipping=per_layer"], "privacy.clipping = 'per_layer'"),
-    "ghost": (["--privacy.gradient_method=ghost"], "privacy.gradient_method = 'ghost'"),
+    "randomized": (
+        ["--privacy.gradient_method=randomized"],
+        "privacy.gradient_method = 'randomized'",
+    ),
+    "two backward passes over recomputed operations": (
+        [
+            *("--privacy.gradient_method=ghost", "--privacy.ghost_passes=two"),
+            *("--activation_checkpoint.mode=selective",),
+            *("--activation_checkpoint.selective_ac_option=op",),
+        ],
+        "privacy.ghost_passes = 'two'",
+    ),
+    "compiled ghost": (
+        ["--privacy.gradient_method=ghost", "--compile.enable"],
+        "compile.enable = true",
+    ),
     "compiled grad_sample": (
         ["--privacy.gradient_method=grad_sample", "--compile.enable"],
         "compile.enable = true",

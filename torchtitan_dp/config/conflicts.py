@@ -39,7 +39,16 @@ def check_conflicts(config: JobConfig) -> None:
             "compile.enable",
             True,
             f"set it to false, or privacy.gradient_method to {compiled}; the layers of '{method}' "
-            "start collectives within backward, which cannot be compiled",
+            "act within backward, which cannot be compiled",
+        ),
+        (
+            METHODS[method].backward_passes(config.privacy) > 1
+            and config.activation_checkpoint.mode == "selective"
+            and config.activation_checkpoint.selective_ac_option == "op",
+            "privacy.ghost_passes",
+            "'two'",
+            "with activation_checkpoint.selective_ac_option = 'op' PyTorch allows one backward "
+            "pass; set ghost_passes = 'one', or selective_ac_option = '1'",
         ),
         (
             config.training.enable_cpu_offload,

@@ -22,13 +22,12 @@ multiplied there; the second pass goes over the same losses, unscaled. It costs 
 Guarantee:
     One sample moves the sum by at most C, as with any other method and for any `Summation`,
     whatever error the ghost norms have. Let n_l be the norm of the sample's gradient of parameter l
-    as it was found for clipping, whose squares sum to n^2, and f the sample's factor, f n <= C. What
-    is added of parameter l is f min(1, n_l / m_l) g_l, where g_l is the very fp32 tensor that is
-    added, summed over cp, and m_l its norm, measured as in `grad_sample`: at most f n_l, over all
-    parameters at most f n. So nothing rests on a ghost norm but the clipped gradient's direction
-    and length: it is the loop's gradient to the precision of n_l (in fp32 within 1e-5; tests).
-    Rejected samples are left out by selection. A part whose m_l is not finite, though n_l was, is
-    left out too. Assumes what `grad_sample` does.
+    as it was found for clipping, whose squares sum to n^2, and f the sample's factor, f n <= C.
+    What is added of parameter l is f min(1, n_l / m_l) g_l, where g_l is the very fp32 tensor that
+    is added, summed over cp, and m_l its norm, measured as in `grad_sample`: at most f n_l, over
+    all parameters at most f n. A ghost norm only says how much of the sample's gradient is added:
+    in fp32 what the loop adds, within 1e-5 (tests). Rejected samples are left out by selection. A
+    part whose m_l is not finite, though n_l was, is left out too. Assumes what `grad_sample` does.
 """
 
 from collections import Counter

@@ -55,6 +55,13 @@ class Sink(Protocol):
         """Add, within backward, what was formed, each sample multiplied by its factor."""
 
 
+class Applied(Protocol):
+    """Stands for an `autograd.Function`, or for what chooses one."""
+
+    def apply(self, *args: Any) -> Any:
+        """Run it."""
+
+
 class PerSampleLayer(nn.Module):
     """Adds to a layer's class what `per_sample_layers` turns it with."""
 
@@ -109,7 +116,7 @@ def per_sample_layers(model: nn.Module) -> None:
         }
 
 
-def register_per_sample(kind: type[nn.Module], function: type[torch.autograd.Function]) -> None:
+def register_per_sample(kind: type[nn.Module], function: Applied) -> None:
     """Give a layer type a function of its own, for layers that Opacus' rules do not fit.
 
     Args:
@@ -261,7 +268,7 @@ class _ByRule(_OwnForward):
         return None, grad_x, *(None for _ in layer.parameter_names)
 
 
-_FUNCTIONS: dict[type[nn.Module], type[torch.autograd.Function]] = {
+_FUNCTIONS: dict[type[nn.Module], Applied] = {
     nn.Linear: _Linear,
     nn.Embedding: _Embedding,
     nn.RMSNorm: _RMSNorm,

@@ -64,6 +64,12 @@ class Method:
     compiles: bool
     """Whether blocks may be compiled."""
 
+    backward_passes: Callable[[MethodTerms], int] = lambda _: 1
+    """How often backward runs over a microbatch."""
+
+    whole_gradients: bool = True
+    """Whether each sample's gradient is whole at some time, and goes through `ClippedSum.add`."""
+
 
 def _microbatch(
     _: nn.Module, fsdp_modules: list[FSDPModule], clipped_sum: ClippedSum, __: MethodTerms
@@ -85,9 +91,15 @@ def _ghost(
 
 METHODS: dict[str, Method] = {
     "microbatch": Method(_microbatch, per_sample_layers=False, compiles=True),
-    # Its layers start collectives within backward.
+    # Per-sample layers hand over what they have, or start collectives, within backward.
     "grad_sample": Method(_grad_sample, per_sample_layers=True, compiles=False),
-    "ghost": Method(_ghost, per_sample_layers=True, compiles=False),
+    "ghost": Method(
+        _ghost,
+        per_sample_layers=True,
+        compiles=False,
+        backward_passes=lambda terms: 2 if terms.ghost_passes == "two" else 1,
+        whole_gradients=False,
+    ),
 }
 
 

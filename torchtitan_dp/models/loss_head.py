@@ -203,8 +203,9 @@ class _SeveralSamples(torch.autograd.Function):
 
 
 class _OutputsKept(torch.autograd.Function):
-    """Keeps the gradients of all logits, and hands them to the layer's sink with the input. A second
-    backward pass over the same graph computes them again."""
+    """Keeps the gradients of all logits, and hands them to the layer's sink with the input.
+
+    A second backward pass over the same graph computes them again."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -259,21 +260,21 @@ def _losses_and_outputs(
 class _AsTheSinkAsks:
     """Runs the function for what the layer's sink takes."""
 
-    @staticmethod
     def apply(
-        layer: LossHead,
+        self,
+        layer: PerSampleLayer,
         h_BTD: torch.Tensor,
         labels_BT: torch.Tensor | None = None,
         targets_B: torch.Tensor | None = None,
         *weight: torch.Tensor,
-    ) -> torch.Tensor:
+    ) -> Any:
         name = layer.parameter_names["weight"]
         kept = layer.sink.keeps_outputs(name, h_BTD.shape[1])
         function = _OutputsKept if kept else _SeveralSamples
         return function.apply(layer, h_BTD, labels_BT, targets_B, *weight)
 
 
-register_per_sample(LossHead, _AsTheSinkAsks)
+register_per_sample(LossHead, _AsTheSinkAsks())
 
 
 def _chunks(tokens: int, size: int) -> list[slice]:
