@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from tests.gradients.loop import check
+from tests.gradients.test_grad_sample import beside
 from tests.ranks import on_ranks
 
 METHOD = "--privacy.gradient_method=ghost"
@@ -120,6 +121,15 @@ def automatic_norms(degrees, method):
         build.norm(built.clipped_sum(tokens_NT[one], labels_NT[one])[0])
         for one in (slice(0, 1), slice(1, 2))
     ]
+
+
+@both_passes
+@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("cp", [1, 2])
+def test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch(cp, slot, passes):
+    for same, difference in on_ranks(cp, beside, (1, 1, cp), ghost(passes), slot, MIXED):
+        assert same  # bit-identical
+        assert difference < 1e-6
 
 
 def found_by(changes, tokens, method):
