@@ -251,8 +251,8 @@ def _losses_and_outputs(
         loss = torch.zeros_like(scale)
         for tokens in _chunks(len(h_TD), layer.chunk_tokens):
             torch.mm(h_TD[tokens], weight_VD.T, out=grad_TV[tokens])
-            scale_N = scale.expand(tokens.stop - tokens.start)
-            loss += losses_to_gradients_(grad_TV[tokens], labels_T[tokens], scale_N).sum()
+            labels_N = labels_T[tokens]
+            loss += losses_to_gradients_(grad_TV[tokens], labels_N, scale.expand_as(labels_N)).sum()
         losses.append(loss)
     return torch.stack(losses), grad_BTV
 
