@@ -157,7 +157,6 @@ BAD = {
     "fault tolerance": (["--fault_tolerance.enable"], "fault_tolerance.enable = true"),
     "gdp": (["--privacy.accountant=gdp"], "privacy.accountant"),  # hazard 37: not offered
     "per layer": (["--privacy.clipping=per_layer"], "privacy.clipping = 'per_layer'"),
-    "ghost": (["--privacy.gradient_method=ghost"], "privacy.gradient_method = 'ghost'"),
     "compiled grad_sample, operations chosen": (
         [
             *("--privacy.gradient_method=grad_sample", "--compile.enable"),
@@ -172,6 +171,25 @@ BAD = {
             "--activation_checkpoint.mode=memory_budget",
         ],
         "activation_checkpoint.mode = 'memory_budget'",
+    ),
+    "randomized": (
+        ["--privacy.gradient_method=randomized"],
+        "privacy.gradient_method = 'randomized'",
+    ),
+    "two backward passes over recomputed operations": (
+        [
+            *("--privacy.gradient_method=ghost", "--privacy.ghost_passes=two"),
+            *("--activation_checkpoint.mode=selective",),
+            *("--activation_checkpoint.selective_ac_option=op",),
+        ],
+        "privacy.ghost_passes = 'two'",
+    ),
+    "two backward passes, compiled": (
+        [
+            *("--privacy.gradient_method=ghost", "--privacy.ghost_passes=two"),
+            "--compile.enable",
+        ],
+        "privacy.ghost_passes = 'two'",
     ),
     "unknown option": (["--privacy.sigma=1"], "--privacy.sigma"),
     "unknown section": (["--dp.sigma=1"], "--dp.sigma"),

@@ -43,6 +43,12 @@ def test_whole_gradients():
     check(ONE_RANK, *METHOD, *COMPILED, "--privacy.no-shard_grad_samples")
 
 
+def test_ghost():
+    """Its sink takes the copies' gradients as it takes a layer's."""
+    ghost = ("--privacy.gradient_method=ghost", "--training.local_batch_size=2")
+    check(CP, *ghost, *COMPILED, FULL, samples=5, tie_embeddings=True, dim=96, vocab_size=101)
+
+
 def test_inductor():
     check(CP, *METHOD, "--compile.enable", FULL, tolerance=2e-5)
 

@@ -146,12 +146,12 @@ def test_row04_equals_the_microbatch_method(degrees, variant):
     on_ranks(degrees[1] * degrees[2], against_microbatch, degrees, variant)
 
 
-def beside(degrees, variant, slot):
+def beside(degrees, method, slot, changes=UNTIED):
     """Sample 0's own sum and norm in `slot`, beside each of several neighbours that are left out
     of the sum, and with the first neighbour's added: (all bit-identical, |sum - parts|)."""
     from tests import build
 
-    built = build.build(degrees, METHOD, variant, mbs(2))
+    built = build.build(degrees, *method, args=dataclasses.replace(build.ARGS, **changes))
     tokens_NT, labels_NT = build.data(samples=2)
     other_tokens_NT, other_labels_NT = build.data(samples=4, seed=9)
     neighbours = [
@@ -187,7 +187,8 @@ def beside(degrees, variant, slot):
 @pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("cp", [1, 2])
 def test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch(cp, slot, variant):
-    for same, difference in on_ranks(cp, beside, (1, 1, cp), variant, slot):
+    method = [METHOD, variant, mbs(2)]
+    for same, difference in on_ranks(cp, beside, (1, 1, cp), method, slot):
         assert same  # bit-identical
         assert difference < 1e-6
 

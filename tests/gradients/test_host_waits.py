@@ -6,6 +6,7 @@ them. What no operation shows is a number that becomes a tensor on the device.
 """
 
 import contextlib
+import dataclasses
 from unittest import mock
 
 import pytest
@@ -65,7 +66,8 @@ def waits_of_a_step(degrees, overrides, fault=None):
     from tests import build
     from torchtitan_dp.gradients.clipped_sum import ClippedSum
 
-    built = build.build(degrees, *overrides)
+    args = dataclasses.replace(build.ARGS, dim=96, vocab_size=101)  # `ghost` finds ghost norms
+    built = build.build(degrees, *overrides, args=args)
     tokens_NT, labels_NT = build.data(samples=4)
     size = built.batch_size
 
@@ -97,6 +99,7 @@ def waits_of_a_step(degrees, overrides, fault=None):
 METHODS = {
     "microbatch": ["--privacy.gradient_method=microbatch"],
     "grad_sample": ["--privacy.gradient_method=grad_sample", "--training.local_batch_size=2"],
+    "ghost": ["--privacy.gradient_method=ghost", "--training.local_batch_size=2"],
 }
 
 

@@ -50,7 +50,7 @@ def test_products_of_chunks_of_rows_into_strided_memory(device, dtype):
 
 
 def test_torch_names_what_accumulates_wide():
-    """Used on CUDA where it exists: `products._accumulates_wide` asks for one of the three."""
+    """Used on CUDA where it exists: `products.accumulates_wide` asks for one of the three."""
     for operator in ("mm", "bmm", "addmm"):
         assert hasattr(getattr(torch.ops.aten, operator), "dtype_out"), operator
 

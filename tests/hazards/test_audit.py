@@ -181,8 +181,13 @@ FAULTS = {
         ("microbatch", 1, SECURE),
         ("microbatch", 1, EXACT),
         ("grad_sample", 2, EXACT),
+        ("ghost", 2, {}),
+        ("ghost", 2, EXACT | {"ghost_passes": "two"}),
     ],
-    ids=["microbatch", "grad_sample", "secure", "exact", "exact grad_sample"],
+    ids=[
+        *("microbatch", "grad_sample", "secure", "exact", "exact grad_sample"),
+        *("ghost", "exact ghost, two passes"),
+    ],
 )
 def test_row35_the_clean_build_stays_under_the_claim(method, batch_size, summed):
     (bounds,) = on_ranks(1, play, (1, 1, 1), None, 300, None, method, batch_size, 0.999, summed)
@@ -401,6 +406,7 @@ def test_an_audited_run_is_not_private_and_apart(audits):
         (["--privacy.no-enable"], "privacy.enable"),
         (["--privacy.target_epsilon=None", "--privacy.noise_multiplier=0"], "noise_multiplier"),
         (["--canaries=0"], "--canaries = 0"),
+        (["--privacy.gradient_method=ghost"], "privacy.gradient_method = 'ghost'"),
         (["--guesses=1.5"], "--guesses = 1.5"),
         (["--canaries=10000000"], "--canaries = 10000000"),
         (["--instrument=game", "--trials=20"], "--trials = 20"),

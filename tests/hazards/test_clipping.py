@@ -1,11 +1,13 @@
 """Hazards of clipping, by row of the list of what silently breaks DP: real meshes, gloo, fp32.
 
-For both gradient methods: microbatches of one sample, and of several in one backward pass. Rows 1,
+For all gradient methods: microbatches of one sample, and of several in one backward pass. Rows 1,
 2, 6, 27, 28 and 36 are also held against the one-process loop on more meshes by
-tests/gradients/test_exactness.py and test_grad_sample.py, which has rows 4, 5 and 7 within one
-microbatch as well.
+tests/gradients/test_exactness.py, test_grad_sample.py, which has rows 4, 5 and 7 within one
+microbatch as well, and test_ghost.py. With `ghost` the model is so wide that all its matrices'
+norms are ghosts (GHOST), or some (MIXED, in two backward passes).
 """
 
+import dataclasses
 import math
 
 import pytest
@@ -16,7 +18,31 @@ from tests.ranks import on_ranks
 MICROBATCH = ["--privacy.gradient_method=microbatch"]
 V2 = ["--privacy.gradient_method=grad_sample", "--training.local_batch_size=2"]
 V1 = [*V2, "--privacy.no-shard_grad_samples"]
-by_method = pytest.mark.parametrize("method", [MICROBATCH, V2], ids=["microbatch", "grad_sample"])
+GHOST = ["--privacy.gradient_method=ghost", "--training.local_batch_size=2"]
+MIXED = [*GHOST, "--privacy.ghost_passes=two"]
+by_method = pytest.mark.parametrize(
+    "method",
+    [MICROBATCH, V2, GHOST, MIXED],
+    ids=["microbatch", "grad_sample", "ghost", "ghost_two"],
+)
+by_way = pytest.mark.parametrize(
+    "method",
+    [MICROBATCH, V1, V2, GHOST, MIXED],
+    ids=["microbatch", "V1", "V2", "ghost", "ghost_two"],
+)
+by_way_of_several = pytest.mark.parametrize(
+    "method", [V1, V2, GHOST, MIXED], ids=["V1", "V2", "ghost", "ghost_two"]
+)
+
+
+def args_for(method):
+    """The model's shape: one in which a method does what makes it another."""
+    from tests import build
+
+    wide = {tuple(GHOST): 96, tuple(MIXED): 40}
+    if tuple(method) not in wide:
+        return build.ARGS
+    return dataclasses.replace(build.ARGS, dim=wide[tuple(method)], vocab_size=101)
 
 
 def taken(built):
@@ -41,14 +67,16 @@ def norms_and_true_norms(degrees, method):
     from tests import build
 
     tokens_NT, labels_NT = build.data(samples=4)
-    built = build.build(degrees, *method)
+    built = build.build(degrees, *method, args=args_for(method))
     _, norms = built.clipped_sum(tokens_NT, labels_NT)
-    gradients = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
+    gradients = build.reference_gradients(
+        build.reference_model(args_for(method)), tokens_NT, labels_NT
+    )
     return norms, [build.norm(g) for g in gradients]
 
 
 @pytest.mark.parametrize("cp", [1, 2, 4])
-@pytest.mark.parametrize("method", [MICROBATCH, V1, V2], ids=["microbatch", "V1", "V2"])
+@by_way
 def test_row01_norms_are_of_the_whole_gradient(cp, method):
     for norms, true_norms in on_ranks(cp, norms_and_true_norms, (1, 1, cp), method):
         assert norms == pytest.approx(true_norms, rel=1e-5)
@@ -62,8 +90,10 @@ def norm_of_each_parameter(degrees, method):
     from tests import build
 
     tokens_NT, labels_NT = build.data(samples=1)
-    (true,) = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
-    built = build.build(degrees, *method, max_grad_norm=1e6)
+    (true,) = build.reference_gradients(
+        build.reference_model(args_for(method)), tokens_NT, labels_NT
+    )
+    built = build.build(degrees, *method, max_grad_norm=1e6, args=args_for(method))
     actual, norms = built.clipped_sum(tokens_NT, labels_NT)
     parts = {
         name: (g.double().norm().item(), true[name].double().norm().item())
@@ -92,7 +122,7 @@ def sum_of_samples(degrees, rows, C, method):
     from tests import build
 
     tokens_NT, labels_NT = build.data(samples=2)
-    built = build.build(degrees, *method, max_grad_norm=C)
+    built = build.build(degrees, *method, max_grad_norm=C, args=args_for(method))
     total, norms = built.clipped_sum(tokens_NT[rows], labels_NT[rows])
     return build.norm(total), norms
 
@@ -105,9 +135,10 @@ def test_row03_identical_samples_on_two_ranks_add_to_2C(degrees):
         assert norm == pytest.approx(0.2, rel=1e-4)
 
 
+@pytest.mark.parametrize("method", [V2, GHOST], ids=["V2", "ghost"])
 @pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 2, 2)], ids=str)
-def test_row03_and_04_four_identical_samples_in_microbatches_add_to_4C(degrees):
-    for norm, _ in on_ranks(math.prod(degrees), sum_of_samples, degrees, [1] * 4, 0.1, V2):
+def test_row03_and_04_four_identical_samples_in_microbatches_add_to_4C(degrees, method):
+    for norm, _ in on_ranks(math.prod(degrees), sum_of_samples, degrees, [1] * 4, 0.1, method):
         assert norm == pytest.approx(0.4, rel=1e-4)
 
 
@@ -115,13 +146,15 @@ def opposite_gradients(degrees, method):
     """Samples with gradients +C u and -10 C u: after clipping they cancel."""
     from tests import build
 
-    built = build.build(degrees, *method)
+    built = build.build(degrees, *method, args=args_for(method))
     scale_B = torch.tensor((1.0, -10.0))
     if built.batch_size == 1:  # one on each data-parallel rank, else both in one microbatch
         scale_B = scale_B[torch.distributed.get_rank() // degrees[2]][None]
     # The loss scaled by hand: the same sample, weighed +1 / |g| and -10 / |g|.
     tokens_NT, labels_NT = build.data(samples=1)
-    (gradient,) = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
+    (gradient,) = build.reference_gradients(
+        build.reference_model(args_for(method)), tokens_NT, labels_NT
+    )
     shape = (len(scale_B), build.T)
     loss_B = built.losses(tokens_NT.expand(shape), labels_NT.expand(shape))
     valid_B = torch.ones(len(scale_B), dtype=torch.bool)
@@ -135,7 +168,7 @@ def test_row03_opposite_samples_cancel_after_clipping(degrees):
         assert norm < 1e-4  # unclipped they would leave 9
 
 
-@pytest.mark.parametrize("method", [V1, V2], ids=["V1", "V2"])
+@by_way_of_several
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
 def test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping(degrees, method):
     for norm in on_ranks(math.prod(degrees), opposite_gradients, degrees, method):
@@ -185,7 +218,7 @@ def empty_record(degrees, method):
 
     tokens_NT, labels_NT = build.data(samples=2)
     labels_NT[0] = -100
-    built = build.build(degrees, *method)
+    built = build.build(degrees, *method, args=args_for(method))
     B = built.batch_size
 
     def add(valid):
@@ -217,7 +250,7 @@ def small_adds(degrees, method):
 
     tokens_NT, labels_NT = build.data(samples=2)
     bf16 = "--training.mixed_precision_param=bfloat16"
-    built = build.build(degrees, *method, bf16, max_grad_norm=1 / 320)
+    built = build.build(degrees, *method, bf16, max_grad_norm=1 / 320, args=args_for(method))
     built.clipped_sum(tokens_NT, labels_NT)
     same_B = [1] * built.batch_size
     for _ in range(320 // built.batch_size):
@@ -266,7 +299,7 @@ def test_row13_clipped_norm_never_exceeds_C():
 def uneven_draws(degrees, counts, method):
     from tests import build
 
-    built = build.build(degrees, *method)
+    built = build.build(degrees, *method, args=args_for(method))
     errors = []
     for count in counts:
         tokens_NT, labels_NT = build.data(samples=count)
@@ -275,7 +308,9 @@ def uneven_draws(degrees, counts, method):
             assert not norms
             errors.append(build.norm(total))
             continue
-        reference = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
+        reference = build.reference_gradients(
+            build.reference_model(args_for(method)), tokens_NT, labels_NT
+        )
         errors.append(build.relative_error(total, build.reference_sum(reference, 1.0)))
     return errors
 
@@ -291,7 +326,7 @@ def test_row17_draws_of_any_size_keep_ranks_in_lockstep(degrees, method):
 def padding_with_real_gradients(degrees, method):
     from tests import build
 
-    built = build.build(degrees, *method)
+    built = build.build(degrees, *method, args=args_for(method))
     tokens_NT, labels_NT = build.data(samples=built.batch_size)
     loss_B = built.losses(tokens_NT, labels_NT)  # even a real gradient counts nothing as padding
     built.gradients.accumulate_clipped(loss_B, torch.zeros_like(loss_B, dtype=torch.bool))
@@ -310,7 +345,7 @@ def poisoned(degrees, value, method):
     """Whether a good sample's sum is bit-identical with and without a poisoned one before it."""
     from tests import build
 
-    built = build.build(degrees, *method)
+    built = build.build(degrees, *method, args=args_for(method))
     tokens_NT, labels_NT = build.data(samples=2)
     # Only one rank of the group sees the poison.
     first = torch.distributed.get_rank() % degrees[2] == 0
@@ -329,7 +364,7 @@ def poisoned(degrees, value, method):
     return equal(with_poison, without)
 
 
-@pytest.mark.parametrize("method", [MICROBATCH, V1, V2], ids=["microbatch", "V1", "V2"])
+@by_way
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e38], ids=str)
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
 def test_row22_a_poisoned_sample_contributes_exactly_zero(degrees, value, method):
@@ -361,6 +396,7 @@ def live_tensors(degrees, mode, method):
         *method,
         f"--activation_checkpoint.mode={mode}",
         "--activation_checkpoint.selective_ac_option=1",
+        args=args_for(method),
     )
     tokens_NT, labels_NT = build.data(samples=built.batch_size)
 
@@ -380,8 +416,9 @@ def live_tensors(degrees, mode, method):
 
 @pytest.mark.parametrize(
     "method, ranks",
-    [(MICROBATCH, 1), (V1, 1), (V2, 2)],  # only V2 starts collectives that nobody awaits at once
-    ids=["microbatch", "V1", "V2"],
+    # only V2 starts collectives that nobody awaits at once
+    [(MICROBATCH, 1), (V1, 1), (V2, 2), (GHOST, 1), (MIXED, 1)],
+    ids=["microbatch", "V1", "V2", "ghost", "ghost_two"],
 )
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
 def test_row27_live_tensors_stay_flat_over_16_steps(mode, method, ranks):
@@ -396,7 +433,7 @@ def test_row27_live_tensors_stay_flat_over_16_steps(mode, method, ranks):
 def two_microbatches(degrees, method):
     from tests import build
 
-    built = build.build(degrees, *method)
+    built = build.build(degrees, *method, args=args_for(method))
     tokens_NT, labels_NT = build.data(samples=2 * built.batch_size)
     both, _ = built.clipped_sum(tokens_NT, labels_NT)
     first, second = (
@@ -419,7 +456,7 @@ def frozen_layer(degrees, frozen, method):
     from tests import build
     from torchtitan_dp.optimizer import DPOptimizer
 
-    built = build.build(degrees, *method, frozen=frozen)
+    built = build.build(degrees, *method, frozen=frozen, args=args_for(method))
     before = {n: p.full_tensor().clone() for n, p in built.model.named_parameters()}
     optimizer = torch.optim.AdamW(list(built.parameters.values()), lr=0.1, weight_decay=0.1)
     dp = DPOptimizer(
@@ -435,7 +472,9 @@ def frozen_layer(degrees, frozen, method):
     changed = {
         n: not torch.equal(before[n], p.full_tensor()) for n, p in built.model.named_parameters()
     }
-    (reference,) = build.reference_gradients(build.reference_model(), tokens_NT, labels_NT)
+    (reference,) = build.reference_gradients(
+        build.reference_model(args_for(method)), tokens_NT, labels_NT
+    )
     expected = build.norm({n: g for n, g in reference.items() if frozen not in n})
     return changed, norms, expected
 

@@ -17,6 +17,7 @@ from tests.hazards.mutants import (
     clipping,
     crashes,
     exact_sum,
+    ghost,
     keys,
     lineage,
     noise,
@@ -34,6 +35,7 @@ from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 ROWS = range(1, 56)
 ROOMS = (
     clipping,
+    ghost,
     precision,
     exact_sum,
     parameters,

@@ -100,8 +100,21 @@ def allocated_peak(step):
                 "--privacy.exact_sum",
             ],
         ),
+        (1, ["--privacy.gradient_method=ghost", "--training.local_batch_size=2"]),
+        (
+            2,
+            [
+                "--privacy.gradient_method=ghost",
+                "--privacy.ghost_passes=two",
+                "--training.local_batch_size=2",
+                "--parallelism.data_parallel_shard_degree=2",
+            ],
+        ),
     ],
-    ids=["one rank", "ring, per-sample, recomputed", "two samples, exact sum"],
+    ids=[
+        *("one rank", "ring, per-sample, recomputed", "two samples, exact sum"),
+        *("ghost norms", "ghost norms, two passes"),
+    ],
 )
 def test_predicted_is_what_real_tensors_take(world_size, overrides):
     predicted, parts = forks.call(with_fake_tensors, small(*overrides), world_size)

@@ -36,6 +36,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.distributed.agreement import shared_root_key
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.ledger.terms import Plan
@@ -137,6 +138,13 @@ def main(argv: list[str]) -> None:
         config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
         if not config.privacy.enable:
             raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
+        method = config.privacy.gradient_method
+        if options.instrument == "canaries" and not METHODS[method].whole_gradients:
+            raise ValueError(
+                f"privacy.gradient_method = '{method}': a canary is planted in a sample's whole "
+                "gradient, which never exists here; audit it with --instrument game, or set "
+                "another method"
+            )
         args = check_model(config, decide_start(config))
         if options.instrument == "canaries":
             prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")

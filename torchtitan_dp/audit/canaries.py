@@ -133,6 +133,9 @@ class CanarySum(ClippedSum):
                 part_BDN[sample, dp_shard_rank, within] = NORM * self.max_grad_norm
         return super().add(shards, valid_B)
 
+    def accumulate_part(self, *_: Any) -> None:
+        raise AssertionError("a sample that passes `add` by has no canary")
+
 
 class ScoreKeeper:
     """Scores without coins: sums, over steps, what AdamW is handed at each canary's position."""

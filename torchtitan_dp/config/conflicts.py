@@ -15,6 +15,7 @@ def check_conflicts(config: JobConfig) -> None:
     """
     method = config.privacy.gradient_method
     by_regions = config.compile.enable and METHODS[method].compiles == "regions"
+    twice = METHODS[method].backward_passes(config.privacy) > 1
     checkpointing = config.activation_checkpoint
     conflicts: list[tuple[bool, str, object, str]] = [
         (
@@ -50,6 +51,21 @@ def check_conflicts(config: JobConfig) -> None:
             "'memory_budget'",
             f"set it to 'full'; the budget is of compiled blocks, and '{method}' compiles only "
             "what lies between their layers",
+        ),
+        (
+            twice and config.compile.enable,
+            "privacy.ghost_passes",
+            "'two'",
+            "compiled code runs backward once; set ghost_passes = 'one', or compile.enable = false",
+        ),
+        (
+            twice
+            and checkpointing.mode == "selective"
+            and checkpointing.selective_ac_option == "op",
+            "privacy.ghost_passes",
+            "'two'",
+            "with activation_checkpoint.selective_ac_option = 'op' PyTorch allows one backward "
+            "pass; set ghost_passes = 'one', or selective_ac_option = '1'",
         ),
         (
             config.training.enable_cpu_offload,

@@ -81,8 +81,16 @@ class Privacy:
     gradient_method: Literal["auto", "microbatch", "grad_sample", "ghost", "randomized"] = "auto"
     """`microbatch`: each sample has a backward pass of its own, whose reduced gradient is the
     per-sample gradient. `grad_sample`: one backward pass for a microbatch, in which every layer
-    forms its samples' gradients (LongShield). `auto`: `microbatch` if `training.local_batch_size`
-    is 1, else `grad_sample`. The others: not built yet."""
+    forms its samples' gradients (LongShield). `ghost`: norms from each layer's inputs and outputs'
+    gradients where that is the cheaper way, as short contexts have it, so that per-sample gradients
+    exist one layer at a time (ZeRO-DP+). `auto`: `microbatch` if `training.local_batch_size` is 1,
+    else `grad_sample`. `randomized`: not built yet."""
+
+    ghost_passes: Literal["one", "two"] = "one"
+    """For `ghost`, backward passes over a microbatch. `one` keeps every layer's input and its
+    output's gradient, also of layers that are checkpointed, and of the output layer for all tokens
+    at once (book-keeping). `two` keeps none of them and finds them again in a second pass (fast
+    gradient clipping); then `activation_checkpoint.selective_ac_option` cannot be `op`."""
 
     shard_grad_samples: bool = True
     """For `grad_sample`: sum per-sample gradients over the context-parallel ranks during backward,

@@ -16,7 +16,8 @@ gradients travel, and nothing about how they are clipped: whoever wants the norm
 
 A method whose gradients are all materialised at once calls `add`. One that knows the norms by other
 means, or clips several parts of a gradient by norms of their own, calls the three steps that `add`
-is made of: `squared_norms`, `clip` and `accumulate`.
+is made of: `squared_norms`, `clip` and `accumulate`, or `accumulate_part` for each parameter, so
+that one parameter's gradients exist at a time.
 """
 
 from collections.abc import Sequence
@@ -159,6 +160,25 @@ class ClippedSum:
                 self._summation.add_clipped_(
                     bundle_DN, shard_DN, clipped.factor_B[sample], clipped.rejected_B[sample]
                 )
+
+    def accumulate_part(
+        self, name: str, shard_BDN: torch.Tensor, factor_B: torch.Tensor, rejected_B: torch.Tensor
+    ) -> None:
+        """Add one parameter's part of B samples to the sum.
+
+        Over the parts of a sample, what is added must have a norm of at most C: nothing here
+        measures it.
+
+        Args:
+            shard_BDN: fp32 `(B, dp_shard, n)`, as of `part`; kept.
+            factor_B: fp32: what each sample's part is multiplied by.
+            rejected_B: bool: adds exactly 0.
+        """
+        self.accumulating = True
+        total_DN = self.part(list(self._bundles), name)
+        assert shard_BDN.shape[1:] == total_DN.shape, (name, shard_BDN.shape, total_DN.shape)
+        for sample, shard_DN in enumerate(shard_BDN):
+            self._summation.add_clipped_(total_DN, shard_DN, factor_B[sample], rejected_B[sample])
 
     def take(self) -> dict[str, torch.Tensor]:
         """Sum over all data-parallel ranks, and return this rank's flat local shards by name.

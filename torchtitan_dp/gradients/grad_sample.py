@@ -19,7 +19,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
-from torchtitan_dp.gradients.layers import Formed, Write, connect
+from torchtitan_dp.gradients.layers import Formed, connect
+from torchtitan_dp.gradients.operands import Write
 from torchtitan_dp.gradients.reduction import reduce_scatter_sum
 from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.privacy.clipping import Clip
@@ -95,6 +96,9 @@ class GradSampleGradients:
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Have a layer, in its backward, write its per-sample gradients, and start their sum."""
         self.add(name, self.form(name, batch_size, write))
+
+    def keeps_outputs(self, name: str, tokens: int) -> bool:
+        return False
 
     def form(self, name: str, batch_size: int, write: Write) -> Formed:
         """Have a layer write its per-sample gradients, and start their sum; nothing is added yet.

@@ -11,6 +11,7 @@ Guarantee:
 """
 
 import copy
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -18,11 +19,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from torchtitan_dp.gradients.products import write_product_
-from torchtitan_dp.gradients.rows import RowLayout
-
-# Writes the per-sample gradients of a slice of the microbatch into `(cp, b, dp_shard, rows, …)`.
-Write = Callable[[RowLayout, torch.Tensor, slice], None]
+from torchtitan_dp.gradients.operands import Existing, Products, Rows, Write
 
 
 class Formed(NamedTuple):
@@ -46,11 +43,23 @@ class Sink(Protocol):
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Add what `write` will write to the gradients of the parameter `name`."""
 
+    def keeps_outputs(self, name: str, tokens: int) -> bool:
+        """Tell whether the loss head is to hand over its logits' gradients, of so many tokens a
+        sample, by `form_grad_samples`; else it forms gradients of its weight in chunks.
+        """
+
     def form(self, name: str, batch_size: int, write: Write) -> "Formed":
         """Have `write` write gradients of the parameter `name`, before or within backward."""
 
     def add(self, name: str, formed: "Formed", factor_B: torch.Tensor | None = None) -> None:
         """Add, within backward, what was formed, each sample multiplied by its factor."""
+
+
+class Applied(Protocol):
+    """Stands for an `autograd.Function`, or for what chooses one."""
+
+    def apply(self, *args: Any) -> Any:
+        """Run it."""
 
 
 class PerSampleLayer(nn.Module):
@@ -107,7 +116,7 @@ def per_sample_layers(model: nn.Module) -> None:
         }
 
 
-def register_per_sample(kind: type[nn.Module], function: type[torch.autograd.Function]) -> None:
+def register_per_sample(kind: type[nn.Module], function: Applied) -> None:
     """Give a layer type a function of its own, for layers that Opacus' rules do not fit.
 
     Args:
@@ -123,6 +132,12 @@ def connect(model: nn.Module, sink: Sink) -> set[str]:
     for layer in layers:
         layer.sink = sink
     return {name for layer in layers for name in layer.parameter_names.values()}
+
+
+def layers_of_each_parameter(model: nn.Module) -> Counter[str]:
+    """Count, by canonical name, the layers that have a parameter: several have a tied weight."""
+    layers = [layer for layer in model.modules() if isinstance(layer, PerSampleLayer)]
+    return Counter(name for layer in layers for name in layer.parameter_names.values())
 
 
 def _opacus_rules() -> dict[type[nn.Module], Callable[..., Any]]:
@@ -155,14 +170,11 @@ class _Linear(torch.autograd.Function):
         grad_x = grad_y @ weight if x_needed else None
         x_BTD, grad_y_BTP = _with_one_token_dim(x), _with_one_token_dim(grad_y)
         if weight_needed:
-
-            def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
-                _write_products(layout, whole, grad_y_BTP[samples].mT, x_BTD[samples])
-
-            ctx.layer.sink.form_grad_samples(ctx.layer.parameter_names["weight"], len(x), write)
+            name = ctx.layer.parameter_names["weight"]
+            ctx.layer.sink.form_grad_samples(name, len(x), Products(grad_y_BTP, x_BTD))
         if bias_needed and bias_needed[0]:
             name = ctx.layer.parameter_names["bias"]
-            ctx.layer.sink.form_grad_samples(name, len(x), write_copy(grad_y_BTP.sum(1)))
+            ctx.layer.sink.form_grad_samples(name, len(x), Existing(grad_y_BTP.sum(1)))
         return None, grad_x, None, *(None for _ in bias_needed)
 
 
@@ -196,14 +208,8 @@ class _Embedding(_OwnForward):
         grad_y_BTD = grad_y.reshape(*tokens_BT.shape, grad_y.shape[-1])
         if layer.padding_idx is not None:
             grad_y_BTD = grad_y_BTD.masked_fill((tokens_BT == layer.padding_idx)[..., None], 0)
-
-        def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
-            position_BT = layout.positions(tokens_BT[samples])
-            rows_ND = whole.zero_().view(-1, whole.shape[-1])
-            source_ND = grad_y_BTD[samples].reshape(-1, whole.shape[-1])
-            rows_ND.index_add_(0, position_BT.flatten(), source_ND.to(whole.dtype))
-
-        layer.sink.form_grad_samples(layer.parameter_names["weight"], len(tokens), write)
+        name = layer.parameter_names["weight"]
+        layer.sink.form_grad_samples(name, len(tokens), Rows(tokens_BT, grad_y_BTD))
         return None, None, None
 
 
@@ -222,7 +228,7 @@ class _RMSNorm(_OwnForward):
         if weight_needed:
             grad_weight = torch.stack([weight for _, weight in of_samples])
             name = layer.parameter_names["weight"]
-            layer.sink.form_grad_samples(name, len(x), write_copy(grad_weight))
+            layer.sink.form_grad_samples(name, len(x), Existing(grad_weight))
         return None, torch.stack([x for x, _ in of_samples]) if x_needed else None, None
 
 
@@ -258,11 +264,11 @@ class _ByRule(_OwnForward):
         for attribute, name in layer.parameter_names.items():
             parameter = getattr(layer, attribute)
             if parameter is not None and parameter.requires_grad:
-                layer.sink.form_grad_samples(name, len(x), write_copy(grad_samples[parameter]))
+                layer.sink.form_grad_samples(name, len(x), Existing(grad_samples[parameter]))
         return None, grad_x, *(None for _ in layer.parameter_names)
 
 
-_FUNCTIONS: dict[type[nn.Module], type[torch.autograd.Function]] = {
+_FUNCTIONS: dict[type[nn.Module], Applied] = {
     nn.Linear: _Linear,
     nn.Embedding: _Embedding,
     nn.RMSNorm: _RMSNorm,
@@ -272,31 +278,3 @@ _FUNCTIONS: dict[type[nn.Module], type[torch.autograd.Function]] = {
 def _with_one_token_dim(x: torch.Tensor) -> torch.Tensor:
     """Reshape (B, …, D) to (B, T, D), where T is 1 if there is no dimension between."""
     return x.reshape(len(x), -1, x.shape[-1])
-
-
-def _write_products(
-    layout: RowLayout, whole: torch.Tensor, grad_y_BPT: torch.Tensor, x_BTD: torch.Tensor
-) -> None:
-    """Write the per-sample gradients of a matrix: in one product for each sample and dp_shard rank
-    where rows are not padded, or in one for all samples where their rows lie in one piece.
-    """
-    padded = layout.rows * layout.dp_shard * layout.cp != layout.shape[0]
-    if padded or layout.in_one_piece(whole):
-        for rows, out_BRD in layout.chunks(whole):
-            write_product_(out_BRD, grad_y_BPT[:, rows], x_BTD)
-        return
-    for sample, (grad_y_PT, x_TD) in enumerate(zip(grad_y_BPT, x_BTD, strict=True)):
-        in_chunks = grad_y_PT.unflatten(0, (layout.dp_shard, layout.cp, layout.rows))
-        for dp_shard_rank, left_CRT in enumerate(in_chunks):
-            right_CTD = x_TD.expand(layout.cp, -1, -1)
-            write_product_(whole[:, sample, dp_shard_rank], left_CRT, right_CTD)
-
-
-def write_copy(grad_sample: torch.Tensor) -> Write:
-    """Write per-sample gradients that exist already, `(B, *shape)`."""
-
-    def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
-        for rows, out in layout.chunks(whole):
-            out.copy_(grad_sample[samples, rows])
-
-    return write

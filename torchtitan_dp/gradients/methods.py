@@ -13,6 +13,7 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.ghost import GhostGradients, Passes
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.microbatch import MicrobatchGradients
 from torchtitan_dp.privacy.clipping import Clip
@@ -41,6 +42,10 @@ class MethodTerms(Protocol):
     def shard_grad_samples(self) -> bool:
         """Tell whether `grad_sample` reduces within backward (V2) or after it (V1)."""
 
+    @property
+    def ghost_passes(self) -> Passes:
+        """Name how often `ghost` runs backward over a microbatch."""
+
 
 # Builds a method on a model that is laid over the mesh already. The modules are one of each FSDP2
 # group that holds a trainable parameter.
@@ -59,6 +64,12 @@ class Method:
     compiles: Literal["blocks", "regions"]
     """What may be compiled: blocks as a whole, or only what lies between their layers."""
 
+    backward_passes: Callable[[MethodTerms], int] = lambda _: 1
+    """How often backward runs over a microbatch."""
+
+    whole_gradients: bool = True
+    """Whether each sample's gradient is whole at some time, and goes through `ClippedSum.add`."""
+
 
 def _microbatch(
     _: nn.Module, fsdp_modules: list[FSDPModule], clipped_sum: ClippedSum, __: MethodTerms
@@ -72,10 +83,23 @@ def _grad_sample(
     return GradSampleGradients(model, clipped_sum, shard_grad_samples=terms.shard_grad_samples)
 
 
+def _ghost(
+    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, terms: MethodTerms
+) -> GradientMethod:
+    return GhostGradients(model, clipped_sum, passes=terms.ghost_passes)
+
+
 METHODS: dict[str, Method] = {
     "microbatch": Method(_microbatch, per_sample_layers=False, compiles="blocks"),
-    # Its layers start collectives within backward.
+    # Per-sample layers hand over what they have, or start collectives, within backward.
     "grad_sample": Method(_grad_sample, per_sample_layers=True, compiles="regions"),
+    "ghost": Method(
+        _ghost,
+        per_sample_layers=True,
+        compiles="regions",
+        backward_passes=lambda terms: 2 if terms.ghost_passes == "two" else 1,
+        whole_gradients=False,
+    ),
 }
 
 

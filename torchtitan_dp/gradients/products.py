@@ -24,7 +24,7 @@ def write_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
     operator: Any = torch.ops.aten.mm if out.dim() == 2 else torch.ops.aten.bmm
     if out.dtype == left.dtype:
         operator.out(left, right, out=out)
-    elif _accumulates_wide(out):
+    elif accumulates_wide(out):
         operator.dtype_out(left, right, out.dtype, out=out)
     else:
         out.copy_(operator(left, right))
@@ -35,7 +35,7 @@ def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
     """Add left @ right to `out`: as `write_product_`, of two matrices."""
     if out.dtype == left.dtype:
         out.addmm_(left, right)
-    elif _accumulates_wide(out):
+    elif accumulates_wide(out):
         torch.ops.aten.addmm.dtype_out(out, left, right, out.dtype, out=out)
     else:
         out.add_(left @ right)
@@ -51,6 +51,6 @@ def _(out: Tensor, left: Tensor, right: Tensor) -> None:
     return None
 
 
-def _accumulates_wide(out: Tensor) -> bool:
+def accumulates_wide(out: Tensor) -> bool:
     """Tell whether there is a GEMM that writes what it sums in fp32: on CUDA, since torch 2.8."""
     return out.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out")

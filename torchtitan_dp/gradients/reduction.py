@@ -65,6 +65,17 @@ def reduce_scatter_sum(
     )
 
 
+# As `all_gather_into_tensor` has.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+
+def gather_from_all(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather a tensor, of one shape on all ranks of the group: `(ranks, *input.shape)`."""
+    gathered = input.new_empty((dist.get_world_size(group), *input.shape))
+    _all_gather(gathered.view(-1), input.contiguous().view(-1), group=group)
+    return gathered
+
+
 class ReduceScatterOverCP:
     """Stands in for one FSDP2 group's reduce-scatter over `dp_shard x cp`.
 

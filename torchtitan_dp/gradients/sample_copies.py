@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
-from torchtitan_dp.gradients.layers import PerSampleLayer, write_copy
+from torchtitan_dp.gradients.layers import PerSampleLayer
+from torchtitan_dp.gradients.operands import Existing
 
 
 def sample_copies(layer: nn.Module, attribute: str, batch_size: int) -> torch.Tensor:
@@ -51,5 +52,5 @@ class _SampleCopies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_copies: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
         # It runs if the parameter is trained, and only then: no other input has a gradient.
-        ctx.layer.sink.form_grad_samples(ctx.name, len(grad_copies), write_copy(grad_copies))
+        ctx.layer.sink.form_grad_samples(ctx.name, len(grad_copies), Existing(grad_copies))
         return None, None, None, None

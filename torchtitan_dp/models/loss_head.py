@@ -24,6 +24,7 @@ import torch
 import torch.nn as nn
 
 from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
+from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.products import add_product_, write_product_
 from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.models.token_loss import losses_to_gradients_
@@ -201,7 +202,79 @@ class _SeveralSamples(torch.autograd.Function):
         return None, grad_h, None, None, None
 
 
-register_per_sample(LossHead, _SeveralSamples)
+class _OutputsKept(torch.autograd.Function):
+    """Keeps the gradients of all logits, and hands them to the layer's sink with the input.
+
+    A second backward pass over the same graph computes them again."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        layer: PerSampleLayer,
+        h_BTD: torch.Tensor,
+        labels_BT: torch.Tensor,
+        targets_B: torch.Tensor,
+        weight_VD: torch.Tensor,
+    ) -> torch.Tensor:
+        assert isinstance(layer, LossHead)
+        scale_B = _scales(targets_B)
+        loss_B, grad_BTV = _losses_and_outputs(layer, h_BTD, labels_BT, weight_VD, scale_B)
+        ctx.layer, ctx.grad_BTV = layer, grad_BTV
+        ctx.save_for_backward(h_BTD, labels_BT, weight_VD, scale_B)
+        return loss_B
+
+    @staticmethod
+    def backward(ctx: Any, grad_loss_B: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        h_BTD, labels_BT, weight_VD, scale_B = ctx.saved_tensors
+        layer, grad_BTV, ctx.grad_BTV = ctx.layer, ctx.grad_BTV, None
+        if grad_BTV is None:
+            _, grad_BTV = _losses_and_outputs(layer, h_BTD, labels_BT, weight_VD, scale_B)
+        grad_h_BTD = None
+        if ctx.needs_input_grad[1]:
+            grad_h_BTD = (grad_BTV @ weight_VD).mul_(grad_loss_B[:, None, None])
+        products = Products(grad_BTV, h_BTD, grad_loss_B)
+        layer.sink.form_grad_samples(layer.parameter_names["weight"], len(h_BTD), products)
+        return None, grad_h_BTD, None, None, None
+
+
+def _losses_and_outputs(
+    layer: LossHead,
+    h_BTD: torch.Tensor,
+    labels_BT: torch.Tensor,
+    weight_VD: torch.Tensor,
+    scale_B: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute fp32 losses (B,), and their gradients by all logits (B, T, V)."""
+    grad_BTV = h_BTD.new_empty((*h_BTD.shape[:2], len(weight_VD)))
+    losses = []
+    for h_TD, labels_T, scale, grad_TV in zip(h_BTD, labels_BT, scale_B, grad_BTV, strict=True):
+        loss = torch.zeros_like(scale)
+        for tokens in _chunks(len(h_TD), layer.chunk_tokens):
+            torch.mm(h_TD[tokens], weight_VD.T, out=grad_TV[tokens])
+            labels_N = labels_T[tokens]
+            loss += losses_to_gradients_(grad_TV[tokens], labels_N, scale.expand_as(labels_N)).sum()
+        losses.append(loss)
+    return torch.stack(losses), grad_BTV
+
+
+class _AsTheSinkAsks:
+    """Runs the function for what the layer's sink takes."""
+
+    def apply(
+        self,
+        layer: PerSampleLayer,
+        h_BTD: torch.Tensor,
+        labels_BT: torch.Tensor | None = None,
+        targets_B: torch.Tensor | None = None,
+        *weight: torch.Tensor,
+    ) -> Any:
+        name = layer.parameter_names["weight"]
+        kept = layer.sink.keeps_outputs(name, h_BTD.shape[1])
+        function = _OutputsKept if kept else _SeveralSamples
+        return function.apply(layer, h_BTD, labels_BT, targets_B, *weight)
+
+
+register_per_sample(LossHead, _AsTheSinkAsks())
 
 
 def _chunks(tokens: int, size: int) -> list[slice]:

@@ -32,6 +32,7 @@ from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.distributed import offload
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.gathered import free_gathered
+from torchtitan_dp.gradients.ghost import GhostGradients
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.reduction import ReduceScatterOverCP, ReductionGroups
 from torchtitan_dp.gradients.rows import RowLayout
@@ -219,6 +220,8 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
             (ClippedSum, "lay_out", label("accumulator")),
             (GradSampleGradients, "form", label("per_sample_shards")),
             (GradSampleGradients, "add", functools.partial(_formed, tracker)),
+            (GhostGradients, "_form_some", label("per_sample_shards")),
+            (GhostGradients, "_add_capped", label("per_sample_shards")),
             (RowLayout, "allocate", label("communication")),
             (loss_head, "_chunk", label("loss_head")),
         ):

@@ -111,6 +111,8 @@ def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterat
     kinds = {method: terms}
     if every and method == "grad_sample":
         kinds["grad_sample, whole"] = terms.but(shard_grad_samples=False)
+    if every and method == "ghost":
+        kinds["ghost, two passes"] = terms.but(ghost_passes="two")
     if every and terms.dtype == torch.float32:
         kinds[f"{method}, exact"] = terms.but(secure_noise=True, exact_sum=True)
     for kind, of in kinds.items():

@@ -190,7 +190,7 @@ MUTANTS = [
     Mutant(
         7,
         "a chunk of one sample written over the next",
-        "gradients/layers.py",
+        "gradients/operands.py",
         "write_product_(whole[:, sample, dp_shard_rank], left_CRT, right_CTD)",
         "write_product_(whole[:, 0, dp_shard_rank], left_CRT, right_CTD)",
         (
@@ -252,9 +252,9 @@ MUTANTS = [
     Mutant(
         7,
         "a layer sees the other samples input",
-        "gradients/layers.py",
-        "write_product_(out_BRD, grad_y_BPT[:, rows], x_BTD)",
-        "write_product_(out_BRD, grad_y_BPT[:, rows], x_BTD.roll(1, 0))",
+        "gradients/operands.py",
+        "write_product_(out_BRD, left_BPT[:, rows], right_BTD)",
+        "write_product_(out_BRD, left_BPT[:, rows], right_BTD.roll(1, 0))",
         (f"{LAYERS}test_equals_a_loop_of_single_samples[linear without bias-4-(1, 1)]",),
         quick=True,
     ),
@@ -282,8 +282,8 @@ MUTANTS = [
         4,
         "every sample gets the sum of a norms gradients",
         "gradients/sample_copies.py",
-        "write_copy(grad_copies))",
-        "write_copy(grad_copies.sum(0).expand_as(grad_copies)))",
+        "Existing(grad_copies))",
+        "Existing(grad_copies.sum(0).expand_as(grad_copies)))",
         (f"{REGIONS}test_copies_of_a_weight[torch.float32]",),
         quick=True,
     ),

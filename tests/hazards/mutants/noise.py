@@ -18,9 +18,9 @@ MUTANTS = [
         8,
         "noise in every microbatch too",
         SUM,
-        "        self.accumulating = True\n",
-        "        self.accumulating = True\n"
-        "        self._whole.add_(torch.randn_like(self._whole), alpha=self.max_grad_norm)\n",
+        "        for bundle_DN in self._bundles:\n",
+        "        self._whole.add_(torch.randn_like(self._whole), alpha=self.max_grad_norm)\n"
+        "        for bundle_DN in self._bundles:\n",
         (f"{VARIANCE}[(1, 1, 1)-3]",),
     ),
     Mutant(

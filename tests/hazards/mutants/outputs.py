@@ -137,8 +137,8 @@ MUTANTS = [
         44,
         "a sum that never says it accumulates",
         "gradients/clipped_sum.py",
-        "        self.accumulating = True\n",
-        "",
+        "        self.accumulating = True\n        for bundle_DN",
+        "        for bundle_DN",
         (f"{LEDGERS}test_row44_a_sum_says_that_it_is_accumulating",),
     ),
     Mutant(

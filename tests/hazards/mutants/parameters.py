@@ -30,9 +30,9 @@ MUTANTS = [
         27,
         "activations leak from step to step",
         SUM,
-        "        self.accumulating = True\n",
-        "        self.accumulating = True\n"
-        '        self.__dict__.setdefault("kept", []).append(clipped)\n',
+        "        self.accumulating = True\n        for bundle_DN",
+        '        self.accumulating = self.__dict__.setdefault("kept", []).append(clipped) is None\n'
+        "        for bundle_DN",
         (f"{HERE}test_row27_live_tensors_stay_flat_over_16_steps[full-microbatch]",),
     ),
     Mutant(

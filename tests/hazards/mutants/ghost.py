@@ -1,0 +1,115 @@
+"""Faults of ghost clipping: rows 1, 4, 13, 22 and 28."""
+
+from tests.hazards.mutants.table import Mutant
+
+HERE = "hazards/test_clipping.py::"
+GHOST = "gradients/test_ghost.py::"
+NORM = "gradients/test_ghost_norm.py::"
+SUMS = f"{NORM}test_row28_a_sum_of_layers_has_the_norm_of_its_gradient"
+CAP = f"{GHOST}test_row13_no_error_of_a_ghost_norm_moves_the_sum_by_more_than_C"
+
+METHOD = "gradients/ghost.py"
+NORMS = "gradients/ghost_norm.py"
+
+MUTANTS = [
+    Mutant(
+        1,
+        "ghost norms of the ranks parts",
+        NORMS,
+        "        for rank in range(ranks):\n",
+        "        for rank in [dist.get_rank(cp)]:\n",
+        (f"{NORM}test_row01_pairs_across_ranks_belong_to_it[products-200]",),
+    ),
+    Mutant(
+        1,
+        "ghost norms without the other cp ranks",
+        METHOD,
+        "            dist.all_reduce(squares_LB, group=self._cp)\n",
+        "            pass\n",
+        (f"{HERE}test_row01_norms_are_of_the_whole_gradient[ghost-2]",),
+    ),
+    Mutant(
+        1,
+        "pairs of tokens counted once",
+        NORMS,
+        "            total_B += 2 * _inner(rows, _tokens(factors, slice(block.stop, tokens)))\n",
+        "            total_B += _inner(rows, _tokens(factors, slice(block.stop, tokens)))\n",
+        (f"{SUMS}[products-16777216]",),
+        quick=True,
+    ),
+    Mutant(
+        4,
+        "all samples multiplied by the first ones factor",
+        METHOD,
+        "self._clip.factor_B[samples] * cap_B",
+        "self._clip.factor_B[:1] * cap_B",
+        (
+            f"{HERE}test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping"
+            "[(1, 1, 1)-ghost]",
+        ),
+    ),
+    Mutant(
+        4,
+        "the factor left out of what was kept",
+        METHOD,
+        "accumulate_part(name, shard_BDN, clip.factor_B, clip.rejected_B)",
+        "accumulate_part(name, shard_BDN, clip.factor_B * 0 + 1, clip.rejected_B)",
+        (
+            f"{HERE}test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping"
+            "[(1, 1, 1)-ghost]",
+        ),
+    ),
+    Mutant(
+        13,
+        "what is added is not measured",
+        METHOD,
+        "(found_B / formed_B).sqrt(), 1.0)",
+        "1.0, torch.ones_like(found_B))",
+        (f"{CAP}[0.0001-1.0-(1, 1, 1)-one]", f"{CAP}[1.0-30.0-(1, 1, 1)-two]"),
+    ),
+    Mutant(
+        13,
+        "what is added is measured on one cp rank",
+        METHOD,
+        "                dist.all_reduce(formed_B, group=self._cp)\n",
+        "                pass\n",
+        (f"{CAP}[0.0001-1.0-(1, 1, 2)-one]",),
+    ),
+    Mutant(
+        13,
+        "ghost norms of rounded products",
+        NORMS,
+        "rows_BRK.dtype != torch.float32 and not accumulates_wide(out_BRS)",
+        "False",
+        (f"{NORM}test_row13_factors_of_16_bits_are_multiplied_exactly",),
+        quick=True,
+    ),
+    Mutant(
+        22,
+        "a rejected samples gradient times zero",
+        METHOD,
+        "self._clip.rejected_B[samples] | ~torch.isfinite(formed_B)",
+        "torch.zeros_like(self._clip.rejected_B[samples])",
+        (f"{HERE}test_row22_a_poisoned_sample_contributes_exactly_zero[(1, 1, 1)-nan-ghost]",),
+    ),
+    Mutant(
+        28,
+        "the cross term of a tied weight left out",
+        NORMS,
+        "            total_B += 2 * _pairs(rows, columns, block_elements)\n",
+        "            pass\n",
+        (f"{SUMS}[products+rows-16777216]",),
+        quick=True,
+    ),
+    Mutant(
+        28,
+        "a tied weight added by half",
+        METHOD,
+        "total = whole if total is None else total.add_(whole)",
+        "total = whole",
+        (
+            f"{GHOST}test_every_mesh[(1, 1, 1)-4-"
+            "{'dim': 96, 'vocab_size': 101, 'tie_embeddings': True}-one]",
+        ),
+    ),
+]

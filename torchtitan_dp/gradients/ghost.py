@@ -1,0 +1,294 @@
+"""Ghost clipping with its relatives: norms without per-sample gradients, which then exist one at a
+time, as they are added.
+
+What ZeRO-DP+ is made of (LongShield, section 4.1): the mixed ghost norm, which is a layer at a time
+the cheaper of ghost norm and per-sample gradient (`ghost_norm.is_cheaper`); flat clipping; and, as
+`passes`,
+
+- "one", book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small
+  Cost"): a layer's input and its output's gradient are kept until the norms are known, and
+  per-sample gradients that were formed for their norms are kept as well. Nothing is computed twice.
+- "two", fast gradient clipping with ghost norms (Lee and Kifer 2021; Li et al. 2021; Opacus since
+  1.5): nothing is kept, and a second backward pass over the same graph finds it again.
+
+Published are sums over samples of factor times gradient in ONE product over all samples' tokens, of
+factors that were multiplied into the outputs' gradients. In 16 bits that rounds each of them, and
+so changes the gradient after its norm was taken: by a share of sum_t |l_t| |r_t|, which can be far
+more than the gradient's own norm. A second pass with scaled losses rounds otherwise throughout.
+Here each sample's gradient of a layer is therefore written in fp32, by a product of its own, and
+multiplied there; the second pass goes over the same losses, unscaled. It costs the same FLOPs, and
+20 bytes of traffic for each sample and value.
+
+Guarantee:
+    One sample moves the sum by at most C, as with any other method and for any `Summation`,
+    whatever error the ghost norms have. Let n_l be the norm of the sample's gradient of parameter l
+    as it was found for clipping, whose squares sum to n^2, and f the sample's factor, f n <= C.
+    What is added of parameter l is f min(1, n_l / m_l) g_l, where g_l is the very fp32 tensor that
+    is added, summed over cp, and m_l its norm, measured as in `grad_sample`: at most f n_l, over
+    all parameters at most f n. A ghost norm only says how much of the sample's gradient is added:
+    in fp32 what the loop adds, within 1e-5 (tests). Rejected samples are left out by selection. A
+    part whose m_l is not finite, though n_l was, is left out too. Assumes what `grad_sample` does.
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
+from torchtitan_dp.gradients.ghost_norm import Factors, is_cheaper, squared_norms
+from torchtitan_dp.gradients.layers import Formed, connect, layers_of_each_parameter
+from torchtitan_dp.gradients.operands import Write
+from torchtitan_dp.gradients.reduction import reduce_scatter_sum
+from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.privacy.clipping import Clip, squared_norm
+
+Passes = Literal["one", "two"]
+
+# A layer whose microbatch of per-sample gradients is larger is formed one sample at a time.
+_TRANSIENT_BYTES = 2**28
+
+
+class GhostGradients:
+    """Adds one microbatch at a time to a `ClippedSum`, in a bundle for each parameter."""
+
+    batch_size = None  # any
+
+    def __init__(
+        self,
+        model: nn.Module,
+        clipped_sum: ClippedSum,
+        *,
+        passes: Passes = "one",
+        transient_bytes: int = _TRANSIENT_BYTES,
+    ) -> None:
+        """
+        Args:
+            model: turned by `per_sample_layers`, then laid over the mesh by FSDP2.
+            passes: of backward, over each microbatch.
+            transient_bytes: bound, if one sample is smaller, on what one layer holds unreduced.
+        """
+        self.clipped_sum = clipped_sum
+        self._cp, self._cp_size = clipped_sum.groups.cp, clipped_sum.groups.cp_size
+        self._passes = passes
+        self._transient_bytes = transient_bytes
+        parameters = clipped_sum.parameters
+        missing = parameters.keys() - connect(model, self)
+        assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
+        self._layers = layers_of_each_parameter(model)
+        self._device = next(iter(parameters.values())).device
+        dp_shard = clipped_sum.groups.dp_shard_size
+        self._layouts = {
+            name: RowLayout(parameter.shape, dp_shard, self._cp_size)
+            for name, parameter in parameters.items()
+        }
+        clipped_sum.lay_out(
+            [layout.chunk_numel for layout in self._layouts.values()],
+            {
+                name: Place(bundle, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
+                for bundle, (name, parameter) in enumerate(parameters.items())
+            },
+            self._device,
+        )
+        self._start(0)
+
+    def _start(self, samples: int) -> None:
+        """Forget the last microbatch, if there was one."""
+        self._samples = samples
+        self._calls: Counter[str] = Counter()  # of `form_grad_samples`, in the first backward
+        self._writes: dict[str, list[Write]] = {}  # whose norms are to be found, or sums added
+        self._kept: dict[str, torch.Tensor] = {}  # (B, dp_shard, chunk), summed over cp
+        self._vectors: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows), not yet summed
+        self._squares: dict[str, torch.Tensor] = {}  # fp64 (B,); over cp, once `_clip` is there
+        self._clip: Clip | None = None
+        self._added: set[str] = set()
+
+    def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
+        """Backpropagate a microbatch and add its samples' clipped gradients to the sum.
+
+        Args:
+            loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
+            valid_B: bool: False for a padding sample, which contributes exactly 0.
+
+        Collectives, over cp: for each parameter all-gathers of the factors of its ghost norm, a
+        reduce-scatter of gradients and an all-reduce of as many numbers as samples, within backward
+        or after it; between norms and sums, one all-reduce of the norms of all parameters.
+        """
+        assert not self._writes
+        assert not self._kept
+        self._start(len(loss_B))
+        loss = loss_B.sum()
+        loss.backward(retain_graph=self._passes == "two")
+        self._clip = clip = self._clip_by_norms(valid_B)
+        for name in list(self._kept):
+            shard_BDN = self._kept.pop(name)
+            self.clipped_sum.accumulate_part(name, shard_BDN, clip.factor_B, clip.rejected_B)
+            self._added.add(name)
+        if self._passes == "two":
+            loss.backward()
+        for name in list(self._writes):
+            self._add_capped(name, self._writes.pop(name))
+        for name, parameter in self.clipped_sum.parameters.items():
+            assert parameter.grad is None, f"{name} had a gradient that mixes samples"
+            assert name in self._added, f"{name} was measured, and not found again"
+        return clip
+
+    # What layers call, from within backward (and the loss head from within forward).
+
+    def keeps_outputs(self, name: str, tokens: int) -> bool:
+        return self._passes == "two" or self._is_ghost(name, tokens * self._layers[name])
+
+    def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
+        """Take what a layer's gradients are made of: keep it, measure it, or add it."""
+        assert batch_size == self._samples, f"{name}: dim 0 of its layer's input is not the sample"
+        if self._clip is not None:
+            if name not in self._added:
+                self._writes.setdefault(name, []).append(write)
+                if len(self._writes[name]) == self._calls[name]:
+                    self._add_capped(name, self._writes.pop(name))
+            return
+        assert name not in self._squares, f"{name}: a layer is used twice; set ghost_passes = 'one'"
+        self._calls[name] += 1
+        if len(self._layouts[name].shape) == 1:
+            whole = self._write(name, [write], slice(0, batch_size))
+            _add_to(self._vectors, name, whole)
+        elif self._passes == "two":
+            self._writes.setdefault(name, []).append(write)
+            if len(self._writes[name]) == self._layers[name]:
+                self._measure(name, self._writes.pop(name))
+        elif isinstance(write, Factors) and self._is_ghost(
+            name, _tokens(write) * self._layers[name]
+        ):
+            self._writes.setdefault(name, []).append(write)
+        else:
+            _add_to(self._kept, name, self._form(name, [write]))
+
+    def form(self, name: str, batch_size: int, write: Write) -> Formed:
+        """Have the loss head write its gradients while it has the logits."""
+        self._samples = batch_size
+        return Formed(self._form(name, [write]), None)
+
+    def add(self, name: str, formed: Formed, factor_B: torch.Tensor | None = None) -> None:
+        """Keep gradients that were formed, each sample's multiplied by its factor."""
+        shard_BDN = formed.shard
+        assert shard_BDN is not None
+        assert len(shard_BDN) == self._samples, (
+            f"{name}: dim 0 of its layer's input is not the sample"
+        )
+        _add_to(
+            self._kept,
+            name,
+            shard_BDN if factor_B is None else shard_BDN.mul_(factor_B[:, None, None]),
+        )
+
+    # Norms.
+
+    def _is_ghost(self, name: str, tokens: int) -> bool:
+        """Tell whether a ghost norm is the cheaper one, for so many tokens on this rank."""
+        return is_cheaper(tokens * self._cp_size, self._layouts[name].shape)
+
+    def _clip_by_norms(self, valid_B: torch.Tensor) -> Clip:
+        """Find the norms that are not known yet, sum their squares over cp, and clip by them."""
+        self._reduce_vectors()
+        for name in self._kept.keys() & self._writes.keys():  # layers of which one is not ghost
+            _add_to(self._kept, name, self._form(name, self._writes.pop(name)))
+        for name, shard_BDN in self._kept.items():
+            self._squares[name] = squared_norm(shard_BDN.flatten(1))
+        for name in self._writes:
+            self._measure(name, self._writes[name])
+        if self._passes == "two":
+            self._writes.clear()
+        unused = self._layouts.keys() - self._squares.keys()
+        assert not unused, f"trainable but had no gradient: {sorted(unused)}"
+        squares_LB = torch.stack([self._squares[name] for name in self._layouts])
+        if self._cp is not None:
+            dist.all_reduce(squares_LB, group=self._cp)
+        squares_LB.clamp_(min=0)  # rounding can leave ghost norms below; NaN stays
+        self._squares = dict(zip(self._layouts, squares_LB, strict=True))
+        return self.clipped_sum.clip(squares_LB.sum(0), valid_B)
+
+    def _measure(self, name: str, writes: Sequence[Write]) -> None:
+        """Square the norms of one parameter's gradients: this rank's part of them."""
+        factors = [write for write in writes if isinstance(write, Factors)]
+        tokens = sum(map(_tokens, factors))
+        if len(factors) == len(writes) and self._is_ghost(name, tokens):
+            self._squares[name] = squared_norms(factors, self._cp)
+        else:
+            parts = [self._form_some(name, writes, some) for some in self._slices(name)]
+            self._squares[name] = torch.cat([squared_norm(part.flatten(1)) for part in parts])
+
+    # Gradients.
+
+    def _add_capped(self, name: str, writes: Sequence[Write]) -> None:
+        """Form one parameter's gradients and add them, none with a larger norm than was found."""
+        assert self._clip is not None
+        for samples in self._slices(name):
+            shard_BDN = self._form_some(name, writes, samples)
+            formed_B = squared_norm(shard_BDN.flatten(1))
+            if self._cp is not None:
+                dist.all_reduce(formed_B, group=self._cp)
+            found_B = self._squares[name][samples]
+            cap_B = torch.where(formed_B > found_B, (found_B / formed_B).sqrt(), 1.0)
+            factor_B = (self._clip.factor_B[samples] * cap_B).float()
+            rejected_B = self._clip.rejected_B[samples] | ~torch.isfinite(formed_B)
+            self.clipped_sum.accumulate_part(name, shard_BDN, factor_B, rejected_B)
+        self._added.add(name)
+
+    def _slices(self, name: str) -> list[slice]:
+        """Cut the microbatch into what is formed at once."""
+        fits = 4 * self._layouts[name].shape.numel() * self._samples <= self._transient_bytes
+        at_once = max(self._samples, 1) if fits else 1
+        return [slice(start, start + at_once) for start in range(0, self._samples, at_once)]
+
+    def _form(self, name: str, writes: Sequence[Write]) -> torch.Tensor:
+        """Write all samples' gradients and sum them over cp: (B, dp_shard, chunk)."""
+        parts = [self._form_some(name, writes, samples) for samples in self._slices(name)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _form_some(self, name: str, writes: Sequence[Write], samples: slice) -> torch.Tensor:
+        """As `_form`, of some of the samples."""
+        return self._sum_over_cp(self._write(name, writes, samples)).flatten(2)
+
+    def _write(self, name: str, writes: Sequence[Write], samples: slice) -> torch.Tensor:
+        """Write gradients of this rank's tokens: (cp, b, dp_shard, rows, …)."""
+        layout, total = self._layouts[name], None
+        for write in writes:
+            whole = layout.allocate(samples.stop - samples.start, self._device)
+            write(layout, whole, samples)
+            total = whole if total is None else total.add_(whole)
+        assert total is not None
+        return total
+
+    def _reduce_vectors(self) -> None:
+        """Sum the vectors' gradients over cp, in one, and keep them."""
+        if not self._vectors:
+            return
+        joined = torch.cat(list(self._vectors.values()), dim=-1)
+        sizes = [vector.shape[-1] for vector in self._vectors.values()]
+        parts = self._sum_over_cp(joined).split(sizes, dim=-1)
+        self._kept.update(zip(self._vectors, parts, strict=True))
+        self._vectors.clear()
+
+    def _sum_over_cp(self, whole: torch.Tensor) -> torch.Tensor:
+        """Sum over cp, and return this rank's part, without the dimension cp."""
+        if self._cp is None:
+            return whole[0]
+        shard = torch.empty_like(whole[0])
+        reduce_scatter_sum(shard, whole, self._cp)
+        return shard
+
+
+def _tokens(factors: Factors) -> int:
+    """Count a sample's tokens on this rank."""
+    return factors.left.shape[1]
+
+
+def _add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
+    """Add to a parameter's gradients those of another layer that shares it."""
+    if name in gradients:
+        gradients[name] = gradients[name].add_(more)
+    else:
+        gradients[name] = more
