@@ -6,6 +6,7 @@ Import it in worker processes only (it builds process groups), except for `refer
 import copy
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -218,14 +219,26 @@ def norm(gradient: dict[str, torch.Tensor]) -> float:
 
 
 def reference_sum(
-    gradients: list[dict[str, torch.Tensor]], max_grad_norm: float
+    gradients: list[dict[str, torch.Tensor]],
+    max_grad_norm: float,
+    group_of: Callable[[str], str] = lambda _: "",
 ) -> dict[str, torch.Tensor]:
-    """The sum of gradients clipped to `max_grad_norm`, in fp64."""
+    """The sum of gradients clipped to `max_grad_norm`, in fp64.
+
+    Args:
+        group_of: which parameters are clipped by one norm, each group to an equal share of C^2;
+            by default all.
+    """
     total: dict[str, torch.Tensor] = {}
     for gradient in gradients:
-        factor = min(1.0, max_grad_norm / max(norm(gradient), 1e-30))
+        groups: dict[str, dict[str, torch.Tensor]] = {}
         for name, g in gradient.items():
-            total[name] = total.get(name, 0) + factor * g.double()
+            groups.setdefault(group_of(name), {})[name] = g
+        bound = max_grad_norm / len(groups) ** 0.5
+        for group in groups.values():
+            factor = min(1.0, bound / max(norm(group), 1e-30))
+            for name, g in group.items():
+                total[name] = total.get(name, 0) + factor * g.double()
     return total
 
 

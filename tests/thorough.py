@@ -9,7 +9,8 @@ import re
 
 PATTERNS = (
     # The game with every way to sum and noise; the faults in these are flagged by default.
-    r"hazards/test_audit\.py::test_row35_the_clean_build_.*\[(grad_sample|secure|exact.*)\]",
+    r"hazards/test_audit\.py::test_row35_the_clean_build_.*"
+    r"\[(grad_sample|secure|exact.*|per layer, .*)\]",
     r"hazards/test_audit\.py::test_row35_flags_on_two_ranks\[norms not reduced-.*",
     r"hazards/test_audit\.py::test_row35_and_49_flags_.*\[(no clipping|half the secure).*",
     # One command or run, whole, of what others test in parts.
@@ -56,6 +57,10 @@ PATTERNS = (
     r"gradients/test_ghost\.py::test_bf16_.*\[\(1, 2, 2\)-.*",
     r"gradients/test_ghost\.py::test_row49_.*\[\(1, 2, 2\)-two\]",
     r"gradients/test_ghost\.py::test_row05_and_07_.*\[2-1-.*",
+    r"gradients/test_per_layer\.py::test_every_mesh\[(\(1, [24], 1\)|\(2, 1, 1\)|\(1, 1, 4\))-.*",
+    r"gradients/test_per_layer\.py::test_.*\[\(1, 2, 2\)-(V1|ghost.*)\]",
+    r"gradients/test_per_layer\.py::test_activation_checkpointing\[(selective-.*|full-V1)\]",
+    r"gradients/test_per_layer\.py::test_row49_an_exact_sum\[\(1, 2, 2\)-microbatch\]",
     r"gradients/test_ghost_norm\.py::test_row01_.*\[.*-200\]",
     r"gradients/test_exact_sum\.py::test_row49_the_exact_sum_is_the_loops\[\(\d, \d, \d\)-V1\]",
     r"gradients/test_exact_sum\.py::test_row49_whichever_rank_.*\[\((1, 4, 1|2, 2, 1)\)\]",
@@ -65,7 +70,7 @@ PATTERNS = (
     r"hazards/test_clipping\.py::test_row27_live_tensors_.*\[(none|selective)-.*",
     r"hazards/test_clipping\.py::test_row13_hundreds_of_small_adds\[grad_sample\]",
     r"hazards/test_clipping\.py::test_row22_a_poisoned_sample_.*\[\(1, 2, 2\)-(nan|inf)-.*",
-    r"hazards/test_audit\.py::test_an_included_canary_.*\[\(1, 2, 2\)-.*-exact\]",
+    r"hazards/test_audit\.py::test_an_included_canary_.*\[\(1, 2, 2\)-.*-(exact|per_layer)\]",
     # Numbers on a finer grid.
     r"privacy/test_summation\.py::test_row49_in_fixed_point_.*\[(0\.000.*|1e.*|1000000000\.0|3\.0)\]",
     r"privacy/test_accounting\.py::test_sigma_never_overshoots_the_target\[.*-prv\]",

@@ -91,7 +91,6 @@ class SampleStatistics:
     """Keeps one step's samples of this rank on the device; they are reduced only when a step is
     logged."""
 
-    max_grad_norm: float
     rows: list[torch.Tensor] = field(default_factory=list)
 
     def add(self, loss_B: torch.Tensor, valid_B: torch.Tensor, clip: Clip) -> None:
@@ -101,6 +100,7 @@ class SampleStatistics:
             clip.norm_B,
             valid_B.double(),
             clip.rejected_B.double(),
+            clip.exceeds_B.double(),
         )
         self.rows.append(torch.stack(columns, dim=1))
 
@@ -138,6 +138,6 @@ class SampleStatistics:
         return {
             **counts,
             "loss": used[:, 0].mean().item(),
-            "clipped_fraction": (used[:, 1] > self.max_grad_norm).double().mean().item(),
+            "clipped_fraction": used[:, 4].mean().item(),
             **quantiles,
         }

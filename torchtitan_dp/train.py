@@ -121,7 +121,7 @@ class DPTrainer(Trainer):
     def train_step(self, feed: Feed) -> None:
         """Take one step of Algorithm 1: draw, clip, accumulate, add noise, update."""
         settings, lr = self.ledger.settings, self.lr_schedulers.schedulers[0].get_last_lr()[0]
-        statistics = SampleStatistics(settings.max_grad_norm)
+        statistics = SampleStatistics()
         draw, self._next_draw = self._next_draw or self._draw(self.step), None
         if self.step < self.job_config.training.steps:  # read while this step runs
             self._next_draw = self._draw(self.step + 1)

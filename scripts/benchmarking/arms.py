@@ -61,7 +61,7 @@ _GHOST = (
 )
 _OPTIONS = [
     Arm("ghost", _GHOST),
-    Arm("ghost, two passes", (*_GHOST, "--privacy.ghost_passes=two")),
+    Arm("ghost two passes", (*_GHOST, "--privacy.ghost_passes=two")),
     # Padding left out; its tokens are counted as if they were there, so that seconds compare.
     Arm("microbatch + buckets", (*_MICROBATCH, "--data.length_buckets")),
     Arm("microbatch + plain head", (*_MICROBATCH, "--training.loss_chunk_tokens=0")),

@@ -156,7 +156,6 @@ BAD = {
     "cpu offload": (["--training.enable_cpu_offload"], "training.enable_cpu_offload = true"),
     "fault tolerance": (["--fault_tolerance.enable"], "fault_tolerance.enable = true"),
     "gdp": (["--privacy.accountant=gdp"], "privacy.accountant"),  # hazard 37: not offered
-    "per layer": (["--privacy.clipping=per_layer"], "privacy.clipping = 'per_layer'"),
     "compiled grad_sample, operations chosen": (
         [
             *("--privacy.gradient_method=grad_sample", "--compile.enable"),
@@ -172,6 +171,7 @@ BAD = {
         ],
         "activation_checkpoint.mode = 'memory_budget'",
     ),
+    "scaled loss": (["--training.loss_scale=1024"], "training.loss_scale = 1024.0"),
     "randomized": (
         ["--privacy.gradient_method=randomized"],
         "privacy.gradient_method = 'randomized'",

@@ -1,6 +1,7 @@
 """A mesh's clipped sum against a one-process loop of single samples."""
 
 import dataclasses
+from collections.abc import Callable
 
 from tests.ranks import on_ranks
 
@@ -11,6 +12,7 @@ def error_on_this_rank(
     changes: dict[str, object],
     C: float,
     samples: int,
+    group_of: Callable[[str], str] | None,
 ) -> tuple[float, float]:
     """(error of the clipped sum, error of the norms) against the loop."""
     from tests import build
@@ -23,7 +25,8 @@ def error_on_this_rank(
     true_norms = [build.norm(gradient) for gradient in gradients]
     mine = built.slots(len(tokens_NT))
     norm_errors = [abs(n / true_norms[i] - 1) for n, i in zip(norms, mine, strict=True) if i >= 0]
-    error = build.relative_error(actual, build.reference_sum(gradients, C))
+    expected = build.reference_sum(gradients, C, *([group_of] if group_of else []))
+    error = build.relative_error(actual, expected)
     return error, max(norm_errors, default=0.0)
 
 
@@ -33,11 +36,12 @@ def check(
     tolerance: float = 1e-5,
     C: float = 1.0,
     samples: int = 3,
+    group_of: Callable[[str], str] | None = None,
     **changes: object,
 ) -> None:
     """The sum and the norms are the loop's, on every rank; `changes` are to the model's shape."""
     world_size = degrees[0] * degrees[1] * degrees[2]
-    arguments = (degrees, list(overrides), changes, C, samples)
+    arguments = (degrees, list(overrides), changes, C, samples, group_of)
     results = on_ranks(world_size, error_on_this_rank, *arguments)
     for error, norm_error in results:
         # clip() aims at C (1 - 1e-5)

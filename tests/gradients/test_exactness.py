@@ -53,6 +53,15 @@ def test_ring_variants(rotate, balancer, cp):
     )
 
 
+@pytest.mark.parametrize("method", ["microbatch", "grad_sample", "ghost"])
+def test_fp16_without_loss_scaling(method):
+    """DP-ZeRO's section 3.4."""
+    fp16 = "--training.mixed_precision_param=float16"
+    samples = "1" if method == "microbatch" else "2"
+    options = (f"--privacy.gradient_method={method}", f"--training.local_batch_size={samples}")
+    check((1, 1, 2), *options, fp16, tolerance=5e-3)
+
+
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
 def test_bf16_compute_with_fp32_reduction(degrees):
     check(degrees, "--training.mixed_precision_param=bfloat16", tolerance=3e-2)

@@ -25,6 +25,7 @@ SIGMA = 1.0
 
 SECURE = {"secure_noise": True}
 EXACT = {"secure_noise": True, "exact_sum": True}
+PER_LAYER = {"clipping": "per_layer"}
 
 
 def new_game(degrees, method, batch_size, summed):
@@ -183,10 +184,14 @@ FAULTS = {
         ("grad_sample", 2, EXACT),
         ("ghost", 2, {}),
         ("ghost", 2, EXACT | {"ghost_passes": "two"}),
+        ("grad_sample", 2, PER_LAYER),
+        ("microbatch", 1, PER_LAYER),
+        ("ghost", 2, PER_LAYER),
     ],
     ids=[
         *("microbatch", "grad_sample", "secure", "exact", "exact grad_sample"),
         *("ghost", "exact ghost, two passes"),
+        *("per layer", "per layer, microbatch", "per layer, ghost"),
     ],
 )
 def test_row35_the_clean_build_stays_under_the_claim(method, batch_size, summed):
@@ -246,7 +251,7 @@ def test_row35_flags_on_two_ranks(fault, degrees, case, trials):
 # Canaries.
 
 
-def canary_scores(degrees, method, exact):
+def canary_scores(degrees, method, options):
     """Two noiseless steps with canaries 0..5 among records, two of them drawn in one step only."""
     from tests import build
     from torchtitan_dp.audit.canaries import Canaries, CanarySum, ScoreKeeper
@@ -255,8 +260,7 @@ def canary_scores(degrees, method, exact):
     overrides = (f"--privacy.gradient_method={method}",)
     if method == "grad_sample":
         overrides += ("--training.local_batch_size=3",)
-    if exact:
-        overrides += ("--privacy.secure_noise", "--privacy.exact_sum")
+    overrides += options
     built = build.build(degrees, *overrides, max_grad_norm=0.5, clipped_sum_type=CanarySum)
     sums = built.gradients.clipped_sum
     canaries = Canaries.choose(built.parameters, 6)
@@ -283,14 +287,20 @@ def canary_scores(degrees, method, exact):
         assert not drawn
         dp.step(sums.take(), bytes(32))
         sums.reset()
-    return (keeper.scores(degrees[0]) * 4.0 / 0.5).tolist(), canaries.names
+    return (keeper.scores(degrees[0]) * 4.0 / sums.clipping.bound).tolist(), canaries.names
 
 
-@pytest.mark.parametrize("exact", [False, True], ids=["fp32", "exact"])
+@pytest.mark.parametrize(
+    "options",
+    [(), ("--privacy.secure_noise", "--privacy.exact_sum"), ("--privacy.clipping=per_layer",)],
+    ids=["fp32", "exact", "per_layer"],
+)
 @pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)
-def test_an_included_canary_adds_C_at_its_place_and_an_excluded_one_nothing(degrees, method, exact):
-    for scores, names in on_ranks(math.prod(degrees), canary_scores, degrees, method, exact):
+def test_an_included_canary_adds_C_at_its_place_and_an_excluded_one_nothing(
+    degrees, method, options
+):
+    for scores, names in on_ranks(math.prod(degrees), canary_scores, degrees, method, options):
         assert scores == pytest.approx([2, 0, 2, 2, 0, 1], abs=1e-4)
         assert scores[1] == scores[4] == 0.0
         assert len(set(names)) > 2

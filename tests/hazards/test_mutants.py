@@ -23,6 +23,7 @@ from tests.hazards.mutants import (
     noise,
     outputs,
     parameters,
+    per_layer,
     precision,
     same_records,
     sampling,
@@ -36,6 +37,7 @@ ROWS = range(1, 56)
 ROOMS = (
     clipping,
     ghost,
+    per_layer,
     precision,
     exact_sum,
     parameters,

@@ -45,7 +45,8 @@ def run_step(tracker, overrides, world_size):
 
 
 def with_fake_tensors(overrides, world_size):
-    from torchtitan_dp.plan.fake_step import fake_world, tracking
+    from torchtitan_dp.plan.fake_step import fake_world
+    from torchtitan_dp.plan.labels import tracking
 
     with (
         fake_world(world_size, like_cuda=False),
@@ -57,7 +58,7 @@ def with_fake_tensors(overrides, world_size):
 def with_real_tensors(overrides, world_size):
     """The tracker's peak, and that of PyTorch's CPU allocator, which the tracker knows nothing of:
     what was alive before, and what the profiler saw allocated and freed since."""
-    from torchtitan_dp.plan.fake_step import tracking
+    from torchtitan_dp.plan.labels import tracking
 
     with tracking(like_cuda=False) as tracker:
         step, tracked, _ = run_step(tracker, overrides, world_size)

@@ -19,7 +19,8 @@ from torchtitan_dp.plan.memory import GIB, LONGEST
 from torchtitan_dp.plan.prediction import Extrapolated, Whole, longest
 
 KEEP = "--parallelism.keep_weights_gathered"
-LAYERS, LENGTHS = 7, (8192, 16384)
+LAYERS, UNIT = 7, 1
+LENGTHS = (8192, 16384, 12344, 65536)  # the first two are those of the line
 
 
 def whole_and_extrapolated(overrides, mode):
@@ -30,7 +31,7 @@ def whole_and_extrapolated(overrides, mode):
     args = dataclasses.replace(shape(config), n_layers=LAYERS)
     with fake_world(2):
         whole = Whole(config, args, mode)
-        return whole.estimate(*LENGTHS), Extrapolated(whole, 80 * GIB).estimate(*LENGTHS)
+        return whole.estimate(*LENGTHS), Extrapolated(whole, 80 * GIB, UNIT).estimate(*LENGTHS)
 
 
 @pytest.mark.slow
@@ -67,7 +68,8 @@ def test_the_first_microbatch_takes_what_any_other_takes(overrides):
 def kept_gathered(overrides, world_size):
     """With the weights kept gathered and without: the peak, what of it is gathered, what the
     weights take; and what the prediction without says of keeping them."""
-    from torchtitan_dp.plan.fake_step import GATHERED, fake_world
+    from torchtitan_dp.plan.fake_step import fake_world
+    from torchtitan_dp.plan.labels import GATHERED
     from torchtitan_dp.plan.prediction import _Model
 
     found = []
@@ -136,9 +138,9 @@ def test_what_bends_is_predicted_with_all_layers(monkeypatch):
     args = dataclasses.replace(shape(config), n_layers=32)
     monkeypatch.setattr(Extrapolated, "estimate", lambda self, *lengths: [100.0 for _ in lengths])
     whole = Whole(config, args, "none")
-    whole.known[1024] = 100.4
+    whole.known[2**16] = 100.4
     assert isinstance(prediction._peaks(whole, 10**9, 4), Extrapolated)
-    whole.known[1024] = 101.0
+    whole.known[2**16] = 101.0
     assert prediction._peaks(whole, 10**9, 4) is whole
 
 
@@ -146,8 +148,8 @@ def test_close_to_the_limit_and_below_some_thousand_tokens_all_layers_decide(mon
     config = load_config(small(), 2)
     args = dataclasses.replace(shape(config), n_layers=32)
     whole = Whole(config, args, "none")
-    quick = Extrapolated(whole, limit=1000)
-    quick._short = 10
+    quick = Extrapolated(whole, limit=1000, unit=1)
+    quick.short = 10
     monkeypatch.setattr(quick, "estimate", lambda *lengths: [float(n) for n in lengths])
     whole.known |= {9: -5.0, 969: -1.0, 971: -2.0, 1029: -3.0, 1031: -4.0}
     decided = [quick.decide(n) for n in (9, 969, 971, 1029, 1031)]

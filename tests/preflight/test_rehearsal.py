@@ -255,7 +255,7 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     try:
         rungs = ladder(trainer.job_config)
         first = trainer.feed.padding(rungs[-1])
-        trainer.accumulate(first, SampleStatistics(1.0))
+        trainer.accumulate(first, SampleStatistics())
         with Operators() as tracker:
             for length in rungs:
                 padding = trainer.feed.padding(length)
@@ -263,7 +263,7 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
                 for microbatch in (full(padding), padding, full(padding)):  # the first warms up
                     tracker.start_over()
                     before, tracker.operators = tracker.peak_bytes, []
-                    trainer.accumulate(microbatch, SampleStatistics(1.0))
+                    trainer.accumulate(microbatch, SampleStatistics())
                     row.append(tracker.peak_bytes - before)
                     ran.append(tracker.operators)
                 found.append((row[1], row[2], ran[1] == ran[2] and len(ran[1]) > 100))

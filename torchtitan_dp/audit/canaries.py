@@ -101,6 +101,9 @@ class CanarySamples(SampleStore):
 class CanarySum(ClippedSum):
     """Puts the included canaries into their samples before these are clipped."""
 
+    takes_groups_early = False  # `add` sees whole samples
+
+    _in_add = False
     _included: np.ndarray  # secret
     _drawn: deque[int | None]
     _spots: list[tuple[str, int, int] | None]
@@ -131,10 +134,14 @@ class CanarySum(ClippedSum):
                 name, dp_shard_rank, within = spot
                 part_BDN = self.part(shards, name)
                 part_BDN[sample, dp_shard_rank, within] = NORM * self.max_grad_norm
-        return super().add(shards, valid_B)
+        self._in_add = True
+        clipped = super().add(shards, valid_B)
+        self._in_add = False
+        return clipped
 
-    def accumulate_part(self, *_: Any) -> None:
-        raise AssertionError("a sample that passes `add` by has no canary")
+    def accumulate_part(self, *part: Any) -> None:
+        assert self._in_add, "a sample that passes `add` by has no canary"
+        super().accumulate_part(*part)
 
 
 class ScoreKeeper:

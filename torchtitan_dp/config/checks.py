@@ -202,7 +202,6 @@ def _check_privacy(config: JobConfig) -> None:
         _check_exact_sum(config)
     built: dict[str, tuple[str, ...]] = {
         "accountant": ("prv", "rdp", "pld"),
-        "clipping": ("flat",),
         "gradient_method": tuple(METHODS),
     }
     for key, values in built.items():

@@ -25,6 +25,14 @@ def check_conflicts(config: JobConfig) -> None:
             "set it to 0; each record's gradient is clipped by privacy.max_grad_norm",
         ),
         (
+            config.training.loss_scale != 1,
+            "training.loss_scale",
+            config.training.loss_scale,
+            "set it to 1; a scaled loss scales the gradient that is clipped to "
+            "privacy.max_grad_norm, and can only overflow; where fp16 loses small gradients, set "
+            "training.mixed_precision_param to 'bfloat16'",
+        ),
+        (
             config.optimizer.early_step_in_backward,
             "optimizer.early_step_in_backward",
             True,

@@ -72,7 +72,14 @@ class Privacy:
     `secure_noise`; the accumulator takes 8 instead of 4 bytes a trainable value."""
 
     clipping: Literal["flat", "per_layer"] = "flat"
-    """`flat`: one norm over the whole gradient. `per_layer`: not built yet."""
+    """`flat`: one norm over the whole gradient. `per_layer` (DP-ZeRO): each of the M modules that
+    hold parameters, or each of `clipping_groups`, by a norm of its own, to C / sqrt(M). The same
+    noise gives the same epsilon. A layer's gradients can be freed within backward (`grad_sample`),
+    but small ones keep their size: the noise is as large as M layers at their bounds."""
+
+    clipping_groups: list[str] = field(default_factory=list)
+    """For `per_layer`: what is clipped together, by patterns of parameters' names, as
+    `["layers.*.attention.*", "*"]`. A parameter belongs to the first that fits."""
 
     clip_function: Literal["vanilla", "automatic"] = "vanilla"
     """How a gradient g is scaled: `vanilla` by min(1, C / |g|), `automatic` (Bu et al. 2023) by
@@ -178,6 +185,15 @@ class Training(_Training):
     loss_chunk_tokens: int = 2048
     """With privacy: of how many tokens the logits exist at a time, on each rank. 0: of all, as
     TorchTitan has it."""
+
+    mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
+    """What forward and backward compute in; sums over ranks and samples, norms and the update are
+    fp32. `float16` has more digits and less range than `bfloat16`: gradients below 6e-8 become 0,
+    which long samples, whose tokens share one loss, reach first."""
+
+    loss_scale: float = 1.0
+    """Must stay 1. Scaling the loss up against fp16's range multiplies every record's gradient
+    before it is clipped, and clipping scales it already (DP-ZeRO, section 3.4)."""
 
     max_norm: float = 0.0
     """TorchTitan's clipping of the summed gradient; 0 is none. With privacy it must stay 0, since

@@ -11,13 +11,13 @@ Guarantee:
 
 Gradients arrive in bundles: a bundle is one flat tensor of what a method reduces together, which is
 all parameters of an FSDP2 group (`microbatch`) or one parameter alone (`grad_sample`). It says how
-gradients travel, and nothing about how they are clipped: whoever wants the norm of a layer asks
-`part` for its parameters, which gives the same values whatever the bundles are.
+gradients travel, and nothing about how they are clipped, which is what groups are for
+(`privacy.clip_groups`): `part` gives a parameter's values whatever the bundles are.
 
-A method whose gradients are all materialised at once calls `add`. One that knows the norms by other
-means, or clips several parts of a gradient by norms of their own, calls the three steps that `add`
-is made of: `squared_norms`, `clip` and `accumulate`, or `accumulate_part` for each parameter, so
-that one parameter's gradients exist at a time.
+A method whose gradients are all there at once calls `add`. One that has those of a group earlier
+calls `add_group`, so that they can be freed. One that knows the norms by other means calls the
+steps that these are made of: `squared_norms`, `clip` and `accumulate`, or `accumulate_part` for
+each parameter, so that one parameter's gradients exist at a time.
 """
 
 from collections.abc import Sequence
@@ -29,6 +29,7 @@ import torch.nn as nn
 
 from torchtitan_dp.gradients.reduction import ReductionGroups, reduce_scatter_sum
 from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.privacy.clip_groups import ClipGroups, clip_groups
 from torchtitan_dp.privacy.clipping import Clip, ClipFunction, clip, squared_norm
 from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
@@ -44,6 +45,9 @@ class Place(NamedTuple):
 class ClippedSum:
     """Keeps the clipped sum of one step, on flat `(dp_shard, chunk)` shards."""
 
+    takes_groups_early = True
+    """Whether a group may be added before the others are known."""
+
     def __init__(
         self,
         parameters: dict[str, nn.Parameter],
@@ -52,17 +56,22 @@ class ClippedSum:
         max_grad_norm: float,
         clip_function: ClipFunction = "vanilla",
         summation: Summation = FP32_SUM,
+        clipping: ClipGroups | None = None,
     ) -> None:
         """
         Args:
             parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
             groups: the mesh's process groups.
             max_grad_norm: C.
+            clipping: what is clipped together, for the same C; all, if None.
             summation: what samples are added up in; the optimizer must have the same.
         """
         self.parameters = parameters
         self.groups = groups
         self.max_grad_norm = max_grad_norm
+        self.clipping = clipping or clip_groups(parameters, max_grad_norm)
+        assert self.clipping.max_grad_norm == max_grad_norm
+        assert sorted(sum(self.clipping.members, ())) == sorted(parameters)
         self._clip_function = clip_function
         self._summation = summation
         self._whole = torch.empty(0)
@@ -101,49 +110,96 @@ class ClippedSum:
         return shards[place.bundle].narrow(-1, place.offset, layout.chunk_numel)
 
     def add(self, shards: list[torch.Tensor], valid_B: torch.Tensor) -> Clip:
-        """Clip B samples, each by the norm of its whole gradient, and add them.
+        """Clip B samples, each group by the norm of its part of the gradient, and add them.
 
         Args:
             shards: fp32 `(B, dp_shard, chunk)` per bundle: for every dp_shard rank, the part of
                 each sample's gradient that belongs to this cp rank. Freed one by one.
             valid_B: bool, on the device; False for padding, which then contributes exactly 0.
 
-        Collectives: one all-reduce of B numbers over cp.
+        Returns:
+            What became of each sample: of shape (B,).
+
+        Collectives: one all-reduce of B numbers for each group over cp.
         """
         clipped = self.clip(self.squared_norms(shards), valid_B)
         self.accumulate(shards, clipped)
+        return clipped.over_groups()
+
+    def add_group(self, group: int, parts: dict[str, torch.Tensor], valid_B: torch.Tensor) -> Clip:
+        """Clip B samples' gradients of one group, and add them: what `add` does with it.
+
+        Args:
+            group: an index of `clipping.members`.
+            parts: fp32 `(B, dp_shard, n)` of each of its parameters, as of `part`. Freed one by
+                one.
+            valid_B: as of `add`.
+
+        Returns:
+            What became of this group of each sample: of shape (1, B).
+
+        Collectives: one all-reduce of B numbers over cp.
+        """
+        names = self.clipping.members[group]
+        assert sorted(parts) == sorted(names), (sorted(parts), names)
+        squares = [squared_norm(parts[name].flatten(1)) for name in names]
+        clipped = self.clip(self._over_cp(torch.stack(squares).sum(0, keepdim=True)), valid_B)
+        for name in names:
+            part_BDN = parts.pop(name)
+            self.accumulate_part(name, part_BDN, clipped.factor_B[0], clipped.rejected_B[0])
         return clipped
 
     def squared_norms(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Square the norm of each sample's whole gradient: fp64 `(B,)`, the same on all cp ranks.
+        """Square the norm of each group's part of each sample's gradient.
 
         Args:
             shards: as of `add`; they are read only.
 
-        Collectives: one all-reduce of B numbers over cp.
+        Returns:
+            fp64 `(G, B)`, the same on all cp ranks.
+
+        Collectives: one all-reduce of G B numbers over cp.
         """
         assert len(shards) == len(self._bundles), (len(shards), len(self._bundles))
-        squared_norm_B = torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0)
-        if self.groups.cp is not None:
-            dist.all_reduce(squared_norm_B, group=self.groups.cp)
-        return squared_norm_B
+        if self.clipping.is_flat:
+            squares_GB = torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0)[None]
+        else:
+            squares_GB = self.over_groups(
+                {name: squared_norm(self.part(shards, name)).sum(1) for name in self.parameters}
+            )
+        return self._over_cp(squares_GB)
 
-    def clip(self, squared_norm_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
-        """Decide how each sample enters the sum, so that it counts at most C.
+    def over_groups(self, squares: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Sum up, for each group, what is known of each parameter: `(G, B)` of `(B,)`."""
+        members = self.clipping.members
+        return torch.stack(
+            [torch.stack([squares[name] for name in names]).sum(0) for names in members]
+        )
+
+    def _over_cp(self, squares: torch.Tensor) -> torch.Tensor:
+        if self.groups.cp is not None:
+            dist.all_reduce(squares, group=self.groups.cp)
+        return squares
+
+    def clip(self, squared_norm_GB: torch.Tensor, valid_B: torch.Tensor) -> Clip:
+        """Decide how each sample enters the sum, so that over all groups it counts at most C.
 
         Args:
-            squared_norm_B: fp64, of the whole gradients, alike on all cp ranks.
+            squared_norm_GB: fp64, of each group's part of the gradients, alike on all cp ranks.
             valid_B: as of `add`.
+
+        Returns:
+            What becomes of each group of each sample: of the shape of the norms.
         """
         return clip(
-            squared_norm_B,
+            squared_norm_GB,
             valid_B,
-            max_grad_norm=self.max_grad_norm,
+            max_grad_norm=self.clipping.bound,
             clip_function=self._clip_function,
         )
 
     def accumulate(self, shards: list[torch.Tensor], clipped: Clip) -> None:
-        """Add samples to the sum as `clipped` says.
+        """Add samples to the sum as `clipped` says, which is of shape (G, B).
 
         It must be of norms that are at least those of these very shards: nothing here measures
         them again.
@@ -152,13 +208,22 @@ class ClippedSum:
             shards: as of `add`; freed one by one.
         """
         assert len(shards) == len(self._bundles), (len(shards), len(self._bundles))
+        if not self.clipping.is_flat:
+            for names, factor_B, rejected_B in zip(
+                self.clipping.members, clipped.factor_B, clipped.rejected_B, strict=True
+            ):
+                for name in names:
+                    self.accumulate_part(name, self.part(shards, name), factor_B, rejected_B)
+            shards.clear()
+            return
+        (factor_B,), (rejected_B,) = clipped.factor_B, clipped.rejected_B
         self.accumulating = True
         for bundle_DN in self._bundles:
             shard_BDN = shards.pop(0)
             assert shard_BDN.shape[1:] == bundle_DN.shape, "the set of used parameters changed"
             for sample, shard_DN in enumerate(shard_BDN):
                 self._summation.add_clipped_(
-                    bundle_DN, shard_DN, clipped.factor_B[sample], clipped.rejected_B[sample]
+                    bundle_DN, shard_DN, factor_B[sample], rejected_B[sample]
                 )
 
     def accumulate_part(
@@ -166,8 +231,8 @@ class ClippedSum:
     ) -> None:
         """Add one parameter's part of B samples to the sum.
 
-        Over the parts of a sample, what is added must have a norm of at most C: nothing here
-        measures it.
+        Over the parts of a sample in one group, what is added must have a norm of at most the
+        group's bound: nothing here measures it.
 
         Args:
             shard_BDN: fp32 `(B, dp_shard, n)`, as of `part`; kept.

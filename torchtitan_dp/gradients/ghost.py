@@ -2,8 +2,7 @@
 time, as they are added.
 
 What ZeRO-DP+ is made of (LongShield, section 4.1): the mixed ghost norm, which is a layer at a time
-the cheaper of ghost norm and per-sample gradient (`ghost_norm.is_cheaper`); flat clipping; and, as
-`passes`,
+the cheaper of ghost norm and per-sample gradient (`ghost_norm.is_cheaper`); and, as `passes`,
 
 - "one", book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small
   Cost"): a layer's input and its output's gradient are kept until the norms are known, and
@@ -22,7 +21,8 @@ multiplied there; the second pass goes over the same losses, unscaled. It costs 
 Guarantee:
     One sample moves the sum by at most C, as with any other method and for any `Summation`,
     whatever error the ghost norms have. Let n_l be the norm of the sample's gradient of parameter l
-    as it was found for clipping, whose squares sum to n^2, and f the sample's factor, f n <= C.
+    as it was found for clipping, whose squares sum to n^2, and f the sample's factor, f n <= C;
+    of parameters that are clipped apart, of each group.
     What is added of parameter l is f min(1, n_l / m_l) g_l, where g_l is the very fp32 tensor that
     is added, summed over cp, and m_l its norm, measured as in `grad_sample`: at most f n_l, over
     all parameters at most f n. A ghost norm only says how much of the sample's gradient is added:
@@ -79,6 +79,8 @@ class GhostGradients:
         missing = parameters.keys() - connect(model, self)
         assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
         self._layers = layers_of_each_parameter(model)
+        members = clipped_sum.clipping.members
+        self._group = {name: group for group, names in enumerate(members) for name in names}
         self._device = next(iter(parameters.values())).device
         dp_shard = clipped_sum.groups.dp_shard_size
         self._layouts = {
@@ -103,7 +105,7 @@ class GhostGradients:
         self._kept: dict[str, torch.Tensor] = {}  # (B, dp_shard, chunk), summed over cp
         self._vectors: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows), not yet summed
         self._squares: dict[str, torch.Tensor] = {}  # fp64 (B,); over cp, once `_clip` is there
-        self._clip: Clip | None = None
+        self._clip: Clip | None = None  # of groups: (G, B)
         self._added: set[str] = set()
 
     def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
@@ -125,7 +127,8 @@ class GhostGradients:
         self._clip = clip = self._clip_by_norms(valid_B)
         for name in list(self._kept):
             shard_BDN = self._kept.pop(name)
-            self.clipped_sum.accumulate_part(name, shard_BDN, clip.factor_B, clip.rejected_B)
+            factor_B, rejected_B = self._of_group(name, clip)
+            self.clipped_sum.accumulate_part(name, shard_BDN, factor_B, rejected_B)
             self._added.add(name)
         if self._passes == "two":
             loss.backward()
@@ -134,7 +137,7 @@ class GhostGradients:
         for name, parameter in self.clipped_sum.parameters.items():
             assert parameter.grad is None, f"{name} had a gradient that mixes samples"
             assert name in self._added, f"{name} was measured, and not found again"
-        return clip
+        return clip.over_groups()
 
     # What layers call, from within backward (and the loss head from within forward).
 
@@ -208,7 +211,12 @@ class GhostGradients:
             dist.all_reduce(squares_LB, group=self._cp)
         squares_LB.clamp_(min=0)  # rounding can leave ghost norms below; NaN stays
         self._squares = dict(zip(self._layouts, squares_LB, strict=True))
-        return self.clipped_sum.clip(squares_LB.sum(0), valid_B)
+        return self.clipped_sum.clip(self.clipped_sum.over_groups(self._squares), valid_B)
+
+    def _of_group(self, name: str, clip: Clip) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return factors and rejections of the group that a parameter is clipped with."""
+        group = self._group[name]
+        return clip.factor_B[group], clip.rejected_B[group]
 
     def _measure(self, name: str, writes: Sequence[Write]) -> None:
         """Square the norms of one parameter's gradients: this rank's part of them."""
@@ -232,8 +240,9 @@ class GhostGradients:
                 dist.all_reduce(formed_B, group=self._cp)
             found_B = self._squares[name][samples]
             cap_B = torch.where(formed_B > found_B, (found_B / formed_B).sqrt(), 1.0)
-            factor_B = (self._clip.factor_B[samples] * cap_B).float()
-            rejected_B = self._clip.rejected_B[samples] | ~torch.isfinite(formed_B)
+            factor_B, rejected_B = self._of_group(name, self._clip)
+            factor_B = (factor_B[samples] * cap_B).float()
+            rejected_B = rejected_B[samples] | ~torch.isfinite(formed_B)
             self.clipped_sum.accumulate_part(name, shard_BDN, factor_B, rejected_B)
         self._added.add(name)
 

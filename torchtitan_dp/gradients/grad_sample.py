@@ -3,7 +3,8 @@
 Each layer's backward forms its samples' gradients from this rank's tokens (`layers`). V2, section
 3.2's input-stationary pattern: their sum over the context-parallel group starts at once, as a
 reduce-scatter that runs while backward goes on, and leaves each rank `1 / cp` of it (section 3.1).
-V1 keeps all of them whole and sums them after backward; it is the paper's baseline.
+V1 keeps all of them whole and sums them after backward; it is the paper's baseline. With V2, a
+group of parameters that is clipped apart from others is added, and freed, within backward.
 
 Guarantee:
     What is added to the `ClippedSum` for sample b is the gradient of loss b over the whole
@@ -12,14 +13,15 @@ Guarantee:
     samples, and what `layers` assumes.
 """
 
-from collections import deque
+from collections import Counter, deque
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
-from torchtitan_dp.gradients.layers import Formed, connect
+from torchtitan_dp.gradients.layers import Formed, connect, layers_of_each_parameter
 from torchtitan_dp.gradients.operands import Write
 from torchtitan_dp.gradients.reduction import reduce_scatter_sum
 from torchtitan_dp.gradients.rows import RowLayout
@@ -70,8 +72,11 @@ class GradSampleGradients:
         self._shards: dict[str, torch.Tensor] = {}  # (B, dp_shard, rows, …), summed over cp
         self._wholes: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
         self._factors: dict[str, torch.Tensor] = {}  # (B,): what `_shards` is to be multiplied by
-        self._in_flight: deque[tuple[dist.Work, torch.Tensor]] = deque()  # and what each reads
-        self._samples = 0  # in this microbatch
+        self._in_flight: deque[_Running] = deque()
+        early = clipped_sum.takes_groups_early and not clipped_sum.clipping.is_flat
+        self._early = _WholeGroups(model, clipped_sum) if shard_grad_samples and early else None
+        self._valid_B = torch.empty(0)  # of this microbatch
+        self._clips: list[Clip] = []  # of groups that were added within backward
 
     def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
         """Backpropagate a microbatch and add its samples' clipped gradients to the sum.
@@ -81,17 +86,24 @@ class GradSampleGradients:
             valid_B: bool: False for a padding sample, which contributes exactly 0.
 
         Collectives, over cp: a reduce-scatter per layer within backward, one more after it (V2),
-        or an all-reduce per parameter after it (V1); then an all-reduce of B numbers.
+        or an all-reduce per parameter after it (V1); then an all-reduce of B numbers for each group
+        that is clipped apart, with V2 some of them within backward.
         """
         assert not self._shards
         assert not self._wholes
         assert not self._factors
-        self._samples = len(loss_B)
+        self._valid_B = valid_B
         loss_B.sum().backward()
         for name, parameter in self.clipped_sum.parameters.items():
             assert parameter.grad is None, f"{name} had a gradient that mixes samples"
-        shards = self._gather()
-        return self.clipped_sum.add(shards, valid_B)
+        self._gather()
+        if self._early is None:
+            shards = [self._shards.pop(name).flatten(2) for name in self._layouts]
+            return self.clipped_sum.add(shards, valid_B)
+        for group in self._early.finish():
+            self._add_group(group)
+        clips, self._clips = self._clips, []
+        return Clip(*map(torch.cat, zip(*clips, strict=True))).over_groups()
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Have a layer, in its backward, write its per-sample gradients, and start their sum."""
@@ -128,7 +140,7 @@ class GradSampleGradients:
             write(layout, whole, samples)
             work = reduce_scatter_sum(shard[samples], whole, self._cp, async_op=True)
             assert work is not None
-            self._in_flight.append((work, whole))
+            self._in_flight.append(_Running(work, name, whole))
         return Formed(shard, None)
 
     def add(self, name: str, formed: Formed, factor_B: torch.Tensor | None = None) -> None:
@@ -138,7 +150,8 @@ class GradSampleGradients:
             factor_B: what each sample's are multiplied by, in fp32; None for 1.
         """
         batch_size = formed.batch_size
-        assert batch_size == self._samples, f"{name}: dim 0 of its layer's input is not the sample"
+        samples = len(self._valid_B)
+        assert batch_size == samples, f"{name}: dim 0 of its layer's input is not the sample"
         if formed.whole is not None:
             if factor_B is not None:
                 formed.whole.mul_(_along(factor_B, formed.whole, dim=1))
@@ -151,13 +164,29 @@ class GradSampleGradients:
             assert factor_B is None, f"{name}: only the first of its layers may have a factor"
             self._settle(name)
         _add_to(self._shards, name, formed.shard)
+        if self._early is not None:
+            for group in self._early.take(name):
+                self._add_group(group)
+
+    def _add_group(self, group: int) -> None:
+        """Clip and add a group of parameters, all of whose layers have formed their gradients.
+
+        What other layers have started goes on.
+        """
+        names = self.clipped_sum.clipping.members[group]
+        while any(running.name in names for running in self._in_flight):
+            self._in_flight.popleft().work.wait()
+        for name in names:
+            self._settle(name)
+        parts = {name: self._shards.pop(name).flatten(2) for name in names}
+        self._clips.append(self.clipped_sum.add_group(group, parts, self._valid_B))
 
     def held(self) -> list[torch.Tensor]:
         """List the per-sample gradients that this backward has formed so far."""
         return [*self._shards.values(), *self._wholes.values()]
 
-    def _gather(self) -> list[torch.Tensor]:
-        """Finish the sums over cp, and return every parameter's `(B, dp_shard, chunk)` in order."""
+    def _gather(self) -> None:
+        """Finish the sums over cp, so that `_shards` has what is not added yet."""
         self._wait()
         for name in list(self._factors):
             self._settle(name)
@@ -165,9 +194,9 @@ class GradSampleGradients:
             self._reduce_wholes_together()
         else:
             self._reduce_wholes_alone()
-        unused = self._layouts.keys() - self._shards.keys()
+        added = self._early.added if self._early is not None else set()
+        unused = self._layouts.keys() - self._shards.keys() - added
         assert not unused, f"trainable but had no gradient: {sorted(unused)}"
-        return [self._shards.pop(name).flatten(2) for name in self._layouts]
 
     def _reduce_wholes_together(self) -> None:
         """Sum over cp all that was kept whole, by one reduce-scatter."""
@@ -195,17 +224,66 @@ class GradSampleGradients:
         self._wholes.clear()
 
     def _settle(self, name: str) -> None:
-        """Have a matrix's gradients summed and multiplied."""
-        self._wait()
+        """Have a matrix's gradients summed and multiplied, if a factor is left to do."""
         factor_B = self._factors.pop(name, None)
         if factor_B is not None:
+            self._wait()
             self._shards[name].mul_(_along(factor_B, self._shards[name], dim=0))
 
     def _wait(self, running: int = 0) -> None:
         """Wait until at most so many sums are running."""
         while len(self._in_flight) > running:
-            work, _ = self._in_flight.popleft()
-            work.wait()
+            self._in_flight.popleft().work.wait()
+
+
+class _Running(NamedTuple):
+    """Holds a sum over cp that was started."""
+
+    work: dist.Work
+    name: str
+    whole: torch.Tensor  # what it reads
+
+
+class _WholeGroups:
+    """Tells which groups of parameters have all their gradients, while backward goes on.
+
+    One with a vector is whole at the end: vectors wait for each other.
+    """
+
+    def __init__(self, model: nn.Module, clipped_sum: ClippedSum) -> None:
+        self._members = clipped_sum.clipping.members
+        self._group = {name: g for g, names in enumerate(self._members) for name in names}
+        layers = layers_of_each_parameter(model)
+        self._layers = [sum(layers[name] for name in names) for names in self._members]
+        self._start()
+
+    def _start(self) -> None:
+        self._formed: Counter[int] = Counter()  # layers, by group
+        self._whole: list[int] = []
+        self._taken: list[int] = []
+
+    @property
+    def added(self) -> set[str]:
+        """Name the parameters of groups that were taken."""
+        return {name for group in self._taken for name in self._members[group]}
+
+    def take(self, name: str) -> list[int]:
+        """Note that one more layer has formed gradients of `name`, and return the groups that were
+        whole before: this layer's sum over cp has only just begun.
+        """
+        before, self._whole = self._whole, []
+        group = self._group[name]
+        self._formed[group] += 1
+        if self._formed[group] == self._layers[group]:
+            self._whole = [group]
+        self._taken += before
+        return before
+
+    def finish(self) -> list[int]:
+        """Return the groups that were not taken, and start again."""
+        left = [group for group in range(len(self._members)) if group not in self._taken]
+        self._start()
+        return left
 
 
 def _along(factor_B: torch.Tensor, gradients: torch.Tensor, dim: int) -> torch.Tensor:

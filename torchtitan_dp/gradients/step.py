@@ -22,6 +22,7 @@ from torchtitan_dp.gradients.gathered import free_gathered
 from torchtitan_dp.gradients.methods import METHODS, GradientMethod, MethodTerms
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.privacy.clip_groups import Clipping, clip_groups
 from torchtitan_dp.privacy.clipping import ClipFunction
 from torchtitan_dp.privacy.fixed_point import unit
 from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, Summation
@@ -33,6 +34,14 @@ class PrivacyTerms(MethodTerms, Protocol):
     @property
     def gradient_method(self) -> str:
         """Name a method of `METHODS`: `auto` has been resolved."""
+
+    @property
+    def clipping(self) -> Clipping:
+        """Tell whether a gradient is clipped as a whole, or group by group."""
+
+    @property
+    def clipping_groups(self) -> list[str]:
+        """List the patterns of groups of parameters that are clipped apart."""
 
     @property
     def clip_function(self) -> ClipFunction:
@@ -106,6 +115,9 @@ def build_step(
         max_grad_norm=max_grad_norm,
         clip_function=privacy.clip_function,
         summation=summation,
+        clipping=clip_groups(
+            parameters, max_grad_norm, privacy.clipping, tuple(privacy.clipping_groups)
+        ),
     )
     method = METHODS[privacy.gradient_method]
     gradients = method.build(model, fsdp_modules, clipped_sum, privacy)

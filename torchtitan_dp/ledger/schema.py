@@ -106,7 +106,13 @@ KEYS = (
         "σ: the standard deviation of the noise on each coordinate of the sum, over C.",
     ),
     Key("max_grad_norm", _NUMBER, _SETTINGS, "C: the norm that a unit's gradient is clipped to."),
-    Key("clipping", str, _SETTINGS, "`flat`: one norm over all parameters."),
+    Key(
+        "clipping",
+        str,
+        _SETTINGS,
+        "`flat`: one norm over all parameters; "
+        "`per_layer`: one for each layer or group, each clipped to its share of the same C.",
+    ),
     Key(
         "clip_function",
         str,

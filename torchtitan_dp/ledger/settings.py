@@ -182,7 +182,7 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         neighbouring_relation=sampling.neighbouring_relation,
         privacy_unit=privacy_unit(config),
         target_epsilon=privacy.target_epsilon,
-        clipping=privacy.clipping,
+        clipping=": ".join([privacy.clipping, *filter(None, [", ".join(privacy.clipping_groups)])]),
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,
         exact_sum=privacy.exact_sum,

@@ -4,9 +4,11 @@ from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.cpu import has_accelerator
-from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import origin, shape
 from torchtitan_dp.models.hugging_face_weights import check_files
+from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.privacy.clip_groups import clip_groups
 
 
 def check_model(config: JobConfig, start: Start) -> ModelArgs:
@@ -18,10 +20,12 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     Raises:
         ValueError: one line for the user: it is none of ours, its files do not fit it, or its
             tokenizer has ids that the vocabulary lacks (a record with one would end the run), or
-            no kernel of this machine has its attention.
+            no kernel of this machine has its attention, or its parameters are not those that
+            groups to clip are made of.
     """
     args = shape(config)
     _check_attention(config, args)
+    _check_clipping(config, args)
     check_files(config, args, start)
     tokens = load_tokenizer(config.model.hf_assets_path).get_vocab_size()
     if tokens > args.vocab_size:
@@ -31,6 +35,21 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
             "tokenizer"
         )
     return args
+
+
+def _check_clipping(config: JobConfig, args: ModelArgs) -> None:
+    """Refuse groups that do not divide the model's parameters."""
+    privacy = config.privacy
+    if not privacy.clipping_groups:
+        return
+    where = f"privacy.clipping_groups = {privacy.clipping_groups}"
+    if privacy.clipping == "flat":
+        raise ValueError(f"{where}: clipping = 'flat' has none; set it to 'per_layer'")
+    names = trainable_parameters(on_meta(args))
+    try:
+        clip_groups(names, privacy.max_grad_norm, privacy.clipping, privacy.clipping_groups)
+    except ValueError as mistake:
+        raise ValueError(f"{where}: {mistake}") from None
 
 
 def _check_attention(config: JobConfig, args: ModelArgs) -> None:

@@ -8,7 +8,6 @@ sees no accelerator: `torchtitan_dp.plan.memory` starts `torchtitan_dp.plan.pred
 
 import contextlib
 import copy
-import functools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +21,6 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 
 # isort: split
 from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
@@ -32,20 +29,15 @@ from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.distributed import offload
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.gathered import free_gathered
-from torchtitan_dp.gradients.ghost import GhostGradients
-from torchtitan_dp.gradients.grad_sample import GradSampleGradients
-from torchtitan_dp.gradients.reduction import ReduceScatterOverCP, ReductionGroups
+from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.gradients.step import build_step
-from torchtitan_dp.models import loss_head
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.models.rms_norm import rms_norm
-from torchtitan_dp.plan.tracker import MemoryTracker, wrapped
+from torchtitan_dp.plan.tracker import MemoryTracker
 from torchtitan_dp.privacy import summation as dp_summation
-
-GATHERED = "gathered"  # the label of weights that FSDP2 has gathered
 
 
 class _RoomyClippedSum(ClippedSum):
@@ -194,98 +186,11 @@ class Step:
         self.clipped_sum.reset()
 
 
-@contextlib.contextmanager
-def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
-    """Enter a tracker that labels what FSDP2, the ring, the loss head and the gradient methods
-    make.
-
-    Labels: parameters, optimizer, accumulator, per_sample_shards, activations, loss_head,
-    communication, gathered.
-    """
-    workspace = _flash_workspace if like_cuda else None
-    tracker = MemoryTracker("activations", workspace, apart=GATHERED)
-
-    def label(name: str) -> Any:
-        return lambda *_, **__: tracker.labelled(name)
-
-    with contextlib.ExitStack() as stack:
-        for owner, name, around in (
-            (FSDPParamGroup, "unshard", label("communication")),
-            (FSDPParamGroup, "wait_for_unshard", label(GATHERED)),
-            (FSDPParamGroup, "post_backward", functools.partial(_reduction, tracker)),
-            (ring._AllToAllRotater, "exchange_buffers", label("communication")),
-            (ring._AllGatherRotater, "exchange_buffers", label("communication")),
-            (ReduceScatterOverCP, "__call__", functools.partial(_shards, tracker)),
-            (ClippedSum, "add", functools.partial(_samples, tracker)),
-            (ClippedSum, "lay_out", label("accumulator")),
-            (GradSampleGradients, "form", label("per_sample_shards")),
-            (GradSampleGradients, "add", functools.partial(_formed, tracker)),
-            (GhostGradients, "_form_some", label("per_sample_shards")),
-            (GhostGradients, "_add_capped", label("per_sample_shards")),
-            (RowLayout, "allocate", label("communication")),
-            (loss_head, "_chunk", label("loss_head")),
-        ):
-            stack.enter_context(wrapped(owner, name, around))
-        yield stack.enter_context(tracker)
-
-
-@contextlib.contextmanager
-def _reduction(tracker: MemoryTracker, group: FSDPParamGroup, *_: Any) -> Iterator[None]:
-    """Label whole gradients that FSDP2 is about to reduce, and then frees."""
-    unsharded = [getattr(p, "_unsharded_param", None) for p in group.fsdp_params]
-    whole = [p.grad for p in unsharded if p is not None and p.grad is not None]
-    tracker.relabel(whole, "communication")
-    with tracker.labelled("communication"):
-        yield
-
-
-@contextlib.contextmanager
-def _shards(
-    tracker: MemoryTracker, _: ReduceScatterOverCP, output_tensor: torch.Tensor, **__: Any
-) -> Iterator[None]:
-    """Label FSDP2's output, which becomes this rank's shard of one sample's gradient."""
-    tracker.relabel([output_tensor], "per_sample_shards")
-    with tracker.labelled("per_sample_shards"):
-        yield
-
-
-@contextlib.contextmanager
-def _samples(
-    tracker: MemoryTracker, _: ClippedSum, shards: list[torch.Tensor], __: torch.Tensor
-) -> Iterator[None]:
-    tracker.end_stretch("first")
-    tracker.relabel(shards, "per_sample_shards")
-    with tracker.labelled("per_sample_shards"):
-        yield
-
-
-@contextlib.contextmanager
-def _formed(tracker: MemoryTracker, gradients: GradSampleGradients, *_: Any) -> Iterator[None]:
-    with tracker.labelled("per_sample_shards"):
-        yield
-    tracker.relabel(gradients.held(), "per_sample_shards")
-
-
 def _parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]]:
     degrees = mesh_degrees(config)
     dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
     dims.build_mesh()
     return dims, degrees
-
-
-def _flash_workspace(operator: Any, args: Any) -> int:
-    """Count what FlashAttention 2's backward takes on CUDA: dQ in fp32, a number a row, and dK and
-    dV of every query head where heads share them. The CPU's kernel takes next to nothing.
-    """
-    aten = torch.ops.aten
-    if operator is not aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
-        return 0
-    query, key = args[1], args[2]  # (B, heads, T, head_dim)
-    shared = 0
-    if query.shape[1] != key.shape[1]:
-        expanded = key.numel() // key.shape[1] * query.shape[1]
-        shared = 2 * expanded * key.element_size()
-    return int(4 * query.numel() + 4 * query.numel() // query.shape[-1] + shared)
 
 
 @contextlib.contextmanager

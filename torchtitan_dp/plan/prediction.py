@@ -1,11 +1,12 @@
 """The process that predicts memory: the step under fake tensors, for lengths, AC modes and ranks.
 
-A rank's own step is predicted as it is, with all layers. For other lengths, modes and ranks a model
-of few layers suffices: its layers are alike, so what is alive in a stretch of the step (the loss
-head's, the last block's backward, the first one's) grows by the same bytes with each. The peak is
-that of the highest stretch, which need not be the highest of few layers. The extrapolation is held
-against the whole model's, and asked no more where they differ; what comes close to the limit, and
-what is shorter, is predicted with all layers too.
+A rank's own step is predicted as it is, with all layers. For other lengths, modes and ranks models
+of few layers suffice, at two lengths: layers are alike, so what is alive in a stretch of the step
+(the loss head's, the last block's backward, the first one's) grows by the same bytes with each, and
+so it does with each token. The peak is that of the highest stretch, which need not be the highest
+of few layers or tokens. The extrapolation is held against the whole model's, and asked no more
+where they differ; what comes close to the limit, and what is shorter, is predicted with all layers
+too.
 """
 
 import contextlib
@@ -21,7 +22,8 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan.fake_step import GATHERED, Step, fake_world, tracking
+from torchtitan_dp.plan.fake_step import Step, fake_world
+from torchtitan_dp.plan.labels import GATHERED, tracking
 from torchtitan_dp.plan.memory import CATEGORIES, LONGEST, MODES, MemoryPlan, limit_bytes
 
 FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
@@ -127,38 +129,53 @@ class Whole:
 
 
 class Extrapolated:
-    """Predicts with few layers for all; what is close to the limit, with all of them."""
+    """Predicts from few layers and two lengths; what is close to the limit, with all layers."""
 
-    def __init__(self, whole: Whole, limit: int) -> None:
+    def __init__(self, whole: Whole, limit: int, unit: int) -> None:
         self._whole, self._limit = whole, limit
-        self._short = LONG * whole.config.parallelism.context_parallel_degree
-        self._known: dict[int, float] = {}
+        self.short = LONG * whole.config.parallelism.context_parallel_degree
+        self._lengths = _line(unit)
+        self._corners: dict[str, tuple[list[int], ...]] = {}
 
     def estimate(self, *lengths: int) -> list[float]:
-        if wanted := [length for length in lengths if length not in self._known]:
-            found = []
-            for layers in FEW_LAYERS:
-                args = copy.deepcopy(self._whole.args)
-                args.n_layers = layers
-                model = _Model(self._whole.config, args, self._whole.mode)
-                found.append([model.stretches(n) for n in wanted])
-                model.close()
-            for length, few, more in zip(wanted, *found, strict=True):
-                self._known[length] = max(
-                    self._extrapolate(few[name], more[name]) for name in few.keys() & more.keys()
-                )
-        return [self._known[length] for length in lengths]
+        if not self._corners:
+            few, more = map(self._stretches, FEW_LAYERS)
+            both = few[0].keys() & more[0].keys()
+            self._corners = {
+                name: tuple([found[name] for found in layers] for layers in (few, more))
+                for name in both
+            }
+        return [
+            max(self._at(length, *found) for found in self._corners.values()) for length in lengths
+        ]
 
-    def _extrapolate(self, few: int, more: int) -> float:
-        slope = (more - few) / (FEW_LAYERS[1] - FEW_LAYERS[0])
-        return few + slope * (self._whole.args.n_layers - FEW_LAYERS[0])
+    def _stretches(self, layers: int) -> list[dict[str, int]]:
+        """Predict what each stretch of a step takes with so many layers, at both lengths."""
+        args = copy.deepcopy(self._whole.args)
+        args.n_layers = layers
+        model = _Model(self._whole.config, args, self._whole.mode)
+        found = [model.stretches(length) for length in self._lengths]
+        model.close()
+        return found
+
+    def _at(self, seq_len: int, few: list[int], more: list[int]) -> float:
+        """Draw lines through a stretch's bytes: over layers, then over lengths."""
+        share = (self._whole.args.n_layers - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
+        of_all = [low + share * (high - low) for low, high in zip(few, more, strict=True)]
+        start, end = self._lengths
+        return of_all[0] + (of_all[1] - of_all[0]) * (seq_len - start) / (end - start)
 
     def decide(self, seq_len: int) -> float:
-        if seq_len < self._short:
+        if seq_len < self.short:
             return self._whole.decide(seq_len)
         (guess,) = self.estimate(seq_len)
         close = abs(guess - self._limit) <= CLOSE * self._limit
         return self._whole.decide(seq_len) if close else guess
+
+
+def _line(unit: int) -> tuple[int, int]:
+    """Return two lengths from which others are told."""
+    return unit * 2**13, unit * 2**14
 
 
 def longest(peaks: Peaks, limit: int, unit: int) -> int | None:
@@ -167,7 +184,7 @@ def longest(peaks: Peaks, limit: int, unit: int) -> int | None:
     From some thousand tokens a rank on, memory is a line in T: two predictions give the line, and
     where it meets the limit is predicted too.
     """
-    short, long = unit * 2**13, unit * 2**14
+    short, long = _line(unit)
     below, above = peaks.estimate(short, long)
     slope = max((above - below) / (long - short), 1.0)
     guess = max(min(long + (limit - above) / slope, LONGEST), unit)
@@ -223,7 +240,8 @@ def enough_ranks(
         with fake_world(ranks):
             whole = Whole(config, args, config.activation_checkpoint.mode)
             few = args.n_layers > ENOUGH_LAYERS
-            peaks: Peaks = Extrapolated(whole, limit) if few else whole
+            unit = 2 * config.parallelism.context_parallel_degree
+            peaks: Peaks = Extrapolated(whole, limit, unit) if few else whole
             if peaks.decide(config.training.seq_len) <= limit:
                 return ranks
     return None
@@ -233,10 +251,9 @@ def _peaks(whole: Whole, limit: int, unit: int) -> Peaks:
     """Choose how to predict: as quickly as what `whole` knows already is met."""
     if whole.args.n_layers <= ENOUGH_LAYERS:
         return whole
-    quick = Extrapolated(whole, limit)
-    known = list(whole.known)
-    guesses = quick.estimate(*known, unit * 2**13, unit * 2**14)  # those of the line, at once
-    for seq_len, guess in zip(known, guesses, strict=False):
+    quick = Extrapolated(whole, limit, unit)
+    known = [seq_len for seq_len in whole.known if seq_len >= quick.short]
+    for seq_len, guess in zip(known, quick.estimate(*known), strict=True):
         if abs(guess - whole.known[seq_len]) > TOLERANCE * whole.known[seq_len]:
             return whole
     return quick

@@ -100,7 +100,7 @@ def rehearse(trainer: Rehearsed) -> None:
     logger.info(f"rehearsal: padding of {_listed(rungs)} tokens, before any record is drawn")
     _check_tokenizer(trainer)
     feed.make_room()
-    statistics = SampleStatistics(config.privacy.max_grad_norm)
+    statistics = SampleStatistics()
     passed = 0
     # The first lays out the accumulator, the update makes the optimizer's state: all others run
     # beside both.

@@ -1,11 +1,12 @@
-"""Flat clipping: from per-sample gradients to a sum in which each sample counts at most C.
+"""Clipping: from per-sample gradients to a sum in which each sample counts at most C.
 
 Guarantee:
     Let g_i be the whole gradient of sample i, and s_i its squared norm over every shard. The sum
     built by `add_clipped_` with the factors of `clip` changes by at most C in l2 norm when one
     sample is replaced by an empty one, whatever the record holds. Assumes that s_i is the same
     on every rank that holds a shard of g_i (one all-reduce over those ranks, before `clip`), and
-    that g_i depends on sample i alone.
+    that g_i depends on sample i alone. With groups (`clip_groups`) this holds for the part of each
+    group and its bound, and so for the whole.
 """
 
 import functools
@@ -34,11 +35,29 @@ _ROW = 256
 
 
 class Clip(NamedTuple):
-    """Says how each sample of a microbatch enters the sum; all fields have shape (B,)."""
+    """Says how each sample of a microbatch enters the sum.
+
+    All fields have shape (B,), or (G, B) for G groups of parameters that are clipped apart.
+    """
 
     factor_B: torch.Tensor  # fp32: what the gradient is multiplied by
     rejected_B: torch.Tensor  # bool: contributes exactly 0 (padding, NaN, Inf, norms near overflow)
     norm_B: torch.Tensor  # fp64: norms before clipping; private, for metrics only
+    exceeds_B: torch.Tensor  # bool: the norm is above its bound; private, for metrics only
+
+    def over_groups(self) -> "Clip":
+        """Sum up, from (G, B), what became of whole samples: (B,), for metrics.
+
+        The factor is the smallest; a sample is rejected, or exceeds, if it does in any group.
+        """
+        if len(self.norm_B) == 1:
+            return Clip(*(field[0] for field in self))
+        return Clip(
+            self.factor_B.amin(0),
+            self.rejected_B.any(0),
+            self.norm_B.square().sum(0).sqrt(),
+            self.exceeds_B.any(0),
+        )
 
 
 def squared_norm(gradient: torch.Tensor) -> torch.Tensor:
@@ -67,9 +86,9 @@ def clip(
     """Compute the factor that each sample's gradient is multiplied by.
 
     Args:
-        squared_norm_B: fp64, over all shards (already all-reduced).
+        squared_norm_B: fp64, over all shards (already all-reduced): (B,), or (G, B) for groups.
         valid_B: bool; False for padding samples.
-        max_grad_norm: C > 0.
+        max_grad_norm: C > 0; of groups, the bound of each.
         clip_function: "vanilla" is min(1, C / |g|) (Abadi et al. 2016; LongShield, Algorithm 1),
             "automatic" is C / (|g| + 0.01) (Bu et al. 2023).
 
@@ -89,7 +108,7 @@ def clip(
     is_fine_B = scale_B >= torch.finfo(torch.float32).tiny
     rejected_B = ~(torch.isfinite(squared_norm_B) & valid_B & is_fine_B)
     factor_B = scale_B.masked_fill(rejected_B, 0.0).float()
-    return Clip(factor_B, rejected_B, norm_B)
+    return Clip(factor_B, rejected_B, norm_B, norm_B > max_grad_norm)
 
 
 def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:

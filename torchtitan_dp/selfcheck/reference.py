@@ -8,9 +8,10 @@ import torch
 import torch.nn.functional as F
 from torchtitan.components.loss import IGNORE_INDEX
 
+from torchtitan_dp.gradients.step import PrivacyTerms
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.parameters import canonical_name
-from torchtitan_dp.privacy.clipping import ClipFunction
+from torchtitan_dp.privacy.clip_groups import clip_groups
 
 # What each sample's loss is multiplied by: the first is not clipped, the second is, the third is
 # small, one is no number (it must count nothing), and the rest are as they come.
@@ -69,8 +70,12 @@ class Reference:
         return sum(g.numel() for g in self.total.values())
 
 
-def reference_sum(args: ModelArgs, samples: Samples, clip_function: ClipFunction) -> Reference:
-    """Clip the gradient of one sample after the other, as Algorithm 1 says, and add them up."""
+def reference_sum(args: ModelArgs, samples: Samples, privacy: PrivacyTerms) -> Reference:
+    """Clip the gradient of one sample after the other, as Algorithm 1 says, and add them up.
+
+    Args:
+        privacy: what is clipped together, and how.
+    """
     with torch.device("cpu"):
         model = family_of(args).model(copy.deepcopy(args))
         model.init_weights()
@@ -92,10 +97,13 @@ def reference_sum(args: ModelArgs, samples: Samples, clip_function: ClipFunction
         norms.append(norm)
         if not math.isfinite(norm):
             continue
-        C = 1.5 * norms[0]
-        factor = min(1.0, C / norm) if clip_function == "vanilla" else C / (norm + 0.01)
-        for name, g in gradient.items():
-            total[name].add_(g, alpha=factor)
+        groups = clip_groups(gradient, 1.5 * norms[0], privacy.clipping, privacy.clipping_groups)
+        for names in groups.members:
+            part = torch.stack([gradient[name].norm() for name in names]).norm().item()
+            vanilla, C = privacy.clip_function == "vanilla", groups.bound
+            factor = C / max(part, C) if vanilla else C / (part + 0.01)
+            for name in names:
+                total[name].add_(gradient[name], alpha=factor)
     return Reference(1.5 * norms[0], norms, total)
 
 

@@ -34,12 +34,13 @@ class Loops:
 
     def over(self, terms: Terms) -> tuple[Samples, Reference]:
         """Return the samples of some terms, and what the loop finds on them."""
-        (replicate, shard, _), clip_function = terms.degrees, terms.config.privacy.clip_function
+        (replicate, shard, _), privacy = terms.degrees, terms.config.privacy
         ranks = replicate * shard
-        key = repr((terms.args, ranks, clip_function))
+        how = privacy.clipping, privacy.clipping_groups, privacy.clip_function
+        key = repr((terms.args, ranks, *how))
         if key not in self._known:
             samples = make_samples(terms.args, ranks=ranks)
-            found = samples, reference_sum(terms.args, samples, clip_function)
+            found = samples, reference_sum(terms.args, samples, privacy)
             self._known = {key: found}  # one at a time: it is as large as the model
         return self._known[key]
 

@@ -18,7 +18,7 @@ MUTANTS = [
         1,
         "norm without the other cp ranks",
         SUM,
-        "            dist.all_reduce(squared_norm_B, group=self.groups.cp)\n",
+        "            dist.all_reduce(squares, group=self.groups.cp)\n",
         "            pass\n",
         (f"{HERE}test_row01_norms_are_of_the_whole_gradient[microbatch-2]",),
     ),
@@ -92,22 +92,22 @@ MUTANTS = [
         3,
         "summed over dp shard before clipping",
         SUM,
-        "        squared_norm_B = torch.stack(",
+        "        if self.clipping.is_flat:\n",
         "        for s in shards:\n"
         "            if self.groups.dp_shard is not None:\n"
         "                dist.all_reduce(s, group=self.groups.dp_shard)\n"
-        "        squared_norm_B = torch.stack(",
+        "        if self.clipping.is_flat:\n",
         (f"{HERE}test_row03_opposite_samples_cancel_after_clipping[(1, 2, 1)]",),
     ),
     Mutant(
         3,
         "summed over dp replicate before clipping",
         SUM,
-        "        squared_norm_B = torch.stack(",
+        "        if self.clipping.is_flat:\n",
         "        for s in shards:\n"
         "            if self.groups.dp_replicate is not None:\n"
         "                dist.all_reduce(s, group=self.groups.dp_replicate)\n"
-        "        squared_norm_B = torch.stack(",
+        "        if self.clipping.is_flat:\n",
         (f"{HERE}test_row03_opposite_samples_cancel_after_clipping[(2, 1, 1)]",),
     ),
     Mutant(
@@ -116,7 +116,7 @@ MUTANTS = [
         SUM,
         "        return clip(\n",
         "        if self.groups.dp_shard is not None:\n"
-        "            dist.all_reduce(squared_norm_B, group=self.groups.dp_shard)\n"
+        "            dist.all_reduce(squared_norm_GB, group=self.groups.dp_shard)\n"
         "        return clip(\n",
         (f"{HERE}test_row03_identical_samples_on_two_ranks_add_to_2C[(1, 2, 1)]",),
     ),
@@ -124,9 +124,9 @@ MUTANTS = [
         4,
         "the microbatch clipped as one",
         SUM,
-        "        squared_norm_B = torch.stack(",
+        "        if self.clipping.is_flat:\n",
         "        shards[:] = [s.mean(0, keepdim=True).expand_as(s).clone() for s in shards]\n"
-        "        squared_norm_B = torch.stack(",
+        "        if self.clipping.is_flat:\n",
         (
             f"{HERE}test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping"
             "[(1, 1, 1)-V1]",
@@ -137,7 +137,8 @@ MUTANTS = [
         "one norm for the microbatch",
         SUM,
         "        return clip(\n",
-        "        squared_norm_B = squared_norm_B.sum(0, keepdim=True).expand_as(squared_norm_B)\n"
+        "        total_G1 = squared_norm_GB.sum(1, keepdim=True)\n"
+        "        squared_norm_GB = total_G1.expand_as(squared_norm_GB)\n"
         "        return clip(\n",
         (
             f"{HERE}test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping"

@@ -142,8 +142,8 @@ MUTANTS = [
         22,
         "a bad sample poisons its microbatch",
         SUM,
-        "clipped.factor_B[sample], clipped.rejected_B[sample]",
-        "clipped.factor_B[sample], clipped.rejected_B.any()",
+        "bundle_DN, shard_DN, factor_B[sample], rejected_B[sample]",
+        "bundle_DN, shard_DN, factor_B[sample], rejected_B.any()",
         (f"{POISONED}[(1, 1, 1)-nan-V2]",),
     ),
     Mutant(

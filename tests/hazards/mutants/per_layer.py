@@ -1,0 +1,80 @@
+"""Faults of clipping by groups: rows 1, 2, 4 and 28."""
+
+from tests.hazards.mutants.clipping import SUM
+from tests.hazards.mutants.table import Mutant
+
+GROUPS = "privacy/test_clip_groups.py::"
+PER_LAYER = "gradients/test_per_layer.py::"
+EVERY_MESH = f"{PER_LAYER}test_every_mesh"
+BOUND = f"{PER_LAYER}test_row02_the_whole_gradient_is_bound_by_C"
+
+MUTANTS = [
+    Mutant(
+        1,
+        "a groups norm of one cp ranks part",
+        SUM,
+        "self._over_cp(torch.stack(squares).sum(0, keepdim=True))",
+        "torch.stack(squares).sum(0, keepdim=True)",
+        (f"{EVERY_MESH}[(1, 1, 2)-V2]",),
+    ),
+    Mutant(
+        2,
+        "every group clipped to C",
+        SUM,
+        "max_grad_norm=self.clipping.bound",
+        "max_grad_norm=self.clipping.max_grad_norm",
+        (f"{BOUND}[(1, 1, 1)-microbatch]", f"{BOUND}[(1, 1, 1)-V2]"),
+    ),
+    Mutant(
+        2,
+        "shares of C that add up to more",
+        "privacy/clip_groups.py",
+        "self.max_grad_norm / math.sqrt(len(self.members))",
+        "self.max_grad_norm / len(self.members) ** 0.25",
+        (f"{GROUPS}test_row02_a_sample_that_is_large_in_every_layer_counts_at_most_C[7-vanilla]",),
+        quick=True,
+    ),
+    Mutant(
+        2,
+        "groups by the bundles that gradients travel in",
+        "privacy/clip_groups.py",
+        'group = name.rpartition(".")[0]',
+        "group = name",
+        (f"{GROUPS}test_a_layer_is_a_module_that_holds_parameters",),
+        quick=True,
+    ),
+    Mutant(
+        4,
+        "the first groups factor for all",
+        SUM,
+        "self.accumulate_part(name, self.part(shards, name), factor_B, rejected_B)",
+        "self.accumulate_part(\n"
+        "                        name, self.part(shards, name), clipped.factor_B[0], rejected_B\n"
+        "                    )",
+        (f"{EVERY_MESH}[(1, 1, 1)-microbatch]",),
+    ),
+    Mutant(
+        4,
+        "the first groups factor for all that ghost adds",
+        "gradients/ghost.py",
+        "return clip.factor_B[group], clip.rejected_B[group]",
+        "return clip.factor_B[0], clip.rejected_B[group]",
+        (f"{EVERY_MESH}[(1, 1, 1)-ghost]",),
+    ),
+    Mutant(
+        4,
+        "the setting is not handed on",
+        "gradients/step.py",
+        "parameters, max_grad_norm, privacy.clipping, tuple(privacy.clipping_groups)",
+        "parameters, max_grad_norm",
+        (f"{PER_LAYER}test_it_is_not_flat[V2]",),
+    ),
+    Mutant(
+        28,
+        "a tied weight is whole after its first layer",
+        "gradients/grad_sample.py",
+        "sum(layers[name] for name in names)",
+        "len(names)",
+        (f"{PER_LAYER}test_tied_weights_and_long_layers[V2]",),
+    ),
+]
