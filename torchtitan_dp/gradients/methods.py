@@ -58,6 +58,9 @@ class Method:
 
     build: Build
 
+    chosen_for: str
+    """When it is the one to choose; `docs/methods.md` has the figures."""
+
     per_sample_layers: bool
     """Whether the model's layers must first be turned by `layers.per_sample_layers`."""
 
@@ -90,11 +93,22 @@ def _ghost(
 
 
 METHODS: dict[str, Method] = {
-    "microbatch": Method(_microbatch, per_sample_layers=False, compiles="blocks"),
+    "microbatch": Method(
+        _microbatch,
+        "microbatches of one sample, whose reduced gradient is the sample's",
+        per_sample_layers=False,
+        compiles="blocks",
+    ),
     # Per-sample layers hand over what they have, or start collectives, within backward.
-    "grad_sample": Method(_grad_sample, per_sample_layers=True, compiles="regions"),
+    "grad_sample": Method(
+        _grad_sample,
+        "microbatches of several samples, whose gradients fit beside each other",
+        per_sample_layers=True,
+        compiles="regions",
+    ),
     "ghost": Method(
         _ghost,
+        "short contexts, where gradients of several samples do not fit beside each other",
         per_sample_layers=True,
         compiles="regions",
         backward_passes=lambda terms: 2 if terms.ghost_passes == "two" else 1,

@@ -19,6 +19,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.config.units import unit_word
 from torchtitan_dp.data.opening import Records
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
 from torchtitan_dp.ledger.terms import Plan
 from torchtitan_dp.models.families import ModelArgs, parameter_count
@@ -93,7 +94,7 @@ def _predicting(
 
 
 def _show(config: JobConfig, plan: Plan, records: Records) -> None:
-    settings = plan.settings
+    settings, method = plan.settings, config.privacy.gradient_method
     spent = f"epsilon = {rounded_up(plan.epsilon)}" if plan.private else "NOT private"
     lines = [
         f"plan: {spent} at delta = {settings.delta:g} after {plan.steps} steps "
@@ -106,6 +107,8 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"{len(records.heldout):,} held out; "
         f"{settings.expected_batch_size} expected in a step, "
         f"of at most {config.training.seq_len:,} tokens each",
+        f"      gradients by {method}, which is for {METHODS[method].chosen_for}; "
+        f"clipping: {settings.clipping}",
     ]
     print("\n".join(lines), file=sys.stderr)
 
