@@ -12,7 +12,7 @@ def error_on_this_rank(
     changes: dict[str, object],
     C: float,
     samples: int,
-    group_of: Callable[[str], str] | None,
+    group_of: Callable[[str], str] | None = None,
 ) -> tuple[float, float]:
     """(error of the clipped sum, error of the norms) against the loop."""
     from tests import build

@@ -28,25 +28,20 @@ def wrapped(owner, name: str, around: Callable) -> Iterator[None]:
 def norms_of_this_ranks_part():
     """Norms are not summed over cp."""
     from torchtitan_dp.gradients.clipped_sum import ClippedSum
-    from torchtitan_dp.privacy.clipping import squared_norm
 
-    def own(self, shards):
-        return torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0)
-
-    return mock.patch.object(ClippedSum, "squared_norms", own)
+    return mock.patch.object(ClippedSum, "_over_cp", lambda _, squares: squares)
 
 
 def sums_of_partial_norms():
     """The norms of the ranks' parts are added up, not their squares."""
     from torchtitan_dp.gradients.clipped_sum import ClippedSum
-    from torchtitan_dp.privacy.clipping import squared_norm
 
-    def partial(self, shards):
-        norm_B = torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0).sqrt()
-        dist.all_reduce(norm_B, group=self.groups.cp)
-        return norm_B.square()
+    def partial(self, squares):
+        norms = squares.sqrt()
+        dist.all_reduce(norms, group=self.groups.cp)
+        return norms.square()
 
-    return mock.patch.object(ClippedSum, "squared_norms", partial)
+    return mock.patch.object(ClippedSum, "_over_cp", partial)
 
 
 def own_tokens_alone():

@@ -19,11 +19,16 @@ def config_reference() -> str:
 def _section(name: str, cls: Any) -> str:
     docs = field_docs(cls)
     rows = [
-        f"| `{f.name}` | {_type(f.type)} | `{_value(f.default)}` | {cell(docs[f.name])} |"
+        f"| `{f.name}` | {_type(f.type)} | `{_value(_default(f))}` | {cell(docs[f.name])} |"
         for f in dataclasses.fields(cls)
     ]
     title = f"**`[{name}]`** {' '.join((inspect.getdoc(cls) or '').split())}"
     return "\n".join([title, "", "| key | type | default | meaning |", "| --- " * 4 + "|", *rows])
+
+
+def _default(field: dataclasses.Field[Any]) -> Any:
+    made = field.default_factory
+    return field.default if made is dataclasses.MISSING else made()
 
 
 def field_docs(cls: Any) -> dict[str, str]:

@@ -182,7 +182,7 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         neighbouring_relation=sampling.neighbouring_relation,
         privacy_unit=privacy_unit(config),
         target_epsilon=privacy.target_epsilon,
-        clipping=": ".join([privacy.clipping, *filter(None, [", ".join(privacy.clipping_groups)])]),
+        clipping=_clipping(privacy.clipping, privacy.clipping_groups),
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,
         exact_sum=privacy.exact_sum,
@@ -191,6 +191,11 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         samples_per_rank=math.ceil(_most_drawn(batch) / ranks) + len(ladder(config)),
         ranks_added_up=ranks,
     )
+
+
+def _clipping(clipping: str, groups: list[str]) -> str:
+    """Say what is clipped together: `per_layer: layers.*, *`."""
+    return f"{clipping}: {', '.join(groups)}" if groups else clipping
 
 
 def _most_drawn(expected: int) -> int:
