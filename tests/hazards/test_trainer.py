@@ -107,7 +107,8 @@ class Step:
     def _accumulate(self, loss_B, valid_B):
         self.did.append("sample")
         rejected_B = ~(valid_B & loss_B.isfinite())
-        return Clip(torch.ones_like(loss_B), rejected_B, loss_B.double())
+        norm_B = loss_B.detach().double()
+        return Clip(torch.ones_like(loss_B), rejected_B, norm_B, norm_B > 1)
 
     def _begin(self, step, settings):
         assert settings is self.trainer.ledger.settings
