@@ -10,7 +10,7 @@ import re
 PATTERNS = (
     # The game with every way to sum and noise; the faults in these are flagged by default.
     r"hazards/test_audit\.py::test_row35_the_clean_build_.*"
-    r"\[(grad_sample|secure|exact.*|per layer, .*)\]",
+    r"\[(grad_sample|secure|exact.*|ghost|per layer, .*)\]",
     r"hazards/test_audit\.py::test_row35_flags_on_two_ranks\[norms not reduced-.*",
     r"hazards/test_audit\.py::test_row35_and_49_flags_.*\[(no clipping|half the secure).*",
     # One command or run, whole, of what others test in parts.
@@ -68,7 +68,7 @@ PATTERNS = (
     r"gradients/test_exact_sum\.py::test_row12_and_49_.*\[microbatch-\(2, 1, 2\)\]",
     r"hazards/test_noise\.py::test_row08_variance_.*\[\((1, 1, 2|2, 1, 2)\)-[03]\]",
     r"hazards/test_clipping\.py::test_row27_live_tensors_.*\[(none|selective)-.*",
-    r"hazards/test_clipping\.py::test_row13_hundreds_of_small_adds\[grad_sample\]",
+    r"hazards/test_clipping\.py::test_row13_hundreds_of_small_adds\[(grad_sample|ghost_two)\]",
     r"hazards/test_clipping\.py::test_row22_a_poisoned_sample_.*\[\(1, 2, 2\)-(nan|inf)-.*",
     r"hazards/test_audit\.py::test_an_included_canary_.*\[\(1, 2, 2\)-.*-(exact|per_layer)\]",
     # Numbers on a finer grid.
@@ -81,7 +81,8 @@ PATTERNS = (
     r"checkpoint/test_resume\.py::test_killed_and_resumed\[kill_(all|worker)\]",
     # Predictions of other configurations.
     r"plan/test_memory\.py::test_the_longest_configs_fit_four_ranks_of_80_gib\[.*",
-    r"plan/test_memory\.py::test_predicted_is_what_.*\[(one rank|two samples, exact sum)\]",
+    r"plan/test_memory\.py::test_predicted_is_what_.*"
+    r"\[(one rank|two samples, exact sum|ghost norms, two passes)\]",
     r"plan/test_prediction\.py::test_weights_kept_gathered_are_all_.*\[(1-.*|2-overrides0)\]",
     r"plan/test_prediction\.py::test_few_layers_tell_the_peak_of_all\[(grad_sample.*|.*full)\]",
     r"plan/test_memory\.py::test_row49_an_exact_sum_takes_eight_bytes_a_value\[.*=2\]",

@@ -106,6 +106,7 @@ def test_row49_what_initial_weights_were_summed_in_is_told(tmp_path):
     assert any("adds up to 4096 records" in caveat for caveat in told["caveats"])
 
 
+@pytest.mark.slow
 def test_row50_terms_that_were_made_better_do_not_lower_what_was_planned(tmp_path):
     quieter = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=100.0), planned_steps=200)
     quieter.resume_from(Ledger(SETTINGS, steps=2, planned_steps=200), "planned")

@@ -68,7 +68,8 @@ def test_values_are_torchtitans(dtype, near, positions):
     assert set(sink.gradients) == {name for name, _ in plain.named_parameters()}
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_row04_each_samples_gradient_is_its_own(backend):
     layers, freqs_cis = by_regions(compiled(backend))
     sink = Collected(layers)

@@ -117,6 +117,7 @@ def test_who_sees_less_does_not_reach_a_posterior_more_often():
     assert odds / (1 + odds) <= claimed <= odds / (1 + odds) + 1e-9
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_the_profile_contains_epsilon_and_is_never_below_the_truth(name):
     parts, delta, *_ = RUNS[name]
