@@ -1,0 +1,181 @@
+"""Peaks of memory by length of samples: of a whole model, or told from few of its layers.
+
+Layers are alike, so what is alive in a stretch of the step (the loss head's, the last block's
+backward, the first one's) grows by the same bytes with each, and so it does with each token: two
+models of few layers, at two lengths, tell of any. The peak is that of the highest stretch, which
+need not be the highest of few layers or tokens. What comes close to the limit, and what is shorter,
+is predicted with all layers.
+"""
+
+import contextlib
+import copy
+import gc
+from typing import NamedTuple, Protocol
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.plan.fake_step import Step
+from torchtitan_dp.plan.labels import GATHERED, tracking
+
+FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
+LONG = 4096  # tokens a rank, from which on few layers tell
+CLOSE = 0.03  # of the limit: nearer to it, an extrapolation does not decide
+
+
+class Microbatch(NamedTuple):
+    """Holds what is predicted of a microbatch."""
+
+    peak: tuple[int, dict[str, int]]  # bytes, and what they are of
+    bytes_without_gathered: int  # at the peak of all but gathered weights
+    stretches: dict[str, int]  # the peak bytes of each
+
+
+class Model:
+    """Predicts the peaks of a model that is built once, for samples of any length."""
+
+    def __init__(self, config: JobConfig, args: ModelArgs, mode: str) -> None:
+        config = copy.deepcopy(config)
+        config.activation_checkpoint.mode = mode
+        self._stack = contextlib.ExitStack()
+        self._tracker = self._stack.enter_context(tracking())
+        self._step = Step(config, args, self._tracker)
+        self._tracker.start_over()
+        self._step.update()
+        self.update = self._tracker.peak_bytes, _by_category(self._tracker.peak)
+        self._known: dict[int, Microbatch] = {}
+
+    def microbatch(self, seq_len: int) -> "Microbatch":
+        """Predict a microbatch after the first update, which is the first of its step."""
+        if seq_len not in self._known:
+            self._step.free_gathered()
+            tracker = self._tracker
+            tracker.start_over()
+            self._step.microbatch(seq_len)
+            self._known[seq_len] = Microbatch(
+                (tracker.peak_bytes, _by_category(tracker.peak)),
+                tracker.peak_bytes_without,
+                tracker.stretches,
+            )
+        return self._known[seq_len]
+
+    def stretches(self, seq_len: int) -> dict[str, int]:
+        """Predict the peak bytes of each of a microbatch's stretches, and of the update."""
+        return self.microbatch(seq_len).stretches | {"update": self.update[0]}
+
+    def at(self, seq_len: int) -> tuple[int, dict[str, int]]:
+        """Predict the peak of both, and what it is of."""
+        return max(self.update, self.microbatch(seq_len).peak, key=lambda found: found[0])
+
+    def kept_gathered(self, seq_len: int) -> int:
+        """Bound the peak of both from above, were the weights kept gathered within a step.
+
+        It is an upper bound: the buffers of the last gather are taken to be there all the time.
+        """
+        without = self.microbatch(seq_len).bytes_without_gathered
+        return max(self.update[0], without + self._step.gathered_bytes)
+
+    def close(self) -> None:
+        """Free it: one model is tracked at a time."""
+        self._stack.close()
+        del self._step, self._tracker
+        gc.collect()
+
+
+def _by_category(peak: dict[str, int]) -> dict[str, int]:
+    """Count gathered weights as communication, as their gathering is."""
+    parts = dict(peak)
+    gathered = parts.pop(GATHERED, 0)
+    return parts | {"communication": parts.get("communication", 0) + gathered}
+
+
+class Peaks(Protocol):
+    """Names what the search for the longest sample needs: peaks in bytes, by length."""
+
+    def update(self) -> float:
+        """Return the peak of an update, which no sample's length changes."""
+
+    def estimate(self, *lengths: int) -> list[float]:
+        """Return peaks to go by."""
+
+    def decide(self, seq_len: int) -> float:
+        """Return a peak to hold against the limit."""
+
+
+class Whole:
+    """Predicts with all layers."""
+
+    def __init__(self, config: JobConfig, args: ModelArgs, mode: str) -> None:
+        self.config, self.args, self.mode = config, args, mode
+        self.known: dict[int, float] = {}
+        self._update: float | None = None
+
+    def update(self) -> float:
+        if self._update is None:
+            self.estimate(line(2 * self.config.parallelism.context_parallel_degree)[0])
+        assert self._update is not None
+        return self._update
+
+    def estimate(self, *lengths: int) -> list[float]:
+        if wanted := [length for length in lengths if length not in self.known]:
+            model = Model(self.config, self.args, self.mode)
+            self._update = model.update[0]
+            self.known |= {length: model.at(length)[0] for length in wanted}
+            model.close()
+        return [self.known[length] for length in lengths]
+
+    def decide(self, seq_len: int) -> float:
+        return self.estimate(seq_len)[0]
+
+
+class Extrapolated:
+    """Predicts from few layers and two lengths; what is close to the limit, with all layers."""
+
+    def __init__(self, whole: Whole, limit: int, unit: int) -> None:
+        self._whole, self._limit = whole, limit
+        self.short = LONG * whole.config.parallelism.context_parallel_degree
+        self._lengths = line(unit)
+        self._corners: dict[str, tuple[list[int], ...]] = {}
+
+    def update(self) -> float:
+        self.estimate()
+        return self._at(self._lengths[0], *self._corners["update"])
+
+    def estimate(self, *lengths: int) -> list[float]:
+        if not self._corners:
+            few, more = map(self._stretches, FEW_LAYERS)
+            both = few[0].keys() & more[0].keys()
+            self._corners = {
+                name: tuple([found[name] for found in layers] for layers in (few, more))
+                for name in both
+            }
+        return [
+            max(self._at(length, *found) for found in self._corners.values()) for length in lengths
+        ]
+
+    def _stretches(self, layers: int) -> list[dict[str, int]]:
+        """Predict what each stretch of a step takes with so many layers, at both lengths."""
+        args = copy.deepcopy(self._whole.args)
+        args.n_layers = layers
+        model = Model(self._whole.config, args, self._whole.mode)
+        found = [model.stretches(length) for length in self._lengths]
+        model.close()
+        return found
+
+    def _at(self, seq_len: int, few: list[int], more: list[int]) -> float:
+        """Draw lines through a stretch's bytes: over layers, then over lengths."""
+        share = (self._whole.args.n_layers - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
+        of_all = [low + share * (high - low) for low, high in zip(few, more, strict=True)]
+        start, end = self._lengths
+        return of_all[0] + (of_all[1] - of_all[0]) * (seq_len - start) / (end - start)
+
+    def decide(self, seq_len: int) -> float:
+        if seq_len < self.short:
+            return self._whole.decide(seq_len)
+        (guess,) = self.estimate(seq_len)
+        close = abs(guess - self._limit) <= CLOSE * self._limit
+        return self._whole.decide(seq_len) if close else guess
+
+
+def line(unit: int) -> tuple[int, int]:
+    """Return two lengths from which others are told."""
+    return unit * 2**13, unit * 2**14
