@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import json
 import multiprocessing
+import os
 import sys
 from collections.abc import Callable
 from typing import NamedTuple, cast
@@ -23,6 +24,7 @@ from torchtitan_dp.plan.memory import CATEGORIES, LONGEST, MODES, MemoryPlan, li
 from torchtitan_dp.plan.peaks import Extrapolated, Model, Peaks, Whole, line
 
 ENOUGH_LAYERS = 8  # of a model: fewer are as quickly predicted themselves
+_NICER = 5
 TOLERANCE = 0.005  # of a peak: as much as an extrapolation may be off where it is held against
 Say = Callable[[str], None]
 
@@ -150,7 +152,12 @@ def _beside(function: Callable[[], Found]) -> Callable[[], Found]:
     """
     fork = multiprocessing.get_context("fork")
     receiver, sender = fork.Pipe(duplex=False)
-    process = fork.Process(target=lambda: sender.send(function()), daemon=True)
+
+    def run() -> None:
+        os.nice(_NICER)  # the step here is the longest part: it goes first where cores are few
+        sender.send(function())
+
+    process = fork.Process(target=run, daemon=True)
     process.start()
     sender.close()
 
