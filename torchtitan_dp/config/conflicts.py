@@ -17,6 +17,7 @@ def check_conflicts(config: JobConfig) -> None:
     by_regions = config.compile.enable and METHODS[method].compiles == "regions"
     twice = METHODS[method].backward_passes(config.privacy) > 1
     checkpointing = config.activation_checkpoint
+    by_operation = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
     conflicts: list[tuple[bool, str, object, str]] = [
         (
             config.training.max_norm != 0,
@@ -45,9 +46,7 @@ def check_conflicts(config: JobConfig) -> None:
             "remove them; float8 and other converters are not supported with privacy",
         ),
         (
-            by_regions
-            and checkpointing.mode == "selective"
-            and checkpointing.selective_ac_option == "op",
+            by_regions and by_operation,
             "activation_checkpoint.selective_ac_option",
             "'op'",
             "set it to a number ('1'), or compile.enable to false; it chooses among operations, "
@@ -67,9 +66,7 @@ def check_conflicts(config: JobConfig) -> None:
             "compiled code runs backward once; set ghost_passes = 'one', or compile.enable = false",
         ),
         (
-            twice
-            and checkpointing.mode == "selective"
-            and checkpointing.selective_ac_option == "op",
+            twice and by_operation,
             "privacy.ghost_passes",
             "'two'",
             "with activation_checkpoint.selective_ac_option = 'op' PyTorch allows one backward "

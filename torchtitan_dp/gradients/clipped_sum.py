@@ -98,6 +98,20 @@ class ClippedSum:
         self._bundles = self._whole.split(list(sizes), dim=1)
         self._places = places
 
+    def lay_out_parameters(self) -> dict[str, RowLayout]:
+        """Fix one bundle for each parameter, in order; return how its rows lie, by name."""
+        dp_shard, cp = self.groups.dp_shard_size, self.groups.cp_size
+        layouts = {n: RowLayout(p.shape, dp_shard, cp) for n, p in self.parameters.items()}
+        self.lay_out(
+            [layout.chunk_numel for layout in layouts.values()],
+            {
+                name: Place(bundle, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
+                for bundle, (name, parameter) in enumerate(self.parameters.items())
+            },
+            next(iter(self.parameters.values())).device,
+        )
+        return layouts
+
     def part(self, shards: list[torch.Tensor], name: str) -> torch.Tensor:
         """View what `shards` hold of one parameter: `(B, dp_shard, n)`.
 
@@ -120,7 +134,7 @@ class ClippedSum:
         Returns:
             What became of each sample: of shape (B,).
 
-        Collectives: one all-reduce of B numbers for each group over cp.
+        Collectives: one all-reduce of G B numbers over cp, for G groups.
         """
         clipped = self.clip(self.squared_norms(shards), valid_B)
         self.accumulate(shards, clipped)

@@ -38,18 +38,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.ghost_norm import Factors, is_cheaper, squared_norms
-from torchtitan_dp.gradients.layers import Formed, connect, layers_of_each_parameter
-from torchtitan_dp.gradients.operands import Write
-from torchtitan_dp.gradients.reduction import reduce_scatter_sum
-from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.gradients.layers import Formed, connect_all, layers_of_each_parameter
+from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
+from torchtitan_dp.gradients.reduction import sum_over_cp, sum_together_over_cp
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
 
 Passes = Literal["one", "two"]
-
-# A layer whose microbatch of per-sample gradients is larger is formed one sample at a time.
-_TRANSIENT_BYTES = 2**28
 
 
 class GhostGradients:
@@ -63,7 +59,7 @@ class GhostGradients:
         clipped_sum: ClippedSum,
         *,
         passes: Passes = "one",
-        transient_bytes: int = _TRANSIENT_BYTES,
+        transient_bytes: int = TRANSIENT_BYTES,
     ) -> None:
         """
         Args:
@@ -76,25 +72,11 @@ class GhostGradients:
         self._passes = passes
         self._transient_bytes = transient_bytes
         parameters = clipped_sum.parameters
-        missing = parameters.keys() - connect(model, self)
-        assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
+        connect_all(model, self, parameters)
         self._layers = layers_of_each_parameter(model)
-        members = clipped_sum.clipping.members
-        self._group = {name: group for group, names in enumerate(members) for name in names}
+        self._group = clipped_sum.clipping.group_of()
         self._device = next(iter(parameters.values())).device
-        dp_shard = clipped_sum.groups.dp_shard_size
-        self._layouts = {
-            name: RowLayout(parameter.shape, dp_shard, self._cp_size)
-            for name, parameter in parameters.items()
-        }
-        clipped_sum.lay_out(
-            [layout.chunk_numel for layout in self._layouts.values()],
-            {
-                name: Place(bundle, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
-                for bundle, (name, parameter) in enumerate(parameters.items())
-            },
-            self._device,
-        )
+        self._layouts = clipped_sum.lay_out_parameters()
         self._start(0)
 
     def _start(self, samples: int) -> None:
@@ -157,7 +139,7 @@ class GhostGradients:
         self._calls[name] += 1
         if len(self._layouts[name].shape) == 1:
             whole = self._write(name, [write], slice(0, batch_size))
-            _add_to(self._vectors, name, whole)
+            add_to(self._vectors, name, whole)
         elif self._passes == "two":
             self._writes.setdefault(name, []).append(write)
             if len(self._writes[name]) == self._layers[name]:
@@ -167,7 +149,7 @@ class GhostGradients:
         ):
             self._writes.setdefault(name, []).append(write)
         else:
-            _add_to(self._kept, name, self._form(name, [write]))
+            add_to(self._kept, name, self._form(name, [write]))
 
     def form(self, name: str, batch_size: int, write: Write) -> Formed:
         """Have the loss head write its gradients while it has the logits."""
@@ -181,7 +163,7 @@ class GhostGradients:
         assert len(shard_BDN) == self._samples, (
             f"{name}: dim 0 of its layer's input is not the sample"
         )
-        _add_to(
+        add_to(
             self._kept,
             name,
             shard_BDN if factor_B is None else shard_BDN.mul_(factor_B[:, None, None]),
@@ -195,9 +177,10 @@ class GhostGradients:
 
     def _clip_by_norms(self, valid_B: torch.Tensor) -> Clip:
         """Find the norms that are not known yet, sum their squares over cp, and clip by them."""
-        self._reduce_vectors()
+        self._kept |= sum_together_over_cp(self._vectors, self._cp)
+        self._vectors.clear()
         for name in self._kept.keys() & self._writes.keys():  # layers of which one is not ghost
-            _add_to(self._kept, name, self._form(name, self._writes.pop(name)))
+            add_to(self._kept, name, self._form(name, self._writes.pop(name)))
         for name, shard_BDN in self._kept.items():
             self._squares[name] = squared_norm(shard_BDN.flatten(1))
         for name in self._writes:
@@ -259,7 +242,7 @@ class GhostGradients:
 
     def _form_some(self, name: str, writes: Sequence[Write], samples: slice) -> torch.Tensor:
         """As `_form`, of some of the samples."""
-        return self._sum_over_cp(self._write(name, writes, samples)).flatten(2)
+        return sum_over_cp(self._write(name, writes, samples), self._cp).flatten(2)
 
     def _write(self, name: str, writes: Sequence[Write], samples: slice) -> torch.Tensor:
         """Write gradients of this rank's tokens: (cp, b, dp_shard, rows, …)."""
@@ -271,33 +254,7 @@ class GhostGradients:
         assert total is not None
         return total
 
-    def _reduce_vectors(self) -> None:
-        """Sum the vectors' gradients over cp, in one, and keep them."""
-        if not self._vectors:
-            return
-        joined = torch.cat(list(self._vectors.values()), dim=-1)
-        sizes = [vector.shape[-1] for vector in self._vectors.values()]
-        parts = self._sum_over_cp(joined).split(sizes, dim=-1)
-        self._kept.update(zip(self._vectors, parts, strict=True))
-        self._vectors.clear()
-
-    def _sum_over_cp(self, whole: torch.Tensor) -> torch.Tensor:
-        """Sum over cp, and return this rank's part, without the dimension cp."""
-        if self._cp is None:
-            return whole[0]
-        shard = torch.empty_like(whole[0])
-        reduce_scatter_sum(shard, whole, self._cp)
-        return shard
-
 
 def _tokens(factors: Factors) -> int:
     """Count a sample's tokens on this rank."""
     return factors.left.shape[1]
-
-
-def _add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
-    """Add to a parameter's gradients those of another layer that shares it."""
-    if name in gradients:
-        gradients[name] = gradients[name].add_(more)
-    else:
-        gradients[name] = more

@@ -20,15 +20,11 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
-from torchtitan_dp.gradients.layers import Formed, connect, layers_of_each_parameter
-from torchtitan_dp.gradients.operands import Write
-from torchtitan_dp.gradients.reduction import reduce_scatter_sum
-from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.layers import Formed, connect_all, layers_of_each_parameter
+from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
+from torchtitan_dp.gradients.reduction import reduce_scatter_sum, sum_together_over_cp
 from torchtitan_dp.privacy.clipping import Clip
-
-# A layer whose microbatch of per-sample gradients is larger is formed one sample at a time.
-_TRANSIENT_BYTES = 2**28
 
 
 class GradSampleGradients:
@@ -42,7 +38,7 @@ class GradSampleGradients:
         clipped_sum: ClippedSum,
         *,
         shard_grad_samples: bool = True,
-        transient_bytes: int = _TRANSIENT_BYTES,
+        transient_bytes: int = TRANSIENT_BYTES,
     ) -> None:
         """
         Args:
@@ -56,19 +52,9 @@ class GradSampleGradients:
         self._shard = shard_grad_samples
         self._transient_bytes = transient_bytes
         parameters = clipped_sum.parameters
-        missing = parameters.keys() - connect(model, self)
-        assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
+        connect_all(model, self, parameters)
         self._device = next(iter(parameters.values())).device
-        dp_shard, cp = clipped_sum.groups.dp_shard_size, clipped_sum.groups.cp_size
-        self._layouts = {n: RowLayout(p.shape, dp_shard, cp) for n, p in parameters.items()}
-        clipped_sum.lay_out(
-            [layout.chunk_numel for layout in self._layouts.values()],
-            {
-                name: Place(bundle, 0, parameter.to_local().numel())  # type: ignore[attr-defined]
-                for bundle, (name, parameter) in enumerate(parameters.items())
-            },
-            self._device,
-        )
+        self._layouts = clipped_sum.lay_out_parameters()
         self._shards: dict[str, torch.Tensor] = {}  # (B, dp_shard, rows, …), summed over cp
         self._wholes: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
         self._factors: dict[str, torch.Tensor] = {}  # (B,): what `_shards` is to be multiplied by
@@ -155,7 +141,7 @@ class GradSampleGradients:
         if formed.whole is not None:
             if factor_B is not None:
                 formed.whole.mul_(_along(factor_B, formed.whole, dim=1))
-            _add_to(self._wholes, name, formed.whole)
+            add_to(self._wholes, name, formed.whole)
             return
         assert formed.shard is not None
         if name not in self._shards and factor_B is not None:
@@ -163,7 +149,7 @@ class GradSampleGradients:
         elif name in self._shards:
             assert factor_B is None, f"{name}: only the first of its layers may have a factor"
             self._settle(name)
-        _add_to(self._shards, name, formed.shard)
+        add_to(self._shards, name, formed.shard)
         if self._early is not None:
             for group in self._early.take(name):
                 self._add_group(group)
@@ -191,27 +177,13 @@ class GradSampleGradients:
         for name in list(self._factors):
             self._settle(name)
         if self._shard:
-            self._reduce_wholes_together()
+            self._shards |= sum_together_over_cp(self._wholes, self._cp)
+            self._wholes.clear()
         else:
             self._reduce_wholes_alone()
         added = self._early.added if self._early is not None else set()
         unused = self._layouts.keys() - self._shards.keys() - added
         assert not unused, f"trainable but had no gradient: {sorted(unused)}"
-
-    def _reduce_wholes_together(self) -> None:
-        """Sum over cp all that was kept whole, by one reduce-scatter."""
-        if not self._wholes:
-            return
-        wholes = list(self._wholes.values())
-        joined = torch.cat([whole.flatten(3) for whole in wholes], dim=-1)
-        shard_BDN = torch.empty_like(joined[0])
-        if self._cp is None:
-            shard_BDN = joined[0]
-        else:
-            reduce_scatter_sum(shard_BDN, joined, self._cp)
-        sizes = [self._layouts[name].chunk_numel for name in self._wholes]
-        self._shards.update(zip(self._wholes, shard_BDN.split(sizes, dim=-1), strict=True))
-        self._wholes.clear()
 
     def _reduce_wholes_alone(self) -> None:
         """Sum over cp what was kept whole, by an all-reduce for each parameter, and keep this
@@ -252,7 +224,7 @@ class _WholeGroups:
 
     def __init__(self, model: nn.Module, clipped_sum: ClippedSum) -> None:
         self._members = clipped_sum.clipping.members
-        self._group = {name: g for g, names in enumerate(self._members) for name in names}
+        self._group = clipped_sum.clipping.group_of()
         layers = layers_of_each_parameter(model)
         self._layers = [sum(layers[name] for name in names) for names in self._members]
         self._start()
@@ -291,13 +263,3 @@ def _along(factor_B: torch.Tensor, gradients: torch.Tensor, dim: int) -> torch.T
     shape = [1] * gradients.dim()
     shape[dim] = len(factor_B)
     return factor_B.view(shape)
-
-
-def _add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
-    """Add to a parameter's gradients those of another layer that shares it. A tied weight has two
-    layers' gradients, of which the sum is one sample's gradient.
-    """
-    if name in gradients:
-        gradients[name].add_(more)
-    else:
-        gradients[name] = more

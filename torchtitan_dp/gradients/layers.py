@@ -12,7 +12,7 @@ Guarantee:
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -124,6 +124,12 @@ def register_per_sample(kind: type[nn.Module], function: Applied) -> None:
             hands each trainable parameter's gradients to `layer.sink` and returns None for it.
     """
     _FUNCTIONS[kind] = function
+
+
+def connect_all(model: nn.Module, sink: Sink, parameters: Iterable[str]) -> None:
+    """Do as `connect`, and make sure that every one of `parameters` is in a layer."""
+    missing = set(parameters) - connect(model, sink)
+    assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
 
 
 def connect(model: nn.Module, sink: Sink) -> set[str]:

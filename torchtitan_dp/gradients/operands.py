@@ -16,8 +16,21 @@ import torch
 from torchtitan_dp.gradients.products import write_product_
 from torchtitan_dp.gradients.rows import RowLayout
 
+# A layer whose microbatch of per-sample gradients is larger is formed one sample at a time.
+TRANSIENT_BYTES = 2**28
+
 # Writes the per-sample gradients of a slice of the microbatch into `(cp, b, dp_shard, rows, …)`.
 Write = Callable[[RowLayout, torch.Tensor, slice], None]
+
+
+def add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
+    """Add to a parameter's gradients those of another layer that shares it, in place. A tied weight
+    has two layers' gradients, of which the sum is one sample's gradient.
+    """
+    if name in gradients:
+        gradients[name].add_(more)
+    else:
+        gradients[name] = more
 
 
 @dataclass(frozen=True)

@@ -65,6 +65,26 @@ def reduce_scatter_sum(
     )
 
 
+def sum_over_cp(whole: torch.Tensor, cp: dist.ProcessGroup | None) -> torch.Tensor:
+    """Sum `(cp, …)` over cp by one reduce-scatter, and return this rank's part, `(…)`."""
+    if cp is None:
+        return whole[0]
+    shard = torch.empty_like(whole[0])
+    reduce_scatter_sum(shard, whole, cp)
+    return shard
+
+
+def sum_together_over_cp(
+    wholes: dict[str, torch.Tensor], cp: dist.ProcessGroup | None
+) -> dict[str, torch.Tensor]:
+    """Sum small tensors, alike but for the last dimension, as `sum_over_cp` does, by one call."""
+    if not wholes:
+        return {}
+    joined = torch.cat(list(wholes.values()), dim=-1)
+    parts = sum_over_cp(joined, cp).split([whole.shape[-1] for whole in wholes.values()], dim=-1)
+    return dict(zip(wholes, parts, strict=True))
+
+
 # As `all_gather_into_tensor` has.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 

@@ -1,5 +1,5 @@
 """What a run will cost, said before it starts: `python -m torchtitan_dp.plan`.
 
 `cost` counts FLOPs; `memory` runs the real step under fake tensors (`fake_step`,
-`labels`, `tracker`).
+`labels`, `tracker`), by lengths (`peaks`), in a process of its own (`prediction`).
 """

@@ -92,7 +92,7 @@ class Peaks(Protocol):
     """Names what the search for the longest sample needs: peaks in bytes, by length."""
 
     def update(self) -> float:
-        """Return the peak of an update, which no sample's length changes."""
+        """Return the peak of an update, which no sample's length changes, after any estimate."""
 
     def estimate(self, *lengths: int) -> list[float]:
         """Return peaks to go by."""
@@ -110,9 +110,7 @@ class Whole:
         self._update: float | None = None
 
     def update(self) -> float:
-        if self._update is None:
-            self.estimate(line(2 * self.config.parallelism.context_parallel_degree)[0])
-        assert self._update is not None
+        assert self._update is not None, "nothing has been predicted"
         return self._update
 
     def estimate(self, *lengths: int) -> list[float]:
@@ -137,7 +135,6 @@ class Extrapolated:
         self._corners: dict[str, tuple[list[int], ...]] = {}
 
     def update(self) -> float:
-        self.estimate()
         return self._at(self._lengths[0], *self._corners["update"])
 
     def estimate(self, *lengths: int) -> list[float]:
@@ -174,6 +171,12 @@ class Extrapolated:
         (guess,) = self.estimate(seq_len)
         close = abs(guess - self._limit) <= CLOSE * self._limit
         return self._whole.decide(seq_len) if close else guess
+
+
+def shortest(config: JobConfig) -> int:
+    """Return the length that every other is a multiple of: context parallelism cuts it in two for
+    each rank."""
+    return 2 * config.parallelism.context_parallel_degree
 
 
 def line(unit: int) -> tuple[int, int]:

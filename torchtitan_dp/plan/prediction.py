@@ -21,7 +21,7 @@ from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.fake_step import fake_world
 from torchtitan_dp.plan.memory import CATEGORIES, LONGEST, MODES, MemoryPlan, limit_bytes
-from torchtitan_dp.plan.peaks import Extrapolated, Model, Peaks, Whole, line
+from torchtitan_dp.plan.peaks import Extrapolated, Model, Peaks, Whole, line, shortest
 
 ENOUGH_LAYERS = 8  # of a model: fewer are as quickly predicted themselves
 _NICER = 5
@@ -35,10 +35,10 @@ def longest(peaks: Peaks, limit: int, unit: int) -> int | None:
     From some thousand tokens a rank on, memory is a line in T: two predictions give the line, and
     where it meets the limit is predicted too.
     """
-    if peaks.update() > limit:
-        return None
     short, long = line(unit)
     below, above = peaks.estimate(short, long)
+    if peaks.update() > limit:
+        return None
     slope = max((above - below) / (long - short), 1.0)
     guess = max(min(long + (limit - above) / slope, LONGEST), unit)
     power = (int(guess) // unit).bit_length() - 1
@@ -47,19 +47,16 @@ def longest(peaks: Peaks, limit: int, unit: int) -> int | None:
     return unit * 2**power if power >= 0 else None
 
 
-def measure(
-    config: JobConfig, args: ModelArgs, world_size: int, memory_gib: float
-) -> tuple[MemoryPlan, bool]:
-    """Predict rank 0's memory within a fake world, and whether an update by itself would fit."""
+def measure(config: JobConfig, args: ModelArgs, world_size: int, memory_gib: float) -> MemoryPlan:
+    """Predict rank 0's memory within a fake world."""
     seq_len, own = config.training.seq_len, config.activation_checkpoint.mode
     model = Model(config, args, own)
-    fits = model.update[0] <= limit_bytes(memory_gib)
     parts = model.at(seq_len)[1]
     keeps = config.parallelism.keep_weights_gathered
     kept = None if keeps else model.kept_gathered(seq_len)
     model.close()
     parts = {name: parts.get(name, 0) for name in CATEGORIES}
-    return MemoryPlan(world_size, seq_len, parts, memory_gib, {}, kept_gathered_bytes=kept), fits
+    return MemoryPlan(world_size, seq_len, parts, memory_gib, {}, kept_gathered_bytes=kept)
 
 
 class Found(NamedTuple):
@@ -74,14 +71,19 @@ def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit
 
     A model of few layers is predicted as it is; of more, by few.
     """
-    own, unit = config.training.seq_len, 2 * config.parallelism.context_parallel_degree
+    own = config.training.seq_len
     with fake_world(world_size):
-        whole = Whole(config, args, mode)
-        if args.n_layers <= ENOUGH_LAYERS:
-            return Found(longest(whole, limit, unit), None)
-        quick = Extrapolated(whole, limit, unit)
-        guess = quick.estimate(own)[0] if own >= quick.short else None
-        return Found(longest(quick, limit, unit), guess)
+        peaks = _peaks(config, args, mode, limit)
+        found = longest(peaks, limit, shortest(config))
+        tells = isinstance(peaks, Extrapolated) and own >= peaks.short
+        return Found(found, peaks.estimate(own)[0] if tells else None)
+
+
+def _peaks(config: JobConfig, args: ModelArgs, mode: str, limit: int) -> Peaks:
+    """Choose how to predict: with few layers for all, where there are many."""
+    whole = Whole(config, args, mode)
+    few = args.n_layers > ENOUGH_LAYERS
+    return Extrapolated(whole, limit, shortest(config)) if few else whole
 
 
 def bends(guess: float | None, whole: float) -> bool:
@@ -101,10 +103,7 @@ def enough_ranks(
         say(f"{ranks} ranks")
         config.compile.enable = False
         with fake_world(ranks):
-            whole = Whole(config, args, config.activation_checkpoint.mode)
-            few = args.n_layers > ENOUGH_LAYERS
-            unit = 2 * config.parallelism.context_parallel_degree
-            peaks: Peaks = Extrapolated(whole, limit, unit) if few else whole
+            peaks = _peaks(config, args, config.activation_checkpoint.mode, limit)
             if peaks.decide(config.training.seq_len) <= limit:
                 return ranks
     return None
@@ -128,16 +127,16 @@ def answer(
     }
     say(f"a step of {config.training.seq_len:,} tokens a sample")
     with fake_world(world_size):
-        plan, update_fits = measure(*terms, memory_gib)
+        plan = measure(*terms, memory_gib)
     lengths = {}
     for mode, result in searches.items():
         say(f"the longest sample with activation_checkpoint.mode = '{mode}'")
         found = result()
         if mode == config.activation_checkpoint.mode and bends(found.guess, plan.peak_bytes):
             with fake_world(world_size):
-                unit = 2 * config.parallelism.context_parallel_degree
-                found = Found(longest(Whole(config, args, mode), limit, unit), None)
-        lengths[mode] = found.seq_len if update_fits else None
+                whole = Whole(config, args, mode)
+                found = Found(longest(whole, limit, shortest(config)), None)
+        lengths[mode] = found.seq_len
     plan = dataclasses.replace(plan, longest_seq_len=lengths)
     if seek_longest and not plan.fits:
         ranks = enough_ranks(overrides, args, world_size, limit, say)

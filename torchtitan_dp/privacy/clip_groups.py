@@ -37,6 +37,10 @@ class ClipGroups:
     def is_flat(self) -> bool:
         return len(self.members) == 1
 
+    def group_of(self) -> dict[str, int]:
+        """Return each parameter's group, an index of `members`."""
+        return {name: group for group, names in enumerate(self.members) for name in names}
+
 
 def clip_groups(
     names: Iterable[str],

@@ -49,9 +49,9 @@ MUTANTS = [
     Mutant(
         1,
         "V2 keeps its own tokens part of vectors",
-        "gradients/grad_sample.py",
-        "            reduce_scatter_sum(shard_BDN, joined, self._cp)\n",
-        "            shard_BDN.copy_(joined[self._cp_rank])\n",
+        "gradients/reduction.py",
+        "    reduce_scatter_sum(shard, whole, cp)\n",
+        "    shard.copy_(whole[dist.get_rank(cp)])\n",
         (f"{HERE}test_row01_norms_are_of_the_whole_gradient[V2-2]",),
     ),
     Mutant(

@@ -38,7 +38,7 @@ MUTANTS = [
     Mutant(
         28,
         "a tied weight counted as two",
-        "gradients/grad_sample.py",
+        "gradients/operands.py",
         "        gradients[name].add_(more)\n",
         "        gradients[name].square_().add_(more.square()).sqrt_()\n",
         (f"{SAMPLES}test_every_mesh[(1, 1, 1)-4-{{'tie_embeddings': True}}-V2]",),
@@ -46,7 +46,7 @@ MUTANTS = [
     Mutant(
         28,
         "half of a tied weight",
-        "gradients/grad_sample.py",
+        "gradients/operands.py",
         "        gradients[name].add_(more)\n",
         "        gradients[name] = more\n",
         (f"{SAMPLES}test_every_mesh[(1, 1, 1)-4-{{'tie_embeddings': True}}-V1]",),
