@@ -16,7 +16,7 @@ class Arm:
 
     name: str
     overrides: tuple[str, ...]
-    opacus: str | None = None  # "hooks" or "ghost": Opacus itself, on one process
+    opacus: str | None = None  # "hooks", "fast" or "ghost": Opacus itself, on one process
     checkpointed: bool = False  # full activation checkpointing
 
     @property
@@ -60,6 +60,7 @@ _GHOST = (
     "--activation_checkpoint.mode=none",
 )
 _OPTIONS = [
+    Arm("Opacus fast", _MICROBATCH, opacus="fast"),
     Arm("ghost", _GHOST),
     Arm("ghost two passes", (*_GHOST, "--privacy.ghost_passes=two")),
     # Padding left out; its tokens are counted as if they were there, so that seconds compare.

@@ -1,7 +1,8 @@
 """Opacus itself on one process: the same Llama, records and AdamW, its own gradients and noise.
 
-`hooks` is GradSampleModule with DPOptimizer, `ghost` fast gradient clipping with ghost norms: two
-backward passes. Neither FSDP2 nor context parallelism; fp32.
+`hooks` is GradSampleModule with DPOptimizer, `fast` fast gradient clipping (norms from per-sample
+gradients, a layer at a time), `ghost` the same with ghost norms: two backward passes each. Neither
+FSDP2 nor context parallelism; fp32.
 """
 
 import dataclasses
@@ -29,7 +30,7 @@ from torchtitan_dp.train_spec import OpenOnce, build_loader
 class OpacusTrainer:
     """Steps a Llama as Opacus' users do: virtual steps over microbatches, noise at the last."""
 
-    def __init__(self, config: JobConfig, kind: Literal["hooks", "ghost"]) -> None:
+    def __init__(self, config: JobConfig, kind: Literal["hooks", "fast", "ghost"]) -> None:
         """
         Raises:
             NotImplementedError: what Opacus cannot do with this model.
@@ -45,15 +46,18 @@ class OpacusTrainer:
             job_config=config,
         )
         model = _build_model(config, self._device)
-        if kind == "ghost" and model.model_args.tie_embeddings:
-            raise NotImplementedError("Opacus' ghost clipping does not support tied embeddings")
+        if kind != "hooks" and model.model_args.tie_embeddings:
+            raise NotImplementedError(f"Opacus {kind}: without tied embeddings only")
         max_grad_norm = config.privacy.max_grad_norm
         # Not strict: the rotary frequencies are a buffer, which Opacus suspects of mixing samples.
         self._module = (
             GradSampleModule(model, strict=False)
             if kind == "hooks"
             else GradSampleModuleFastGradientClipping(
-                model, strict=False, max_grad_norm=max_grad_norm
+                model,
+                strict=False,
+                max_grad_norm=max_grad_norm,
+                use_ghost_clipping=kind == "ghost",
             )
         )
         wrapper = DPOptimizer if kind == "hooks" else DPOptimizerFastGradientClipping
@@ -64,7 +68,7 @@ class OpacusTrainer:
             expected_batch_size=config.training.global_batch_size,
         )
         self._losses = SampleLosses(self._module, self._device, None, None)
-        self._ghost = kind == "ghost"
+        self._two_passes = kind != "hooks"
 
     def train_step(self) -> None:
         """One step on exactly `training.global_batch_size` records."""
@@ -82,7 +86,7 @@ class OpacusTrainer:
         with warnings.catch_warnings():
             # Hooks on modules whose inputs need no gradient: the embedding's tokens.
             warnings.filterwarnings("ignore", message="Full backward hook is firing")
-            if self._ghost:
+            if self._two_passes:
                 DPTensorFastGradientClipping(self._module, self._optimizer, loss_B).backward()
             else:
                 loss_B.mean().backward()

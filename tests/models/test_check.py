@@ -12,8 +12,8 @@ def mistake(*options: str) -> str:
     from torchtitan_dp.config.load import load_config
     from torchtitan_dp.models.check import check_model
 
-    config = load_config(["--job.config_file", str(CONFIG), *options], 1)
     try:
+        config = load_config(["--job.config_file", str(CONFIG), *options], 1)
         check_model(config, decide_start(config))
     except ValueError as error:
         return str(error)
@@ -26,7 +26,7 @@ def mistake(*options: str) -> str:
         ("*.attention.*,*", "per_layer", ""),
         ("*.attention.*", "per_layer", "fits none of them; '*' as the last one takes the rest"),
         ("*,layers.*", "per_layer", "'layers.*' has no trained parameter"),
-        ("*", "flat", "clipping = 'flat' has none; set it to 'per_layer'"),
+        ("*", "flat", "remove it, or set privacy.clipping to 'per_layer'"),
     ],
 )
 def test_groups_to_clip(tmp_path, groups, clipping, expected):

@@ -54,6 +54,11 @@ def by_regions(chosen=EAGER, dtype=torch.float32):
     return layers, freqs_cis
 
 
+def test_blocks_of_another_family_are_refused():
+    with pytest.raises(ValueError, match=r"^compile\.enable = true: .* set it to false"):
+        use_regions(nn.ModuleDict({"0": nn.Linear(2, 2)}), EAGER)
+
+
 @pytest.mark.parametrize("positions", [None, torch.arange(T).flip(0)[None]], ids=["", "positions"])
 @pytest.mark.parametrize("dtype, near", [(torch.float32, 1e-5), (torch.bfloat16, 4e-2)], ids=str)
 def test_values_are_torchtitans(dtype, near, positions):

@@ -49,6 +49,21 @@ def test_shipped_configurations(config):
     assert in_fp32.args == dataclasses.replace(args, n_kv_heads=args.n_heads)
 
 
+def test_groups_to_clip_are_those_of_the_small_model():
+    """Patterns that name layers which only the whole model has are left out; a mistake is not."""
+    options = [
+        *("--job.config_file", str(ROOT / "train_configs/llama3_debug.toml")),
+        "--privacy.clipping=per_layer",
+    ]
+    (own,) = given_terms(
+        [*options, "--privacy.clipping_groups=layers.1.*,layers.3.*,layers.*,*"], 1
+    )
+    assert own.config.privacy.clipping_groups == ["layers.1.*", "layers.*", "*"]
+    assert own.args.n_layers == 2
+    with pytest.raises(ValueError, match=r"'layer\.1\.\*' has no trained parameter"):
+        given_terms([*options, "--privacy.clipping_groups=layer.1.*,*"], 1)
+
+
 def test_what_decides_code_and_kernels_stays():
     overrides = [
         *("--job.config_file", str(ROOT / "train_configs/llama3_8b_256k_ac.toml")),

@@ -34,6 +34,12 @@ def check_conflicts(config: JobConfig) -> None:
             "training.mixed_precision_param to 'bfloat16'",
         ),
         (
+            config.privacy.clipping == "flat" and bool(config.privacy.clipping_groups),
+            "privacy.clipping_groups",
+            config.privacy.clipping_groups,
+            "remove it, or set privacy.clipping to 'per_layer'; 'flat' clips all as one group",
+        ),
+        (
             config.optimizer.early_step_in_backward,
             "optimizer.early_step_in_backward",
             True,

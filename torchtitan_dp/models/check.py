@@ -25,7 +25,7 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     """
     args = shape(config)
     _check_attention(config, args)
-    _check_clipping(config, args)
+    check_clipping(config, args)
     check_files(config, args, start)
     tokens = load_tokenizer(config.model.hf_assets_path).get_vocab_size()
     if tokens > args.vocab_size:
@@ -37,18 +37,20 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     return args
 
 
-def _check_clipping(config: JobConfig, args: ModelArgs) -> None:
-    """Refuse groups that do not divide the model's parameters."""
+def check_clipping(config: JobConfig, args: ModelArgs) -> None:
+    """Refuse groups that do not divide the model's parameters.
+
+    Raises:
+        ValueError: one line for the user.
+    """
     privacy = config.privacy
     if not privacy.clipping_groups:
         return
-    where = f"privacy.clipping_groups = {privacy.clipping_groups}"
-    if privacy.clipping == "flat":
-        raise ValueError(f"{where}: clipping = 'flat' has none; set it to 'per_layer'")
     names = trainable_parameters(on_meta(args))
     try:
         clip_groups(names, privacy.max_grad_norm, privacy.clipping, privacy.clipping_groups)
     except ValueError as mistake:
+        where = f"privacy.clipping_groups = {privacy.clipping_groups}"
         raise ValueError(f"{where}: {mistake}") from None
 
 

@@ -70,10 +70,10 @@ def clip_groups(
         if clipping == "flat":
             group = ""
         elif patterns:
-            fitting = [pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)]
-            if not fitting:
+            fitting = _first_fitting(name, patterns)
+            if fitting is None:
                 raise ValueError(f"'{name}' fits none of them; '*' as the last one takes the rest")
-            group = fitting[0]
+            group = fitting
         else:
             group = name.rpartition(".")[0]
         groups.setdefault(group, []).append(name)
@@ -82,3 +82,20 @@ def clip_groups(
             raise ValueError(f"'{pattern}' has no trained parameter that is not in one before it")
     members = tuple(tuple(group) for group in groups.values() if group)
     return ClipGroups(members, max_grad_norm)
+
+
+def patterns_in_use(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Return the patterns that some parameter belongs to: those that a part of a model needs.
+
+    Args: as of `clip_groups`.
+
+    >>> patterns_in_use(["layers.0.w", "layers.1.w"], ["layers.0.*", "layers.7.*", "*", "layers.*"])
+    ['layers.0.*', '*']
+    """
+    used = {_first_fitting(name, patterns) for name in names}
+    return [pattern for pattern in patterns if pattern in used]
+
+
+def _first_fitting(name: str, patterns: Sequence[str]) -> str | None:
+    """Return the pattern that a parameter belongs to."""
+    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)

@@ -18,8 +18,11 @@ from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.models.check import check_clipping
+from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.privacy.clip_groups import patterns_in_use
 
 _VOCABULARY = 1009  # a prime, so that no mesh divides it
 _TOKENS = 64  # of a sample of the small model, for each cp rank
@@ -71,7 +74,9 @@ def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
     config = load_config(overrides, world_size)
     if not config.privacy.enable:
         raise ValueError("privacy.enable = false: selfcheck is of private steps; set it to true")
-    terms = _scaled(config, shape(config))
+    args = shape(config)
+    check_clipping(config, args)
+    terms = _scaled(config, args)
     if terms.dtype == torch.float32 and not config.compile.enable:
         return [terms]
     return [terms, _in_fp32(terms)]
@@ -121,6 +126,9 @@ def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
         training.loss_chunk_tokens = training.seq_len // cp // 3 + 1
     scaled.optimizer.lr = 1e-2  # so that fp32 resolves an update
     small, kv_heads = _small(args, training.seq_len), min(args.n_kv_heads or args.n_heads, 2)
+    scaled.privacy.clipping_groups = patterns_in_use(
+        trainable_parameters(on_meta(small)), config.privacy.clipping_groups
+    )
     heads = _shared(args) * kv_heads, kv_heads
     return Terms(scaled, small, rungs or (training.seq_len,), heads)
 
@@ -146,7 +154,7 @@ def _small(args: ModelArgs, seq_len: int) -> ModelArgs:
     return dataclasses.replace(  # type: ignore[type-var]
         args,
         dim=args.dim // args.n_heads * shared * kv_heads,
-        n_layers=2,
+        n_layers=min(args.n_layers, 2),
         n_heads=shared * kv_heads,
         n_kv_heads=kv_heads,
         vocab_size=_VOCABULARY,

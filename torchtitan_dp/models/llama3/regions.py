@@ -129,9 +129,17 @@ def use_regions(blocks: nn.Module, regions: Regions) -> None:
 
     As `fully_shard` does, this gives modules a class that adds to their own. Call it after
     `per_sample_layers`, before activation checkpointing and FSDP2.
+
+    Raises:
+        ValueError: the blocks are those of another family; one line for the user.
     """
     for block in blocks.children():
-        assert type(block) is TransformerBlock, f"{type(block).__name__} has no regions"
+        if type(block) is not TransformerBlock:
+            raise ValueError(
+                "compile.enable = true: with several samples a microbatch a "
+                f"{type(block).__name__} cannot be compiled; set it to false, or "
+                "training.local_batch_size to 1"
+            )
         block.__class__ = RegionBlock
         turned = cast(RegionBlock, block)
         assert turned.attention.attn_type == "sdpa", "other attentions take other arguments"
