@@ -12,6 +12,7 @@ Guarantee:
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn as nn
@@ -82,6 +83,35 @@ class DPOptimizer:
             if not any(optimizer.state.values()):
                 _make_state(optimizer)
         self._optimizer.zero_grad(set_to_none=True)
+
+    def require_steps(self, steps: int) -> None:
+        """Refuse an inner optimizer whose state has counted another number of steps.
+
+        A state that did not arrive with its weights changes no epsilon and stops no run: it would
+        train on, worse.
+
+        Args:
+            steps: that were taken, as the ledger has them.
+
+        Raises:
+            RuntimeError: a parameter's state has counted otherwise.
+        """
+        counted = {0 if state is None else int(state["step"]) for state in self._states()}
+        if counted - {steps}:
+            raise RuntimeError(
+                f"weights were loaded from step {steps} with an optimizer that has counted "
+                f"{', '.join(map(str, sorted(counted)))} steps"
+            )
+
+    def _states(self) -> list[Any]:
+        """Return Adam's or AdamW's state of each parameter, or None where it has none yet."""
+        optimizers = getattr(self._optimizer, "optimizers", [self._optimizer])
+        return [
+            optimizer.state.get(parameter)
+            for optimizer in optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        ]
 
     def _prepare(self, clipped_sum: dict[str, Tensor], key: bytes) -> None:
         """Free what an update would make stale, and set the noised gradients."""

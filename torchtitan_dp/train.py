@@ -172,8 +172,10 @@ class DPTrainer(Trainer):
 
     def batch_generator(self, data_iterable: Any) -> Any:
         """Prepare the first step, after loading; the steps are fed ahead of time."""
-        if self.checkpointer.start.resumes and not self._ledger_loaded:
-            raise RuntimeError("weights were loaded from a checkpoint without its ledger")
+        if self.checkpointer.start.resumes:
+            if not self._ledger_loaded:
+                raise RuntimeError("weights were loaded from a checkpoint without its ledger")
+            self.dp_optimizer.require_steps(self.step)
         require_loaded(self.model_parts[0])
         if self.step < self.job_config.training.steps:
             rehearse(self)

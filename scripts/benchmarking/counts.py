@@ -211,7 +211,6 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
         for owner, name, instead in (
             # For gloo and the CPU alone.
             (parallelize, "_sum_reductions_only", _nothing),
-            (parallelize, "use_lean_norms", _nothing),
             # As on CUDA.
             (torch.nn.functional, "rms_norm", kernels.rms_norm),
             (parallelize, "compiled", region_kernels.regions),

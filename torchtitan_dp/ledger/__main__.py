@@ -19,6 +19,7 @@ from torchtitan_dp.ledger.runs import Run, Total, total
 from torchtitan_dp.privacy.accounting import rounded_up
 
 _POINTS = 24  # of a run's curve
+_LOG_WIDTH = 250  # where there is no terminal that a table could be too wide for
 
 
 def main(argv: list[str]) -> int:
@@ -55,7 +56,8 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
     """Say for people what was found, on stderr."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    width = None if sys.stderr.isatty() else _LOG_WIDTH
+    console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
     table = Table(Column("run", overflow="fold"), Column("name", no_wrap=True))
     for head in ("steps", "epsilon", "begun", "of all begun", "and planned", "verified"):
         table.add_column(head, justify="right")

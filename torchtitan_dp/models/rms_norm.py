@@ -8,6 +8,9 @@ from typing import Any, cast
 import torch
 import torch.nn as nn
 
+from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
+from torchtitan_dp.gradients.operands import Existing
+
 
 class LeanRMSNorm(nn.RMSNorm):
     """Computes `nn.RMSNorm` by `rms_norm`; `use_lean_norms` gives modules this class."""
@@ -20,7 +23,7 @@ def use_lean_norms(model: nn.Module) -> None:
     """Turn every `nn.RMSNorm` of `model` into a `LeanRMSNorm`, in place.
 
     As `fully_shard` does, this gives the module a class that adds to its own: names, parameters
-    and `isinstance` stay. Call it before `torch.compile` and FSDP2.
+    and `isinstance` stay. Call it before `per_sample_layers`, `torch.compile` and FSDP2.
     """
     for module in model.modules():
         if type(module) is nn.RMSNorm and len(module.normalized_shape) == 1:
@@ -40,9 +43,7 @@ def rms_norm(
         weight: (D,).
     """
     assert normalized_shape == x.shape[-1:], "over the last dimension only"
-    if eps is None:
-        eps = torch.finfo(x.dtype).eps
-    return cast(torch.Tensor, _RMSNorm.apply(x, weight, eps))
+    return cast(torch.Tensor, _RMSNorm.apply(x, weight, _eps(eps, x)))
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -50,26 +51,83 @@ class _RMSNorm(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, x: torch.Tensor, weight: torch.Tensor | None, eps: float
     ) -> torch.Tensor:
-        wide = _wide(x)
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+        y, scale = _norm(x, weight, eps)
         ctx.save_for_backward(x, scale, weight)
-        normed = wide * scale
-        return (normed if weight is None else normed.mul_(weight)).to(x.dtype)
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
         x, scale, weight = ctx.saved_tensors
-        normed = _wide(x) * scale
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            over_tokens = tuple(range(x.dim() - 1))
-            grad_weight = (normed * grad_y).sum(over_tokens).to(weight.dtype)
-        if not ctx.needs_input_grad[0]:
-            return None, grad_weight, None
-        grad_normed = _wide(grad_y) if weight is None else _wide(grad_y) * weight
-        along = (grad_normed * normed).mean(-1, keepdim=True)
-        grad_x = (grad_normed - normed.mul_(along)).mul_(scale)
-        return grad_x.to(x.dtype), grad_weight, None
+        x_needed, weight_needed, _ = ctx.needs_input_grad
+        grad_x, products = _gradients(x, scale, weight, grad_y, x_needed)
+        grad_weight = products.flatten(0, -2).sum(0).to(weight.dtype) if weight_needed else None
+        return grad_x, grad_weight, None
+
+
+class _OfSamples(torch.autograd.Function):
+    """Hands the weight's gradient of each sample to the layer's sink, in fp32.
+
+    Backward takes the weight from the layer: FSDP2 has gathered it again by then.
+    """
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, layer: PerSampleLayer, x: torch.Tensor, weight: torch.Tensor
+    ) -> torch.Tensor:
+        assert isinstance(layer, nn.RMSNorm)
+        y, scale = _norm(x, weight, _eps(layer.eps, x))
+        ctx.layer = layer
+        ctx.save_for_backward(x, scale)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, scale = ctx.saved_tensors
+        layer, (_, x_needed, weight_needed) = ctx.layer, ctx.needs_input_grad
+        grad_x, products = _gradients(x, scale, layer.weight.detach(), grad_y, x_needed)
+        if weight_needed:
+            grad_weight_BD = products.reshape(len(x), -1, x.shape[-1]).sum(1)
+            name = layer.parameter_names["weight"]
+            layer.sink.form_grad_samples(name, len(x), Existing(grad_weight_BD))
+        return None, grad_x, None
+
+
+register_per_sample(LeanRMSNorm, _OfSamples)
+
+
+def _norm(
+    x: torch.Tensor, weight: torch.Tensor | None, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the norm in the dtype of `x`, and 1 / rms(x), (…, 1), in fp32 or wider."""
+    wide = _wide(x)
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    normed = wide * scale
+    return (normed if weight is None else normed.mul_(weight)).to(x.dtype), scale
+
+
+def _gradients(
+    x: torch.Tensor,
+    scale: torch.Tensor,
+    weight: torch.Tensor | None,
+    grad_y: torch.Tensor,
+    x_needed: bool,
+) -> tuple[torch.Tensor | None, torch.Tensor]:
+    """Return the gradient of `x`, if needed, and each token's part of the weight's gradient."""
+    normed, wide_grad_y = _wide(x) * scale, _wide(grad_y)
+    products = normed * wide_grad_y
+    if not x_needed:
+        return None, products
+    if weight is None:
+        along, grad_normed = products.mean(-1, keepdim=True), wide_grad_y.clone()
+    else:
+        along = (products @ weight.to(products.dtype) / len(weight))[..., None]
+        grad_normed = wide_grad_y * weight
+    return grad_normed.addcmul_(normed, along, value=-1).mul_(scale).to(x.dtype), products
+
+
+def _eps(eps: float | None, x: torch.Tensor) -> float:
+    """Return the epsilon that PyTorch takes where there is none."""
+    return torch.finfo(x.dtype).eps if eps is None else eps
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

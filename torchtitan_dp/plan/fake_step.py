@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+import torch.nn.functional as F
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -32,10 +33,10 @@ from torchtitan_dp.gradients.gathered import free_gathered
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.gradients.step import build_step
+from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import trainable_parameters
-from torchtitan_dp.models.rms_norm import rms_norm
 from torchtitan_dp.plan.tracker import MemoryTracker
 from torchtitan_dp.privacy import summation as dp_summation
 
@@ -222,7 +223,8 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
         stack.enter_context(mock.patch.object(offload, "to_host", lambda x: x.to("meta")))
         stack.enter_context(mock.patch.object(offload, "from_host", _empty_as))
         if like_cuda:
-            stack.enter_context(mock.patch.object(torch.nn.functional, "rms_norm", rms_norm))
+            stack.enter_context(mock.patch.object(rms_norm, "use_lean_norms", _nothing))
+            stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm.rms_norm))
         # Parameters are on the meta device until they are told to be fake.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
@@ -232,5 +234,5 @@ def _empty_as(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(copy.shape, dtype=copy.dtype, device=device)
 
 
-def _nothing(*_: torch.Tensor, **__: Any) -> None:
+def _nothing(*_: Any, **__: Any) -> None:
     pass

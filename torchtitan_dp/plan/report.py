@@ -98,7 +98,8 @@ def shrink(category: str, config: JobConfig) -> str:
         "optimizer": "more ranks in parallelism.context_parallel_degree or data_parallel_shard",
         "accumulator": "a larger parallelism.context_parallel_degree (data_parallel_shard_degree "
         "does not shrink it)",
-        "per_sample_shards": "a smaller training.local_batch_size",
+        "per_sample_shards": "a smaller training.local_batch_size, or privacy.gradient_method = "
+        "'ghost' with ghost_passes = 'two'",
         "activations": _shrink_activations(config),
         "loss_head": "a smaller training.loss_chunk_tokens (0 is no chunks)",
         "communication": _shrink_communication(config),

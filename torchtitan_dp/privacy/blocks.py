@@ -7,11 +7,12 @@ import torch
 
 # Positions in a block. No more than torch's parallel grain size: an operation stays on its thread.
 BLOCK = 2**15
+_A_THREADS_LEAST = 4  # blocks; starting a thread takes as long as some of them
 
 
 def on_threads(work: Callable[[range], None], blocks: range) -> None:
-    """Deal `blocks` out to as many threads as torch uses."""
-    threads = min(torch.get_num_threads(), len(blocks))
+    """Deal `blocks` out to as many threads as torch uses, and to fewer where there are few."""
+    threads = min(torch.get_num_threads(), len(blocks) // _A_THREADS_LEAST)
     if threads <= 1:
         work(blocks)
         return

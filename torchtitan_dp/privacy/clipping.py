@@ -16,8 +16,6 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from torchtitan_dp.privacy.blocks import BLOCK, on_threads
-
 ClipFunction = Literal["vanilla", "automatic"]
 
 # Norms carry fp32 rounding, by which they can be short; scaling to a little less than C covers it.
@@ -129,12 +127,14 @@ def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected
 
 @torch.library.custom_op("torchtitan_dp::add_scaled_", mutates_args=("accumulator",))
 def _add_scaled_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
-    """Do it in one kernel on CUDA, and on CPU in blocks that fit a core's cache.
+    """Do it in one kernel on CUDA and on CPU.
 
     It is one operator, so that whoever counts operations counts what is run.
     """
     if accumulator.device.type == "cpu":
-        _add_scaled_in_blocks(accumulator, gradient, factor, rejected)
+        if rejected:  # the same operation, on zeros: nothing of the sample is read
+            gradient = factor = gradient.new_zeros(())
+        accumulator.addcmul_(gradient, factor)
     elif accumulator.device.type == "cuda":
         _compiled_add_scaled()(accumulator, gradient, factor, rejected)
     else:
@@ -153,20 +153,3 @@ def _add_scaled(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected:
 @functools.cache
 def _compiled_add_scaled() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
     return torch.compile(_add_scaled, fullgraph=True, dynamic=True)
-
-
-def _add_scaled_in_blocks(
-    accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor
-) -> None:
-    if accumulator.dim() == 1:
-        accumulator, gradient = accumulator[None], gradient[None]
-
-    def add_blocks(mine: range) -> None:
-        scaled = torch.empty(BLOCK)
-        for start in mine:
-            for total_N, gradient_N in zip(accumulator, gradient, strict=True):
-                part = gradient_N[start : start + BLOCK]
-                here = torch.mul(part, factor, out=scaled[: len(part)])
-                total_N[start : start + BLOCK].add_(here.masked_fill_(rejected, 0.0))
-
-    on_threads(add_blocks, range(0, accumulator.shape[1], BLOCK))

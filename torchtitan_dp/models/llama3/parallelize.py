@@ -28,9 +28,9 @@ from torchtitan_dp.distributed.ring_attention import apply_ring_attention, confi
 from torchtitan_dp.gradients.gathered import keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.llama3.regions import compiled, use_regions
 from torchtitan_dp.models.loss_head import LossHead
-from torchtitan_dp.models.rms_norm import use_lean_norms
 
 if TYPE_CHECKING:
     from torchtitan_dp.models.llama3.model import Llama
@@ -75,10 +75,10 @@ def _apply_parts(
     if job_config.privacy.enable and job_config.training.loss_chunk_tokens:
         model.output = LossHead.over(model.output, job_config.training.loss_chunk_tokens)
     if job_config.privacy.enable:
+        if device_type == "cpu":
+            rms_norm.use_lean_norms(model)
         if METHODS[job_config.privacy.gradient_method].per_sample_layers:
             per_sample_layers(model)
-        elif device_type == "cpu":
-            use_lean_norms(model)
     if parallel_dims.cp_enabled:
         apply_ring_attention(
             [block.attention.inner_attention for block in model.layers.values()],
