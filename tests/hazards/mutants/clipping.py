@@ -147,6 +147,15 @@ MUTANTS = [
     ),
     Mutant(
         4,
+        "a norm's gradients of all samples in each",
+        "models/rms_norm.py",
+        "            grad_weight_BD = products.reshape(len(x), -1, x.shape[-1]).sum(1)\n",
+        "            grad_weight_BD = products.flatten(0, -2).sum(0).expand(len(x), -1)\n",
+        ("models/test_rms_norm.py::test_gradients_of_each_sample",),
+        quick=True,
+    ),
+    Mutant(
+        4,
         "embedding rows of all samples in the first",
         "gradients/rows.py",
         "(cp_rank_BT * B + sample_B1)",
