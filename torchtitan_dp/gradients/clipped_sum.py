@@ -2,7 +2,8 @@
 
 Guarantee:
     `take` returns this rank's shard of sum_i clip(g_i) over the samples of all data-parallel ranks
-    since `reset`, each counting at most C (see `privacy.clipping`). Assumes that the shards passed
+    since `reset`, each counting at most C (see `privacy.clipping`), if norms are exact; of estimates
+    see `privacy.randomized`. Assumes that the shards passed
     to `add` are those of one sample each, summed over the context-parallel group, and that the cp
     ranks together hold every element of a gradient exactly once. How samples are added up is the
     `Summation`'s: in fixed point a sample moves the sum by at most C, exactly; in fp32 it also

@@ -124,6 +124,7 @@ class Account:
             delta=settings.delta,
             accountant=settings.accountant,
             total_steps=self._remaining,
+            projections=settings.projections,
         )
 
 
