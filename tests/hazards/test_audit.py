@@ -48,6 +48,7 @@ def new_game(degrees, method, batch_size, summed):
         degrees=degrees,
         mesh=fsdp_mesh(dims),
         noise_keys=RootKey.from_debug_seed(7).stream("noise"),
+        projection_keys=RootKey.from_debug_seed(7).stream("projection"),
     )
 
 

@@ -8,10 +8,12 @@ from typing import get_args
 import torch
 
 from torchtitan_dp.distributed.ring_attention import RotateMethod
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.selfcheck.attention import attention
 from torchtitan_dp.selfcheck.checkpoints import checkpoint
 from torchtitan_dp.selfcheck.loss_head import loss_head
 from torchtitan_dp.selfcheck.machine import devices, memory, one_key, same_versions
+from torchtitan_dp.selfcheck.estimates import norm_estimates
 from torchtitan_dp.selfcheck.noise import noise
 from torchtitan_dp.selfcheck.ranks import Ranks
 from torchtitan_dp.selfcheck.result import Check
@@ -108,6 +110,14 @@ def _noise_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check]:
 
 def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterator[Check]:
     method: str = terms.config.privacy.gradient_method
+    if METHODS[method].estimates_norms:
+        yield Check(
+            f"norm estimates, {terms.place}",
+            f"{_DO_NOT_TRAIN}; privacy.gradient_method = 'ghost' has exact norms",
+            functools.partial(norm_estimates, ranks, terms),
+        )
+        method = "ghost"  # the same layers, and norms that the loop has
+        terms = terms.but(gradient_method=method)
     kinds = {method: terms}
     if every and method == "grad_sample":
         kinds["grad_sample, whole"] = terms.but(shard_grad_samples=False)
