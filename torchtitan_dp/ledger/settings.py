@@ -48,6 +48,11 @@ class Settings:
         return Segment(self.noise_multiplier, self.sample_rate, steps, self.projections)
 
     @property
+    def method(self) -> str:
+        """Name the gradient method as far as epsilon depends on it."""
+        return "'randomized'" if self.projections else "one of exact norms"
+
+    @property
     def unit(self) -> str:
         """Name in one word what is drawn, clipped and protected: a record, or a unit of several."""
         return self.privacy_unit.split()[0]
@@ -132,8 +137,7 @@ _OF_A_SEGMENT = {
     "clip_function": "privacy.clip_function",
     "secure_noise": "privacy.secure_noise",
     "exact_sum": "privacy.exact_sum",
-    # Whether norms are estimated at all, and how: only then does the method change epsilon.
-    "mechanism": "privacy.gradient_method",
+    "method": "privacy.gradient_method",  # as far as epsilon depends on it
     "projections": "privacy.projections",
     "norm_estimator": "privacy.norm_estimator",
 }
