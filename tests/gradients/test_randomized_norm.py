@@ -60,7 +60,9 @@ def reference_squares(norms, gradient, layers, tokens, number, dp_rank, key):
         if norms.estimator == "hutch++":
             basis_DK, _ = torch.linalg.qr(g_PD.double().T @ drawn("sketch"))
             rest_DK = y_DK - basis_DK @ (basis_DK.T @ y_DK)
-            square = (g_PD.double() @ basis_DK).square().sum().item() + rest_DK.square().sum().item()
+            square = (
+                g_PD.double() @ basis_DK
+            ).square().sum().item() + rest_DK.square().sum().item()
         total += square
         estimated[name] = square / exact
     return total, estimated
@@ -81,8 +83,9 @@ def errors(degrees, method, changes, samples, C=1.0):
     expected = {name: torch.zeros_like(g, dtype=torch.float64) for name, g in gradients[0].items()}
     off, seen = 0.0, {}
     dp = degrees[0] * degrees[1]
-    from torchtitan_dp.privacy.sampling import deal
     import numpy as np
+
+    from torchtitan_dp.privacy.sampling import deal
 
     for dp_rank in range(dp):
         dealt = deal(np.arange(samples), ranks=dp, rank=dp_rank, batch_size=built.batch_size)

@@ -208,9 +208,8 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(options, said):
 
 def test_row11_and_59_a_step_has_a_projection_key_of_its_own(monkeypatch):
     """Before its first sample; no other stream has it."""
-    from torchtitan_dp.privacy.keys import RootKey
-
     from tests.hazards.test_trainer import ROOT, STEP
+    from torchtitan_dp.privacy.keys import RootKey
 
     step = Step(monkeypatch)
     (call,) = step.trainer.gradients.start_step.call_args_list

@@ -16,8 +16,9 @@ A case is a pair of batches that differ in one unit, made to show one kind of fa
 
 Guarantee:
     A step of the claimed mechanism is 1/sigma-Gaussian-DP for each case (with estimated norms, as
-    `lower_bounds.claimed_mu` says), so `Game.play` of it returns more than the claim with probability at most 1 - confidence, over all cases together
-    (each has its share of the risk). Thresholds are fixed by the claim, before any trial.
+    `lower_bounds.claimed_mu` says), so `Game.play` of it returns more than the claim with
+    probability at most 1 - confidence, over all cases together (each has its share of the risk).
+    Thresholds are fixed by the claim, before any trial.
 """
 
 from collections.abc import Callable

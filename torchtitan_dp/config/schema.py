@@ -97,9 +97,9 @@ class Privacy:
     `accountant = "pld"` and `clipping = "flat"`."""
 
     ghost_passes: Literal["one", "two"] = "one"
-    """For `ghost` and `randomized`, backward passes over a microbatch. `one` keeps every layer's input and its
-    output's gradient, also of layers that are checkpointed, and of the output layer for all tokens
-    at once (book-keeping). `two` keeps none of them and finds them again in a second pass (fast
+    """For `ghost` and `randomized`, backward passes over a microbatch. `one` keeps every layer's
+    input and its output's gradient, also of layers that are checkpointed, and of the output layer
+    for all tokens at once (book-keeping). `two` keeps none and finds them in a second pass (fast
     gradient clipping); then `activation_checkpoint.selective_ac_option` cannot be `op`."""
 
     projections: int = 32

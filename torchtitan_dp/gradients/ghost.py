@@ -21,10 +21,10 @@ multiplied there; the second pass goes over the same losses, unscaled. It costs 
 `randomized` is the same with estimates in the place of large layers' norms (`NormFinder`).
 
 Guarantee:
-    With `ExactNorms`, one sample moves the sum by at most C, as with any other method and for any `Summation`,
-    whatever error the ghost norms have. Let n_l be the norm of the sample's gradient of parameter l
-    as it was found for clipping, whose squares sum to n^2, and f the sample's factor, f n <= C;
-    of parameters that are clipped apart, of each group.
+    With `ExactNorms`, one sample moves the sum by at most C, as with any other method and for any
+    `Summation`, whatever error the ghost norms have. Let n_l be the norm of the sample's gradient
+    of parameter l as it was found for clipping, whose squares sum to n^2, and f the sample's
+    factor, f n <= C; of parameters that are clipped apart, of each group.
     What is added of parameter l is f min(1, n_l / m_l) g_l, where g_l is the very fp32 tensor that
     is added, summed over cp, and m_l its norm, measured as in `grad_sample`: at most f n_l, over
     all parameters at most f n. A ghost norm only says how much of the sample's gradient is added:

@@ -1,11 +1,11 @@
 """Estimates of per-sample gradients' norms, from a few random projections of their factors.
 
 The gradient of sample b is G_b = L_b^T R_b, with its factors L of (T, P) and R of (T, D). For a
-matrix P of (P, k), of independent N(0, 1 / k), Y = G^T P = R^T (L P) has E|Y|^2 = |G|^2: Hutchinson's
-estimator of the trace of G^T G ("Efficient DP-SGD for LLMs with Randomized Clipping", 2026). It takes
-T k (P + D) multiplications and k (T + P + D) numbers, where a ghost norm takes T^2 (P + D) and a
-gradient T P D. Hutch++ (Meyer, Musco, Musco & Woodruff 2021) finds an orthonormal basis Q of k
-columns, of a sketch G^T S, and estimates what lies outside only:
+matrix P of (P, k), of independent N(0, 1 / k), Y = G^T P = R^T (L P) has E|Y|^2 = |G|^2:
+Hutchinson's estimator of the trace of G^T G ("Efficient DP-SGD for LLMs with Randomized Clipping",
+2026). It takes T k (P + D) multiplications and k (T + P + D) numbers, where a ghost norm takes T^2
+(P + D) and a gradient T P D. Hutch++ (Meyer, Musco, Musco & Woodruff 2021) finds an orthonormal
+basis Q of k columns, of a sketch G^T S, and estimates what lies outside only:
 
     |Q^T G^T|^2 + |(1 - Q Q^T) G^T P|^2,
 
@@ -21,10 +21,11 @@ a ghost norm or a gradient (`estimates`). All others, and vectors, are measured 
 Guarantee:
     The projections of a sample are a function of (key, parameter, data-parallel rank, the sample's
     number there), so that all ranks of a cp group have the same, and no two samples, parameters or
-    steps share any, if each step has a key of its own: they are independent as `privacy.noise` says.
-    That is what `privacy.randomized` accounts for. Nothing computed here leaves the process but by
-    the factors that gradients are clipped by. In floating point an estimate errs by a share of
-    (sum_t |l_t| |r_t|)^2; whatever the error, `ghost` adds at most `largest_ratio` times the estimate.
+    steps share any, if each step has a key of its own: they are independent as `privacy.noise`
+    says. That is what `privacy.randomized` accounts for. Nothing computed here leaves the process
+    but by the factors that gradients are clipped by. In floating point an estimate errs by a share
+    of (sum_t |l_t| |r_t|)^2; whatever the error, `ghost` adds at most `largest_ratio` times the
+    estimate.
 """
 
 import math
@@ -117,9 +118,7 @@ class RandomizedNorms:
         y_BDK = y_BDK - basis_BDK @ (basis_BDK.mT @ y_BDK)
         return (_squares(head_BPK) + _squares(y_BDK)) / shared.cp_size
 
-    def _draw(
-        self, name: str, purpose: str, factors: Sequence[Factors], rows: int
-    ) -> torch.Tensor:
+    def _draw(self, name: str, purpose: str, factors: Sequence[Factors], rows: int) -> torch.Tensor:
         """Draw the microbatch's projections, of N(0, 1 / k): fp32 (B, rows, k)."""
         assert self._key is not None, "no key: start_step comes before a step's first microbatch"
         samples, size = len(factors[0].left), rows * self.projections

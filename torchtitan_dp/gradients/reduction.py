@@ -37,7 +37,9 @@ class ReductionGroups:
     def dp_rank(self) -> int:
         """Number this rank among those that have different samples, in the order of the mesh."""
         replicate = dist.get_rank(self.dp_replicate) if self.dp_replicate else 0
-        return replicate * self.dp_shard_size + (dist.get_rank(self.dp_shard) if self.dp_shard else 0)
+        return replicate * self.dp_shard_size + (
+            dist.get_rank(self.dp_shard) if self.dp_shard else 0
+        )
 
     @classmethod
     def build(cls, device_type: str, degrees: tuple[int, int, int]) -> "ReductionGroups":

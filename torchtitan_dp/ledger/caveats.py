@@ -45,8 +45,8 @@ def assumptions(ledger: Ledger) -> list[str]:
 _EARLY = "not all planned steps were taken: "
 _ROUNDED = "the clipped sum is rounded: "
 _ESTIMATED = (
-    "norms were estimated from random projections: the estimates' errors, which epsilon counts, are "
-    "taken to be those of real numbers"
+    "norms were estimated from random projections: the estimates' errors, which epsilon counts, "
+    "are taken to be those of real numbers"
 )
 
 

@@ -12,7 +12,6 @@ from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.envelope import largest_ratio
 from torchtitan_dp.privacy.segments import Segment
 
-
 SAMPLED_GAUSSIAN = "poisson_sampled_gaussian"
 RANDOMIZED = "poisson_sampled_gaussian_of_randomized_norms"  # a mixture of Gaussians
 

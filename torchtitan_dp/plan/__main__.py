@@ -121,9 +121,9 @@ def _estimated(plan: Plan) -> list[str]:
         return []
     exact = dataclasses.replace(settings, projections=0).epsilon(plan.steps)
     return [
-        f"      norms: estimated ({settings.norm_estimator}, {settings.projections} projections), so "
-        f"that a gradient counts up to {rounded_up(settings.largest_share, digits=3)} C; with exact "
-        f"norms these steps would spend epsilon = {rounded_up(exact)}",
+        f"      norms: estimated ({settings.norm_estimator}, {settings.projections} projections), "
+        f"so that a gradient counts up to {rounded_up(settings.largest_share, digits=3)} C; with "
+        f"exact norms these steps would spend epsilon = {rounded_up(exact)}",
     ]
 
 

@@ -235,9 +235,7 @@ def _empty_as(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(copy.shape, dtype=copy.dtype, device=device)
 
 
-def _no_normals(
-    _: bytes, __: str, ___: int, count: int, device: torch.device
-) -> torch.Tensor:
+def _no_normals(_: bytes, __: str, ___: int, count: int, device: torch.device) -> torch.Tensor:
     return torch.empty(count, dtype=torch.float32, device=device)
 
 

@@ -6,7 +6,8 @@ Guarantee
 with probability `sample_rate`; sum of contributions of norm at most C; noise of standard deviation
 `noise_multiplier` * C, fresh each step) is (epsilon, delta)-DP, also when each step is chosen after
 seeing the ones before. With `projections`, contributions have a norm of at most C times a random
-number, which `randomized` bounds and argues for. Steps are optimizer steps, empty draws included, never microbatches.
+number, which `randomized` bounds and argues for. Steps are optimizer steps, empty draws included,
+never microbatches.
 
 Neighbours: `add_remove` (one unit more or less; needs a public sample rate and divisor) and
 `zero_out` (one unit's content replaced by an empty unit, which contributes 0; the number of units

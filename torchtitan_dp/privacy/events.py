@@ -39,9 +39,7 @@ def dp_event(segments: Sequence[Segment]) -> dict[str, Any] | None:
 
 def _steps(segment: Segment) -> dict[str, Any]:
     if segment.projections:
-        return _event(
-            "SelfComposedDpEvent", event=_mixture(segment), count=segment.steps
-        )
+        return _event("SelfComposedDpEvent", event=_mixture(segment), count=segment.steps)
     gaussian = _event("GaussianDpEvent", noise_multiplier=segment.noise_multiplier)
     step = _event("PoissonSampledDpEvent", sampling_probability=segment.sample_rate, event=gaussian)
     return _event("SelfComposedDpEvent", event=step, count=segment.steps)

@@ -9,11 +9,11 @@ Guarantee
 ---------
 If HMAC-SHA256 is a pseudo-random function, keys of different (label, step) pairs are
 indistinguishable from independent uniform ones, so sampling, noise, windows, projections and coins
-never share randomness. A stream serves a step once and only forwards, and a root key has one stream a label,
-so within a process nobody can draw the same noise twice. Across processes this rests on a fresh
-`RootKey.from_os()` at every start and load. Nothing here is saved, and neither `repr` nor pickle
-shows a key; memory that is swapped out or dumped is not resisted here (the launcher turns core
-dumps off). A root key from a debug seed can be guessed: such a run is not private.
+never share randomness. A stream serves a step once and only forwards, and a root key has one stream
+a label, so within a process nobody can draw the same noise twice. Across processes this rests on a
+fresh `RootKey.from_os()` at every start and load. Nothing here is saved, and neither `repr` nor
+pickle shows a key; memory that is swapped out or dumped is not resisted here (the launcher turns
+core dumps off). A root key from a debug seed can be guessed: such a run is not private.
 """
 
 import hashlib

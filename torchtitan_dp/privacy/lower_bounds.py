@@ -8,8 +8,8 @@ Guarantee
 If the audited program is (epsilon, delta)-DP for the attacked units, `one_run_epsilon` returns more
 than epsilon with probability at most 1 - confidence, whatever the attack. If it is mu-Gaussian-DP,
 `gaussian_mu` returns more than mu with probability at most 1 - confidence. If it is one step of
-estimated norms, of all units, that holds of `claimed_mu`, which is of the same trials. So a bound above the
-claim is evidence of a fault; one below it proves nothing: a better attack may exist.
+estimated norms, of all units, that holds of `claimed_mu`, which is of the same trials. So a bound
+above the claim is evidence of a fault; one below it proves nothing: a better attack may exist.
 
 Assumptions: for `one_run_epsilon`, each canary's coin is fair, independent of all else and unknown
 to the attack, and the number of guesses was fixed in advance. For `gaussian_mu`, trials are

@@ -265,9 +265,7 @@ def _one_step(sigma: float, q: float, k: int, grid: _Grid) -> "PrivacyLossDistri
     from dp_accounting.pld import privacy_loss_distribution
 
     if k:
-        return mixture_distribution(
-            sigma, q, k, interval=grid.interval, log_tail=grid.log_tail
-        )
+        return mixture_distribution(sigma, q, k, interval=grid.interval, log_tail=grid.log_tail)
 
     return privacy_loss_distribution.from_gaussian_mechanism(
         sigma,

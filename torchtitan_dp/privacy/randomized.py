@@ -8,20 +8,21 @@ Guarantee
 ---------
 `mixture_distribution` dominates one step, in both directions, for neighbours as of `accounting`, if
 the projections behind each unit's estimate are drawn afresh at each step, independent of those of
-all other units, of the draws and of the noise, and are never shown. For let g be the gradient of the
-unit in question. Hold fixed the results before this step, and the draws, contributions and
-projections of all others: their sum is v, a constant. The step then puts out v + N(0, (sigma C)^2)
-without the unit, and with it v + N(0, (sigma C)^2) with probability 1 - q, and else
-v + c g / |g| + N(0, (sigma C)^2), where c <= C Z is random, and independent of all that is held
-fixed. Nobody sees Z: it is in the output as a part of the mixture. So
+all other units, of the draws and of the noise, and are never shown. For take one unit, and hold
+fixed the results before this step and the draws, projections and contributions of all others:
+their sum is v, a constant. The step then puts out v + N(0, (sigma C)^2) without the unit, and with
+it the same with probability 1 - q, and else v + c + N(0, (sigma C)^2), where c is random: its norm
+is at most C Z, and C times `largest_ratio`, and it is independent of all that is held fixed. Nobody
+sees Z: it is in the output as a part of the mixture alone. So
 
-- c is on one line, that of g, and by rotation and shift the pair is N(0, sigma^2) against
-  (1 - q) N(0, sigma^2) + q E N(c / C, sigma^2) in one dimension, in both orders;
-- a stochastically larger c gives a pair that dominates this one (Choquette-Choo, Ganesh, Steinke &
-  Thakurta 2024, "Privacy Amplification for Matrix Mechanisms", on mixtures of Gaussians), so the
-  envelope of Z may stand for c / C;
+- by shift, the pair is a Gaussian against a mixture of Gaussians with means of 0 and c / C, in both
+  orders, which is dominated by the pair in one dimension whose means are the norms |c| / C
+  (Choquette-Choo, Ganesh, Steinke & Thakurta 2024, "Privacy Amplification for Matrix Mechanisms",
+  corollary 4.7: directions may be random, too, as they are where a layer is scaled down alone);
+- stochastically larger norms give a pair that dominates this one (there, on monotone sensitivities),
+  so the envelope of Z may stand for |c| / C;
 - the other units' draws and projections have one distribution with the unit and without it, so by
-  joint convexity of the hockey-stick divergence the pair also dominates the averages over them;
+  joint convexity of the hockey-stick divergence the pair also dominates the average over them;
 - the next step's randomness is fresh, so steps compose, also adaptively.
 
 The third needs projections of each unit's own. If units shared them, the others' contributions

@@ -11,9 +11,9 @@ from torchtitan_dp.distributed.ring_attention import RotateMethod
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.selfcheck.attention import attention
 from torchtitan_dp.selfcheck.checkpoints import checkpoint
+from torchtitan_dp.selfcheck.estimates import norm_estimates
 from torchtitan_dp.selfcheck.loss_head import loss_head
 from torchtitan_dp.selfcheck.machine import devices, memory, one_key, same_versions
-from torchtitan_dp.selfcheck.estimates import norm_estimates
 from torchtitan_dp.selfcheck.noise import noise
 from torchtitan_dp.selfcheck.ranks import Ranks
 from torchtitan_dp.selfcheck.result import Check
