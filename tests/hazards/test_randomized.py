@@ -227,3 +227,18 @@ def test_the_search_for_noise_in_a_plan_counts_estimates():
         for method in (["--privacy.gradient_method=ghost"], METHOD)
     )
     assert estimated > 1.02 * exact
+
+
+def test_row24_and_59_people_are_told_of_estimates(tmp_path):
+    """The card, the summary and the caveats do not promise a norm of at most C."""
+    from torchtitan_dp.ledger import summary
+    from torchtitan_dp.release.card import _clipped, _clipping
+
+    ledger = Ledger(ESTIMATED, steps=3, planned_steps=3)
+    told = account(tmp_path, ledger).publish(str(tmp_path))
+    assert "estimated (hutchinson, 32 random projections)" in _clipping(told)
+    assert "at most 2.14 C" in _clipped(told)
+    assert "norms from 32 projections" in " ".join(summary(told))
+    exact = told | {"projections": 0}
+    assert _clipped(exact) == "its gradient is clipped to norm C"
+    assert _clipping(exact) == "to norm C = 0.5, flat, vanilla"

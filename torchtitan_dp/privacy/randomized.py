@@ -19,13 +19,13 @@ sees Z: it is in the output as a part of the mixture alone. So
   orders, which is dominated by the pair in one dimension whose means are the norms |c| / C
   (Choquette-Choo, Ganesh, Steinke & Thakurta 2024, "Privacy Amplification for Matrix Mechanisms",
   corollary 4.7: directions may be random, too, as they are where a layer is scaled down alone);
-- stochastically larger norms give a pair that dominates this one (there, on monotone sensitivities),
-  so the envelope of Z may stand for |c| / C;
+- stochastically larger norms give a pair that dominates this one (there as well), so the envelope
+  of Z may stand for |c| / C;
 - the other units' draws and projections have one distribution with the unit and without it, so by
   joint convexity of the hockey-stick divergence the pair also dominates the average over them;
 - the next step's randomness is fresh, so steps compose, also adaptively.
 
-The third needs projections of each unit's own. If units shared them, the others' contributions
+That c is independent of the others needs projections of each unit's own. If units shared them, the others' contributions
 would tell of Z, and it would have to be accounted for as shown, which costs more; so does the
 paper. Norms that are exact are a Z of 1.
 
