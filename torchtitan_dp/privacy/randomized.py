@@ -25,9 +25,9 @@ sees Z: it is in the output as a part of the mixture alone. So
   joint convexity of the hockey-stick divergence the pair also dominates the average over them;
 - the next step's randomness is fresh, so steps compose, also adaptively.
 
-That c is independent of the others needs projections of each unit's own. If units shared them, the others' contributions
-would tell of Z, and it would have to be accounted for as shown, which costs more; so does the
-paper. Norms that are exact are a Z of 1.
+That c is independent of the others needs projections of each unit's own. If units shared them, the
+others' contributions would tell of Z, and it would have to be accounted for as shown, which costs
+more; so does the paper. Norms that are exact are a Z of 1.
 
 Float64: losses are inverted to about 1e-12, which moves delta by its square; what lies beyond
 `log_tail` counts as infinite loss.
