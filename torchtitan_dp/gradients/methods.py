@@ -124,6 +124,12 @@ def _randomized(
     return GhostGradients(model, clipped_sum, passes=terms.ghost_passes, norms=norms)
 
 
+def _smallest_estimated(terms: MethodTerms) -> tuple[int, int, int]:
+    """Return a square layer that is large enough: 3 k n < min(2 n^2, n^2)."""
+    size = 4 * terms.projections
+    return size, size, size
+
+
 METHODS: dict[str, Method] = {
     "microbatch": Method(
         _microbatch,
@@ -154,7 +160,7 @@ METHODS: dict[str, Method] = {
         backward_passes=lambda terms: 2 if terms.ghost_passes == "two" else 1,
         whole_gradients=False,
         estimates_norms=True,
-        smallest_layer=lambda terms: (4 * terms.projections,) * 3,
+        smallest_layer=_smallest_estimated,
     ),
 }
 

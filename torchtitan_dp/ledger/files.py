@@ -200,8 +200,8 @@ class ExecutedSteps:
                 self._torn += 1
                 last_torn = number
             else:
-                step, *terms = self._parse(line, number)
-                self._begun[terms[0], terms[1], terms[2], terms[3]] += 1
+                step, start, sigma, rate, k = self._parse(line, number)
+                self._begun[start, sigma, rate, k] += 1
                 self._adopted += step == 0
         if last_torn:
             so_far = "\n".join(lines[:last_torn]).removesuffix(f" {_TORN}")

@@ -76,9 +76,8 @@ def union(told: Iterable[Stretch]) -> list[Segment]:
     for stretch in told:
         most[stretch.which] = max(most.get(stretch.which, 0), stretch.steps)
     by_terms: dict[tuple[float, float, int], int] = {}
-    for (_, *terms), steps in most.items():
-        same = terms[0], terms[1], terms[2]
-        by_terms[same] = by_terms.get(same, 0) + steps
+    for (_, sigma, rate, k), steps in most.items():
+        by_terms[sigma, rate, k] = by_terms.get((sigma, rate, k), 0) + steps
     return [Segment(sigma, rate, steps, k) for (sigma, rate, k), steps in sorted(by_terms.items())]
 
 

@@ -82,7 +82,9 @@ class Mixture:
     0.1269
     """
 
-    def __init__(self, sigma: float, q: float, values: np.ndarray, probabilities: np.ndarray):
+    def __init__(
+        self, sigma: float, q: float, values: np.ndarray, probabilities: np.ndarray
+    ) -> None:
         """
         Args:
             values, probabilities: (n,) float64, of how much a present unit adds.
