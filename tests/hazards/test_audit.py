@@ -211,7 +211,7 @@ def test_row35_and_59_with_estimated_norms_the_claim_is_a_mixtures(estimator, fa
 
     terms = {"norm_estimator": estimator, "projections": 16}
     names = ["norm_100C"] if fault else ["norm_C", "norm_100C", "not_a_number"]
-    trials, confidence = 300, 0.95 if fault else 0.999
+    trials, confidence = (150, 0.95) if fault else (300, 0.999)
     arguments = (1, 1, 1), names, trials, fault, "randomized", 2, confidence, terms
     (bounds,) = on_ranks(1, play, *arguments)
     claim = claimed_mu(SIGMA, 16, trials=trials, confidence=confidence)

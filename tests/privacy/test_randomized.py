@@ -72,7 +72,7 @@ def test_one_step_is_the_hockey_stick_of_both_directions():
     sigma, q, k = 1.3, 0.2, 32
     found = mixture_distribution(sigma, q, k, interval=2.0**-8, log_tail=-40)
     z, p = ratios(k).values, ratios(k).probabilities
-    x = np.linspace(-15, 18, 400_001)
+    x = np.linspace(-15, 18, 100_001)
     absent = stats.norm.pdf(x, scale=sigma)
     present = (1 - q) * absent + q * sum(
         w * stats.norm.pdf(x, loc=at, scale=sigma) for at, w in zip(z, p, strict=True)
