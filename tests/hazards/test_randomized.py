@@ -94,9 +94,9 @@ def test_row31_and_59_a_resume_that_changes_norms_is_refused_or_a_new_segment(op
 
 
 def test_row59_every_epsilon_of_a_run_counts_estimates(tmp_path):
-    told = account(tmp_path, Ledger(ESTIMATED, steps=30, planned_steps=40), 40).publish(
-        str(tmp_path)
-    )
+    ledger = Ledger(ESTIMATED, steps=30, planned_steps=40)
+    assert ledger.epsilon() == pytest.approx(spent(30, 32), rel=1e-6)
+    told = account(tmp_path, ledger, 40).publish(str(tmp_path))
     assert told["epsilon"] == pytest.approx(spent(30, 32), rel=1e-6)
     assert told["epsilon_executed"] == pytest.approx(spent(30, 32), rel=1e-6)
     assert told["epsilon_planned"] == pytest.approx(spent(40, 32), rel=1e-6)

@@ -182,7 +182,8 @@ class ExecutedSteps:
             for (start, sigma, rate, k), steps in self._begun.items()
         ]
         if self._torn:
-            known = [(s.noise_multiplier, s.sample_rate, s.projections) for s in (*found, settings)]
+            known = [(s.noise_multiplier, s.sample_rate, s.projections) for s in found]
+            known.append((settings.noise_multiplier, settings.sample_rate, settings.projections))
             sigma, rate, k = worst_terms(known)
             found.append(Stretch(self._torn_name, sigma, rate, self._torn, k))
         return found
