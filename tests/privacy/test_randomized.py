@@ -82,7 +82,7 @@ def test_one_step_is_the_hockey_stick_of_both_directions():
         remove = np.trapezoid(np.maximum(present - e * absent, 0), x)
         add = np.trapezoid(np.maximum(absent - e * present, 0), x)
         bound = found.get_delta_for_epsilon(epsilon_)
-        assert max(remove, add) <= bound + 1e-12
+        assert max(remove, add) <= bound + 1e-10  # of the integration
         assert bound == pytest.approx(max(remove, add), rel=1e-3, abs=1e-9)
 
 

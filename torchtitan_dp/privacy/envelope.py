@@ -98,7 +98,7 @@ def ratios(projections: int) -> Ratios:
 
     >>> of_32 = ratios(32)
     >>> round(float(of_32.values @ of_32.probabilities), 3)
-    1.067
+    1.065
     """
     largest = largest_ratio(projections)
     fine = np.geomspace(1.0, largest, 20_001)
