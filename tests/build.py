@@ -165,6 +165,7 @@ def build(
         max_grad_norm=max_grad_norm,
         clipped_sum_type=clipped_sum_type,
     )
+    step.gradients.start_step(bytes(32))  # samples are numbered on from one sum to the next
     losses = SampleLosses(
         model,
         torch.device("cpu"),

@@ -2,12 +2,12 @@
 
 Guarantee:
     The gradient handed to the inner optimizer is (S + N(0, (sigma C)^2 I)) / b: S the clipped sum,
-    of sensitivity C, and b the expected batch size, fixed and public. So each step is a Gaussian
-    mechanism of noise multiplier sigma, whatever the inner optimizer makes of it. This holds for
-    real numbers; `privacy.summation` says what becomes of it in fp32 and in fixed point. Each
-    position of each parameter has one noise value, from (key, name, position) alone: shards do not
-    share it, replicas do, and it is the same on every mesh. Assumes that a key is used for one step
-    only.
+    of sensitivity C (or, of estimated norms, as `privacy.randomized` says), and b the expected
+    batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
+    whatever the inner optimizer makes of it. This holds for real numbers; `privacy.summation` says
+    what becomes of it in fp32 and in fixed point. Each position of each parameter has one noise
+    value, from (key, name, position) alone: shards do not share it, replicas do, and it is the same
+    on every mesh. Assumes that a key is used for one step only.
 """
 
 import math

@@ -5,11 +5,12 @@
 Guarantee:
     After k optimizer steps the weights are (epsilon, delta)-DP for one record, or one unit of
     `data.unit_field`, with the epsilon that `privacy.json` states: each step is the
-    Poisson-subsampled Gaussian mechanism on the sum of clipped gradients, one a unit. It rests on
-    the guarantees of `privacy.sampling`, `data.units`, `gradients`, `optimizer` and
-    `privacy.accounting`, and on keys that leave this process's memory only to the other ranks.
-    Control flow depends on records' lengths (`data.buckets`) and on no other content. Whether and
-    when a run ends does not depend on records, as far as `rehearsal` can see to it.
+    Poisson-subsampled Gaussian mechanism on the sum of clipped gradients, one a unit (with
+    estimated norms, the mixture of Gaussians of `privacy.randomized`). It rests on the guarantees
+    of `privacy.sampling`, `data.units`, `gradients`, `optimizer` and `privacy.accounting`, and on
+    keys that leave this process's memory only to the other ranks. Control flow depends on records'
+    lengths (`data.buckets`) and on no other content. Whether and when a run ends does not depend on
+    records, as far as `rehearsal` can see to it.
 """
 
 import hashlib
@@ -125,6 +126,7 @@ class DPTrainer(Trainer):
         draw, self._next_draw = self._next_draw or self._draw(self.step), None
         if self.step < self.job_config.training.steps:  # read while this step runs
             self._next_draw = self._draw(self.step + 1)
+        self.gradients.start_step(self.projection_keys.take(self.step))
         for microbatch in feed.microbatches(draw, self._next_draw):  # may be none
             self.metrics_processor.ntokens_since_last_log += microbatch.labels_BT.numel()
             self.accumulate(microbatch, statistics)
@@ -232,6 +234,7 @@ class DPTrainer(Trainer):
         root = shared_root_key(self.device, self.job_config.privacy.debug_seed)
         self.sampling_keys, self.noise_keys = root.stream("sampling"), root.stream("noise")
         self.window_keys = root.stream("window")
+        self.projection_keys = root.stream("projection")  # of estimated norms
         self.coin_keys = root.stream("coin")  # of audits
 
     def _open_ledger(self, start: Start) -> tuple[Ledger, ExecutedSteps]:

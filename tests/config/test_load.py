@@ -172,9 +172,9 @@ BAD = {
         "activation_checkpoint.mode = 'memory_budget'",
     ),
     "scaled loss": (["--training.loss_scale=1024"], "training.loss_scale = 1024.0"),
-    "randomized": (
-        ["--privacy.gradient_method=randomized"],
-        "privacy.gradient_method = 'randomized'",
+    "estimated norms by another accountant": (
+        ["--privacy.gradient_method=randomized", "--privacy.accountant=prv"],
+        "privacy.accountant = 'prv'",
     ),
     "two backward passes over recomputed operations": (
         [

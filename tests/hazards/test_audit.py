@@ -48,6 +48,7 @@ def new_game(degrees, method, batch_size, summed):
         degrees=degrees,
         mesh=fsdp_mesh(dims),
         noise_keys=RootKey.from_debug_seed(7).stream("noise"),
+        projection_keys=RootKey.from_debug_seed(7).stream("projection"),
     )
 
 
@@ -200,6 +201,47 @@ def test_row35_the_clean_build_stays_under_the_claim(method, batch_size, summed)
     assert max(bounds.values()) <= 1 / SIGMA
     assert bounds.pop("not_a_number") < 0.1
     assert min(bounds.values()) > 0.1  # the attack works: it sees about what it may
+
+
+@pytest.mark.parametrize("fault", [None, "half the noise"])
+@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
+def test_row35_and_59_with_estimated_norms_the_claim_is_a_mixtures(estimator, fault):
+    """On gradients of rank one, whose estimates err most: above 1 / sigma, and not by much."""
+    from torchtitan_dp.privacy.lower_bounds import claimed_mu
+
+    terms = {"norm_estimator": estimator, "projections": 16}
+    names = ["norm_100C"] if fault else ["norm_C", "norm_100C", "not_a_number"]
+    trials, confidence = (150, 0.95) if fault else (300, 0.999)
+    arguments = (1, 1, 1), names, trials, fault, "randomized", 2, confidence, terms
+    (bounds,) = on_ranks(1, play, *arguments)
+    claim = claimed_mu(SIGMA, 16, trials=trials, confidence=confidence)
+    assert 1 / SIGMA < claim < 1.4 / SIGMA
+    if fault is None:
+        assert max(bounds.values()) <= claim
+        assert bounds["norm_100C"] > 0.1
+        assert bounds["not_a_number"] < 0.1
+    else:
+        assert bounds["norm_100C"] > claim
+
+
+def estimated_matrices(method):
+    """How many of the game's matrices have estimated norms."""
+    from torchtitan_dp.gradients import randomized_norm
+
+    game, found = new_game((1, 1, 1), method, 2, {}), []
+    draw = randomized_norm.RandomizedNorms._draw
+
+    def drawn(self, *arguments):
+        found.append(arguments)
+        return draw(self, *arguments)
+
+    with mock.patch.object(randomized_norm.RandomizedNorms, "_draw", drawn):
+        game.scores(game.cases[0], game.cases[0].with_UPN, 1)
+    return len(found)
+
+
+def test_row59_the_game_plays_with_estimates():
+    assert on_ranks(1, estimated_matrices, "randomized") == [2]
 
 
 @pytest.mark.parametrize(

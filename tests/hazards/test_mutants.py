@@ -25,6 +25,7 @@ from tests.hazards.mutants import (
     parameters,
     per_layer,
     precision,
+    randomized,
     same_records,
     sampling,
     selfcheck,
@@ -33,11 +34,12 @@ from tests.hazards.mutants import (
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = range(1, 56)
+ROWS = (*range(1, 56), 59)
 ROOMS = (
     clipping,
     ghost,
     per_layer,
+    randomized,
     precision,
     exact_sum,
     parameters,

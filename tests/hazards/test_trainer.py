@@ -85,6 +85,7 @@ class Step:
         trainer.ledger = Ledger(settings, steps=STEP - 1)
         trainer.sampling_keys, trainer.noise_keys = root.stream("sampling"), root.stream("noise")
         trainer.window_keys = root.stream("window")
+        trainer.projection_keys = root.stream("projection")
         trainer.metrics_processor.ntokens_since_last_log = 0
         trainer.gradients.batch_size = 1
         trainer.sample_losses.side_effect = lambda tokens, _: torch.full((len(tokens),), loss)

@@ -37,7 +37,7 @@ from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
+from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps, Settings
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.ledger.terms import Plan
 from torchtitan_dp.models.check import check_model
@@ -46,7 +46,7 @@ from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
 from torchtitan_dp.preflight.check import open_records
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.lower_bounds import expected_mu
+from torchtitan_dp.privacy.lower_bounds import claimed_mu, expected_mu
 from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
 from torchtitan_dp.train_spec import register
 
@@ -59,7 +59,7 @@ def play_game(
     """Play all cases of the game on the terms of `config`, and return what `--json` says.
 
     Args:
-        root: the same on all ranks; its noise keys are used up.
+        root: the same on all ranks; its keys of noise and projections are used up.
 
     Collective over the world.
     """
@@ -73,12 +73,13 @@ def play_game(
         degrees=degrees,
         mesh=fsdp_mesh(dims),
         noise_keys=root.stream("noise"),
+        projection_keys=root.stream("projection"),
     )
     each = share_of(confidence)
     outcomes = [game.play(case, trials=trials, confidence=each) for case in game.cases]
     return report.game_for_programs(
         outcomes,
-        sigma=sigma,
+        mu_claimed=game.claim(trials=trials, confidence=each),
         delta=plan.settings.delta,
         trials=trials,
         confidence=confidence,
@@ -90,7 +91,7 @@ def share_of(confidence: float) -> float:
     return 1 - (1 - confidence) / len(cases(2))
 
 
-def check_power(options: argparse.Namespace, args: ModelArgs, sigma: float) -> None:
+def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings) -> None:
     """Refuse an audit that could not show anything, or not be run.
 
     Raises:
@@ -102,7 +103,10 @@ def check_power(options: argparse.Namespace, args: ModelArgs, sigma: float) -> N
                 f"--canaries = {options.canaries}: each needs a value of its own, and the model "
                 f"has {values:,}; ask for fewer"
             )
-    elif expected_mu(2 / sigma, options.trials, share_of(options.confidence)) <= 1 / sigma:
+        return
+    sigma, k = settings.noise_multiplier, settings.projections
+    terms = {"trials": options.trials, "confidence": share_of(options.confidence)}
+    if expected_mu(2 / sigma, **terms) <= claimed_mu(sigma, k, **terms):
         raise ValueError(
             f"--trials = {options.trials}: too few to tell sigma = {sigma:.4g} from half of it; "
             "more, or another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
@@ -152,7 +156,7 @@ def main(argv: list[str]) -> None:
         plan = plan_start(config, len(records.train), decide_start(config), None)
         if plan.settings.noise_multiplier == 0:
             raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
-        check_power(options, args, plan.settings.noise_multiplier)
+        check_power(options, args, plan.settings)
     _start_ranks()
     result, canaries = _run(options, config, plan)
     if dist.get_rank() == 0:

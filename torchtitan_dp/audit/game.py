@@ -15,9 +15,10 @@ A case is a pair of batches that differ in one unit, made to show one kind of fa
 | `not_a_number` | a gradient of NaN | a bad sample that tells of itself |
 
 Guarantee:
-    A step of the claimed mechanism is 1/sigma-Gaussian-DP for each case, so `Game.play` of it
-    returns more than 1/sigma with probability at most 1 - confidence, over all cases together
-    (each has its share of the risk). Thresholds are fixed by the claim, before any trial.
+    A step of the claimed mechanism is 1/sigma-Gaussian-DP for each case (with estimated norms, as
+    `lower_bounds.claimed_mu` says), so `Game.play` of it returns more than the claim with
+    probability at most 1 - confidence, over all cases together (each has its share of the risk).
+    Thresholds are fixed by the claim, before any trial.
 """
 
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.privacy.keys import KeyStream
-from torchtitan_dp.privacy.lower_bounds import gaussian_mu
+from torchtitan_dp.privacy.lower_bounds import claimed_mu, gaussian_mu
 from torchtitan_dp.privacy.sampling import deal
 
 _ROWS = 8  # of each parameter on each rank
@@ -84,16 +85,19 @@ def cases(rows: int) -> list[Case]:
 
 
 class _Dials(nn.Module):
-    """Has two parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for."""
+    """Has two parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for: in
+    their first column, of rank one, which is the worst for an estimate of its norm."""
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self, tokens: int, rows: int, columns: int) -> None:
         super().__init__()
-        self.first, self.second = (nn.Linear(1, rows, bias=False) for _ in range(2))
+        self.first, self.second = (nn.Linear(columns, rows, bias=False) for _ in range(2))
+        self._tokens, self._columns = tokens, columns
 
     def forward(self, gradient_BPN: torch.Tensor) -> torch.Tensor:
-        one_B1 = gradient_BPN.new_ones(len(gradient_BPN), 1)
-        outputs_BPN = torch.stack([self.first(one_B1), self.second(one_B1)], dim=1)
-        return (outputs_BPN * gradient_BPN).sum((1, 2))
+        x_BTD = gradient_BPN.new_zeros(len(gradient_BPN), self._tokens, self._columns)
+        x_BTD[:, 0, 0] = 1.0
+        outputs_BPTN = torch.stack([self.first(x_BTD), self.second(x_BTD)], dim=1)
+        return (outputs_BPTN[:, :, 0] * gradient_BPN).sum((1, 2))
 
 
 class _Observer(torch.optim.Optimizer):
@@ -107,13 +111,13 @@ class _Observer(torch.optim.Optimizer):
 
     def look_along(self, direction_PN: torch.Tensor) -> None:
         rank, ranks = self._mesh.get_local_rank(), self._mesh.size()
-        self._along = [whole_N.chunk(ranks)[rank] for whole_N in direction_PN]
+        self._along = [whole_N.chunk(ranks)[rank] for whole_N in direction_PN]  # first columns
         self.scores = []
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         seen = torch.zeros(())
         for parameter, along in zip(self._parameters, self._along, strict=True):
-            seen = seen + (cast(DTensor, parameter.grad).to_local().view(-1) * along).sum()
+            seen = seen + (cast(DTensor, parameter.grad).to_local()[:, 0] * along).sum()
         self.scores.append(seen)
 
 
@@ -129,6 +133,7 @@ class Game:
         degrees: tuple[int, int, int],
         mesh: DeviceMesh,
         noise_keys: KeyStream,
+        projection_keys: KeyStream,
     ) -> None:
         """
         Args:
@@ -137,20 +142,23 @@ class Game:
             batch_size: MBS.
             degrees: dp_replicate, dp_shard, cp.
             mesh: of dp_shard x cp, also of one rank.
-            noise_keys: the same on all ranks, not used yet.
+            noise_keys, projection_keys: the same on all ranks, not used yet.
 
         Collective over the world.
         """
         self._C, self._sigma, self._batch_size = privacy.max_grad_norm, noise_multiplier, batch_size
-        self._keys, self._trial = noise_keys, 0
+        self._keys, self._projection_keys, self._trial = noise_keys, projection_keys, 0
+        method = METHODS[privacy.gradient_method]
+        self._projections = privacy.projections if method.estimates_norms else 0
         replicate, shard, self._cp = degrees
         self._dp, self._dp_rank = replicate * shard, dist.get_rank() // self._cp
         self._mesh = mesh
-        rows = _ROWS * mesh.size()
+        tokens, rows, columns = method.smallest_layer(privacy)
+        tokens, rows = -(-tokens // self._cp), max(_ROWS, -(-rows // mesh.size())) * mesh.size()
         self.cases = cases(rows)
         self._device = torch.device(mesh.device_type)
-        model = _Dials(rows).to(self._device)
-        if METHODS[privacy.gradient_method].per_sample_layers:
+        model = _Dials(tokens, rows, columns).to(self._device)
+        if method.per_sample_layers:
             per_sample_layers(model)
         module = _shard(model, mesh)
         parameters = dict(model.named_parameters())
@@ -161,6 +169,10 @@ class Game:
         self._optimizer = step.optimizer(
             self._observer, noise_multiplier=self._sigma, expected_batch_size=1
         )
+
+    def claim(self, *, trials: int, confidence: float) -> float:
+        """Return the mu that `play` with these arguments must not exceed."""
+        return claimed_mu(self._sigma, self._projections, trials=trials, confidence=confidence)
 
     def play(self, case: Case, *, trials: int, confidence: float) -> Outcome:
         """Guess in `trials` steps with the unit and as many without.
@@ -210,6 +222,7 @@ class Game:
             batch_size=self._batch_size,
         )
         at_once = self._gradients.batch_size or self._batch_size
+        self._gradients.start_step(self._projection_keys.take(self._trial))
         for slots in dealt:
             for slot_B in torch.from_numpy(slots).to(self._device).split(at_once):
                 valid_B = slot_B >= 0

@@ -14,19 +14,19 @@ _LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may 
 
 
 def game_for_programs(
-    outcomes: list[Outcome], *, sigma: float, delta: float, trials: int, confidence: float
+    outcomes: list[Outcome], *, mu_claimed: float, delta: float, trials: int, confidence: float
 ) -> dict[str, Any]:
     """Put together what `--json` says of a game."""
     worst = max(outcomes, key=lambda outcome: outcome.mu)
     return {
         "instrument": "game",
         "epsilon_lower_bound": gaussian_epsilon(worst.mu, delta),
-        "epsilon_claimed": gaussian_epsilon(1 / sigma, delta),
+        "epsilon_claimed": gaussian_epsilon(mu_claimed, delta),
         "confidence": confidence,
-        "exceeds_claim": worst.mu > 1 / sigma,
+        "exceeds_claim": worst.mu > mu_claimed,
         "delta": delta,
         "mu_lower_bound": worst.mu,
-        "mu_claimed": 1 / sigma,
+        "mu_claimed": mu_claimed,
         "trials": trials,
         "cases": {
             outcome.case: {
@@ -71,7 +71,7 @@ def table(result: dict[str, Any]) -> list[str]:
     ]
     if result["instrument"] == "game":
         lines.append(
-            f"      one step; mu >= {_down(result['mu_lower_bound'], 3)}, claimed: 1 / sigma = "
+            f"      one step; mu >= {_down(result['mu_lower_bound'], 3)}, claimed: "
             f"{result['mu_claimed']:.3f}; 2 x {result['trials']} trials a case"
         )
         for name, case in result["cases"].items():
@@ -143,7 +143,7 @@ def plot_game(result: dict[str, Any], path: str) -> None:
     axes.axvline(result["mu_claimed"], color="black", lw=1, ls="--")
     axes.invert_yaxis()
     axes.margins(x=0.12)
-    axes.set_xlabel("lower bound on mu (dashed: the claim, 1 / sigma)")
+    axes.set_xlabel("lower bound on mu (dashed: the claim)")
     axes.set_title(
         f"one step, 2 x {result['trials']} trials a case, {result['confidence']:.4g} confidence",
         fontsize="medium",

@@ -19,6 +19,7 @@ def check_conflicts(config: JobConfig) -> None:
     checkpointing = config.activation_checkpoint
     by_operation = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
     conflicts: list[tuple[bool, str, object, str]] = [
+        *_of_estimated_norms(config),
         (
             config.training.max_norm != 0,
             "training.max_norm",
@@ -162,3 +163,41 @@ def check_conflicts(config: JobConfig) -> None:
         if refused:
             shown = str(value).lower() if isinstance(value, bool) else value
             raise ValueError(f"{key} = {shown}: {remedy}")
+
+
+def _of_estimated_norms(config: JobConfig) -> list[tuple[bool, str, object, str]]:
+    """List what the accounting of estimated norms (`privacy.randomized`) does not cover."""
+    privacy = config.privacy
+    estimated = METHODS[privacy.gradient_method].estimates_norms
+    here = f"with privacy.gradient_method = '{privacy.gradient_method}'"
+    exact = "or privacy.gradient_method = 'ghost'"
+    return [
+        (
+            estimated and privacy.accountant != "pld",
+            "privacy.accountant",
+            f"'{privacy.accountant}'",
+            f"{here} a step is a mixture of Gaussians, which only PLD tells closely; set "
+            f"privacy.accountant = 'pld', {exact}",
+        ),
+        (
+            estimated and privacy.clipping != "flat",
+            "privacy.clipping",
+            f"'{privacy.clipping}'",
+            f"{here} the norms of several groups err apart, which is not accounted for; set it to "
+            f"'flat', {exact}",
+        ),
+        (
+            estimated and privacy.exact_sum,
+            "privacy.exact_sum",
+            True,
+            f"{here} a unit moves the sum by more than C at times, for which fixed point has no "
+            f"room; set it to false, {exact}",
+        ),
+        (
+            estimated and privacy.new_segment == "adaptive",
+            "privacy.new_segment",
+            "'adaptive'",
+            f"{here} the Renyi filter would count every step as its worst; set it to 'planned' if "
+            f"the change was fixed before training, {exact}",
+        ),
+    ]

@@ -91,13 +91,25 @@ class Privacy:
     forms its samples' gradients (LongShield). `ghost`: norms from each layer's inputs and outputs'
     gradients where that is the cheaper way, as short contexts have it, so that per-sample gradients
     exist one layer at a time (ZeRO-DP+). `auto`: `microbatch` if `training.local_batch_size` is 1,
-    else `grad_sample`. `randomized`: not built yet."""
+    else `grad_sample`. `randomized` (DP-SGD-RC): as `ghost`, but the norms of large layers are
+    estimated from `projections`, without T^2 products, also across context-parallel ranks. A
+    unit's gradient then counts more than C at times: the same noise gives a larger epsilon. Needs
+    `accountant = "pld"` and `clipping = "flat"`."""
 
     ghost_passes: Literal["one", "two"] = "one"
-    """For `ghost`, backward passes over a microbatch. `one` keeps every layer's input and its
-    output's gradient, also of layers that are checkpointed, and of the output layer for all tokens
-    at once (book-keeping). `two` keeps none of them and finds them again in a second pass (fast
+    """For `ghost` and `randomized`, backward passes over a microbatch. `one` keeps every layer's
+    input and its output's gradient, also of layers that are checkpointed, and of the output layer
+    for all tokens at once (book-keeping). `two` keeps none and finds them in a second pass (fast
     gradient clipping); then `activation_checkpoint.selective_ac_option` cannot be `op`."""
+
+    projections: int = 32
+    """For `randomized`, from how many random projections (k, from 8 to 4,096) a layer's norm is
+    estimated. More cost time and memory, and less epsilon."""
+
+    norm_estimator: Literal["hutchinson", "hutch++"] = "hutchinson"
+    """For `randomized`: `hutchinson`, or `hutch++`, which finds the largest directions of a
+    gradient by as many projections again, and estimates the rest. It takes three times the
+    products, errs less, and counts as the same epsilon."""
 
     shard_grad_samples: bool = True
     """For `grad_sample`: sum per-sample gradients over the context-parallel ranks during backward,

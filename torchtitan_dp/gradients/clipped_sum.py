@@ -2,12 +2,13 @@
 
 Guarantee:
     `take` returns this rank's shard of sum_i clip(g_i) over the samples of all data-parallel ranks
-    since `reset`, each counting at most C (see `privacy.clipping`). Assumes that the shards passed
-    to `add` are those of one sample each, summed over the context-parallel group, and that the cp
-    ranks together hold every element of a gradient exactly once. How samples are added up is the
-    `Summation`'s: in fixed point a sample moves the sum by at most C, exactly; in fp32 it also
-    changes how later samples round, which moves the sum of n samples on a rank by up to n^2 / 2^24
-    of C more (`privacy.summation.fp32_sum_excess`): more than C itself from 4,096 samples on.
+    since `reset`, each counting at most C (see `privacy.clipping`), if norms are exact; of
+    estimates see `privacy.randomized`. Assumes that the shards passed to `add` are those of one
+    sample each, summed over the context-parallel group, and that the cp ranks together hold every
+    element of a gradient exactly once. How samples are added up is the `Summation`'s: in fixed
+    point a sample moves the sum by at most C, exactly; in fp32 it also changes how later samples
+    round, which moves the sum of n samples on a rank by up to n^2 / 2^24 of C more
+    (`privacy.summation.fp32_sum_excess`): more than C itself from 4,096 samples on.
 
 Gradients arrive in bundles: a bundle is one flat tensor of what a method reduces together, which is
 all parameters of an FSDP2 group (`microbatch`) or one parameter alone (`grad_sample`). It says how

@@ -18,21 +18,27 @@ Here each sample's gradient of a layer is therefore written in fp32, by a produc
 multiplied there; the second pass goes over the same losses, unscaled. It costs the same FLOPs, and
 20 bytes of traffic for each sample and value.
 
+`randomized` is the same with estimates in the place of large layers' norms (`NormFinder`).
+
 Guarantee:
-    One sample moves the sum by at most C, as with any other method and for any `Summation`,
-    whatever error the ghost norms have. Let n_l be the norm of the sample's gradient of parameter l
-    as it was found for clipping, whose squares sum to n^2, and f the sample's factor, f n <= C;
-    of parameters that are clipped apart, of each group.
+    With `ExactNorms`, one sample moves the sum by at most C, as with any other method and for any
+    `Summation`, whatever error the ghost norms have. Let n_l be the norm of the sample's gradient
+    of parameter l as it was found for clipping, whose squares sum to n^2, and f the sample's
+    factor, f n <= C; of parameters that are clipped apart, of each group.
     What is added of parameter l is f min(1, n_l / m_l) g_l, where g_l is the very fp32 tensor that
     is added, summed over cp, and m_l its norm, measured as in `grad_sample`: at most f n_l, over
     all parameters at most f n. A ghost norm only says how much of the sample's gradient is added:
     in fp32 what the loop adds, within 1e-5 (tests). Rejected samples are left out by selection. A
     part whose m_l is not finite, though n_l was, is left out too. Assumes what `grad_sample` does.
+
+    With a finder whose `cap` is above 1, n_l is an estimate, and what is added of parameter l is
+    f min(1, cap n_l / m_l) g_l: at most cap C in all, surely, and else at most C times the whole
+    gradient's true norm over its estimate (`privacy.randomized`).
 """
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 import torch.distributed as dist
@@ -48,6 +54,51 @@ from torchtitan_dp.privacy.clipping import Clip, squared_norm
 Passes = Literal["one", "two"]
 
 
+class NormFinder(Protocol):
+    """Finds squared norms of matrices' gradients from their factors."""
+
+    @property
+    def cap(self) -> float:
+        """Give how many times the norm that was found a gradient may have when it is added."""
+
+    def start_step(self, key: bytes) -> None:
+        """Take the key of a step, for what is random in it."""
+
+    def start_microbatch(self, samples: int) -> None:
+        """Note that a microbatch of so many samples begins."""
+
+    def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
+        """Tell whether to find a norm from factors, for so many tokens of a whole sample."""
+
+    def squared_norms(
+        self, name: str, shape: torch.Size, factors: Sequence[Factors]
+    ) -> torch.Tensor:
+        """Find squared norms: fp64 (B,), this rank's part of the sum over cp."""
+
+
+class ExactNorms:
+    """Finds ghost norms."""
+
+    cap = 1.0
+
+    def __init__(self, cp: dist.ProcessGroup | None) -> None:
+        self._cp = cp
+
+    def start_step(self, key: bytes) -> None:
+        """Nothing is random."""
+
+    def start_microbatch(self, samples: int) -> None:
+        """Nothing is numbered."""
+
+    def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
+        return is_cheaper(tokens, shape)
+
+    def squared_norms(
+        self, name: str, shape: torch.Size, factors: Sequence[Factors]
+    ) -> torch.Tensor:
+        return squared_norms(factors, self._cp)
+
+
 class GhostGradients:
     """Adds one microbatch at a time to a `ClippedSum`, in a bundle for each parameter."""
 
@@ -59,17 +110,20 @@ class GhostGradients:
         clipped_sum: ClippedSum,
         *,
         passes: Passes = "one",
+        norms: NormFinder | None = None,
         transient_bytes: int = TRANSIENT_BYTES,
     ) -> None:
         """
         Args:
             model: turned by `per_sample_layers`, then laid over the mesh by FSDP2.
             passes: of backward, over each microbatch.
+            norms: how norms are found from factors; exactly, if None.
             transient_bytes: bound, if one sample is smaller, on what one layer holds unreduced.
         """
         self.clipped_sum = clipped_sum
         self._cp, self._cp_size = clipped_sum.groups.cp, clipped_sum.groups.cp_size
         self._passes = passes
+        self.norms: NormFinder = norms or ExactNorms(self._cp)
         self._transient_bytes = transient_bytes
         parameters = clipped_sum.parameters
         connect_all(model, self, parameters)
@@ -90,6 +144,9 @@ class GhostGradients:
         self._clip: Clip | None = None  # of groups: (G, B)
         self._added: set[str] = set()
 
+    def start_step(self, key: bytes) -> None:
+        self.norms.start_step(key)
+
     def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
         """Backpropagate a microbatch and add its samples' clipped gradients to the sum.
 
@@ -104,6 +161,7 @@ class GhostGradients:
         assert not self._writes
         assert not self._kept
         self._start(len(loss_B))
+        self.norms.start_microbatch(len(loss_B))
         loss = loss_B.sum()
         loss.backward(retain_graph=self._passes == "two")
         self._clip = clip = self._clip_by_norms(valid_B)
@@ -173,7 +231,7 @@ class GhostGradients:
 
     def _is_ghost(self, name: str, tokens: int) -> bool:
         """Tell whether a ghost norm is the cheaper one, for so many tokens on this rank."""
-        return is_cheaper(tokens * self._cp_size, self._layouts[name].shape)
+        return self.norms.is_cheaper(tokens * self._cp_size, self._layouts[name].shape)
 
     def _clip_by_norms(self, valid_B: torch.Tensor) -> Clip:
         """Find the norms that are not known yet, sum their squares over cp, and clip by them."""
@@ -206,7 +264,8 @@ class GhostGradients:
         factors = [write for write in writes if isinstance(write, Factors)]
         tokens = sum(map(_tokens, factors))
         if len(factors) == len(writes) and self._is_ghost(name, tokens):
-            self._squares[name] = squared_norms(factors, self._cp)
+            shape = self._layouts[name].shape
+            self._squares[name] = self.norms.squared_norms(name, shape, factors)
         else:
             parts = [self._form_some(name, writes, some) for some in self._slices(name)]
             self._squares[name] = torch.cat([squared_norm(part.flatten(1)) for part in parts])
@@ -214,14 +273,15 @@ class GhostGradients:
     # Gradients.
 
     def _add_capped(self, name: str, writes: Sequence[Write]) -> None:
-        """Form one parameter's gradients and add them, none with a larger norm than was found."""
+        """Form one parameter's gradients and add them, none with a norm of more than `cap` times
+        what was found."""
         assert self._clip is not None
         for samples in self._slices(name):
             shard_BDN = self._form_some(name, writes, samples)
             formed_B = squared_norm(shard_BDN.flatten(1))
             if self._cp is not None:
                 dist.all_reduce(formed_B, group=self._cp)
-            found_B = self._squares[name][samples]
+            found_B = self.norms.cap**2 * self._squares[name][samples]
             cap_B = torch.where(formed_B > found_B, (found_B / formed_B).sqrt(), 1.0)
             factor_B, rejected_B = self._of_group(name, self._clip)
             factor_B = (factor_B[samples] * cap_B).float()

@@ -83,8 +83,8 @@ def _pairs(rows: Factors, columns: Factors, block_elements: int) -> torch.Tensor
     """Sum over all pairs of a token of `rows` and one of `columns`: fp64 (B,)."""
     total_B = torch.zeros(len(rows.left), dtype=torch.float64, device=rows.left.device)
     at_once = max(block_elements // (len(rows.left) * columns.left.shape[1]), 1)
-    for block in _token_blocks(rows.left.shape[1], at_once):
-        total_B += _inner(_tokens(rows, block), columns)
+    for block in token_blocks(rows.left.shape[1], at_once):
+        total_B += _inner(some_tokens(rows, block), columns)
     return total_B
 
 
@@ -94,11 +94,11 @@ def _pairs_with_itself(factors: Factors, block_elements: int) -> torch.Tensor:
     total_B = torch.zeros(len(factors.left), dtype=torch.float64, device=factors.left.device)
     # Several blocks even if one has room: what lies below the diagonal is then not computed.
     at_once = max(min(block_elements // (len(factors.left) * tokens), -(-tokens // 4)), 1)
-    for block in _token_blocks(tokens, at_once):
-        rows = _tokens(factors, block)
+    for block in token_blocks(tokens, at_once):
+        rows = some_tokens(factors, block)
         total_B += _inner(rows, rows)
         if block.stop < tokens:
-            total_B += 2 * _inner(rows, _tokens(factors, slice(block.stop, tokens)))
+            total_B += 2 * _inner(rows, some_tokens(factors, slice(block.stop, tokens)))
     return total_B
 
 
@@ -145,8 +145,8 @@ def _from_all_ranks(
     scale_NB = None
     if isinstance(factors, Products) and factors.factor_B is not None:
         scale_NB = gather_from_all(factors.factor_B, cp)
-    for block in _token_blocks(tokens, max(block_elements // a_token, 1)):
-        here = _tokens(factors, block)
+    for block in token_blocks(tokens, max(block_elements // a_token, 1)):
+        here = some_tokens(factors, block)
         lefts, rights = gather_from_all(here.left, cp), gather_from_all(here.right, cp)
         for rank in range(ranks):
             if isinstance(here, Rows):
@@ -156,7 +156,7 @@ def _from_all_ranks(
                 yield Products(lefts[rank], rights[rank], scale_B)
 
 
-def _tokens(factors: Factors, tokens: slice) -> Factors:
+def some_tokens(factors: Factors, tokens: slice) -> Factors:
     """Take some of the tokens of each sample."""
     left, right = factors.left[:, tokens], factors.right[:, tokens]
     if isinstance(factors, Products):
@@ -164,6 +164,7 @@ def _tokens(factors: Factors, tokens: slice) -> Factors:
     return Rows(left, right)
 
 
-def _token_blocks(tokens: int, size: int) -> Iterator[slice]:
+def token_blocks(tokens: int, size: int) -> Iterator[slice]:
+    """Cut tokens into blocks of at most `size`."""
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))

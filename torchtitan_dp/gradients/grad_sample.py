@@ -64,6 +64,9 @@ class GradSampleGradients:
         self._valid_B = torch.empty(0)  # of this microbatch
         self._clips: list[Clip] = []  # of groups that were added within backward
 
+    def start_step(self, key: bytes) -> None:
+        """Nothing is random here."""
+
     def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
         """Backpropagate a microbatch and add its samples' clipped gradients to the sum.
 

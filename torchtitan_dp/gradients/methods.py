@@ -16,6 +16,7 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.ghost import GhostGradients, Passes
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.microbatch import MicrobatchGradients
+from torchtitan_dp.gradients.randomized_norm import NormEstimator, RandomizedNorms, Shared
 from torchtitan_dp.privacy.clipping import Clip
 
 
@@ -25,6 +26,13 @@ class GradientMethod(Protocol):
     @property
     def batch_size(self) -> int | None:
         """Give the number of samples that one call takes; None if it takes any number."""
+
+    def start_step(self, key: bytes) -> None:
+        """Take the key of what is random in the coming step's norms, before its first microbatch.
+
+        Args:
+            key: 32 bytes, the same on all ranks, of this step alone.
+        """
 
     def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
         """Backpropagate the losses, clip each sample's gradient, and add it.
@@ -44,7 +52,15 @@ class MethodTerms(Protocol):
 
     @property
     def ghost_passes(self) -> Passes:
-        """Name how often `ghost` runs backward over a microbatch."""
+        """Name how often `ghost` and `randomized` run backward over a microbatch."""
+
+    @property
+    def projections(self) -> int:
+        """Give k, from which `randomized` estimates norms."""
+
+    @property
+    def norm_estimator(self) -> NormEstimator:
+        """Name how `randomized` estimates them."""
 
 
 # Builds a method on a model that is laid over the mesh already. The modules are one of each FSDP2
@@ -73,6 +89,13 @@ class Method:
     whole_gradients: bool = True
     """Whether each sample's gradient is whole at some time, and goes through `ClippedSum.add`."""
 
+    estimates_norms: bool = False
+    """Whether norms are estimated from `projections`, so that what a sample adds is not bounded by
+    C, and epsilon depends on their number."""
+
+    smallest_layer: Callable[[MethodTerms], tuple[int, int, int]] = lambda _: (1, 1, 1)
+    """(T, P, D): from how many tokens, rows and columns on a layer shows what the method does."""
+
 
 def _microbatch(
     _: nn.Module, fsdp_modules: list[FSDPModule], clipped_sum: ClippedSum, __: MethodTerms
@@ -90,6 +113,21 @@ def _ghost(
     model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, terms: MethodTerms
 ) -> GradientMethod:
     return GhostGradients(model, clipped_sum, passes=terms.ghost_passes)
+
+
+def _randomized(
+    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, terms: MethodTerms
+) -> GradientMethod:
+    groups = clipped_sum.groups
+    shared = Shared(groups.cp, groups.cp_size, groups.dp_rank)
+    norms = RandomizedNorms(terms.projections, terms.norm_estimator, shared)
+    return GhostGradients(model, clipped_sum, passes=terms.ghost_passes, norms=norms)
+
+
+def _smallest_estimated(terms: MethodTerms) -> tuple[int, int, int]:
+    """Return a square layer that is large enough: 3 k n < min(2 n^2, n^2)."""
+    size = 4 * terms.projections
+    return size, size, size
 
 
 METHODS: dict[str, Method] = {
@@ -113,6 +151,16 @@ METHODS: dict[str, Method] = {
         compiles="regions",
         backward_passes=lambda terms: 2 if terms.ghost_passes == "two" else 1,
         whole_gradients=False,
+    ),
+    "randomized": Method(
+        _randomized,
+        "long contexts and several samples, where gradients do not fit beside each other",
+        per_sample_layers=True,
+        compiles="regions",
+        backward_passes=lambda terms: 2 if terms.ghost_passes == "two" else 1,
+        whole_gradients=False,
+        estimates_norms=True,
+        smallest_layer=_smallest_estimated,
     ),
 }
 

@@ -35,6 +35,9 @@ class MicrobatchGradients:
         for module, reduction in zip(fsdp_modules, self._reductions, strict=True):
             module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
 
+    def start_step(self, key: bytes) -> None:
+        """Nothing is random here."""
+
     def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
         """Backpropagate one sample's loss and add its clipped gradient to the sum.
 

@@ -33,6 +33,14 @@ class ReductionGroups:
     def cp_size(self) -> int:
         return dist.get_world_size(self.cp) if self.cp else 1
 
+    @property
+    def dp_rank(self) -> int:
+        """Number this rank among those that have different samples, in the order of the mesh."""
+        replicate = dist.get_rank(self.dp_replicate) if self.dp_replicate else 0
+        return replicate * self.dp_shard_size + (
+            dist.get_rank(self.dp_shard) if self.dp_shard else 0
+        )
+
     @classmethod
     def build(cls, device_type: str, degrees: tuple[int, int, int]) -> "ReductionGroups":
         """Make the groups for degrees of (dp_replicate, dp_shard, cp), whose ranks are row-major as

@@ -124,6 +124,7 @@ class Account:
             delta=settings.delta,
             accountant=settings.accountant,
             total_steps=self._remaining,
+            projections=settings.projections,
         )
 
 
@@ -159,11 +160,13 @@ def explain(ledger: Ledger, segments: list[Segment], epsilon: float) -> Meaning 
 def summary(spent: dict[str, Any]) -> list[str]:
     """Say for people what `privacy.json` holds."""
     epsilon = f"epsilon = {rounded_up(spent['epsilon'])}" if spent["private"] else "NOT private"
+    k = spent["projections"]
+    norms = f"norms from {k} projections, " if k else ""
     lines = [
         f"done: {spent['steps']} steps",
         f"privacy: {epsilon}, delta = {spent['delta']:g} "
         f"(sigma = {spent['noise_multiplier']:.4f}, q = {spent['sample_rate']:.5f}, "
-        f"C = {spent['max_grad_norm']:g}, {spent['accountant']}; unit: one "
+        f"C = {spent['max_grad_norm']:g}, {norms}{spent['accountant']}; unit: one "
         f"{spent['privacy_unit']}; neighbours: {spent['neighbouring_relation']})",
     ]
     if spent["private"] and spent["steps_executed"] > spent["steps"]:

@@ -9,6 +9,7 @@ Guarantee:
 from collections.abc import Iterable
 
 from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.summation import fp32_sum_excess
 
@@ -43,6 +44,10 @@ def assumptions(ledger: Ledger) -> list[str]:
 
 _EARLY = "not all planned steps were taken: "
 _ROUNDED = "the clipped sum is rounded: "
+_ESTIMATED = (
+    "norms were estimated from random projections: the estimates' errors, which epsilon counts, "
+    "are taken to be those of real numbers"
+)
 
 
 def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]:
@@ -68,20 +73,34 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
     taken = [s.settings for s in segments if s.steps > 0] or [ledger.settings]
     rounded = [settings for settings in taken if not settings.exact_sum]
     if ledger.composes and rounded:
-        worst = max(rounded, key=lambda s: fp32_sum_excess(s.summands, s.ranks_added_up))
-        excess = fp32_sum_excess(worst.summands, worst.ranks_added_up)
+        worst = max(rounded, key=_rounds_by)
+        excess = _rounds_by(worst)
         told.append(
             f"{_ROUNDED}each rank adds up to {worst.summands} {worst.unit}s of a step in fp32, so "
             "that gradients made for it, in an order made for it, could let one of them move the "
-            f"sum by {rounded_up(1 + excess, digits=_digits(excess))} C, while epsilon counts C; "
-            "privacy.exact_sum rules that out"
+            + (
+                f"sum by {rounded_up(excess, digits=2)} C more than epsilon counts; exact norms "
+                "with privacy.exact_sum rule that out"
+                if worst.projections
+                else f"sum by {rounded_up(1 + excess, digits=_digits(excess))} C, while epsilon "
+                "counts C; privacy.exact_sum rules that out"
+            )
         )
+    if ledger.composes and any(settings.projections for settings in taken):
+        told.append(_ESTIMATED)
     return told
 
 
 def recorded(told: Iterable[str]) -> list[str]:
     """Return those caveats that hold for weights that go on from these, too."""
-    return [caveat for caveat in told if not caveat.startswith((_EARLY, _ROUNDED))]
+    told_anew = (_EARLY, _ROUNDED, _ESTIMATED)
+    return [caveat for caveat in told if not caveat.startswith(told_anew)]
+
+
+def _rounds_by(settings: Settings) -> float:
+    """Return by how much of C a unit may move the rounded sum beside what it adds."""
+    excess = fp32_sum_excess(settings.summands, settings.ranks_added_up)
+    return settings.largest_share * excess
 
 
 def _digits(excess: float) -> int:

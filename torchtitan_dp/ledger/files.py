@@ -19,7 +19,7 @@ from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.caveats import recorded
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.ledger.starts import Stretch, new_name
+from torchtitan_dp.ledger.starts import Stretch, new_name, worst_terms
 from torchtitan_dp.process import Fault, private_opener, write_atomically
 
 PRIVACY_FILE = "privacy.json"
@@ -91,7 +91,10 @@ def ledger_of(content: dict[str, Any]) -> Ledger:
 
 
 class ExecutedSteps:
-    """Keep every step begun in a folder, a line `step sigma rate start` each, appended only."""
+    """Keep every step begun in a folder, a line `step sigma rate start` each, appended only.
+
+    Of a step of estimated norms the line ends in the number of projections.
+    """
 
     def __init__(self, folder: str) -> None:
         """Read the file, if there is one.
@@ -101,7 +104,7 @@ class ExecutedSteps:
         """
         self._start = new_name()
         self._path = os.path.join(folder, EXECUTED_FILE)
-        self._begun: Counter[tuple[str, float, float]] = Counter()
+        self._begun: Counter[tuple[str, float, float, int]] = Counter()
         self._adopted = 0  # of them, steps of checkpoints that came without their log
         self._torn = 0  # lines whose terms were lost: counted on the worst terms
         self._torn_name = ""  # of their own in each folder: copies may tear at different steps
@@ -123,7 +126,7 @@ class ExecutedSteps:
     def begin(self, step: int, settings: Settings) -> None:
         """Record, durably, that `step`'s update is about to happen. Call on one rank."""
         terms = settings.noise_multiplier, settings.sample_rate
-        self._append(step, Stretch(self._start, *terms, 1))
+        self._append(step, Stretch(self._start, *terms, 1, settings.projections))
 
     def adopt(self, lineage: Iterable[Stretch]) -> None:
         """Add the steps of a checkpoint that came without (all of) its log. Call on one rank."""
@@ -145,8 +148,9 @@ class ExecutedSteps:
 
     def _append(self, step: int, stretch: Stretch) -> None:
         """Write and sync a line for each step; `step` is 0 where it was begun elsewhere."""
-        start, sigma, rate = stretch.which
-        line = f"{step} {sigma!r} {rate!r} {start}\n" * stretch.steps
+        start, sigma, rate, k = stretch.which
+        estimated = f" {k}" if k else ""
+        line = f"{step} {sigma!r} {rate!r} {start}{estimated}\n" * stretch.steps
         # A torn last line was begun too, and must neither swallow the next nor pass for whole.
         content = (f" {_TORN}\n" * self._tail_is_torn + line).encode()
         is_new = not os.path.exists(self._path)
@@ -173,12 +177,15 @@ class ExecutedSteps:
         Torn lines are taken for steps of a start of their own, on the worst of all known terms and
         of `settings`.
         """
-        found = [Stretch(*key, steps) for key, steps in self._begun.items()]
+        found = [
+            Stretch(start, sigma, rate, steps, k)
+            for (start, sigma, rate, k), steps in self._begun.items()
+        ]
         if self._torn:
-            known = [(s.noise_multiplier, s.sample_rate) for s in found]
-            known.append((settings.noise_multiplier, settings.sample_rate))
-            worst = min(sigma for sigma, _ in known), max(rate for _, rate in known)
-            found.append(Stretch(self._torn_name, *worst, self._torn))
+            known = [(s.noise_multiplier, s.sample_rate, s.projections) for s in found]
+            known.append((settings.noise_multiplier, settings.sample_rate, settings.projections))
+            sigma, rate, k = worst_terms(known)
+            found.append(Stretch(self._torn_name, sigma, rate, self._torn, k))
         return found
 
     def _read(self) -> None:
@@ -194,19 +201,20 @@ class ExecutedSteps:
                 self._torn += 1
                 last_torn = number
             else:
-                step, start, sigma, rate = self._parse(line, number)
-                self._begun[start, sigma, rate] += 1
+                step, start, sigma, rate, k = self._parse(line, number)
+                self._begun[start, sigma, rate, k] += 1
                 self._adopted += step == 0
         if last_torn:
             so_far = "\n".join(lines[:last_torn]).removesuffix(f" {_TORN}")
             so_far = os.path.realpath(self._path) + so_far
             self._torn_name = f"{_TORN} {hashlib.sha256(so_far.encode()).hexdigest()[:16]}"
 
-    def _parse(self, line: str, number: int) -> tuple[int, str, float, float]:
-        """Return the step, the start, sigma and the rate of a line."""
+    def _parse(self, line: str, number: int) -> tuple[int, str, float, float, int]:
+        """Return the step, the start, sigma, the rate and the projections of a line."""
         try:
-            step, sigma, rate, start = line.split()
-            return int(step), start, float(sigma), float(rate)
+            step, sigma, rate, start, *rest = line.split()
+            (projections,) = rest or ("0",)
+            return int(step), start, float(sigma), float(rate), int(projections)
         except ValueError:
             raise ValueError(
                 f"{self._path}, line {number}: '{line[:40]}' is no step; restore the file, or use "

@@ -139,7 +139,10 @@ def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
     begun = ExecutedSteps(folder).begun(ledger.settings)
     terms = [
         dataclasses.replace(
-            ledger.settings, noise_multiplier=s.noise_multiplier, sample_rate=s.sample_rate
+            ledger.settings,
+            noise_multiplier=s.noise_multiplier,
+            sample_rate=s.sample_rate,
+            projections=s.projections,
         )
         for s in begun
     ]

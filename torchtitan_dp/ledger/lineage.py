@@ -23,6 +23,7 @@ from torchtitan_dp.ledger.starts import (
     cut_into_stretches,
     new_name,
     union,
+    worst_terms,
 )
 from torchtitan_dp.privacy import accounting, filter
 from torchtitan_dp.privacy.segments import Segment
@@ -275,12 +276,12 @@ _CAVEATS = {
 
 
 def _worst(segments: Sequence[RunSegment], steps: int) -> Segment | None:
-    """Return so many steps with the least noise and the highest rate of all segments."""
+    """Return so many steps with the worst terms that any segment has."""
     if not segments:
         return None
     terms = [segment.settings for segment in segments]
-    least, highest = min(t.noise_multiplier for t in terms), max(t.sample_rate for t in terms)
-    return Segment(least, highest, steps)
+    sigma, rate, k = worst_terms((t.noise_multiplier, t.sample_rate, t.projections) for t in terms)
+    return Segment(sigma, rate, steps, k)
 
 
 def _segments(listed: list[dict[str, Any]]) -> list[RunSegment]:

@@ -144,6 +144,8 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         return Total(told[0], told[1], delta, "rdp filter", steps, relation)
     names = {run.ledger.settings.accountant for run in runs}
     accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
+    if any(segment.projections for segment in (*segments, *coming)):
+        accountant = "pld"  # no other tells estimated norms closely
     told = [
         accounting.compose(parts, delta=delta, accountant=accountant)
         for parts in (segments, [*segments, *coming])

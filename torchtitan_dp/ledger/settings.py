@@ -7,8 +7,13 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.config.units import privacy_unit, unit_word
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.envelope import largest_ratio
 from torchtitan_dp.privacy.segments import Segment
+
+SAMPLED_GAUSSIAN = "poisson_sampled_gaussian"
+RANDOMIZED = "poisson_sampled_gaussian_of_randomized_norms"  # a mixture of Gaussians
 
 
 @dataclass(frozen=True)
@@ -25,19 +30,26 @@ class Settings:
     neighbouring_relation: str
     privacy_unit: str = "record"
     target_epsilon: float | None = None  # from which the noise followed, if it did
-    mechanism: str = "poisson_sampled_gaussian"
+    mechanism: str = SAMPLED_GAUSSIAN
     sampling: str = "poisson"
     clipping: str = "flat"
     clip_function: str = "vanilla"
     secure_noise: bool = False
     exact_sum: bool = False
+    projections: int = 0  # that norms are estimated from; 0: they are exact
+    norm_estimator: str = "exact"
     units: int | None = None  # where their number is public
     samples_per_rank: int | None = None  # hardly ever exceeded in a step, whatever is drawn
     ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
 
     def spending(self, steps: int) -> Segment:
         """Return what an accountant needs to know of `steps` steps on these terms."""
-        return Segment(self.noise_multiplier, self.sample_rate, steps)
+        return Segment(self.noise_multiplier, self.sample_rate, steps, self.projections)
+
+    @property
+    def method(self) -> str:
+        """Name the gradient method as far as epsilon depends on it."""
+        return "'randomized'" if self.projections else "one of exact norms"
 
     @property
     def unit(self) -> str:
@@ -57,7 +69,13 @@ class Settings:
             steps=steps,
             delta=self.delta,
             accountant=self.accountant,
+            projections=self.projections,
         )
+
+    @property
+    def largest_share(self) -> float:
+        """Return the most that a unit can move the sum by, over C."""
+        return largest_ratio(self.projections)
 
     def same_terms(self, other: "Settings", *, targets_too: bool = False) -> bool:
         """Tell whether a step on these terms spends what one on the others does."""
@@ -118,6 +136,9 @@ _OF_A_SEGMENT = {
     "clip_function": "privacy.clip_function",
     "secure_noise": "privacy.secure_noise",
     "exact_sum": "privacy.exact_sum",
+    "method": "privacy.gradient_method",  # as far as epsilon depends on it
+    "projections": "privacy.projections",
+    "norm_estimator": "privacy.norm_estimator",
 }
 _OF_A_RUN = {
     "delta": "privacy.delta",
@@ -171,6 +192,7 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
     assert privacy.delta is not None
     replicate, shard, _ = mesh_degrees(config)
     ranks = max(replicate, 1) * max(shard, 1)
+    estimated = METHODS[privacy.gradient_method].estimates_norms
     return Settings(
         noise_multiplier=float(noise_multiplier),
         sample_rate=sampling.rate,
@@ -182,6 +204,9 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         neighbouring_relation=sampling.neighbouring_relation,
         privacy_unit=privacy_unit(config),
         target_epsilon=privacy.target_epsilon,
+        mechanism=RANDOMIZED if estimated else SAMPLED_GAUSSIAN,
+        projections=privacy.projections if estimated else 0,
+        norm_estimator=privacy.norm_estimator if estimated else "exact",
         clipping=_clipping(privacy.clipping, privacy.clipping_groups),
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,

@@ -38,11 +38,12 @@ class Stretch:
     noise_multiplier: float
     sample_rate: float
     steps: int
+    projections: int = 0
 
     @property
-    def which(self) -> tuple[str, float, float]:
+    def which(self) -> tuple[str, float, float, int]:
         """Return what is the same for two stretches only if the longer includes the shorter."""
-        return self.start, self.noise_multiplier, self.sample_rate
+        return self.start, self.noise_multiplier, self.sample_rate, self.projections
 
 
 def cut_into_stretches(
@@ -62,7 +63,7 @@ def cut_into_stretches(
             settings, steps = left.pop(0)
             taken = min(wanted, steps)
             terms = settings.noise_multiplier, settings.sample_rate
-            found.append(Stretch(start.name, *terms, taken))
+            found.append(Stretch(start.name, *terms, taken, settings.projections))
             wanted -= taken
             if steps > taken:
                 left.insert(0, (settings, steps - taken))
@@ -71,10 +72,22 @@ def cut_into_stretches(
 
 def union(told: Iterable[Stretch]) -> list[Segment]:
     """Return all steps that any stretch tells of, each once, by terms."""
-    most: dict[tuple[str, float, float], int] = {}
+    most: dict[tuple[str, float, float, int], int] = {}
     for stretch in told:
         most[stretch.which] = max(most.get(stretch.which, 0), stretch.steps)
-    by_terms: dict[tuple[float, float], int] = {}
-    for (_, *terms), steps in most.items():
-        by_terms[terms[0], terms[1]] = by_terms.get((terms[0], terms[1]), 0) + steps
-    return [Segment(sigma, rate, steps) for (sigma, rate), steps in sorted(by_terms.items())]
+    by_terms: dict[tuple[float, float, int], int] = {}
+    for (_, sigma, rate, k), steps in most.items():
+        by_terms[sigma, rate, k] = by_terms.get((sigma, rate, k), 0) + steps
+    return [Segment(sigma, rate, steps, k) for (sigma, rate, k), steps in sorted(by_terms.items())]
+
+
+def worst_terms(known: Iterable[tuple[float, float, int]]) -> tuple[float, float, int]:
+    """Return the least noise, the highest rate and the worst norms: of the fewest projections.
+
+    Fewer projections are worse at every value (`privacy.envelope`), and exact norms are best.
+
+    >>> worst_terms([(2.0, 0.1, 0), (1.0, 0.2, 64), (3.0, 0.1, 32)])
+    (1.0, 0.2, 32)
+    """
+    noise, rates, projections = zip(*known, strict=True)
+    return min(noise), max(rates), min((k for k in projections if k), default=0)

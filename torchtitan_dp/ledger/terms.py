@@ -212,6 +212,7 @@ def _noise_multiplier(
         steps=steps,
         accountant=privacy.accountant,
         before=spent,
+        projections=settings_of(config, units, 0.0).projections,
     )
 
 

@@ -109,8 +109,22 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"of at most {config.training.seq_len:,} tokens each",
         f"      gradients by {method}, which is for {METHODS[method].chosen_for}; "
         f"clipping: {settings.clipping}",
+        *_estimated(plan),
     ]
     print("\n".join(lines), file=sys.stderr)
+
+
+def _estimated(plan: Plan) -> list[str]:
+    """Say what estimated norms cost, where they are."""
+    settings = plan.settings
+    if not settings.projections:
+        return []
+    exact = dataclasses.replace(settings, projections=0).epsilon(plan.steps)
+    return [
+        f"      norms: estimated ({settings.norm_estimator}, {settings.projections} projections), "
+        f"so that a gradient counts up to {rounded_up(settings.largest_share, digits=3)} C; with "
+        f"exact norms these steps would spend epsilon = {rounded_up(exact)}",
+    ]
 
 
 def _explain(plan: Plan) -> None:

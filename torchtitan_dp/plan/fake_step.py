@@ -28,6 +28,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.distributed import offload
+from torchtitan_dp.gradients import randomized_norm
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.gathered import free_gathered
 from torchtitan_dp.gradients.reduction import ReductionGroups
@@ -108,6 +109,7 @@ class Step:
                 clipped_sum_type=_RoomyClippedSum,
             )
         self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
+        self.gradients.start_step(bytes(32))
         # One parameter at a time: temporaries as small as those of the fused kernel's rank.
         inner = torch.optim.AdamW(parameters.values(), foreach=False, fused=False)
         with unset_fake_temporarily():  # it asks where its shards lie
@@ -216,6 +218,7 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
             "add_clipped_units_",
         ):
             stack.enter_context(mock.patch.object(dp_summation, name, _nothing))
+        stack.enter_context(mock.patch.object(randomized_norm, "standard_normal", _no_normals))
         stack.enter_context(
             mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         )
@@ -232,6 +235,10 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
 
 def _empty_as(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(copy.shape, dtype=copy.dtype, device=device)
+
+
+def _no_normals(_: bytes, __: str, ___: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.empty(count, dtype=torch.float32, device=device)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

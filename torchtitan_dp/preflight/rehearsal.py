@@ -47,6 +47,7 @@ from torchtitan_dp.data.loading import Microbatch
 from torchtitan_dp.data.slowest import slowest_parse_seconds, slowest_seconds
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.gathered import free_gathered
+from torchtitan_dp.gradients.methods import GradientMethod
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.process import Fault
@@ -79,6 +80,8 @@ class Rehearsed(Protocol):
     @property
     def clipped_sum(self) -> ClippedSum: ...
     @property
+    def gradients(self) -> GradientMethod: ...
+    @property
     def dp_optimizer(self) -> DPOptimizer: ...
 
     def accumulate(self, microbatch: Microbatch, statistics: SampleStatistics) -> None:
@@ -101,6 +104,7 @@ def rehearse(trainer: Rehearsed) -> None:
     _check_tokenizer(trainer)
     feed.make_room()
     statistics = SampleStatistics()
+    trainer.gradients.start_step(bytes(32))  # a public key: nothing comes of padding
     passed = 0
     # The first lays out the accumulator, the update makes the optimizer's state: all others run
     # beside both.

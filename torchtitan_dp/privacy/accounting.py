@@ -5,7 +5,9 @@ Guarantee
 `epsilon` is an upper bound: `steps` times the Poisson-subsampled Gaussian mechanism (each unit in
 with probability `sample_rate`; sum of contributions of norm at most C; noise of standard deviation
 `noise_multiplier` * C, fresh each step) is (epsilon, delta)-DP, also when each step is chosen after
-seeing the ones before. Steps are optimizer steps, empty draws included, never microbatches.
+seeing the ones before. With `projections`, contributions have a norm of at most C times a random
+number, which `randomized` bounds and argues for. Steps are optimizer steps, empty draws included,
+never microbatches.
 
 Neighbours: `add_remove` (one unit more or less; needs a public sample rate and divisor) and
 `zero_out` (one unit's content replaced by an empty unit, which contributes 0; the number of units
@@ -61,6 +63,7 @@ def epsilon(
     steps: int,
     delta: float,
     accountant: Accountant,
+    projections: int = 0,
 ) -> float:
     """Compute the epsilon spent after `steps` steps.
 
@@ -70,6 +73,7 @@ def epsilon(
         steps: optimizer steps.
         delta: of (epsilon, delta), in (0, 1).
         accountant: "pld" (tightest), "prv" or "rdp".
+        projections: k, that norms are estimated from; 0: they are exact.
 
     Returns:
         epsilon >= 0; 0.0 without steps or with sample_rate 0; inf without noise.
@@ -83,7 +87,7 @@ def epsilon(
     >>> round(epsilon(**query, accountant="pld"), 3)
     1.828
     """
-    segment = Segment(noise_multiplier, sample_rate, steps)
+    segment = Segment(noise_multiplier, sample_rate, steps, projections)
     return compose([segment], delta=delta, accountant=accountant)
 
 
@@ -93,7 +97,8 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
     Args:
         segments: all fixed before training; without any, nothing is spent.
         delta: of (epsilon, delta), in (0, 1).
-        accountant: "pld" and "prv" compose distributions, "rdp" adds curves.
+        accountant: "pld" and "prv" compose distributions, "rdp" adds curves. Where norms were
+            estimated only "pld" is tight, and "prv" is "rdp".
 
     Returns:
         epsilon >= 0; inf if a step has no noise.
@@ -112,7 +117,7 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
     if fewest[0].noise_multiplier == 0:  # they are sorted
         return math.inf
     bound = rdp_epsilon(fewest, delta)
-    if accountant == "prv":
+    if accountant == "prv" and not any(segment.projections for segment in fewest):
         # It needs Opacus' package, whose training engine takes a second or two to import.
         from torchtitan_dp.privacy.prv import prv_epsilon
 
@@ -130,6 +135,7 @@ def noise_multiplier(
     steps: int,
     accountant: Accountant,
     before: Sequence[Segment] = (),
+    projections: int = 0,
 ) -> float:
     """Find the sigma that spends `target_epsilon` in `steps` steps: never more, at least 99% of it.
 
@@ -149,7 +155,7 @@ def noise_multiplier(
     >>> 2.97 <= epsilon(noise_multiplier=sigma, accountant="rdp", **query) <= 3.0
     True
     """
-    Segment(1.0, sample_rate, steps)  # checks them
+    Segment(1.0, sample_rate, steps, projections)  # checks them
     if not 0 < target_epsilon < math.inf:
         raise ValueError(
             f"privacy.target_epsilon = {target_epsilon} is not positive and finite; "
@@ -165,7 +171,7 @@ def noise_multiplier(
         return 0.0
 
     def excess(log_sigma: float) -> float:  # falls with sigma; aims at the middle of [0.99, 1]
-        coming = Segment(math.exp(log_sigma), sample_rate, steps)
+        coming = Segment(math.exp(log_sigma), sample_rate, steps, projections)
         spent = compose([*before, coming], delta=delta, accountant=accountant)
         return math.log(max(spent, 1e-300) / (0.995 * target_epsilon))
 

@@ -33,12 +33,13 @@ class EpsilonCurve:
         delta: float,
         accountant: Accountant,
         total_steps: int,
+        projections: int = 0,
         points: int | None = None,
     ) -> None:
         """
         Args:
             before: planned segments that ran on the same data; they count from step 0.
-            noise_multiplier, sample_rate: of the segment to come, as of `Segment`.
+            noise_multiplier, sample_rate, projections: of the segment to come, as of `Segment`.
             delta, accountant: as of `accounting.compose`.
             total_steps: of the segment to come.
             points: where epsilon is computed now, evenly spaced, `total_steps` the last. By
@@ -51,6 +52,7 @@ class EpsilonCurve:
         assert points >= 1
         self._before = tuple(before)
         self._noise_multiplier, self._sample_rate = noise_multiplier, sample_rate
+        self._projections = projections
         self._delta, self._accountant = delta, accountant
         parts = max(1, min(points, total_steps))
         self._steps = sorted({0, *(-(-total_steps * i // parts) for i in range(1, parts + 1))})
@@ -74,5 +76,5 @@ class EpsilonCurve:
         return list(zip(self._steps, self._epsilons, strict=True))
 
     def _compute(self, steps: int) -> float:
-        coming = Segment(self._noise_multiplier, self._sample_rate, steps)
+        coming = Segment(self._noise_multiplier, self._sample_rate, steps, self._projections)
         return compose([*self._before, coming], delta=self._delta, accountant=self._accountant)

@@ -8,12 +8,12 @@ lives in memory only: whoever has it and the published weights can subtract the 
 Guarantee
 ---------
 If HMAC-SHA256 is a pseudo-random function, keys of different (label, step) pairs are
-indistinguishable from independent uniform ones, so sampling, noise, windows and coins never share
-randomness. A stream serves a step once and only forwards, and a root key has one stream a label,
-so within a process nobody can draw the same noise twice. Across processes this rests on a fresh
-`RootKey.from_os()` at every start and load. Nothing here is saved, and neither `repr` nor pickle
-shows a key; memory that is swapped out or dumped is not resisted here (the launcher turns core
-dumps off). A root key from a debug seed can be guessed: such a run is not private.
+indistinguishable from independent uniform ones, so sampling, noise, windows, projections and coins
+never share randomness. A stream serves a step once and only forwards, and a root key has one stream
+a label, so within a process nobody can draw the same noise twice. Across processes this rests on a
+fresh `RootKey.from_os()` at every start and load. Nothing here is saved, and neither `repr` nor
+pickle shows a key; memory that is swapped out or dumped is not resisted here (the launcher turns
+core dumps off). A root key from a debug seed can be guessed: such a run is not private.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ import hmac
 import secrets
 from typing import Literal, NoReturn, get_args
 
-Label = Literal["sampling", "noise", "window", "coin"]
+Label = Literal["sampling", "noise", "window", "projection", "coin"]
 
 KEY_BYTES = 32
 _DEBUG_DOMAIN = b"torchtitan_dp/debug_seed/"

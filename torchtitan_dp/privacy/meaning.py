@@ -47,7 +47,7 @@ import numpy as np
 from scipy.special import expit, log_expit, log_ndtr, ndtr, ndtri, ndtri_exp
 
 from torchtitan_dp.privacy.accounting import percent, rounded_up
-from torchtitan_dp.privacy.pld import gaussian_delta, pld_profile
+from torchtitan_dp.privacy.pld import gaussian_delta, is_one_gaussian, pld_profile
 from torchtitan_dp.privacy.rdp import rdp_delta, rdp_epsilon
 from torchtitan_dp.privacy.segments import Segment, merged
 
@@ -200,7 +200,7 @@ def _meaning(segments: tuple[Segment, ...], delta: float) -> Meaning:
     if segments[0].noise_multiplier == 0:  # they are sorted
         return Meaning(math.inf, 0.0, tuple((a, 1.0) for a in FALSE_ALARMS), 1.0, 0.0)
     unsampled = _unsampled_mu(segments)
-    if [segment.sample_rate for segment in segments] == [1.0]:
+    if is_one_gaussian(segments):
         return _gaussian(unsampled, delta)
     epsilons = _epsilons(segments, delta)
     profile = _profile(segments, delta, epsilons)
@@ -232,7 +232,7 @@ def _gaussian(mu: float, delta: float) -> Meaning:
 
 def _unsampled_mu(segments: Sequence[Segment]) -> float:
     """Return the mu that holds without any exception, as if every unit were in every draw."""
-    return math.sqrt(sum(s.steps / s.noise_multiplier**2 for s in segments))
+    return math.sqrt(sum(s.steps / s.least_noise**2 for s in segments))
 
 
 def _epsilons(segments: tuple[Segment, ...], delta: float) -> np.ndarray:

@@ -10,6 +10,8 @@ in float64 may add to it. Add-or-remove and zero-out neighbours have the same di
 which both directions are composed and the worse one is told. Where these numbers cannot be had,
 the answer is infinity. `gaussian_epsilon` is exact but for float64's rounding, allowed for.
 
+A step of estimated norms has the distribution of `randomized`.
+
 The grid is fine enough for a bound within about 0.1% of the true epsilon, and coarser only where
 it would exceed `_MAX_POINTS`. `pld_profile` is the same bound at every epsilon at once.
 """
@@ -24,6 +26,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import log_ndtr, ndtr
 
+from torchtitan_dp.privacy.randomized import mixture_distribution
 from torchtitan_dp.privacy.rdp import loss_bound, rdp_epsilon
 from torchtitan_dp.privacy.segments import Segment, fft_noise
 
@@ -57,7 +60,7 @@ def pld_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
         segments: as `segments.merged` gives them: at least one, noise and sample rate above 0.
         delta: of (epsilon, delta).
     """
-    exact = [segment.sample_rate for segment in segments] == [1.0]
+    exact = is_one_gaussian(segments)
     if exact or fft_noise(segments) <= delta / 2:
         try:
             with np.errstate(all="ignore"):  # log(0) and the like at the ends of the grid
@@ -72,6 +75,11 @@ def pld_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
                 return bound
     logger.info("PLD is out of its depth at %s: RDP", segments)
     return math.inf
+
+
+def is_one_gaussian(segments: tuple[Segment, ...]) -> bool:
+    """Tell whether merged segments are one Gaussian mechanism, whose profile is in closed form."""
+    return [(s.sample_rate, s.projections) for s in segments] == [(1.0, 0)]
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -238,7 +246,7 @@ def _grid(segments: tuple[Segment, ...], delta: float, rough: float) -> _Grid:
     deviation = math.sqrt(2 * rough - 2 * log_delta) - math.sqrt(-2 * log_delta)
     wanted = min(0.04 * deviation / math.sqrt(steps), _COARSEST)
     log_tail = 10.0 * math.floor((log_delta + math.log(_TAIL / steps)) / 10)
-    widest = max(_one_step_loss(s.noise_multiplier, s.sample_rate, log_tail) for s in segments)
+    widest = max(_one_step_loss(s.least_noise, s.sample_rate, log_tail) for s in segments)
     composed = 2 * loss_bound(segments, _TAIL * delta)
     interval = max(wanted, 2 * widest / _MAX_POINTS, composed / _MAX_COMPOSED_POINTS, _FINEST)
     return _Grid(2.0 ** math.floor(math.log2(interval)), log_tail)
@@ -253,8 +261,11 @@ def _one_step_loss(sigma: float, q: float, log_tail: float) -> float:
 
 
 @functools.lru_cache(maxsize=16)
-def _one_step(sigma: float, q: float, grid: _Grid) -> "PrivacyLossDistribution":
+def _one_step(sigma: float, q: float, k: int, grid: _Grid) -> "PrivacyLossDistribution":
     from dp_accounting.pld import privacy_loss_distribution
+
+    if k:
+        return mixture_distribution(sigma, q, k, interval=grid.interval, log_tail=grid.log_tail)
 
     return privacy_loss_distribution.from_gaussian_mechanism(
         sigma,
@@ -270,5 +281,5 @@ def _one_step(sigma: float, q: float, grid: _Grid) -> "PrivacyLossDistribution":
 def _steps(segment: Segment, grid: _Grid, tail: float) -> "PrivacyLossDistribution":
     """Compose all steps of a segment; kept, since questions about later segments come back to
     it."""
-    one = _one_step(segment.noise_multiplier, segment.sample_rate, grid)
+    one = _one_step(segment.noise_multiplier, segment.sample_rate, segment.projections, grid)
     return one.self_compose(segment.steps, tail) if segment.steps > 1 else one

@@ -17,6 +17,7 @@ from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger.initial import PUBLIC
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count
 from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.envelope import largest_ratio
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.release.owner import owner_section
 
@@ -180,7 +181,7 @@ def _computation(terms: dict[str, Any]) -> str:
 | sampling | Poisson: every {unit} by a draw of its own at each step |
 | sampling rate q | {terms["sample_rate"]:.6g}, from {terms["sample_rate_source"]} |
 | noise multiplier σ | {terms["noise_multiplier"]:.6g} |
-| clipping | to norm C = {terms["max_grad_norm"]:g}, {terms["clipping"]}, {terms["clip_function"]} |
+| clipping | {_clipping(terms)} |
 | divisor of the sum | {terms["expected_batch_size"]}, the expected batch |
 | noise safe in its low bits | {_yes(terms["secure_noise"])} (`privacy.secure_noise`) |
 | sum exact | {_yes(terms["exact_sum"])} (`privacy.exact_sum`) |
@@ -189,10 +190,32 @@ def _computation(terms: dict[str, Any]) -> str:
 | accountant | {accountant} |
 | program | torchtitan_dp {program["version"]}, commit {commit}{changed} |
 {_segments(terms)}
-In each step every {unit} takes part with probability q; its gradient is clipped to norm C; noise of
+In each step every {unit} takes part with probability q; {_clipped(terms)}; noise of
 standard deviation σC is added once to the sum, in every coordinate; and the sum is divided by a
 constant. {_again(terms)}
 """
+
+
+def _clipping(terms: dict[str, Any]) -> str:
+    """Say what gradients are clipped to, and by which norms."""
+    C, how = terms["max_grad_norm"], f"{terms['clipping']}, {terms['clip_function']}"
+    if not terms["projections"]:
+        return f"to norm C = {C:g}, {how}"
+    return (
+        f"to C = {C:g}, {how}, by norms that are estimated ({terms['norm_estimator']}, "
+        f"{terms['projections']} random projections)"
+    )
+
+
+def _clipped(terms: dict[str, Any]) -> str:
+    """Say the same in a clause."""
+    if not terms["projections"]:
+        return "its gradient is clipped to norm C"
+    most = rounded_up(largest_ratio(terms["projections"]), digits=3)
+    return (
+        "its gradient is clipped by an\nestimate of its norm, so that it may count more than C (at "
+        f"most {most} C), which ε includes"
+    )
 
 
 def _again(terms: dict[str, Any]) -> str:
@@ -215,9 +238,14 @@ def _segments(terms: dict[str, Any]) -> str:
     earlier += terms["segments"][:-1]
     return "".join(
         f"| before that | {s['steps']} steps with σ = {s['settings']['noise_multiplier']:.6g}, "
-        f"q = {s['settings']['sample_rate']:.6g} |\n"
+        f"q = {s['settings']['sample_rate']:.6g}{_projected(s['settings'])} |\n"
         for s in earlier
     )
+
+
+def _projected(settings: dict[str, Any]) -> str:
+    count = settings.get("projections", 0)
+    return f", norms from {count} projections" if count else ""
 
 
 def _assumptions(terms: dict[str, Any], config: JobConfig) -> str:

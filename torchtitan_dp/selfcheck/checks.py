@@ -8,8 +8,10 @@ from typing import get_args
 import torch
 
 from torchtitan_dp.distributed.ring_attention import RotateMethod
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.selfcheck.attention import attention
 from torchtitan_dp.selfcheck.checkpoints import checkpoint
+from torchtitan_dp.selfcheck.estimates import norm_estimates
 from torchtitan_dp.selfcheck.loss_head import loss_head
 from torchtitan_dp.selfcheck.machine import devices, memory, one_key, same_versions
 from torchtitan_dp.selfcheck.noise import noise
@@ -108,23 +110,32 @@ def _noise_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check]:
 
 def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterator[Check]:
     method: str = terms.config.privacy.gradient_method
-    kinds = {method: terms}
+    kind = method
+    if METHODS[method].estimates_norms:
+        yield Check(
+            f"norm estimates, {terms.place}",
+            f"{_DO_NOT_TRAIN}; privacy.gradient_method = 'ghost' has exact norms",
+            functools.partial(norm_estimates, ranks, terms),
+        )
+        # The same but for the estimates, which the loop has not.
+        kind, terms = f"{method} with exact norms", terms.but(gradient_method="ghost")
+    kinds = {kind: terms}
     if every and method == "grad_sample":
         kinds["grad_sample, whole"] = terms.but(shard_grad_samples=False)
     if every and method == "ghost":
         kinds["ghost, two passes"] = terms.but(ghost_passes="two")
-    if every and terms.dtype == torch.float32:
+    if every and terms.dtype == torch.float32 and kind == method:
         kinds[f"{method}, exact"] = terms.but(secure_noise=True, exact_sum=True)
-    for kind, of in kinds.items():
+    for of_kind, of in kinds.items():
         yield Check(
-            f"clipped sum, {kind}, {terms.place}",
+            f"clipped sum, {of_kind}, {terms.place}",
             f"{_DO_NOT_TRAIN}; another privacy.gradient_method or dtype may pass; where ring "
             "attention does, look at reductions (NCCL, the network)",
             functools.partial(clipped_sum, ranks, of, loops),
         )
     if terms.dtype == torch.float32:
         yield Check(
-            f"update, {method}, {terms.place}",
+            f"update, {kind}, {terms.place}",
             f"{_DO_NOT_TRAIN}; optimizer.implementation = 'for-loop' tells whether it is the "
             "fused AdamW",
             functools.partial(updates, ranks, terms, loops),

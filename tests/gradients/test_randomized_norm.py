@@ -1,0 +1,316 @@
+"""Estimated norms: a reference with the same projections, their mean, and whose they are.
+
+Rows 1, 11, 28 and 59: at 32 tokens and 8 projections a Llama of width 96 has estimates of most of
+its matrices (WIDE).
+"""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from tests.ranks import on_ranks
+
+METHOD = "--privacy.gradient_method=randomized"
+WIDE = {"dim": 128, "vocab_size": 131, "max_seq_len": 64}
+TIED = {"tie_embeddings": True}
+K = 8
+
+
+def randomized(samples=2, passes="one", estimator="hutchinson", k=K):
+    return [
+        METHOD,
+        f"--privacy.projections={k}",
+        f"--privacy.norm_estimator={estimator}",
+        f"--privacy.ghost_passes={passes}",
+        f"--training.local_batch_size={samples}",
+        "--training.seq_len=64",
+    ]
+
+
+def data(samples):
+    """Samples of 64 tokens, of which one ends early."""
+    generator = torch.Generator().manual_seed(0)
+    tokens_NT, labels_NT = (
+        torch.randint(0, 131, (samples, 64), generator=generator) for _ in range(2)
+    )
+    labels_NT[0, 20:] = -100
+    return tokens_NT, labels_NT
+
+
+def reference_squares(norms, gradient, layers, tokens, number, dp_rank, key):
+    """One sample's estimate, by whole matrices in fp64: (total, how many were estimated)."""
+    from torchtitan_dp.privacy.noise import standard_normal
+
+    k, total, estimated = norms.projections, 0.0, {}
+    for name, g_PD in gradient.items():
+        exact = g_PD.double().square().sum().item()
+        if g_PD.dim() == 1 or not norms.estimates(tokens * layers[name], g_PD.shape):
+            total += exact
+            continue
+        rows = g_PD.shape[0]
+
+        def drawn(purpose, rows=rows, name=name):
+            flat = standard_normal(key, f"{name}/{purpose}/{dp_rank}", number * rows * k, rows * k)
+            return flat.view(rows, k).double() / math.sqrt(k)
+
+        y_DK = g_PD.double().T @ drawn("tail")
+        square = y_DK.square().sum().item()
+        if norms.estimator == "hutch++":
+            basis_DK, _ = torch.linalg.qr(g_PD.double().T @ drawn("sketch"))
+            rest_DK = y_DK - basis_DK @ (basis_DK.T @ y_DK)
+            square = (
+                g_PD.double() @ basis_DK
+            ).square().sum().item() + rest_DK.square().sum().item()
+        total += square
+        estimated[name] = square / exact
+    return total, estimated
+
+
+def errors(degrees, method, changes, samples, C=1.0):
+    """(error of the sum, error of the norms, matrices estimated) against the loop."""
+    from tests import build
+
+    args = dataclasses.replace(build.ARGS, **WIDE, **changes)
+    built = build.build(degrees, *method, args=args, max_grad_norm=C)
+    norms, key = built.gradients.norms, bytes(range(32))
+    built.gradients.start_step(key)
+    tokens_NT, labels_NT = data(samples)
+    actual, found = built.clipped_sum(tokens_NT, labels_NT)
+    gradients = build.reference_gradients(build.reference_model(args), tokens_NT, labels_NT)
+    layers = built.gradients._layers
+    expected = {name: torch.zeros_like(g, dtype=torch.float64) for name, g in gradients[0].items()}
+    off, seen = 0.0, {}
+    dp = degrees[0] * degrees[1]
+    import numpy as np
+
+    from torchtitan_dp.privacy.sampling import deal
+
+    for dp_rank in range(dp):
+        dealt = deal(np.arange(samples), ranks=dp, rank=dp_rank, batch_size=built.batch_size)
+        slots = [int(slot) for slots in dealt for slot in slots]
+        for number, slot in enumerate(slots):
+            if slot < 0:
+                continue
+            square, seen = reference_squares(
+                norms, gradients[slot], layers, 64, number, dp_rank, key
+            )
+            if dp_rank == built.groups.dp_rank:
+                off = max(off, abs(found[number] / math.sqrt(square) - 1))
+            factor = min(1.0, C / math.sqrt(square))
+            for name, g in gradients[slot].items():
+                expected[name] += factor * g.double()
+    return build.relative_error(actual, expected), off, len(seen)
+
+
+def check(degrees, *method, samples=3, **changes):
+    for error, off, estimated in on_ranks(
+        math.prod(degrees), errors, degrees, list(method), changes, samples
+    ):
+        assert estimated >= 6
+        assert off < 1e-5
+        assert error < 2e-5  # clip() aims at C (1 - 1e-5)
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
+@pytest.mark.parametrize(
+    "degrees, batch_size, passes, changes",
+    [
+        ((1, 1, 1), 2, "one", {}),
+        ((1, 1, 1), 4, "two", TIED),
+        ((1, 2, 1), 2, "one", TIED),
+        ((1, 1, 2), 2, "one", {}),
+        ((1, 1, 2), 2, "two", TIED),
+        ((2, 1, 1), 2, "two", {}),
+        ((1, 2, 2), 2, "two", TIED),
+        ((2, 1, 2), 2, "one", TIED),
+        ((1, 1, 4), 3, "two", {}),
+    ],
+    ids=str,
+)
+def test_every_mesh(degrees, batch_size, passes, changes, estimator):
+    """5 samples: the last microbatches are padded."""
+    check(degrees, *randomized(batch_size, passes, estimator), samples=5, **changes)
+
+
+@pytest.mark.parametrize("passes", ["one", "two"])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
+def test_activation_checkpointing(degrees, mode, passes):
+    options = (
+        f"--activation_checkpoint.mode={mode}",
+        "--activation_checkpoint.selective_ac_option=1",
+    )
+    check(degrees, *randomized(2, passes), *options, **TIED)
+
+
+def empty_draw():
+    from tests import build
+
+    built = build.build((1, 1, 1), *randomized(), args=dataclasses.replace(build.ARGS, **WIDE))
+    tokens_NT, labels_NT = data(2)
+    total, norms = built.clipped_sum(tokens_NT[:0], labels_NT[:0])
+    return max(g.abs().max().item() for g in total.values()), norms
+
+
+def test_an_empty_draw_adds_nothing():
+    assert on_ranks(1, empty_draw) == [(0.0, [])]
+
+
+# The estimator alone.
+
+
+def factors_of(samples, seed=0, tokens=48, shape=(40, 56)):
+    from torchtitan_dp.gradients.operands import Products
+
+    generator = torch.Generator().manual_seed(seed)
+    left, right = (torch.randn(1, tokens, n, generator=generator) for n in shape)
+    return Products(left.expand(samples, -1, -1), right.expand(samples, -1, -1))
+
+
+def always(estimator, k=K, dp_rank=0, cp=None, cp_size=1):
+    from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, Shared
+
+    class Always(RandomizedNorms):
+        def estimates(self, tokens, shape):
+            return True
+
+    norms = Always(k, estimator, Shared(cp, cp_size, dp_rank))
+    norms.start_step(bytes(32))
+    return norms
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
+def test_row59_estimates_are_unbiased(estimator):
+    """And spread as they should: 2 |G^T G|^2 / k, which Hutch++ is below."""
+    samples = 3_000
+    factors, norms = factors_of(samples), always(estimator)
+    norms.start_microbatch(samples)
+    found = norms.squared_norms("w", torch.Size((40, 56)), [factors])
+    gradient = factors.left[0].double().T @ factors.right[0].double()
+    true = gradient.square().sum()
+    assert (found.mean() - true).abs() < 3 * found.std() / math.sqrt(samples)
+    variance = 2 * (gradient @ gradient.T).square().sum() / K
+    if estimator == "hutchinson":
+        assert found.var().item() == pytest.approx(variance.item(), rel=0.1)
+    else:
+        assert found.var().item() < 0.9 * variance.item()
+
+
+def test_a_rank_one_gradients_estimate_is_chi_squared():
+    """The worst of the envelope is attained: by the Kolmogorov-Smirnov statistic."""
+    from scipy import stats
+
+    from torchtitan_dp.gradients.operands import Products
+
+    samples, norms = 4_000, always("hutchinson")
+    left = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(1))
+    factors = Products(left.expand(samples, -1, -1), torch.ones(samples, 1, 3))
+    norms.start_microbatch(samples)
+    found = norms.squared_norms("w", torch.Size((24, 3)), [factors])
+    true = left.double().square().sum() * 3
+    assert stats.kstest((K * found / true).numpy(), stats.chi2(K).cdf).pvalue > 1e-3
+
+
+def test_row11_and_40_no_two_samples_parameters_steps_or_ranks_share_projections():
+    drawn = []
+    for dp_rank in (0, 1):
+        norms = always("hutch++", dp_rank=dp_rank)
+        for key in (bytes(32), bytes([1] * 32)):
+            norms.start_step(key)
+            for _ in range(2):
+                norms.start_microbatch(3)
+                for name in ("a", "b"):
+                    for purpose in ("tail", "sketch"):
+                        one = norms._draw(name, purpose, [factors_of(3)], 40)
+                        drawn += list(one.flatten(1))
+    whole = torch.stack(drawn)
+    assert len(torch.unique(whole[:, :4], dim=0)) == len(whole) == 2 * 2 * 2 * 3 * 2 * 2
+    correlations = torch.corrcoef(whole).fill_diagonal_(0).abs()
+    assert correlations.max() < 6 / math.sqrt(40 * K)
+    assert whole.var().item() == pytest.approx(1 / K, rel=0.02)
+
+
+def test_samples_are_numbered_on_where_no_step_begins():
+    norms = always("hutchinson")
+    drawn = []
+    for _ in range(2):
+        norms.start_microbatch(2)
+        drawn.append(norms._draw("a", "tail", [factors_of(2)], 40))
+    assert not torch.equal(*drawn)
+
+
+def drawn_by(degrees):
+    from tests import build
+
+    _, groups = build._mesh(degrees)
+    norms = always("hutchinson", dp_rank=groups.dp_rank)
+    norms.start_microbatch(2)
+    return norms._draw("a", "tail", [factors_of(2)], 40).flatten().tolist()
+
+
+def test_ranks_of_a_cp_group_have_the_same_projections_and_others_have_others():
+    first, second, third, fourth = on_ranks(4, drawn_by, (1, 2, 2))
+    assert first == second != third == fourth
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_row22_a_bad_sample_is_seen_and_its_neighbour_is_not_touched(bad, estimator):
+    found = []
+    for value in (0.5, bad):
+        factors, norms = factors_of(2), always(estimator)
+        left = factors.left.clone()
+        left[1, 3, 2] = value
+        norms.start_microbatch(2)
+        one = dataclasses.replace(factors, left=left, right=factors.right.contiguous())
+        found.append(norms.squared_norms("w", torch.Size((40, 56)), [one]))
+    assert found[0][0] == found[1][0]
+    assert not torch.isfinite(found[1][1])
+
+
+def test_tied_layers_blocks_and_factors():
+    """Tokens of an embedding and of a product, in blocks, equal whole matrices."""
+    from torchtitan_dp.gradients.operands import Products, Rows
+    from torchtitan_dp.gradients.randomized_norm import project, project_back
+
+    generator = torch.Generator().manual_seed(0)
+    products = factors_of(2)
+    scaled = Products(products.left, products.right, torch.tensor([0.5, 2.0]))
+    tokens = torch.randint(0, 40, (2, 9), generator=generator)
+    rows = Rows(tokens, torch.randn(2, 9, 56, generator=generator))
+    whole = products.left.mT @ products.right * torch.tensor([0.5, 2.0])[:, None, None]
+    for sample in range(2):
+        whole[sample].index_add_(0, tokens[sample], rows.right[sample])
+    by = torch.randn(2, 40, K, generator=generator)
+    back = torch.randn(2, 56, K, generator=generator)
+    for block in (1, 1_000, 2**24):
+        found = project([scaled, rows], by, 56, block_elements=block)
+        torch.testing.assert_close(found, whole.mT @ by, rtol=1e-4, atol=1e-3)
+        found = project_back([scaled, rows], back, 40, block_elements=block)
+        torch.testing.assert_close(found, whole @ back, rtol=1e-4, atol=1e-3)
+
+
+def with_wrong_norms(scale):
+    """One sample's part of the sum, over C, where the estimates are wrong by a factor."""
+    from tests import build
+
+    args = dataclasses.replace(build.ARGS, **WIDE)
+    built = build.build((1, 1, 1), *randomized(), args=args, max_grad_norm=0.1)
+    norms = built.gradients.norms
+    exact = norms.squared_norms
+    norms.squared_norms = lambda *a: exact(*a) * scale
+    tokens_NT, labels_NT = data(2)
+    one = slice(1, 2)
+    return build.norm(built.clipped_sum(tokens_NT[one], labels_NT[one])[0]) / 0.1
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-6, 0.0])
+def test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_the_largest_ratio(scale):
+    from torchtitan_dp.privacy.envelope import largest_ratio
+
+    (share,) = on_ranks(1, with_wrong_norms, scale)
+    assert share <= largest_ratio(K)
+    if scale == 1.0:
+        assert share > 0.5

@@ -1,0 +1,244 @@
+"""Row 59: what estimated norms are accounted for is what they are made from, wherever epsilon is
+told; and what the accounting does not cover is refused.
+"""
+
+import dataclasses
+import json
+
+import pytest
+
+from tests.hazards.test_trainer import SETTINGS, Step
+from tests.ranks import on_ranks
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment, schema
+from torchtitan_dp.ledger.caveats import caveats
+from torchtitan_dp.ledger.files import ledger_of, read_published, read_published_fields
+from torchtitan_dp.ledger.initial import InitialWeights, _all_begun
+from torchtitan_dp.ledger.runs import Run, total
+from torchtitan_dp.ledger.settings import RANDOMIZED
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.segments import Segment
+
+EXACT = dataclasses.replace(SETTINGS, accountant="pld", sample_rate=0.05)
+ESTIMATED = dataclasses.replace(
+    EXACT, mechanism=RANDOMIZED, projections=32, norm_estimator="hutchinson"
+)
+METHOD = ["--privacy.gradient_method=randomized", "--training.local_batch_size=2"]
+
+
+def spent(steps, k, noise=1.0):
+    return accounting.epsilon(
+        noise_multiplier=noise,
+        sample_rate=0.05,
+        steps=steps,
+        delta=1e-5,
+        accountant="pld",
+        projections=k,
+    )
+
+
+def account(folder, ledger, total_steps=0):
+    executed = ExecutedSteps(str(folder))
+    executed.adopt(ledger.taken())
+    return Account(ledger, executed, total_steps)
+
+
+def accounted_and_drawn(options):
+    from tests import build
+    from torchtitan_dp.ledger.settings import settings_of
+
+    overrides = [*METHOD, *options]
+    norms = build.build((1, 1, 1), *overrides).gradients.norms
+    settings = settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
+    return (
+        (settings.projections, settings.norm_estimator, settings.spending(7).projections),
+        (norms.projections, norms.estimator),
+    )
+
+
+@pytest.mark.parametrize("k, estimator", [(32, "hutchinson"), (64, "hutch++")])
+def test_row59_what_is_accounted_is_what_is_drawn(k, estimator):
+    options = [f"--privacy.projections={k}", f"--privacy.norm_estimator={estimator}"]
+    (found,) = on_ranks(1, accounted_and_drawn, options)
+    assert found == ((k, estimator, k), (k, estimator))
+
+
+def terms_of(*overrides):
+    from tests import build
+    from torchtitan_dp.ledger.settings import settings_of
+
+    return settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
+
+
+def test_row59_other_methods_have_exact_norms_and_may_change():
+    """Which of them it is changes no epsilon."""
+    ghost, other = terms_of("--privacy.gradient_method=ghost"), terms_of("--privacy.projections=64")
+    assert (ghost.projections, ghost.norm_estimator) == (0, "exact")
+    assert ghost.same_terms(other)
+
+
+@pytest.mark.parametrize(
+    "options, key",
+    [
+        (["--privacy.gradient_method=ghost"], "privacy.gradient_method"),
+        ([*METHOD, "--privacy.projections=64"], "privacy.projections = 64"),
+        ([*METHOD, "--privacy.norm_estimator=hutch++"], "privacy.norm_estimator = hutch\\+\\+"),
+    ],
+)
+def test_row31_and_59_a_resume_that_changes_norms_is_refused_or_a_new_segment(options, key):
+    before, now = terms_of(*METHOD), terms_of(*options)
+    with pytest.raises(ValueError, match=key):
+        Ledger(now).resume_from(Ledger(before, steps=3), None)
+    ledger = Ledger(now)
+    ledger.resume_from(Ledger(before, steps=3), "planned")
+    assert [s.spending().projections for s in ledger.segments()] == [32, now.projections]
+
+
+def test_row59_every_epsilon_of_a_run_counts_estimates(tmp_path):
+    ledger = Ledger(ESTIMATED, steps=30, planned_steps=40)
+    assert ledger.epsilon() == pytest.approx(spent(30, 32), rel=1e-6)
+    told = account(tmp_path, ledger, 40).publish(str(tmp_path))
+    assert told["epsilon"] == pytest.approx(spent(30, 32), rel=1e-6)
+    assert told["epsilon_executed"] == pytest.approx(spent(30, 32), rel=1e-6)
+    assert told["epsilon_planned"] == pytest.approx(spent(40, 32), rel=1e-6)
+    assert told["epsilon"] > 1.1 * spent(30, 0)
+    assert (told["projections"], told["norm_estimator"]) == (32, "hutchinson")
+    assert told["mechanism"] == RANDOMIZED
+    (event,) = told["dp_event"]["events"]
+    assert event["event"]["class_name"] == "MixtureOfGaussiansDpEvent"
+    assert any("norms were estimated" in caveat for caveat in told["caveats"])
+    assert not any("C, while epsilon counts C" in caveat for caveat in told["caveats"])
+
+
+def test_row59_steps_to_come_count_estimates(tmp_path):
+    one = account(tmp_path, Ledger(ESTIMATED, planned_steps=40), 40)
+    one._executed.new_start()
+    for step in range(1, 21):
+        one._executed.begin(step, ESTIMATED)
+        one._ledger.steps = step
+    assert one.epsilon() == pytest.approx(spent(20, 32), rel=1e-6)
+    assert one.epsilon_executed() == pytest.approx(spent(20, 32), rel=1e-6)
+
+
+def test_row46_and_59_begun_steps_are_read_with_their_norms(tmp_path):
+    executed = ExecutedSteps(str(tmp_path))
+    executed.begin(1, EXACT)
+    executed.begin(2, ESTIMATED)
+    lines = (tmp_path / "steps_executed.log").read_text().splitlines()
+    assert [len(line.split()) for line in lines] == [4, 5]  # as ever, where norms are exact
+    again = ExecutedSteps(str(tmp_path)).begun(EXACT)
+    assert sorted(s.projections for s in again) == [0, 32]
+    with open(tmp_path / "steps_executed.log", "a") as file:
+        file.write("3 1.0")  # torn: on the worst terms
+    torn = ExecutedSteps(str(tmp_path)).begun(EXACT)
+    assert sorted(s.projections for s in torn) == [0, 32, 32]
+
+
+def test_row45_and_59_initial_weights_bring_their_norms(tmp_path):
+    executed = ExecutedSteps(str(tmp_path))
+    executed.begin(1, ESTIMATED)
+    ancestor = _all_begun(Ledger(EXACT), str(tmp_path))
+    assert [s.settings.projections for s in ancestor.segments] == [32]
+    assert InitialWeights("w").all_begun == ()
+
+
+def test_row50_and_59_planned_steps_are_on_the_worst_terms():
+    ledger = Ledger(EXACT, steps=3, planned_steps=10, finished=[RunSegment(ESTIMATED, 2)])
+    assert ledger.still_planned() == [Segment(1.0, 0.05, 7, 32)]
+
+
+def test_row59_several_runs_add_up_by_pld(tmp_path):
+    runs = [
+        Run("a", Ledger(dataclasses.replace(s, accountant=a), run=a), [], "f")
+        for s, a in ((EXACT, "rdp"), (ESTIMATED, "pld"))
+    ]
+    for run in runs:
+        executed = ExecutedSteps(str(tmp_path / run.ledger.run))
+        (tmp_path / run.ledger.run).mkdir()
+        executed.new_start()
+        for step in range(10):
+            executed.begin(step, run.ledger.settings)
+        run.begun = executed.begun(run.ledger.settings)
+    found = total(runs)
+    assert found.accountant == "pld"
+    assert spent(20, 0) < found.epsilon < spent(20, 32)
+
+
+def test_row55_and_59_an_older_privacy_json_is_of_exact_norms(tmp_path):
+    told = account(tmp_path, Ledger(EXACT, steps=3, planned_steps=3)).publish(str(tmp_path))
+    for terms in (told, *(segment["settings"] for segment in told["segments"])):
+        del terms["projections"], terms["norm_estimator"]
+    (tmp_path / "privacy.json").write_text(json.dumps(told))
+    schema.check(told)
+    assert read_published(str(tmp_path)).settings == EXACT
+    assert ledger_of(read_published_fields(str(tmp_path))).settings.projections == 0
+
+
+def test_a_ledger_with_estimates_is_read_as_it_was_written():
+    ledger = Ledger(ESTIMATED, steps=3, finished=[RunSegment(EXACT, 1)])
+    assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+def test_row49_and_59_rounding_is_told_beside_what_epsilon_counts():
+    (rounded,) = [c for c in caveats(Ledger(ESTIMATED, steps=1), 1.0, 1.0) if "rounded" in c]
+    assert "C more than epsilon counts" in rounded
+    assert ESTIMATED.largest_share > 2
+    assert EXACT.largest_share == 1
+
+
+@pytest.mark.parametrize(
+    "options, said",
+    [
+        (["--privacy.accountant=rdp"], "privacy.accountant = 'rdp'.*privacy.accountant = 'pld'"),
+        (["--privacy.accountant=prv"], "privacy.accountant = 'prv'.*privacy.accountant = 'pld'"),
+        (["--privacy.clipping=per_layer"], "privacy.clipping = 'per_layer'.*'flat'"),
+        (["--privacy.secure_noise", "--privacy.exact_sum"], "privacy.exact_sum = true.*false"),
+        (["--privacy.new_segment=adaptive"], "privacy.new_segment = 'adaptive'.*'planned'"),
+        (["--privacy.projections=4"], "privacy.projections = 4: from 8 to 4096"),
+        (["--privacy.projections=5000"], "privacy.projections = 5000: from 8 to 4096"),
+    ],
+    ids=str,
+)
+def test_what_is_not_accounted_for_is_refused_in_one_line(options, said):
+    from tests import build
+
+    with pytest.raises(ValueError, match=said) as refused:
+        build.config(*METHOD, *options)
+    assert "\n" not in str(refused.value)
+
+
+def test_row11_and_59_a_step_has_a_projection_key_of_its_own(monkeypatch):
+    """Before its first sample; no other stream has it."""
+    from tests.hazards.test_trainer import ROOT, STEP
+    from torchtitan_dp.privacy.keys import RootKey
+
+    step = Step(monkeypatch)
+    (call,) = step.trainer.gradients.start_step.call_args_list
+    assert call.args == (RootKey(ROOT).stream("projection").take(STEP),)
+    assert call.args != (step.key,)
+
+
+def test_the_search_for_noise_in_a_plan_counts_estimates():
+    from tests import build
+    from torchtitan_dp.ledger.terms import _noise_multiplier
+
+    target = ["--privacy.noise_multiplier", "None", "--privacy.target_epsilon=2"]
+    exact, estimated = (
+        _noise_multiplier(build.config(*method, *target), 80, [], None)
+        for method in (["--privacy.gradient_method=ghost"], METHOD)
+    )
+    assert estimated > 1.02 * exact
+
+
+def test_row24_and_59_people_are_told_of_estimates(tmp_path):
+    """The card, the summary and the caveats do not promise a norm of at most C."""
+    from torchtitan_dp.ledger import summary
+    from torchtitan_dp.release.card import _clipped, _clipping
+
+    ledger = Ledger(ESTIMATED, steps=3, planned_steps=3)
+    told = account(tmp_path, ledger).publish(str(tmp_path))
+    assert "estimated (hutchinson, 32 random projections)" in _clipping(told)
+    assert "at most 2.14 C" in _clipped(told)
+    assert "norms from 32 projections" in " ".join(summary(told))
+    exact = told | {"projections": 0}
+    assert _clipped(exact) == "its gradient is clipped to norm C"
+    assert _clipping(exact) == "to norm C = 0.5, flat, vanilla"

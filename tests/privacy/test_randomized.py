@@ -1,0 +1,224 @@
+"""The accounting of estimated norms, against simulations and against figures of the paper."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.envelope import largest_ratio, ratios
+from torchtitan_dp.privacy.events import dp_event
+from torchtitan_dp.privacy.meaning import meaning
+from torchtitan_dp.privacy.pld import pld_epsilon
+from torchtitan_dp.privacy.randomized import Mixture, mixture_distribution
+from torchtitan_dp.privacy.segments import Segment, merged
+
+DELTA = 1e-5
+
+
+def epsilon(sigma, q, steps, k=32):
+    query = dict(noise_multiplier=sigma, sample_rate=q, steps=steps, accountant="pld")
+    return accounting.epsilon(**query, delta=DELTA, projections=k)
+
+
+# An independent simulation, of Z that is not rounded.
+
+
+def simulated_delta(sigma, q, steps, k, epsilon, present, trials, seed=0):
+    """E[(1 - e^(epsilon - loss))+] and its standard error.
+
+    Outputs are drawn with chi-squares; the density with the unit is integrated over Z's quantiles.
+    """
+    rng = np.random.default_rng(seed)
+    u = (np.arange(4_000) + 0.5) / 4_000
+    z = np.minimum(np.maximum(1.0, np.sqrt(k / stats.chi2.ppf(u, k))), largest_ratio(k))
+    x = np.linspace(-12 * sigma, 12 * sigma + z.max(), 1_500)
+    ratio = np.array([np.exp((z * at - z**2 / 2) / sigma**2).mean() for at in x])
+    loss = np.log1p(-q + q * ratio) if q < 1 else np.log(ratio)
+    total = np.zeros(trials)
+    for _ in range(steps):
+        output = rng.normal(0, sigma, trials)
+        if present:
+            drawn = np.sqrt(k / rng.chisquare(k, trials)).clip(1.0, largest_ratio(k))
+            output += drawn * (rng.random(trials) < q)
+        total += np.interp(output, x, loss)
+    if not present:
+        total = -total
+    gain = np.maximum(-np.expm1(epsilon - total), 0.0)
+    return gain.mean(), gain.std() / math.sqrt(trials)
+
+
+@pytest.mark.parametrize("present", [True, False])
+@pytest.mark.parametrize(
+    "sigma, q, steps, k", [(1.0, 0.05, 40, 32), (2.0, 1.0, 4, 32), (0.8, 0.02, 25, 8)]
+)
+def test_a_simulation_agrees(sigma, q, steps, k, present):
+    """The bound at an epsilon where delta is about 1e-2: no less than what is seen, and near it."""
+    from torchtitan_dp.privacy.pld import pld_profile
+
+    at = np.array([pld_epsilon(merged([Segment(sigma, q, steps, k)]), 1e-2)])
+    profile = pld_profile(merged([Segment(sigma, q, steps, k)]), 1e-2)
+    bound = float(profile.at(at)[0])
+    seen, error = simulated_delta(sigma, q, steps, k, at[0], present, trials=200_000)
+    assert seen <= bound + 4 * error
+    if present:  # the worse direction
+        assert seen >= bound * 0.97 - 4 * error
+
+
+def test_one_step_is_the_hockey_stick_of_both_directions():
+    """By numerical integration over the output."""
+    sigma, q, k = 1.3, 0.2, 32
+    found = mixture_distribution(sigma, q, k, interval=2.0**-8, log_tail=-40)
+    z, p = ratios(k).values, ratios(k).probabilities
+    x = np.linspace(-15, 18, 100_001)
+    absent = stats.norm.pdf(x, scale=sigma)
+    present = (1 - q) * absent + q * sum(
+        w * stats.norm.pdf(x, loc=at, scale=sigma) for at, w in zip(z, p, strict=True)
+    )
+    for epsilon_ in (0.0, 0.1, 0.5, 1.0):
+        e = math.exp(epsilon_)
+        remove = np.trapezoid(np.maximum(present - e * absent, 0), x)
+        add = np.trapezoid(np.maximum(absent - e * present, 0), x)
+        bound = found.get_delta_for_epsilon(epsilon_)
+        assert max(remove, add) <= bound + 1e-10  # of the integration
+        assert bound == pytest.approx(max(remove, add), rel=1e-3, abs=1e-9)
+
+
+def test_without_randomness_it_is_the_gaussian():
+    sigma, q = 1.3, 0.2
+    one = Mixture(sigma, q, np.array([1.0]), np.array([1.0]))
+    from dp_accounting.pld import privacy_loss_mechanism as mechanism
+
+    for delta, kind in ((one.delta_present, "REMOVE"), (one.delta_absent, "ADD")):
+        theirs = mechanism.GaussianPrivacyLoss(
+            sigma, sampling_prob=q, adjacency_type=mechanism.AdjacencyType[kind]
+        )
+        at = np.linspace(-1, 3, 50)
+        np.testing.assert_allclose(delta(at), theirs.get_delta_for_epsilon(at), atol=1e-12)
+
+
+# What it costs, and in which order.
+
+
+def test_between_exact_norms_and_the_largest_ratio_always():
+    for sigma, q, steps in ((1.0, 0.05, 40), (0.6, 0.01, 200), (3.0, 1.0, 5)):
+        exact, mixture = epsilon(sigma, q, steps, 0), epsilon(sigma, q, steps, 32)
+        assert 1.02 * exact < mixture < epsilon(sigma / largest_ratio(32), q, steps, 0)
+        assert exact < epsilon(sigma, q, steps, 256) < mixture < epsilon(sigma, q, steps, 8)
+
+
+def shown(sigma, q, steps, k, delta=DELTA, interval=2.0**-11):
+    """Epsilon if Z is shown, as the paper has it: a mixture of privacy loss distributions."""
+    from dp_accounting.pld import pld_pmf, privacy_loss_distribution
+
+    edges = np.geomspace(1.0, largest_ratio(k), 81)
+    above = stats.chi2.cdf(k / edges**2, k)
+    z = np.concatenate([[1.0], (edges[1:] + edges[:-1]) / 2])  # in the middle: no bound, a figure
+    p = np.concatenate([[1 - above[0]], above[:-1] - np.append(above[1:-1], 0.0)])
+    total: dict[str, np.ndarray] = {}
+    lowest = {}
+    for at, weight in zip(z, p, strict=True):
+        one = privacy_loss_distribution.from_gaussian_mechanism(
+            sigma / at,
+            sampling_prob=q,
+            value_discretization_interval=interval,
+            log_mass_truncation_bound=-40,
+        )
+        for name, pmf in (("remove", one._pmf_remove), ("add", one._pmf_add)):
+            dense = pmf.to_dense_pmf()
+            part, first = weight * dense._probs, dense._lower_loss
+            if name not in total:
+                total[name], lowest[name] = np.zeros(2**17), -(2**16)
+            start = first - lowest[name]
+            total[name][start : start + len(part)] += part
+    pmfs = [
+        pld_pmf.DensePLDPmf(interval, lowest[n], total[n], 1e-12, True) for n in ("remove", "add")
+    ]
+    whole = privacy_loss_distribution.PrivacyLossDistribution(*pmfs)
+    return float(whole.self_compose(steps, 1e-10).get_epsilon_for_delta(delta))
+
+
+def test_the_papers_pair_of_noise_multipliers():
+    """4.073 with exact norms against 4.354 with 32 projections, over 60 steps at delta 1e-5.
+
+    The paper's sample rate is not known; the ratio hardly depends on it. It counts Z as shown. As
+    a mixture the noise need not rise so far.
+    """
+    for q in (0.02, 0.05):
+        as_shown, as_mixture = pair(q)
+        assert as_shown / 4.073 == pytest.approx(4.354 / 4.073, rel=3e-3)
+        assert 4.073 < as_mixture < as_shown
+
+
+def pair(q):
+    """The noise that estimates need for the epsilon of 4.073: Z shown, and in a mixture."""
+    target, found = epsilon(4.073, q, 60, 0), []
+    for spent in (functools.partial(shown, interval=2.0**-14), epsilon):
+        low, high = 4.073, 4.073 * 1.1
+        for _ in range(12):
+            middle = (low + high) / 2
+            low, high = (middle, high) if spent(middle, q, 60, 32) > target else (low, middle)
+        found.append(high)
+    return found
+
+
+def test_hidden_projections_cost_less_than_shown_ones():
+    hidden, seen, exact = (
+        epsilon(1.0, 0.05, 40),
+        shown(1.0, 0.05, 40, 32),
+        epsilon(1.0, 0.05, 40, 0),
+    )
+    assert exact == pytest.approx(2.47, abs=0.01)
+    assert hidden == pytest.approx(2.93, abs=0.01)
+    assert seen == pytest.approx(3.38, abs=0.03)
+
+
+def test_the_search_for_noise_counts_estimates():
+    query = dict(target_epsilon=2.0, sample_rate=0.05, steps=40, delta=DELTA, accountant="pld")
+    sigma = accounting.noise_multiplier(**query, projections=32)
+    assert 0.99 * 2.0 <= epsilon(sigma, 0.05, 40) <= 2.0
+    assert sigma > 1.02 * accounting.noise_multiplier(**query)
+
+
+def test_segments_of_both_kinds_compose():
+    both = [Segment(1.0, 0.05, 20, 32), Segment(1.0, 0.05, 20)]
+    mixed = accounting.compose(both, delta=DELTA, accountant="pld")
+    assert epsilon(1.0, 0.05, 40, 0) < mixed < epsilon(1.0, 0.05, 40)
+    for accountant in ("rdp", "prv"):  # bounds, and loose ones
+        assert accounting.compose(both, delta=DELTA, accountant=accountant) > mixed
+
+
+def test_merged_keeps_them_apart_and_closed_forms_are_of_exact_norms():
+    found = merged([Segment(1.0, 1.0, 3, 32), Segment(1.0, 1.0, 4), Segment(1.0, 1.0, 2, 32)])
+    assert found == (Segment(0.5, 1.0, 1), Segment(1.0, 1.0, 5, 32))
+    assert pld_epsilon((Segment(2.0, 1.0, 4, 32),), DELTA) > 1.05 * epsilon(2.0, 1.0, 4, 0)
+
+
+def test_its_meaning_is_worse_than_that_of_exact_norms():
+    for q in (0.05, 1.0):
+        exact, estimated = (meaning([Segment(2.0, q, 10, k)], DELTA) for k in (0, 32))
+        assert exact.mu < estimated.mu
+        assert exact.posterior < estimated.posterior
+        assert all(a[1] < b[1] for a, b in zip(exact.detected, estimated.detected, strict=True))
+
+
+def test_its_event_gives_another_program_the_same_epsilon():
+    from dp_accounting import dp_event as events
+    from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
+
+    segment = Segment(1.0, 0.05, 10, 32)
+    told = dp_event([segment])["events"][0]
+    assert (told["class_name"], told["count"]) == ("SelfComposedDpEvent", 10)
+    terms = {k: v for k, v in told["event"].items() if k not in ("module_name", "class_name")}
+    accountant = PLDAccountant(value_discretization_interval=2e-3)
+    accountant.compose(events.MixtureOfGaussiansDpEvent(**terms), 10)
+    theirs = accountant.get_epsilon(DELTA)
+    assert theirs == pytest.approx(epsilon(1.0, 0.05, 10), rel=5e-3)
+
+
+@pytest.mark.parametrize("k", [1, 7, 5_000])
+def test_numbers_of_projections_that_are_refused(k):
+    with pytest.raises(ValueError, match=f"privacy.projections = {k}: choose 8 to 4096"):
+        Segment(1.0, 0.1, 1, k)

@@ -1,0 +1,219 @@
+"""Estimates of per-sample gradients' norms, from a few random projections of their factors.
+
+The gradient of sample b is G_b = L_b^T R_b, with its factors L of (T, P) and R of (T, D). For a
+matrix P of (P, k), of independent N(0, 1 / k), Y = G^T P = R^T (L P) has E|Y|^2 = |G|^2:
+Hutchinson's estimator of the trace of G^T G ("Efficient DP-SGD for LLMs with Randomized Clipping",
+2026). It takes T k (P + D) multiplications and k (T + P + D) numbers, where a ghost norm takes T^2
+(P + D) and a gradient T P D. Hutch++ (Meyer, Musco, Musco & Woodruff 2021) finds an orthonormal
+basis Q of k columns, of a sketch G^T S, and estimates what lies outside only:
+
+    |Q^T G^T|^2 + |(1 - Q Q^T) G^T P|^2,
+
+with as many projections for S as for P, three times the products, and the same accounting: whoever
+knows the head is left with an estimate of the tail, of k projections (`privacy.envelope`).
+
+Y is a sum over tokens. So under context parallelism the ranks add up (B, D, k) numbers, and no
+token leaves its rank; a tied weight's Y is the sum over its layers.
+
+Which layers are estimated depends on public shapes alone: those whose estimate takes less room than
+a ghost norm or a gradient (`estimates`). All others, and vectors, are measured exactly.
+
+Guarantee:
+    The projections of a sample are a function of (key, parameter, data-parallel rank, the sample's
+    number there), so that all ranks of a cp group have the same, and no two samples, parameters or
+    steps share any, if each step has a key of its own: they are independent as `privacy.noise`
+    says. That is what `privacy.randomized` accounts for. Nothing computed here leaves the process
+    but by the factors that gradients are clipped by. In floating point an estimate errs by a share
+    of (sum_t |l_t| |r_t|)^2; whatever the error, `ghost` adds at most `largest_ratio` times the
+    estimate.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_dp.gradients import ghost_norm
+from torchtitan_dp.gradients.ghost_norm import Factors, some_tokens, squared_norms, token_blocks
+from torchtitan_dp.gradients.operands import Products
+from torchtitan_dp.privacy.envelope import largest_ratio
+from torchtitan_dp.privacy.noise import standard_normal
+
+NormEstimator = Literal["hutchinson", "hutch++"]
+
+
+class Shared(NamedTuple):
+    """Names the ranks that have parts of one sample, and tells these from others."""
+
+    cp: dist.ProcessGroup | None
+    cp_size: int
+    dp_rank: int  # over dp_replicate x dp_shard
+
+
+class RandomizedNorms:
+    """Finds the squared norms that `ghost` clips by: estimates of large layers', exact ones of
+    others."""
+
+    def __init__(self, projections: int, estimator: NormEstimator, shared: Shared) -> None:
+        """
+        Args:
+            projections: k, for which the run is accounted.
+        """
+        self.projections, self.estimator = projections, estimator
+        self.cap = largest_ratio(projections)
+        self._shared = shared
+        self._key: bytes | None = None
+        self._first = self._after = 0  # of the microbatch's samples, by number in the step
+
+    def start_step(self, key: bytes) -> None:
+        """Begin to number samples, under a key that serves this step alone."""
+        assert len(key) == 32
+        self._key = key
+        self._first = self._after = 0
+
+    def start_microbatch(self, samples: int) -> None:
+        """Give the next numbers to a microbatch's samples, padding included."""
+        self._first, self._after = self._after, self._after + samples
+
+    def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
+        """Tell whether a norm is to be found from factors, for so many tokens of a whole sample."""
+        return self.estimates(tokens, shape) or ghost_norm.is_cheaper(tokens, shape)
+
+    def estimates(self, tokens: int, shape: torch.Size) -> bool:
+        """Tell whether a matrix's norm is estimated: k (T + P + D) < min(2 T^2, P D)."""
+        room = self.projections * (tokens + sum(shape))
+        return room < min(2 * tokens * tokens, shape.numel())
+
+    def squared_norms(
+        self, name: str, shape: torch.Size, factors: Sequence[Factors]
+    ) -> torch.Tensor:
+        """Estimate or find the squares of the norms of B samples' gradients of one parameter.
+
+        Args:
+            name: canonical; once for each microbatch.
+            shape: of the parameter: (P, D).
+            factors: of each of its layers: of this rank's tokens.
+
+        Returns:
+            fp64 (B,): this rank's part; the sum over cp is the square.
+
+        Collectives, over cp: an all-reduce of B D k numbers, or, for Hutch++, of 2 B D k and of
+        B P k; for exact norms those of `ghost_norm.squared_norms`.
+        """
+        shared = self._shared
+        tokens = sum(one.left.shape[1] for one in factors) * shared.cp_size
+        if not self.estimates(tokens, shape):
+            return squared_norms(factors, shared.cp)
+        drawn_BPK = self._draw(name, "tail", factors, shape[0])
+        if self.estimator == "hutchinson":
+            y_BDK = self._over_cp(project(factors, drawn_BPK, shape[1]))
+            return _squares(y_BDK) / shared.cp_size
+        sketch_BPK = self._draw(name, "sketch", factors, shape[0])
+        both = project(factors, torch.cat([sketch_BPK, drawn_BPK], dim=2), shape[1])
+        seen_BDK, y_BDK = self._over_cp(both).chunk(2, dim=2)
+        basis_BDK = _orthonormal(seen_BDK)
+        head_BPK = self._over_cp(project_back(factors, basis_BDK, shape[0]))
+        y_BDK = y_BDK - basis_BDK @ (basis_BDK.mT @ y_BDK)
+        return (_squares(head_BPK) + _squares(y_BDK)) / shared.cp_size
+
+    def _draw(self, name: str, purpose: str, factors: Sequence[Factors], rows: int) -> torch.Tensor:
+        """Draw the microbatch's projections, of N(0, 1 / k): fp32 (B, rows, k)."""
+        assert self._key is not None, "no key: start_step comes before a step's first microbatch"
+        samples, size = len(factors[0].left), rows * self.projections
+        assert samples == self._after - self._first, "start_microbatch comes before"
+        drawn = standard_normal(
+            self._key,
+            f"{name}/{purpose}/{self._shared.dp_rank}",
+            self._first * size,
+            samples * size,
+            factors[0].left.device,
+        )
+        return drawn.view(samples, rows, self.projections).mul_(1 / math.sqrt(self.projections))
+
+    def _over_cp(self, part: torch.Tensor) -> torch.Tensor:
+        """Add up the parts of all ranks' tokens."""
+        if self._shared.cp is not None:
+            part = part.contiguous()
+            dist.all_reduce(part, group=self._shared.cp)
+        return part
+
+
+def project(
+    factors: Sequence[Factors],
+    by_BPK: torch.Tensor,
+    columns: int,
+    *,
+    block_elements: int = 2**24,
+) -> torch.Tensor:
+    """Multiply B samples' transposed gradients by matrices of their own, without forming any.
+
+    Args:
+        factors: of one parameter, of this rank's tokens.
+        by_BPK: fp32.
+        columns: D, of the parameter.
+        block_elements: bound, if one token takes less, on the numbers of a block in fp32.
+
+    Returns:
+        fp32 (B, D, k): G^T `by`, summed over these tokens.
+    """
+    samples, rows, k = by_BPK.shape
+    total_BDK = by_BPK.new_zeros(samples, columns, k)
+    for layer in factors:
+        part_BDK = torch.zeros_like(total_BDK)
+        at_once = max(block_elements // (samples * (rows + columns + k)), 1)
+        for block in token_blocks(layer.left.shape[1], at_once):
+            here = some_tokens(layer, block)
+            if isinstance(here, Products):
+                left_BTK = here.left.float() @ by_BPK
+            else:
+                left_BTK = by_BPK.gather(1, here.left[:, :, None].expand(-1, -1, k))
+            part_BDK.baddbmm_(here.right.float().mT, left_BTK)
+        total_BDK += _scaled(layer, part_BDK)
+    return total_BDK
+
+
+def project_back(
+    factors: Sequence[Factors],
+    by_BDK: torch.Tensor,
+    rows: int,
+    *,
+    block_elements: int = 2**24,
+) -> torch.Tensor:
+    """Multiply B samples' gradients by matrices of their own: fp32 (B, P, k), as `project`."""
+    samples, columns, k = by_BDK.shape
+    total_BPK = by_BDK.new_zeros(samples, rows, k)
+    for layer in factors:
+        part_BPK = torch.zeros_like(total_BPK)
+        at_once = max(block_elements // (samples * (rows + columns + k)), 1)
+        for block in token_blocks(layer.left.shape[1], at_once):
+            here = some_tokens(layer, block)
+            right_BTK = here.right.float() @ by_BDK
+            if isinstance(here, Products):
+                part_BPK.baddbmm_(here.left.float().mT, right_BTK)
+            else:
+                part_BPK.scatter_add_(1, here.left[:, :, None].expand(-1, -1, k), right_BTK)
+        total_BPK += _scaled(layer, part_BPK)
+    return total_BPK
+
+
+def _scaled(layer: Factors, part: torch.Tensor) -> torch.Tensor:
+    if isinstance(layer, Products) and layer.factor_B is not None:
+        return part.mul_(layer.factor_B[:, None, None])
+    return part
+
+
+def _orthonormal(sketch_BDK: torch.Tensor) -> torch.Tensor:
+    """Return orthonormal columns that span the sketch's, (B, D, min(D, k)).
+
+    A sample whose sketch is not finite has NaN: LAPACK would refuse the whole microbatch.
+    """
+    finite_B11 = torch.isfinite(sketch_BDK).flatten(1).all(1)[:, None, None]
+    basis_BDK, _ = torch.linalg.qr(torch.where(finite_B11, sketch_BDK, 0.0))
+    return torch.where(finite_B11, basis_BDK, torch.nan)
+
+
+def _squares(x_BDK: torch.Tensor) -> torch.Tensor:
+    """Sum the squares of each sample's numbers: fp64 (B,)."""
+    return x_BDK.flatten(1).square().sum(1, dtype=torch.float64)
