@@ -13,6 +13,7 @@ import pytest
 
 from tests.hazards.mutants import (
     accounting,
+    answers,
     claims,
     clipping,
     crashes,
@@ -45,6 +46,7 @@ ROOMS = (
     keys,
     sampling,
     same_records,
+    answers,
     accounting,
     outputs,
     lineage,

@@ -76,6 +76,7 @@ class CanarySamples(SampleStore):
             real.units,
             unit_sampling=data.unit_sampling,
             long_records=data.long_records,
+            reading=real.reading,
         )
         self.first = len(real.units)
         self.drawn: deque[int | None] = deque()

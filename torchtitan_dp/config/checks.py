@@ -91,6 +91,7 @@ def check(config: JobConfig, world_size: int) -> None:
             "token ids, set data.token_cache = false"
         )
     _check_initial_weights(config)
+    _check_answers(config)
     if config.data.unit_field is None and config.data.unit_sampling != "concat":
         raise ValueError(
             f"data.unit_sampling = '{config.data.unit_sampling}': without data.unit_field every "
@@ -99,6 +100,32 @@ def check(config: JobConfig, world_size: int) -> None:
     if config.privacy.enable:
         _check_privacy(config)
         check_conflicts(config)
+
+
+def _check_answers(config: JobConfig) -> None:
+    """Refuse fields of prompts or chats that exclude each other, or that nothing can be read by."""
+    data = config.data
+    for key in ("prompt_field", "messages_field"):
+        field = getattr(data, key)
+        if field is None:
+            continue
+        if field == "":
+            raise ValueError(f"data.{key} = '': name the JSON field, or remove it")
+        if data.long_records == "window":
+            raise ValueError(
+                f"data.long_records = 'window': with data.{key} a sample lies where the answer is; "
+                "set it to 'head'"
+            )
+    if data.prompt_field is not None and data.messages_field is not None:
+        raise ValueError(
+            f"data.messages_field = '{data.messages_field}': a record has either messages or a "
+            f"prompt (data.prompt_field = '{data.prompt_field}'); remove one of the two"
+        )
+    if data.prompt_field is not None and data.prompt_field == data.text_field:
+        raise ValueError(
+            f"data.prompt_field = '{data.prompt_field}': that is data.text_field, which holds the "
+            "answer; name another field"
+        )
 
 
 def _check_initial_weights(config: JobConfig) -> None:

@@ -242,7 +242,7 @@ class Feed:
 
         def make() -> _Made:
             excerpt = samples.excerpt(unit, self.loader.rng(key, position))
-            samples.lay_out(excerpt.ids, *sample_2L)
+            samples.lay_out(excerpt, *sample_2L)
             return _Made(excerpt.undecodable, digest(*sample_2L) if compares else None)
 
         return self._jobs.submit(make, urgent=True)

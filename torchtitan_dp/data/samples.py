@@ -14,7 +14,10 @@ from typing import Literal
 import numpy as np
 import torch
 
+from torchtitan_dp.data.answers import Answers, Marked
+from torchtitan_dp.data.dialogs import Chats, Reading
 from torchtitan_dp.data.excerpts import (
+    RENDERED_BYTES,
     WINDOW_LOOKS,
     Excerpt,
     Excerpts,
@@ -46,6 +49,7 @@ class SampleStore:
         *,
         unit_sampling: Literal["concat", "random"] = "concat",
         long_records: Literal["head", "window"] = "head",
+        reading: Reading | None = None,
         cache: TokenCache | None = None,
     ) -> None:
         """
@@ -54,14 +58,19 @@ class SampleStore:
             unit_sampling: whether a sample is made of all of a unit's records, one after the other,
                 or of one of them, each equally likely.
             long_records: of what is longer than a sample, the beginning or a random window.
-            cache: of the same records, tokenizer, `seq_len` and sources.
+            reading: how records with answers are read, which alone are targets then; needs "head".
+            cache: of the same records, tokenizer, `seq_len`, sources and reading.
         """
+        assert reading is None or long_records == "head"
         self.records, self.tokenizer, self.seq_len = records, tokenizer, seq_len
         self.units = RecordUnits(records) if units is None else units
         self.pad_id = tokenizer.eos_id or 0
         self.is_random = unit_sampling == "random" or long_records == "window"
         self._one_record, self._window = unit_sampling == "random", long_records == "window"
         self._excerpts, self._cache = Excerpts(records, tokenizer, seq_len + 1), cache
+        self.reading, self._answers = reading, None
+        if reading is not None:
+            self._answers = Answers(records, tokenizer, seq_len + 1, reading)
         self.undecodable = 0
 
     @property
@@ -82,6 +91,12 @@ class SampleStore:
         if not self.records.reads_whole:
             return 0
         return self.looks * most_parsed(self.seq_len + 1)
+
+    def slowest_rendering_seconds(self) -> float:
+        """Estimate how long a chat template may take for one sample: 0 where there is none."""
+        if not isinstance(self.reading, Chats):
+            return 0.0
+        return self.reading.slowest_seconds(RENDERED_BYTES * self.most_bytes)
 
     @property
     def sources(self) -> int:
@@ -126,12 +141,16 @@ class SampleStore:
         place = rng.random()
         return head._replace(ids=self._excerpts.window(self._members(source), place, head.ids))
 
-    def lay_out(self, ids: np.ndarray, tokens_T: np.ndarray, labels_T: np.ndarray) -> None:
-        """Fill in a sample of these ids: tokens, and labels that are the tokens after them."""
-        ids = ids[: len(tokens_T) + 1]
-        targets = max(len(ids) - 1, 0)
-        tokens_T[:targets], tokens_T[targets:] = ids[:-1], self.pad_id
-        labels_T[:targets], labels_T[targets:] = ids[1:], IGNORE_INDEX
+    def lay_out(self, excerpt: Excerpt, tokens_T: np.ndarray, labels_T: np.ndarray) -> None:
+        """Fill in a sample of these ids: tokens, and labels that are the tokens after them, where
+        these are targets.
+        """
+        ids = excerpt.ids[: len(tokens_T) + 1]
+        count = max(len(ids) - 1, 0)
+        tokens_T[:count], tokens_T[count:] = ids[:-1], self.pad_id
+        labels_T[:count], labels_T[count:] = ids[1:], IGNORE_INDEX
+        if excerpt.targets is not None:
+            labels_T[:count][~excerpt.targets[1 : count + 1]] = IGNORE_INDEX
 
     def hand_out(self, units: np.ndarray) -> None:
         """Take note that these units' samples, or padding (-1), go into the next microbatch."""
@@ -145,7 +164,8 @@ class SampleStore:
         cut to seq_len + 1: tokens are all but the last id, labels all but the first; tokens are
         padded with eos (or 0), labels with `IGNORE_INDEX`. A unit without text tokens (empty,
         undecodable, or unit -1, which is the padding of a draw) has labels that are all ignored:
-        it contributes exactly 0.
+        it contributes exactly 0. With a `reading`, ids and targets are those of `answers`, and
+        labels that are no targets are ignored; a unit without an answer contributes exactly 0.
 
         Only about as much of a huge unit is read and tokenized as `seq_len` tokens need. Within
         that part the ids are those of the whole text, except that a tokenizer whose merges reach
@@ -159,7 +179,7 @@ class SampleStore:
         both = np.empty((2, self.seq_len if length is None else length), dtype=np.int64)
         excerpt = self.excerpt(unit, rng)
         self.undecodable += excerpt.undecodable
-        self.lay_out(excerpt.ids, both[0], both[1])
+        self.lay_out(excerpt, both[0], both[1])
         tokens_T, labels_T = torch.from_numpy(both)
         return tokens_T, labels_T
 
@@ -185,15 +205,21 @@ class SampleStore:
         return self.units.records(source)
 
     def _head(self, source: int) -> Excerpt:
-        if self._cache is not None and (ids := self._cache.get(source)) is not None:
-            return Excerpt(ids, 0)
+        if self._cache is not None and (kept := self._cache.get(source)) is not None:
+            if self._answers is None:
+                return Excerpt(kept, 0)
+            ids, targets = Marked.unpack(kept)
+            return Excerpt(ids, 0, targets)
         members = self._members(source)
-        head = self._excerpts.head(members)
+        head = (self._answers or self._excerpts).head(members)
         # A file that could not be read just now is taken for undecodable: it may be read again. And
         # one that was exchanged since it was listed may be another unit's: kept, it would be taken
         # for this one's by a later run, long after the files were put back.
         if self._cache is None or head.undecodable:
             return head
         if self.records.are_as_listed(members[: self.seq_len + 1]):
-            self._cache.put(source, head.ids)
+            words = head.ids
+            if head.targets is not None:
+                words = Marked(head.ids, head.targets).pack()
+            self._cache.put(source, words)
         return head

@@ -141,6 +141,13 @@ KEYS = (
     ),
     Key("privacy_unit", str, _SETTINGS, "What ε protects: one of these."),
     Key(
+        "targets",
+        str,
+        _SETTINGS,
+        "Which tokens of a record are learned: a sample's loss is the mean over its own. ε "
+        "protects the whole record, prompts included.",
+    ),
+    Key(
         "neighbouring_relation",
         str,
         _SETTINGS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
-from torchtitan_dp.config.units import privacy_unit, unit_word
+from torchtitan_dp.config.units import privacy_unit, targets, unit_word
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Segment
 
@@ -24,6 +24,7 @@ class Settings:
     sample_rate_source: str
     neighbouring_relation: str
     privacy_unit: str = "record"
+    targets: str = "every token"
     target_epsilon: float | None = None  # from which the noise followed, if it did
     mechanism: str = "poisson_sampled_gaussian"
     sampling: str = "poisson"
@@ -181,6 +182,7 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         sample_rate_source=sampling.source,
         neighbouring_relation=sampling.neighbouring_relation,
         privacy_unit=privacy_unit(config),
+        targets=targets(config),
         target_epsilon=privacy.target_epsilon,
         clipping=_clipping(privacy.clipping, privacy.clipping_groups),
         clip_function=privacy.clip_function,

@@ -275,6 +275,7 @@ def _training(terms: dict[str, Any], config: JobConfig, args: ModelArgs) -> str:
         "model": f"{title}, {args.n_layers} layers of {args.dim}, {args.n_heads} heads, "
         f"{args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
         "sample": f"at most {training.seq_len} tokens of one {_unit(terms)} in a step",
+        "targets": terms["targets"],
         "expected batch": terms["expected_batch_size"],
         "optimizer": f"{optimizer.name}, betas {optimizer.beta1:g} and {optimizer.beta2:g}, "
         f"eps {optimizer.eps:g}, weight decay {optimizer.weight_decay:g}",
