@@ -88,6 +88,7 @@ def build_loader(
         ranks=dp_world_size,
         rank=dp_rank,
         batch_size=job_config.training.local_batch_size,
+        windows=job_config.data.windows_per_draw,
         fingerprint=records.fingerprint,
         shuffle_seed=job_config.debug.seed or 0,
     )

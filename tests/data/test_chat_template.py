@@ -50,7 +50,9 @@ def test_text_that_could_stand_for_a_mark_is_refused(content: str) -> None:
 
 def test_what_the_template_refuses_is_none() -> None:
     assert pieces(PLAIN, [{"role": "judge", "content": "?"}, *chat("a", "b")]) is None
-    assert pieces(PLAIN + "{{ messages[0]['content'] | int // 0 }}", []) is None
+    divides = "{{ 1 // (messages[0]['content'] | length - 3) }}" + PLAIN
+    assert pieces(divides, chat("four", "a")) is not None
+    assert pieces(divides, chat("thr", "a")) is None
 
 
 def test_a_conversation_that_is_rewritten_later_is_none() -> None:

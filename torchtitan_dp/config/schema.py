@@ -142,6 +142,14 @@ class Data:
     first target, or earlier if the record ends within it, so that a long prompt loses its
     beginning."""
 
+    windows_per_draw: int = 1
+    """K: with privacy, how many samples are taken of a unit that is drawn, each of
+    `training.seq_len` tokens, by a forward and backward pass of its own. Their gradients are
+    averaged, and the mean is clipped as one, so that epsilon stays the same. With `unit_sampling =
+    "random"` they are K different records (all, where a unit has fewer); with `long_records =
+    "window"` K windows of the unit's text, each from another K-th of it. A step takes K times as
+    long. Needs `privacy.gradient_method = "microbatch"`."""
+
     heldout_fraction: float = 0.0
     """The share of units, chosen by a hash of their names, that is never trained on and that
     `validation.enable` evaluates. The loss on them is not private."""

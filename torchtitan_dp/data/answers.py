@@ -69,7 +69,8 @@ class Marked(NamedTuple):
 
 
 def cut(whole: Marked, limit: int) -> Marked:
-    """Take `limit` ids of one record in a row, as above; all, if there are not more.
+    """Take `limit` ids of one record in a row, as above; all, if there are not more. What follows
+    the last target is left out.
 
     >>> ids = np.arange(12)
     >>> cut(Marked(ids, ids >= 9), 8).ids  # a short answer: as much of the prompt as there is room
@@ -77,9 +78,11 @@ def cut(whole: Marked, limit: int) -> Marked:
     >>> cut(Marked(ids, ids >= 3), 8).ids  # a long one: a quarter
     array([1, 2, 3, 4, 5, 6, 7, 8])
     """
+    places = np.flatnonzero(whole.targets)
+    whole = whole.part(0, int(places[-1]) + 1)
     if len(whole.ids) <= limit:
         return whole
-    first = int(np.argmax(whole.targets))
+    first = int(places[0])
     # At least one id before it: the first of a sample is never predicted.
     start = min(first - max(limit // PROMPT_SHARE, 1), len(whole.ids) - limit)
     return whole.part(max(start, 0), max(start, 0) + limit)

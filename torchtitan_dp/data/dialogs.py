@@ -228,7 +228,8 @@ def _last_of(messages: Sequence[Message], most: int) -> tuple[list[Message], boo
 
 def _first_of(messages: Sequence[Message], most: int) -> tuple[list[Message], bool]:
     """Keep the beginning of a conversation whose first turn is an answer, up to an answer's end, or
-    to where that was cut; tell whether no answer was cut.
+    to where that was cut; tell whether no answer was cut. Before a question that is too long it
+    ends.
     """
     kept: list[Message] = []
     for number, message in enumerate(messages):

@@ -109,8 +109,8 @@ class Excerpts:
             members: its records. Of more than `limit` the rest is not looked at, even if many of
                 these are empty.
         """
-        ids, undecodable = self._first(members, self._limit)
-        return Excerpt(ids[: self._limit], undecodable)
+        found = self._first(members, self._limit)
+        return found._replace(ids=found.ids[: self._limit])
 
     def window(self, members: np.ndarray, place: float, head: np.ndarray) -> np.ndarray:
         """Take `limit` ids in a row from somewhere in the unit, int64, or all if there are fewer.
@@ -135,7 +135,7 @@ class Excerpts:
         before = int(ends[first - 1]) if first > 0 else 0
         share = (at - before) / (int(ends[first]) - before)
         start = int(share * self._records.size(int(members[first])))
-        ids, _ = self._first(members[first:], self._limit, start=start)
+        ids = self._first(members[first:], self._limit, start=start).ids
         if len(ids) < self._limit:
             ids = self._last(members, self._limit)
         # Text that cannot be decoded further on, and hundreds of empty records, end here.

@@ -103,17 +103,27 @@ class SampleStore:
         """Count the different `source`s."""
         return len(self.records) if self._one_record else len(self.units)
 
-    def source(self, unit: int, rng: np.random.Generator | None = None) -> int:
-        """Give a number to what a sample of the unit is made of: all of the unit, or one record.
+    def source(
+        self, unit: int, rng: np.random.Generator | None = None, windows: int = 1
+    ) -> np.ndarray:
+        """Give numbers to what samples of the unit are made of: all of the unit, or single records.
 
         Args:
-            rng: of this unit and this draw; needed if `is_random`.
+            rng: of this unit and this draw, like new; needed if `is_random`.
+            windows: how many samples are wanted.
+
+        Returns:
+            int64: one number, or, where a sample is one record, those of `windows` different
+            records, or of all where the unit has not more.
         """
         if not self._one_record:
-            return unit
+            return np.array([unit])
         assert rng is not None
         places = self.units.places(unit)
-        return places[int(rng.integers(len(places)))]
+        if windows == 1:
+            return np.array([places[int(rng.integers(len(places)))]])
+        count = min(windows, len(places))
+        return places.start + rng.choice(len(places), size=count, replace=False)
 
     def tokens(self, source: int) -> int:
         """Count the tokens, padding left out, of a sample made of `source`. Whatever the window, it
@@ -122,23 +132,36 @@ class SampleStore:
         """
         return max(len(self._head(source).ids) - 1, 0)
 
-    def excerpt(self, unit: int, rng: np.random.Generator | None = None) -> Excerpt:
+    def excerpt(
+        self,
+        unit: int,
+        rng: np.random.Generator | None = None,
+        window: int = 0,
+        windows: int = 1,
+    ) -> Excerpt:
         """Take the ids of one sample, int64, at most seq_len + 1 with marks. Any thread may ask.
 
         Args:
             unit: -1 is padding, which has none.
             rng: of this unit and this draw, like new; needed if `is_random`.
+            window: which of the unit's `windows` samples, from 0. Those of one long text begin each
+                in another of as many equal parts of it; a text that is no longer than one sample,
+                and a unit with fewer records, has fewer, and no ids for the last ones.
 
         Raises `IndexError` for a unit below -1 or beyond the store.
         """
         if unit == -1:
             return _NOTHING
-        source = self.source(unit, rng)
-        head = self._head(source)
+        sources = self.source(unit, rng, windows)
+        if self._one_record and window >= len(sources):
+            return _NOTHING
+        head = self._head(source := int(sources[window if self._one_record else 0]))
         if not self._window or len(head.ids) <= self.seq_len:
-            return head
+            return head if self._one_record or window == 0 else _NOTHING
         assert rng is not None
-        place = rng.random()
+        place = float(rng.random(windows)[window])
+        if not self._one_record:
+            place = (window + place) / windows
         return head._replace(ids=self._excerpts.window(self._members(source), place, head.ids))
 
     def lay_out(self, excerpt: Excerpt, tokens_T: np.ndarray, labels_T: np.ndarray) -> None:
@@ -156,7 +179,12 @@ class SampleStore:
         """Take note that these units' samples, or padding (-1), go into the next microbatch."""
 
     def sample(
-        self, unit: int, length: int | None = None, rng: np.random.Generator | None = None
+        self,
+        unit: int,
+        length: int | None = None,
+        rng: np.random.Generator | None = None,
+        window: int = 0,
+        windows: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make `(tokens_T, labels_T)` of one unit: int64 (seq_len,), or the first `length`.
 
@@ -173,11 +201,12 @@ class SampleStore:
 
         Args:
             rng: of this unit and this draw, like new; needed if `is_random`.
+            window, windows: as of `excerpt`.
 
         Raises `IndexError` for a unit below -1 or beyond the store.
         """
         both = np.empty((2, self.seq_len if length is None else length), dtype=np.int64)
-        excerpt = self.excerpt(unit, rng)
+        excerpt = self.excerpt(unit, rng, window, windows)
         self.undecodable += excerpt.undecodable
         self.lay_out(excerpt, both[0], both[1])
         tokens_T, labels_T = torch.from_numpy(both)
@@ -188,15 +217,21 @@ class SampleStore:
         units: Sequence[int] | np.ndarray,
         length: int | None = None,
         rngs: Sequence[np.random.Generator | None] | None = None,
+        windows: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Make `(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`), of `sample`s."""
+        """Make `(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`), of `sample`s.
+
+        Args:
+            windows: how many samples of each unit: `units` lists each as often, in a row.
+        """
         shape = len(units), self.seq_len if length is None else length
         tokens_BT = torch.empty(shape, dtype=torch.int64)
         labels_BT = torch.empty_like(tokens_BT)
-        self.hand_out(np.asarray(units))
+        self.hand_out(np.asarray(units)[::windows])
         for row, unit in enumerate(units):
             rng = None if rngs is None else rngs[row]
-            tokens_BT[row], labels_BT[row] = self.sample(int(unit), length, rng)
+            which = row % windows, windows
+            tokens_BT[row], labels_BT[row] = self.sample(int(unit), length, rng, *which)
         return tokens_BT, labels_BT
 
     def _members(self, source: int) -> np.ndarray:

@@ -148,6 +148,13 @@ KEYS = (
         "protects the whole record, prompts included.",
     ),
     Key(
+        "windows_per_draw",
+        int,
+        _SETTINGS,
+        "How many samples are taken of a unit that is drawn. Their gradients are averaged before "
+        "the mean is clipped, so that ε is that of one.",
+    ),
+    Key(
         "neighbouring_relation",
         str,
         _SETTINGS,

@@ -25,6 +25,7 @@ class Settings:
     neighbouring_relation: str
     privacy_unit: str = "record"
     targets: str = "every token"
+    windows_per_draw: int = 1
     target_epsilon: float | None = None  # from which the noise followed, if it did
     mechanism: str = "poisson_sampled_gaussian"
     sampling: str = "poisson"
@@ -119,6 +120,7 @@ _OF_A_SEGMENT = {
     "clip_function": "privacy.clip_function",
     "secure_noise": "privacy.secure_noise",
     "exact_sum": "privacy.exact_sum",
+    "windows_per_draw": "data.windows_per_draw",
 }
 _OF_A_RUN = {
     "delta": "privacy.delta",
@@ -183,6 +185,7 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         neighbouring_relation=sampling.neighbouring_relation,
         privacy_unit=privacy_unit(config),
         targets=targets(config),
+        windows_per_draw=config.data.windows_per_draw,
         target_epsilon=privacy.target_epsilon,
         clipping=_clipping(privacy.clipping, privacy.clipping_groups),
         clip_function=privacy.clip_function,

@@ -100,9 +100,9 @@ MUTANTS = [
         42,
         "a prompt without an answer is learned",
         ANSWERS,
-        "            elif found.targets.any():\n",
-        "            elif len(found.ids):\n",
-        (f"{DATA}test_a_units_records_come_one_after_the_other",),
+        "        if not whole.targets.any():\n            return Marked.join([])\n",
+        "",
+        (f"{DATA}test_row42_a_record_without_an_answer_contributes_nothing_and_stays[0]",),
         quick=True,
     ),
     Mutant(
