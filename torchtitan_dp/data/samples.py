@@ -4,8 +4,9 @@ Labels are shifted here, before any sharding over context-parallel ranks, so tha
 its neighbour's first token (hazard rows 6 and 7).
 
 Guarantee:
-    A draw of a unit gives one sample, a function of that unit's records and of randomness that is
-    independent of all records, whatever the unit's number of records and their lengths.
+    A draw of a unit gives one sample (or several, `windows`, of a number that is public), each a
+    function of that unit's records and of randomness that is independent of all records, whatever
+    the unit's number of records and their lengths.
 """
 
 from collections.abc import Sequence
