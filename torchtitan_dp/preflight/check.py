@@ -72,7 +72,7 @@ def check_run(
     """
     start = decide_start(config)
     args = check_model(config, start)
-    how = build_reading(config, load_tokenizer(config.model.hf_assets_path))
+    how = build_reading(config)
     records = open_records(config)
     if config.data.on_undecodable == "error":
         _refuse_undecodable(records, how, *share)
@@ -85,19 +85,24 @@ def check_run(
     return Checked(args, records, plan)
 
 
-def build_reading(config: JobConfig, tokenizer: Tokenizer) -> Reading | None:
+def build_reading(config: JobConfig, tokenizer: Tokenizer | None = None) -> Reading | None:
     """Choose how records with answers are read, as `[data]` asks for it.
+
+    Args:
+        tokenizer: of `model.hf_assets_path`, if it was loaded already.
 
     Raises:
         ValueError: one line for the user.
     """
-    data = config.data
+    data, assets_path = config.data, config.model.hf_assets_path
+    if data.prompt_field is data.messages_field is None:
+        return None
     return reading(
         data.text_field,
         data.prompt_field,
         data.messages_field,
-        config.model.hf_assets_path,
-        tokenizer,
+        assets_path,
+        tokenizer or load_tokenizer(assets_path),
     )
 
 
