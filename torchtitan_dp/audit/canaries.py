@@ -98,12 +98,10 @@ class CanarySamples(SampleStore):
     def sources(self) -> int:
         return super().sources + 1  # the last one is of every canary
 
-    def source(
-        self, unit: int, rng: np.random.Generator | None = None, windows: int = 1
-    ) -> np.ndarray:
+    def chosen(self, unit: int, rng: np.random.Generator | None, windows: int) -> np.ndarray:
         if unit >= self.first:
             return np.array([super().sources])
-        return super().source(unit, rng, windows)
+        return super().chosen(unit, rng, windows)
 
     def tokens(self, source: int) -> int:
         return 0 if source == super().sources else super().tokens(source)

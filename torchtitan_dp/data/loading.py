@@ -121,10 +121,10 @@ class RecordLoader:
 
     def sources(self, draw: np.ndarray, key: bytes = EVER_SAME) -> np.ndarray:
         """List what each drawn unit's samples are made of, int64 (n, at most K); -1: there are
-        fewer (`SampleStore.source`).
+        fewer (`SampleStore.chosen`).
         """
         units = ((int(self.units[p]), self.rng(key, p)) for p in draw)
-        rows = [self.samples.source(*unit, self.windows) for unit in units]
+        rows = [self.samples.chosen(*unit, self.windows) for unit in units]
         found = np.full((len(rows), max(map(len, rows), default=1)), -1, dtype=np.int64)
         for row, sources in zip(found, rows, strict=True):
             row[: len(sources)] = sources

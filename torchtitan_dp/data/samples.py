@@ -104,9 +104,11 @@ class SampleStore:
         """Count the different `source`s."""
         return len(self.records) if self._one_record else len(self.units)
 
-    def source(
-        self, unit: int, rng: np.random.Generator | None = None, windows: int = 1
-    ) -> np.ndarray:
+    def source(self, unit: int, rng: np.random.Generator | None = None) -> int:
+        """Give the number of what a sample of the unit is made of, where one is taken."""
+        return int(self.chosen(unit, rng, 1)[0])
+
+    def chosen(self, unit: int, rng: np.random.Generator | None, windows: int) -> np.ndarray:
         """Give numbers to what samples of the unit are made of: all of the unit, or single records.
 
         Args:
@@ -153,7 +155,7 @@ class SampleStore:
         """
         if unit == -1:
             return _NOTHING
-        sources = self.source(unit, rng, windows)
+        sources = self.chosen(unit, rng, windows)
         if self._one_record and window >= len(sources):
             return _NOTHING
         head = self._head(source := int(sources[window if self._one_record else 0]))
