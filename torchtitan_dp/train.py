@@ -18,6 +18,7 @@ import os
 import sys
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
@@ -147,8 +148,15 @@ class DPTrainer(Trainer):
         It is also what is rehearsed: whatever of it needs memory or a kernel belongs here.
         """
         for part in microbatch.to(self.device).split(self.gradients.batch_size):
-            loss_B = self.sample_losses(part.tokens_BT, part.labels_BT)
+            *earlier, last = part.windows()
+            told_B: torch.Tensor | float = 0.0
+            for window in earlier:  # as many on every rank, whatever it was dealt
+                loss_B = window.of_mean(self.sample_losses(window.tokens_BT, window.labels_BT))
+                self.gradients.hold(loss_B)
+                told_B = told_B + loss_B.detach()
+            loss_B = last.of_mean(self.sample_losses(last.tokens_BT, last.labels_BT))
             clip = self.gradients.accumulate_clipped(loss_B, part.valid_B)
+            loss_B = loss_B + told_B  # the mean over a unit's windows
             statistics.add(loss_B, part.valid_B, clip)
 
     def should_continue_training(self) -> bool:
@@ -194,9 +202,11 @@ class DPTrainer(Trainer):
         if self.clipped_sum.accumulating:
             raise RuntimeError("a checkpoint in the middle of a step would hold un-noised sums")
         batch, seq_len = self.ledger.settings.expected_batch_size, self.job_config.training.seq_len
+        windows = self.job_config.data.windows_per_draw
         return {
             "step": self.step,
-            "ntokens_seen": self.step * batch * seq_len,  # expected, hence public
+            # Expected, hence public.
+            "ntokens_seen": self.step * batch * windows * seq_len,
             "ledger": self.ledger.to_json(),
         }
 

@@ -30,7 +30,7 @@ from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.metrics import PrivateMetricsProcessor
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.preflight.check import open_records
+from torchtitan_dp.preflight.check import build_reading, open_records
 from torchtitan_dp.validate import HeldOutValidator
 
 
@@ -53,6 +53,7 @@ class OpenOnce:
 
 def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> SampleStore:
     """Build samples as `[data]` asks for them."""
+    how = build_reading(config, tokenizer)
     return SampleStore(
         records.store,
         tokenizer,
@@ -60,11 +61,13 @@ def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> 
         records.units,
         unit_sampling=config.data.unit_sampling,
         long_records=config.data.long_records,
+        reading=how,
         cache=records.token_cache(
             tokenizer,
             seq_len=config.training.seq_len,
             unit_sampling=config.data.unit_sampling,
             most_gib=config.data.token_cache_gib if config.data.token_cache else 0.0,
+            reading=how,
         ),
     )
 
@@ -85,6 +88,7 @@ def build_loader(
         ranks=dp_world_size,
         rank=dp_rank,
         batch_size=job_config.training.local_batch_size,
+        windows=job_config.data.windows_per_draw,
         fingerprint=records.fingerprint,
         shuffle_seed=job_config.debug.seed or 0,
     )

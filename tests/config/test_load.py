@@ -96,6 +96,38 @@ BAD = {
     "units of text": (["--data.unit_field=user"], "data.unit_field = 'user'"),
     "units without a folder": (["--data.unit_field=folder"], "data.unit_field = 'folder'"),
     "choice without units": (["--data.unit_sampling=random"], "data.unit_sampling = 'random'"),
+    "prompts of text": (["--data.prompt_field=question"], "data.prompt_field = 'question'"),
+    "a prompt without a name": (["--data.prompt_field="], "data.prompt_field = ''"),
+    "an answer that is its prompt": (["--data.prompt_field=text"], "data.prompt_field = 'text'"),
+    "chats without a template": (["--data.messages_field=chat"], "data.messages_field = 'chat'"),
+    "chats and prompts": (
+        ["--data.messages_field=chat", "--data.prompt_field=question"],
+        "data.messages_field = 'chat'",
+    ),
+    "windows of prompts": (
+        ["--data.prompt_field=question", "--data.long_records=window"],
+        "data.long_records = 'window'",
+    ),
+    "no windows": (["--data.windows_per_draw=0"], "data.windows_per_draw = 0"),
+    "windows of heads": (["--data.windows_per_draw=2"], "data.windows_per_draw = 2"),
+    "windows without privacy": (
+        ["--data.windows_per_draw=2", "--data.long_records=window", "--privacy.no-enable"],
+        "data.windows_per_draw = 2",
+    ),
+    "windows in one backward pass": (
+        [
+            *("--data.windows_per_draw=2", "--data.long_records=window"),
+            "--training.local_batch_size=2",
+        ],
+        "data.windows_per_draw = 2: privacy.gradient_method = 'grad_sample'",
+    ),
+    "windows that machines compare": (
+        [
+            *("--data.windows_per_draw=2", "--data.long_records=window"),
+            "--data.verify_records=drawn",
+        ],
+        "data.windows_per_draw = 2: data.verify_records = 'drawn'",
+    ),
     "tokenizer missing": (["--model.hf_assets_path=/nowhere"], "model.hf_assets_path = '/nowhere'"),
     "flavor": (["--model.flavor=9B"], "9B"),
     "model": (["--model.name=llama9"], "llama9"),

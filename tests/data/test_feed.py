@@ -143,7 +143,7 @@ def test_row19_a_step_is_fed_what_the_loader_makes(
 def noted(of: SampleStore) -> list[int]:
     """Which units' samples are made, from now on."""
     made, excerpt = [], of.excerpt
-    of.excerpt = lambda unit, rng: made.append(unit) or excerpt(unit, rng)  # type: ignore
+    of.excerpt = lambda unit, *how: made.append(unit) or excerpt(unit, *how)  # type: ignore
     return made
 
 
@@ -222,10 +222,10 @@ class Slow:
         self.go = threading.Semaphore(0)
         excerpt, tokens = of.excerpt, of.tokens
 
-        def made(unit: int, rng: Any) -> Any:
+        def made(unit: int, *how: Any) -> Any:
             self.go.acquire()
             self.made.append(unit)
-            return excerpt(unit, rng)
+            return excerpt(unit, *how)
 
         def counted(source: int) -> int:
             self.counted.append(source)
@@ -370,7 +370,7 @@ def test_what_a_thread_raises_ends_the_step_on_all_ranks_in_one_line(
 
 def test_a_failure_is_told_only_when_all_was_yielded(tmp_path: Path) -> None:
     of = store(tmp_path)
-    of.excerpt = lambda unit, rng: [][1]  # type: ignore
+    of.excerpt = lambda unit, *how: [][1]  # type: ignore
     one = Feed(loader(of), (T,), CPU)
     steps = one.microbatches(Draw(np.arange(3)))
     assert all(not m.tokens_BT.any() for _, m in zip(range(3), steps, strict=False))

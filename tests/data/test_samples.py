@@ -132,8 +132,8 @@ def test_undecodable_records_are_counted_empty_ones_are_not() -> None:
     store = SampleStore(Texts("a", None, "", None), ByteTokenizer(), 4)
     store.batch([0, 1, 2, -1, 3, 1])
     assert store.undecodable == 3
-    assert scan_undecodable(store.records, np.array([0, 1, 2])) == 1
-    assert scan_undecodable(store.records, range(4)) == 2
+    assert scan_undecodable(store.records.is_decodable, np.array([0, 1, 2])) == 1
+    assert scan_undecodable(store.records.is_decodable, range(4)) == 2
 
 
 def test_batch() -> None:

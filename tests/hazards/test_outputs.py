@@ -34,6 +34,7 @@ CONTRACT = {
     "epsilon_executed",
     "expected_batch_size",
     "privacy_unit",
+    "targets",
     "neighbouring_relation",
     "caveats",
 }

@@ -261,8 +261,8 @@ def test_row48_every_machine_makes_each_drawn_sample_once(tmp_path, monkeypatch)
             )
             here = made.setdefault(rank // local_ranks, [])
             samples.excerpt = (  # type: ignore[method-assign]
-                lambda unit, rng, s=samples, here=here: (
-                    here.append(unit) or SampleStore.excerpt(s, unit, rng)
+                lambda unit, *how, s=samples, here=here: (
+                    here.append(unit) or SampleStore.excerpt(s, unit, *how)
                 )
             )
             fed = feed.Feed(

@@ -179,6 +179,18 @@ def test_row49_an_exact_sum_takes_eight_bytes_a_value(method):
     assert units == 2 * fp32 > 0
 
 
+@pytest.mark.slow
+def test_windows_hold_one_more_gradient():
+    """Of however many windows: each is added to what is held of those before."""
+    plans = [
+        forks.call(answer, small("--data.long_records=window", *options), 2, 80, False)
+        for options in ((), ("--data.windows_per_draw=2",), ("--data.windows_per_draw=9",))
+    ]
+    one, two, nine = (plan.peak_bytes for plan in plans)
+    assert nine == two
+    assert 0.9 < (two - one) / plans[0].parts["accumulator"] < 1.1
+
+
 @pytest.fixture(scope="module")
 def planned(tmp_path_factory):
     """A tiny run planned with memory: its JSON, and what was said when it did not fit."""

@@ -76,12 +76,19 @@ class CanarySamples(SampleStore):
             real.units,
             unit_sampling=data.unit_sampling,
             long_records=data.long_records,
+            reading=real.reading,
         )
         self.first = len(real.units)
         self.drawn: deque[int | None] = deque()
 
-    def excerpt(self, unit: int, rng: np.random.Generator | None = None) -> Excerpt:
-        return super().excerpt(-1 if unit >= self.first else unit, rng)
+    def excerpt(
+        self,
+        unit: int,
+        rng: np.random.Generator | None = None,
+        window: int = 0,
+        windows: int = 1,
+    ) -> Excerpt:
+        return super().excerpt(-1 if unit >= self.first else unit, rng, window, windows)
 
     def hand_out(self, units: np.ndarray) -> None:
         canaries = (unit - self.first for unit in units.tolist())
@@ -91,8 +98,10 @@ class CanarySamples(SampleStore):
     def sources(self) -> int:
         return super().sources + 1  # the last one is of every canary
 
-    def source(self, unit: int, rng: np.random.Generator | None = None) -> int:
-        return super().sources if unit >= self.first else super().source(unit, rng)
+    def chosen(self, unit: int, rng: np.random.Generator | None, windows: int) -> np.ndarray:
+        if unit >= self.first:
+            return np.array([super().sources])
+        return super().chosen(unit, rng, windows)
 
     def tokens(self, source: int) -> int:
         return 0 if source == super().sources else super().tokens(source)

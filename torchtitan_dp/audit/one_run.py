@@ -71,6 +71,7 @@ class AuditTrainer(DPTrainer):
             ranks=batch.size() if batch else 1,
             rank=batch.get_local_rank() if batch else 0,
             batch_size=job_config.training.local_batch_size,
+            windows=loader.windows,
             fingerprint=loader.fingerprint,
         )
         self.feed.close()

@@ -127,6 +127,17 @@ class Data:
     text_field: str = "text"
     """The field of a `jsonl` line that holds the record's text."""
 
+    prompt_field: str | None = None
+    """The field of a `jsonl` line that holds a prompt, which the model reads before the text of
+    `text_field`. Then that text alone, the answer, is what it learns to write: no token of the
+    prompt is a target. Nothing is put between the two, which are tokenized apart."""
+
+    messages_field: str | None = None
+    """In place of `text_field`, the field of a `jsonl` line that holds a chat: a list of `{"role":
+    ..., "content": ...}` with two texts. It is written by the tokenizer's own chat template, and
+    the turns of the role `assistant` alone are targets: by the template's `{% generation %}`
+    blocks, else by what it adds for such a turn. Other fields of a message are not read."""
+
     unit_field: str | None = None
     """Whose record it is: a patient, user or repository, whose records together then are the unit
     that is drawn, clipped and protected, by one sample. For `jsonl` a field that holds a string or
@@ -139,7 +150,17 @@ class Data:
 
     long_records: Literal["head", "window"] = "head"
     """Of what is longer than `training.seq_len`: `head` takes the beginning, `window` a part chosen
-    anew at each draw."""
+    anew at each draw. With prompts or chats only `head`: it begins a quarter of a sample before the
+    first target, or earlier if the record ends within it, so that a long prompt loses its
+    beginning."""
+
+    windows_per_draw: int = 1
+    """K: with privacy, how many samples are taken of a unit that is drawn, each of
+    `training.seq_len` tokens, by a forward and backward pass of its own. Their gradients are
+    averaged, and the mean is clipped as one, so that epsilon stays the same. With `unit_sampling =
+    "random"` they are K different records (all, where a unit has fewer); with `long_records =
+    "window"` K windows of the unit's text, each from another K-th of it. A step takes K times as
+    long. Needs `privacy.gradient_method = "microbatch"`."""
 
     heldout_fraction: float = 0.0
     """The share of units, chosen by a hash of their names, that is never trained on and that

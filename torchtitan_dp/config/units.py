@@ -1,4 +1,4 @@
-"""What a configuration's privacy unit is called."""
+"""What a configuration's privacy unit is called, and what of its records is learned."""
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.units import word
@@ -13,3 +13,16 @@ def privacy_unit(config: JobConfig) -> str:
     """Name the unit as `privacy.json` does, behind "one"."""
     field = config.data.unit_field
     return "record" if field is None else f"unit of data.unit_field '{field}'"
+
+
+def targets(config: JobConfig) -> str:
+    """Say which tokens of a record the loss is the mean of, as `privacy.json` does."""
+    data = config.data
+    if data.messages_field is not None:
+        return f"the assistant's turns in data.messages_field '{data.messages_field}'"
+    if data.prompt_field is not None:
+        return (
+            f"the answer in data.text_field '{data.text_field}', after the prompt in "
+            f"data.prompt_field '{data.prompt_field}'"
+        )
+    return "every token"

@@ -4,8 +4,8 @@ Guarantee:
     A sample's padded length is a public function of its own number of tokens, whatever else is
     drawn and on whatever mesh: nothing is rounded up to a neighbour's length. That number depends
     on the unit alone (with `data.unit_sampling = "random"`: on which of its records is taken, so
-    on its own randomness too). What it leaves out is padding behind the last token, which a
-    causal model's earlier positions never see and whose
+    on its own randomness too; of several windows, the longest counts). What it leaves out is
+    padding behind the last token, which a causal model's earlier positions never see and whose
     labels are ignored, so the sample's gradient is that of the sample padded to T, up to
     rounding. Epsilon does not change. What does depend on the lengths of the records drawn is how
     long a step takes, how many microbatches it has and in which order they are summed (rounding):

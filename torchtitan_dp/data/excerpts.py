@@ -14,7 +14,7 @@ Guarantee:
     for longer than they wait for any.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 import numpy as np
@@ -34,6 +34,7 @@ LEAST_BYTES = 2**17
 RECORD_BYTES = 256  # for a record's opening
 READ_BYTES = 64  # are read while one is tokenized
 PARSED_BYTES = 4  # are parsed as JSON while one is tokenized
+RENDERED_BYTES = 64  # are written by a chat template while one is tokenized
 WINDOW_LOOKS = 3  # the head, from a place on, the end
 _PARSING = (PARSED_BYTES, MAX_LINE_BYTES)
 # What a head depends on besides records, tokenizer and limit: another value, or another way to take
@@ -68,19 +69,22 @@ class Excerpt(NamedTuple):
     undecodable: int
     """How many undecodable records. It is computed from private records: for the log, labelled not
     private."""
+    targets: np.ndarray | None = None
+    """Which ids are targets, bool; None: all."""
 
 
-class _Budget:
+class Budget:
     """Keeps what a look may still cost."""
 
     def __init__(self, limit: int, *, parses: bool) -> None:
         self.text = most_bytes(limit)
         # Of what is parsed the last line may exceed it, and may be parsed twice more.
         self.read = PARSED_BYTES * self.text if parses else READ_BYTES * self.text
+        self.rendered = RENDERED_BYTES * self.text
 
     @property
     def is_spent(self) -> bool:
-        return self.text <= 0 or self.read <= 0
+        return self.text <= 0 or self.read <= 0 or self.rendered <= 0
 
 
 class Excerpts:
@@ -105,8 +109,8 @@ class Excerpts:
             members: its records. Of more than `limit` the rest is not looked at, even if many of
                 these are empty.
         """
-        ids, undecodable = self._first(members, self._limit)
-        return Excerpt(ids[: self._limit], undecodable)
+        found = self._first(members, self._limit)
+        return found._replace(ids=found.ids[: self._limit])
 
     def window(self, members: np.ndarray, place: float, head: np.ndarray) -> np.ndarray:
         """Take `limit` ids in a row from somewhere in the unit, int64, or all if there are fewer.
@@ -131,7 +135,7 @@ class Excerpts:
         before = int(ends[first - 1]) if first > 0 else 0
         share = (at - before) / (int(ends[first]) - before)
         start = int(share * self._records.size(int(members[first])))
-        ids, _ = self._first(members[first:], self._limit, start=start)
+        ids = self._first(members[first:], self._limit, start=start).ids
         if len(ids) < self._limit:
             ids = self._last(members, self._limit)
         # Text that cannot be decoded further on, and hundreds of empty records, end here.
@@ -174,7 +178,7 @@ class Excerpts:
                 break
         return np.concatenate(pieces[::-1])[-needed:] if pieces else _NO_IDS
 
-    def _text_ids(self, record: int, needed: int, start: int, budget: _Budget) -> np.ndarray | None:
+    def _text_ids(self, record: int, needed: int, start: int, budget: Budget) -> np.ndarray | None:
         """Encode the text from a byte on: all its ids, or the first `needed` or more.
 
         `None` for an undecodable record.
@@ -192,7 +196,7 @@ class Excerpts:
                 return ids
             limit = _longer(limit, len(ids), needed)
 
-    def _tail_ids(self, record: int, needed: int, budget: _Budget) -> tuple[np.ndarray, bool]:
+    def _tail_ids(self, record: int, needed: int, budget: Budget) -> tuple[np.ndarray, bool]:
         """Encode the end of the text: its last `needed` ids or more, and whether these are all."""
         needed += self._edge
         size = self._records.size(record)
@@ -209,10 +213,10 @@ class Excerpts:
                 return ids, start == 0
             limit = _longer(limit, len(ids), needed)
 
-    def _budget(self) -> _Budget:
-        return _Budget(self._limit, parses=self._records.reads_whole)
+    def _budget(self) -> Budget:
+        return Budget(self._limit, parses=self._records.reads_whole)
 
-    def _read(self, record: int, max_bytes: int, start: int, budget: _Budget) -> str | None:
+    def _read(self, record: int, max_bytes: int, start: int, budget: Budget) -> str | None:
         stored = int(self._records.stored_bytes(np.array([record]))[0])
         budget.read -= min(stored, MAX_LINE_BYTES if self._records.reads_whole else max_bytes)
         budget.text -= RECORD_BYTES
@@ -230,13 +234,18 @@ def _longer(read: int, tokens: int, needed: int) -> int:
     return max(2 * read, 5 * read * needed // (4 * max(tokens, 1)))
 
 
-def scan_undecodable(store: RecordStore, indices: Iterable[int], total: int = 0) -> int:
+def scan_undecodable(
+    is_decodable: Callable[[int], bool], indices: Iterable[int], total: int = 0
+) -> int:
     """Count the undecodable among these records, reading each whole, for `data.on_undecodable` =
     "error". The count is not private: what depends on it (stopping) is outside the guarantee.
+
+    Args:
+        is_decodable: tells it of a record, by its index.
     """
     progress, bad = Progress("reading records", total, "records"), 0
     for index in indices:
-        bad += not store.is_decodable(int(index))
+        bad += not is_decodable(int(index))
         progress.add(1)
     progress.end()
     return bad

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp.data.buckets import padded_lengths
 from torchtitan_dp.data.comparison import Comparison, Place, digest
 from torchtitan_dp.data.loading import EVER_SAME, Dealt, Microbatch, RecordLoader
 from torchtitan_dp.data.sharing import ALONE, ContextGroup, made_again
@@ -106,7 +105,9 @@ class Feed:
         self._failure: BaseException | None = None
         self._undecodable = torch.zeros((), dtype=torch.int64, device=device)
         # As many microbatches as hold SAMPLES_AHEAD samples of each rank.
-        self._depth = max(1, -(-SAMPLES_AHEAD * cp.size // loader.batch_size))
+        samples = loader.batch_size * loader.windows
+        self._depth = max(1, -(-SAMPLES_AHEAD * cp.size // samples))
+        assert place is None or loader.windows == 1, "what machines compare is one sample a unit"
 
     @property
     def undecodable(self) -> int:
@@ -121,7 +122,7 @@ class Feed:
         microbatch, and where machines compare, what it makes again meanwhile. Before them its
         thread may have one more to count, which it has begun for the next step.
         """
-        samples = self.loader.batch_size
+        samples = self.loader.batch_size * self.loader.windows
         if self._place is not None:
             samples += -(-self.loader.ranks * self.loader.batch_size // len(self._place.machine))
         return samples
@@ -182,7 +183,8 @@ class Feed:
         """Have the tokens counted of what is new in a draw and this rank's to count."""
         step = _Step(draw)
         if len(self._ladder) > 1:
-            for source in self.loader.counts.share(self.loader.sources(*draw)).tolist():
+            sources = self.loader.sources(*draw)
+            for source in self.loader.counts.share(sources[sources >= 0]).tolist():
                 count = functools.partial(self.loader.samples.tokens, source)
                 step.counts[source] = self._jobs.submit(count, urgent=False)
         return step
@@ -194,12 +196,12 @@ class Feed:
         positions, key = step.draw
         lengths = np.full(len(positions), self._ladder[-1])
         if len(self._ladder) > 1:
-            counts = self.loader.counts.of(
+            lengths = self.loader.padded(
                 self.loader.sources(positions, key),
+                self._ladder,
                 self.device,
                 lambda source: self._result(step.counts[source]) or 0,
             )
-            lengths = padded_lengths(counts, self._ladder)
             step.counts.clear()
         step.dealt = self.loader.deal(positions, lengths)
         if self._place is not None:
@@ -225,7 +227,9 @@ class Feed:
         for row, position in enumerate(dealt.slots.tolist()):
             if self._cp.maker(number, dealt.slots, row) == self._cp.rank:
                 sample_2L = self._empty(dealt.length)
-                rows.append(_Row(row, sample_2L, self._make(position, key, sample_2L.numpy())))
+                window = row % self.loader.windows
+                made = self._make(position, key, sample_2L.numpy(), window)
+                rows.append(_Row(row, sample_2L, made))
         # As many in each microbatch: nobody waits for many of them at once.
         others = step.others[number :: len(step.dealt or [dealt])]
         return _Ahead(
@@ -236,13 +240,16 @@ class Feed:
             ],
         )
 
-    def _make(self, position: int, key: bytes, sample_2L: np.ndarray) -> "Future[_Made]":
+    def _make(
+        self, position: int, key: bytes, sample_2L: np.ndarray, window: int = 0
+    ) -> "Future[_Made]":
         samples, compares = self.loader.samples, self._place is not None
         unit = int(self.loader.units[position]) if position >= 0 else -1
 
         def make() -> _Made:
-            excerpt = samples.excerpt(unit, self.loader.rng(key, position))
-            samples.lay_out(excerpt.ids, *sample_2L)
+            rng = self.loader.rng(key, position)
+            excerpt = samples.excerpt(unit, rng, window, self.loader.windows)
+            samples.lay_out(excerpt, *sample_2L)
             return _Made(excerpt.undecodable, digest(*sample_2L) if compares else None)
 
         return self._jobs.submit(make, urgent=True)
@@ -270,8 +277,9 @@ class Feed:
             dist.all_reduce(both_2BL, group=self._cp.group)
         tokens_BT, labels_BT = both_2BL[:, :, :-1].long()
         self._undecodable += both_2BL[0, :, -1].sum()
-        valid = slots >= 0
-        self.loader.samples.hand_out(np.where(valid, self.loader.units[slots], -1))
+        drawn = slots[:: self.loader.windows]
+        valid = drawn >= 0
+        self.loader.samples.hand_out(np.where(valid, self.loader.units[drawn], -1))
         valid_B = torch.from_numpy(valid)
         if self.device.type == "cuda":
             valid_B = valid_B.pin_memory().to(self.device, non_blocking=True)
@@ -291,4 +299,4 @@ class Feed:
         return torch.empty((2, length), dtype=torch.int32, pin_memory=pinned)
 
     def _empty_slots(self) -> np.ndarray:
-        return np.full(self.loader.batch_size, -1)
+        return np.full(self.loader.batch_size * self.loader.windows, -1)

@@ -65,6 +65,10 @@ class JsonlRecords:
         return len(self._text(index) or b"")
 
     def _text(self, index: int) -> bytes | None:
+        fields = self.fields(index)
+        return None if fields is None else _encode(fields.get(self._text_field))
+
+    def fields(self, index: int) -> dict[str, object] | None:
         file_index = self._file_of(index)
         begin, end = int(self._bounds[index]), int(self._bounds[index + 1])
         try:
@@ -77,7 +81,7 @@ class JsonlRecords:
             name = _unit_name(fields.get(self._unit_field))
             if name is None or (self._is_of is not None and not self._is_of(index, name)):
                 return None  # nobody knows whose it is, or somebody else's by now
-        return _encode(fields.get(self._text_field))
+        return fields
 
     def are_as_listed(self, indices: np.ndarray) -> bool:
         files = np.unique(np.searchsorted(self._first, indices, side="right")) - 1

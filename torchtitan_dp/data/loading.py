@@ -3,35 +3,76 @@
 `feed` makes the same microbatches ahead of time, and once in a context-parallel group.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from torchtitan_dp.data.buckets import TokenCounts, padded_lengths
-from torchtitan_dp.data.samples import SampleStore
+from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
 from torchtitan_dp.privacy.sampling import choices, deal
 
 EVER_SAME = bytes(32)  # as a key: the same records and windows each time, to compare losses
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
 
+class Window(NamedTuple):
+    """Holds one window of each of B units."""
+
+    tokens_BT: torch.Tensor  # int64
+    labels_BT: torch.Tensor  # int64, shifted
+    share_B: torch.Tensor | None  # fp32: of the unit's mean, 1 / its windows; None: it has one
+
+    def of_mean(self, loss_B: torch.Tensor) -> torch.Tensor:
+        """Scale the losses of these windows, so that those of a unit's windows add up to their
+        mean.
+        """
+        return loss_B if self.share_B is None else loss_B * self.share_B
+
+
 class Microbatch(NamedTuple):
-    """Holds B samples; padding has `valid_B` False and labels that are all ignored."""
+    """Holds the samples of B units; padding has `valid_B` False and labels that are all ignored.
+
+    A unit has one, or K windows (`data.windows_per_draw`), one after the other in the first
+    dimension, which then is B K long.
+    """
 
     tokens_BT: torch.Tensor  # int64
     labels_BT: torch.Tensor  # int64, shifted
     valid_B: torch.Tensor  # bool
+
+    @property
+    def windows_per_unit(self) -> int:
+        """Return K."""
+        return len(self.tokens_BT) // max(len(self.valid_B), 1)
+
+    def windows(self) -> list[Window]:
+        """Part it into the units' first windows, their second ones, and so on.
+
+        A unit's mean is over those of its windows that have a target: how many these are is a
+        function of that unit's windows alone.
+        """
+        count = self.windows_per_unit
+        if count == 1:
+            return [Window(self.tokens_BT, self.labels_BT, None)]
+        has_target_BK = (self.labels_BT != IGNORE_INDEX).any(dim=1).view(-1, count)
+        share_B = 1.0 / has_target_BK.sum(dim=1).clamp(min=1)
+        return [
+            Window(self.tokens_BT[k::count], self.labels_BT[k::count], share_B)
+            for k in range(count)
+        ]
 
     def to(self, device: torch.device) -> "Microbatch":
         """Copy to a device: pinned memory without a wait."""
         return Microbatch(*(tensor.to(device, non_blocking=True) for tensor in self))
 
     def split(self, batch_size: int | None) -> Iterator["Microbatch"]:
-        """Yield parts of at most `batch_size` samples, or all at once if it is None."""
+        """Yield parts of at most `batch_size` units, or all at once if it is None."""
         size = batch_size or len(self.valid_B)
-        for parts in zip(*(tensor.split(size) for tensor in self), strict=True):
+        sizes = [len(tensor) // len(self.valid_B) * size for tensor in self]
+        split = (tensor.split(rows) for tensor, rows in zip(self, sizes, strict=True))
+        for parts in zip(*split, strict=True):
             yield Microbatch(*parts)
 
 
@@ -39,7 +80,8 @@ class Dealt(NamedTuple):
     """Tells what goes into a microbatch of one data-parallel rank."""
 
     length: int  # what its samples are padded to
-    slots: np.ndarray  # int64 (B,), positions in the loader's `units`; -1 is padding
+    # int64 (B K,), positions in the loader's `units`, each K times in a row; -1 is padding
+    slots: np.ndarray
 
 
 class RecordLoader:
@@ -57,6 +99,7 @@ class RecordLoader:
         ranks: int,
         rank: int,
         batch_size: int,
+        windows: int = 1,
         fingerprint: str = "",
         shuffle_seed: int = 0,
     ) -> None:
@@ -66,19 +109,26 @@ class RecordLoader:
                 is drawn.
             ranks, rank: data-parallel degree and this rank's place in it; the ranks of one
                 context-parallel group have the same.
-            batch_size: B, samples in a microbatch.
+            batch_size: B, units in a microbatch.
+            windows: K, samples of each unit.
             fingerprint: of the data and how it was split; private.
             shuffle_seed: of the baseline without privacy.
         """
         self.samples, self.units, self.fingerprint = samples, units, fingerprint
-        self.ranks, self.rank, self.batch_size = ranks, rank, batch_size
+        self.ranks, self.rank, self.batch_size, self.windows = ranks, rank, batch_size, windows
         self.counts = TokenCounts(samples, batch_size)
         self._shuffle_seed = shuffle_seed
 
     def sources(self, draw: np.ndarray, key: bytes = EVER_SAME) -> np.ndarray:
-        """List what each drawn unit's sample is made of, int64 (`SampleStore.source`)."""
+        """List what each drawn unit's samples are made of, int64 (n, at most K); -1: there are
+        fewer (`SampleStore.chosen`).
+        """
         units = ((int(self.units[p]), self.rng(key, p)) for p in draw)
-        return np.array([self.samples.source(*unit) for unit in units], dtype=np.int64)
+        rows = [self.samples.chosen(*unit, self.windows) for unit in units]
+        found = np.full((len(rows), max(map(len, rows), default=1)), -1, dtype=np.int64)
+        for row, sources in zip(found, rows, strict=True):
+            row[: len(sources)] = sources
+        return found
 
     def lengths(
         self,
@@ -87,7 +137,8 @@ class RecordLoader:
         device: torch.device,
         key: bytes = EVER_SAME,
     ) -> np.ndarray:
-        """Find what each drawn unit is padded to: a function of its own number of tokens.
+        """Find what each drawn unit is padded to: a function of its own number of tokens, that of
+        the longest of its windows.
 
         Args:
             key: as of `microbatches`, and the same.
@@ -96,7 +147,23 @@ class RecordLoader:
         """
         if len(ladder) == 1:
             return np.full(len(draw), ladder[0])
-        return padded_lengths(self.counts.of(self.sources(draw, key), device), ladder)
+        return self.padded(self.sources(draw, key), ladder, device)
+
+    def padded(
+        self,
+        sources: np.ndarray,
+        ladder: tuple[int, ...],
+        device: torch.device,
+        count: Callable[[int], int] | None = None,
+    ) -> np.ndarray:
+        """Find what units with these `sources` are padded to.
+
+        Args:
+            device, count: as of `buckets.TokenCounts.of`, whose collectives it has.
+        """
+        is_one, counts = sources >= 0, np.zeros_like(sources)
+        counts[is_one] = self.counts.of(sources[is_one], device, count)
+        return padded_lengths(counts.max(axis=1, initial=0), ladder)
 
     def rng(self, key: bytes, position: int) -> np.random.Generator | None:
         """Begin what is chosen at random for a unit, if anything is; None for padding."""
@@ -121,7 +188,7 @@ class RecordLoader:
             lengths = np.full(len(draw), self.samples.seq_len)
         rank = self.rank if rank is None else rank
         return [
-            Dealt(int(length), slots)
+            Dealt(int(length), np.repeat(slots, self.windows))
             for length in np.unique(lengths)[::-1]
             for slots in deal(
                 draw[lengths == length], ranks=self.ranks, rank=rank, batch_size=self.batch_size
@@ -142,8 +209,8 @@ class RecordLoader:
             valid = slots >= 0
             rngs = [self.rng(key, slot) for slot in slots]
             units = np.where(valid, self.units[slots], -1)
-            tokens_BT, labels_BT = self.samples.batch(units, length, rngs)
-            yield Microbatch(tokens_BT, labels_BT, torch.from_numpy(valid))
+            both = self.samples.batch(units, length, rngs, windows=self.windows)
+            yield Microbatch(*both, torch.from_numpy(valid[:: self.windows].copy()))
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield shuffled fixed-size batches without end, for the baseline WITHOUT privacy only.

@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_dp.data import excerpts
+from torchtitan_dp.data import answers, excerpts
 from torchtitan_dp.data.contents import say
+from torchtitan_dp.data.dialogs import Reading
 from torchtitan_dp.data.index import writable_folder
 from torchtitan_dp.data.records import format_named, open_store
 from torchtitan_dp.data.split import split
@@ -36,6 +37,8 @@ class Records:
         path: str,
         *,
         text_field: str = "text",
+        prompt_field: str | None = None,
+        messages_field: str | None = None,
         unit_field: str | None = None,
         contents: bool = True,
         heldout_fraction: float = 0.0,
@@ -46,6 +49,8 @@ class Records:
 
         Args:
             format, path, text_field, unit_field, contents: as of `records.open_store`.
+            prompt_field, messages_field: the field beside the text, or in its place, that
+                `dialogs` reads; in a format whose records have fields.
             heldout_fraction: as of `split.split`.
             needs_heldout: whether it is a mistake if nothing is held out.
             number_is_secret: whether data sets that differ by one unit more or less are
@@ -61,6 +66,14 @@ class Records:
             )
         if number_is_secret and heldout_fraction > 0 and unit_field is None:
             _refuse_names_by_position(format, heldout_fraction)
+        beside = {"prompt_field": prompt_field, "messages_field": messages_field}
+        fields = {key: field for key, field in beside.items() if field is not None}
+        for key, field in fields.items():
+            if not format_named(format).has_fields:
+                raise ValueError(
+                    f"data.{key} = {field!r}: {format} files have no fields; use "
+                    "training.dataset = 'jsonl', or remove it"
+                )
         store = open_store(
             format, path, text_field=text_field, unit_field=unit_field, contents=contents
         )
@@ -76,21 +89,28 @@ class Records:
                 f"data.heldout_fraction = {heldout_fraction}: holds out none of "
                 f"{len(units)} {word(unit_field)}s, but validation.enable = true; raise it"
             )
-        terms: tuple[object, ...] = (store.fingerprint, heldout_fraction, text_field)
+        read_by = (text_field, *(f"{key} {field}" for key, field in fields.items()))
+        terms: tuple[object, ...] = (store.fingerprint, heldout_fraction, *read_by)
         if unit_field is not None:
             terms += (unit_field, units.fingerprint)
         # Its place, too: contents that changed while they were read are not taken for these.
-        read_as = store.place_hash, store.fingerprint, text_field, unit_field, units.fingerprint
+        read_as = store.place_hash, store.fingerprint, *read_by, unit_field, units.fingerprint
         fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
         return cls(store, units, train, heldout, fingerprint, read_as)
 
     def token_cache(
-        self, tokenizer: Tokenizer, *, seq_len: int, unit_sampling: str, most_gib: float
+        self,
+        tokenizer: Tokenizer,
+        *,
+        seq_len: int,
+        unit_sampling: str,
+        most_gib: float,
+        reading: Reading | None = None,
     ) -> TokenCache | None:
         """Open what is kept of these records' token ids on this machine, beside their index.
 
         Args:
-            tokenizer, seq_len, unit_sampling: as of `samples.SampleStore`.
+            tokenizer, seq_len, unit_sampling, reading: as of `samples.SampleStore`.
             most_gib: as of `token_cache.TokenCache`; 0 keeps nothing. Nor is anything kept where
                 the file cannot be made, which a line on stderr tells.
         """
@@ -106,10 +126,12 @@ class Records:
                     tokenizer.bytes_per_token,
                     by_record,
                     excerpts.TERMS,
+                    *(() if reading is None else (answers.TERMS, reading.terms)),
                 ),
                 sources=len(self.store) if by_record else len(self.units),
                 limit=seq_len + 1,
-                vocab_size=tokenizer.get_vocab_size(),
+                # With targets, each id has a bit more (`answers.Marked.pack`).
+                vocab_size=tokenizer.get_vocab_size() * (1 if reading is None else 2),
                 most_bytes=int(most_gib * 2**30),
             )
         except OSError as error:

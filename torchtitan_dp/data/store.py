@@ -5,7 +5,7 @@ index and reads as `None`, so that its content changes nothing about who else ca
 row 42).
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -41,6 +41,12 @@ class RecordStore(Protocol):
         With `max_bytes`, at most that many UTF-8 bytes, cut between characters; with `start`, from
         the first character that begins at that byte or behind. A text file is not read (nor
         checked) elsewhere, a JSON line is parsed whole first.
+        """
+        ...
+
+    def fields(self, index: int) -> Mapping[str, object] | None:
+        """Read all that a record holds, by field, whole; `None` if it is undecodable, or nobody
+        knows whose it is, or its format has no fields. This never raises for what a record holds.
         """
         ...
 

@@ -47,6 +47,9 @@ class TextRecords:
         except (OSError, UnicodeError):
             return None
 
+    def fields(self, index: int) -> None:
+        """Return None: a file has none."""
+
     def is_decodable(self, index: int) -> bool:
         if checked(index, len(self)) in self._unreadable:
             return False

@@ -67,6 +67,10 @@ class GradSampleGradients:
     def start_step(self, key: bytes) -> None:
         """Nothing is random here."""
 
+    def hold(self, loss_B: torch.Tensor) -> None:
+        """Refuse: what one backward pass found of a sample is clipped at its end."""
+        raise AssertionError("refused with the configuration: data.windows_per_draw")
+
     def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
         """Backpropagate a microbatch and add its samples' clipped gradients to the sum.
 

@@ -34,6 +34,11 @@ class GradientMethod(Protocol):
             key: 32 bytes, the same on all ranks, of this step alone.
         """
 
+    def hold(self, loss_B: torch.Tensor) -> None:
+        """Backpropagate losses whose gradients are added, before they are clipped, to those of the
+        next call: of an earlier window of the same units, where the method `averages_windows`.
+        """
+
     def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
         """Backpropagate the losses, clip each sample's gradient, and add it.
 
@@ -89,6 +94,9 @@ class Method:
     whole_gradients: bool = True
     """Whether each sample's gradient is whole at some time, and goes through `ClippedSum.add`."""
 
+    averages_windows: bool = False
+    """Whether several backward passes can make up one sample's gradient (`GradientMethod.hold`)."""
+
     estimates_norms: bool = False
     """Whether norms are estimated from `projections`, so that what a sample adds is not bounded by
     C, and epsilon depends on their number."""
@@ -136,6 +144,7 @@ METHODS: dict[str, Method] = {
         "microbatches of one sample, whose reduced gradient is the sample's",
         per_sample_layers=False,
         compiles="blocks",
+        averages_windows=True,
     ),
     # Per-sample layers hand over what they have, or start collectives, within backward.
     "grad_sample": Method(

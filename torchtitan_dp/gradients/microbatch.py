@@ -7,9 +7,11 @@ untouched. What is left: one all-reduce of a squared norm and one scaled add.
 
 Guarantee:
     What is added to the `ClippedSum` is the gradient of one loss over the whole context-parallel
-    group. Gradients of different samples are never added before they are clipped. Assumes that
-    each loss passed to `accumulate_clipped` is of one sample, and the same sample on all ranks of
-    a cp group.
+    group, or of the sum of one unit's losses: gradients that are held (`hold`) are summed over cp
+    and added up before their sum is clipped, once, so that a unit with K windows counts at most C
+    (hazard row 57). Gradients of different units are never added before they are clipped. Assumes
+    that each loss passed to `accumulate_clipped`, and those held before it, are of one unit, and
+    the same unit on all ranks of a cp group.
 """
 
 import torch
@@ -34,6 +36,18 @@ class MicrobatchGradients:
         self._reductions = [ReduceScatterOverCP(clipped_sum.groups) for _ in fsdp_modules]
         for module, reduction in zip(fsdp_modules, self._reductions, strict=True):
             module.set_custom_reduce_scatter(reduction)  # type: ignore[arg-type]
+        self._held: list[torch.Tensor] = []  # of the unit's earlier windows, as `shards`
+
+    def hold(self, loss_B: torch.Tensor) -> None:
+        """Backpropagate the loss of one of a unit's windows, and keep its gradient, unclipped, to
+        be added to that of the next. It takes as much memory as a sample's share of a gradient.
+
+        Args:
+            loss_B: as of `accumulate_clipped`.
+
+        Collectives: reduce-scatter over cp, each FSDP2 group, within backward.
+        """
+        self._held = self._with_held(self._backward(loss_B))
 
     def start_step(self, key: bytes) -> None:
         """Nothing is random here."""
@@ -49,6 +63,17 @@ class MicrobatchGradients:
         Collectives: reduce-scatter over cp, each FSDP2 group, within backward; then an all-reduce
         of one number over cp.
         """
+        return self.clipped_sum.add(self._with_held(self._backward(loss_B)), valid_B)
+
+    def _with_held(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
+        """Add what was held, of which nothing is held any more."""
+        held, self._held = self._held, []
+        for earlier, shard_1DN in zip(held, shards, strict=bool(held)):
+            shard_1DN.add_(earlier)
+        return shards
+
+    def _backward(self, loss_B: torch.Tensor) -> list[torch.Tensor]:
+        """Backpropagate, and take what was reduced: fp32 `(1, dp_shard, chunk)` per bundle."""
         assert loss_B.shape == (1,), "samples would be merged before they are clipped"
         loss_B.sum().backward()
         taken = [reduction.take() for reduction in self._reductions]
@@ -60,8 +85,7 @@ class MicrobatchGradients:
         for name, parameter in self.clipped_sum.parameters.items():
             assert parameter.grad is not None, f"{name} is trainable but had no gradient"
             parameter.grad = None
-        del taken
-        return self.clipped_sum.add(shards, valid_B)
+        return shards
 
     def _find_places(self, outputs: list[torch.Tensor]) -> dict[str, Place]:
         """Find where each parameter lies: its `.grad` is a view that FSDP2 makes of its output."""

@@ -164,6 +164,20 @@ KEYS = (
     ),
     Key("privacy_unit", str, _SETTINGS, "What ε protects: one of these."),
     Key(
+        "targets",
+        str,
+        _SETTINGS,
+        "Which tokens of a record are learned: a sample's loss is the mean over its own. ε "
+        "protects the whole record, prompts included.",
+    ),
+    Key(
+        "windows_per_draw",
+        int,
+        _SETTINGS,
+        "How many samples are taken of a unit that is drawn. Their gradients are averaged before "
+        "the mean is clipped, so that ε is that of one.",
+    ),
+    Key(
         "neighbouring_relation",
         str,
         _SETTINGS,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
-from torchtitan_dp.config.units import privacy_unit, unit_word
+from torchtitan_dp.config.units import privacy_unit, targets, unit_word
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.envelope import largest_ratio
@@ -29,6 +29,8 @@ class Settings:
     sample_rate_source: str
     neighbouring_relation: str
     privacy_unit: str = "record"
+    targets: str = "every token"
+    windows_per_draw: int = 1
     target_epsilon: float | None = None  # from which the noise followed, if it did
     mechanism: str = SAMPLED_GAUSSIAN
     sampling: str = "poisson"
@@ -139,6 +141,7 @@ _OF_A_SEGMENT = {
     "method": "privacy.gradient_method",  # as far as epsilon depends on it
     "projections": "privacy.projections",
     "norm_estimator": "privacy.norm_estimator",
+    "windows_per_draw": "data.windows_per_draw",
 }
 _OF_A_RUN = {
     "delta": "privacy.delta",
@@ -203,6 +206,8 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         sample_rate_source=sampling.source,
         neighbouring_relation=sampling.neighbouring_relation,
         privacy_unit=privacy_unit(config),
+        targets=targets(config),
+        windows_per_draw=config.data.windows_per_draw,
         target_epsilon=privacy.target_epsilon,
         mechanism=RANDOMIZED if estimated else SAMPLED_GAUSSIAN,
         projections=privacy.projections if estimated else 0,

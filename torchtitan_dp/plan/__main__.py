@@ -106,12 +106,17 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"{len(records.train):,} {unit_word(config)}s to train on, "
         f"{len(records.heldout):,} held out; "
         f"{settings.expected_batch_size} expected in a step, "
-        f"of at most {config.training.seq_len:,} tokens each",
+        f"of {_windows(settings.windows_per_draw)}at most {config.training.seq_len:,} tokens each; "
+        f"targets: {settings.targets}",
         f"      gradients by {method}, which is for {METHODS[method].chosen_for}; "
         f"clipping: {settings.clipping}",
         *_estimated(plan),
     ]
     print("\n".join(lines), file=sys.stderr)
+
+
+def _windows(count: int) -> str:
+    return "" if count == 1 else f"{count} windows, averaged, of "
 
 
 def _estimated(plan: Plan) -> list[str]:

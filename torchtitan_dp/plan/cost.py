@@ -47,7 +47,8 @@ def step_cost(
     dp_replicate, dp_shard, cp = mesh_degrees(config)
     slots = dp_replicate * dp_shard * config.training.local_batch_size
     microbatches = expected_rounds(records, rate, slots)
-    tokens = microbatches * slots * seq_len  # empty slots are computed too
+    # Empty slots are computed too.
+    tokens = microbatches * slots * config.data.windows_per_draw * seq_len
     _, flops_per_token = args.get_nparams_and_flops(on_meta(args), seq_len)
     flops, seconds = tokens * flops_per_token, None
     if tflops is not None:

@@ -135,6 +135,8 @@ class Step:
         samples = self.gradients.batch_size or self.config.training.local_batch_size
         shape = (samples, seq_len)
         tokens_BT = torch.zeros(shape, dtype=torch.int64)
+        if self.config.data.windows_per_draw > 1:  # a third needs no more than the second
+            self.gradients.hold(self.losses(tokens_BT, torch.zeros_like(tokens_BT)))
         loss_B = self.losses(tokens_BT, torch.zeros_like(tokens_BT))
         self.gradients.accumulate_clipped(loss_B, torch.ones(samples, dtype=torch.bool))
         self.tracker.base = "activations"

@@ -9,13 +9,18 @@ from dataclasses import dataclass
 
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.dialogs import Reading, reading
 from torchtitan_dp.data.excerpts import scan_undecodable
+from torchtitan_dp.data.jsonl_records import MAX_LINE_BYTES
 from torchtitan_dp.data.opening import Records
+from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.ledger import check_fingerprint
 from torchtitan_dp.ledger.baseline import refuse_private_folder
 from torchtitan_dp.ledger.terms import Plan, earlier_ledger
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs
+
+_WHOLE = MAX_LINE_BYTES, 2**62  # more than a record's text can have, or cost
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,8 @@ def open_records(config: JobConfig) -> Records:
         config.training.dataset,
         config.training.dataset_path or "",
         text_field=data.text_field,
+        prompt_field=data.prompt_field,
+        messages_field=data.messages_field,
         unit_field=data.unit_field,
         contents=data.verify_records == "contents",
         heldout_fraction=data.heldout_fraction,
@@ -65,9 +72,10 @@ def check_run(
     """
     start = decide_start(config)
     args = check_model(config, start)
+    how = build_reading(config)
     records = open_records(config)
     if config.data.on_undecodable == "error":
-        _refuse_undecodable(records, *share)
+        _refuse_undecodable(records, how, *share)
     folder = config.job.dump_folder
     if not config.privacy.enable:
         refuse_private_folder(folder)
@@ -77,12 +85,39 @@ def check_run(
     return Checked(args, records, plan)
 
 
-def _refuse_undecodable(records: Records, part: int, parts: int) -> None:
+def build_reading(config: JobConfig, tokenizer: Tokenizer | None = None) -> Reading | None:
+    """Choose how records with answers are read, as `[data]` asks for it.
+
+    Args:
+        tokenizer: of `model.hf_assets_path`, if it was loaded already.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    data, assets_path = config.data, config.model.hf_assets_path
+    if data.prompt_field is data.messages_field is None:
+        return None
+    return reading(
+        data.text_field,
+        data.prompt_field,
+        data.messages_field,
+        assets_path,
+        tokenizer or load_tokenizer(assets_path),
+    )
+
+
+def _refuse_undecodable(records: Records, how: Reading | None, part: int, parts: int) -> None:
     """Raise ValueError if one of this part's records cannot be decoded."""
     mine = records.train[part::parts]
     count = sum(len(records.units.places(unit)) for unit in mine)
     every = (record for unit in mine for record in records.units.records(unit))
-    bad = scan_undecodable(records.store, every, count)
+    store = records.store
+
+    def is_read(record: int) -> bool:
+        fields = store.fields(record)
+        return how is not None and fields is not None and how.read(fields, *_WHOLE) is not None
+
+    bad = scan_undecodable(store.is_decodable if how is None else is_read, every, count)
     if bad:
         raise ValueError(
             f"data.on_undecodable = 'error': {bad} of {count} records cannot be decoded; mend "

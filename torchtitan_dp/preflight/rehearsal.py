@@ -131,6 +131,7 @@ def _check_tokenizer(trainer: Rehearsed) -> None:
     looks = samples.looks * feed.at_once + 1  # and one of what is counted for the next step
     seconds = slowest_seconds(samples.tokenizer, looks * samples.most_bytes // samples.looks)
     seconds += slowest_parse_seconds(looks * samples.most_parsed // samples.looks)
+    seconds += looks * samples.slowest_rendering_seconds()
     if seconds > _SHARE * timeout:
         raise Fault(
             f"comm.train_timeout_seconds = {timeout}: the slowest text may take about "

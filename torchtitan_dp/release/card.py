@@ -303,6 +303,8 @@ def _training(terms: dict[str, Any], config: JobConfig, args: ModelArgs) -> str:
         "model": f"{title}, {args.n_layers} layers of {args.dim}, {args.n_heads} heads, "
         f"{args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
         "sample": f"at most {training.seq_len} tokens of one {_unit(terms)} in a step",
+        "samples of a drawn one": _windows(terms),
+        "targets": terms["targets"],
         "expected batch": terms["expected_batch_size"],
         "optimizer": f"{optimizer.name}, betas {optimizer.beta1:g} and {optimizer.beta2:g}, "
         f"eps {optimizer.eps:g}, weight decay {optimizer.weight_decay:g}",
@@ -321,6 +323,12 @@ Settings of the run's last start. If they were tuned on the private data, see "C
 | --- | --- |
 {lines}
 """
+
+
+def _windows(terms: dict[str, Any]) -> str:
+    """Say how many samples of a unit make up its gradient."""
+    count = terms["windows_per_draw"]
+    return "1" if count == 1 else f"up to {count}, whose gradients' mean is clipped as one"
 
 
 def _use() -> str:

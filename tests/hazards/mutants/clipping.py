@@ -246,8 +246,8 @@ MUTANTS = [
         6,
         "labels not shifted",
         "data/samples.py",
-        "labels_T[:targets], labels_T[targets:] = ids[1:], IGNORE_INDEX",
-        "labels_T[:targets], labels_T[targets:] = ids[:-1], IGNORE_INDEX",
+        "labels_T[:count], labels_T[count:] = ids[1:], IGNORE_INDEX",
+        "labels_T[:count], labels_T[count:] = ids[:-1], IGNORE_INDEX",
         ("data/test_samples.py::test_labels_are_the_next_tokens_and_padding_is_ignored",),
         quick=True,
     ),
@@ -281,9 +281,8 @@ MUTANTS = [
         7,
         "records packed into one row",
         "data/samples.py",
-        "            tokens_BT[row], labels_BT[row] = self.sample(int(unit), length, rng)\n",
-        "            tokens_BT[row], labels_BT[row] = self.sample(int(unit), length, rng)\n"
-        "            if row:\n"
+        " = self.sample(int(unit), length, rng, *which)\n",
+        " = self.sample(int(unit), length, rng, *which)\n            if row:\n"
         "                tokens_BT[row - 1, -1] = tokens_BT[row, 1]\n",
         ("data/test_samples.py::test_neighbours_in_a_batch_change_nothing",),
         quick=True,

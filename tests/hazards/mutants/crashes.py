@@ -114,7 +114,7 @@ MUTANTS = [
         47,
         "any number of lines is parsed",
         "data/excerpts.py",
-        "        return self.text <= 0 or self.read <= 0\n",
+        "        return self.text <= 0 or self.read <= 0 or self.rendered <= 0\n",
         "        return self.text <= 0\n",
         (f"{EXCERPTS}lines_that_are_parsed_for_nothing_are_few",),
         quick=True,

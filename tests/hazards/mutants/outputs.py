@@ -119,7 +119,7 @@ MUTANTS = [
         44,
         "realised tokens in the checkpoint",
         "train.py",
-        '"ntokens_seen": self.step * batch * seq_len,',
+        '"ntokens_seen": self.step * batch * windows * seq_len,',
         '"ntokens_seen": self.ntokens_seen,',
         (f"{LEDGERS}test_row44_a_checkpoint_holds_expectations_and_the_ledger",),
         quick=True,

@@ -1,0 +1,62 @@
+"""Chat templates and tokenizers' folders, made here: bytes, with marks for turns."""
+
+import json
+from pathlib import Path
+
+import tokenizers
+
+from torchtitan_dp.data.tokenizer import byte_tokenizer_files
+
+START, END = "<|start|>", "<|end|>"
+# As the templates of Llama 3 and ChatML are made: an end mark, trimmed contents, roles.
+PLAIN = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{{ raise_exception('no such role: ' + message['role']) }}"
+    "{% endif %}"
+    "{{ '<|start|>' + message['role'] + '\n' + message['content'] | trim + '<|end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+MARKED = (
+    "{{ bos_token }}"
+    "{% for message in messages %}"
+    "{{ '<|start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] | trim }}{{ '<|end|>' }}{% endgeneration %}"
+    "{% else %}{{ message['content'] | trim }}{{ '<|end|>' }}{% endif %}"
+    "{{ '\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+# Shows the thoughts of the last turn only: what it wrote of a turn changes with the next.
+REWRITES = (
+    "{% for message in messages %}"
+    "{{ '<|start|>' + message['role'] + '\n' }}"
+    "{{ message['content'] if loop.last else message['content'][:2] }}"
+    "{{ '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|start|>assistant\n' }}{% endif %}"
+)
+
+
+def folder(path: Path, template: str | None = PLAIN) -> str:
+    """A folder with a tokenizer of 260 ids, and the template in its settings, if any."""
+    path.mkdir(parents=True, exist_ok=True)
+    files = byte_tokenizer_files()
+    settings = json.loads(files["tokenizer_config.json"])
+    if template is not None:
+        settings["chat_template"] = template
+    backend = tokenizers.Tokenizer.from_str(files["tokenizer.json"])
+    backend.add_special_tokens([START, END])
+    backend.save(str(path / "tokenizer.json"))
+    (path / "tokenizer_config.json").write_text(json.dumps(settings))
+    return str(path)
+
+
+def chat(*contents: str, system: str | None = None) -> list[dict[str, str]]:
+    """Turns of user and assistant, in this order."""
+    turns = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(contents)
+    ]
+    return turns if system is None else [{"role": "system", "content": system}, *turns]

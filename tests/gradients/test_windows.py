@@ -1,0 +1,137 @@
+"""Several windows of a unit: their mean gradient is clipped once, on every mesh. Row 57.
+
+What is held against the loop is the trainer's own `accumulate`, fed by the loader.
+"""
+
+import dataclasses
+import json
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.ranks import on_ranks
+from torchtitan_dp.data.loading import RecordLoader
+from torchtitan_dp.data.records import open_store
+from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
+from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data.units import open_units
+from torchtitan_dp.privacy.sampling import choices
+
+K = 3
+KEY = bytes(range(32))
+# More records than windows, as many, fewer, some without text, and none that has any.
+UNITS: dict[str, list[str | None]] = {
+    "ann": ["a", "bb" * 4, "the third of five notes", "d" * 40, "e e e e"],
+    "bob": ["x" * 9, "y" * 30, "z"],
+    "cyd": ["one note alone"],
+    "dan": ["p" * 20, None, "", "q"],
+    "eve": [None, None],
+}
+
+
+def unit_store(place: Path, seq_len: int) -> tuple[SampleStore, list[int]]:
+    """A store of these units, one of whose records is a window; the units in this order."""
+    rows = [{"who": name, "text": text} for name, texts in UNITS.items() for text in texts]
+    path = place / "a.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    folder = str(place / "index")
+    records = open_store("jsonl", str(path), unit_field="who", index_folder=folder)
+    units = open_units(records, "who", index_folder=folder)
+    order = [rows[int(units.records(u)[0])]["who"] for u in range(len(units))]
+    store = SampleStore(records, ByteTokenizer(), seq_len, units, unit_sampling="random")
+    return store, [order.index(name) for name in UNITS]
+
+
+def mean_gradients(store: SampleStore, model: Any, units: np.ndarray) -> list[Any]:
+    """Each unit's mean over its windows with a target, by a loop of single samples."""
+    from tests import build
+
+    means = []
+    for position, unit in enumerate(units):
+        windows = [store.sample(int(unit), None, choices(KEY, position), k, K) for k in range(K)]
+        found = [
+            build.reference_gradients(model, tokens_T[None], labels_T[None])[0]
+            for tokens_T, labels_T in windows
+        ]
+        count = max(sum(bool((labels_T != IGNORE_INDEX).any()) for _, labels_T in windows), 1)
+        means.append({name: sum(one[name] for one in found) / count for name in found[0]})
+    return means
+
+
+def accumulated(
+    degrees: tuple[int, int, int], options: tuple[str, ...], C: float, drawn: tuple[str, ...]
+) -> tuple[float, float, list[float]]:
+    """(error of the clipped sum, its norm, the mean gradients' norms) on this rank."""
+    from tests import build
+    from torchtitan_dp.config.lengths import ladder
+    from torchtitan_dp.metrics import SampleStatistics
+    from torchtitan_dp.train import DPTrainer
+
+    args = dataclasses.replace(build.ARGS, vocab_size=258)
+    built = build.build(degrees, *options, args=args, max_grad_norm=C)
+    rank = torch.distributed.get_rank() // degrees[2]
+    with tempfile.TemporaryDirectory() as place:
+        store, units = unit_store(Path(place), build.T)
+        loader = RecordLoader(
+            store,
+            np.array(units),
+            ranks=degrees[0] * degrees[1],
+            rank=rank,
+            batch_size=built.batch_size,
+            windows=K,
+        )
+        draw = np.array([list(UNITS).index(name) for name in drawn], dtype=np.int64)
+        rungs = ladder(build.config(*options, degrees=degrees))
+        lengths = loader.lengths(draw, rungs, torch.device("cpu"), KEY)
+        assert len(set(lengths.tolist())) > 1 or len(drawn) == 1
+        trainer = SimpleNamespace(
+            device=torch.device("cpu"), gradients=built.gradients, sample_losses=built.losses
+        )
+        for microbatch in loader.microbatches(draw, lengths, KEY):
+            DPTrainer.accumulate(trainer, microbatch, SampleStatistics())  # type: ignore[arg-type]
+        means = mean_gradients(store, build.reference_model(args), np.array(units))
+    total = built.gradients.clipped_sum.take()
+    whole = {name: built.whole(name, flat) for name, flat in total.items()}
+    built.gradients.clipped_sum.reset()
+    wanted = [means[position] for position in draw]
+    error = build.relative_error(whole, build.reference_sum(wanted, C))
+    return error, build.norm(whole), [build.norm(one) for one in wanted]
+
+
+EVERYBODY = tuple(UNITS)
+
+
+@pytest.mark.parametrize(
+    "degrees, options",
+    [
+        ((1, 1, 1), ()),
+        ((1, 1, 2), ()),
+        ((1, 2, 1), ()),  # five units on two ranks: one has an empty slot
+        ((1, 2, 2), ()),
+        ((1, 1, 1), ("--training.local_batch_size=2", "--privacy.gradient_method=microbatch")),
+        ((1, 1, 2), ("--activation_checkpoint.mode=full", "--parallelism.keep_weights_gathered")),
+    ],
+    ids=str,
+)
+def test_row57_the_mean_is_clipped_once(
+    degrees: tuple[int, int, int], options: tuple[str, ...]
+) -> None:
+    world_size = degrees[0] * degrees[1] * degrees[2]
+    arguments = (degrees, options, 0.5, EVERYBODY)
+    for error, _, norms in on_ranks(world_size, accumulated, *arguments):
+        assert error < 2e-5
+        assert norms[-1] == 0
+        assert max(norms) > 0.5  # something is clipped
+
+
+@pytest.mark.parametrize("name, C", [("ann", 0.5), ("bob", 0.5), ("ann", 1e6)])
+def test_row57_a_unit_moves_the_sum_by_at_most_C(name: str, C: float) -> None:
+    ((error, norm, (own,)),) = on_ranks(1, accumulated, (1, 1, 1), (), C, (name,))
+    assert norm <= C
+    assert norm == pytest.approx(min(own, C), rel=1e-4)  # a mean: K of them would be K times that
+    assert error < 2e-5

@@ -1,0 +1,70 @@
+"""Faults of several windows a unit: rows 5, 17 and 57."""
+
+from tests.hazards.mutants.table import Mutant
+
+DATA = "data/test_windows.py::"
+SUMS = "gradients/test_windows.py::"
+MEAN = f"{SUMS}test_row57_the_mean_is_clipped_once[(1, 1, 1)-()]"
+MOVES = f"{SUMS}test_row57_a_unit_moves_the_sum_by_at_most_C"
+
+MUTANTS = [
+    Mutant(
+        57,
+        "each window clipped by itself and added",
+        "train.py",
+        "                self.gradients.hold(loss_B)\n",
+        "                self.gradients.accumulate_clipped(loss_B, part.valid_B)\n",
+        (f"{MOVES}[ann-0.5]",),
+    ),
+    Mutant(
+        57,
+        "windows added instead of averaged",
+        "data/loading.py",
+        "        return loss_B if self.share_B is None else loss_B * self.share_B\n",
+        "        return loss_B\n",
+        (f"{MOVES}[ann-1000000.0]",),
+    ),
+    Mutant(
+        57,
+        "a units windows are kept for the next unit",
+        "gradients/microbatch.py",
+        "        held, self._held = self._held, []\n",
+        "        held = self._held\n",
+        (MEAN,),
+    ),
+    Mutant(
+        57,
+        "only the last window counts",
+        "gradients/microbatch.py",
+        "            shard_1DN.add_(earlier)\n",
+        "            pass\n",
+        (MEAN,),
+    ),
+    Mutant(
+        57,
+        "a record may be taken twice",
+        "data/samples.py",
+        "size=count, replace=False)",
+        "size=count, replace=True)",
+        (f"{DATA}test_records_are_taken_without_replacement",),
+        quick=True,
+    ),
+    Mutant(
+        5,
+        "windows counted over the microbatch",
+        "data/loading.py",
+        "has_target_BK.sum(dim=1).clamp(min=1)",
+        "has_target_BK.sum(dim=1).clamp(min=1).float().mean().expand(len(has_target_BK))",
+        (f"{DATA}test_row05_a_units_share_is_of_its_own_windows",),
+        quick=True,
+    ),
+    Mutant(
+        17,
+        "padding has one window",
+        "data/feed.py",
+        "        return np.full(self.loader.batch_size * self.loader.windows, -1)\n",
+        "        return np.full(self.loader.batch_size, -1)\n",
+        (f"{DATA}test_row17_padding_has_as_many_windows",),
+        quick=True,
+    ),
+]
