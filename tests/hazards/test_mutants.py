@@ -20,6 +20,7 @@ from tests.hazards.mutants import (
     ghost,
     keys,
     lineage,
+    lora,
     noise,
     outputs,
     parameters,
@@ -33,7 +34,7 @@ from tests.hazards.mutants import (
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = range(1, 56)
+ROWS = range(1, 57)
 ROOMS = (
     clipping,
     ghost,
@@ -52,6 +53,7 @@ ROOMS = (
     whole,
     crashes,
     selfcheck,
+    lora,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
 SAMPLE = [mutant for room in ROOMS for mutant in [m for m in room.MUTANTS if m.quick][:1]]

@@ -91,6 +91,7 @@ def check(config: JobConfig, world_size: int) -> None:
             "token ids, set data.token_cache = false"
         )
     _check_initial_weights(config)
+    _check_lora(config)
     if config.data.unit_field is None and config.data.unit_sampling != "concat":
         raise ValueError(
             f"data.unit_sampling = '{config.data.unit_sampling}': without data.unit_field every "
@@ -99,6 +100,22 @@ def check(config: JobConfig, world_size: int) -> None:
     if config.privacy.enable:
         _check_privacy(config)
         check_conflicts(config)
+
+
+def _check_lora(config: JobConfig) -> None:
+    """Refuse adapters of no size or none at all; which targets there are, the model knows."""
+    lora = config.lora
+    if lora.rank < 0:
+        raise ValueError(f"lora.rank = {lora.rank}: must be 1 or more, or 0 for no adapters")
+    if not lora.rank:
+        return
+    if not 0 < lora.alpha < float("inf"):
+        raise ValueError(f"lora.alpha = {lora.alpha}: must be a positive number (2 x rank, say)")
+    if not lora.targets or len(set(lora.targets)) < len(lora.targets):
+        raise ValueError(
+            f"lora.targets = {lora.targets}: name each target once, and at least one (wq, say); "
+            "lora.rank = 0 trains all weights"
+        )
 
 
 def _check_initial_weights(config: JobConfig) -> None:

@@ -29,6 +29,7 @@ from torchtitan_dp.gradients.gathered import keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.llama3.regions import compiled, use_regions
+from torchtitan_dp.models.lora import store_frozen
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.rms_norm import use_lean_norms
 
@@ -55,6 +56,8 @@ def parallelize_llama(
         )
     elif device_type != "cpu":
         use_efficient_attention(model)
+    if job_config.privacy.enable or parallel_dims.fsdp_enabled:  # else autocast keeps fp32
+        store_frozen(model, TORCH_DTYPE_MAP[job_config.training.mixed_precision_param])
     if job_config.privacy.enable:
         _apply_parts(model, parallel_dims, fsdp_mesh(parallel_dims), job_config)
     elif model.model_args.tie_embeddings and parallel_dims.fsdp_enabled:
@@ -77,8 +80,8 @@ def _apply_parts(
     if job_config.privacy.enable:
         if METHODS[job_config.privacy.gradient_method].per_sample_layers:
             per_sample_layers(model)
-        elif device_type == "cpu":
-            use_lean_norms(model)
+        if device_type == "cpu":
+            use_lean_norms(model)  # those that stayed as they were
     if parallel_dims.cp_enabled:
         apply_ring_attention(
             [block.attention.inner_attention for block in model.layers.values()],
