@@ -17,6 +17,11 @@ METHODS = {
 by_method = pytest.mark.parametrize("method", METHODS)
 
 
+def module(name: str) -> str:
+    """The layer that a parameter is of."""
+    return name.rpartition(".")[0]
+
+
 def options(method: str) -> tuple[str, ...]:
     samples = 1 if method == "microbatch" else 3
     return (*METHODS[method], f"--training.local_batch_size={samples}")
@@ -55,6 +60,12 @@ def test_tied_embeddings_and_few_targets(method):
 def test_frozen_weights_of_16_bits(method):
     bf16 = "--training.mixed_precision_param=bfloat16"
     check((1, 1, 2), *options(method), bf16, tolerance=3e-2, lora=LORA)
+
+
+@by_method
+def test_factors_clipped_apart(method):
+    apart = "--privacy.clipping=per_layer"
+    check((1, 1, 2), *options(method), apart, group_of=module, lora=LORA)
 
 
 @pytest.mark.parametrize("method", ["microbatch", "V2"])

@@ -98,8 +98,10 @@ def test_it_goes_on_from_its_own_checkpoint(finished, place, tmp_path):
 
 
 def test_it_goes_on_as_if_it_had_not_stopped(place, tmp_path):
-    seeded = from_given(place, tmp_path / "seeded", "--privacy.debug_seed=1")
-    again = resumed(seeded, place, tmp_path / "out", "--privacy.debug_seed=1")
+    """Of A's one row, one of two ranks has none."""
+    options = ("--privacy.debug_seed=1", "--lora.rank=1")
+    seeded = from_given(place, tmp_path / "seeded", *options)
+    again = resumed(seeded, place, tmp_path / "out", *options)
     for name in filter(is_adapter, again[0]):
         before, expected, found = (state[name] for state in again)
         change = (expected - before).norm()
@@ -140,10 +142,11 @@ def logits(run, step):
         return model(sample_tokens())
 
 
-def test_the_run_leaves_peft_adapters_with_their_ledger(finished):
+def test_the_run_leaves_peft_adapters_with_their_ledger(finished, place):
     exported = finished / "hf"
     settings = json.loads((exported / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"]) == (4, 8.0)
+    assert settings["base_model_name_or_path"] == str(place / "given")
     assert (exported / "adapter_model.safetensors").exists()
     assert not (exported / "model.safetensors").exists()
     assert privacy(exported)["trained"].startswith("LoRA of rank 4")

@@ -111,10 +111,12 @@ def allocated_peak(step):
                 "--parallelism.data_parallel_shard_degree=2",
             ],
         ),
+        (1, ["--lora.rank=4", "--training.mixed_precision_param=bfloat16"]),
     ],
     ids=[
         *("one rank", "ring, per-sample, recomputed", "two samples, exact sum"),
         *("ghost norms", "ghost norms, two passes"),
+        "adapters",
     ],
 )
 def test_predicted_is_what_real_tensors_take(world_size, overrides):
@@ -124,6 +126,19 @@ def test_predicted_is_what_real_tensors_take(world_size, overrides):
     assert set(parts) <= {*CATEGORIES, "gathered"}
     assert predicted == pytest.approx(tracked, rel=0.05)  # a collective's input may live longer
     assert predicted == pytest.approx(allocated, rel=0.10)
+
+
+def test_frozen_weights_are_kept_once_in_16_bits_and_nothing_else_of_them():
+    bf16 = "--training.mixed_precision_param=bfloat16"
+    (_, plain), (_, adapted) = (
+        forks.call(with_fake_tensors, small(bf16, *lora), 1) for lora in ([], ["--lora.rank=4"])
+    )
+    full = plain["parameters"] // 4
+    trained = adapted["optimizer"] // 8  # two moments
+    assert 0 < trained < full / 20
+    # AdamW counts its steps, in 4 bytes a tensor: 2 factors of 7 targets in 4 layers.
+    assert adapted["parameters"] == 2 * full + 4 * (trained - 28 * 2 // 2)
+    assert adapted["accumulator"] == pytest.approx(4 * trained, rel=0.01)
 
 
 def test_the_tracker_counts_each_storage_once_until_it_is_freed():

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from torchtitan_dp.checkpoint.adapters import is_adapter
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.lora import LoRA, merged
 
@@ -41,20 +42,16 @@ def adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) -> 
     }
 
 
-def peft_tensors(
-    state_dict: Mapping[str, torch.Tensor], args: ModelArgs
-) -> dict[str, torch.Tensor]:
+def peft_tensors(state_dict: Mapping[str, Any], args: ModelArgs) -> dict[str, torch.Tensor]:
     """Return all factors as whole fp32 tensors on the CPU, under PEFT's names.
 
     B's rows are those of its layer's output, in the order that `transformers` has them in.
     Collective over the FSDP mesh: each factor is gathered.
     """
     found = {}
-    for name, value in state_dict.items():
+    for name in filter(is_adapter, state_dict):
         layer, _, factor = name.removesuffix(".weight").rpartition(".")
-        if factor not in _PEFT_NAMES:
-            continue
-        whole = _whole(value).to("cpu", torch.float32)
+        whole = _whole(state_dict[name]).to("cpu", torch.float32)
         theirs, order = _rows_for_transformers(layer, state_dict[f"{layer}.weight"].shape, args)
         if factor == "lora_b":
             whole = whole[order]
@@ -67,13 +64,13 @@ def _rows_for_transformers(
 ) -> tuple[str, torch.Tensor]:
     """Return a layer's name in `transformers`, and which of our rows of its weight is each of
     theirs: the family's adapter tells by a weight that holds its rows' numbers."""
-    rows = torch.arange(shape[0], dtype=torch.int32)[:, None].repeat(1, shape[1])
+    rows = torch.arange(shape[0], dtype=torch.int32)[:, None].expand(shape)
     ((name, moved),) = family_of(args).adapter(args, None).to_hf({f"{layer}.weight": rows}).items()
     return name.removesuffix(".weight"), moved[:, 0].long()
 
 
 def merged_whole(
-    name: str, whole: torch.Tensor, state_dict: Mapping[str, torch.Tensor], lora: LoRA | None
+    name: str, whole: torch.Tensor, state_dict: Mapping[str, Any], lora: LoRA | None
 ) -> torch.Tensor:
     """Return a whole weight with its layer's factors merged into it, in fp32; any other as it is.
 

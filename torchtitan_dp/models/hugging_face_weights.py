@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.checkpoint.adapters import without_adapters
-from torchtitan_dp.checkpoint.start import Start, Weights, check_start
+from torchtitan_dp.checkpoint.start import Start, Weights, check_start, weights_folder
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.adapter_export import (
     ADAPTER_CONFIG_FILE,
@@ -184,7 +184,8 @@ def write_folder(
                 with open(path, "rb") as file:
                     write_atomically(os.path.join(folder, name), file.read())
     if args.lora is not None and not merge:
-        _write_adapters(model, args, args.lora, config.model.hf_assets_path or None, folder)
+        base = weights_folder(config)[0] if config.checkpoint.initial_load_in_hf else None
+        _write_adapters(model, args, args.lora, base, folder)
         return
     settings = export_settings(config, args)
     if folder is not None:
