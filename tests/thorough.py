@@ -101,6 +101,7 @@ PATTERNS = (
     r"plan/test_prediction\.py::test_what_bends_is_predicted_with_all_layers",
     r"plan/test_prediction\.py::test_few_layers_tell_the_peak_of_all\[.*",
     r"plan/test_memory\.py::test_row49_an_exact_sum_takes_eight_bytes_a_value\[.*=2\]",
+    r"plan/test_memory\.py::test_frozen_weights_.*",
     # What all of selfcheck's checks show together; the mutants ask for each alone.
     r"selfcheck/test_power\.py::test_what_a_fault_fails_passes_without\[.*",
     r"selfcheck/test_power\.py::test_it_passes_here\[.*",

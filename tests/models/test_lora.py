@@ -180,8 +180,12 @@ def test_a_changed_bit_changes_the_sum(dtype):
     assert bit_sum(values[:0]) == 0
 
 
+def refusals(starts):
+    """What each start is told; "" if nothing."""
+    return [refusal(*options) for options in starts]
+
+
 def refusal(*options):
-    """What a start with these options is told; "" if nothing."""
     from torchtitan_dp.checkpoint.start import decide_start
     from torchtitan_dp.models.check import check_model
 
@@ -205,26 +209,23 @@ def test_flops_are_less_by_the_gradients_of_frozen_weights():
     assert without_lora(adapted) == args
 
 
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        (("--lora.rank=-1",), "lora.rank = -1: must be 1 or more, or 0 for no adapters"),
-        (("--lora.rank=4", "--lora.alpha=0"), "lora.alpha = 0.0: must be a positive number"),
-        (("--lora.rank=4", "--lora.targets=wq,wq"), "name each target once, and at least one"),
-        (
-            ("--lora.rank=4", "--lora.targets=wq,output"),
-            "no linear layer 'output'; use some",
-        ),
-        (("--lora.rank=4", "--lora.targets=wx"), "'wx'; use some of w1, w2, w3, wk, wo, wq, wv"),
-        (("--lora.targets=wx",), ""),  # off
-        (("--lora.rank=4", "--model.converters=float8"), "model.converters = ['float8']: remove"),
-    ],
-)
-def test_mistakes_are_one_line(options, said, tmp_path):
-    found = forks.call(refusal, *options, f"--job.dump_folder={tmp_path}")
-    assert said in found
-    assert bool(said) == bool(found)
-    assert "\n" not in found
+MISTAKES = [
+    (("--lora.rank=-1",), "lora.rank = -1: must be 1 or more, or 0 for no adapters"),
+    (("--lora.rank=4", "--lora.alpha=0"), "lora.alpha = 0.0: must be a positive number"),
+    (("--lora.rank=4", "--lora.targets=wq,wq"), "name each target once, and at least one"),
+    (("--lora.rank=4", "--lora.targets=wq,output"), "no linear layer 'output'; use some"),
+    (("--lora.rank=4", "--lora.targets=wx"), "'wx'; use some of w1, w2, w3, wk, wo, wq, wv"),
+    (("--lora.targets=wx",), ""),  # off
+    (("--lora.rank=4", "--model.converters=float8"), "model.converters = ['float8']: remove"),
+]
+
+
+def test_mistakes_are_one_line(tmp_path):
+    options = [(*given, f"--job.dump_folder={tmp_path}") for given, _ in MISTAKES]
+    for found, (given, said) in zip(forks.call(refusals, options), MISTAKES, strict=True):
+        assert said in found, given
+        assert bool(said) == bool(found), given
+        assert "\n" not in found
 
 
 # What is exported.
