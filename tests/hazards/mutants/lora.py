@@ -41,6 +41,14 @@ MUTANTS = [
     ),
     Mutant(
         56,
+        "no update is looked at in training",
+        "train.py",
+        "        FirstUpdate(model, inner, noised=settings.noise_multiplier > 0)\n",
+        "        assert FirstUpdate and inner\n",
+        ("models/test_lora_run.py::test_row56_a_run_whose_frozen_weights_move_ends[enable]",),
+    ),
+    Mutant(
+        56,
         "frozen weights not looked at",
         "models/first_update.py",
         "            if moved and not is_adapter(name):\n",
