@@ -33,6 +33,8 @@ class FirstUpdate:
     def __init__(self, model: nn.Module, optimizer: Optimizer, *, noised: bool) -> None:
         """Begin to watch, where the model has adapters; there is nothing to hold otherwise.
 
+        Nobody needs to keep it: the optimizer's hooks do, until it is done.
+
         Args:
             optimizer: the one that steps the weights; collective over the world when it does.
             noised: whether each gradient that it is handed has noise, so that all must move.
