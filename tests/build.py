@@ -154,7 +154,7 @@ def build(
     parallelize_llama(model, dims, job_config)
     model.to_empty(device="cpu")
     model.init_weights()
-    fill_adapters(model)
+    fill_adapters(model, std=0.5)
     if edit is not None:
         with torch.no_grad():
             edit(model)
@@ -194,7 +194,7 @@ def reference_model(args: LlamaArgs = ARGS) -> Llama:
     """The same weights in one process, without any parallelism."""
     model = Llama(copy.deepcopy(args))
     model.init_weights()
-    fill_adapters(model)
+    fill_adapters(model, std=0.5)
     return model
 
 

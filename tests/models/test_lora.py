@@ -243,7 +243,7 @@ def given(tmp_path_factory):
 
     files = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
     model.load_state_dict(HuggingFaceAdapter(model.model_args, None).from_hf(files), strict=False)
-    build.fill_adapters(model)
+    build.fill_adapters(model, std=0.5)
     for kind in ("adapter", "merged"):
         (place / kind).mkdir()
         write_folder(model, config, str(place / kind), merge=kind == "merged")

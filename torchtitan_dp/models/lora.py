@@ -125,12 +125,11 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: floa
 
 
 @torch.no_grad()
-def fill_adapters(model: nn.Module) -> None:
+def fill_adapters(model: nn.Module, std: float = 0.02) -> None:
     """Give each B values that follow from its name, in place, for checks of gradients: where B is
-    0, the gradient of A is 0 too."""
+    0, the gradient of A is 0 too. Much larger ones would make rounding matter more than it does."""
     for name, parameter in model.named_parameters():
         if is_adapter(name) and f".{FACTORS[1]}." in name:
             seed = zlib.crc32(canonical_name(name).encode())
             generator = torch.Generator().manual_seed(seed)
-            whole = torch.randn(parameter.shape, generator=generator)
-            copy_slice_(parameter, whole.div_(math.sqrt(whole.shape[1])))
+            copy_slice_(parameter, std * torch.randn(parameter.shape, generator=generator))
