@@ -27,6 +27,7 @@ from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import PrivateStep, build_step
 from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
 from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_fsdp_modules
+from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import canonical_name, trainable_parameters
 from torchtitan_dp.privacy.sampling import deal
@@ -148,10 +149,12 @@ def build(
     with torch.device("meta"):
         model = Llama(copy.deepcopy(args))
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(frozen is None or frozen not in name)
+        if frozen is not None and frozen in name:
+            parameter.requires_grad_(False)
     parallelize_llama(model, dims, job_config)
     model.to_empty(device="cpu")
     model.init_weights()
+    fill_adapters(model, std=0.5)
     if edit is not None:
         with torch.no_grad():
             edit(model)
@@ -192,6 +195,7 @@ def reference_model(args: LlamaArgs = ARGS) -> Llama:
     """The same weights in one process, without any parallelism."""
     model = Llama(copy.deepcopy(args))
     model.init_weights()
+    fill_adapters(model, std=0.5)
     return model
 
 

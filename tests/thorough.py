@@ -70,6 +70,16 @@ PATTERNS = (
     r"gradients/test_randomized_norm\.py::test_every_mesh\[\(1, 1, 2\)-2-two-.*-hutchinson\]",
     r"gradients/test_randomized_norm\.py::test_activation_checkpointing"
     r"\[(\(1, 1, 2\)-.*|.*-selective-.*|.*-full-one)\]",
+    r"gradients/test_lora\.py::test_every_mesh\[\((1, 2, 2|2, 1, 1)\)-.*",
+    r"gradients/test_lora\.py::test_every_mesh\[\((1, 1, 2|1, 2, 1)\)-(V1|ghost two)\]",
+    r"gradients/test_lora\.py::test_every_mesh\[\(1, 2, 1\)-ghost\]",
+    r"gradients/test_lora\.py::test_activation_checkpointing\[(selective|op|offload)-.*",
+    r"gradients/test_lora\.py::test_activation_checkpointing\[full-(V1|ghost.*)\]",
+    r"gradients/test_lora\.py::test_tied_embeddings_and_few_targets\[(V1|ghost.*)\]",
+    r"gradients/test_lora\.py::test_frozen_weights_of_16_bits\[(V1|V2|ghost.*)\]",
+    r"gradients/test_lora\.py::test_(compiled|factors_clipped_apart)\[.*",
+    r"models/test_lora_run\.py::test_(without_privacy|a_checkpoint_with_.*|adapters_begin_.*|.*as_if.*)",
+    r"models/test_lora_run\.py::test_row56_a_run_whose_.*\[no-enable\]",
     r"gradients/test_per_layer\.py::test_every_mesh\[(\(1, [24], 1\)|\(2, 1, 1\)|\(1, 1, 4\))-.*",
     r"gradients/test_per_layer\.py::test_.*\[\(1, 2, 2\)-ghost\]",
     r"gradients/test_per_layer\.py::test_.*\[(.*-)?(V1|ghost_two)\]",
@@ -105,17 +115,19 @@ PATTERNS = (
     # Predictions of other configurations.
     r"plan/test_memory\.py::test_the_longest_configs_fit_four_ranks_of_80_gib\[.*",
     r"plan/test_memory\.py::test_predicted_is_what_.*"
-    r"\[(one rank|two samples, exact sum|ghost norms.*)\]",
+    r"\[(one rank|two samples, exact sum|ghost norms.*|adapters)\]",
     r"plan/test_prediction\.py::test_weights_kept_gathered_are_all_.*\[(1-.*|2-overrides0)\]",
     r"plan/test_prediction\.py::test_what_bends_is_predicted_with_all_layers",
     r"plan/test_prediction\.py::test_few_layers_tell_the_peak_of_all\[.*",
     r"plan/test_memory\.py::test_row49_an_exact_sum_takes_eight_bytes_a_value\[.*=2\]",
+    r"plan/test_memory\.py::test_frozen_weights_.*",
     # What all of selfcheck's checks show together; the mutants ask for each alone.
     r"selfcheck/test_power\.py::test_what_a_fault_fails_passes_without\[.*",
     r"selfcheck/test_power\.py::test_it_passes_here\[.*",
     r"selfcheck/test_cuda\.py::test_two_ranks_on_a_backend_by_name",
     # Selfcheck under other configurations, and with faults that others are like.
-    r"selfcheck/test_power\.py::test_configurations_pass\[(offload bf16|automatic|compile.*)\]",
+    r"selfcheck/test_power\.py::test_configurations_pass"
+    r"\[(offload bf16|automatic|adapters|compile.*)\]",
     r"selfcheck/test_power\.py::test_a_fault_fails_it\[(own_tokens|sums_of_partial|noise_without"
     r"|noise_shared_by_par|chunk_edge_lost-1-clipped|adamw|checkpoint_without).*",
 )

@@ -20,6 +20,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.ledger import Ledger
 from torchtitan_dp.ledger.baseline import baseline_ledger, publish_baseline
+from torchtitan_dp.models.first_update import FirstUpdate
 from torchtitan_dp.models.hugging_face import origin
 
 
@@ -34,6 +35,8 @@ class BaselineTrainer(Trainer):
         job_config.training.max_norm = job_config.training.max_norm or math.inf
         super().__init__(job_config)
         self.checkpointer = Checkpointer(self, decide_start(job_config), origin(job_config))
+        (model,), (inner,) = self.model_parts, self.optimizers.optimizers
+        FirstUpdate(model, inner, noised=False)
         self.ledger = baseline_ledger(job_config, len(self.dataloader.units))
         self._publish()
 

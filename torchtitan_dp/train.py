@@ -60,6 +60,7 @@ from torchtitan_dp.ledger import (
 from torchtitan_dp.ledger.terms import earlier_ledger, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.families import FAMILIES
+from torchtitan_dp.models.first_update import FirstUpdate
 from torchtitan_dp.models.hugging_face import origin
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.loss import SampleLosses
@@ -110,6 +111,8 @@ class DPTrainer(Trainer):
             noise_multiplier=settings.noise_multiplier,
             expected_batch_size=settings.expected_batch_size,
         )
+        (inner,) = self.optimizers.optimizers
+        FirstUpdate(model, inner, noised=settings.noise_multiplier > 0)
         self.sample_losses = SampleLosses(
             model,
             self.device,

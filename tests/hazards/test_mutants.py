@@ -21,6 +21,7 @@ from tests.hazards.mutants import (
     ghost,
     keys,
     lineage,
+    lora,
     noise,
     outputs,
     parameters,
@@ -36,7 +37,7 @@ from tests.hazards.mutants import (
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = {*range(1, 56), 57, 59}
+ROWS = {*range(1, 58), 59}
 ROOMS = (
     clipping,
     ghost,
@@ -58,6 +59,7 @@ ROOMS = (
     crashes,
     selfcheck,
     windows,
+    lora,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
 SAMPLE = [mutant for room in ROOMS for mutant in [m for m in room.MUTANTS if m.quick][:1]]

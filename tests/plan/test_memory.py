@@ -14,6 +14,7 @@ from tests import forks
 from tests.launch import CONFIG, ROOT, arguments, write_records
 from tests.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan import report as memory_report
 from torchtitan_dp.plan.memory import CATEGORIES, GIB, LONGEST, MemoryPlan
@@ -111,10 +112,12 @@ def allocated_peak(step):
                 "--parallelism.data_parallel_shard_degree=2",
             ],
         ),
+        (1, ["--lora.rank=4", "--training.mixed_precision_param=bfloat16"]),
     ],
     ids=[
         *("one rank", "ring, per-sample, recomputed", "two samples, exact sum"),
         *("ghost norms", "ghost norms, two passes"),
+        "adapters",
     ],
 )
 def test_predicted_is_what_real_tensors_take(world_size, overrides):
@@ -124,6 +127,17 @@ def test_predicted_is_what_real_tensors_take(world_size, overrides):
     assert set(parts) <= {*CATEGORIES, "gathered"}
     assert predicted == pytest.approx(tracked, rel=0.05)  # a collective's input may live longer
     assert predicted == pytest.approx(allocated, rel=0.10)
+
+
+def test_frozen_weights_are_kept_once_in_16_bits_and_nothing_else_of_them():
+    given = small("--lora.rank=4", "--training.mixed_precision_param=bfloat16")
+    _, parts = forks.call(with_fake_tensors, given, 1)
+    args = shape(load_config(given, 1))
+    trained, all_ = trained_count(args), parameter_count(args)
+    assert parts["parameters"] == 2 * (all_ - trained) + 4 * trained
+    # Two moments, and AdamW's count of steps for each factor of 7 targets in 4 layers.
+    assert parts["optimizer"] == 8 * trained + 4 * 2 * 7 * 4
+    assert parts["accumulator"] == pytest.approx(4 * trained, rel=0.01)
 
 
 def test_the_tracker_counts_each_storage_once_until_it_is_freed():

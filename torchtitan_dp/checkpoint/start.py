@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
+from torchtitan_dp.checkpoint.adapters import to_load
 from torchtitan_dp.checkpoint.folder import (
     checkpoint_folder,
     checkpoint_folders,
@@ -62,7 +63,7 @@ class Start:
 
     @property
     def loads(self) -> bool:
-        """Tell whether all weights are read from files."""
+        """Tell whether all weights are read from files (initial ones may lack adapters of LoRA)."""
         return self.weights is not Weights.DRAWN
 
     @functools.cached_property
@@ -131,7 +132,8 @@ def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: st
 
     Args:
         start: one that loads a checkpoint, this run's own or an initial one.
-        state_dict: the model's parameters; on `meta` will do.
+        state_dict: the model's parameters; on `meta` will do. An initial checkpoint may lack all
+            adapters of LoRA, which are then drawn.
         origin: what decides the model's shape, for the message.
 
     Raises:
@@ -147,7 +149,8 @@ def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: st
         if start.resumes:
             raise ValueError(none_whole(os.path.dirname(start.place), start.step, problem))
         raise ValueError(f"{at}: it is damaged ({problem}); take a whole copy")
-    refuse_another_model(start.place, state_dict, origin)
+    wanted = state_dict if start.resumes else to_load(start.place, state_dict)
+    refuse_another_model(start.place, wanted, origin)
 
 
 def plan_start(config: JobConfig, units: int, start: Start, account: Ledger | None) -> Plan:

@@ -2,6 +2,7 @@
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.conflicts import check_conflicts
+from torchtitan_dp.config.samples import check_samples
 from torchtitan_dp.gradients.methods import METHODS, automatic
 from torchtitan_dp.privacy.envelope import FEWEST, MOST
 from torchtitan_dp.privacy.fixed_point import MAX_EXPECTED_BATCH, MAX_NOISE_MULTIPLIER
@@ -92,8 +93,8 @@ def check(config: JobConfig, world_size: int) -> None:
             "token ids, set data.token_cache = false"
         )
     _check_initial_weights(config)
-    _check_answers(config)
-    _check_windows(config)
+    check_samples(config)
+    _check_lora(config)
     if config.data.unit_field is None and config.data.unit_sampling != "concat":
         raise ValueError(
             f"data.unit_sampling = '{config.data.unit_sampling}': without data.unit_field every "
@@ -104,57 +105,20 @@ def check(config: JobConfig, world_size: int) -> None:
         check_conflicts(config)
 
 
-def _check_answers(config: JobConfig) -> None:
-    """Refuse fields of prompts or chats that exclude each other, or that nothing can be read by."""
-    data = config.data
-    for key in ("prompt_field", "messages_field"):
-        field = getattr(data, key)
-        if field is None:
-            continue
-        if field == "":
-            raise ValueError(f"data.{key} = '': name the JSON field, or remove it")
-        if data.long_records == "window":
-            raise ValueError(
-                f"data.long_records = 'window': with data.{key} a sample lies where the answer is; "
-                "set it to 'head'"
-            )
-    if data.prompt_field is not None and data.messages_field is not None:
-        raise ValueError(
-            f"data.messages_field = '{data.messages_field}': a record has either messages or a "
-            f"prompt (data.prompt_field = '{data.prompt_field}'); remove one of the two"
-        )
-    if data.prompt_field is not None and data.prompt_field == data.text_field:
-        raise ValueError(
-            f"data.prompt_field = '{data.prompt_field}': that is data.text_field, which holds the "
-            "answer; name another field"
-        )
-
-
-def _check_windows(config: JobConfig) -> None:
-    """Refuse several windows of a unit where there are none, or nobody averages them."""
-    data, method = config.data, config.privacy.gradient_method
-    count = data.windows_per_draw
-    if count < 1:
-        raise ValueError(f"data.windows_per_draw = {count}: must be at least 1")
-    if count == 1:
+def _check_lora(config: JobConfig) -> None:
+    """Refuse adapters of no size or none at all; which targets there are, the model knows."""
+    lora = config.lora
+    if lora.rank < 0:
+        raise ValueError(f"lora.rank = {lora.rank}: must be 1 or more, or 0 for no adapters")
+    if not lora.rank:
         return
-    if not config.privacy.enable:
-        why = "without privacy no unit is drawn; set it to 1"
-    elif data.unit_sampling == "concat" and data.long_records == "head":
-        why = (
-            "each unit has one sample; set data.long_records = 'window', or, with data.unit_field, "
-            "data.unit_sampling = 'random'"
+    if not 0 < lora.alpha < float("inf"):
+        raise ValueError(f"lora.alpha = {lora.alpha}: must be a positive number (2 x rank, say)")
+    if not lora.targets or len(set(lora.targets)) < len(lora.targets):
+        raise ValueError(
+            f"lora.targets = {lora.targets}: name each target once, and at least one (wq, say); "
+            "lora.rank = 0 trains all weights"
         )
-    elif data.verify_records == "drawn":
-        why = "data.verify_records = 'drawn' compares one sample a unit; set that to 'contents'"
-    elif method in METHODS and not METHODS[method].averages_windows:
-        why = (
-            f"privacy.gradient_method = '{method}' clips what one backward pass finds; set it to "
-            "'microbatch', which takes any training.local_batch_size"
-        )
-    else:
-        return
-    raise ValueError(f"data.windows_per_draw = {count}: {why}")
 
 
 def _check_initial_weights(config: JobConfig) -> None:

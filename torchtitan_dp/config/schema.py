@@ -283,6 +283,26 @@ class Model(_Model):
 
 
 @dataclass
+class LoRA:
+    """Low-rank adapters (Hu et al. 2021): the model's own weights are frozen, and two small
+    matrices beside each target are trained, clipped and noised. docs/lora.md has an example."""
+
+    rank: int = 0
+    """r: the smaller side of an adapter's matrices. 0: no adapters, all weights are trained."""
+
+    alpha: float = 16.0
+    """What adapters add is multiplied by alpha / r."""
+
+    targets: list[str] = field(default_factory=lambda: ["wq", "wk", "wv", "wo", "w1", "w2", "w3"])
+    """The linear layers of each block that have adapters, by the last part of their names. The
+    output layer and the embedding have none."""
+
+    export: Literal["adapter", "merged"] = "adapter"
+    """What `checkpoint.last_save_in_hf` writes, and a release by default: `adapter`, the trained
+    matrices in PEFT's format, for the model that training started from; `merged`, a whole model."""
+
+
+@dataclass
 class JobConfig(_JobConfig):
     """What `job.custom_config_module = "torchtitan_dp.config"` adds to TorchTitan's `JobConfig`."""
 
@@ -293,3 +313,4 @@ class JobConfig(_JobConfig):
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     model: Model = field(default_factory=Model)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
+    lora: LoRA = field(default_factory=LoRA)

@@ -9,6 +9,7 @@ import contextlib
 import os
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.lora import trained
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.account import told_of
 from torchtitan_dp.ledger.files import (
@@ -40,6 +41,7 @@ def baseline_ledger(config: JobConfig, units: int) -> Ledger:
         sampling="shuffled",
         clipping="none",
         clip_function="none",
+        trained=trained(config),
     )
     ledger = Ledger(settings, planned_steps=config.training.steps)
     ledger.mark_not_private(WHY)

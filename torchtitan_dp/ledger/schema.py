@@ -157,6 +157,13 @@ KEYS = (
         "(`privacy.exact_sum`).",
     ),
     Key(
+        "trained",
+        str,
+        _SETTINGS,
+        "What the steps changed: all weights, or the adapters of LoRA beside weights that stayed "
+        "as they were when training started.",
+    ),
+    Key(
         "expected_batch_size",
         int,
         _SETTINGS,

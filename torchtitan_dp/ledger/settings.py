@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.config.lora import ALL, trained
 from torchtitan_dp.config.units import privacy_unit, targets, unit_word
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.privacy import accounting
@@ -40,6 +41,7 @@ class Settings:
     exact_sum: bool = False
     projections: int = 0  # that norms are estimated from; 0: they are exact
     norm_estimator: str = "exact"
+    trained: str = ALL
     units: int | None = None  # where their number is public
     samples_per_rank: int | None = None  # hardly ever exceeded in a step, whatever is drawn
     ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
@@ -147,6 +149,7 @@ _OF_A_RUN = {
     "delta": "privacy.delta",
     "neighbouring_relation": "privacy.sample_rate",
     "privacy_unit": "data.unit_field",
+    "trained": "lora",
 }
 
 
@@ -216,6 +219,7 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,
         exact_sum=privacy.exact_sum,
+        trained=trained(config),
         units=units if sampling.neighbouring_relation == "zero_out" else None,
         # Each length of the ladder is dealt out by itself, rounded up.
         samples_per_rank=math.ceil(_most_drawn(batch) / ranks) + len(ladder(config)),

@@ -20,10 +20,12 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     Raises:
         ValueError: one line for the user: it is none of ours, its files do not fit it, or its
             tokenizer has ids that the vocabulary lacks (a record with one would end the run), or
-            no kernel of this machine has its attention, or its parameters are not those that
+            no kernel of this machine has its attention, or it lacks what is to have adapters, or
+            its parameters are not those that
             groups to clip are made of.
     """
     args = shape(config)
+    on_meta(args)  # which refuses targets of adapters that it has not
     _check_attention(config, args)
     check_clipping(config, args)
     check_files(config, args, start)

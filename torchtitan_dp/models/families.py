@@ -17,6 +17,7 @@ from torchtitan_dp.models.llama3 import config_json
 from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama, LlamaArgs
 from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_fsdp_modules
+from torchtitan_dp.models.lora import LoRA
 
 
 class ModelArgs(Protocol):
@@ -29,6 +30,7 @@ class ModelArgs(Protocol):
     vocab_size: int
     max_seq_len: int
     tie_embeddings: bool
+    lora: LoRA | None
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, float]:
         """Return the number of parameters and the FLOPs of a token (TorchTitan's own count)."""
@@ -90,3 +92,15 @@ def on_meta(args: ModelArgs) -> Any:
 def parameter_count(args: ModelArgs) -> int:
     """Count the parameters; a tied weight counts once."""
     return sum(parameter.numel() for parameter in on_meta(args).parameters())
+
+
+def trained_count(args: ModelArgs) -> int:
+    """Count the parameters that are trained."""
+    return sum(p.numel() for p in on_meta(args).parameters() if p.requires_grad)
+
+
+def without_lora(args: ModelArgs) -> ModelArgs:
+    """Return the arguments of the model that adapters are beside, which a merge has too."""
+    args = copy.deepcopy(args)
+    args.lora = None
+    return args

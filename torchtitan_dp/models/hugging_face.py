@@ -2,7 +2,8 @@
 
 `shape(config)` says what model a configuration trains: the one that `config.json` describes, where
 the folder of `model.hf_assets_path` (or of Hugging Face weights to start from) has one, else that
-of `model.flavor`. What our models cannot compute is refused, in one line.
+of `model.flavor`; with the adapters of `[lora]`, if there are any. What our models cannot compute
+is refused, in one line.
 """
 
 import copy
@@ -12,8 +13,16 @@ from typing import Any
 
 from torchtitan_dp.checkpoint.start import weights_folder
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.lora import trained
 from torchtitan_dp.data.tokenizer import load_tokenizer
-from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs, parameter_count
+from torchtitan_dp.models.families import (
+    FAMILIES,
+    Family,
+    ModelArgs,
+    parameter_count,
+    trained_count,
+)
+from torchtitan_dp.models.lora import lora_of
 
 CONFIG_FILE = "config.json"
 
@@ -38,6 +47,13 @@ def shape(config: JobConfig) -> ModelArgs:
         ValueError: one line for the user; the flavor is unknown, or `config.json` is broken or
             describes what our models cannot compute.
     """
+    args = _given_shape(config)
+    args.lora = lora_of(config)
+    return args
+
+
+def _given_shape(config: JobConfig) -> ModelArgs:
+    """Return the arguments without adapters."""
     source = config_file(config)
     family = FAMILIES.get(config.model.name)
     if family is None or (source is None and config.model.flavor not in family.flavors):
@@ -87,11 +103,13 @@ def read_settings(path: str, key: str) -> dict[str, Any]:
 def origin(config: JobConfig) -> str:
     """Say what decides the shape, for messages."""
     source = config_file(config)
-    return f"model.flavor = '{config.model.flavor}'" if source is None else source[0]
+    given = f"model.flavor = '{config.model.flavor}'" if source is None else source[0]
+    return f"{given} with lora.rank = {config.lora.rank}" if config.lora.rank else given
 
 
 def describe(config: JobConfig, args: ModelArgs) -> str:
     """Tell people what the model is, where its shape comes from and where its weights do."""
+    of_these = f"{trained_count(args):,} trained: {trained(config)}; " if args.lora else ""
     tied = ", tied embeddings" if args.tie_embeddings else ""
     if config.checkpoint.initial_load_in_hf:
         start = weights_folder(config)[0]
@@ -101,7 +119,7 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
     return (
         f"model: {parameter_count(args):,} parameters ({args.n_layers} layers of {args.dim:,}, "
         f"{args.n_heads} heads, {args.vocab_size:,} tokens{tied}) as in {origin(config)}; "
-        f"initial weights: {start}"
+        f"{of_these}initial weights: {start}"
     )
 
 

@@ -15,8 +15,16 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_dp.checkpoint.start import Start, Weights, check_start
+from torchtitan_dp.checkpoint.adapters import without_adapters
+from torchtitan_dp.checkpoint.start import Start, Weights, check_start, weights_folder
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.models.adapter_export import (
+    ADAPTER_CONFIG_FILE,
+    ADAPTER_FILE,
+    adapter_settings,
+    merged_whole,
+    peft_tensors,
+)
 from torchtitan_dp.models.families import ModelArgs, family_of, on_meta
 from torchtitan_dp.models.hugging_face import (
     CONFIG_FILE,
@@ -24,6 +32,7 @@ from torchtitan_dp.models.hugging_face import (
     origin,
     shape,
 )
+from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.parameters import TIED_OUTPUT
 from torchtitan_dp.process import write_atomically
 
@@ -126,11 +135,12 @@ def _safetensors(problem: str, folder: str) -> list[str]:
 
 
 def export(model: nn.Module, config: JobConfig, beside: Sequence[str] = ()) -> str:
-    """Write `<job.dump_folder>/hf`, a folder that `transformers` loads as it is; its path.
+    """Write `<job.dump_folder>/hf`, a folder that `transformers` loads as it is, or, of adapters,
+    PEFT; its path.
 
-    It holds the weights, `config.json` and the tokenizer's files of `model.hf_assets_path`, for
-    their owner only. An older one is replaced when the new one is whole. Collective: parameters
-    are gathered one at a time; rank 0 keeps at most a shard of `SHARD_BYTES` in memory and writes.
+    It holds what `write_folder` writes, for its owner only. An older one is replaced when the new
+    one is whole. Collective: parameters are gathered one at a time; rank 0 keeps at most a shard of
+    `SHARD_BYTES` in memory, or all adapters, and writes.
 
     Args:
         model: parallelized or not.
@@ -142,7 +152,7 @@ def export(model: nn.Module, config: JobConfig, beside: Sequence[str] = ()) -> s
     if writes:
         shutil.rmtree(partial, ignore_errors=True)
         os.makedirs(partial, mode=0o700)
-    write_folder(model, config, partial if writes else None)
+    write_folder(model, config, partial if writes else None, merge=config.lora.export == "merged")
     if writes:
         for path in beside:
             shutil.copy2(path, partial)
@@ -154,25 +164,49 @@ def export(model: nn.Module, config: JobConfig, beside: Sequence[str] = ()) -> s
     return target
 
 
-def write_folder(model: nn.Module, config: JobConfig, folder: str | None) -> None:
-    """Write weights, `config.json` and the tokenizer's files into `folder`, which exists.
+def write_folder(
+    model: nn.Module, config: JobConfig, folder: str | None, *, merge: bool = False
+) -> None:
+    """Write what was trained and the tokenizer's files of `model.hf_assets_path` into `folder`,
+    which exists.
 
-    Collective, as `export` is.
+    What was trained are weights and `config.json`; with `[lora]`, unless they are to be merged into
+    the weights, adapters in fp32 and `adapter_config.json`. Collective, as `export` is.
 
     Args:
         folder: None on the ranks that do not write.
     """
     args = shape(config)
-    settings = export_settings(config, args)
     if folder is not None:
-        _write_json(os.path.join(folder, CONFIG_FILE), settings)
         for name in TOKENIZER_FILES:
             path = os.path.join(config.model.hf_assets_path, name)
             if config.model.hf_assets_path and os.path.isfile(path):
                 with open(path, "rb") as file:
                     write_atomically(os.path.join(folder, name), file.read())
+    if args.lora is not None and not merge:
+        base = weights_folder(config)[0] if config.checkpoint.initial_load_in_hf else None
+        _write_adapters(model, args, args.lora, base, folder)
+        return
+    settings = export_settings(config, args)
+    if folder is not None:
+        _write_json(os.path.join(folder, CONFIG_FILE), settings)
     dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
     _write_weights(model, args, dtype, folder)
+
+
+@torch.no_grad()
+def _write_adapters(
+    model: nn.Module, args: ModelArgs, lora: LoRA, base: str | None, folder: str | None
+) -> None:
+    """Write LoRA's factors and their `adapter_config.json` into `folder`."""
+    tensors = peft_tensors(get_model_state_dict(model), args)
+    if folder is None:
+        return
+    path = os.path.join(folder, ADAPTER_FILE)
+    save_file(tensors, path, metadata={"format": "pt"})
+    os.chmod(path, 0o600)
+    settings = adapter_settings(tensors, lora, base)
+    _write_json(os.path.join(folder, ADAPTER_CONFIG_FILE), settings)
 
 
 @torch.no_grad()
@@ -181,7 +215,8 @@ def _write_weights(
 ) -> None:
     """Write shards of safetensors into `folder`, in the order of the model, and their index."""
     adapter, weight_map, total = family_of(args).adapter(args, None), {}, 0
-    shards = list(_shards(get_model_state_dict(model), args, dtype.itemsize))
+    state_dict = get_model_state_dict(model)
+    shards = list(_shards(without_adapters(state_dict), args, dtype.itemsize))
     for number, parameters in enumerate(shards, start=1):
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         if len(shards) == 1:
@@ -189,6 +224,7 @@ def _write_weights(
         tensors: dict[str, torch.Tensor] = {}
         for parameter, value in parameters.items():
             whole = value.full_tensor() if isinstance(value, DTensor) else value
+            whole = merged_whole(parameter, whole, state_dict, args.lora)
             if folder is not None:
                 for key, tensor in adapter.to_hf({parameter: whole}).items():
                     tensors[key] = tensor.to("cpu", dtype).contiguous()

@@ -110,7 +110,7 @@ def _sample(
 
 class _OneSample(torch.autograd.Function):
     """Computes gradients along with the loss; of several samples only if the weight is not
-    trained."""
+    trained. Then a second backward pass over the same graph computes them again."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -145,16 +145,29 @@ class _OneSample(torch.autograd.Function):
         ]
         ctx.gradients = grad_h_BTD, grad_weight_VD
         ctx.weight_dtype = weight_VD.dtype
+        if grad_h_BTD is not None and not weight_needed:
+            ctx.chunk_tokens = chunk_tokens
+            ctx.save_for_backward(h_BTD, labels_BT, weight_VD, scale_B)
         return torch.stack(losses)
 
     @staticmethod
     def backward(ctx: Any, grad_loss_B: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
-        (grad_h, grad_weight), ctx.gradients = ctx.gradients, None
+        gradients, ctx.gradients = ctx.gradients, None
+        grad_h, grad_weight = gradients or (_input_gradients(ctx), None)
         if grad_h is not None:
             grad_h.mul_(grad_loss_B[:, None, None])
         if grad_weight is not None:
             grad_weight = grad_weight.mul_(grad_loss_B).to(ctx.weight_dtype)
         return grad_h, None, None, grad_weight, None, None
+
+
+def _input_gradients(ctx: Any) -> torch.Tensor:
+    """Compute again what the loss head's input was found to have for a gradient."""
+    h_BTD, labels_BT, weight_VD, scale_B = ctx.saved_tensors
+    grad_h_BTD = torch.empty_like(h_BTD)
+    for h_TD, labels_T, scale, grad_h_TD in zip(h_BTD, labels_BT, scale_B, grad_h_BTD, strict=True):
+        _sample(h_TD, labels_T, weight_VD, scale, ctx.chunk_tokens, grad_h_TD, ())
+    return grad_h_BTD
 
 
 class _SeveralSamples(torch.autograd.Function):

@@ -22,7 +22,7 @@ from torchtitan_dp.data.opening import Records
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
 from torchtitan_dp.ledger.terms import Plan
-from torchtitan_dp.models.families import ModelArgs, parameter_count
+from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
 from torchtitan_dp.plan.memory import DEFAULT_GIB, MemoryPlan, predicting
@@ -150,6 +150,7 @@ def _for_programs(
         **dataclasses.asdict(plan.settings),
         "steps": plan.steps,
         "parameters": parameter_count(args),
+        "trained_parameters": trained_count(args),
         "world_size": world_size,
         **dataclasses.asdict(costs),
         **(memory.for_programs() if memory else {}),

@@ -1,11 +1,12 @@
 """Take out of a private run what may be published, with its guarantee in words.
 
-    python -m torchtitan_dp.release RUN OUT [--stop_not_from_results]
+    python -m torchtitan_dp.release RUN OUT [--stop_not_from_results] [--merged]
 
 RUN is the `job.dump_folder` of a private run. OUT, which must not exist yet, becomes a Hugging Face
-folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. Optimizer
-state, logs, TensorBoard, configuration, fingerprint and the list of executed steps stay behind.
-One plain process on the CPU, which holds the weights in fp32; the private records are not opened.
+folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. Of a run with
+`[lora]` it holds adapters for PEFT in the place of weights, or, merged, a whole model. Optimizer
+state, logs, TensorBoard, configuration, fingerprint and the list of executed steps stay behind. One
+plain process on the CPU, which holds the weights in fp32; the private records are not opened.
 
 Guarantee:
     What OUT says is never less than what was spent: the terms are those of the ledger inside the
@@ -41,8 +42,9 @@ from torchtitan_dp.config.saved import read_config
 from torchtitan_dp.data.tokenizer import byte_tokenizer_files
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.ledger.files import write_published
+from torchtitan_dp.models.adapter_export import ADAPTER_CONFIG_FILE
 from torchtitan_dp.models.check import check_model
-from torchtitan_dp.models.families import ModelArgs, on_meta
+from torchtitan_dp.models.families import ModelArgs, on_meta, without_lora
 from torchtitan_dp.models.hugging_face import CONFIG_FILE
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.parameters import require_loaded
@@ -54,13 +56,17 @@ from torchtitan_dp.release.owner import OWNER_ITEMS
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"
-_PATH_KEYS = ("_name_or_path", "name_or_path")  # where transformers notes a folder on this machine
+# Where transformers and PEFT note a folder on this machine.
+_PATH_KEYS = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 
 
-def release(run: str, out: str, *, stop_not_from_results: bool = False) -> dict[str, Any]:
+def release(
+    run: str, out: str, *, stop_not_from_results: bool = False, merge: bool = False
+) -> dict[str, Any]:
     """Write OUT whole, or leave nothing; what its `privacy.json` says.
 
     Args:
+        merge: write whole weights where adapters were trained, as `lora.export = "merged"` does.
         stop_not_from_results: as of `releasing.claims.claims`.
 
     Raises:
@@ -70,6 +76,11 @@ def release(run: str, out: str, *, stop_not_from_results: bool = False) -> dict[
     _check_folders(run, out)
     with lock_folder(run, wait_s=0):
         config = read_config(run)
+        if merge and not config.lora.rank:
+            raise ValueError(
+                f"--merged: RUN = '{run}' trained no adapters (lora.rank = 0); leave it away"
+            )
+        merge = merge or config.lora.export == "merged"
         checkpoint = _newest_checkpoint(run, config)
         terms = claims(
             run,
@@ -83,7 +94,7 @@ def release(run: str, out: str, *, stop_not_from_results: bool = False) -> dict[
         partial = f"{out}.tmp"
         try:
             os.makedirs(partial, mode=0o700)
-            _fill(partial, model, config, args, terms)
+            _fill(partial, model, config, args, terms, merge=merge)
             os.rename(partial, out)
         except OSError as error:
             raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
@@ -177,15 +188,21 @@ def load_weights(folder: str, model: nn.Module) -> None:
 
 
 def _fill(
-    folder: str, model: nn.Module, config: JobConfig, args: ModelArgs, terms: dict[str, Any]
+    folder: str,
+    model: nn.Module,
+    config: JobConfig,
+    args: ModelArgs,
+    terms: dict[str, Any],
+    *,
+    merge: bool,
 ) -> None:
     """Write all files of a release, synced; the sums last."""
-    write_folder(model, config, folder)
+    write_folder(model, config, folder, merge=merge)
     if not os.path.exists(os.path.join(folder, "tokenizer.json")):
         for name, text in byte_tokenizer_files().items():
             write_atomically(os.path.join(folder, name), text.encode())
     _drop_paths(folder)
-    card = model_card(terms, config, args)
+    card = model_card(terms, config, without_lora(args) if merge else args)
     write_atomically(os.path.join(folder, CARD_FILE), card.encode())
     write_published(folder, terms)
     sums = [f"{_sha256(os.path.join(folder, n))}  {n}\n" for n in sorted(os.listdir(folder))]
@@ -194,7 +211,7 @@ def _fill(
 
 def _drop_paths(folder: str) -> None:
     """Remove the place on some machine that `transformers` notes in the files it writes."""
-    for name in (CONFIG_FILE, "tokenizer_config.json"):
+    for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE, "tokenizer_config.json"):
         path = os.path.join(folder, name)
         if not os.path.exists(path):
             continue
@@ -231,10 +248,18 @@ def main(argv: list[str]) -> None:
         help="state, in the card too, that no result of a run that stopped early decided when to "
         "stop: epsilon then leaves out the planned steps that were not taken",
     )
+    parser.add_argument(
+        "--merged",
+        action="store_true",
+        help="of a run with [lora]: a whole model, with the adapters merged into its weights",
+    )
     options = parser.parse_args(argv)
     with exit_on_mistake():
         terms = release(
-            options.run, options.out, stop_not_from_results=options.stop_not_from_results
+            options.run,
+            options.out,
+            stop_not_from_results=options.stop_not_from_results,
+            merge=options.merged,
         )
     print("\n".join(_said(options.out, terms)), file=sys.stderr)
 

@@ -15,16 +15,17 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.records import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger.initial import PUBLIC
-from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count
+from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.envelope import largest_ratio
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.release.owner import owner_section
+from torchtitan_dp.release.use import USE, USE_ADAPTERS
 
 _FRONT = """---
 # license: TO FILL IN (whether you may publish depends on your data and starting weights)
 # base_model: TO FILL IN (what training started from, if anything)
-library_name: transformers
+library_name: {library}
 pipeline_tag: text-generation
 tags:
 - differential-privacy
@@ -55,7 +56,9 @@ def model_card(terms: dict[str, Any], config: JobConfig, args: ModelArgs) -> str
     Args:
         terms: as `releasing.claims.claims` returns them.
         config: the run's, of which public settings are told.
+        args: of the model that is released: with `lora`, its adapters alone are.
     """
+    adapters = args.lora is not None
     sections = (
         _guarantee(terms, config),
         _not_said(terms, config),
@@ -63,12 +66,16 @@ def model_card(terms: dict[str, Any], config: JobConfig, args: ModelArgs) -> str
         _assumptions(terms, config),
         _training(terms, config, args),
         owner_section(),
-        _use(),
+        USE_ADAPTERS if adapters else USE,
     )
-    count = parameter_count(args)
+    count = parameter_count(without_lora(args))
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
-    title = f"# A {family_of(args).title} of {size} parameters, trained with differential privacy"
-    return "\n".join([_FRONT, title, "", *(section.strip() + "\n" for section in sections)])
+    model = f"A {family_of(args).title} of {size} parameters"
+    if adapters:
+        model = f"Adapters for a{model[1:]}"
+    title = f"# {model}, trained with differential privacy"
+    front = _FRONT.format(library="peft" if adapters else "transformers")
+    return "\n".join([front, title, "", *(section.strip() + "\n" for section in sections)])
 
 
 def _guarantee(terms: dict[str, Any], config: JobConfig) -> str:
@@ -300,6 +307,7 @@ def _training(terms: dict[str, Any], config: JobConfig, args: ModelArgs) -> str:
     optimizer, schedule, training = config.optimizer, config.lr_scheduler, config.training
     title = family_of(args).title
     rows = {
+        "trained": terms["trained"],
         "model": f"{title}, {args.n_layers} layers of {args.dim}, {args.n_heads} heads, "
         f"{args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
         "sample": f"at most {training.seq_len} tokens of one {_unit(terms)} in a step",
@@ -329,19 +337,3 @@ def _windows(terms: dict[str, Any]) -> str:
     """Say how many samples of a unit make up its gradient."""
     count = terms["windows_per_draw"]
     return "1" if count == 1 else f"up to {count}, whose gradients' mean is clipped as one"
-
-
-def _use() -> str:
-    return """
-## Use and check it
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-
-model = AutoModelForCausalLM.from_pretrained(".")  # this folder
-tokenizer = AutoTokenizer.from_pretrained(".")
-```
-
-`sha256sum -c SHA256SUMS` checks the files; `privacy.json` has the numbers above for programs, not
-rounded.
-"""

@@ -10,7 +10,8 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_dp.gradients.step import PrivacyTerms
 from torchtitan_dp.models.families import ModelArgs, family_of
-from torchtitan_dp.models.parameters import canonical_name
+from torchtitan_dp.models.lora import fill_adapters
+from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.privacy.clip_groups import clip_groups
 
 # What each sample's loss is multiplied by: the first is not clipped, the second is, the third is
@@ -79,8 +80,9 @@ def reference_sum(args: ModelArgs, samples: Samples, privacy: PrivacyTerms) -> R
     with torch.device("cpu"):
         model = family_of(args).model(copy.deepcopy(args))
         model.init_weights()
+        fill_adapters(model)
     model.double()
-    parameters = {canonical_name(name): p for name, p in model.named_parameters()}
+    parameters = trainable_parameters(model)
     total = {name: torch.zeros_like(p) for name, p in parameters.items()}
     norms: list[float] = []
     for tokens_T, labels_T, weight in zip(

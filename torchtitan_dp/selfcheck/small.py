@@ -14,6 +14,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.families import family_of
+from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.privacy.sampling import deal
@@ -50,6 +51,7 @@ class Small:
         family.parallelize(self.model, self.dims, config)
         self.model.to_empty(device=device)
         self.model.init_weights()
+        fill_adapters(self.model)
         self.parameters = trainable_parameters(self.model)
         self.step = build_step(
             config.privacy,

@@ -5,12 +5,14 @@ from typing import Any
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
+from torchtitan_dp.checkpoint.adapters import without_adapters
 from torchtitan_dp.models.llama3.model import LlamaArgs
 from torchtitan_dp.models.parameters import TIED_OUTPUT
 
 
 class HuggingFaceAdapter(Llama3StateDictAdapter):
-    """Extends TorchTitan's adapter to tied weights and to any number of ranks."""
+    """Extends TorchTitan's adapter to tied weights and to any number of ranks. Factors of LoRA are
+    in none of Hugging Face's files of a model: they are left out."""
 
     model_args: LlamaArgs
 
@@ -19,7 +21,8 @@ class HuggingFaceAdapter(Llama3StateDictAdapter):
         self.hf_assets_path = hf_assets_path or None
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Turn our names and head layout into Hugging Face's; a tied output layer is left out.
+        """Turn our names and head layout into Hugging Face's; a tied output layer is left out, and
+        so are LoRA's factors.
 
         Collective over the FSDP mesh, if its ranks do not divide the heads.
         """
@@ -27,7 +30,7 @@ class HuggingFaceAdapter(Llama3StateDictAdapter):
         return super().to_hf(
             {
                 name: self._with_whole_heads(name, value)
-                for name, value in state_dict.items()
+                for name, value in without_adapters(state_dict).items()
                 if not (tied and name == TIED_OUTPUT)
             }
         )

@@ -12,7 +12,9 @@ import torch.nn as nn
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
+from torchtitan_dp.checkpoint.adapters import is_adapter
 from torchtitan_dp.checkpoint.start import decide_start
+from torchtitan_dp.models.lora import LoRA, add_adapters, draw_factor_, lora_of
 from torchtitan_dp.models.loss import per_sample_loss
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_, in_threads
@@ -21,19 +23,33 @@ from torchtitan_dp.models.parameters import canonical_name, copy_slice_, in_thre
 @dataclass
 class LlamaArgs(TransformerModelArgs):
     """Extends TorchTitan's model arguments by whether the output layer is the embedding
-    transposed."""
+    transposed, and by what is trained beside frozen weights."""
 
     tie_embeddings: bool = False
+    lora: LoRA | None = None
     init_seed: int = 0
     draw_weights: bool = True
     """False: weights are about to be loaded, so `init_weights` draws none (for 8B it takes minutes)
     and sets NaN, which `require_loaded` finds."""
+    draw_adapters: bool = True
+    """False: those of `lora` are about to be loaded, too. Initial weights need not have any."""
 
     def update_from_config(self, job_config, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super().update_from_config(job_config, **kwargs)
         self.init_seed = job_config.debug.seed or 0
+        self.lora = lora_of(job_config)
         # Without privacy nobody asks `require_loaded`.
-        self.draw_weights = not (job_config.privacy.enable and decide_start(job_config).loads)
+        start, asked = decide_start(job_config), job_config.privacy.enable
+        self.draw_weights = not (asked and start.loads)
+        self.draw_adapters = not (asked and start.resumes)
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Return the number of parameters and the FLOPs of a token (TorchTitan's own count, less
+        the gradients of what is frozen)."""
+        parameters, flops = super().get_nparams_and_flops(model, seq_len)
+        embeddings = {id(p) for p in model.tok_embeddings.parameters()}  # type: ignore[union-attr]
+        of_products = (p for p in model.parameters() if id(p) not in embeddings)
+        return parameters, flops - 2 * sum(p.numel() for p in of_products if not p.requires_grad)
 
 
 class Llama(Transformer):
@@ -50,6 +66,8 @@ class Llama(Transformer):
         )
         if model_args.tie_embeddings:
             self.output.weight = self.tok_embeddings.weight
+        if model_args.lora is not None:
+            add_adapters(self, self.layers, model_args.lora)
 
     def forward(  # type: ignore[override]
         self,
@@ -86,16 +104,14 @@ class Llama(Transformer):
         """
         with torch.device(buffer_device or self.freqs_cis.device):
             self.freqs_cis = self._precompute_freqs_cis()
-        parameters = {canonical_name(name): p for name, p in self.named_parameters()}
-        if not self.model_args.draw_weights:
-            for parameter in parameters.values():
+        args, drawn = self.model_args, {}
+        for name, parameter in self.named_parameters():
+            if args.draw_adapters if is_adapter(name) else args.draw_weights:
+                drawn[canonical_name(name)] = parameter
+            else:
                 parameter.fill_(torch.nan)
-            return
-        draws = [
-            functools.partial(_drawn, name, parameter.shape, self.model_args)
-            for name, parameter in parameters.items()
-        ]
-        for parameter, whole in zip(parameters.values(), in_threads(draws), strict=True):
+        draws = [functools.partial(_drawn, name, p.shape, args) for name, p in drawn.items()]
+        for parameter, whole in zip(drawn.values(), in_threads(draws), strict=True):
             copy_slice_(parameter, whole)
 
 
@@ -111,7 +127,9 @@ def _drawn(name: str, shape: torch.Size, args: LlamaArgs) -> torch.Tensor:
 
 def _draw_(whole: torch.Tensor, name: str, args: LlamaArgs, generator: torch.Generator) -> None:
     """Fill `whole` as TorchTitan's Llama initializes the parameter of that name."""
-    if "norm" in name:
+    if is_adapter(name):
+        draw_factor_(whole, name, generator)
+    elif "norm" in name:
         whole.fill_(1.0)
     elif name == "output.weight" or (args.tie_embeddings and name == "tok_embeddings.weight"):
         std = args.dim**-0.5

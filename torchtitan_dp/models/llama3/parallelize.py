@@ -30,6 +30,7 @@ from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.llama3.regions import compiled, use_regions
+from torchtitan_dp.models.lora import store_frozen
 from torchtitan_dp.models.loss_head import LossHead
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ def parallelize_llama(
         )
     elif device_type != "cpu":
         use_efficient_attention(model)
+    if job_config.privacy.enable or parallel_dims.fsdp_enabled:  # else autocast keeps fp32
+        store_frozen(model, TORCH_DTYPE_MAP[job_config.training.mixed_precision_param])
     if job_config.privacy.enable:
         _apply_parts(model, parallel_dims, fsdp_mesh(parallel_dims), job_config)
     elif model.model_args.tie_embeddings and parallel_dims.fsdp_enabled:

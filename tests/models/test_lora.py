@@ -1,0 +1,303 @@
+"""Adapters: how they begin, what is frozen, what of a mesh or a mistake; hazard row 56."""
+
+import copy
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from tests import build, forks
+from tests.launch import CONFIG
+from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
+from tests.ranks import on_ranks
+from torchtitan_dp.checkpoint.adapters import is_adapter
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.families import on_meta, without_lora
+from torchtitan_dp.models.first_update import FirstUpdate, bit_sum
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face_weights import write_folder
+from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
+from torchtitan_dp.models.llama3.model import FLAVORS, Llama
+from torchtitan_dp.models.lora import LoRA, LoRALinear
+from torchtitan_dp.models.parameters import trainable_parameters
+
+ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
+LORA = LoRA(rank=3, alpha=5.0, targets=ALL)
+ARGS = dataclasses.replace(build.ARGS, lora=LORA)
+
+
+def test_it_begins_as_the_model_without():
+    plain, adapted = Llama(copy.deepcopy(build.ARGS)), Llama(copy.deepcopy(ARGS))
+    plain.init_weights()
+    adapted.init_weights()
+    tokens_NT, _ = build.data()
+    assert torch.equal(plain(tokens_NT), adapted(tokens_NT))
+    for name, factor in trainable_parameters(adapted).items():
+        a = ".lora_a." in name
+        bound = factor.shape[1] ** -0.5
+        assert (0.7 * bound < factor.abs().max() <= bound) if a else not factor.any(), name
+    assert set(plain.state_dict()) == set(adapted.state_dict()) - set(trainable_parameters(adapted))
+
+
+def test_a_layer_computes_what_hu_et_al_write():
+    layer = torch.nn.Linear(6, 4, bias=False)
+    adapted = LoRALinear.over(layer, LORA)
+    x_BTD = torch.randn(2, 5, 6)
+    a, b = adapted.lora_a.weight, adapted.lora_b.weight
+    expected = x_BTD @ (layer.weight + LORA.alpha / LORA.rank * b @ a).T
+    assert torch.allclose(adapted(x_BTD), expected, atol=1e-5)
+
+
+def drawn_on_this_rank(degrees):
+    """The whole adapters, each gathered."""
+    args = dataclasses.replace(ARGS, lora=LoRA(3, 5.0, ("wq", "w2")))
+    with torch.device("meta"):
+        model = Llama(copy.deepcopy(args))
+    dims, _ = build._mesh(degrees)
+    build.parallelize_llama(model, dims, build.config(degrees=degrees))
+    model.to_empty(device="cpu")
+    model.init_weights()
+    found = {name: p.full_tensor() for name, p in trainable_parameters(model).items()}
+    dtypes = {p.dtype for p in model.parameters()}
+    alone = Llama(copy.deepcopy(args))
+    alone.init_weights()
+    expected = trainable_parameters(alone)
+    return found.keys() == expected.keys() and all(
+        torch.equal(found[name], expected[name]) for name in expected
+    ), dtypes
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 2), (2, 1, 1)], ids=str)
+def test_row56_adapters_are_drawn_alike_on_every_mesh(degrees):
+    for alike, _ in on_ranks(2, drawn_on_this_rank, degrees):
+        assert alike
+
+
+def held(degrees, dtype, method):
+    """What a step keeps of an adapted model on this rank: (dtypes of frozen and trained, optimizer
+    states, values of the accumulator, gradients of frozen weights, whether frozen ones moved)."""
+    both = (f"--training.mixed_precision_param={dtype}", f"--privacy.gradient_method={method}")
+    built = build.build(degrees, *both, args=ARGS)
+    trained = trainable_parameters(built.model)
+    frozen = {n: p for n, p in built.model.named_parameters() if not is_adapter(n)}
+    before = {name: p.to_local().clone() for name, p in frozen.items()}
+    adamw = torch.optim.AdamW([p for p in built.model.parameters() if p.requires_grad], lr=0.1)
+    optimizer = built.step.optimizer(adamw, noise_multiplier=1.0, expected_batch_size=3.0)
+    built.accumulate(*build.data())
+    accumulated = sum(flat.numel() for flat in built.step.clipped_sum.take().values())
+    optimizer.step(built.step.clipped_sum.take(), bytes(32))
+    built.step.clipped_sum.reset()
+    return (
+        {p.dtype for p in frozen.values()},
+        {p.dtype for p in trained.values()},
+        len(adamw.state) == len(trained),
+        accumulated == sum(p.to_local().numel() for p in trained.values()),
+        all(p.grad is None for p in frozen.values()),
+        all(torch.equal(before[name], p.to_local()) for name, p in frozen.items()),
+    )
+
+
+@pytest.mark.parametrize("method", ["microbatch", "grad_sample", "ghost"])
+def test_row56_what_is_frozen_is_not_paid_for_and_does_not_move(method):
+    dtype = "float32" if method == "ghost" else "bfloat16"
+    for stored, trained, *true in on_ranks(2, held, (1, 1, 2), dtype, method):
+        assert stored == {getattr(torch, dtype)}
+        assert trained == {torch.float32}
+        assert all(true), true
+
+
+def first_update(what, noised, lr):
+    """Steps AdamW as a fault would have it; what is said."""
+    built = build.build(args=ARGS)
+    model = built.model
+    trained = trainable_parameters(model)
+    stepped = dict(trained)
+    if what == "left out":
+        stepped.pop("layers.1.attention.wo.lora_a.weight")
+    adamw = torch.optim.AdamW(stepped.values(), lr=lr, weight_decay=0.0)
+    FirstUpdate(model, adamw, noised=noised)
+    base = model.layers["1"].feed_forward.w2.weight
+    if what == "trained along":
+        adamw.register_step_post_hook(lambda *_: base.to_local().view(-1)[3:4].add_(1e-3))
+        adamw._optimizer_step_post_hooks.move_to_end(next(iter(adamw._optimizer_step_post_hooks)))
+    for name, parameter in stepped.items():
+        parameter.grad = torch.zeros_like(parameter)
+        if what != "no gradient" and (noised or ".lora_b." in name):
+            parameter.grad += 1.0
+    with torch.no_grad():
+        try:
+            adamw.step()
+        except SystemExit as fault:
+            return str(fault)
+    adamw.step()  # nothing watches any more
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("what", "noised", "lr", "said"),
+    [
+        ("", True, 0.1, ""),
+        ("", False, 0.1, ""),  # B is 0: A has no gradient, and need not move
+        ("no gradient", False, 0.1, ""),  # an empty draw
+        ("no gradient", True, 0.1, "left layers.0.attention.wq.lora_a.weight as it was"),
+        ("left out", True, 0.1, "left layers.1.attention.wo.lora_a.weight as it was"),
+        ("left out", True, 0.0, ""),  # nothing was to move
+        ("trained along", True, 0.1, "changed layers.1.feed_forward.w2.weight, which lora.rank"),
+        ("trained along", False, 0.1, "changed layers.1.feed_forward.w2.weight, which lora.rank"),
+    ],
+    ids=[
+        "right",
+        "right without noise",
+        "empty without noise",
+        "no noise",
+        "left out",
+        "rate 0",
+        "trained along",
+        "trained along without noise",
+    ],
+)
+def test_row56_the_first_update_is_held(what, noised, lr, said):
+    (found,) = on_ranks(1, first_update, what, noised, lr)
+    assert said in found
+    assert bool(said) == bool(found)
+    assert "\n" not in found
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_changed_bit_changes_the_sum(dtype):
+    values = torch.randn(3 * 2**18 + 5).to(dtype)
+    before = bit_sum(values)
+    assert bit_sum(values.clone()) == before
+    for place in (0, 2**18 - 1, 2**18, 3 * 2**18 + 4):
+        other = values.clone()
+        bits = other.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)
+        bits[place] ^= 1
+        assert bit_sum(other) != before, place
+    swapped = values.clone()
+    swapped[[7, 8]] = swapped[[8, 7]]
+    assert bit_sum(swapped) != before
+    assert bit_sum(values[:0]) == 0
+
+
+def refusals(starts):
+    """What each start is told; "" if nothing."""
+    return [refusal(*options) for options in starts]
+
+
+def refusal(*options):
+    from torchtitan_dp.checkpoint.start import decide_start
+    from torchtitan_dp.models.check import check_model
+
+    try:
+        config = load_config(["--job.config_file", str(CONFIG), *options], 1)
+        check_model(config, decide_start(config))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_flops_are_less_by_the_gradients_of_frozen_weights():
+    args = FLAVORS["debug"]
+    adapted = dataclasses.replace(args, lora=LORA)
+    (all_, flops), (more, fewer) = (
+        one.get_nparams_and_flops(on_meta(one), 1024) for one in (args, adapted)
+    )
+    added = more - all_
+    products = all_ - args.dim * args.vocab_size  # the embedding's rows are looked up
+    assert fewer == flops + 6 * added - 2 * products
+    assert without_lora(adapted) == args
+
+
+MISTAKES = [
+    (("--lora.rank=-1",), "lora.rank = -1: must be 1 or more, or 0 for no adapters"),
+    (("--lora.rank=4", "--lora.alpha=0"), "lora.alpha = 0.0: must be a positive number"),
+    (("--lora.rank=4", "--lora.targets=wq,wq"), "name each target once, and at least one"),
+    (("--lora.rank=4", "--lora.targets=wq,output"), "no linear layer 'output'; use some"),
+    (("--lora.rank=4", "--lora.targets=wx"), "'wx'; use some of w1, w2, w3, wk, wo, wq, wv"),
+    (("--lora.targets=wx",), ""),  # off
+    (("--lora.rank=4", "--model.converters=float8"), "model.converters = ['float8']: remove"),
+]
+
+
+def test_mistakes_are_one_line(tmp_path):
+    options = [(*given, f"--job.dump_folder={tmp_path}") for given, _ in MISTAKES]
+    for found, (given, said) in zip(forks.call(refusals, options), MISTAKES, strict=True):
+        assert said in found, given
+        assert bool(said) == bool(found), given
+        assert "\n" not in found
+
+
+# What is exported.
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """Both exports of adapters beside a Hugging Face Llama, and our logits of it."""
+    place = tmp_path_factory.mktemp("lora")
+    folder = write_llama(place / "given", tied=False, rope=PLAIN, eps=1e-6)
+    config = build.config(f"--model.hf_assets_path={folder}", "--lora.rank=3", "--lora.alpha=5")
+    model = Llama(shape(config))
+    model.init_weights()
+    from safetensors.torch import load_file
+
+    files = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
+    model.load_state_dict(HuggingFaceAdapter(model.model_args, None).from_hf(files), strict=False)
+    build.fill_adapters(model, std=0.5)
+    for kind in ("adapter", "merged"):
+        (place / kind).mkdir()
+        write_folder(model, config, str(place / kind), merge=kind == "merged")
+    with torch.no_grad():
+        return place, model(sample_tokens())
+
+
+def test_merged_weights_give_the_same_logits(given):
+    place, expected = given
+    assert (transformers_logits(place / "merged") - expected).abs().max() < 1e-4
+    moved = (transformers_logits(place / "given") - expected).abs().max()
+    assert moved > 0.1
+    assert not (place / "merged" / "adapter_config.json").exists()
+
+
+def test_adapters_merged_by_hand_as_peft_does_give_the_same_logits(given):
+    """W += alpha / r B A, on the layers that PEFT's names mean."""
+    from safetensors.torch import load_file
+    from transformers import LlamaForCausalLM
+
+    place, expected = given
+    settings = json.loads((place / "adapter" / "adapter_config.json").read_text())
+    model = LlamaForCausalLM.from_pretrained(place / "given")
+    tensors = load_file(place / "adapter" / "adapter_model.safetensors")
+    with torch.no_grad():
+        for name, a in tensors.items():
+            if ".lora_A." in name:
+                layer = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                assert layer.rpartition(".")[2] in settings["target_modules"]
+                b = tensors[name.replace("lora_A", "lora_B")]
+                assert a.shape[0] == b.shape[1] == settings["r"]
+                delta = settings["lora_alpha"] / settings["r"] * b @ a
+                model.get_submodule(layer).weight.add_(delta)
+        found = model(sample_tokens()).logits
+    assert len(tensors) == 2 * 7 * 2
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_peft_loads_the_folder(given):
+    """Where it is installed: CONTRIBUTING.md says why it is no dependency."""
+    peft = pytest.importorskip("peft")
+    from transformers import LlamaForCausalLM
+
+    place, expected = given
+    base = LlamaForCausalLM.from_pretrained(place / "given")
+    with torch.no_grad():
+        found = peft.PeftModel.from_pretrained(base, str(place / "adapter"))(sample_tokens()).logits
+    assert (found - expected).abs().max() < 1e-4
+
+
+def test_the_configuration_reaches_every_part():
+    config = load_config(
+        ["--lora.rank=4", "--lora.targets=wq,w1", "--privacy.no-enable"], world_size=1
+    )
+    assert shape(config).lora == LoRA(4, 16.0, ("wq", "w1"))
+    config.lora.rank = 0
+    assert shape(config).lora is None

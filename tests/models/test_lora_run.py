@@ -1,0 +1,251 @@
+"""Real runs with adapters: from a Hugging Face folder, resumed, released; without privacy too."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from tests import forks
+from tests.launch import arguments, load, privacy, train, weights, with_sigma, write_records
+from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
+from tests.ranks import on_ranks
+from torchtitan_dp.checkpoint.adapters import is_adapter
+from torchtitan_dp.config.saved import read_config
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.llama3.model import Llama
+from torchtitan_dp.release.__main__ import main as release
+
+LORA = ("--lora.rank=4", "--lora.alpha=8", "--lora.targets=wq,wk,wv,wo,w1,w2,w3")
+FROM_HF = ("--checkpoint.initial_load_in_hf", "--privacy.initial_weights_public")
+BF16 = "--training.mixed_precision_param=bfloat16"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("lora_run")
+    write_llama(place / "given", tied=True, rope=PLAIN, eps=1e-6)
+    write_records(place / "data")
+    return place
+
+
+def command(place, out, *overrides):
+    hf = f"--model.hf_assets_path={place / 'given'}"
+    return arguments(out, place / "data", hf, *LORA, BF16, *with_sigma(1), *overrides)
+
+
+def from_given(place, out, *overrides):
+    """Four steps at cp 2, from bf16 of the given weights."""
+    both = (*FROM_HF, "--checkpoint.last_save_in_hf", "--parallelism.context_parallel_degree=2")
+    output = train(command(place, out, *both, *overrides), log=place / "log", world_size=2)
+    assert f"Hugging Face folder: {out / 'hf'}/" in output
+    return out
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    """A private run; not to be changed."""
+    return from_given(place, place / "out")
+
+
+def test_row56_the_base_keeps_its_bits_and_every_adapter_moves(finished):
+    first, last = (weights(finished / "checkpoint" / step) for step in ("step-2", "step-4"))
+    model = Llama(shape(read_config(str(finished))))
+    model.init_weights()
+    begun = dict(model.named_parameters())
+    adapters = [name for name in last if is_adapter(name)]
+    assert len(adapters) == 2 * 7 * 2
+    for name, value in last.items():
+        if is_adapter(name):
+            assert value.dtype == torch.float32
+            assert not torch.equal(value, first[name]), name
+            assert not torch.equal(value, begun[name]), name
+        else:
+            assert value.dtype == torch.bfloat16
+            assert torch.equal(value, first[name]), name
+
+
+def test_what_is_frozen_has_no_optimizer_state(finished):
+    state = load(finished / "checkpoint" / "step-4")
+    moments = {name for name in state if name.endswith(("exp_avg", "exp_avg_sq"))}
+    assert moments
+    assert all(is_adapter(name.removesuffix(name[name.rindex(".") :])) for name in moments)
+    assert len(moments) == 2 * 2 * 7 * 2
+
+
+def test_the_terms_say_what_was_trained(finished):
+    said = "LoRA of rank 4, alpha 8, on w1, w2, w3, wk, wo, wq, wv"
+    assert privacy(finished)["trained"] == said
+
+
+def resumed(run, place, out, *overrides):
+    """A copy of a run that lost its last two steps, and took them again on one process."""
+    shutil.copytree(run, out)
+    shutil.rmtree(out / "checkpoint" / "step-4")
+    output = train(command(place, out, *FROM_HF, *overrides), log=out / "log", world_size=1)
+    assert "Training starts at step 3" in output
+    steps = ((out, "step-2"), (run, "step-4"), (out, "step-4"))
+    return [load(folder / "checkpoint" / step) for folder, step in steps]
+
+
+def test_it_goes_on_from_its_own_checkpoint(finished, place, tmp_path):
+    before, _, found = resumed(finished, place, tmp_path / "out")
+    assert before.keys() == found.keys()
+    held = weights(finished / "checkpoint" / "step-4")
+    for name, value in found.items():
+        if name.startswith("optimizer.state.") and name.endswith(".step"):
+            assert value == 4, name
+        elif name in held:
+            assert torch.equal(value, before[name]) != is_adapter(name), name
+
+
+def test_it_goes_on_as_if_it_had_not_stopped(place, tmp_path):
+    """Of A's one row, one of two ranks has none."""
+    options = ("--privacy.debug_seed=1", "--lora.rank=1")
+    seeded = from_given(place, tmp_path / "seeded", *options)
+    again = resumed(seeded, place, tmp_path / "out", *options)
+    for name in filter(is_adapter, again[0]):
+        before, expected, found = (state[name] for state in again)
+        change = (expected - before).norm()
+        assert (found - expected).norm() < 0.2 * change, name  # bf16, and another mesh
+
+
+def with_a_fault(argv):
+    """What a run ends with in which a frozen weight moves as weights are updated."""
+    from tests.preflight.test_rehearsal import start
+    from torchtitan_dp.train import build_trainer
+
+    trainer = start(argv, build_trainer)
+    weight = trainer.model_parts[0].layers["0"].attention.wo.weight
+
+    @torch.no_grad()
+    def move(*_):
+        local = weight.to_local() if hasattr(weight, "to_local") else weight
+        local[0, 0] += 1.0
+
+    trainer.optimizers.optimizers[0].register_step_pre_hook(move)
+    try:
+        trainer.train()
+    except SystemExit as fault:
+        return str(fault)
+    finally:
+        trainer.close()
+    return ""
+
+
+@pytest.mark.parametrize("switch", ["enable", "no-enable"])
+def test_row56_a_run_whose_frozen_weights_move_ends(place, tmp_path, switch):
+    out, alone = tmp_path / "out", "--parallelism.context_parallel_degree=1"
+    one = (f"--privacy.{switch}", "--training.global_batch_size=1", *with_sigma(1), alone)
+    overrides = arguments(out, place / "data", *LORA, *one, "--metrics.no-enable_tensorboard")
+    (said,) = on_ranks(1, with_a_fault, overrides)
+    assert "the first update changed layers.0.attention.wo.weight" in said
+    assert not (out / "checkpoint").exists()
+
+
+REFUSED = {
+    "--lora.alpha=4": "lora = LoRA of rank 4, alpha 4, on",
+    "--lora.rank=2": "lora_a.weight is [2, ",
+    "--lora.rank=0": "lora_a.weight is none",
+}
+
+
+def test_another_adapter_cannot_go_on(finished, place):
+    starts = [command(place, finished, *FROM_HF, option) for option in REFUSED]
+    for found, said in zip(forks.call(refusals, starts), REFUSED.values(), strict=True):
+        assert said in found
+        assert "\n" not in found
+
+
+def refusals(starts):
+    """What each start is told; "" if nothing."""
+    return [refusal(overrides) for overrides in starts]
+
+
+def refusal(overrides):
+    from torchtitan_dp.config.load import load_config
+    from torchtitan_dp.preflight.check import check_run
+
+    try:
+        check_run(load_config(overrides, 1))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def logits(run, step):
+    """Ours, of a checkpoint."""
+    model = Llama(shape(read_config(str(run))))
+    saved = {name: value.float() for name, value in weights(run / "checkpoint" / step).items()}
+    model.load_state_dict(saved, strict=False)
+    with torch.no_grad():
+        return model(sample_tokens())
+
+
+def test_the_run_leaves_peft_adapters_with_their_ledger(finished, place):
+    exported = finished / "hf"
+    settings = json.loads((exported / "adapter_config.json").read_text())
+    assert (settings["r"], settings["lora_alpha"]) == (4, 8.0)
+    assert settings["base_model_name_or_path"] == str(place / "given")
+    assert (exported / "adapter_model.safetensors").exists()
+    assert not (exported / "model.safetensors").exists()
+    assert privacy(exported)["trained"].startswith("LoRA of rank 4")
+
+
+def test_a_release_of_adapters_says_what_they_are(finished, tmp_path):
+    release([str(finished), str(tmp_path / "model")])
+    settings = json.loads((tmp_path / "model" / "adapter_config.json").read_text())
+    assert "base_model_name_or_path" not in settings  # a place on this machine
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "library_name: peft" in card
+    assert "# Adapters for a Llama of 0.1M parameters, trained with differential" in card
+    assert "| trained | LoRA of rank 4, alpha 8, on w1, w2, w3, wk, wo, wq, wv |" in card
+    assert "PeftModel.from_pretrained" in card
+    assert privacy(tmp_path / "model")["trained"].startswith("LoRA of rank 4")
+
+
+def test_a_merged_release_is_a_whole_model(finished, tmp_path):
+    release([str(finished), str(tmp_path / "model"), "--merged"])
+    found = transformers_logits(tmp_path / "model")
+    assert (found - logits(finished, "step-4")).abs().max() < 1e-4
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "library_name: transformers" in card
+    assert "| trained | LoRA of rank 4" in card
+
+
+def test_a_checkpoint_with_adapters_is_taken_whole(finished, place, tmp_path):
+    begun = f"--checkpoint.initial_load_path={finished / 'checkpoint' / 'step-4'}"
+    overrides = command(place, tmp_path / "out", begun, "--training.steps=1", "--optimizer.lr=0")
+    train(overrides, log=tmp_path / "log", world_size=1)
+    before, after = (
+        weights(run / "checkpoint" / step)
+        for run, step in ((finished, "step-4"), (tmp_path / "out", "step-1"))
+    )
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert torch.equal(value, after[name]), name
+
+
+def test_adapters_begin_beside_a_checkpoint_without_any(place, tmp_path):
+    """Weights that full training saved; the adapters are those of the seed."""
+    full = (*FROM_HF, "--lora.rank=0", "--training.steps=1")
+    train(command(place, tmp_path / "full", *full), log=tmp_path / "log", world_size=1)
+    saved = tmp_path / "full" / "checkpoint" / "step-1"
+    begun = (f"--checkpoint.initial_load_path={saved}", "--training.steps=1", "--optimizer.lr=0")
+    out = tmp_path / "out"
+    train(command(place, out, *begun), log=tmp_path / "log2", world_size=1)
+    before, after = weights(saved), weights(out / "checkpoint" / "step-1")
+    for name, value in after.items():
+        if is_adapter(name):
+            assert value.any() == (".lora_a." in name), name
+        else:
+            assert torch.equal(value, before[name].bfloat16()), name
+
+
+def test_without_privacy(place, tmp_path):
+    off = ("--privacy.no-enable", "--training.global_batch_size=2", *FROM_HF)
+    train(command(place, tmp_path / "out", *off), log=tmp_path / "log", world_size=2)
+    first, last = (weights(tmp_path / "out" / "checkpoint" / f"step-{n}") for n in (2, 4))
+    for name, value in last.items():
+        assert torch.equal(value, first[name]) != is_adapter(name), name
+    assert privacy(tmp_path / "out")["trained"].startswith("LoRA")

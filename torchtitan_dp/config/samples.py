@@ -1,0 +1,67 @@
+"""Refusals of what a sample cannot be made of: fields of answers, several windows of a unit."""
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.gradients.methods import METHODS
+
+
+def check_samples(config: JobConfig) -> None:
+    """Refuse settings by which no sample, or not so many, can be made of a unit.
+
+    Raises:
+        ValueError: one line for the user, that names the key, its value and the remedy.
+    """
+    _check_answers(config)
+    _check_windows(config)
+
+
+def _check_answers(config: JobConfig) -> None:
+    """Refuse fields of prompts or chats that exclude each other, or that nothing can be read by."""
+    data = config.data
+    for key in ("prompt_field", "messages_field"):
+        field = getattr(data, key)
+        if field is None:
+            continue
+        if field == "":
+            raise ValueError(f"data.{key} = '': name the JSON field, or remove it")
+        if data.long_records == "window":
+            raise ValueError(
+                f"data.long_records = 'window': with data.{key} a sample lies where the answer is; "
+                "set it to 'head'"
+            )
+    if data.prompt_field is not None and data.messages_field is not None:
+        raise ValueError(
+            f"data.messages_field = '{data.messages_field}': a record has either messages or a "
+            f"prompt (data.prompt_field = '{data.prompt_field}'); remove one of the two"
+        )
+    if data.prompt_field is not None and data.prompt_field == data.text_field:
+        raise ValueError(
+            f"data.prompt_field = '{data.prompt_field}': that is data.text_field, which holds the "
+            "answer; name another field"
+        )
+
+
+def _check_windows(config: JobConfig) -> None:
+    """Refuse several windows of a unit where there are none, or nobody averages them."""
+    data, method = config.data, config.privacy.gradient_method
+    count = data.windows_per_draw
+    if count < 1:
+        raise ValueError(f"data.windows_per_draw = {count}: must be at least 1")
+    if count == 1:
+        return
+    if not config.privacy.enable:
+        why = "without privacy no unit is drawn; set it to 1"
+    elif data.unit_sampling == "concat" and data.long_records == "head":
+        why = (
+            "each unit has one sample; set data.long_records = 'window', or, with data.unit_field, "
+            "data.unit_sampling = 'random'"
+        )
+    elif data.verify_records == "drawn":
+        why = "data.verify_records = 'drawn' compares one sample a unit; set that to 'contents'"
+    elif method in METHODS and not METHODS[method].averages_windows:
+        why = (
+            f"privacy.gradient_method = '{method}' clips what one backward pass finds; set it to "
+            "'microbatch', which takes any training.local_batch_size"
+        )
+    else:
+        return
+    raise ValueError(f"data.windows_per_draw = {count}: {why}")

@@ -1,0 +1,135 @@
+"""LoRA: small trained factors beside frozen linear layers (Hu et al. 2021, "LoRA", section 4.1).
+
+A target's y = x W^T becomes x W^T + (alpha / r) (x A^T) B^T, with A (r, in) and B (out, r). A is
+drawn and B is 0, so that training starts from the model as it was given.
+
+Guarantee:
+    Only factors are trained. They are `nn.Linear`s of their own, so that whatever holds of a linear
+    layer's per-sample gradient, clipping and noise holds of them; what is frozen has no gradient,
+    no place in the sum and no optimizer state. Frozen weights are what a start drew or loaded:
+    public, or with the ledger that they came with.
+"""
+
+import math
+import zlib
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+from torchtitan_dp.checkpoint.adapters import FACTORS, is_adapter
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.models.parameters import canonical_name, copy_slice_
+
+
+@dataclass(frozen=True)
+class LoRA:
+    """States which layers of a model have factors, and of which size."""
+
+    rank: int
+    alpha: float
+    targets: tuple[str, ...]  # the last parts of linear layers' names
+
+    @property
+    def scaling(self) -> float:
+        """Return what the factors' product is multiplied by."""
+        return self.alpha / self.rank
+
+
+def lora_of(config: JobConfig) -> LoRA | None:
+    """Return what `[lora]` asks for; None if it is off."""
+    lora = config.lora
+    return LoRA(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
+
+
+class LoRALinear(nn.Linear):
+    """Wraps a linear layer, whose weight keeps its name, with two factors beside it."""
+
+    lora_a: nn.Linear
+    lora_b: nn.Linear
+    scaling: float
+
+    @classmethod
+    def over(cls, layer: nn.Linear, lora: LoRA) -> "LoRALinear":
+        """Make a layer that takes the place of `layer`, with its weight and factors beside it."""
+        assert layer.bias is None
+        adapted = cls(layer.in_features, layer.out_features, bias=False, device="meta")
+        adapted.weight = layer.weight
+        there = layer.weight.device
+        adapted.lora_a = nn.Linear(layer.in_features, lora.rank, bias=False, device=there)
+        adapted.lora_b = nn.Linear(lora.rank, layer.out_features, bias=False, device=there)
+        adapted.scaling = lora.scaling
+        return adapted
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Compute (…, out) of (…, in)."""
+        return torch.add(super().forward(x), self.lora_b(self.lora_a(x)), alpha=self.scaling)
+
+
+def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
+    """Put factors beside the targets in `blocks`, and freeze all else of `model`, in place.
+
+    Call it where the model is made: what counts, names, loads, lays out or predicts parameters then
+    finds them like any others.
+
+    Raises:
+        ValueError: one line for the user; a target is no linear layer of the blocks.
+    """
+    linear = [
+        (path, layer) for path, layer in blocks.named_modules() if isinstance(layer, nn.Linear)
+    ]
+    there = {path.rpartition(".")[2] for path, _ in linear}
+    if unknown := [target for target in lora.targets if target not in there]:
+        raise ValueError(
+            f"lora.targets = {list(lora.targets)}: the model's blocks have no linear layer "
+            f"'{unknown[0]}'; use some of {', '.join(sorted(there))}"
+        )
+    model.requires_grad_(False)
+    for path, layer in linear:
+        parent, _, name = path.rpartition(".")
+        if name in lora.targets:
+            setattr(blocks.get_submodule(parent), name, LoRALinear.over(layer, lora))
+
+
+def draw_factor_(whole: torch.Tensor, name: str, generator: torch.Generator) -> None:
+    """Fill a whole factor as Hu et al. begin: B with 0, A uniformly in ± 1 / sqrt(in), as PEFT
+    does."""
+    assert is_adapter(name)
+    if f".{FACTORS[1]}." in name:
+        whole.zero_()
+    else:
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=generator)
+
+
+def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
+    """Have frozen parameters stored in the dtype of compute, in place; before `fully_shard`.
+
+    FSDP2 casts what it gathers to that dtype anyway, so that nothing is computed otherwise; and
+    frozen weights have no updates that fp32 would keep. Trained parameters stay in fp32.
+    """
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+@torch.no_grad()
+def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Return the whole weight of a plain layer that computes what an adapted one does: fp32
+    (out, in).
+
+    Args:
+        weight: the frozen (out, in).
+        a, b: the factors (r, in) and (out, r), on its device.
+    """
+    return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
+
+
+@torch.no_grad()
+def fill_adapters(model: nn.Module, std: float = 0.02) -> None:
+    """Give each B values that follow from its name, in place, for checks of gradients: where B is
+    0, the gradient of A is 0 too. Much larger ones would make rounding matter more than it does."""
+    for name, parameter in model.named_parameters():
+        if is_adapter(name) and f".{FACTORS[1]}." in name:
+            seed = zlib.crc32(canonical_name(name).encode())
+            generator = torch.Generator().manual_seed(seed)
+            copy_slice_(parameter, std * torch.randn(parameter.shape, generator=generator))
