@@ -86,10 +86,12 @@ PATTERNS = (
     r"plan/test_plan\.py::test_hazard_38_target_is_not_overshot\[0\.5-.*",
     r"privacy/test_accountants\.py::test_hazard_37_every_.*\[(0\.8|1\.0|1\.5|4\.0)-.*",
     # Whole runs on records that other tests make samples of.
-    r"test_answer_run\.py::.*",
+    r"test_answer_run\.py::test_chats_are_trained_on_and_told",
     r"plan/test_memory\.py::test_windows_hold_one_more_gradient",
     # More meshes of what is averaged.
-    r"gradients/test_windows\.py::test_row57_the_mean_is_clipped_once\[\(1, 2, 2\)-.*",
+    r"gradients/test_windows\.py::test_row57_the_mean_is_clipped_once"
+    r"\[(\(1, 2, 2\)-.*|\(1, 1, 2\)-.*checkpointing.*)\]",
+    r"data/test_chat_template\.py::test_texts_and_marks_are_those_of_transformers\[template0\]",
     # Killed otherwise.
     r"checkpoint/test_resume\.py::test_killed_and_resumed\[kill_(all|worker)\]",
     # Predictions of other configurations.
