@@ -313,7 +313,7 @@ def crossing_rows():
             "tokens_per_second_per_device": float(speed),
             "gap_to_non_dp": 100 / speed,
             "throughput_vs_non_dp": speed / 100,
-            "throughput_vs_non_dp_rounds": [speed / 110, speed / 90],
+            "throughput_vs_non_dp_rounds": [speed / 102, speed / 98],
             "peak_memory_gib": 1.0,
             "memory_vs_non_dp": 1.0,
             "peak_allocated_gib": float(memory),
@@ -328,6 +328,8 @@ def test_where_arms_change_places():
         "tokens/s: from T = 128 to 256 V2 passes ghost",
         "memory allocated: from T = 128 to 256 ghost passes V2",
     ]
+    scattered = [{**row, "throughput_vs_non_dp_rounds": [0.1, 1.0]} for row in crossing_rows()]
+    assert crossover.crossings(scattered) == crossover.crossings(crossing_rows())[1:]
     text = crossover.section(crossing_rows())
     assert "| 4 | 256 | 100 | 90 | 60 | 1.11 | 1.67 |" in text
 

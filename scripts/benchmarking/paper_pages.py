@@ -23,7 +23,7 @@ from .paper_cells import (
     thousands,
 )
 from .paper_figures import INFINITE, OOM, Figure
-from .paper_shapes import ARMS_OF, MANY, PAPER_DEVICES
+from .paper_shapes import ARMS_OF, COUNTED, MANY, PAPER_DEVICES
 from .paper_tables import TABLES
 
 _TITLES = {
@@ -47,6 +47,9 @@ A *gap* is non-DP's throughput over the arm's. T is `training.seq_len`, MBS
 `training.local_batch_size`. `ghost` is our ZeRO-DP+, `microbatch` our method for one sample at a
 time. 80 GB are 80 GiB, 5% of which stay free where we predict that a sample fits. For infinitely
 many GPUs we predict 256."""
+
+_SAID_OF_COUNTS = """FLOPs and bytes are those of a microbatch. [counts.md](counts.md) says what is
+counted, and why a private step can move fewer bytes than plain TorchTitan's (the loss head)."""
 
 
 def page(stored: dict[str, Any]) -> str:
@@ -204,7 +207,7 @@ def _rows(table: int, found: _Found) -> list[str]:
         )
         for arm in paper_figures.GAPS[table]
     ]
-    for what in ("flops", "bytes"):
+    for what in ("flops", "bytes") if str(table) in COUNTED else ():
         said = "FLOPs" if what == "flops" else what
         costs += [
             Column(PREDICTED, f"{said}, {label(a)} / non-DP", ratio(a, what)) for a in private
@@ -231,9 +234,7 @@ def _rows(table: int, found: _Found) -> list[str]:
         "### Throughput, tokens/s per GPU",
         table_of(names, keys, speeds),
         "### What privacy costs",
-        "FLOPs and bytes are those of a microbatch. [counts.md](counts.md) says what is counted, and "
-        "why a private step can move fewer bytes than plain TorchTitan's (the loss head). With AC "
-        "both sides have it.",
+        _SAID_OF_COUNTS if str(table) in COUNTED else "With AC both sides have it.",
         table_of(names, keys, costs),
         "### Peak memory of a GPU",
         "The paper's and the measured figures are what the allocator reserved; predicted are "

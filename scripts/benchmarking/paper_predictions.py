@@ -40,6 +40,7 @@ class Task:
     local_batch_size: int
     seq_len: int | None = None
     first: int = 4096
+    counted: bool = True  # FLOPs and bytes, too
 
     def case(self, n_layers: int | None = None) -> Case:
         """Put it as the counts know it."""
@@ -113,15 +114,17 @@ def predict_here(task: Task) -> dict[str, Any]:
     """Predict in this process, which has no process group.
 
     Returns:
-        of a row: its peak in GiB (tensors alone), whether it fits, FLOPs and bytes moved by one
-        microbatch; without a length: the longest, and the peaks at it and at twice as many tokens
+        of a row: its peak in GiB (tensors alone), whether it fits and, if they are counted, FLOPs
+        and bytes moved by one microbatch; without a length: the longest, and the peaks at it and
+        at twice as many tokens
     """
     from torchtitan_dp.plan.memory import limit_bytes
 
     limit = limit_bytes(MEMORY_GIB)
     if task.seq_len is not None:
         peak = peak_bytes(task, task.seq_len)
-        return {"peak_memory_gib": peak / GIB, "fits": peak <= limit, **work(task)}
+        found = {"peak_memory_gib": peak / GIB, "fits": peak <= limit}
+        return {**found, **work(task)} if task.counted else found
     known: dict[int, float] = {}
 
     def at(seq_len: int) -> float:

@@ -11,6 +11,7 @@ from .paper_predictions import CP, FSDP, Task
 
 PAPER_DEVICES, PAPER_BYTES = 4, 75e9  # of a device that is sold as one of 80 GB
 MANY = 256  # GPUs, in the place of infinitely many: the model's share is next to nothing
+COUNTED = ("3", "4")  # FLOPs and bytes too; AC adds to Table 4's a forward pass, on both sides
 ARMS_OF = {  # in the paper's order; `microbatch` is ours, for an MBS of 1
     "2": ("non-DP", "ghost", "V2", "microbatch"),
     "3": ("non-DP", "ghost"),
@@ -50,6 +51,7 @@ def predicted_tasks(table: str, models: Iterable[str], asked: str | None) -> lis
             shape.mesh,
             shape.local_batch_size,
             *((None, shape.seq_len) if table == "2" else (shape.seq_len,)),
+            counted=table in COUNTED,
         )
         for shape in paper_shapes(table, models, asked, (PAPER_DEVICES, 1, MANY))
         for arm in shape.arms
