@@ -41,7 +41,8 @@ Three kinds of figures stand on this page, and no column holds two of them:
   cells are empty until somebody runs the command that stands there.
 - `predicted`: ours, without a device: the plan's memory of one rank's tensors, and FLOPs and bytes
   that are counted, on fake tensors. *≈ Italic, with a wave*. Neither time nor what the allocator
-  reserves beyond tensors is predicted, so that a ratio of FLOPs is no gap of throughput.
+  reserves beyond tensors is predicted, so that a ratio of FLOPs is no gap of throughput. Where a
+  cell is empty nothing was predicted yet: `--parts predicted` goes on.
 
 A *gap* is non-DP's throughput over the arm's. T is `training.seq_len`, MBS
 `training.local_batch_size`. `ghost` is our ZeRO-DP+, `microbatch` our method for one sample at a
