@@ -14,6 +14,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 
 # isort: split
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.tensor import DTensor
 from torchtitan.components.loss import cross_entropy_loss
 from torchtitan.distributed import utils as dist_utils
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
@@ -48,7 +49,9 @@ class PlainStep:
             self.model.to_empty(device="cpu")
             self.parameters = list(self.model.parameters())
             for parameter in self.parameters:
-                torch.nn.init.zeros_(parameter.to_local())
+                # TorchTitan lays out nothing on one rank.
+                sharded = isinstance(parameter, DTensor)
+                torch.nn.init.zeros_(parameter.to_local() if sharded else parameter)
         with tracker.labelled("accumulator"):  # no microbatch is the first of a step
             for parameter in self.parameters:
                 parameter.grad = torch.zeros_like(parameter)
