@@ -1,8 +1,9 @@
 """Training with privacy against plain TorchTitan: the same records, processes, model, optimizer.
 
     python scripts/benchmark.py [--config FILE] [--devices N] [--arms a,b] [--batch_sizes 1,4]
-        [--rounds R] [--steps S] [--microbatches M] [--table arms|lengths|ranks|data|all|counts]
-        [--json FILE] [--markdown FILE] [--plot FILE.png] [--section.key value …]
+        [--rounds R] [--steps S] [--microbatches M] [--json FILE] [--markdown FILE]
+        [--table arms|lengths|ranks|data|all|counts|crossover|2|3|4|5] [--plot FILE.png]
+        [--section.key value …]
 
 Arms: plain TorchTitan (`non-DP`), `microbatch`, LongShield's `V1` (per-sample gradients, whole on
 each rank) and `V2` (sharded), each also with full activation checkpointing (`+ AC`; V2 + AC is the
@@ -13,7 +14,8 @@ treats them alike; medians of the rounds, and medians of the rounds' ratios. Eve
 arm has exactly M microbatches: a private arm's Poisson draws are replaced, in these processes, by
 draws of that fixed size. For timing only; norms, clipping and noise are real. Memory and bytes:
 each arm alone in fresh processes; on CPU the process's resident set (with freed memory given back
-at once), on CUDA its tensors. `--table data` is told in benchmarking/data.py.
+at once), on CUDA its tensors. `--table data` is told in benchmarking/data.py, the paper's tables
+(2 to 5, by number) in benchmarking/paper_tables.py, `crossover` in benchmarking/crossover.py.
 
 What `--json` and `--markdown` name is written anew after each arm. A run that was cut off goes on
 where it was, by the same command: what it had measured lies in `<--json>.partial` until the end.
@@ -32,24 +34,32 @@ from typing import Any
 
 import torch
 from benchmarking import arms as catalogue
-from benchmarking import counts, plot, results, tables
-from benchmarking.arms import Setting
+from benchmarking import (
+    counts,
+    crossover,
+    paper_pages,
+    paper_tables,
+    plot,
+    results,
+    tables,
+    wanted,
+)
 from benchmarking.data import data_table, measure_data
 from benchmarking.journal import Journal
-from benchmarking.measure import (
-    Measured,
-    Repetitions,
-    make_setting,
-    measure,
-    read_config,
-)
+from benchmarking.measure import Measured, measure
 from benchmarking.worker import show
 
 from torchtitan_dp.config.load import exit_on_mistake, fail
 
 ROOT = Path(__file__).resolve().parent.parent
-RANKS = (1, 2, 4)
-LENGTH_FACTORS = (1, 2, 4)
+COMPARED = {
+    "arms": wanted.compare_arms,
+    "lengths": wanted.compare_lengths,
+    "ranks": wanted.compare_ranks,
+    "crossover": wanted.compare_crossover,
+}
+ALL = ("arms", "lengths", "ranks")
+DRAWN = ("arms", "all", "crossover")
 SET_HERE = {
     "training.local_batch_size": "--batch_sizes",
     "training.global_batch_size": "--microbatches",
@@ -62,16 +72,38 @@ def main() -> None:
     options, overrides = _parse()
     with exit_on_mistake():
         _check(options, overrides)
-        journal = Journal(options.json and options.json.with_name(options.json.name + ".partial"))
+        journal = Journal(_partial(options))
         if journal.resumed:
             show(f"{journal.resumed} measurements of {journal.path} are not repeated")
-        arms = [_count(options)] if options.table == "counts" else _run(options, overrides, journal)
-        for result in arms:
+        for result in _results(options, overrides, journal):
             _write(options, result)
     print(_markdown(result))
     journal.remove()
-    if options.plot:
+    if options.plot and options.table == "crossover":
+        crossover.draw(result["crossover"], result["machine"], options.plot)
+    elif options.plot:
         plot.draw(result["arms"], result["machine"], options.plot)
+
+
+def _partial(options: argparse.Namespace) -> Path | None:
+    """Where measurements lie until the end; of the paper's tables, which share a result, apart."""
+    if options.json is None:
+        return None
+    table = f".{options.table}" if options.table in paper_tables.TABLES else ""
+    return Path(f"{options.json}{table}.partial")
+
+
+def _results(
+    options: argparse.Namespace, overrides: list[str], journal: Journal
+) -> Iterator[dict[str, Any]]:
+    """What was found so far, and in the end all of it."""
+    if options.table == "counts":
+        yield _count(options)
+    elif options.table in paper_tables.TABLES:
+        for stored in paper_tables.run(options, overrides, journal):
+            yield {"paper_tables": stored}
+    else:
+        yield from _run(options, overrides, journal)
 
 
 def _write(options: argparse.Namespace, result: dict[str, Any]) -> None:
@@ -102,9 +134,16 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--microbatches", type=int, help="in a step; default: 4 at MBS 1 and 2 at any other"
     )
-    tables_ = ("arms", "lengths", "ranks", "data", "all", "counts")
+    tables_ = (*ALL, "data", "all", "counts", "crossover", *paper_tables.TABLES)
     parser.add_argument("--table", choices=tables_, default="arms")
-    parser.add_argument("--models", default=",".join(counts.MODELS), help="of --table counts")
+    parser.add_argument(
+        "--parts",
+        default=",".join(paper_tables.PARTS),
+        help="of the paper's tables: measured, predicted, or both (default)",
+    )
+    parser.add_argument(
+        "--models", default=",".join(counts.MODELS), help="of --table counts and the paper's tables"
+    )
     parser.add_argument(
         "--seq_lens", default=",".join(map(str, counts.SEQ_LENS)), help="of --table counts"
     )
@@ -113,6 +152,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     options, overrides = parser.parse_known_args()
     options.is_default = options.config is None
     options.config = options.config or str(ROOT / "train_configs/llama3_debug.toml")
+    options.root, options.machine = ROOT, _machine
     return options, overrides
 
 
@@ -124,6 +164,8 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> None:
             fail(f"--{name} {value}: must be at least 1")
     if (options.warm_up + options.rounds * options.steps) > 900:
         fail("--rounds times --steps: at most 900 steps")
+    if options.plot and options.table not in DRAWN:
+        fail(f"--plot: --table {options.table} has none; use one of {', '.join(DRAWN)}")
     if options.plot:
         try:
             import matplotlib  # noqa: F401
@@ -150,19 +192,14 @@ def _run(
         ValueError: the user's mistake, before anything is measured.
     """
     devices = options.devices or torch.cuda.device_count() or 2
-    settings = {
-        "arms": _compare_arms,
-        "lengths": _compare_lengths,
-        "ranks": _compare_ranks,
-    }
     asked = {
         table: list(compare(options, overrides, devices))
-        for table, compare in settings.items()
-        if options.table in (table, "all")
+        for table, compare in COMPARED.items()
+        if options.table == table or (options.table == "all" and table in ALL)
     }
-    found: dict[str, list[Measured]] = {table: [] for table in settings}
-    for table, wanted in asked.items():
-        for arms, setting, repetitions in wanted:
+    found: dict[str, list[Measured]] = {table: [] for table in COMPARED}
+    for table, settings in asked.items():
+        for arms, setting, repetitions in settings:
             found[table].append(Measured(setting, arms))
             for found[table][-1] in measure(arms, setting, repetitions, journal):
                 yield _result(options, found, devices, [])
@@ -193,6 +230,7 @@ def _result(
         "arms": [row for one in found["arms"] for row in results.arm_rows(one)],
         "lengths": [row for one in found["lengths"] for row in results.length_rows(one)],
         "ranks": [row for one in found["ranks"] for row in results.rank_rows(one)],
+        "crossover": [row for one in found["crossover"] for row in results.arm_rows(one)],
         "data": data,
         "skipped": [
             {"name": arm, "world_size": n, "reason": reason} for (arm, n), reason in skipped.items()
@@ -202,83 +240,12 @@ def _result(
 
 def _count(options: argparse.Namespace) -> dict[str, Any]:
     sizes, devices = options.batch_sizes or "1,4", options.devices or 4
-    seq_lens = _numbers("--seq_lens", options.seq_lens)
+    seq_lens = wanted.numbers("--seq_lens", options.seq_lens)
     rows = counts.count_rows(
-        options.models.split(","), seq_lens, _numbers("--batch_sizes", sizes), devices
+        options.models.split(","), seq_lens, wanted.numbers("--batch_sizes", sizes), devices
     )
     command = " ".join(["scripts/benchmark.py", *sys.argv[1:]])
     return {"command": command, "torch": torch.__version__, "counts": rows}
-
-
-Wanted = tuple[list[catalogue.Arm], Setting, Repetitions | None]
-
-
-def _compare_arms(
-    options: argparse.Namespace, overrides: list[str], devices: int
-) -> Iterator[Wanted]:
-    chosen = {devices: catalogue.choose(options.arms, devices)}
-    if options.is_default and options.devices is None and options.arms is None and devices > 1:
-        chosen[1] = catalogue.choose(",".join(catalogue.ON_ONE_PROCESS), 1)
-    sizes = _batch_sizes(options, overrides, devices)
-    for n, arms in chosen.items():
-        for mbs in sizes if n == devices else sizes[:1]:
-            yield _wanted(options, overrides, n, arms, mbs)
-
-
-def _compare_lengths(
-    options: argparse.Namespace, overrides: list[str], devices: int
-) -> Iterator[Wanted]:
-    arms = catalogue.choose(options.arms or "microbatch,V2", devices)
-    mbs = _batch_sizes(options, overrides, devices)[0]
-    for factor in LENGTH_FACTORS:
-        yield _wanted(options, overrides, devices, arms, mbs, factor)
-
-
-def _compare_ranks(options: argparse.Namespace, overrides: list[str], _: int) -> Iterator[Wanted]:
-    arms = catalogue.choose(options.arms or "microbatch,V1,V2", 2)
-    all_cp = ["--parallelism.context_parallel_degree=-1"] + [
-        f"--parallelism.data_parallel_{kind}_degree=1" for kind in ("shard", "replicate")
-    ]
-    overrides = [*overrides, *all_cp]
-    most = torch.cuda.device_count() or max(RANKS)
-    for mbs in _batch_sizes(options, overrides, 1):
-        for n in RANKS:
-            if n <= most:
-                yield _wanted(options, overrides, n, arms, mbs, timed=False)
-
-
-def _wanted(
-    options: argparse.Namespace,
-    overrides: list[str],
-    devices: int,
-    arms: list[catalogue.Arm],
-    local_batch_size: int,
-    seq_len_factor: int = 1,
-    timed: bool = True,
-) -> Wanted:
-    setting = make_setting(
-        options.config,
-        overrides,
-        devices,
-        local_batch_size=local_batch_size,
-        microbatches=options.microbatches or (4 if local_batch_size == 1 else 2),
-        seq_len_factor=seq_len_factor,
-    )
-    repetitions = Repetitions(options.rounds, options.steps, options.warm_up)
-    return arms, setting, repetitions if timed else None
-
-
-def _batch_sizes(options: argparse.Namespace, overrides: list[str], devices: int) -> list[int]:
-    if options.batch_sizes is None and not options.is_default:
-        return [read_config(options.config, overrides, devices).training.local_batch_size]
-    return _numbers("--batch_sizes", options.batch_sizes or "1,4")
-
-
-def _numbers(option: str, given: str) -> list[int]:
-    numbers = given.split(",")
-    if not all(number.isdigit() and int(number) for number in numbers):
-        raise ValueError(f"{option} {given}: numbers from 1, comma-separated")
-    return [int(number) for number in numbers]
 
 
 def _machine(devices: int) -> str:
@@ -291,11 +258,13 @@ def _machine(devices: int) -> str:
 
 
 def _markdown(result: dict[str, Any]) -> str:
+    if "paper_tables" in result:
+        return paper_pages.page(result["paper_tables"])
     if "counts" in result:
         command = f"torch {result['torch']}. `{result['command']}`"
         return f"{command}\n\n{counts.counts_tables(result['counts'])}"
     parts = [f"{result['machine']}. `{result['command']}`"]
-    if any(result[table] for table in ("arms", "lengths", "ranks")):
+    if any(result[table] for table in COMPARED):
         parts.append(
             f"Medians of {result['rounds']} rounds; a gap is non-DP's throughput over the arm's, "
             f"or the arm's memory over non-DP's, both with or both without AC. Private arms have "
@@ -307,6 +276,8 @@ def _markdown(result: dict[str, Any]) -> str:
         parts.append(tables.lengths_table(result["lengths"]))
     if result["ranks"]:
         parts.append(tables.ranks_table(result["ranks"]))
+    if result["crossover"]:
+        parts.append(crossover.section(result["crossover"]))
     if result["data"]:
         parts.append(data_table(result["data"]))
     parts += [

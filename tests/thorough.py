@@ -15,6 +15,8 @@ PATTERNS = (
     r"hazards/test_audit\.py::test_row35_and_49_flags_.*\[(no clipping|half the secure).*",
     # One command or run, whole, of what others test in parts.
     r"test_benchmark\.py::test_(one_tiny_run|bytes_sent_by_each_collective)",
+    r"test_paper_predictions\.py::test_(a_tiny_table|few_layers_tell|a_longer_sample)_.*",
+    r"test_paper_predictions\.py::test_predicted_is_what_.*\[(one rank|FSDP)\]",
     r"test_gpu_report\.py::test_what_is_done_is_not_run_again_and_all_parts_are_listed",
     r"test_meshes\.py::test_row12_the_weights_change_alike_on_every_mesh\[(cp2|cp4|cp2_dp_replicate2)\]",
     r"checkpoint/test_resume\.py::test_a_run_with_a_debug_seed_stays_not_private",

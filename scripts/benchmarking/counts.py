@@ -7,7 +7,6 @@ on fake tensors in a fake process group, as the plan does, with kernels counted 
 """
 
 import contextlib
-import copy
 import functools
 import gc
 import json
@@ -34,10 +33,12 @@ class Case:
     """One model, method and shape."""
 
     model: str
-    method: str  # "plain", "microbatch" or "grad_sample"
+    method: str  # "plain", or one of `gradient_method`
     local_batch_size: int
     world_size: int
     compiled: bool = False  # of "grad_sample" alone: of whole blocks nothing can be counted
+    overrides: tuple[str, ...] = ()  # of the configuration, which come last
+    n_layers: int | None = None  # instead of all
 
     def arguments(self, seq_len: int) -> list[str]:
         """The command line, for `config.load.load_config`."""
@@ -58,6 +59,7 @@ class Case:
             "--activation_checkpoint.mode=none",
             *(["--privacy.no-enable"] if self.method == "plain" else private),
             *(["--compile.enable"] if self.compiled else []),
+            *self.overrides,
         ]
 
 
@@ -205,6 +207,7 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     assert not case.compiled or case.method == "grad_sample"
     config = load_config(case.arguments(max(seq_lens)), case.world_size)
     args = shape(config)
+    args.n_layers = case.n_layers or args.n_layers
     found: dict[str, dict[int, Count]] = {"microbatch": {}, "update": {}}
     with contextlib.ExitStack() as stack:
         stack.enter_context(fake_world(case.world_size))
@@ -272,58 +275,18 @@ def _private_step(config: Any, args: Any, counts: Any) -> Any:
 
 def _plain_step(config: Any, args: Any, counts: Any) -> Any:
     """What `BaselineTrainer` does in a step, which is TorchTitan's."""
-    import torch
-    from torch._subclasses.fake_tensor import unset_fake_temporarily
-    from torchtitan.components.loss import cross_entropy_loss
-    from torchtitan.distributed import utils as dist_utils
-    from torchtitan.distributed.context_parallel import prepare_context_parallel_input
+    from torchtitan_dp.plan.tracker import MemoryTracker
 
-    from torchtitan_dp.models.families import family_of
-    from torchtitan_dp.plan.fake_step import _parallel_dims
+    from .plain_step import PlainStep
 
-    family = family_of(args)
-    with unset_fake_temporarily():
-        dims, _ = _parallel_dims(config)
-        with torch.device("meta"):
-            args = copy.deepcopy(args)
-            args.max_seq_len = config.training.seq_len
-            model = family.model(args)
-        family.parallelize(model, dims, config)
-    model.to_empty(device="cpu")
-    parameters = list(model.parameters())
-    for parameter in parameters:
-        torch.nn.init.zeros_(parameter.to_local())
-    optimizer = torch.optim.AdamW(parameters)
-    _watch_loss_head(model.output, counts)
-    cp_mesh = dims.get_optional_mesh("cp")
+    step = PlainStep(config, args, MemoryTracker("activations"))
+    _watch_loss_head(step.model.output, counts)
 
     def microbatch(seq_len: int) -> None:
-        model.model_args.max_seq_len = seq_len
-        with torch.no_grad(), torch.device("cpu"):
-            model.freqs_cis = model._precompute_freqs_cis()
-        shape = config.training.local_batch_size, seq_len
-        tokens_BT = torch.zeros(shape, dtype=torch.int64)
-        labels_BT, more = torch.zeros_like(tokens_BT), {}
-        valid_tokens = torch.tensor(float(tokens_BT.numel()))
-        if cp_mesh is not None:
-            tokens_BT, labels_BT, more = prepare_context_parallel_input(
-                tokens_BT,
-                labels_BT,
-                {},
-                cp_mesh,
-                torch.device("cpu"),
-                config.parallelism.context_parallel_load_balancer,
-            )
-        loss = cross_entropy_loss(model(tokens_BT, **more), labels_BT) / valid_tokens
-        loss.backward()
+        step.microbatch(seq_len)
         counts.base = None
 
-    def update() -> None:
-        dist_utils.clip_grad_norm_(parameters, float("inf"), foreach=True)
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return microbatch, update
+    return microbatch, step.update
 
 
 def _watch_loss_head(output: Any, counts: Any) -> None:

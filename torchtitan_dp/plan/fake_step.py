@@ -86,7 +86,7 @@ class Step:
         self.config, self.tracker = config, tracker
         family = family_of(args)
         with unset_fake_temporarily():  # meshes are lists of ranks, which are looked at
-            dims, degrees = _parallel_dims(config)
+            dims, degrees = parallel_dims(config)
             with torch.device("meta"):
                 args = copy.deepcopy(args)
                 args.max_seq_len = config.training.seq_len
@@ -119,7 +119,7 @@ class Step:
                 expected_batch_size=config.training.global_batch_size,
             )
         self.model.output.register_forward_pre_hook(self._enter_loss_head)
-        self._end_stretches_at_blocks()
+        end_stretches_at_blocks(self.model, tracker)
         self.losses = SampleLosses(
             self.model,
             torch.device("cpu"),
@@ -154,28 +154,6 @@ class Step:
         chunks = [RowLayout(p.shape, dp_shard, cp).chunk_numel for p in self.model.parameters()]
         return dtype.itemsize * dp_shard * cp * sum(chunks)
 
-    def _end_stretches_at_blocks(self) -> None:
-        """Part a microbatch: forward and loss head, each block's backward, clip and add.
-
-        Blocks are named by their distance from either end, as those of a deeper model are: the
-        last and the one before it, the first and the one after it, and all others.
-        """
-        blocks = list(self.model.layers.values())
-        names = ["between"] * len(blocks)
-        names[-2:], names[:2] = ["before last", "last"], ["first", "second"]
-        if len(blocks) < 4:
-            names = [f"block {place}" for place in range(len(blocks))]
-        ended = ["head", *reversed(names[1:])]  # when the gradient of a block's output is there
-
-        def watch(name: str) -> Any:
-            def hook(_: nn.Module, __: Any, output: torch.Tensor) -> None:
-                output.register_hook(lambda _: self.tracker.end_stretch(name))
-
-            return hook
-
-        for block, name in zip(reversed(blocks), ended, strict=True):
-            block.register_forward_hook(watch(name))
-
     def _enter_loss_head(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         """Take what comes next for the loss head's, until backward has passed its input."""
         self.tracker.base = "loss_head"
@@ -191,7 +169,31 @@ class Step:
         self.clipped_sum.reset()
 
 
-def _parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]]:
+def end_stretches_at_blocks(model: nn.Module, tracker: MemoryTracker) -> None:
+    """Part a microbatch: forward and loss head, each block's backward, clip and add.
+
+    Blocks are named by their distance from either end, as those of a deeper model are: the
+    last and the one before it, the first and the one after it, and all others.
+    """
+    blocks = list(model.layers.values())  # type: ignore[operator, union-attr]
+    names = ["between"] * len(blocks)
+    names[-2:], names[:2] = ["before last", "last"], ["first", "second"]
+    if len(blocks) < 4:
+        names = [f"block {place}" for place in range(len(blocks))]
+    ended = ["head", *reversed(names[1:])]  # when the gradient of a block's output is there
+
+    def watch(name: str) -> Any:
+        def hook(_: nn.Module, __: Any, output: torch.Tensor) -> None:
+            output.register_hook(lambda _: tracker.end_stretch(name))
+
+        return hook
+
+    for block, name in zip(reversed(blocks), ended, strict=True):
+        block.register_forward_hook(watch(name))
+
+
+def parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]]:
+    """Build the meshes of a configuration; also returns (dp_replicate, dp_shard, cp)."""
     degrees = mesh_degrees(config)
     dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
     dims.build_mesh()

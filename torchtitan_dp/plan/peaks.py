@@ -10,12 +10,14 @@ is predicted with all layers.
 import contextlib
 import copy
 import gc
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.plan.fake_step import Step
 from torchtitan_dp.plan.labels import GATHERED, tracking
+from torchtitan_dp.plan.tracker import MemoryTracker
 
 FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
 LONG = 4096  # tokens a rank, from which on few layers tell
@@ -30,15 +32,42 @@ class Microbatch(NamedTuple):
     stretches: dict[str, int]  # the peak bytes of each
 
 
+class TrackedStep(Protocol):
+    """Names what is predicted of: a step on one rank, under the tracker that it was made with."""
+
+    @property
+    def gathered_bytes(self) -> int:
+        """Give the size of all weights when gathered."""
+
+    def microbatch(self, seq_len: int) -> None:
+        """Run forward and backward, and keep what a step keeps of them."""
+
+    def free_gathered(self) -> None:
+        """Start the next microbatch as the first of a step."""
+
+    def update(self) -> None:
+        """Update the weights."""
+
+
+MakeStep = Callable[[JobConfig, ModelArgs, MemoryTracker], TrackedStep]
+
+
 class Model:
     """Predicts the peaks of a model that is built once, for samples of any length."""
 
-    def __init__(self, config: JobConfig, args: ModelArgs, mode: str) -> None:
+    def __init__(
+        self, config: JobConfig, args: ModelArgs, mode: str, make: MakeStep = Step
+    ) -> None:
+        """
+        Args:
+            mode: of activation checkpointing.
+            make: the step to predict; by default the private one.
+        """
         config = copy.deepcopy(config)
         config.activation_checkpoint.mode = mode
         self._stack = contextlib.ExitStack()
         self._tracker = self._stack.enter_context(tracking())
-        self._step = Step(config, args, self._tracker)
+        self._step = make(config, args, self._tracker)
         self._tracker.start_over()
         self._step.update()
         self.update = self._tracker.peak_bytes, _by_category(self._tracker.peak)
@@ -160,8 +189,8 @@ class Extrapolated:
 
     def _at(self, seq_len: int, few: list[int], more: list[int]) -> float:
         """Draw lines through a stretch's bytes: over layers, then over lengths."""
-        share = (self._whole.args.n_layers - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
-        of_all = [low + share * (high - low) for low, high in zip(few, more, strict=True)]
+        n_layers = self._whole.args.n_layers
+        of_all = [of_layers(n_layers, *pair) for pair in zip(few, more, strict=True)]
         start, end = self._lengths
         return of_all[0] + (of_all[1] - of_all[0]) * (seq_len - start) / (end - start)
 
@@ -171,6 +200,12 @@ class Extrapolated:
         (guess,) = self.estimate(seq_len)
         close = abs(guess - self._limit) <= CLOSE * self._limit
         return self._whole.decide(seq_len) if close else guess
+
+
+def of_layers(n_layers: int, few: float, more: float) -> float:
+    """Draw a line through what `FEW_LAYERS` take, and read it at `n_layers`."""
+    share = (n_layers - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
+    return few + share * (more - few)
 
 
 def shortest(config: JobConfig) -> int:
