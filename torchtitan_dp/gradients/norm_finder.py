@@ -1,0 +1,54 @@
+"""How `ghost` finds the norms that it clips by: exactly, or by `randomized_norm`."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from torchtitan_dp.gradients.ghost_norm import Factors, is_cheaper, squared_norms
+
+
+class NormFinder(Protocol):
+    """Finds squared norms of matrices' gradients from their factors."""
+
+    @property
+    def cap(self) -> float:
+        """Give how many times the norm that was found a gradient may have when it is added."""
+
+    def start_step(self, key: bytes) -> None:
+        """Take the key of a step, for what is random in it."""
+
+    def start_microbatch(self, samples: int) -> None:
+        """Note that a microbatch of so many samples begins."""
+
+    def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
+        """Tell whether to find a norm from factors, for so many tokens of a whole sample."""
+
+    def squared_norms(
+        self, name: str, shape: torch.Size, factors: Sequence[Factors]
+    ) -> torch.Tensor:
+        """Find squared norms: fp64 (B,), this rank's part of the sum over cp."""
+
+
+class ExactNorms:
+    """Finds ghost norms."""
+
+    cap = 1.0
+
+    def __init__(self, cp: dist.ProcessGroup | None) -> None:
+        self._cp = cp
+
+    def start_step(self, key: bytes) -> None:
+        """Nothing is random."""
+
+    def start_microbatch(self, samples: int) -> None:
+        """Nothing is numbered."""
+
+    def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
+        return is_cheaper(tokens, shape)
+
+    def squared_norms(
+        self, name: str, shape: torch.Size, factors: Sequence[Factors]
+    ) -> torch.Tensor:
+        return squared_norms(factors, self._cp)
