@@ -310,7 +310,8 @@ def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact)
 
     def start(trainer, _):
         trainer.model_parts, trainer.device = [torch.nn.Linear(3, 2)], torch.device("cpu")
-        trainer.parallel_dims = trainer.optimizers = trainer.dataloader = MagicMock()
+        trainer.parallel_dims = trainer.dataloader = MagicMock()
+        trainer.optimizers = MagicMock(optimizers=[MagicMock()])
 
     def open_ledger(*_):
         return SimpleNamespace(settings=SETTINGS), MagicMock()
