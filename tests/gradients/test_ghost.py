@@ -135,7 +135,7 @@ def test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch(cp, slot, pa
 def found_by(changes, tokens, method):
     """The parameters whose norms are ghosts, of all that have rows and columns."""
     from tests import build
-    from torchtitan_dp.gradients import ghost as module
+    from torchtitan_dp.gradients import norm_finder as module
 
     built = build.build((1, 1, 1), *method, args=dataclasses.replace(build.ARGS, **changes))
     shapes = []
@@ -171,23 +171,24 @@ def test_a_layer_at_a_time_the_cheaper_way_is_taken(passes):
 def with_wrong_norms(degrees, method, scale, again):
     """One sample's part of the sum, over C: ghost norms are scaled, and what is formed after."""
     from tests import build
-    from torchtitan_dp.gradients import ghost as module
+    from torchtitan_dp.gradients import ghost
+    from torchtitan_dp.gradients import norm_finder as module
 
     args = dataclasses.replace(build.ARGS, **GHOST, **TIED)
     built = build.build(degrees, *method, args=args, max_grad_norm=0.5)
-    norms, form = module.squared_norms, module.GhostGradients._form_some
+    norms, form = module.squared_norms, ghost.GhostGradients._form_some
 
     def formed(self, *arguments):
         return form(self, *arguments) * (again if self._clip is not None else 1.0)
 
     module.squared_norms = lambda *args, **kwargs: norms(*args, **kwargs) * scale
-    module.GhostGradients._form_some = formed
+    ghost.GhostGradients._form_some = formed
     try:
         tokens_NT, labels_NT = build.data(samples=2)
         one = slice(1, 2)
         return build.norm(built.clipped_sum(tokens_NT[one], labels_NT[one])[0]) / 0.5
     finally:
-        module.squared_norms, module.GhostGradients._form_some = norms, form
+        module.squared_norms, ghost.GhostGradients._form_some = norms, form
 
 
 @both_passes
