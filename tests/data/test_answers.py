@@ -336,9 +336,14 @@ def test_other_readings_are_other_caches_and_other_records(tmp_path: Path) -> No
     assert len(set(fingerprints)) == 4  # the tokenizer's template is not the records'
 
 
-def test_looking_is_bounded(tmp_path: Path) -> None:
-    """Of a unit of many small chats: what is rendered, parsed and tokenized, all together."""
-    tokenizer, how = chats(tmp_path)
+LATE = "{% if messages | length == 100 %}{{ raise_exception('no') }}{% endif %}"
+
+
+@pytest.mark.parametrize("template", [PLAIN, LATE + PLAIN], ids=["accepted", "refused"])
+def test_row47_looking_is_bounded(tmp_path: Path, template: str) -> None:
+    """Of a unit of many small chats: what is rendered, parsed and tokenized, all together, also
+    where the template refuses each at its end."""
+    tokenizer, how = chats(tmp_path, template)
     rows = [{"who": "ann", "messages": chat(*["x"] * 100)} for _ in range(300)]
     records = opened(tmp_path, rows, messages_field="messages", unit_field="who")
     asked: list[int] = []
@@ -349,8 +354,9 @@ def test_looking_is_bounded(tmp_path: Path) -> None:
         def read(self, fields: Any, most: int, most_cost: int) -> Any:
             found = how.read(fields, most, most_cost)
             assert found is not None
+            assert (found.pieces is None) == (template != PLAIN)
             asked.append(found.cost)
-            return found._replace(pieces=found.pieces[-1:])  # few tokens a record
+            return found._replace(pieces=found.pieces and found.pieces[-1:])  # few tokens a record
 
     Answers(records.store, tokenizer, 50_001, Spied()).head(  # type: ignore[arg-type]
         records.units.records(0)

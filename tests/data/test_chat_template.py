@@ -15,7 +15,7 @@ MOST = 10**9
 
 def pieces(template: str, turns: list[dict[str, str]], most: int = MOST) -> Any:
     written = ChatTemplate(template, MARKS).write([Message(**turn) for turn in turns], most)
-    return None if written is None else [tuple(piece) for piece in written.pieces]
+    return None if written.pieces is None else [tuple(piece) for piece in written.pieces]
 
 
 def targets(template: str, turns: list[dict[str, str]], most: int = MOST) -> list[str]:
@@ -46,6 +46,16 @@ def test_a_user_who_writes_like_an_assistant_is_a_user(template: str) -> None:
 @pytest.mark.parametrize("content", ["a\ufdd0b", "\ufdd1"])
 def test_text_that_could_stand_for_a_mark_is_refused(content: str) -> None:
     assert pieces(MARKED, chat(content, "No.")) is None
+    assert pieces(MARKED, [{"role": content, "content": "a"}, *chat("What?", "No.")]) is None
+
+
+def test_row47_what_is_refused_has_cost_as_much() -> None:
+    late = PLAIN + "{% if messages | length == 40 %}{{ raise_exception('no') }}{% endif %}"
+    messages = [Message(**turn) for turn in chat(*["x" * 100] * 40)]
+    accepted = ChatTemplate(PLAIN, MARKS).write(messages, MOST)
+    refused = ChatTemplate(late, MARKS).write(messages, MOST)
+    assert refused.pieces is None
+    assert 0.9 * accepted.cost < refused.cost <= accepted.cost
 
 
 def test_what_the_template_refuses_is_none() -> None:
@@ -68,8 +78,8 @@ def test_turns_that_would_cost_too_much_are_left_out() -> None:
     template = ChatTemplate(PLAIN, MARKS)
     messages = [Message(**turn) for turn in long]
     whole, part = template.write(messages, MOST), template.write(messages, 50_000)
-    assert whole is not None
-    assert part is not None
+    assert whole.pieces is not None
+    assert part.pieces is not None
     assert 0 < len(part.pieces) < len(whole.pieces) == 40
     assert part.pieces == whole.pieces[: len(part.pieces)]
     assert 50_000 <= part.cost < 100_000 < whole.cost

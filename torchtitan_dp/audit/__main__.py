@@ -41,7 +41,7 @@ from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps, Settings
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.ledger.terms import Plan
 from torchtitan_dp.models.check import check_model
-from torchtitan_dp.models.families import ModelArgs, parameter_count
+from torchtitan_dp.models.families import ModelArgs, trained_count
 from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
 from torchtitan_dp.preflight.check import open_records
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -98,10 +98,10 @@ def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings
         ValueError: one line for the user.
     """
     if options.instrument == "canaries":
-        if options.canaries > (values := parameter_count(args)):
+        if options.canaries > (values := trained_count(args)):
             raise ValueError(
                 f"--canaries = {options.canaries}: each needs a value of its own, and the model "
-                f"has {values:,}; ask for fewer"
+                f"trains {values:,}; ask for fewer"
             )
         return
     sigma, k = settings.noise_multiplier, settings.projections

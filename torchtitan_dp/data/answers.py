@@ -20,10 +20,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan_dp.data.chat_template import MESSAGE_COST, Piece
 from torchtitan_dp.data.dialogs import Dialog, Reading
 from torchtitan_dp.data.excerpts import (
     EDGE_TOKENS,
     RECORD_BYTES,
+    RENDERED_BYTES,
     TOKEN_BYTES,
     Budget,
     Excerpt,
@@ -34,7 +36,7 @@ from torchtitan_dp.data.tokenizer import Tokenizer
 
 PROMPT_SHARE = 4
 """A prompt that is cut keeps one part in so many of the window, or what the answer leaves."""
-TERMS = (1, PROMPT_SHARE)  # of heads, as `excerpts.TERMS`
+TERMS = (1, PROMPT_SHARE, RENDERED_BYTES, MESSAGE_COST)  # of heads, as `excerpts.TERMS`
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -148,12 +150,12 @@ class Answers:
         dialog = self._reading.read(fields, min(most, max(budget.text, 0) // 3), budget.rendered)
         if dialog is None:
             return None
-        budget.rendered -= dialog.cost
-        return self._encode(dialog, budget)
+        budget.rendered -= dialog.cost  # whether it was refused or not
+        return None if dialog.pieces is None else self._encode(dialog, dialog.pieces, budget)
 
-    def _encode(self, dialog: Dialog, budget: Budget) -> Marked | None:
+    def _encode(self, dialog: Dialog, pieces: list[Piece], budget: Budget) -> Marked | None:
         parts = []
-        for piece in dialog.pieces:
+        for piece in pieces:
             budget.text -= len(piece.text.encode("utf-8"))
             if budget.text < 0:  # a template that writes more than there is
                 return Marked.join([])

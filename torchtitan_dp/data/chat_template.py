@@ -51,9 +51,13 @@ class Piece(NamedTuple):
 class Written(NamedTuple):
     """Holds a conversation as text, and what it cost to write it."""
 
-    pieces: list[Piece]
+    pieces: list[Piece] | None
+    """None where the template refuses the conversation, where its turns cannot be told apart, and
+    for what no text should hold."""
+
     cost: int
-    """Characters that were rendered, over all renderings; a message stands for `MESSAGE_COST`."""
+    """Characters that were rendered, over all renderings, refused ones too; a message stands for
+    `MESSAGE_COST`."""
 
 
 class ChatTemplate:
@@ -87,7 +91,7 @@ class ChatTemplate:
         self.terms = (1, source, tuple(sorted(marks.items())), jinja2.__version__)
         self.trial = self._try_out()
 
-    def write(self, messages: Sequence[Message], most: int) -> Written | None:
+    def write(self, messages: Sequence[Message], most: int) -> Written:
         """Write a conversation, in parts that are the assistant's or not.
 
         Args:
@@ -95,56 +99,23 @@ class ChatTemplate:
             most: what rendering may cost (`Written.cost`). A template without marks is rendered
                 for each turn anew, until that is spent: later turns are left out.
 
-        Returns:
-            `None` where the template refuses the conversation, where its turns cannot be told
-            apart, and for what no text should hold: never raises for what messages hold.
+        It never raises for what messages hold.
         """
-        if any(_EITHER.search(message.content) for message in messages):
-            return None
+        rendering = _Rendering(self._template, self._marks)
+        if any(_EITHER.search(message.role + message.content) for message in messages):
+            return Written(None, rendering.cost)
         try:
-            return self._marked(messages) if self._is_marked else self._by_turns(messages, most)
+            pieces = self._pieces(messages, most, rendering)
         except Exception:  # of any kind: a template may do anything with a record's text
-            return None
+            pieces = None
+        return Written(pieces, rendering.cost)
 
-    def _render(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
-        return self._template.render(
-            **self._marks,
-            messages=[message._asdict() for message in messages],
-            add_generation_prompt=opens_answer,
-            tools=None,
-            documents=None,
-        )
-
-    def _marked(self, messages: Sequence[Message]) -> Written | None:
-        pieces, inside = [], False
-        text = self._render(messages)
-        for part in _EITHER.split(text):
-            if part in (_OPEN, _CLOSE):
-                if (part == _OPEN) == inside:
-                    return None
-                inside = part == _OPEN
-            elif part:
-                pieces.append(Piece(part, inside))
-        return None if inside else Written(pieces, _cost(text, messages))
-
-    def _by_turns(self, messages: Sequence[Message], most: int) -> Written | None:
-        pieces: list[Piece] = []
-        cost, done = 0, ""
-        for end, message in enumerate(messages, start=1):
-            if message.role != ASSISTANT:
-                continue
-            before = self._render(messages[: end - 1], opens_answer=True)
-            after = self._render(messages[:end])
-            if not (before.startswith(done) and after.startswith(before)):
-                return None
-            pieces.append(Piece(before[len(done) :], False))
-            # An empty answer would teach to say nothing.
-            pieces.append(Piece(after[len(before) :], message.content.strip() != ""))
-            done = after
-            cost += _cost(before, messages[: end - 1]) + _cost(after, messages[:end])
-            if cost >= most:
-                break
-        return Written(pieces, cost)
+    def _pieces(
+        self, messages: Sequence[Message], most: int, rendering: "_Rendering"
+    ) -> list[Piece] | None:
+        if self._is_marked:
+            return _by_marks(rendering, messages)
+        return _by_turns(rendering, messages, most)
 
     def _try_out(self) -> list[Piece]:
         """Write a conversation that is no record, and look at what became of its turns.
@@ -154,16 +125,16 @@ class ChatTemplate:
         """
         probe = [Message(*turn) for turn in _PROBE]
         try:
-            written = self._marked(probe) if self._is_marked else self._by_turns(probe, 2**30)
+            pieces = self._pieces(probe, 2**30, _Rendering(self._template, self._marks))
         except Exception as error:
             raise ValueError(f"cannot be rendered ({type(error).__name__}: {error})") from None
-        if written is None:
+        if pieces is None:
             raise ValueError(
                 "writes earlier turns otherwise once there are later ones, so that the "
                 "assistant's cannot be told: mark them with {% generation %}"
             )
-        answers = "".join(piece.text for piece in written.pieces if piece.is_target)
-        others = "".join(piece.text for piece in written.pieces if not piece.is_target)
+        answers = "".join(piece.text for piece in pieces if piece.is_target)
+        others = "".join(piece.text for piece in pieces if not piece.is_target)
         for role, content in _PROBE:
             here, there = (answers, others) if role == ASSISTANT else (others, answers)
             if content not in here or content in there:
@@ -171,7 +142,60 @@ class ChatTemplate:
                     f"does not keep the assistant's turns apart ({content!r} of the {role} in a "
                     "trial): mark them with {% generation %}"
                 )
-        return written.pieces
+        return pieces
+
+
+class _Rendering:
+    """Renders one conversation, whole or in part, and counts what that costs as it goes."""
+
+    def __init__(self, template: jinja2.Template, marks: Mapping[str, str]) -> None:
+        self._template, self._marks = template, marks
+        self.cost = 0
+
+    def render(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
+        # Before it is rendered: a template that refuses has worked as well.
+        given = sum(len(message.content) for message in messages)
+        self.cost += given + MESSAGE_COST * len(messages)
+        text = self._template.render(
+            **self._marks,
+            messages=[message._asdict() for message in messages],
+            add_generation_prompt=opens_answer,
+            tools=None,
+            documents=None,
+        )
+        self.cost += max(len(text) - given, 0)
+        return text
+
+
+def _by_marks(rendering: _Rendering, messages: Sequence[Message]) -> list[Piece] | None:
+    pieces, inside = [], False
+    for part in _EITHER.split(rendering.render(messages)):
+        if part in (_OPEN, _CLOSE):
+            if (part == _OPEN) == inside:
+                return None
+            inside = part == _OPEN
+        elif part:
+            pieces.append(Piece(part, inside))
+    return None if inside else pieces
+
+
+def _by_turns(rendering: _Rendering, messages: Sequence[Message], most: int) -> list[Piece] | None:
+    pieces: list[Piece] = []
+    done = ""
+    for end, message in enumerate(messages, start=1):
+        if message.role != ASSISTANT:
+            continue
+        before = rendering.render(messages[: end - 1], opens_answer=True)
+        after = rendering.render(messages[:end])
+        if not (before.startswith(done) and after.startswith(before)):
+            return None
+        pieces.append(Piece(before[len(done) :], False))
+        # An empty answer would teach to say nothing.
+        pieces.append(Piece(after[len(before) :], message.content.strip() != ""))
+        done = after
+        if rendering.cost >= most:
+            break
+    return pieces
 
 
 def load_chat_template(assets_path: str) -> ChatTemplate | None:
@@ -217,10 +241,6 @@ def _read(path: str, assets_path: str) -> str:
             f"model.hf_assets_path = {assets_path!r}: its {name} cannot be read ({error}): "
             "download it again"
         ) from None
-
-
-def _cost(text: str, messages: Sequence[Message]) -> int:
-    return len(text) + MESSAGE_COST * len(messages)
 
 
 class _Generation(Extension):

@@ -5,8 +5,8 @@ is read and never predicted.
 
 Guarantee:
     What is read of a record is a function of that record alone. One that is malformed (a field that
-    is missing or of another type, messages that the template refuses) is `None`, which contributes
-    nothing and stops nothing; one without an answer has no pieces.
+    is missing or of another type) is `None`, and one that the template refuses has no pieces but
+    what it cost: both contribute nothing and stop nothing; one without an answer has no pieces.
 """
 
 import os
@@ -38,7 +38,8 @@ Fields = Mapping[str, object]
 class Dialog(NamedTuple):
     """Holds what is read of a record, in pieces whose tokens are all targets, or none."""
 
-    pieces: list[Piece]
+    pieces: list[Piece] | None
+    """None where the template refused what was read."""
     begins: bool = True
     """Whether it begins where the record does; else it was cut."""
     ends: bool = True
@@ -114,7 +115,7 @@ class Chats:
         before, begins = _last_of(messages[: answers[0]], most)
         after, ends = _first_of(messages[answers[0] : answers[-1] + 1], most)
         written = self.template.write([*before, *after], most_cost)
-        return None if written is None else Dialog(written.pieces, begins, ends, written.cost)
+        return Dialog(written.pieces, begins, ends, written.cost)
 
     def slowest_seconds(self, cost: int) -> float:
         """Estimate how long it takes here to render what costs so much, from made-up chats."""
@@ -123,7 +124,7 @@ class Chats:
             chat = [Message(role, content) for role in ("user", ASSISTANT) * 16]
             begun = time.perf_counter()
             written = self.template.write(chat, _TRIAL_COST)
-            if written is not None:
+            if written.pieces is not None:
                 slowest = max(slowest, (time.perf_counter() - begun) / written.cost)
         return slowest * cost
 

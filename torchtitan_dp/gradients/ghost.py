@@ -241,7 +241,7 @@ class GhostGradients:
             formed_B = squared_norm(shard_BDN.flatten(1))
             if self._cp is not None:
                 dist.all_reduce(formed_B, group=self._cp)
-            found_B = self.norms.cap**2 * self._squares[name][samples]
+            found_B = self.norms.cap(name) ** 2 * self._squares[name][samples]
             cap_B = torch.where(formed_B > found_B, (found_B / formed_B).sqrt(), 1.0)
             factor_B, rejected_B = self._of_group(name, self._clip)
             factor_B = (factor_B[samples] * cap_B).float()

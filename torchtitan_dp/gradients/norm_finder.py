@@ -12,9 +12,9 @@ from torchtitan_dp.gradients.ghost_norm import Factors, is_cheaper, squared_norm
 class NormFinder(Protocol):
     """Finds squared norms of matrices' gradients from their factors."""
 
-    @property
-    def cap(self) -> float:
-        """Give how many times the norm that was found a gradient may have when it is added."""
+    def cap(self, name: str) -> float:
+        """Give how many times the norm that was found in this microbatch a parameter's gradient may
+        have when it is added."""
 
     def start_step(self, key: bytes) -> None:
         """Take the key of a step, for what is random in it."""
@@ -34,10 +34,11 @@ class NormFinder(Protocol):
 class ExactNorms:
     """Finds ghost norms."""
 
-    cap = 1.0
-
     def __init__(self, cp: dist.ProcessGroup | None) -> None:
         self._cp = cp
+
+    def cap(self, name: str) -> float:
+        return 1.0
 
     def start_step(self, key: bytes) -> None:
         """Nothing is random."""

@@ -62,7 +62,8 @@ class RandomizedNorms:
             projections: k, for which the run is accounted.
         """
         self.projections, self.estimator = projections, estimator
-        self.cap = largest_ratio(projections)
+        self._largest_ratio = largest_ratio(projections)
+        self._estimated: set[str] = set()  # parameters, in this microbatch
         self._shared = shared
         self._key: bytes | None = None
         self._first = self._after = 0  # of the microbatch's samples, by number in the step
@@ -76,6 +77,11 @@ class RandomizedNorms:
     def start_microbatch(self, samples: int) -> None:
         """Give the next numbers to a microbatch's samples, padding included."""
         self._first, self._after = self._after, self._after + samples
+        self._estimated.clear()
+
+    def cap(self, name: str) -> float:
+        """Give `largest_ratio` for what was estimated, and 1 for what was found exactly."""
+        return self._largest_ratio if name in self._estimated else 1.0
 
     def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
         """Tell whether a norm is to be found from factors, for so many tokens of a whole sample."""
@@ -106,6 +112,7 @@ class RandomizedNorms:
         tokens = sum(one.left.shape[1] for one in factors) * shared.cp_size
         if not self.estimates(tokens, shape):
             return squared_norms(factors, shared.cp)
+        self._estimated.add(name)
         drawn_BPK = self._draw(name, "tail", factors, shape[0])
         if self.estimator == "hutchinson":
             y_BDK = self._over_cp(project(factors, drawn_BPK, shape[1]))

@@ -240,9 +240,9 @@ def check_fingerprint(folder: str, fingerprint: str) -> None:
     before = read_fingerprint(folder)
     if before is not None and before != fingerprint:
         raise ValueError(
-            "training.dataset_path: the records (or data.unit_field, heldout_fraction, text_field "
-            "or verify_records) are not those that this run was started with; restore them, or "
-            "start afresh in another job.dump_folder"
+            "training.dataset_path: the records (or data.unit_field, heldout_fraction, a field of "
+            "text, prompts or messages, or verify_records) are not those that this run was started "
+            "with; restore them, or start afresh in another job.dump_folder"
         )
 
 

@@ -7,7 +7,7 @@ import subprocess
 from typing import Any
 
 _NAME = "torchtitan-dp"
-_LIBRARIES = (_NAME, "torch", "torchtitan", "opacus", "dp-accounting", "numpy", "scipy")
+_LIBRARIES = (_NAME, "torch", "torchtitan", "opacus", "dp-accounting", "numpy", "scipy", "jinja2")
 _GIT_TIMEOUT_S = 10
 
 

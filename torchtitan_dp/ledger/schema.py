@@ -162,6 +162,7 @@ KEYS = (
         _SETTINGS,
         "What the steps changed: all weights, or the adapters of LoRA beside weights that stayed "
         "as they were when training started.",
+        added=True,
     ),
     Key(
         "expected_batch_size",
@@ -176,6 +177,7 @@ KEYS = (
         _SETTINGS,
         "Which tokens of a record are learned: a sample's loss is the mean over its own. ε "
         "protects the whole record, prompts included.",
+        added=True,
     ),
     Key(
         "windows_per_draw",
@@ -183,6 +185,7 @@ KEYS = (
         _SETTINGS,
         "How many samples are taken of a unit that is drawn. Their gradients are averaged before "
         "the mean is clipped, so that ε is that of one.",
+        added=True,
     ),
     Key(
         "neighbouring_relation",

@@ -112,8 +112,8 @@ MUTANTS = [
         13,
         "an estimate caps nothing",
         METHOD,
-        "        self.cap = largest_ratio(projections)\n",
-        "        self.cap = 1e9\n",
+        "        self._largest_ratio = largest_ratio(projections)\n",
+        "        self._largest_ratio = 1e9\n",
         (
             f"{ESTIMATES}test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_the_largest_"
             "ratio[1e-06]",
