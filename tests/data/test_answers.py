@@ -354,7 +354,8 @@ def test_row47_looking_is_bounded(tmp_path: Path, template: str) -> None:
         def read(self, fields: Any, most: int, most_cost: int) -> Any:
             found = how.read(fields, most, most_cost)
             assert found is not None
-            assert (found.pieces is None) == (template != PLAIN)
+            if not asked:  # of the last one there is less to spend than to refuse it
+                assert (found.pieces is None) == (template != PLAIN)
             asked.append(found.cost)
             return found._replace(pieces=found.pieces and found.pieces[-1:])  # few tokens a record
 
