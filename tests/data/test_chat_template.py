@@ -7,7 +7,12 @@ from typing import Any
 import pytest
 
 from tests.data.chats import MARKED, PLAIN, REWRITES, chat, folder
-from torchtitan_dp.data.chat_template import ChatTemplate, Message, load_chat_template
+from torchtitan_dp.data.chat_template import (
+    MESSAGE_COST,
+    ChatTemplate,
+    Message,
+    load_chat_template,
+)
 
 MARKS = {"bos_token": "<|begin_of_text|>"}
 MOST = 10**9
@@ -56,6 +61,10 @@ def test_row47_what_is_refused_has_cost_as_much() -> None:
     refused = ChatTemplate(late, MARKS).write(messages, MOST)
     assert refused.pieces is None
     assert 0.9 * accepted.cost < refused.cost <= accepted.cost
+    picky = "{% if messages[0]['content'] | length == 100 %}{{ raise_exception('no') }}{% endif %}"
+    refused = ChatTemplate(picky + PLAIN, MARKS).write(messages, MOST)
+    assert refused.pieces is None
+    assert refused.cost == MESSAGE_COST + 100
 
 
 def test_what_the_template_refuses_is_none() -> None:
