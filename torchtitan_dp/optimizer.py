@@ -12,7 +12,6 @@ Guarantee:
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn as nn
@@ -79,7 +78,7 @@ class DPOptimizer:
             clipped_sum: as of `step`; overwritten.
         """
         self._prepare(clipped_sum, bytes(32))
-        for optimizer in getattr(self._optimizer, "optimizers", [self._optimizer]):
+        for optimizer in self._inner():
             if not any(optimizer.state.values()):
                 _make_state(optimizer)
         self._optimizer.zero_grad(set_to_none=True)
@@ -96,22 +95,21 @@ class DPOptimizer:
         Raises:
             RuntimeError: a parameter's state has counted otherwise.
         """
-        counted = {0 if state is None else int(state["step"]) for state in self._states()}
+        counted = {
+            int(optimizer.state[parameter]["step"]) if parameter in optimizer.state else 0
+            for optimizer in self._inner()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+        }
         if counted - {steps}:
             raise RuntimeError(
                 f"weights were loaded from step {steps} with an optimizer that has counted "
                 f"{', '.join(map(str, sorted(counted)))} steps"
             )
 
-    def _states(self) -> list[Any]:
-        """Return Adam's or AdamW's state of each parameter, or None where it has none yet."""
-        optimizers = getattr(self._optimizer, "optimizers", [self._optimizer])
-        return [
-            optimizer.state.get(parameter)
-            for optimizer in optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-        ]
+    def _inner(self) -> list[Optimizer]:
+        """Return the inner optimizer, or those that TorchTitan's container holds."""
+        return getattr(self._optimizer, "optimizers", [self._optimizer])
 
     def _prepare(self, clipped_sum: dict[str, Tensor], key: bytes) -> None:
         """Free what an update would make stale, and set the noised gradients."""

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests import build, forks
-from tests.launch import CONFIG
+from tests.models.check import mistake
 from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
 from tests.ranks import on_ranks
 from torchtitan_dp.checkpoint.adapters import is_adapter
@@ -182,19 +182,7 @@ def test_a_changed_bit_changes_the_sum(dtype):
 
 def refusals(starts):
     """What each start is told; "" if nothing."""
-    return [refusal(*options) for options in starts]
-
-
-def refusal(*options):
-    from torchtitan_dp.checkpoint.start import decide_start
-    from torchtitan_dp.models.check import check_model
-
-    try:
-        config = load_config(["--job.config_file", str(CONFIG), *options], 1)
-        check_model(config, decide_start(config))
-    except ValueError as error:
-        return str(error)
-    return ""
+    return [mistake(*options) for options in starts]
 
 
 def test_flops_are_less_by_the_gradients_of_frozen_weights():

@@ -26,10 +26,9 @@ def without_adapters(state_dict: Mapping[str, _Value]) -> dict[str, _Value]:
     return {name: value for name, value in state_dict.items() if not is_adapter(name)}
 
 
-def to_load(step: str, state_dict: Mapping[str, _Value]) -> dict[str, _Value]:
-    """Return what is to be read from an initial checkpoint: all, or the rest if it has no adapter.
-
-    Adapters that are not read stay as they were drawn. A run's own checkpoint must have them all.
+def has_adapters(step: str) -> bool:
+    """Tell whether an initial checkpoint has adapters. If not, the rest is read, and adapters stay
+    as they were drawn; a run's own checkpoint must have them all.
 
     Args:
         step: the checkpoint's own folder.
@@ -37,5 +36,4 @@ def to_load(step: str, state_dict: Mapping[str, _Value]) -> dict[str, _Value]:
     Raises:
         ValueError: its metadata is damaged.
     """
-    saved = safe_load.shapes(safe_load.read_metadata(step))
-    return dict(state_dict) if any(map(is_adapter, saved)) else without_adapters(state_dict)
+    return any(map(is_adapter, safe_load.shapes(safe_load.read_metadata(step))))

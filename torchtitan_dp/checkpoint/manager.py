@@ -11,7 +11,7 @@ from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.checkpoint.adapters import to_load
+from torchtitan_dp.checkpoint.adapters import has_adapters, without_adapters
 from torchtitan_dp.checkpoint.folder import (
     damaged_entry,
     drop_unfinished,
@@ -80,8 +80,8 @@ class Checkpointer(CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         model = self.states[MODEL].state_dict()
-        if not self.start.resumes:  # initial weights: adapters may be new
-            model, state_dict = (to_load(checkpoint_id, held) for held in (model, state_dict))
+        if not self.start.resumes and not has_adapters(checkpoint_id):  # they may be new
+            model, state_dict = without_adapters(model), without_adapters(state_dict)
         refuse_another_model(checkpoint_id, model, self._origin)
         if OPTIMIZER in state_dict and not self._has_optimizer(checkpoint_id):
             raise Fault(

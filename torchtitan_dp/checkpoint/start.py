@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from torchtitan_dp.checkpoint.adapters import to_load
+from torchtitan_dp.checkpoint.adapters import has_adapters, without_adapters
 from torchtitan_dp.checkpoint.folder import (
     checkpoint_folder,
     checkpoint_folders,
@@ -149,7 +149,8 @@ def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: st
         if start.resumes:
             raise ValueError(none_whole(os.path.dirname(start.place), start.step, problem))
         raise ValueError(f"{at}: it is damaged ({problem}); take a whole copy")
-    wanted = state_dict if start.resumes else to_load(start.place, state_dict)
+    has_all = start.resumes or has_adapters(start.place)
+    wanted = state_dict if has_all else without_adapters(state_dict)
     refuse_another_model(start.place, wanted, origin)
 
 

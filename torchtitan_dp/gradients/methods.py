@@ -138,6 +138,10 @@ def _smallest_estimated(terms: MethodTerms) -> tuple[int, int, int]:
     return size, size, size
 
 
+def _ghost_passes(terms: MethodTerms) -> int:
+    return 2 if terms.ghost_passes == "two" else 1
+
+
 METHODS: dict[str, Method] = {
     "microbatch": Method(
         _microbatch,
@@ -158,7 +162,7 @@ METHODS: dict[str, Method] = {
         "short contexts, where gradients of several samples do not fit beside each other",
         per_sample_layers=True,
         compiles="regions",
-        backward_passes=lambda terms: 2 if terms.ghost_passes == "two" else 1,
+        backward_passes=_ghost_passes,
         whole_gradients=False,
     ),
     "randomized": Method(
@@ -166,7 +170,7 @@ METHODS: dict[str, Method] = {
         "long contexts and several samples, where gradients do not fit beside each other",
         per_sample_layers=True,
         compiles="regions",
-        backward_passes=lambda terms: 2 if terms.ghost_passes == "two" else 1,
+        backward_passes=_ghost_passes,
         whole_gradients=False,
         estimates_norms=True,
         smallest_layer=_smallest_estimated,

@@ -29,7 +29,7 @@ Guarantee:
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
 import torch
@@ -166,19 +166,16 @@ def project(
         fp32 (B, D, k): G^T `by`, summed over these tokens.
     """
     samples, rows, k = by_BPK.shape
+
+    def add(part_BDK: torch.Tensor, here: Factors) -> None:
+        if isinstance(here, Products):
+            left_BTK = here.left.float() @ by_BPK
+        else:
+            left_BTK = by_BPK.gather(1, here.left[:, :, None].expand(-1, -1, k))
+        part_BDK.baddbmm_(here.right.float().mT, left_BTK)
+
     total_BDK = by_BPK.new_zeros(samples, columns, k)
-    for layer in factors:
-        part_BDK = torch.zeros_like(total_BDK)
-        at_once = max(block_elements // (samples * (rows + columns + k)), 1)
-        for block in token_blocks(layer.left.shape[1], at_once):
-            here = some_tokens(layer, block)
-            if isinstance(here, Products):
-                left_BTK = here.left.float() @ by_BPK
-            else:
-                left_BTK = by_BPK.gather(1, here.left[:, :, None].expand(-1, -1, k))
-            part_BDK.baddbmm_(here.right.float().mT, left_BTK)
-        total_BDK += _scaled(layer, part_BDK)
-    return total_BDK
+    return _add_up(factors, total_BDK, add, block_elements // (samples * (rows + columns + k)))
 
 
 def project_back(
@@ -190,19 +187,32 @@ def project_back(
 ) -> torch.Tensor:
     """Multiply B samples' gradients by matrices of their own: fp32 (B, P, k), as `project`."""
     samples, columns, k = by_BDK.shape
+
+    def add(part_BPK: torch.Tensor, here: Factors) -> None:
+        right_BTK = here.right.float() @ by_BDK
+        if isinstance(here, Products):
+            part_BPK.baddbmm_(here.left.float().mT, right_BTK)
+        else:
+            part_BPK.scatter_add_(1, here.left[:, :, None].expand(-1, -1, k), right_BTK)
+
     total_BPK = by_BDK.new_zeros(samples, rows, k)
+    return _add_up(factors, total_BPK, add, block_elements // (samples * (rows + columns + k)))
+
+
+def _add_up(
+    factors: Sequence[Factors],
+    total: torch.Tensor,
+    add: Callable[[torch.Tensor, Factors], None],
+    at_once: int,
+) -> torch.Tensor:
+    """Add to `total` what `add` makes of each layer, in blocks of at most `at_once` tokens (or 1),
+    each sample's times its factor."""
     for layer in factors:
-        part_BPK = torch.zeros_like(total_BPK)
-        at_once = max(block_elements // (samples * (rows + columns + k)), 1)
-        for block in token_blocks(layer.left.shape[1], at_once):
-            here = some_tokens(layer, block)
-            right_BTK = here.right.float() @ by_BDK
-            if isinstance(here, Products):
-                part_BPK.baddbmm_(here.left.float().mT, right_BTK)
-            else:
-                part_BPK.scatter_add_(1, here.left[:, :, None].expand(-1, -1, k), right_BTK)
-        total_BPK += _scaled(layer, part_BPK)
-    return total_BPK
+        part = torch.zeros_like(total)
+        for block in token_blocks(layer.left.shape[1], max(at_once, 1)):
+            add(part, some_tokens(layer, block))
+        total += _scaled(layer, part)
+    return total
 
 
 def _scaled(layer: Factors, part: torch.Tensor) -> torch.Tensor:

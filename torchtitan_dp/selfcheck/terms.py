@@ -126,9 +126,9 @@ def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
         training.loss_chunk_tokens = training.seq_len // cp // 3 + 1
     scaled.optimizer.lr = 1e-2  # so that fp32 resolves an update
     small, kv_heads = _small(args, training.seq_len), min(args.n_kv_heads or args.n_heads, 2)
-    scaled.privacy.clipping_groups = patterns_in_use(
-        trainable_parameters(on_meta(small)), config.privacy.clipping_groups
-    )
+    if groups := config.privacy.clipping_groups:
+        names = trainable_parameters(on_meta(small))
+        scaled.privacy.clipping_groups = patterns_in_use(names, groups)
     heads = _shared(args) * kv_heads, kv_heads
     return Terms(scaled, small, rungs or (training.seq_len,), heads)
 
