@@ -8,6 +8,8 @@ TOLD = "hazards/test_randomized.py::"
 OWN = f"{ESTIMATES}test_row11_and_40_no_two_samples_parameters_steps_or_ranks_share_projections"
 MEAN = f"{ESTIMATES}test_row59_estimates_are_unbiased"
 
+WRONG = f"{ESTIMATES}test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_is_accounted_for"
+
 METHOD = "gradients/randomized_norm.py"
 
 MUTANTS = [
@@ -112,12 +114,25 @@ MUTANTS = [
         13,
         "an estimate caps nothing",
         METHOD,
-        "        self._largest_ratio = largest_ratio(projections)\n",
+        "        self._largest_ratio = largest_ratio(0 if capped else projections)\n",
         "        self._largest_ratio = 1e9\n",
-        (
-            f"{ESTIMATES}test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_the_largest_"
-            "ratio[1e-06]",
-        ),
+        (f"{WRONG}[--privacy.underestimates=accounted-8-1e-06]",),
+    ),
+    Mutant(
+        59,
+        "estimates accounted for as capped that are not",
+        METHOD,
+        "        self._largest_ratio = largest_ratio(0 if capped else projections)\n",
+        "        self._largest_ratio = largest_ratio(projections)\n",
+        (f"{TOLD}test_row59_what_is_capped_is_what_is_accounted_as_exact[capped]",),
+    ),
+    Mutant(
+        59,
+        "all estimates accounted for as capped",
+        "gradients/methods.py",
+        'if estimated and terms.underestimates == "accounted" else 0',
+        'if estimated and terms.underestimates == "both" else 0',
+        (f"{TOLD}test_row59_what_is_capped_is_what_is_accounted_as_exact[counted]",),
     ),
     Mutant(
         28,
@@ -132,8 +147,8 @@ MUTANTS = [
         59,
         "more projections accounted for than drawn",
         "ledger/settings.py",
-        "        projections=privacy.projections if estimated else 0,\n",
-        "        projections=4 * privacy.projections if estimated else 0,\n",
+        "        projections=projections,\n",
+        "        projections=4 * projections,\n",
         (f"{TOLD}test_row59_what_is_accounted_is_what_is_drawn[32-hutchinson]",),
     ),
     Mutant(
