@@ -212,7 +212,7 @@ MUTANTS = [
         "",
         (
             f"{TOLD}test_row31_and_59_a_resume_that_changes_norms_is_refused_or_a_new_segment"
-            "[options1-privacy.projections = 64]",
+            "[options2-privacy.projections = 64]",
         ),
     ),
     Mutant(
@@ -246,7 +246,7 @@ MUTANTS = [
         59,
         "per layer clipping of estimated norms",
         "config/conflicts.py",
-        '            estimated and privacy.clipping != "flat",\n',
+        '            accounted and privacy.clipping != "flat",\n',
         "            False,\n",
         (
             f"{TOLD}test_what_is_not_accounted_for_is_refused_in_one_line"
