@@ -67,13 +67,17 @@ def test_weights_and_average_are_given_back_bit_by_bit():
     step(weights, 1)
     average.update()
     held = {name: value.clone() for name, value in average.state_dict()["weights"].items()}
-    with pytest.raises(KeyError, match="stop"), average.in_place_of_weights():
-        for name, parameter in weights.items():
-            assert torch.equal(parameter, held[name])
-        for refused in (average.update, average.state_dict):
-            with pytest.raises(AssertionError):
-                refused()
-        raise KeyError("stop")
+
+    def fail():
+        with average.in_place_of_weights():
+            assert all(torch.equal(weights[name], value) for name, value in held.items())
+            for refused in (average.update, average.state_dict):
+                with pytest.raises(AssertionError, match="the model holds averages"):
+                    refused()
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        fail()
     for name, parameter in parameters(1).items():
         assert torch.equal(weights[name], parameter)
         assert torch.equal(average.state_dict()["weights"][name], held[name])
@@ -98,7 +102,7 @@ def test_it_is_of_what_is_trained():
 )
 def test_what_cannot_be_averaged_is_refused_in_one_line(option, said):
     config(option, "--privacy.no-enable")  # without an average it is nobody's concern
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=r"ema\.(decay|enable) = ") as error:
         config(option, "--privacy.no-enable", "--ema.enable")
     assert said in str(error.value)
     assert "\n" not in str(error.value)

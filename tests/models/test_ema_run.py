@@ -1,12 +1,13 @@
 """Real runs with an average of weights: what it is made of, resumed, exported and released."""
 
+import itertools
 import re
 import shutil
 
 import pytest
 import torch
 
-from tests.launch import arguments, load, privacy, train, weights, with_sigma, write_records
+from tests.launch import arguments, load, privacy, train, with_sigma, write_records
 from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
 from torchtitan_dp.checkpoint.adapters import is_adapter
 from torchtitan_dp.checkpoint.average import average_name
@@ -17,6 +18,7 @@ from torchtitan_dp.release.__main__ import main as release
 
 STEPS = 4
 SHARDED = "--parallelism.data_parallel_shard_degree=2"
+HELD_OUT = ("--data.heldout_fraction=0.3", "--validation.enable", "--validation.steps=1")
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +47,7 @@ def command(place, out, *overrides):
 def finished(place):
     """A private run on two shards, from given weights; not to be changed."""
     out = place / "out"
-    held_out = ("--data.heldout_fraction=0.3", "--validation.enable", "--validation.freq=4")
-    options = (SHARDED, *held_out, "--validation.steps=2", "--checkpoint.last_save_in_hf")
+    options = (SHARDED, *HELD_OUT, "--validation.freq=4", "--checkpoint.last_save_in_hf")
     train(command(place, out, *options), log=place / "log", world_size=2)
     return out
 
@@ -73,9 +74,11 @@ def followed(before, after, t):
 def test_row60_each_average_follows_from_released_weights_alone(finished):
     """Whoever has all checkpoints' weights can compute it: there is nothing else in it."""
     saved = [state(finished, step) for step in range(1, STEPS + 1)]
-    for t, (before, after) in enumerate(zip(saved, saved[1:], strict=False), start=1):
+    for t, (before, after) in enumerate(itertools.pairwise(saved), start=1):
         expected = followed(before, after, t)
-        assert expected.keys() == {name for name in weights_of(after) if name != "output.weight"}
+        trained = {name for name in weights_of(after) if name != "output.weight"}  # tied
+        names = {average_name(name) for name in trained} | {"ema.updates"}
+        assert {name for name in after if name.startswith("ema.")} == names
         for name, found in averages(after).items():
             assert torch.equal(found, expected[name]), name
             assert not torch.equal(found, after[name]), name
@@ -106,7 +109,7 @@ def test_validation_tells_both_losses(place, finished):
         (place / "log").read_text(),
     )
     assert len(set(said)) == 2  # at steps 1 and 4, told by both ranks
-    assert all(weights != average for weights, average in said)
+    assert all(last != average for last, average in said)
 
 
 def logits(run, average):
@@ -148,32 +151,51 @@ def resumed(place, run, out, *overrides, world_size=2):
     return train(command(place, out, *overrides), log=log, world_size=world_size)
 
 
-def test_it_goes_on_bit_by_bit_as_if_it_had_not_stopped(place, tmp_path):
-    seeded = ("--privacy.debug_seed=1", SHARDED, "--checkpoint.interval=1")
-    train(command(place, tmp_path / "run", *seeded), log=tmp_path / "log", world_size=2)
-    resumed(place, tmp_path / "run", tmp_path / "out", *seeded)
-    expected, found = (state(tmp_path / name, STEPS) for name in ("run", "out"))
-    assert found["ema.updates"] == STEPS
-    assert expected.keys() == found.keys()
+SEEDED = ("--privacy.debug_seed=1", SHARDED, *HELD_OUT, "--validation.freq=1")
+
+
+@pytest.fixture(scope="module")
+def seeded(place):
+    train(command(place, place / "seeded", *SEEDED), log=place / "log2", world_size=2)
+    return place / "seeded"
+
+
+def assert_same(found, expected):
+    """Bit by bit, all tensors: weights, moments and averages."""
     for name, value in expected.items():
         assert not torch.is_tensor(value) or torch.equal(found[name], value), name
-    # Nor does an average change a bit of the run.
-    train(command(place, tmp_path / "off", *seeded, "--ema.no-enable"), log=tmp_path / "log2")
-    without = state(tmp_path / "off", STEPS)
-    for name, value in without.items():
-        assert not torch.is_tensor(value) or torch.equal(found[name], value), name
+
+
+def test_it_goes_on_bit_by_bit_as_if_it_had_not_stopped(place, seeded, tmp_path):
+    resumed(place, seeded, tmp_path / "out", *SEEDED)
+    expected, found = state(seeded, STEPS), state(tmp_path / "out", STEPS)
+    assert found["ema.updates"] == STEPS
+    assert expected.keys() == found.keys()
+    assert_same(found, expected)
+
+
+def test_it_changes_no_bit_of_the_run(place, seeded, tmp_path):
+    """Though validation has the model hold averages after each step."""
+    out = tmp_path / "out"
+    train(command(place, out, *SEEDED, "--ema.no-enable"), log=tmp_path / "log")
+    without = state(out, STEPS)
+    assert state(seeded, STEPS).keys() - without.keys() == {
+        "ema.updates",
+        *map(average_name, averages(state(seeded, STEPS))),
+    }
+    assert_same(state(seeded, STEPS), without)
 
 
 def test_it_is_switched_off_and_on_without_a_new_segment(place, finished, tmp_path):
     """Steps 3 and 4 without; step 4 again with one, on one process, which begins at step 3."""
     out = tmp_path / "out"
-    said = resumed(place, finished, out, SHARDED, "--data.heldout_fraction=0.3", "--ema.no-enable")
+    said = resumed(place, finished, out, SHARDED, *HELD_OUT, "--ema.no-enable")
     assert "ema.enable = false: the average in" in said
     assert not averages(state(out, 3)) | averages(state(out, STEPS))
     with pytest.raises(SystemExit) as stop:
         release([str(out), str(tmp_path / "model"), "--ema"])
     assert stop.value.code == 2
-    said = resumed(place, finished, out, "--data.heldout_fraction=0.3", world_size=1)
+    said = resumed(place, finished, out, *HELD_OUT, world_size=1)
     assert "step-3 holds no average; it begins with the weights there" in said
     before, after = state(out, 3), state(out, STEPS)
     assert after["ema.updates"] == 1
@@ -186,7 +208,7 @@ def test_another_mesh_goes_on_with_it(place, finished, tmp_path):
     """From two shards to context parallelism, whose shards are others."""
     out = tmp_path / "out"
     cp = "--parallelism.context_parallel_degree=2"
-    resumed(place, finished, out, "--data.heldout_fraction=0.3", cp)
+    resumed(place, finished, out, *HELD_OUT, cp)
     for t in (2, 3):
         before, after = state(out, t), state(out, t + 1)
         assert after["ema.updates"] == t + 1
@@ -196,7 +218,7 @@ def test_another_mesh_goes_on_with_it(place, finished, tmp_path):
 
 
 def test_with_adapters_it_is_of_these_alone(place, tmp_path):
-    """Replicas of two: they agree without a word, or the checkpoint would hold one's alone."""
+    """On replicas, each of which has made its own from weights that are the same."""
     replicas = "--parallelism.data_parallel_replicate_degree=2"
     lora = ("--lora.rank=2", "--training.steps=2", "--training.mixed_precision_param=bfloat16")
     out = tmp_path / "out"
@@ -214,8 +236,7 @@ def test_with_adapters_it_is_of_these_alone(place, tmp_path):
 def test_without_privacy(place, tmp_path):
     off = ("--privacy.no-enable", "--training.global_batch_size=2", "--training.steps=2")
     out = tmp_path / "out"
-    held_out = ("--data.heldout_fraction=0.3", "--validation.enable", "--validation.steps=1")
-    said = train(command(place, out, *off, *held_out), log=tmp_path / "log", world_size=2)
+    said = train(command(place, out, *off, *HELD_OUT), log=tmp_path / "log", world_size=2)
     assert "of the average of weights" in said
     before, after = state(out, 1), state(out, 2)
     for name, expected in followed(before, after, 1).items():
