@@ -35,7 +35,7 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
     )
     mine = slice(rank * size, (rank + 1) * size)
     shared = Shared(groups.cp, groups.cp_size, groups.dp_rank)
-    norms = RandomizedNorms(k, "hutchinson", shared)
+    norms = RandomizedNorms(k, "hutchinson", shared, capped=True)
     norms.start_step(_KEY)
     norms.start_microbatch(_SAMPLES)
     factors = Products(left_BTP[:, mine].contiguous(), right_BTD[:, mine].contiguous())

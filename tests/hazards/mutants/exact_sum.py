@@ -21,10 +21,8 @@ MUTANTS = [
         49,
         "an exact sum in fp32",
         FIXED,
-        "            add_units(total[here], gradient[here], scale, rejected)\n",
-        "            more = torch.zeros_like(total[here])\n"
-        "            add_units(more, gradient[here], scale, rejected)\n"
-        "            total[here] = total[here].float().add_(more.float()).to(torch.int64)\n",
+        "        total_n.add_(units_n.copy_(scaled_n))\n",
+        "        total_n.copy_(total_n.float().add_(scaled_n.float()))\n",
         (f"{MOVED}in_fixed_point_no_record_moves_the_sum_by_more_than_C[0.0009765625]",),
         quick=True,
     ),
