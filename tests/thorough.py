@@ -96,6 +96,7 @@ PATTERNS = (
     r"gradients/test_lora\.py::test_(compiled|factors_clipped_apart)\[.*",
     r"models/test_lora_run\.py::test_(without_privacy|a_checkpoint_with_.*|adapters_begin_.*|.*as_if.*)",
     r"models/test_lora_run\.py::test_row56_a_run_whose_.*\[no-enable\]",
+    r"models/test_ema_run\.py::test_(it_changes_no_bit|another_mesh|with_adapters|without)_.*",
     r"gradients/test_per_layer\.py::test_every_mesh\[(\(1, [24], 1\)|\(2, 1, 1\)|\(1, 1, 4\))-.*",
     r"gradients/test_per_layer\.py::test_.*\[\(1, 2, 2\)-ghost\]",
     r"gradients/test_per_layer\.py::test_.*\[(.*-)?(V1|ghost_two)\]",
@@ -135,12 +136,12 @@ PATTERNS = (
     r"test_paper_tables\.py::test_what_cannot_be_predicted_says_why",
     r"plan/test_memory\.py::test_the_longest_configs_fit_four_ranks_of_80_gib\[.*",
     r"plan/test_memory\.py::test_predicted_is_what_.*"
-    r"\[(one rank|two samples, exact sum|ghost norms.*|adapters)\]",
+    r"\[(one rank|two samples, exact sum|ghost norms.*|adapters|average)\]",
     r"plan/test_prediction\.py::test_weights_kept_gathered_are_all_.*\[(1-.*|2-overrides0)\]",
     r"plan/test_prediction\.py::test_what_bends_is_predicted_with_all_layers",
     r"plan/test_prediction\.py::test_few_layers_tell_the_peak_of_all\[.*",
     r"plan/test_memory\.py::test_row49_an_exact_sum_takes_eight_bytes_a_value\[.*=2\]",
-    r"plan/test_memory\.py::test_frozen_weights_.*",
+    r"plan/test_memory\.py::test_(frozen_weights|an_average)_.*",
     # What all of selfcheck's checks show together; the mutants ask for each alone.
     r"selfcheck/test_power\.py::test_what_a_fault_fails_passes_without\[.*",
     r"selfcheck/test_power\.py::test_it_passes_here\[.*",

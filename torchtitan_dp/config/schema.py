@@ -309,6 +309,22 @@ class LoRA:
 
 
 @dataclass
+class EMA:
+    """An average of weights (De et al. 2022), which carries less noise than the weights of one
+    step. It is made from these alone, so that epsilon stays the same."""
+
+    enable: bool = False
+    """Keep an exponential moving average of all that is trained, in fp32 (4 bytes a trained value,
+    sharded like it), in checkpoints too. Validation tells its loss beside that of the weights, and
+    what is exported (`checkpoint.last_save_in_hf`, a release) is the average."""
+
+    decay: float = 0.9999
+    """d: the average becomes d times itself and 1 - d times the weights. After t steps d is at most
+    (1 + t) / (10 + t), so that the average of a short run reaches back over about a tenth of its
+    steps, whatever this is. 0.9 reaches back over about 10 steps, 0.99 over about 100."""
+
+
+@dataclass
 class JobConfig(_JobConfig):
     """What `job.custom_config_module = "torchtitan_dp.config"` adds to TorchTitan's `JobConfig`."""
 
@@ -320,3 +336,4 @@ class JobConfig(_JobConfig):
     model: Model = field(default_factory=Model)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     lora: LoRA = field(default_factory=LoRA)
+    ema: EMA = field(default_factory=EMA)
