@@ -123,7 +123,7 @@ PATTERNS = (
     r"privacy/test_randomized\.py::test_(the_papers_pair|hidden_projections|its_event_gives).*",
     r"privacy/test_randomized\.py::test_a_simulation_agrees\[(0\.8-.*|.*-False)\]",
     # Whole runs on records that other tests make samples of.
-    r"test_answer_run\.py::test_chats_are_trained_on_and_told",
+    r"test_answer_run\.py::test_(chats_are_trained_on_and_told|replicas_tell_.*)",
     r"plan/test_memory\.py::test_windows_hold_one_more_gradient",
     # More meshes of what is averaged.
     r"gradients/test_windows\.py::test_row57_the_mean_is_clipped_once"
