@@ -327,7 +327,7 @@ MUTANTS = [
         "a steps own terms forgotten",
         FILES,
         "        terms = settings.noise_multiplier, settings.sample_rate\n",
-        "        terms = next((key[1:] for key in self._begun), "
+        "        terms = next((key[1:3] for key in self._begun), "
         "(settings.noise_multiplier, settings.sample_rate))\n",
         (TORN,),
         quick=True,
