@@ -94,7 +94,7 @@ class Variant:
     trained: int
 
     def __str__(self) -> str:
-        return f"LoRA r = {self.rank}" if self.rank else "full"
+        return f"LoRA r = {self.rank}" if self.rank else "all weights"
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,9 @@ class Recommendation:
         left = best.noise(own.trained).over_run
         if variant != own:
             return (
-                f"; training {own} keeps {left:.3g} C, more than {DROWNS:g} C (a heuristic), "
-                f"{variant} has {best.noise(variant.trained).over_run:.3g} C"
+                f"; with {own} trained the noise over the run is {left:.3g} C, more than "
+                f"{DROWNS:g} C (a heuristic), with {variant} it is "
+                f"{best.noise(variant.trained).over_run:.3g} C"
             )
         if left <= DROWNS:
             return ""
@@ -177,11 +178,15 @@ class Recommendation:
 
     def table(self) -> Table:
         """List the rows; the last one is the limit of what these units allow."""
+        variants = (self.own, *self.others)
+        heads = ["batch", "steps", "q", "passes", "sigma", f"a step,\n{self.own}"]
+        heads += [f"the run,\n{variant}" for variant in variants]
         table = Table(
-            *(Column(head, justify="right") for head in ("batch", "steps", "q", "passes", "sigma")),
-            Column(f"noise of a step, {self.own}", justify="right"),
-            *(Column(f"over the run, {v}", justify="right") for v in (self.own, *self.others)),
+            *(Column(head, justify="right") for head in heads),
             "",
+            title="the noise's norm over C, at the compute asked for: in a step, and averaged over "
+            "the run",
+            title_justify="left",
         )
         for row in self.rows.rows:
             marks = [
@@ -196,11 +201,11 @@ class Recommendation:
                 f"{row.passes:.3g}",
                 f"{row.noise_multiplier:.4g}",
                 f"{row.noise(self.own.trained).in_step:.3g}",
-                *(f"{row.noise(v.trained).over_run:.3g}" for v in (self.own, *self.others)),
+                *(f"{row.noise(v.trained).over_run:.3g}" for v in variants),
                 ", ".join(marks),
                 style="bold" if row is self.rows.best else None,
             )
-        limits = (f"{self.rows.least_noise(v.trained):.3g}" for v in (self.own, *self.others))
+        limits = (f"{self.rows.least_noise(v.trained):.3g}" for v in variants)
         table.add_section()
         table.add_row(f"{self.units:,}", "any", "1", "", "", "", *limits, "limit")
         return table
