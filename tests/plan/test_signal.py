@@ -9,7 +9,6 @@ import pytest
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.launch import ROOT, arguments, with_sigma, write_records
-from torchtitan_dp.config.load import load_config
 from torchtitan_dp.plan.signal import (
     DROWNS,
     Row,
@@ -236,36 +235,37 @@ def test_a_run_under_way_is_not_replanned(tmp_path, planned, capsys):
     assert "name another folder" in capsys.readouterr().err
 
 
+def settings(toml):
+    """All that the plan's noise depends on; and the comment that it begins with."""
+    text = toml.read_text()
+    keys = tomllib.loads(text)
+    training, model = keys["training"], keys["model"]["flavor"]
+    rank, sizes = keys.get("lora", {}).get("rank", 0), ("global_batch_size", "steps")
+    return (model, rank, *(training[size] for size in sizes)), text.partition("[job]")[0]
+
+
+DIFFERENT = sorted({settings(toml)[0]: toml for toml in reversed(LARGE)}.values())
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("toml", LARGE, ids=lambda path: path.stem)
-def test_shipped_configurations_are_what_would_be_recommended(toml, tmp_path, capsys):
-    """Of their compute, for the records that they name. Where these are too few to train all
-    weights, they say so, and name the configuration of adapters."""
+@pytest.mark.parametrize("toml", DIFFERENT, ids=lambda path: path.stem)
+def test_shipped_settings_are_what_would_be_recommended(toml, tmp_path, capsys):
+    """Of their compute, for the records that they name, which are too few to train all weights."""
     command = [f"--job.config_file={toml}", f"--job.dump_folder={tmp_path / 'out'}"]
     plan.main([*command, "--privacy.accountant=rdp", "--recommend", "--json=-", "--no_memory"])
     content = json.loads(capsys.readouterr().out)
-    advice, signal = content["recommendation"], content["signal"]
-    config = load_config(command, 1)
-    training = config.training
-    asked = (training.global_batch_size, training.steps)
-    assert (advice["global_batch_size"], advice["steps"]) == asked
-    assert config.lr_scheduler.warmup_steps <= training.steps // 10
-    comment = toml.read_text().partition("[job]")[0]
-    if config.lora.rank:
-        assert not signal["drowns"]
-        return
-    assert signal["drowns"]
-    assert "no compute brings it below" in advice["reason"] or "lora.rank" in advice["reason"]
-    adapters = re.search(r"llama3_\w+_lora\.toml", comment)
-    assert "noise drowns" in comment
-    assert adapters is not None
-    assert (toml.parent / adapters[0]).is_file()
+    advice, (_, rank, *asked) = content["recommendation"], settings(toml)[0]
+    assert [advice["global_batch_size"], advice["steps"]] == asked
+    assert content["signal"]["drowns"] is (rank == 0)
 
 
-def test_full_training_has_a_configuration_of_adapters_beside_it():
-    sizes = {tomllib.loads(path.read_text())["model"]["flavor"] for path in LARGE}
-    assert sizes == {
-        tomllib.loads(path.read_text())["model"]["flavor"]
-        for path in LARGE
-        if path.stem.endswith("_lora")
-    }
+@pytest.mark.parametrize("toml", LARGE, ids=lambda path: path.stem)
+def test_shipped_configurations_say_where_noise_drowns(toml):
+    (model, rank, *_), comment = settings(toml)
+    assert rank or "noise drowns" in comment
+    (adapters,) = set(re.findall(r"llama3_\w+_lora\.toml", comment))
+    (its_model, its_rank, *_), _ = settings(toml.parent / adapters)
+    assert its_model == model
+    assert its_rank
+    keys = tomllib.loads(toml.read_text())
+    assert keys["lr_scheduler"]["warmup_steps"] == keys["training"]["steps"] // 10
