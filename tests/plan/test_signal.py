@@ -212,6 +212,19 @@ def test_recommend(planned, rank):
     assert "limit" in said
 
 
+def test_a_number_of_records_that_is_private_decides_nothing(tmp_path, capsys):
+    """With `add_remove` the recommendation takes it from the public rate."""
+    said = []
+    for count in (24, 25):
+        data = write_records(tmp_path / f"data{count}", count)
+        public = ("--privacy.sample_rate=0.1", "--privacy.delta=1e-3", "--training.steps=100")
+        command = arguments(tmp_path / "out", data, *public, "--recommend", "--no_memory")
+        plan.main([*command, "--world_size=1", "--json=-"])
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["recommendation"] == said[1]["recommendation"]
+    assert said[0]["recommendation"]["rows"][1]["sample_rate"] == pytest.approx(0.1)
+
+
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [

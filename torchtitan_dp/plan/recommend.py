@@ -246,7 +246,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs) -> Recommendation:
         config: one that `refuse` lets pass.
 
     Raises:
-        ValueError: one line for the user; a batch has no noise that keeps the promise.
+        ValueError: one line for the user; the target is out of the accountant's range.
     """
     settings, epsilon = plan.settings, config.privacy.target_epsilon
     assert epsilon is not None

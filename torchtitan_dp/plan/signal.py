@@ -160,7 +160,7 @@ def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) 
             estimated, that of other rows is scaled alike, which is quick, and close.
 
     Raises:
-        ValueError: one line; a row has no sigma.
+        ValueError: one line; the target is out of the accountant's range.
     """
     asked = Row(batch, steps, batch / target.units, noise_multiplier)
     scale = noise_multiplier / target.noise_multiplier(batch, steps)
@@ -173,7 +173,10 @@ def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) 
         count = round(batch * steps / size) if size else 0
         if size > target.units or count < 1:
             return None
-        sigma = scale * target.noise_multiplier(size, count)
+        try:
+            sigma = scale * target.noise_multiplier(size, count)
+        except ValueError:  # beyond what accountants can tell: no row to recommend
+            return None
         return Row(size, count, size / target.units, sigma)
 
     best = 0
