@@ -122,58 +122,52 @@ class Recommendation:
         if best is None:
             return (
                 f"recommended: none: {asked.batch * asked.steps:,} {self.word}s in all do not "
-                f"suffice for {FEWEST_STEPS} steps; raise training.steps"
+                f"suffice for {FEWEST_STEPS} steps (a heuristic); raise training.steps"
             )
         before, after = asked.noise(own.trained).over_run, best.noise(own.trained).over_run
         if best is asked:
-            why = f"as it is asked for: {self._why_not_more(best)}"
+            why = f"as it is asked for, since {self._why_not_more(best)}"
         elif best.batch > asked.batch:
             why = (
-                f"{before:.3g} C of noise over the run become {after:.3g} C at the same compute; "
-                + self._why_not_more(best)
+                f"at the same compute the noise over the run falls from {before:.3g} C to "
+                f"{after:.3g} C, and {self._why_not_more(best)}"
             )
+        elif asked.steps < FEWEST_STEPS:
+            why = f"{asked.steps} steps are fewer than {FEWEST_STEPS}"
         else:
             why = (
-                f"{asked.steps} steps with {asked.sample_rate:.0%} of all {self.word}s in each are "
-                f"out of bounds (at least {FEWEST_STEPS}, at most {LARGEST_RATE:.0%}: heuristics)"
+                f"{asked.sample_rate:.0%} of all {self.word}s in a step are more than "
+                f"{LARGEST_RATE:.0%}"
             )
+        rank = "" if self.variant == own else f", lora.rank = {self.variant.rank}"
         return (
             f"recommended: training.global_batch_size = {best.batch}, training.steps = "
-            f"{best.steps}{self._rank()}: {why}{self._hint(best)}"
+            f"{best.steps}{rank}: {why}{self._hint(best)} (bounds are heuristics: docs/tuning.md)"
         )
-
-    def _rank(self) -> str:
-        return "" if self.variant == self.own else f", lora.rank = {self.variant.rank}"
 
     def _why_not_more(self, best: Row) -> str:
         if 2 * best.sample_rate > LARGEST_RATE:
-            return f"twice the batch would draw more than {LARGEST_RATE:.0%} of all (a heuristic)"
+            return f"twice the batch would draw more than {LARGEST_RATE:.0%} of all in a step"
         if best.steps // 2 < FEWEST_STEPS:
-            return f"twice the batch would leave fewer than {FEWEST_STEPS} steps (a heuristic)"
-        return f"twice the batch would take less than {1 - WORTH:.0%} off it (a heuristic)"
+            return f"twice the batch would leave fewer than {FEWEST_STEPS} steps"
+        return f"twice the batch would take less than {1 - WORTH:.0%} off it"
 
     def _hint(self, best: Row) -> str:
         """Say what to do where all of this leaves too much noise."""
         own, variant = self.own, self.variant
-        left = best.noise(own.trained).over_run
-        if variant != own:
-            return (
-                f"; with {own} trained the noise over the run is {left:.3g} C, more than "
-                f"{DROWNS:g} C (a heuristic), with {variant} it is "
-                f"{best.noise(variant.trained).over_run:.3g} C"
-            )
-        if left <= DROWNS:
+        noise = best.noise(own.trained)
+        if not noise.drowns:
             return ""
+        still = f"; {noise.over_run:.3g} C are more than {DROWNS:g} C"
+        if variant != own:
+            return f"{still}, {variant} has {best.noise(variant.trained).over_run:.3g} C"
         least = self.rows.least_noise(own.trained)
-        if least > DROWNS:
-            return (
-                f"; that is more than {DROWNS:g} C (a heuristic), and no compute brings it below "
-                f"{least:.3g} C: it takes {self.rows.enough_units(own.trained, self.units):,} "
-                f"{self.word}s or more, fewer trained values, or a larger epsilon"
-            )
+        if least <= DROWNS:
+            return f"{still}: more compute, in a larger batch, brings it down, to {least:.3g} C"
         return (
-            f"; that is more than {DROWNS:g} C (a heuristic): more compute, in a larger batch, "
-            f"brings it down, towards {least:.3g} C"
+            f"{still}, and no compute brings it below {least:.3g} C: it takes "
+            f"{self.rows.enough_units(own.trained, self.units):,} {self.word}s or more, fewer "
+            "trained values, or a larger epsilon"
         )
 
     def table(self) -> Table:
