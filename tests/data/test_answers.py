@@ -10,8 +10,10 @@ import torch
 
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
 from tests.data.test_excerpts import rng
+from torchtitan_dp.data import chat_template, dialogs
 from torchtitan_dp.data.answers import Answers, Marked, cut
-from torchtitan_dp.data.dialogs import MOST_MESSAGES, Prompts, Reading, reading
+from torchtitan_dp.data.chat_template import Message
+from torchtitan_dp.data.dialogs import MOST_MESSAGES, Chats, Prompts, Reading, reading
 from torchtitan_dp.data.excerpts import most_bytes
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.data.opening import Records
@@ -404,3 +406,23 @@ def test_a_tokenizer_that_reads_a_turn_otherwise_alone_is_refused(tmp_path: Path
 def test_start_marks_are_single_tokens(tmp_path: Path) -> None:
     tokenizer, _ = chats(tmp_path)
     assert [len(tokenizer.encode(mark)) for mark in (START, END)] == [1, 1]  # type: ignore[arg-type]
+
+
+def test_row47_the_trial_of_a_template_looks_as_far_as_a_record_may_go(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A template that compares all messages with one another is slowest at the most of them."""
+    _, how = chats(tmp_path)
+    assert isinstance(how, Chats)
+    clock = [0.0]
+    render = chat_template._Rendering.render
+
+    def slower(self: Any, messages: list[Any], **options: Any) -> str:
+        clock[0] += len(messages) ** 2
+        return render(self, messages, **options)
+
+    monkeypatch.setattr(chat_template._Rendering, "render", slower)
+    monkeypatch.setattr(dialogs.time, "perf_counter", lambda: clock[0])
+    messages = [Message(role, "a") for role in ("user", "assistant") * (MOST_MESSAGES // 2)]
+    cost = how.template.render_once(messages)
+    assert how.slowest_seconds(cost) >= MOST_MESSAGES**2

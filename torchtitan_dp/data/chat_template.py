@@ -110,6 +110,16 @@ class ChatTemplate:
             pieces = None
         return Written(pieces, rendering.cost)
 
+    def render_once(self, messages: Sequence[Message]) -> int:
+        """Render a conversation whole, and return what that cost (`Written.cost`); 0 if the
+        template refuses it."""
+        rendering = _Rendering(self._template, self._marks)
+        try:
+            rendering.render(messages)
+        except Exception:  # as in `write`
+            return 0
+        return rendering.cost
+
     def _pieces(
         self, messages: Sequence[Message], most: int, rendering: "_Rendering"
     ) -> list[Piece] | None:

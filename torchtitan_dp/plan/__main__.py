@@ -1,11 +1,12 @@
 """What a configuration will spend and run, said before anything is started.
 
     python -m torchtitan_dp.plan --job.config_file FILE [--section.key value …] [--world_size N]
-                                 [--memory_gib G] [--json FILE] [--plot FILE.png]
+                                 [--memory_gib G] [--json FILE] [--plot FILE.png] [--recommend]
 
 Checks all that can be checked in one plain process: `run_train.sh` runs it first. A user's mistake
 is one line and exit code 2. Memory (`planning`) takes longer, and is predicted when asked for:
-by `--memory_gib` (then a run that does not fit is a mistake too), `--json` or `--plot`.
+by `--memory_gib` (then a run that does not fit is a mistake too), `--json` or `--plot`. How much of
+an update is noise is always said (`signal`); `--recommend` weighs batch against steps.
 """
 
 import argparse
@@ -27,6 +28,13 @@ from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
 from torchtitan_dp.plan.memory import DEFAULT_GIB, MemoryPlan, predicting
 from torchtitan_dp.plan.options import check, parse
+from torchtitan_dp.plan.recommend import (
+    noise_line,
+    noise_warning,
+    plan_noise,
+    recommend,
+    refuse,
+)
 from torchtitan_dp.plan.report import plot, report
 from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -38,6 +46,8 @@ def main(argv: list[str]) -> None:
     with exit_on_mistake():
         world_size = check(options)
         config = load_config(overrides, world_size)
+        if options.recommend:
+            refuse(config)
     with _predicting(options, config, overrides, world_size) as memory:
         _plan(options, config, world_size, memory)
 
@@ -58,23 +68,33 @@ def _plan(
         if options.memory_gib is not None or options.json or options.plot:
             print("      nothing more is predicted without privacy", file=sys.stderr)
         return
-    for warning in plan.warnings:
+    trained = trained_count(args)
+    noise = plan_noise(plan, trained)
+    for warning in filter(None, (*plan.warnings, noise_warning(noise))):
         print(f"warning: {warning}", file=sys.stderr)
     _show(config, plan, records)
     for caveat in plan.ledger.caveats:
         print(f"      assumed or recorded: {caveat}", file=sys.stderr)
-    print(model, file=sys.stderr)
+    print(f"{model}\n      {noise_line(noise, plan.settings, trained)}", file=sys.stderr)
     rate = plan.settings.sample_rate
     count = round(plan.settings.expected_batch_size / rate)  # public, as units' number need not be
     costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
     print(f"      {costs.describe()}", file=sys.stderr)
     _explain(plan)
+    recommended = None
+    if options.recommend:
+        with exit_on_mistake():
+            recommended = recommend(config, plan, args)
+        recommended.show()
     memory = predicted() if predicted else None
     if memory is not None and options.plot:
         with exit_on_mistake():
             plot(memory, options.plot)
     if options.json:
-        write_json(options.json, _for_programs(plan, args, world_size, costs, memory))
+        content = _for_programs(plan, args, world_size, costs, memory)
+        content["signal"] = noise.for_programs()
+        content["recommendation"] = recommended and recommended.for_programs()
+        write_json(options.json, content)
     if memory is not None:
         with exit_on_mistake():
             report(memory, config, limited=options.memory_gib is not None)

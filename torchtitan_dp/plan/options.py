@@ -23,6 +23,11 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
         ("--plot", str, "FILE.png", "draw a rank's memory, by category"),
     ):
         parser.add_argument(name, type=kind, metavar=metavar, help=says)
+    parser.add_argument(
+        "--recommend",
+        action="store_true",
+        help="list batches, steps and adapters by the noise they leave at the same compute",
+    )
     parser.add_argument("--no_memory", action="store_true", help="--json without memory: quick")
     return parse_known(parser, argv)
 

@@ -1,0 +1,284 @@
+"""Signal and noise: the formulas, what is recommended, and what the shipped configurations get."""
+
+import json
+import math
+import re
+import sys
+
+import pytest
+
+import torchtitan_dp.plan.__main__ as plan
+from tests.launch import ROOT, arguments, with_sigma, write_records
+from torchtitan_dp.plan.signal import (
+    DROWNS,
+    Row,
+    Rows,
+    Target,
+    noise_of,
+    rows_of,
+)
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+FULL_1B, FULL_8B, ADAPTERS_8B = 1_235_814_400, 8_030_261_248, 20_971_520
+TEN_THOUSAND = Target(8.0, 1e-6, "pld", 10_000)
+LARGE = sorted(p for p in (ROOT / "train_configs").glob("*.toml") if p.stem != "llama3_debug")
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """Plans a tiny run: what it says, and its JSON."""
+    data = write_records(tmp_path / "data")
+
+    def run(*overrides):
+        capsys.readouterr()
+        command = arguments(tmp_path / "out", data, *overrides)
+        plan.main([*command, "--world_size=1", "--json=-", "--no_memory"])
+        said = capsys.readouterr()
+        return said.err, json.loads(said.out)
+
+    return run
+
+
+def noise(sigma, trained, batch, steps):
+    return noise_of(noise_multiplier=sigma, trained=trained, batch=batch, steps=steps)
+
+
+@pytest.mark.parametrize(
+    ("batch", "steps", "in_step", "over_run", "over_run_of_adapters"),
+    [(64, 200, 267, 18.9, 2.46), (256, 50, 78, 11.0, 1.43), (1024, 12, 24, 6.8, 0.89)],
+)
+def test_noise_of_llamas_at_one_compute(batch, steps, in_step, over_run, over_run_of_adapters):
+    """N = 10,000, epsilon = 8, delta = 1e-6."""
+    sigma = TEN_THOUSAND.noise_multiplier(batch, steps)
+    full, adapters = (noise(sigma, d, batch, steps) for d in (FULL_1B, ADAPTERS_8B))
+    assert full.in_step == pytest.approx(in_step, rel=0.015)
+    assert full.over_run == pytest.approx(over_run, rel=0.01)
+    assert adapters.over_run == pytest.approx(over_run_of_adapters, rel=0.01)
+    if batch == 64:
+        assert noise(sigma, FULL_8B, batch, steps).in_step == pytest.approx(680, rel=0.01)
+
+
+def test_the_run_known_to_be_good_is_one_that_does_not_drown():
+    """GPT-2 on E2E, by the settings in the code of Li et al."""
+    e2e = Target(8.0, 8e-6, "pld", 42_061)
+    sigma = e2e.noise_multiplier(1024, 411)
+    gpt2 = noise(sigma, 124_000_000, 1024, 411)
+    assert gpt2.in_step == pytest.approx(7.4, rel=0.01)
+    assert gpt2.over_run == pytest.approx(0.37, rel=0.01)
+    assert not gpt2.drowns
+
+
+def test_the_norm_is_that_of_noise():
+    """A thousandth of the default model's noise, drawn."""
+    import torch
+
+    drawn = torch.randn(20, 1_872, generator=torch.Generator().manual_seed(0)) * 0.5 / 24
+    assert noise(0.5, 1_872, 24, 20).in_step == pytest.approx(
+        drawn.norm(dim=1).mean().item(), rel=0.02
+    )
+    assert noise(0.5, 1_872, 24, 20).over_run == pytest.approx(
+        drawn.mean(dim=0).norm().item(), rel=0.05
+    )
+
+
+class Formula(Target):
+    """As accountants have it, roughly, without their seconds: a noise that one step needs, and one
+    that grows with all that is drawn. `epsilon` stands for mu."""
+
+    def noise_multiplier(self, batch, steps):
+        rate = batch / self.units
+        return math.hypot(0.45 * (rate < 1), math.sqrt(steps) * rate / self.epsilon)
+
+
+def rows(target, batch, steps):
+    sigma = target.noise_multiplier(batch, steps)
+    return rows_of(target, batch=batch, steps=steps, noise_multiplier=sigma)
+
+
+def formula(units, mu=1.6):
+    return Formula(mu, 1e-6, "pld", units)
+
+
+@pytest.mark.parametrize(
+    ("target", "batch", "steps", "best"),
+    [
+        (TEN_THOUSAND, 64, 200, (256, 50)),  # as many steps as must be
+        (formula(500, 30.0), 64, 800, (128, 400)),  # q
+        (formula(5_000), 64, 6_400, (64, 6_400)),  # not worth it
+        (formula(10_000), 512, 25, (256, 50)),  # too few were asked for
+        (formula(100), 75, 60, (38, 118)),  # too many of the units
+        (formula(100), 3, 17, (1, 51)),
+        (formula(100), 4, 4, None),
+    ],
+)
+def test_what_is_recommended(target, batch, steps, best):
+    found = rows(target, batch, steps)
+    assert best == (found.best and (found.best.batch, found.best.steps))
+    assert found.asked in found.rows
+    assert found.best is None or found.best in found.rows
+    noises = [row.noise(FULL_1B).over_run for row in found.rows]
+    assert noises == sorted(noises, reverse=True)  # what bounds the batch is not the noise
+    assert noises[-1] > 0.99 * found.least_noise(FULL_1B)
+    for row in found.rows:
+        assert abs(row.batch * row.steps - batch * steps) <= row.batch / 2
+        assert row.passes == pytest.approx(row.batch * row.steps / target.units)
+
+
+@pytest.mark.parametrize(("batch", "steps"), [(64, 200), (32, 400), (128, 100), (256, 50)])
+def test_who_follows_a_recommendation_is_recommended_the_same(batch, steps):
+    found = rows(formula(10_000), batch, steps)
+    assert (found.best.batch, found.best.steps) == (256, 50)
+
+
+def test_enough_units_are_enough():
+    """One step over all of them is in closed form, and no other way to train has less noise."""
+    row = Row(10_000, 1, 1.0, TEN_THOUSAND.noise_multiplier(10_000, 1))
+    found = Rows((row,), row, None, least=row.noise(1).over_run)
+    units = found.enough_units(FULL_8B, 10_000)
+    sigma = Target(8.0, 1e-6, "pld", units).noise_multiplier(units, 1)
+    assert noise(sigma, FULL_8B, units, 1).over_run == pytest.approx(DROWNS, rel=1e-3)
+
+
+def test_estimated_norms_scale_the_other_rows():
+    """Their own calibration takes seconds."""
+    exact = rows(formula(1_702), 24, 80)
+    sigma = 1.098 * exact.asked.noise_multiplier
+    found = rows_of(formula(1_702), batch=24, steps=80, noise_multiplier=sigma)
+    assert len(found.rows) > 1
+    for row, one in zip(found.rows, exact.rows, strict=True):
+        assert row.noise_multiplier == pytest.approx(1.098 * one.noise_multiplier)
+
+
+def test_the_plan_says_how_large_the_noise_is(planned):
+    said, content = planned(*with_sigma(0.5))
+    trained = content["trained_parameters"]
+    in_step = 0.5 * math.sqrt(trained) / 3
+    assert content["signal"]["noise_in_step"] == pytest.approx(in_step)
+    assert content["signal"]["noise_over_run"] == pytest.approx(in_step / 2)  # 4 steps
+    assert content["recommendation"] is None
+    assert f"noise: {in_step:.3g} C in a step, {in_step / 2:.3g} C averaged over the run" in said
+    assert f"in {trained:,} trained values" in said
+    assert "the gradient beside it is at most C\n" in said
+
+
+def test_noise_that_drowns_is_one_line_of_warning(planned):
+    said, content = planned(*with_sigma(0.5))
+    assert content["signal"]["drowns"] is True
+    (line,) = (line for line in said.splitlines() if line.startswith("warning: the noise"))
+    assert "--recommend" in line
+    said, content = planned(*with_sigma(0.01))
+    assert content["signal"]["drowns"] is False
+    assert "warning" not in said
+    assert "warning: the noise" not in planned(*with_sigma(0))[0]
+
+
+def test_adapters_count_alone(planned):
+    _, content = planned(*with_sigma(0.5), "--lora.rank=8")
+    assert content["signal"]["noise_in_step"] == pytest.approx(0.5 * math.sqrt(116_736) / 3)
+
+
+def test_clipping_by_layers_says_what_c_is(planned):
+    said, _ = planned(*with_sigma(0.5), "--privacy.clipping=per_layer")
+    assert "the gradient beside it is at most C, with every group of layers at its bound" in said
+
+
+@pytest.mark.parametrize("rank", [0, 16])
+def test_recommend(planned, rank):
+    sizes = ("--training.global_batch_size=2", "--training.steps=400")
+    said, content = planned(*sizes, "--recommend", f"--lora.rank={rank}")
+    advice = content["recommendation"]
+    asked, *more = advice["rows"][1:]
+    assert (asked["global_batch_size"], asked["steps"]) == (2, 400)
+    assert asked["noise_multiplier"] == content["noise_multiplier"]
+    own = f"LoRA r = {rank}" if rank else "all weights"
+    assert asked["noise_over_run"][own] == pytest.approx(content["signal"]["noise_over_run"])
+    names = {"all weights", "LoRA r = 16"} if rank else {"all weights", "LoRA r = 16", "LoRA r = 8"}
+    assert set(asked["noise_over_run"]) == names
+    best = (advice["global_batch_size"], advice["steps"])
+    assert best in [(row["global_batch_size"], row["steps"]) for row in (asked, *more)]
+    (line,) = (line for line in said.splitlines() if line.startswith("recommended: "))
+    assert line == advice["reason"]
+    assert f"training.global_batch_size = {best[0]}, training.steps = {best[1]}" in line
+    assert "heuristic" in line
+    assert "limit" in said
+
+
+def test_a_number_of_records_that_is_private_decides_nothing(tmp_path, capsys):
+    """With `add_remove` the recommendation takes it from the public rate."""
+    said = []
+    for count in (24, 25):
+        data = write_records(tmp_path / f"data{count}", count)
+        public = ("--privacy.sample_rate=0.1", "--privacy.delta=1e-3", "--training.steps=100")
+        command = arguments(tmp_path / "out", data, *public, "--recommend", "--no_memory")
+        plan.main([*command, "--world_size=1", "--json=-"])
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0]["recommendation"] == said[1]["recommendation"]
+    assert said[0]["recommendation"]["rows"][1]["sample_rate"] == pytest.approx(0.1)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "says"),
+    [
+        (with_sigma(1), "--recommend with privacy.noise_multiplier = 1.0: .*target_epsilon"),
+        (("--privacy.no-enable",), "--recommend with privacy.enable = false: "),
+    ],
+)
+def test_what_recommend_needs(planned, capsys, overrides, says):
+    with pytest.raises(SystemExit) as stop:
+        planned(*overrides, "--recommend")
+    assert stop.value.code == 2
+    assert re.fullmatch(f"error: {says}.*\n", capsys.readouterr().err)
+
+
+def test_a_run_under_way_is_not_replanned(tmp_path, planned, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "steps_executed.log").write_text("1 1.0 0.1 a\n")
+    with pytest.raises(SystemExit) as stop:
+        planned("--recommend")
+    assert stop.value.code == 2
+    assert "name another folder" in capsys.readouterr().err
+
+
+def settings(toml):
+    """All that the plan's noise depends on; and the comment that it begins with."""
+    text = toml.read_text()
+    keys = tomllib.loads(text)
+    training, model = keys["training"], keys["model"]["flavor"]
+    rank, sizes = keys.get("lora", {}).get("rank", 0), ("global_batch_size", "steps")
+    return (model, rank, *(training[size] for size in sizes)), text.partition("[job]")[0]
+
+
+DIFFERENT = sorted({settings(toml)[0]: toml for toml in reversed(LARGE)}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("toml", DIFFERENT, ids=lambda path: path.stem)
+def test_shipped_settings_are_what_would_be_recommended(toml, tmp_path, capsys):
+    """Of their compute, for the records that they name, which are too few to train all weights."""
+    command = [f"--job.config_file={toml}", f"--job.dump_folder={tmp_path / 'out'}"]
+    plan.main([*command, "--privacy.accountant=rdp", "--recommend", "--json=-", "--no_memory"])
+    content = json.loads(capsys.readouterr().out)
+    advice, (_, rank, *asked) = content["recommendation"], settings(toml)[0]
+    assert [advice["global_batch_size"], advice["steps"]] == asked
+    assert content["signal"]["drowns"] is (rank == 0)
+
+
+@pytest.mark.parametrize("toml", LARGE, ids=lambda path: path.stem)
+def test_shipped_configurations_say_where_noise_drowns(toml):
+    (model, rank, *_), comment = settings(toml)
+    assert rank or "noise drowns" in comment
+    (adapters,) = set(re.findall(r"llama3_\w+_lora\.toml", comment))
+    (its_model, its_rank, *_), _ = settings(toml.parent / adapters)
+    assert its_model == model
+    assert its_rank
+    keys = tomllib.loads(toml.read_text())
+    assert keys["lr_scheduler"]["warmup_steps"] == keys["training"]["steps"] // 10

@@ -1,0 +1,269 @@
+"""Signal and noise for people: the plan's line, its warning, and the table of `--recommend`."""
+
+import copy
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Column, Table
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.units import unit_word
+from torchtitan_dp.ledger import ExecutedSteps
+from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.terms import Plan
+from torchtitan_dp.models.families import ModelArgs, trained_count, without_lora
+from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.plan.signal import (
+    DROWNS,
+    FEWEST_STEPS,
+    LARGEST_RATE,
+    WORTH,
+    Noise,
+    Row,
+    Rows,
+    Target,
+    noise_of,
+    rows_of,
+)
+
+_LOG_WIDTH = 160  # where there is no terminal that a table could be too wide for
+_RANKS = (16, 8)  # of the adapters that a full run is compared with, the larger first
+
+
+def plan_noise(plan: Plan, trained: int) -> Noise:
+    """Return the noise of a run that takes all its steps on the terms that it has now."""
+    settings = plan.settings
+    return noise_of(
+        noise_multiplier=settings.noise_multiplier,
+        trained=trained,
+        batch=settings.expected_batch_size,
+        steps=plan.steps,
+    )
+
+
+def noise_line(noise: Noise, settings: Settings, trained: int) -> str:
+    """Put the noise beside the largest signal that there can be."""
+    per_layer = settings.clipping.startswith("per_layer")
+    most = "C, with every group of layers at its bound" if per_layer else "C"
+    return (
+        f"noise: {noise.in_step:.3g} C in a step, {noise.over_run:.3g} C averaged over the run, "
+        f"in {trained:,} trained values; the gradient beside it is at most {most}"
+    )
+
+
+def noise_warning(noise: Noise) -> str | None:
+    """Say in one line that noise drowns the signal, if it seems to."""
+    if not noise.drowns:
+        return None
+    return (
+        f"the noise is {noise.over_run:.3g} C even averaged over the run, more than {DROWNS:g} C "
+        "(a heuristic): it may drown what could be learned; python -m torchtitan_dp.plan "
+        "… --recommend shows by which batch, steps or adapters there is less"
+    )
+
+
+def refuse(config: JobConfig) -> None:
+    """Raise ValueError, one line, if nothing can be recommended to this run."""
+    privacy = config.privacy
+    if not privacy.enable:
+        raise ValueError(
+            "--recommend with privacy.enable = false: without noise there is nothing to weigh; "
+            "leave one of the two out"
+        )
+    if privacy.target_epsilon is None:
+        raise ValueError(
+            f"--recommend with privacy.noise_multiplier = {privacy.noise_multiplier}: each batch "
+            "needs the noise that keeps one promise; give it, as --privacy.noise_multiplier None "
+            "--privacy.target_epsilon 8"
+        )
+    if ExecutedSteps(config.job.dump_folder).count:
+        raise ValueError(
+            f"--recommend with job.dump_folder = '{config.job.dump_folder}': the run in it has "
+            "fixed its terms; name another folder to plan another run"
+        )
+
+
+@dataclass(frozen=True)
+class Variant:
+    """Names what is trained, and counts it."""
+
+    rank: int  # of adapters; 0: all weights
+    trained: int
+
+    def __str__(self) -> str:
+        return f"LoRA r = {self.rank}" if self.rank else "all weights"
+
+
+@dataclass(frozen=True)
+class Recommendation:
+    """Holds ways to spend the compute asked for, and the one that is recommended."""
+
+    rows: Rows
+    own: Variant  # what the configuration trains
+    others: tuple[Variant, ...]
+    units: int
+    word: str  # for a unit
+
+    @property
+    def variant(self) -> Variant:
+        """Return what to train: the configuration's own, unless only others are not drowned."""
+        best = self.rows.best
+        if best is None or not best.noise(self.own.trained).drowns:
+            return self.own
+        good = [v for v in self.others if not best.noise(v.trained).drowns]
+        return good[0] if good else self.own
+
+    def sentence(self) -> str:
+        """Say what is recommended, and why."""
+        best, asked, own = self.rows.best, self.rows.asked, self.own
+        if best is None:
+            return (
+                f"recommended: none: {asked.batch * asked.steps:,} {self.word}s in all do not "
+                f"suffice for {FEWEST_STEPS} steps (a heuristic); raise training.steps"
+            )
+        before, after = asked.noise(own.trained).over_run, best.noise(own.trained).over_run
+        if best is asked:
+            why = f"as it is asked for, since {self._why_not_more(best)}"
+        elif best.batch > asked.batch:
+            why = (
+                f"at the same compute the noise over the run falls from {before:.3g} C to "
+                f"{after:.3g} C, and {self._why_not_more(best)}"
+            )
+        elif asked.steps < FEWEST_STEPS:
+            why = f"{asked.steps} steps are fewer than {FEWEST_STEPS}"
+        else:
+            why = (
+                f"{asked.sample_rate:.0%} of all {self.word}s in a step are more than "
+                f"{LARGEST_RATE:.0%}"
+            )
+        rank = "" if self.variant == own else f", lora.rank = {self.variant.rank}"
+        return (
+            f"recommended: training.global_batch_size = {best.batch}, training.steps = "
+            f"{best.steps}{rank}: {why}{self._hint(best)} (bounds are heuristics: docs/tuning.md)"
+        )
+
+    def _why_not_more(self, best: Row) -> str:
+        if 2 * best.sample_rate > LARGEST_RATE:
+            return f"twice the batch would draw more than {LARGEST_RATE:.0%} of all in a step"
+        if best.steps // 2 < FEWEST_STEPS:
+            return f"twice the batch would leave fewer than {FEWEST_STEPS} steps"
+        return f"twice the batch would take less than {1 - WORTH:.0%} off it"
+
+    def _hint(self, best: Row) -> str:
+        """Say what to do where all of this leaves too much noise."""
+        own, variant = self.own, self.variant
+        noise = best.noise(own.trained)
+        if not noise.drowns:
+            return ""
+        still = f"; {noise.over_run:.3g} C are more than {DROWNS:g} C"
+        if variant != own:
+            return f"{still}, {variant} has {best.noise(variant.trained).over_run:.3g} C"
+        least = self.rows.least_noise(own.trained)
+        if least <= DROWNS:
+            return f"{still}: more compute, in a larger batch, brings it down, to {least:.3g} C"
+        return (
+            f"{still}, and no compute brings it below {least:.3g} C: it takes "
+            f"{self.rows.enough_units(own.trained, self.units):,} {self.word}s or more, fewer "
+            "trained values, or a larger epsilon"
+        )
+
+    def table(self) -> Table:
+        """List the rows; the last one is the limit of what these units allow."""
+        variants = (self.own, *self.others)
+        heads = ["batch", "steps", "q", "passes", "sigma", f"a step,\n{self.own}"]
+        heads += [f"the run,\n{variant}" for variant in variants]
+        table = Table(
+            *(Column(head, justify="right") for head in heads),
+            "",
+            title="the noise's norm over C, at the compute asked for: in a step, and averaged over "
+            "the run",
+            title_justify="left",
+        )
+        for row in self.rows.rows:
+            marks = [
+                word
+                for word, here in (("asked", self.rows.asked), ("recommended", self.rows.best))
+                if here is row
+            ]
+            table.add_row(
+                f"{row.batch:,}",
+                f"{row.steps:,}",
+                f"{row.sample_rate:.3g}",
+                f"{row.passes:.3g}",
+                f"{row.noise_multiplier:.4g}",
+                f"{row.noise(self.own.trained).in_step:.3g}",
+                *(f"{row.noise(v.trained).over_run:.3g}" for v in variants),
+                ", ".join(marks),
+                style="bold" if row is self.rows.best else None,
+            )
+        limits = (f"{self.rows.least_noise(v.trained):.3g}" for v in variants)
+        table.add_section()
+        table.add_row(f"{self.units:,}", "any", "1", "", "", "", *limits, "limit")
+        return table
+
+    def show(self) -> None:
+        """Print the table and the sentence, on stderr."""
+        width = None if sys.stderr.isatty() else _LOG_WIDTH
+        console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
+        console.print(Padding.indent(self.table(), 6), self.sentence(), sep="\n", markup=False)
+
+    def for_programs(self) -> dict[str, Any]:
+        """Return it as JSON has it."""
+        best = self.rows.best
+        return {
+            "global_batch_size": best and best.batch,
+            "steps": best and best.steps,
+            "lora_rank": self.variant.rank,
+            "reason": self.sentence(),
+            "rows": [
+                {
+                    "global_batch_size": row.batch,
+                    "steps": row.steps,
+                    "sample_rate": row.sample_rate,
+                    "noise_multiplier": row.noise_multiplier,
+                    "noise_over_run": {
+                        str(v): row.noise(v.trained).over_run for v in (self.own, *self.others)
+                    },
+                }
+                for row in self.rows.rows
+            ],
+        }
+
+
+def recommend(config: JobConfig, plan: Plan, args: ModelArgs) -> Recommendation:
+    """Weigh batch against steps, and all weights against adapters, at the compute asked for.
+
+    Args:
+        config: one that `refuse` lets pass.
+
+    Raises:
+        ValueError: one line for the user; the target is out of the accountant's range.
+    """
+    settings, epsilon = plan.settings, config.privacy.target_epsilon
+    assert epsilon is not None
+    units = round(settings.expected_batch_size / settings.sample_rate)
+    target = Target(
+        epsilon, settings.delta, settings.accountant, units, tuple(plan.ledger.before())
+    )
+    rows = rows_of(
+        target,
+        batch=settings.expected_batch_size,
+        steps=plan.steps,
+        noise_multiplier=settings.noise_multiplier,
+    )
+    ranks = (0,) if config.lora.rank else _RANKS
+    others = tuple(Variant(rank, trained_count(_with_rank(config, args, rank))) for rank in ranks)
+    own = Variant(config.lora.rank, trained_count(args))
+    return Recommendation(rows, own, others, units, unit_word(config))
+
+
+def _with_rank(config: JobConfig, args: ModelArgs, rank: int) -> ModelArgs:
+    """Return the arguments with adapters of another rank, or without."""
+    if rank == 0:
+        return without_lora(args)
+    args = copy.deepcopy(args)
+    args.lora = LoRA(rank, config.lora.alpha, tuple(config.lora.targets))
+    return args
