@@ -92,9 +92,12 @@ part resume env NGPU=1 bash scripts/benchmarking/stop_and_resume.sh "$OUT/runs/r
 train compile --compile.enable
 train offload --activation_checkpoint.mode full --activation_checkpoint.offload_inputs
 train mbs4 --training.local_batch_size 4
+train mbs4_compiled --training.local_batch_size 4 --compile.enable
 part timings "$PY" "$parts" timings --json "$OUT/timings.result.json"
 rows rows_2k 2048 microbatch
 rows rows_2k_compiled 2048 microbatch --compile.enable
+rows rows_2k_mbs4 2048 "V2,ghost" --batch_sizes 4
+rows rows_2k_mbs4_compiled 2048 V2 --batch_sizes 4 --compile.enable
 rows rows_16k 16384 microbatch
 rows rows_16k_compiled 16384 microbatch --compile.enable
 rows rows_64k 65536 "microbatch + AC"
