@@ -275,5 +275,5 @@ def load(checkpoint: Path) -> dict[str, Any]:
 
 def weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     """The parameters that a checkpoint holds."""
-    others = ("optimizer.", "lr_scheduler.", "train_state.")
+    others = ("optimizer.", "lr_scheduler.", "train_state.", "ema.")
     return {k: v for k, v in load(checkpoint).items() if not k.startswith(others)}

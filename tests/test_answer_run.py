@@ -1,4 +1,4 @@
-"""A whole run on two ranks whose units have chats, several of which are averaged in a draw."""
+"""Whole runs on records with answers: units with several chats; held-out prompts and chats."""
 
 import json
 from pathlib import Path
@@ -7,7 +7,8 @@ import pytest
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.data.chats import chat, folder
-from tests.launch import arguments, privacy, train
+from tests.launch import arguments, privacy, train, with_sigma
+from tests.ranks import on_ranks
 
 USERS, STEPS = 6, 2
 
@@ -52,3 +53,75 @@ def test_chats_are_trained_on_and_told(
     assert spent["steps"] == STEPS
     assert spent["targets"] == "the assistant's turns in data.messages_field 'chat'"
     assert spent["windows_per_draw"] == 2
+
+
+def held_out_loss(argv: list[str]) -> float:
+    """What validation tells of the initial weights, on this rank."""
+    from tests.preflight.test_rehearsal import start
+
+    trainer = start(argv)
+    try:
+        return trainer.validator.validate(trainer.model_parts, 1)
+    finally:
+        trainer.close()
+
+
+def loss_by_hand(argv: list[str]) -> float:
+    """The mean over held-out prompts of each answer's mean loss; who has none is left out."""
+    import torch
+
+    from torchtitan_dp.config.load import load_config
+    from torchtitan_dp.models.llama3.model import FLAVORS, Llama
+    from torchtitan_dp.preflight.check import open_records
+
+    config = load_config(argv, 1)
+    lines = Path(str(config.training.dataset_path)).read_text().splitlines()
+    model, losses = Llama(FLAVORS["debug"]), []
+    model.init_weights()
+    for position in open_records(config).heldout:
+        record = json.loads(lines[position])
+        if answer := record["text"]:
+            ids = [256, *record["prompt"].encode(), *answer.encode(), 257]
+            with torch.no_grad():
+                log_p_TV = model(torch.tensor([ids[:-1]]))[0].log_softmax(-1)
+            targets = range(1 + len(record["prompt"]), len(ids))
+            losses.append(-sum(float(log_p_TV[i - 1, ids[i]]) for i in targets) / len(targets))
+    assert 0 < len(losses) < len(open_records(config).heldout)
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.parametrize("field", ["prompt_field", "messages_field"])
+def test_replicas_tell_the_held_out_loss_of_one_process(tmp_path: Path, field: str) -> None:
+    """Each replica has other records, some without an answer, and one has padding."""
+    answers = ["", "yes", "no, never", "perhaps in some days"]
+    rows = [{"prompt": f"q{i}? ", "text": answers[i % 4]} for i in range(30)]
+    if field == "messages_field":
+        rows = [{"prompt": chat(row["prompt"], row["text"])} for row in rows]  # type: ignore[dict-item]
+    (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    argv = arguments(
+        tmp_path / "out",
+        tmp_path / "records.jsonl",
+        "--training.dataset=jsonl",
+        f"--data.{field}=prompt",
+        "--data.heldout_fraction=0.5",
+        "--validation.enable",
+        "--validation.steps=-1",
+        "--model.flavor=debug",
+        "--training.seq_len=64",
+        "--checkpoint.no-enable",
+        "--metrics.no-enable_tensorboard",
+        "--comm.train_timeout_seconds=1000",
+        *with_sigma(1),
+    )
+    if field == "messages_field":
+        argv.append(f"--model.hf_assets_path={folder(tmp_path / 'tokenizer')}")
+    (one,) = on_ranks(1, held_out_loss, [*argv, "--parallelism.context_parallel_degree=1"])
+    mesh = [
+        f"--parallelism.data_parallel_{kind}_degree={n}"
+        for kind, n in (("replicate", 2), ("shard", 1))
+    ]
+    two = on_ranks(2, held_out_loss, [*argv, *mesh, "--parallelism.context_parallel_degree=1"])
+    assert two[0] == two[1] == pytest.approx(one, rel=1e-5)
+    if field == "prompt_field":
+        by_hand = loss_by_hand([*argv, "--parallelism.context_parallel_degree=1"])
+        assert one == pytest.approx(by_hand, rel=1e-5)

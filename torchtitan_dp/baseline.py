@@ -20,8 +20,10 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.ledger import Ledger
 from torchtitan_dp.ledger.baseline import baseline_ledger, publish_baseline
+from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.first_update import FirstUpdate
 from torchtitan_dp.models.hugging_face import origin
+from torchtitan_dp.validate import HeldOutValidator
 
 
 class BaselineTrainer(Trainer):
@@ -29,16 +31,32 @@ class BaselineTrainer(Trainer):
 
     job_config: JobConfig
     dataloader: RecordLoader
+    validator: HeldOutValidator
 
     def __init__(self, job_config: JobConfig) -> None:
         # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
         job_config.training.max_norm = job_config.training.max_norm or math.inf
         super().__init__(job_config)
-        self.checkpointer = Checkpointer(self, decide_start(job_config), origin(job_config))
         (model,), (inner,) = self.model_parts, self.optimizers.optimizers
+        self.average = ema_of(job_config, model)
+        if job_config.validation.enable:
+            self.validator.compare(self.average)
+        start = decide_start(job_config)
+        self.checkpointer = Checkpointer(self, start, origin(job_config), self.average)
         FirstUpdate(model, inner, noised=False)
         self.ledger = baseline_ledger(job_config, len(self.dataloader.units))
         self._publish()
+
+    def batch_generator(self, data_iterable: Any) -> Any:
+        """Begin to average, after loading; feed as TorchTitan does."""
+        if self.average is not None:
+            self.average.begin()
+        return super().batch_generator(data_iterable)
+
+    def train_step(self, data_iterator: Any) -> None:
+        super().train_step(data_iterator)
+        if self.average is not None:
+            self.average.update()
 
     def train(self) -> None:
         super().train()

@@ -13,6 +13,7 @@ Guarantee:
     records, as far as `rehearsal` can see to it.
 """
 
+import contextlib
 import hashlib
 import os
 import sys
@@ -59,6 +60,7 @@ from torchtitan_dp.ledger import (
 )
 from torchtitan_dp.ledger.terms import earlier_ledger, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
+from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import FAMILIES
 from torchtitan_dp.models.first_update import FirstUpdate
 from torchtitan_dp.models.hugging_face import origin
@@ -70,6 +72,7 @@ from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import lock_folder, mistakes_as_faults, os_errors_as_faults, protect
 from torchtitan_dp.train_spec import OpenOnce, build_feed, register
+from torchtitan_dp.validate import HeldOutValidator
 
 
 class DPTrainer(Trainer):
@@ -79,6 +82,7 @@ class DPTrainer(Trainer):
     checkpointer: Checkpointer
     dataloader: RecordLoader
     metrics_processor: PrivateMetricsProcessor
+    validator: HeldOutValidator
     clipped_sum_type: type[ClippedSum] = ClippedSum  # audits plant canaries in theirs
     _next_draw: Draw | None
 
@@ -88,11 +92,14 @@ class DPTrainer(Trainer):
         job_config.training.global_batch_size = -1
         super().__init__(job_config)
         job_config.training.global_batch_size = expected_batch_size
+        (model,), family = self.model_parts, FAMILIES[job_config.model.name]
+        self.average = ema_of(job_config, model)
+        if job_config.validation.enable:
+            self.validator.compare(self.average)
         start = decide_start(job_config)  # by now rank 0 holds the folder's lock
-        self.checkpointer = Checkpointer(self, start, origin(job_config))
+        self.checkpointer = Checkpointer(self, start, origin(job_config), self.average)
         self.stop = StopRequest()
 
-        (model,), family = self.model_parts, FAMILIES[job_config.model.name]
         self.ledger, self.executed = self._open_ledger(start)
         self._open_account()
         settings = self.ledger.settings
@@ -138,6 +145,8 @@ class DPTrainer(Trainer):
         if dist.get_rank() == 0:
             self.executed.begin(self.step, settings)
         self.dp_optimizer.step(self.clipped_sum.take(), self.noise_keys.take(self.step))
+        if self.average is not None:
+            self.average.update()  # of weights that are noised by now
         self.clipped_sum.reset()
         self.lr_schedulers.step()
         self.ledger.steps = self.step
@@ -190,6 +199,8 @@ class DPTrainer(Trainer):
                 raise RuntimeError("weights were loaded from a checkpoint without its ledger")
             self.dp_optimizer.require_steps(self.step)
         require_loaded(self.model_parts[0])
+        if self.average is not None:
+            self.average.begin()
         if self.step < self.job_config.training.steps:
             rehearse(self)
         self._publish()
@@ -304,7 +315,7 @@ class DPTrainer(Trainer):
         return self.account.publish(self.job_config.job.dump_folder)
 
 
-def build_trainer(config: JobConfig) -> Trainer:
+def build_trainer(config: JobConfig) -> DPTrainer | BaselineTrainer:
     """Build the trainer that `config` asks for: with privacy, or TorchTitan's own, the baseline."""
     return DPTrainer(config) if config.privacy.enable else BaselineTrainer(config)
 
@@ -333,8 +344,11 @@ def main(argv: list[str]) -> None:
         trainer.train()
         if exports and trainer.step == config.training.steps:  # not where it was stopped
             ledger = os.path.join(config.job.dump_folder, PRIVACY_FILE)
-            folder = export(trainer.model_parts[0], config, [ledger])
-            logger.info(f"Hugging Face folder: {folder}/")
+            average = trainer.average
+            with average.in_place_of_weights() if average else contextlib.nullcontext():
+                folder = export(trainer.model_parts[0], config, [ledger])
+            which = " (the average of weights)" if average else ""
+            logger.info(f"Hugging Face folder: {folder}/{which}")
     finally:
         trainer.close()
     dist.destroy_process_group()

@@ -18,6 +18,7 @@ from torchtitan_dp.data.feed import Draw, Feed
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.data.sharing import ContextGroup
 from torchtitan_dp.gradients.gathered import free_gathered
+from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.models.loss import SampleLosses
 
 
@@ -39,18 +40,42 @@ class HeldOutValidator:
         """
         self._loader, self._config, self._dims = loader, job_config, parallel_dims
         self._amp, self._metrics = amp, metrics
+        self._average: WeightAverage | None = None
+
+    def compare(self, average: WeightAverage | None) -> None:
+        """Evaluate an average of the model's weights beside them, from now on."""
+        self._average = average
 
     def should_validate(self, step: int) -> bool:
         return step == 1 or step % self._config.validation.freq == 0
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> float:
-        """Return the mean, over held-out units, of the mean loss of each one's sample, and log it.
+        """Log `heldout_loss`, of the weights, and of an average `heldout_loss_ema`.
+
+        Collectives: those of `_mean_loss`, for each.
+
+        Returns:
+            that of the weights.
+        """
+        (model,) = model_parts
+        loss = self._mean_loss(model)
+        losses, told = {"heldout_loss": loss}, f"{loss:.4f}"
+        if self._average is not None:
+            with self._average.in_place_of_weights():
+                losses["heldout_loss_ema"] = self._mean_loss(model)
+            told += f", of the average of weights: {losses['heldout_loss_ema']:.4f}"
+        self._metrics.logger.log(losses, step)
+        logger.info(f"step: {step:3}  not private: held-out loss: {told}")
+        return loss
+
+    def _mean_loss(self, model: nn.Module) -> float:
+        """Compute the mean, over held-out units, of the mean loss of each one's sample.
 
         Collectives: those of `Feed.microbatches`; FSDP2's gathers in forward; one all-reduce over
         the `loss` mesh, all ranks.
         """
-        (model,), cp = model_parts, self._dims.get_optional_mesh("cp")
+        cp = self._dims.get_optional_mesh("cp")
         losses = SampleLosses(
             model,
             next(model.parameters()).device,
@@ -72,10 +97,7 @@ class HeldOutValidator:
         if (mesh := self._dims.get_optional_mesh("loss")) is not None:
             sums = sums.to(losses.device)
             dist.all_reduce(sums, group=mesh.get_group())
-        mean = (sums[0] / sums[1]).item()
-        self._metrics.logger.log({"heldout_loss": mean}, step)
-        logger.info(f"step: {step:3}  not private: held-out loss: {mean:.4f}")
-        return mean
+        return (sums[0] / sums[1]).item()
 
     def _positions(self) -> np.ndarray:
         """List those that fill `validation.steps` microbatches on every rank; all, if it is -1."""

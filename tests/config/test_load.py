@@ -205,7 +205,11 @@ BAD = {
     ),
     "scaled loss": (["--training.loss_scale=1024"], "training.loss_scale = 1024.0"),
     "estimated norms by another accountant": (
-        ["--privacy.gradient_method=randomized", "--privacy.accountant=prv"],
+        [
+            "--privacy.gradient_method=randomized",
+            "--privacy.underestimates=accounted",
+            "--privacy.accountant=prv",
+        ],
         "privacy.accountant = 'prv'",
     ),
     "two backward passes over recomputed operations": (

@@ -13,14 +13,17 @@ import torch
 from tests.ranks import on_ranks
 
 METHOD = "--privacy.gradient_method=randomized"
+ACCOUNTED = "--privacy.underestimates=accounted"
+CAPPED = "--privacy.underestimates=capped"
 WIDE = {"dim": 128, "vocab_size": 131, "max_seq_len": 64}
 TIED = {"tie_embeddings": True}
 K = 8
 
 
-def randomized(samples=2, passes="one", estimator="hutchinson", k=K):
+def randomized(samples=2, passes="one", estimator="hutchinson", k=K, errors=ACCOUNTED):
     return [
         METHOD,
+        errors,
         f"--privacy.projections={k}",
         f"--privacy.norm_estimator={estimator}",
         f"--privacy.ghost_passes={passes}",
@@ -40,7 +43,8 @@ def data(samples):
 
 
 def reference_squares(norms, gradient, layers, tokens, number, dp_rank, key):
-    """One sample's estimate, by whole matrices in fp64: (total, how many were estimated)."""
+    """One sample's estimate, by whole matrices in fp64: the total, and of each matrix that was
+    estimated its estimate over the true square."""
     from torchtitan_dp.privacy.noise import standard_normal
 
     k, total, estimated = norms.projections, 0.0, {}
@@ -100,7 +104,8 @@ def errors(degrees, method, changes, samples, C=1.0):
                 off = max(off, abs(found[number] / math.sqrt(square) - 1))
             factor = min(1.0, C / math.sqrt(square))
             for name, g in gradients[slot].items():
-                expected[name] += factor * g.double()
+                cap = math.sqrt(min(seen.get(name, 1.0), 1.0)) if CAPPED in method else 1.0
+                expected[name] += cap * factor * g.double()
     return build.relative_error(actual, expected), off, len(seen)
 
 
@@ -145,6 +150,22 @@ def test_activation_checkpointing(degrees, mode, passes):
     check(degrees, *randomized(2, passes), *options, **TIED)
 
 
+@pytest.mark.parametrize(
+    "degrees, batch_size, passes, estimator, changes",
+    [
+        ((1, 1, 1), 2, "one", "hutchinson", {}),
+        ((1, 1, 1), 4, "two", "hutch++", TIED),
+        ((1, 1, 2), 2, "two", "hutchinson", TIED),
+        ((1, 2, 1), 2, "one", "hutchinson", {}),
+        ((1, 2, 2), 2, "one", "hutch++", TIED),
+    ],
+    ids=str,
+)
+def test_capped_estimates(degrees, batch_size, passes, estimator, changes):
+    """What is longer than its estimate is scaled down to it, and nothing else is."""
+    check(degrees, *randomized(batch_size, passes, estimator, errors=CAPPED), samples=5, **changes)
+
+
 def empty_draw():
     from tests import build
 
@@ -176,7 +197,7 @@ def always(estimator, k=K, dp_rank=0, cp=None, cp_size=1):
         def estimates(self, tokens, shape):
             return True
 
-    norms = Always(k, estimator, Shared(cp, cp_size, dp_rank))
+    norms = Always(k, estimator, Shared(cp, cp_size, dp_rank), capped=True)
     norms.start_step(bytes(32))
     return norms
 
@@ -292,12 +313,13 @@ def test_tied_layers_blocks_and_factors():
         torch.testing.assert_close(found, whole @ back, rtol=1e-4, atol=1e-3)
 
 
-def with_wrong_norms(scale):
+def with_wrong_norms(scale, underestimates):
     """One sample's part of the sum, over C, where the estimates are wrong by a factor."""
     from tests import build
 
     args = dataclasses.replace(build.ARGS, **WIDE)
-    built = build.build((1, 1, 1), *randomized(), args=args, max_grad_norm=0.1)
+    method = randomized(errors=underestimates)
+    built = build.build((1, 1, 1), *method, args=args, max_grad_norm=0.1)
     norms = built.gradients.norms
     exact = norms.squared_norms
     norms.squared_norms = lambda *a: exact(*a) * scale
@@ -307,10 +329,50 @@ def with_wrong_norms(scale):
 
 
 @pytest.mark.parametrize("scale", [1.0, 1e-6, 0.0])
-def test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_the_largest_ratio(scale):
+@pytest.mark.parametrize("underestimates, k", [(CAPPED, 0), (ACCOUNTED, K)])
+def test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_is_accounted_for(
+    underestimates, k, scale
+):
     from torchtitan_dp.privacy.envelope import largest_ratio
 
-    (share,) = on_ranks(1, with_wrong_norms, scale)
-    assert share <= largest_ratio(K)
+    (share,) = on_ranks(1, with_wrong_norms, scale, underestimates)
+    assert share <= largest_ratio(k)
     if scale == 1.0:
         assert share > 0.5
+
+
+def shrunk(k, estimator):
+    """Of eight samples: the length of what is added over C, and its cosine with the gradient."""
+    from tests import build
+
+    args = dataclasses.replace(build.ARGS, dim=256, vocab_size=512, max_seq_len=256)
+    generator = torch.Generator().manual_seed(0)
+    tokens_NT = torch.randint(0, 512, (8, 256), generator=generator)
+    ghost = ["--privacy.gradient_method=ghost", "--training.local_batch_size=1"]
+    capped = randomized(1, "one", estimator, k, CAPPED)
+    added, true = [], []
+    for found, options in ((added, capped), (true, ghost)):
+        options = [*options, "--training.seq_len=256"]
+        built = build.build((1, 1, 1), *options, args=args, max_grad_norm=1e-3)
+        for sample in range(8):
+            built.gradients.start_step(bytes([sample]) * 32)
+            one = tokens_NT[sample : sample + 1]
+            total, _ = built.clipped_sum(one, one.roll(-1, 1))
+            found.append(torch.cat([g.flatten().double() for g in total.values()]))
+    lengths = [one.norm().item() / 1e-3 for one in added]
+    cosines = [
+        torch.nn.functional.cosine_similarity(*pair, dim=0).item()
+        for pair in zip(added, true, strict=True)
+    ]
+    return lengths, cosines
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
+@pytest.mark.parametrize("k, least", [(8, 0.96), (32, 0.99)])
+def test_a_cap_takes_next_to_nothing(k, least, estimator):
+    """`docs/methods.md` has the figures that this prints."""
+    ((lengths, cosines),) = on_ranks(1, shrunk, k, estimator)
+    mean = sum(lengths) / len(lengths)
+    print(f"{estimator}, k = {k}: {min(lengths):.4f}, mean {mean:.4f}; cosine {min(cosines):.5f}")
+    assert least < min(lengths) <= max(lengths) <= 1
+    assert min(cosines) > 0.999

@@ -188,11 +188,13 @@ FAULTS = {
         ("grad_sample", 2, PER_LAYER),
         ("microbatch", 1, PER_LAYER),
         ("ghost", 2, PER_LAYER),
+        ("randomized", 2, {"projections": 16}),
     ],
     ids=[
         *("microbatch", "grad_sample", "secure", "exact", "exact grad_sample"),
         *("ghost", "exact ghost, two passes"),
         *("per layer", "per layer, microbatch", "per layer, ghost"),
+        "capped estimates",
     ],
 )
 def test_row35_the_clean_build_stays_under_the_claim(method, batch_size, summed):
@@ -209,7 +211,7 @@ def test_row35_and_59_with_estimated_norms_the_claim_is_a_mixtures(estimator, fa
     """On gradients of rank one, whose estimates err most: above 1 / sigma, and not by much."""
     from torchtitan_dp.privacy.lower_bounds import claimed_mu
 
-    terms = {"norm_estimator": estimator, "projections": 16}
+    terms = {"norm_estimator": estimator, "projections": 16, "underestimates": "accounted"}
     names = ["norm_100C"] if fault else ["norm_C", "norm_100C", "not_a_number"]
     trials, confidence = (150, 0.95) if fault else (300, 0.999)
     arguments = (1, 1, 1), names, trials, fault, "randomized", 2, confidence, terms

@@ -17,6 +17,7 @@ from tests.hazards.mutants import (
     claims,
     clipping,
     crashes,
+    ema,
     exact_sum,
     ghost,
     keys,
@@ -37,7 +38,7 @@ from tests.hazards.mutants import (
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = {*range(1, 58), 59}
+ROWS = {*range(1, 58), 59, 60}
 ROOMS = (
     clipping,
     ghost,
@@ -60,6 +61,7 @@ ROOMS = (
     selfcheck,
     windows,
     lora,
+    ema,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
 SAMPLE = [mutant for room in ROOMS for mutant in [m for m in room.MUTANTS if m.quick][:1]]

@@ -4,6 +4,7 @@ In one process; test_run.py holds the same of a whole run's files.
 """
 
 import ast
+import functools
 import json
 import logging
 import re
@@ -177,11 +178,12 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     validator._config.training.seq_len = 8
     validator._positions.return_value = np.empty(0, dtype=np.int64)
     validator._dims.get_optional_mesh.return_value = None
+    validator._mean_loss = functools.partial(HeldOutValidator._mean_loss, validator)
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO):
         HeldOutValidator.validate(validator, [nn.Linear(2, 2)], 3)
     line = caplog.records[-1].getMessage()
-    assert "not private: held-out loss" in line
+    assert line == "step:   3  not private: held-out loss: nan, of the average of weights: nan"
 
 
 def test_row34_no_code_of_ours_trains_a_tokenizer():

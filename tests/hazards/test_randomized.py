@@ -22,7 +22,8 @@ EXACT = dataclasses.replace(SETTINGS, accountant="pld", sample_rate=0.05)
 ESTIMATED = dataclasses.replace(
     EXACT, mechanism=RANDOMIZED, projections=32, norm_estimator="hutchinson"
 )
-METHOD = ["--privacy.gradient_method=randomized", "--training.local_batch_size=2"]
+CAPPED = ["--privacy.gradient_method=randomized", "--training.local_batch_size=2"]
+METHOD = [*CAPPED, "--privacy.underestimates=accounted"]
 
 
 def spent(steps, k, noise=1.0):
@@ -69,17 +70,38 @@ def terms_of(*overrides):
     return settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
 
 
-def test_row59_other_methods_have_exact_norms_and_may_change():
+def test_row59_exact_and_capped_norms_may_take_each_others_place():
     """Which of them it is changes no epsilon."""
     ghost, other = terms_of("--privacy.gradient_method=ghost"), terms_of("--privacy.projections=64")
     assert (ghost.projections, ghost.norm_estimator) == (0, "exact")
-    assert ghost.same_terms(other)
+    assert ghost == other == terms_of(*CAPPED)
+    assert ghost.spending(7).projections == 0
+    assert not ghost.same_terms(terms_of(*METHOD))
+
+
+@pytest.mark.parametrize("options, counted", [(CAPPED, 0), (METHOD, 32)], ids=["capped", "counted"])
+def test_row59_what_is_capped_is_what_is_accounted_as_exact(options, counted):
+    """The step's own cap, beside the terms of the ledger."""
+    from torchtitan_dp.privacy.envelope import largest_ratio
+
+    (cap,) = on_ranks(1, cap_of_an_estimate, options)
+    assert terms_of(*options).projections == counted
+    assert cap == largest_ratio(counted)
+
+
+def cap_of_an_estimate(options):
+    from tests import build
+
+    norms = build.build((1, 1, 1), *options).gradients.norms
+    norms._estimated.add("w")
+    return norms.cap("w")
 
 
 @pytest.mark.parametrize(
     "options, key",
     [
         (["--privacy.gradient_method=ghost"], "privacy.gradient_method"),
+        (CAPPED, "privacy.gradient_method"),
         ([*METHOD, "--privacy.projections=64"], "privacy.projections = 64"),
         ([*METHOD, "--privacy.norm_estimator=hutch++"], "privacy.norm_estimator = hutch\\+\\+"),
     ],
@@ -204,6 +226,22 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(options, said):
     with pytest.raises(ValueError, match=said) as refused:
         build.config(*METHOD, *options)
     assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--privacy.accountant=rdp"],
+        ["--privacy.clipping=per_layer"],
+        ["--privacy.secure_noise", "--privacy.exact_sum"],
+        ["--privacy.new_segment=adaptive"],
+    ],
+    ids=str,
+)
+def test_what_exact_norms_may_capped_ones_may(options):
+    from tests import build
+
+    assert build.config(*CAPPED, *options).privacy.gradient_method == "randomized"
 
 
 def test_row11_and_59_a_step_has_a_projection_key_of_its_own(monkeypatch):

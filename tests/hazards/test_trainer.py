@@ -10,7 +10,7 @@ import hashlib
 import math
 import os
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
@@ -33,6 +33,7 @@ SETTINGS = Settings(
     neighbouring_relation="add_remove",
 )
 STEP = 3
+UPDATE = ["update", "average", "reset"]  # with [ema]
 ROOT = bytes(range(32))
 
 
@@ -93,6 +94,7 @@ class Step:
         trainer.executed.begin.side_effect = self._begin
         trainer.clipped_sum.reset.side_effect = lambda: self.did.append("reset")
         trainer.dp_optimizer.step.side_effect = self._update
+        trainer.average.update.side_effect = lambda: self.did.append("average")
 
         def record(key, population, sample_rate):
             self.drawn.append((key, population, sample_rate))
@@ -124,8 +126,15 @@ def test_row21_and_46_a_step_is_begun_once_before_its_one_update(monkeypatch):
     step = Step(monkeypatch)
     samples = len(step.draws[0])
     assert samples > 2
-    assert step.did == ["sample"] * samples + [f"begin {STEP}", "update", "reset"]
+    assert step.did == ["sample"] * samples + [f"begin {STEP}", *UPDATE]
     assert step.trainer.ledger.steps == STEP
+
+
+def test_row60_the_average_follows_weights_that_are_noised(monkeypatch):
+    """It is made after the update, once, and is told of nothing: neither sum, draw nor key."""
+    step = Step(monkeypatch)
+    assert [did for did in step.did if did in UPDATE] == UPDATE
+    assert step.trainer.average.mock_calls == [call.update()]
 
 
 def test_row14_the_optimizer_is_given_the_clipped_sum_itself(monkeypatch):
@@ -137,7 +146,7 @@ def test_row14_the_optimizer_is_given_the_clipped_sum_itself(monkeypatch):
 def test_row16_an_empty_draw_is_a_step(monkeypatch):
     step = Step(monkeypatch, sample_rate=1e-12)
     assert len(step.draws[0]) == 0
-    assert step.did == [f"begin {STEP}", "update", "reset"]
+    assert step.did == [f"begin {STEP}", *UPDATE]
     assert step.trainer.ledger.steps == STEP
     step.trainer.lr_schedulers.step.assert_called_once_with()
 
@@ -171,7 +180,7 @@ def test_row11_and_41_the_next_draw_is_the_one_it_would_be_in_time(monkeypatch):
     assert ahead.positions is step.draws[1]
     window = RootKey(ROOT).stream("window")
     assert ahead.key == window.take(STEP + 1)
-    assert step.did == ["sample"] * len(step.draws[0]) + [f"begin {STEP}", "update", "reset"]
+    assert step.did == ["sample"] * len(step.draws[0]) + [f"begin {STEP}", *UPDATE]
     for keys in (step.trainer.sampling_keys, step.trainer.window_keys):
         with pytest.raises(RuntimeError, match="spent"):
             keys.take(STEP + 1)

@@ -113,11 +113,12 @@ def allocated_peak(step):
             ],
         ),
         (1, ["--lora.rank=4", "--training.mixed_precision_param=bfloat16"]),
+        (2, ["--parallelism.data_parallel_shard_degree=2", "--ema.enable"]),
     ],
     ids=[
         *("one rank", "ring, per-sample, recomputed", "two samples, exact sum"),
         *("ghost norms", "ghost norms, two passes"),
-        "adapters",
+        *("adapters", "average"),
     ],
 )
 def test_predicted_is_what_real_tensors_take(world_size, overrides):
@@ -138,6 +139,13 @@ def test_frozen_weights_are_kept_once_in_16_bits_and_nothing_else_of_them():
     # Two moments, and AdamW's count of steps for each factor of 7 targets in 4 layers.
     assert parts["optimizer"] == 8 * trained + 4 * 2 * 7 * 4
     assert parts["accumulator"] == pytest.approx(4 * trained, rel=0.01)
+
+
+def test_an_average_takes_four_bytes_a_trained_value():
+    given = small("--ema.enable")
+    _, parts = forks.call(with_fake_tensors, given, 2)
+    trained = trained_count(shape(load_config(given, 2)))
+    assert parts["optimizer"] == pytest.approx((8 + 4) * trained / 2, rel=0.01)
 
 
 def test_the_tracker_counts_each_storage_once_until_it_is_freed():

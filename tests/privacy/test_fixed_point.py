@@ -119,7 +119,7 @@ def test_row22_what_is_rejected_leaves_no_trace(value):
 
 def test_row49_sums_are_those_of_python_in_any_order(monkeypatch):
     """Random samples of wild sizes, in random orders, in chunks that do not divide them."""
-    monkeypatch.setattr(fixed_point, "BLOCK", 7)
+    monkeypatch.setattr(fixed_point, "_CPU_CHUNK", 7)
     rng, generator = np.random.default_rng(0), torch.Generator().manual_seed(5)
     h, n = 2.0**-40, 23
     for _ in range(20):
@@ -267,3 +267,16 @@ def test_cuda_has_the_units_of_the_cpu():
     secure_noise.add_secure_gaussian_noise_(plain, std=1.0, key=KEY, name="w", start=0)
     out = units_to_fp32_(noise, unit=2.0**-40, std=1.0)
     torch.testing.assert_close(out, plain, rtol=0, atol=secure_noise.grid(1.0))
+
+
+@pytest.mark.parametrize("bad", [0.5, NAN], ids=str)
+def test_row49_every_device_adds_the_same_integers(bad):
+    """What CUDA compiles, against what a CPU runs in chunks, of which the last is short."""
+    gradient = torch.randn(200_001, generator=torch.Generator().manual_seed(0))
+    gradient[7] = bad
+    scale, rejected = torch.tensor(0.3).double() * 2.0**40, torch.tensor(bad != 0.5)
+    here, there = (torch.full((200_001,), 3, dtype=torch.int64) for _ in range(2))
+    fixed_point._add_units_on_cpu(here, gradient, scale, rejected)
+    fixed_point._add_units(there, gradient, scale, rejected)
+    assert torch.equal(here, there)
+    assert torch.equal(here, torch.full_like(here, 3)) == bool(rejected)

@@ -105,12 +105,13 @@ BF16 = ("--training.mixed_precision_param=bfloat16", "--training.local_batch_siz
         (1, ("--privacy.secure_noise", "--privacy.exact_sum", "--training.loss_chunk_tokens=0")),
         (1, ("--privacy.clip_function=automatic", "--privacy.no-shard_grad_samples", *BF16)),
         (2, ("--lora.rank=3", *BF16)),
+        (2, ("--privacy.gradient_method=randomized", "--training.local_batch_size=2")),
         pytest.param(1, ("--compile.enable",), marks=pytest.mark.slow),
         pytest.param(1, ("--compile.enable", *BF16), marks=pytest.mark.slow),
     ],
     ids=[
         *("offload", "offload bf16", "dp_shard", "dp_replicate", "exact", "automatic"),
-        "adapters",
+        *("adapters", "randomized"),
         *("compile", "compile bf16 grad_sample"),
     ],
 )

@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.gradients.layers import per_sample_layers
-from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.methods import METHODS, accounted_projections
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.privacy.keys import KeyStream
@@ -149,7 +149,7 @@ class Game:
         self._C, self._sigma, self._batch_size = privacy.max_grad_norm, noise_multiplier, batch_size
         self._keys, self._projection_keys, self._trial = noise_keys, projection_keys, 0
         method = METHODS[privacy.gradient_method]
-        self._projections = privacy.projections if method.estimates_norms else 0
+        self._projections = accounted_projections(privacy)
         replicate, shard, self._cp = degrees
         self._dp, self._dp_rank = replicate * shard, dist.get_rank() // self._cp
         self._mesh = mesh

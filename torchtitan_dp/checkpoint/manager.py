@@ -6,12 +6,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.stateful import Stateful
 from torchtitan.components.checkpoint import MODEL, OPTIMIZER, AsyncMode, CheckpointManager
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.adapters import has_adapters, without_adapters
+from torchtitan_dp.checkpoint.average import AVERAGE, has_average
 from torchtitan_dp.checkpoint.folder import (
     damaged_entry,
     drop_unfinished,
@@ -32,12 +34,15 @@ class Checkpointer(CheckpointManager):
     start: Start
     """What was decided, and once `load` returns, how the run did start."""
 
-    def __init__(self, trainer: Trainer, start: Start, origin: str) -> None:
+    def __init__(
+        self, trainer: Trainer, start: Start, origin: str, average: Stateful | None = None
+    ) -> None:
         """Take the place of the one that TorchTitan's Trainer has made, with the same states.
 
         Args:
             start: from `decide_start`; rank 0's counts.
             origin: what decides the model's shape, for messages.
+            average: of weights, to be saved and loaded with them.
         """
         config, theirs = trainer.job_config, trainer.checkpointer
         theirs.close()
@@ -46,7 +51,7 @@ class Checkpointer(CheckpointManager):
             model_parts=trainer.model_parts,
             optimizers=trainer.optimizers,
             lr_schedulers=trainer.lr_schedulers,
-            states={"train_state": trainer},
+            states={"train_state": trainer} | ({} if average is None else {AVERAGE: average}),
             checkpoint_config=config.checkpoint,
             sd_adapter=theirs.sd_adapter if theirs.enable else None,
             base_folder=config.job.dump_folder,
@@ -89,6 +94,8 @@ class Checkpointer(CheckpointManager):
                 "which cannot go on: start from it as checkpoint.initial_load_path in another "
                 "job.dump_folder"
             )
+        if self.start.resumes:
+            state_dict = self._with_average_if_any(state_dict, checkpoint_id)
         try:
             safe_load.load(state_dict, checkpoint_id)
         except CheckpointException as error:
@@ -185,6 +192,16 @@ class Checkpointer(CheckpointManager):
                 )
         dist.barrier()
         return step
+
+    def _with_average_if_any(self, state_dict: dict[str, Any], checkpoint: str) -> dict[str, Any]:
+        """Return what is loaded of a checkpoint of this run; say so if `[ema]` changed since."""
+        wanted, there = AVERAGE in state_dict, has_average(checkpoint)
+        if wanted and not there:
+            logger.info(f"ema: {checkpoint} holds no average; it begins with the weights there")
+            return {name: value for name, value in state_dict.items() if name != AVERAGE}
+        if there and not wanted:
+            logger.info(f"ema.enable = false: the average in {checkpoint} is not gone on with")
+        return state_dict
 
     def _has_optimizer(self, checkpoint: str) -> bool:
         """Tell whether a checkpoint holds the optimizer's state."""

@@ -95,6 +95,7 @@ def check(config: JobConfig, world_size: int) -> None:
     _check_initial_weights(config)
     check_samples(config)
     _check_lora(config)
+    _check_ema(config)
     if config.data.unit_field is None and config.data.unit_sampling != "concat":
         raise ValueError(
             f"data.unit_sampling = '{config.data.unit_sampling}': without data.unit_field every "
@@ -118,6 +119,28 @@ def _check_lora(config: JobConfig) -> None:
         raise ValueError(
             f"lora.targets = {lora.targets}: name each target once, and at least one (wq, say); "
             "lora.rank = 0 trains all weights"
+        )
+
+
+def _check_ema(config: JobConfig) -> None:
+    """Refuse an average that never moves or diverges, or that could not be kept as it is."""
+    if not config.ema.enable:
+        return
+    if not 0 <= config.ema.decay < 1:
+        raise ValueError(
+            f"ema.decay = {config.ema.decay}: must be at least 0 and below 1 (0.9999, say)"
+        )
+    if config.training.dtype != "float32":
+        raise ValueError(
+            f"ema.enable = true with training.dtype = '{config.training.dtype}': averages are of "
+            "fp32 weights; set training.dtype = 'float32' (mixed_precision_param decides what is "
+            "computed in), or ema.enable to false"
+        )
+    if config.checkpoint.async_mode.lower() == "async_with_pinned_mem":
+        raise ValueError(
+            "ema.enable = true with checkpoint.async_mode = 'async_with_pinned_mem': validation "
+            "exchanges weights and averages while they may still be copied; use 'async', or set "
+            "ema.enable to false"
         )
 
 

@@ -4,7 +4,7 @@ They read, move or clip gradients, change who is sampled, lose the ledger, or te
 """
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.methods import METHODS, accounted_projections
 
 
 def check_conflicts(config: JobConfig) -> None:
@@ -168,36 +168,36 @@ def check_conflicts(config: JobConfig) -> None:
 def _of_estimated_norms(config: JobConfig) -> list[tuple[bool, str, object, str]]:
     """List what the accounting of estimated norms (`privacy.randomized`) does not cover."""
     privacy = config.privacy
-    estimated = METHODS[privacy.gradient_method].estimates_norms
-    here = f"with privacy.gradient_method = '{privacy.gradient_method}'"
-    exact = "or privacy.gradient_method = 'ghost'"
+    accounted = accounted_projections(privacy) > 0
+    here = "with privacy.underestimates = 'accounted'"
+    capped = "or privacy.underestimates = 'capped'"
     return [
         (
-            estimated and privacy.accountant != "pld",
+            accounted and privacy.accountant != "pld",
             "privacy.accountant",
             f"'{privacy.accountant}'",
             f"{here} a step is a mixture of Gaussians, which only PLD tells closely; set "
-            f"privacy.accountant = 'pld', {exact}",
+            f"privacy.accountant = 'pld', {capped}",
         ),
         (
-            estimated and privacy.clipping != "flat",
+            accounted and privacy.clipping != "flat",
             "privacy.clipping",
             f"'{privacy.clipping}'",
             f"{here} the norms of several groups err apart, which is not accounted for; set it to "
-            f"'flat', {exact}",
+            f"'flat', {capped}",
         ),
         (
-            estimated and privacy.exact_sum,
+            accounted and privacy.exact_sum,
             "privacy.exact_sum",
             True,
             f"{here} a unit moves the sum by more than C at times, for which fixed point has no "
-            f"room; set it to false, {exact}",
+            f"room; set it to false, {capped}",
         ),
         (
-            estimated and privacy.new_segment == "adaptive",
+            accounted and privacy.new_segment == "adaptive",
             "privacy.new_segment",
             "'adaptive'",
             f"{here} the Renyi filter would count every step as its worst; set it to 'planned' if "
-            f"the change was fixed before training, {exact}",
+            f"the change was fixed before training, {capped}",
         ),
     ]

@@ -92,9 +92,8 @@ class Privacy:
     gradients where that is the cheaper way, as short contexts have it, so that per-sample gradients
     exist one layer at a time (ZeRO-DP+). `auto`: `microbatch` if `training.local_batch_size` is 1,
     else `grad_sample`. `randomized` (DP-SGD-RC): as `ghost`, but the norms of large layers are
-    estimated from `projections`, without T^2 products, also across context-parallel ranks. A
-    unit's gradient then counts more than C at times: the same noise gives a larger epsilon. Needs
-    `accountant = "pld"` and `clipping = "flat"`."""
+    estimated from `projections`, without T^2 products, also across context-parallel ranks;
+    `underestimates` says what becomes of the estimates' errors."""
 
     ghost_passes: Literal["one", "two"] = "one"
     """For `ghost` and `randomized`, backward passes over a microbatch. `one` keeps every layer's
@@ -104,12 +103,19 @@ class Privacy:
 
     projections: int = 32
     """For `randomized`, from how many random projections (k, from 8 to 4,096) a layer's norm is
-    estimated. More cost time and memory, and less epsilon."""
+    estimated. More cost time and memory, and err less."""
 
     norm_estimator: Literal["hutchinson", "hutch++"] = "hutchinson"
     """For `randomized`: `hutchinson`, or `hutch++`, which finds the largest directions of a
     gradient by as many projections again, and estimates the rest. It takes three times the
-    products, errs less, and counts as the same epsilon."""
+    products, and errs less."""
+
+    underestimates: Literal["capped", "accounted"] = "capped"
+    """For `randomized`, what becomes of a layer's gradient that is longer than its estimate.
+    `capped`: it is scaled down to the estimate when it is added, so that a unit counts at most C,
+    and epsilon is that of exact norms. `accounted` (DP-SGD-RC as published): it is added as it is,
+    up to a bound (2.13 times the estimate, for 32 projections), and epsilon counts the errors: the
+    same noise gives a larger one. Needs `accountant = "pld"` and `clipping = "flat"`."""
 
     shard_grad_samples: bool = True
     """For `grad_sample`: sum per-sample gradients over the context-parallel ranks during backward,
@@ -303,6 +309,22 @@ class LoRA:
 
 
 @dataclass
+class EMA:
+    """An average of weights (De et al. 2022), which carries less noise than the weights of one
+    step. It is made from these alone, so that epsilon stays the same."""
+
+    enable: bool = False
+    """Keep an exponential moving average of all that is trained, in fp32 (4 bytes a trained value,
+    sharded like it), in checkpoints too. Validation tells its loss beside that of the weights, and
+    what is exported (`checkpoint.last_save_in_hf`, a release) is the average."""
+
+    decay: float = 0.9999
+    """d: the average becomes d times itself and 1 - d times the weights. After t steps d is at most
+    (1 + t) / (10 + t), so that the average of a short run reaches back over about a tenth of its
+    steps, whatever this is. 0.9 reaches back over about 10 steps, 0.99 over about 100."""
+
+
+@dataclass
 class JobConfig(_JobConfig):
     """What `job.custom_config_module = "torchtitan_dp.config"` adds to TorchTitan's `JobConfig`."""
 
@@ -314,3 +336,4 @@ class JobConfig(_JobConfig):
     model: Model = field(default_factory=Model)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     lora: LoRA = field(default_factory=LoRA)
+    ema: EMA = field(default_factory=EMA)

@@ -31,9 +31,10 @@ Guarantee:
     in fp32 what the loop adds, within 1e-5 (tests). Rejected samples are left out by selection. A
     part whose m_l is not finite, though n_l was, is left out too. Assumes what `grad_sample` does.
 
-    With a finder whose `cap` is above 1, n_l is an estimate, and what is added of parameter l is
-    f min(1, cap n_l / m_l) g_l: at most cap C in all, surely, and else at most C times the whole
-    gradient's true norm over its estimate (`privacy.randomized`).
+    So it is with estimates that are capped. With a finder whose `cap` is above 1, n_l is an
+    estimate, and what is added of parameter l is f min(1, cap n_l / m_l) g_l: at most cap C in all,
+    surely, and else at most C times the whole gradient's true norm over its estimate
+    (`privacy.randomized`).
 """
 
 from collections import Counter

@@ -67,6 +67,10 @@ class MethodTerms(Protocol):
     def norm_estimator(self) -> NormEstimator:
         """Name how `randomized` estimates them."""
 
+    @property
+    def underestimates(self) -> Literal["capped", "accounted"]:
+        """Name what becomes of a gradient that is longer than `randomized` estimated."""
+
 
 # Builds a method on a model that is laid over the mesh already. The modules are one of each FSDP2
 # group that holds a trainable parameter.
@@ -98,8 +102,7 @@ class Method:
     """Whether several backward passes can make up one sample's gradient (`GradientMethod.hold`)."""
 
     estimates_norms: bool = False
-    """Whether norms are estimated from `projections`, so that what a sample adds is not bounded by
-    C, and epsilon depends on their number."""
+    """Whether norms are estimated from `projections`."""
 
     smallest_layer: Callable[[MethodTerms], tuple[int, int, int]] = lambda _: (1, 1, 1)
     """(T, P, D): from how many tokens, rows and columns on a layer shows what the method does."""
@@ -128,7 +131,8 @@ def _randomized(
 ) -> GradientMethod:
     groups = clipped_sum.groups
     shared = Shared(groups.cp, groups.cp_size, groups.dp_rank)
-    norms = RandomizedNorms(terms.projections, terms.norm_estimator, shared)
+    capped = terms.underestimates == "capped"
+    norms = RandomizedNorms(terms.projections, terms.norm_estimator, shared, capped=capped)
     return GhostGradients(model, clipped_sum, passes=terms.ghost_passes, norms=norms)
 
 
@@ -176,6 +180,32 @@ METHODS: dict[str, Method] = {
         smallest_layer=_smallest_estimated,
     ),
 }
+
+
+class AccountedTerms(Protocol):
+    """Names the settings of `[privacy]` that tell whether epsilon counts errors of norms."""
+
+    @property
+    def gradient_method(self) -> str:
+        """Name the method, never "auto"."""
+
+    @property
+    def projections(self) -> int:
+        """Give k."""
+
+    @property
+    def underestimates(self) -> Literal["capped", "accounted"]:
+        """Name what becomes of a gradient that is longer than was estimated."""
+
+
+def accounted_projections(terms: AccountedTerms) -> int:
+    """Return from how many projections norms are estimated whose errors epsilon has to count.
+
+    It is 0 where a sample moves the sum by at most C, whatever its norm was taken for: with every
+    method of exact norms, and with estimates that are capped.
+    """
+    estimated = METHODS[terms.gradient_method].estimates_norms
+    return terms.projections if estimated and terms.underestimates == "accounted" else 0
 
 
 def automatic(samples: int) -> Literal["microbatch", "grad_sample"]:

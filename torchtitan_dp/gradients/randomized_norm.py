@@ -22,10 +22,12 @@ Guarantee:
     The projections of a sample are a function of (key, parameter, data-parallel rank, the sample's
     number there), so that all ranks of a cp group have the same, and no two samples, parameters or
     steps share any, if each step has a key of its own: they are independent as `privacy.noise`
-    says. That is what `privacy.randomized` accounts for. Nothing computed here leaves the process
-    but by the factors that gradients are clipped by. In floating point an estimate errs by a share
-    of (sum_t |l_t| |r_t|)^2; whatever the error, `ghost` adds at most `largest_ratio` times the
-    estimate.
+    says. Nothing computed here leaves the process but by the factors that gradients are clipped
+    by. If `capped`, `ghost` adds of no layer more than its estimate: one sample moves the sum by at
+    most C, surely, whatever the estimates are and whoever knows the projections, and steps are
+    accounted for as those of exact norms. Else it adds at most `largest_ratio` times the estimate,
+    and `privacy.randomized` accounts for that. In floating point an estimate errs by a share of
+    (sum_t |l_t| |r_t|)^2; both bounds hold whatever the error.
 """
 
 import math
@@ -56,13 +58,16 @@ class RandomizedNorms:
     """Finds the squared norms that `ghost` clips by: estimates of large layers', exact ones of
     others."""
 
-    def __init__(self, projections: int, estimator: NormEstimator, shared: Shared) -> None:
+    def __init__(
+        self, projections: int, estimator: NormEstimator, shared: Shared, *, capped: bool
+    ) -> None:
         """
         Args:
-            projections: k, for which the run is accounted.
+            projections: k; unless `capped`, the run is accounted for with it.
+            capped: a gradient counts for no more than was estimated.
         """
         self.projections, self.estimator = projections, estimator
-        self._largest_ratio = largest_ratio(projections)
+        self._largest_ratio = largest_ratio(0 if capped else projections)
         self._estimated: set[str] = set()  # parameters, in this microbatch
         self._shared = shared
         self._key: bytes | None = None
@@ -80,7 +85,7 @@ class RandomizedNorms:
         self._estimated.clear()
 
     def cap(self, name: str) -> float:
-        """Give `largest_ratio` for what was estimated, and 1 for what was found exactly."""
+        """Give 1, or, for what was estimated and is not capped, `largest_ratio`."""
         return self._largest_ratio if name in self._estimated else 1.0
 
     def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:

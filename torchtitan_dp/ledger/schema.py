@@ -119,14 +119,15 @@ KEYS = (
         int,
         _SETTINGS,
         "From how many random projections norms were estimated, whose errors ε counts; 0: they "
-        "were exact, as in every file that lacks this key.",
+        "were exact, or errors were capped, so that a unit counts C at most; as in every file that "
+        "lacks this key.",
         added=True,
     ),
     Key(
         "norm_estimator",
         str,
         _SETTINGS,
-        "How: `hutchinson`, `hutch++`, or `exact`.",
+        "How: `hutchinson`, `hutch++`, or, where `projections` is 0, `exact`.",
         added=True,
     ),
     Key(

@@ -8,7 +8,7 @@ from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.config.lora import ALL, trained
 from torchtitan_dp.config.units import privacy_unit, targets, unit_word
-from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.methods import accounted_projections
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.envelope import largest_ratio
 from torchtitan_dp.privacy.segments import Segment
@@ -39,7 +39,7 @@ class Settings:
     clip_function: str = "vanilla"
     secure_noise: bool = False
     exact_sum: bool = False
-    projections: int = 0  # that norms are estimated from; 0: they are exact
+    projections: int = 0  # that norms are estimated from; 0: they are exact, or errors are capped
     norm_estimator: str = "exact"
     trained: str = ALL
     units: int | None = None  # where their number is public
@@ -53,7 +53,8 @@ class Settings:
     @property
     def method(self) -> str:
         """Name the gradient method as far as epsilon depends on it."""
-        return "'randomized'" if self.projections else "one of exact norms"
+        accounted = "'randomized' with underestimates = 'accounted'"
+        return accounted if self.projections else "one of exact or capped norms"
 
     @property
     def unit(self) -> str:
@@ -198,7 +199,7 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
     assert privacy.delta is not None
     replicate, shard, _ = mesh_degrees(config)
     ranks = max(replicate, 1) * max(shard, 1)
-    estimated = METHODS[privacy.gradient_method].estimates_norms
+    projections = accounted_projections(privacy)
     return Settings(
         noise_multiplier=float(noise_multiplier),
         sample_rate=sampling.rate,
@@ -212,9 +213,9 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         targets=targets(config),
         windows_per_draw=config.data.windows_per_draw,
         target_epsilon=privacy.target_epsilon,
-        mechanism=RANDOMIZED if estimated else SAMPLED_GAUSSIAN,
-        projections=privacy.projections if estimated else 0,
-        norm_estimator=privacy.norm_estimator if estimated else "exact",
+        mechanism=RANDOMIZED if projections else SAMPLED_GAUSSIAN,
+        projections=projections,
+        norm_estimator=privacy.norm_estimator if projections else "exact",
         clipping=_clipping(privacy.clipping, privacy.clipping_groups),
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,

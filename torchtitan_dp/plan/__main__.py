@@ -110,7 +110,7 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"targets: {settings.targets}",
         f"      gradients by {method}, which is for {METHODS[method].chosen_for}; "
         f"clipping: {settings.clipping}",
-        *_estimated(plan),
+        *_estimated(config, plan),
     ]
     print("\n".join(lines), file=sys.stderr)
 
@@ -119,16 +119,19 @@ def _windows(count: int) -> str:
     return "" if count == 1 else f"{count} windows, averaged, of "
 
 
-def _estimated(plan: Plan) -> list[str]:
-    """Say what estimated norms cost, where they are."""
-    settings = plan.settings
-    if not settings.projections:
+def _estimated(config: JobConfig, plan: Plan) -> list[str]:
+    """Say what becomes of the errors of estimated norms, where they are."""
+    privacy, settings = config.privacy, plan.settings
+    if not METHODS[privacy.gradient_method].estimates_norms:
         return []
+    norms = f"      norms: estimated ({privacy.norm_estimator}, {privacy.projections} projections)"
+    if not settings.projections:
+        return [f"{norms}; a gradient that is longer counts as its estimate, C at most"]
     exact = dataclasses.replace(settings, projections=0).epsilon(plan.steps)
     return [
-        f"      norms: estimated ({settings.norm_estimator}, {settings.projections} projections), "
-        f"so that a gradient counts up to {rounded_up(settings.largest_share, digits=3)} C; with "
-        f"exact norms these steps would spend epsilon = {rounded_up(exact)}",
+        f"{norms}, so that a gradient counts up to {rounded_up(settings.largest_share, digits=3)} "
+        "C; capped (privacy.underestimates) these steps would spend epsilon = "
+        f"{rounded_up(exact)}",
     ]
 
 

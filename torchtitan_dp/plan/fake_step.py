@@ -35,6 +35,7 @@ from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models import rms_norm
+from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import trainable_parameters
@@ -118,6 +119,8 @@ class Step:
                 noise_multiplier=1.0,
                 expected_batch_size=config.training.global_batch_size,
             )
+        with tracker.labelled("optimizer"):
+            self.average = ema_of(config, self.model)
         self.model.output.register_forward_pre_hook(self._enter_loss_head)
         end_stretches_at_blocks(self.model, tracker)
         self.losses = SampleLosses(
@@ -165,6 +168,8 @@ class Step:
             clipped_sum = self.clipped_sum.take()
         with self.tracker.labelled("optimizer"):
             self.optimizer.step(clipped_sum, bytes(32))
+            if self.average is not None:
+                self.average.update()
         del clipped_sum
         self.clipped_sum.reset()
 

@@ -36,7 +36,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from torchtitan_dp.privacy.blocks import BLOCK, on_threads
 from torchtitan_dp.privacy.noise import check_arguments
 from torchtitan_dp.privacy.secure_noise import DRAWS, add_draws, grid
 
@@ -44,9 +43,9 @@ UNIT_BITS = 40
 MAX_VALUES = 10**11  # trainable values of the whole model
 MAX_NOISE_MULTIPLIER = 2.0**15
 MAX_EXPECTED_BATCH = 2**20  # samples
-# Values that are converted at once: bounds the fp64 temporaries. On CPU a sample is converted in
-# blocks of `BLOCK`, which fit a core's cache.
+# Values that are converted at once: bounds the fp64 temporaries; on CPU they fit the cores' cache.
 _CHUNK = 2**22
+_CPU_CHUNK = 2**16
 
 
 def unit(max_grad_norm: float, values: int) -> float:
@@ -91,20 +90,24 @@ def add_clipped_units_(
 
 
 def _add_row_(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:
-    on_cpu = gradient.device.type == "cpu"
-    size = BLOCK if on_cpu else _CHUNK
+    if gradient.device.type == "cpu":
+        _add_units_on_cpu(total, gradient, scale, rejected)
+        return
     add_units = _compiled_add_units() if gradient.device.type == "cuda" else _add_units
+    for start in range(0, len(total), _CHUNK):
+        here = slice(start, start + _CHUNK)
+        add_units(total[here], gradient[here], scale, rejected)
 
-    def add_blocks(mine: range) -> None:
-        for start in mine:
-            here = slice(start, start + size)
-            add_units(total[here], gradient[here], scale, rejected)
 
-    blocks = range(0, len(total), size)
-    if on_cpu:
-        on_threads(add_blocks, blocks)
-    else:
-        add_blocks(blocks)
+def _add_units_on_cpu(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:
+    """Do as `_add_units`, with temporaries that every chunk uses again."""
+    size = min(_CPU_CHUNK, len(total))
+    scaled = total.new_empty(size, dtype=torch.float64)
+    units = total.new_empty(size)
+    for total_n, gradient_n in zip(total.split(size), gradient.split(size), strict=True):
+        scaled_n, units_n = scaled[: len(total_n)], units[: len(total_n)]
+        scaled_n.copy_(gradient_n).masked_fill_(rejected, 0.0).mul_(scale).round_()
+        total_n.add_(units_n.copy_(scaled_n))
 
 
 def _add_units(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:

@@ -1,12 +1,13 @@
 """Take out of a private run what may be published, with its guarantee in words.
 
-    python -m torchtitan_dp.release RUN OUT [--stop_not_from_results] [--merged]
+    python -m torchtitan_dp.release RUN OUT [--stop_not_from_results] [--merged] [--no-ema]
 
 RUN is the `job.dump_folder` of a private run. OUT, which must not exist yet, becomes a Hugging Face
 folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. Of a run with
-`[lora]` it holds adapters for PEFT in the place of weights, or, merged, a whole model. Optimizer
-state, logs, TensorBoard, configuration, fingerprint and the list of executed steps stay behind. One
-plain process on the CPU, which holds the weights in fp32; the private records are not opened.
+`[lora]` it holds adapters for PEFT in the place of weights, or, merged, a whole model; with `[ema]`
+the weights are averages, or, with `--no-ema`, those after the last step. Optimizer state, logs,
+TensorBoard, configuration, fingerprint and the list of executed steps stay behind. One plain
+process on the CPU, which holds the weights in fp32; the private records are not opened.
 
 Guarantee:
     What OUT says is never less than what was spent: the terms are those of the ledger inside the
@@ -34,6 +35,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_dp.checkpoint import safe_load
+from torchtitan_dp.checkpoint.average import average_name, has_average
 from torchtitan_dp.checkpoint.folder import LEDGER_KEY, newest_whole_checkpoint, step_folder
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
@@ -61,13 +63,19 @@ _PATH_KEYS = ("_name_or_path", "name_or_path", "base_model_name_or_path")
 
 
 def release(
-    run: str, out: str, *, stop_not_from_results: bool = False, merge: bool = False
+    run: str,
+    out: str,
+    *,
+    stop_not_from_results: bool = False,
+    merge: bool = False,
+    average: bool | None = None,
 ) -> dict[str, Any]:
     """Write OUT whole, or leave nothing; what its `privacy.json` says.
 
     Args:
         merge: write whole weights where adapters were trained, as `lora.export = "merged"` does.
         stop_not_from_results: as of `releasing.claims.claims`.
+        average: whether the average of weights is written; None: if the checkpoint holds one.
 
     Raises:
         ValueError: one line for the user, who gave a run or a folder that cannot be used.
@@ -88,13 +96,14 @@ def release(
             read_ledger(checkpoint),
             stop_not_from_results=stop_not_from_results,
         )
+        average = _takes_average(checkpoint, average)
         args = check_model(config, decide_start(config))
         model = empty_model(args)
-        load_weights(checkpoint, model)
+        load_weights(checkpoint, model, average=average)
         partial = f"{out}.tmp"
         try:
             os.makedirs(partial, mode=0o700)
-            _fill(partial, model, config, args, terms, merge=merge)
+            _fill(partial, model, config, args, terms, merge=merge, average=average)
             os.rename(partial, out)
         except OSError as error:
             raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
@@ -174,13 +183,31 @@ def empty_model(args: ModelArgs) -> nn.Module:
     return model
 
 
-def load_weights(folder: str, model: nn.Module) -> None:
+def _takes_average(checkpoint: str, wanted: bool | None) -> bool:
+    """Tell whether the average in a checkpoint is released; raise ValueError if it holds none."""
+    there = has_average(checkpoint)
+    if wanted and not there:
+        raise ValueError(
+            f"--ema: {checkpoint} holds no average of weights, since it was saved with ema.enable "
+            "= false; leave it away, and the weights after its last step are released"
+        )
+    return there if wanted is None else wanted
+
+
+def load_weights(folder: str, model: nn.Module, *, average: bool = False) -> None:
     """Read the weights, and nothing else, of the checkpoint in `folder` into `model`, in place.
+
+    Args:
+        average: read the average of what was trained, in the place of what the last step left.
 
     Raises:
         ValueError: if they are not those of such a model, or not all numbers.
     """
-    _load(folder, {name: parameter.data for name, parameter in model.named_parameters()})
+    held = {
+        average_name(name) if average and parameter.requires_grad else name: parameter.data
+        for name, parameter in model.named_parameters()
+    }
+    _load(folder, held)
     try:
         require_loaded(model)
     except RuntimeError as error:
@@ -195,6 +222,7 @@ def _fill(
     terms: dict[str, Any],
     *,
     merge: bool,
+    average: bool,
 ) -> None:
     """Write all files of a release, synced; the sums last."""
     write_folder(model, config, folder, merge=merge)
@@ -202,7 +230,7 @@ def _fill(
         for name, text in byte_tokenizer_files().items():
             write_atomically(os.path.join(folder, name), text.encode())
     _drop_paths(folder)
-    card = model_card(terms, config, without_lora(args) if merge else args)
+    card = model_card(terms, config, without_lora(args) if merge else args, average=average)
     write_atomically(os.path.join(folder, CARD_FILE), card.encode())
     write_published(folder, terms)
     sums = [f"{_sha256(os.path.join(folder, n))}  {n}\n" for n in sorted(os.listdir(folder))]
@@ -253,6 +281,12 @@ def main(argv: list[str]) -> None:
         action="store_true",
         help="of a run with [lora]: a whole model, with the adapters merged into its weights",
     )
+    parser.add_argument(
+        "--ema",
+        action=argparse.BooleanOptionalAction,
+        help="of a run with [ema]: the average of weights, or those after the last step; by "
+        "default the average, where the newest checkpoint holds one",
+    )
     options = parser.parse_args(argv)
     with exit_on_mistake():
         terms = release(
@@ -260,6 +294,7 @@ def main(argv: list[str]) -> None:
             options.out,
             stop_not_from_results=options.stop_not_from_results,
             merge=options.merged,
+            average=options.ema,
         )
     print("\n".join(_said(options.out, terms)), file=sys.stderr)
 

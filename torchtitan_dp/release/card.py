@@ -50,13 +50,16 @@ _NEIGHBOURS = {
 }
 
 
-def model_card(terms: dict[str, Any], config: JobConfig, args: ModelArgs) -> str:
+def model_card(
+    terms: dict[str, Any], config: JobConfig, args: ModelArgs, *, average: bool = False
+) -> str:
     """Write Markdown with Hugging Face's front matter.
 
     Args:
         terms: as `releasing.claims.claims` returns them.
         config: the run's, of which public settings are told.
         args: of the model that is released: with `lora`, its adapters alone are.
+        average: whether the average of weights is released.
     """
     adapters = args.lora is not None
     sections = (
@@ -64,7 +67,7 @@ def model_card(terms: dict[str, Any], config: JobConfig, args: ModelArgs) -> str
         _not_said(terms, config),
         _computation(terms),
         _assumptions(terms, config),
-        _training(terms, config, args),
+        _training(terms, config, args, average),
         owner_section(),
         USE_ADAPTERS if adapters else USE,
     )
@@ -303,11 +306,12 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _training(terms: dict[str, Any], config: JobConfig, args: ModelArgs) -> str:
+def _training(terms: dict[str, Any], config: JobConfig, args: ModelArgs, average: bool) -> str:
     optimizer, schedule, training = config.optimizer, config.lr_scheduler, config.training
     title = family_of(args).title
     rows = {
         "trained": terms["trained"],
+        "weights": _which(config) if average else "those after the last step",
         "model": f"{title}, {args.n_layers} layers of {args.dim}, {args.n_heads} heads, "
         f"{args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
         "sample": f"at most {training.seq_len} tokens of one {_unit(terms)} in a step",
@@ -331,6 +335,14 @@ Settings of the run's last start. If they were tuned on the private data, see "C
 | --- | --- |
 {lines}
 """
+
+
+def _which(config: JobConfig) -> str:
+    """Say what an average of weights is of, and why it is covered."""
+    return (
+        f"an exponential moving average of those after each step (decay {config.ema.decay:g}, at "
+        "first (1 + t) / (10 + t)); it is computed from them alone, so that ε covers it"
+    )
 
 
 def _windows(terms: dict[str, Any]) -> str:

@@ -28,17 +28,19 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
     k, (_, groups) = privacy.projections, mesh(ranks.device.type, terms.degrees)
     rank = dist.get_rank(groups.cp) if groups.cp else 0
     size = 4 * k
+    tokens = -(-size // groups.cp_size)  # of a rank, of samples as long as that on any mesh
     generator = torch.Generator().manual_seed(0)
-    shape = (_SAMPLES, size * groups.cp_size, size)
+    shape = (_SAMPLES, tokens * groups.cp_size, size)
     left_BTP, right_BTD = (
         torch.randn(shape, generator=generator).to(ranks.device) for _ in range(2)
     )
-    mine = slice(rank * size, (rank + 1) * size)
+    mine = slice(rank * tokens, (rank + 1) * tokens)
     shared = Shared(groups.cp, groups.cp_size, groups.dp_rank)
-    norms = RandomizedNorms(k, "hutchinson", shared)
+    norms = RandomizedNorms(k, "hutchinson", shared, capped=True)
     norms.start_step(_KEY)
     norms.start_microbatch(_SAMPLES)
     factors = Products(left_BTP[:, mine].contiguous(), right_BTD[:, mine].contiguous())
+    assert norms.estimates(tokens * groups.cp_size, torch.Size((size, size)))
     found_B = norms.squared_norms("selfcheck", torch.Size((size, size)), [factors])
     if groups.cp is not None:
         dist.all_reduce(found_B, group=groups.cp)

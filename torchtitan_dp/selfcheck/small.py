@@ -85,6 +85,7 @@ class Small:
         ranks, rank = replicate * shard, dist.get_rank() // cp
         dealt = deal(np.arange(len(samples)), ranks=ranks, rank=rank, batch_size=batch_size)
         norms: dict[int, float] = {}
+        gradients.start_step(bytes(32))  # of projections; a public key
         for slots in dealt:
             for slot_B in torch.from_numpy(slots).split(gradients.batch_size or batch_size):
                 tokens_BT, labels_BT, weight_B = samples.take(slot_B)

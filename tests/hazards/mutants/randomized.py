@@ -8,6 +8,8 @@ TOLD = "hazards/test_randomized.py::"
 OWN = f"{ESTIMATES}test_row11_and_40_no_two_samples_parameters_steps_or_ranks_share_projections"
 MEAN = f"{ESTIMATES}test_row59_estimates_are_unbiased"
 
+WRONG = f"{ESTIMATES}test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_is_accounted_for"
+
 METHOD = "gradients/randomized_norm.py"
 
 MUTANTS = [
@@ -112,12 +114,25 @@ MUTANTS = [
         13,
         "an estimate caps nothing",
         METHOD,
-        "        self._largest_ratio = largest_ratio(projections)\n",
+        "        self._largest_ratio = largest_ratio(0 if capped else projections)\n",
         "        self._largest_ratio = 1e9\n",
-        (
-            f"{ESTIMATES}test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_the_largest_"
-            "ratio[1e-06]",
-        ),
+        (f"{WRONG}[--privacy.underestimates=accounted-8-1e-06]",),
+    ),
+    Mutant(
+        59,
+        "estimates accounted for as capped that are not",
+        METHOD,
+        "        self._largest_ratio = largest_ratio(0 if capped else projections)\n",
+        "        self._largest_ratio = largest_ratio(projections)\n",
+        (f"{TOLD}test_row59_what_is_capped_is_what_is_accounted_as_exact[capped]",),
+    ),
+    Mutant(
+        59,
+        "all estimates accounted for as capped",
+        "gradients/methods.py",
+        'if estimated and terms.underestimates == "accounted" else 0',
+        'if estimated and terms.underestimates == "both" else 0',
+        (f"{TOLD}test_row59_what_is_capped_is_what_is_accounted_as_exact[counted]",),
     ),
     Mutant(
         28,
@@ -132,8 +147,8 @@ MUTANTS = [
         59,
         "more projections accounted for than drawn",
         "ledger/settings.py",
-        "        projections=privacy.projections if estimated else 0,\n",
-        "        projections=4 * privacy.projections if estimated else 0,\n",
+        "        projections=projections,\n",
+        "        projections=4 * projections,\n",
         (f"{TOLD}test_row59_what_is_accounted_is_what_is_drawn[32-hutchinson]",),
     ),
     Mutant(
@@ -197,7 +212,7 @@ MUTANTS = [
         "",
         (
             f"{TOLD}test_row31_and_59_a_resume_that_changes_norms_is_refused_or_a_new_segment"
-            "[options1-privacy.projections = 64]",
+            "[options2-privacy.projections = 64]",
         ),
     ),
     Mutant(
@@ -231,7 +246,7 @@ MUTANTS = [
         59,
         "per layer clipping of estimated norms",
         "config/conflicts.py",
-        '            estimated and privacy.clipping != "flat",\n',
+        '            accounted and privacy.clipping != "flat",\n',
         "            False,\n",
         (
             f"{TOLD}test_what_is_not_accounted_for_is_refused_in_one_line"

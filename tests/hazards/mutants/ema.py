@@ -1,0 +1,64 @@
+"""Faults of the average of weights: row 60."""
+
+from tests.hazards.mutants.table import Mutant
+
+HERE = "models/test_ema.py::"
+RUN = "models/test_ema_run.py::"
+TRAINER = "hazards/test_trainer.py::"
+_UPDATE = (
+    "        self.dp_optimizer.step(self.clipped_sum.take(), self.noise_keys.take(self.step))\n"
+)
+_AVERAGE = (
+    "        if self.average is not None:\n"
+    "            self.average.update()  # of weights that are noised by now\n"
+)
+
+MUTANTS = [
+    Mutant(
+        60,
+        "the average made before the noise is added",
+        "train.py",
+        _UPDATE + _AVERAGE,
+        _AVERAGE + _UPDATE,
+        (f"{TRAINER}test_row60_the_average_follows_weights_that_are_noised",),
+        quick=True,
+    ),
+    Mutant(
+        60,
+        "the average follows the sum without noise",
+        "train.py",
+        _UPDATE + _AVERAGE,
+        "        total = self.clipped_sum.take()\n"
+        "        for name, average in self.average.state_dict()['weights'].items():\n"
+        "            average.to_local().view(-1).sub_(total[name], alpha=lr)\n"
+        "        self.dp_optimizer.step(total, self.noise_keys.take(self.step))\n"
+        "        self.average.update()\n",
+        (f"{RUN}test_row60_each_average_follows_from_released_weights_alone",),
+    ),
+    Mutant(
+        60,
+        "the average is of the start as it was drawn",
+        "models/ema.py",
+        "        if self.updates == 0:\n",
+        "        if self.updates < 0:\n",
+        (f"{HERE}test_it_begins_with_what_was_loaded",),
+        quick=True,
+    ),
+    Mutant(
+        60,
+        "weights stay averages after a validation",
+        "models/ema.py",
+        "        finally:\n            self._swap()\n",
+        "        finally:\n            self._swapped = False\n",
+        (f"{HERE}test_weights_and_average_are_given_back_bit_by_bit",),
+        quick=True,
+    ),
+    Mutant(
+        60,
+        "a release takes the other weights",
+        "release/__main__.py",
+        "if average and parameter.requires_grad else",
+        "if not average and parameter.requires_grad else",
+        (f"{RUN}test_a_release_is_of_the_average_unless_told_otherwise[option0-True]",),
+    ),
+]

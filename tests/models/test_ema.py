@@ -1,0 +1,108 @@
+"""The average of weights: the formula, where it begins, and what it leaves as it was."""
+
+import pytest
+import torch
+import torch.nn as nn
+
+from tests.build import config
+from torchtitan_dp.models.ema import WeightAverage, ema_of
+
+SHAPES = {"a": (5, 3), "b": (7,)}
+
+
+def parameters(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return {n: nn.Parameter(torch.randn(s, generator=generator)) for n, s in SHAPES.items()}
+
+
+@torch.no_grad()
+def step(weights, number):
+    """Weights that are those of no other step."""
+    for parameter, other in zip(weights.values(), parameters(number).values(), strict=True):
+        parameter.copy_(other)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.15, 0.9999])
+def test_it_is_a_loop_of_the_formula(decay):
+    weights = parameters()
+    average = WeightAverage(weights, decay)
+    expected = {name: p.detach().double() for name, p in weights.items()}
+    for t in range(30):
+        step(weights, t + 1)
+        average.update()
+        d = min(decay, (1 + t) / (10 + t))
+        expected = {n: d * e + (1 - d) * weights[n].detach() for n, e in expected.items()}
+    for name, found in average.state_dict()["weights"].items():
+        assert found.dtype == torch.float32
+        torch.testing.assert_close(found.double(), expected[name], rtol=1e-5, atol=1e-6)
+    assert average.updates == 30
+
+
+def test_it_reaches_back_over_a_tenth_of_the_steps():
+    """As the documents say: how many steps old the weights in it are, on average."""
+    weight = nn.Parameter(torch.zeros(()))
+    average = WeightAverage({"w": weight}, 0.9999)
+    for number in range(1, 2001):
+        weight.data.fill_(number)
+        average.update()
+    assert 2000 - average.state_dict()["weights"]["w"].item() == pytest.approx(200, rel=0.05)
+
+
+def test_it_begins_with_what_was_loaded():
+    """The model's weights are loaded after it was made; later ones are not begun with."""
+    weights = parameters()
+    average = WeightAverage(weights, 0.9)
+    step(weights, 1)
+    average.begin()
+    assert torch.equal(average.state_dict()["weights"]["a"], weights["a"])
+    average.update()
+    step(weights, 2)
+    average.begin()
+    assert torch.equal(average.state_dict()["weights"]["a"], parameters(1)["a"])
+
+
+def test_weights_and_average_are_given_back_bit_by_bit():
+    weights = parameters()
+    average = WeightAverage(weights, 0.9)
+    step(weights, 1)
+    average.update()
+    held = {name: value.clone() for name, value in average.state_dict()["weights"].items()}
+
+    def fail():
+        with average.in_place_of_weights():
+            assert all(torch.equal(weights[name], value) for name, value in held.items())
+            for refused in (average.update, average.state_dict):
+                with pytest.raises(AssertionError, match="the model holds averages"):
+                    refused()
+            raise KeyError("stop")
+
+    with pytest.raises(KeyError, match="stop"):
+        fail()
+    for name, parameter in parameters(1).items():
+        assert torch.equal(weights[name], parameter)
+        assert torch.equal(average.state_dict()["weights"][name], held[name])
+
+
+def test_it_is_of_what_is_trained():
+    layers = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2, bias=False))
+    layers[0].requires_grad_(False)
+    assert ema_of(config(), layers) is None
+    average = ema_of(config("--ema.enable", "--ema.decay=0.5"), layers)
+    assert list(average.state_dict()["weights"]) == ["1.weight"]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("--ema.decay=1", "ema.decay = 1.0: must be at least 0 and below 1"),
+        ("--ema.decay=nan", "ema.decay = nan: must be"),
+        ("--training.dtype=bfloat16", "training.dtype = 'bfloat16': averages are of fp32"),
+        ("--checkpoint.async_mode=async_with_pinned_mem", "'async_with_pinned_mem': validation"),
+    ],
+)
+def test_what_cannot_be_averaged_is_refused_in_one_line(option, said):
+    config(option, "--privacy.no-enable")  # without an average it is nobody's concern
+    with pytest.raises(ValueError, match=r"ema\.(decay|enable) = ") as error:
+        config(option, "--privacy.no-enable", "--ema.enable")
+    assert said in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,243 @@
+"""Real runs with an average of weights: what it is made of, resumed, exported and released."""
+
+import itertools
+import re
+import shutil
+
+import pytest
+import torch
+
+from tests.launch import arguments, load, privacy, train, with_sigma, write_records
+from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
+from torchtitan_dp.checkpoint.adapters import is_adapter
+from torchtitan_dp.checkpoint.average import average_name
+from torchtitan_dp.config.saved import read_config
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.llama3.model import Llama
+from torchtitan_dp.release.__main__ import main as release
+
+STEPS = 4
+SHARDED = "--parallelism.data_parallel_shard_degree=2"
+HELD_OUT = ("--data.heldout_fraction=0.3", "--validation.enable", "--validation.steps=1")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    place = tmp_path_factory.mktemp("ema_run")
+    write_llama(place / "given", tied=True, rope=PLAIN, eps=1e-6)
+    write_records(place / "data")
+    return place
+
+
+def command(place, out, *overrides):
+    return arguments(
+        out,
+        place / "data",
+        f"--model.hf_assets_path={place / 'given'}",
+        "--checkpoint.initial_load_in_hf",
+        "--privacy.initial_weights_public",
+        "--checkpoint.interval=1",
+        *with_sigma(1),
+        "--ema.enable",
+        *overrides,
+    )
+
+
+@pytest.fixture(scope="module")
+def finished(place):
+    """A private run on two shards, from given weights; not to be changed."""
+    out = place / "out"
+    options = (SHARDED, *HELD_OUT, "--validation.freq=4", "--checkpoint.last_save_in_hf")
+    train(command(place, out, *options), log=place / "log", world_size=2)
+    return out
+
+
+def state(run, step):
+    return load(run / "checkpoint" / f"step-{step}")
+
+
+def averages(saved):
+    """What a checkpoint holds of averages, by the parameter's name."""
+    return {
+        name.removeprefix(average_name("")): value
+        for name, value in saved.items()
+        if name.startswith(average_name(""))
+    }
+
+
+def followed(before, after, t):
+    """The averages of an update by the formula: of those before, and of the weights after."""
+    d = min(0.9999, (1 + t) / (10 + t))
+    return {name: old.lerp(after[name], 1 - d) for name, old in averages(before).items()}
+
+
+def test_row60_each_average_follows_from_released_weights_alone(finished):
+    """Whoever has all checkpoints' weights can compute it: there is nothing else in it."""
+    saved = [state(finished, step) for step in range(1, STEPS + 1)]
+    for t, (before, after) in enumerate(itertools.pairwise(saved), start=1):
+        expected = followed(before, after, t)
+        trained = {name for name in weights_of(after) if name != "output.weight"}  # tied
+        names = {average_name(name) for name in trained} | {"ema.updates"}
+        assert {name for name in after if name.startswith("ema.")} == names
+        for name, found in averages(after).items():
+            assert torch.equal(found, expected[name]), name
+            assert not torch.equal(found, after[name]), name
+    assert [one["ema.updates"] for one in saved] == [1, 2, 3, 4]
+
+
+def weights_of(saved):
+    return {k: v for k, v in saved.items() if re.match(r"(layers|tok_|norm|output)", k)}
+
+
+def test_it_begins_with_the_weights_that_were_given(finished, place):
+    """a_1 = 0.1 w_0 + 0.9 w_1, of w_0 that were loaded and not of those that were drawn."""
+    from safetensors.torch import load_file
+
+    (given,) = [
+        tensors["model.norm.weight"]
+        for file in (place / "given").glob("*.safetensors")
+        if "model.norm.weight" in (tensors := load_file(file))
+    ]
+    first = state(finished, 1)
+    expected = given.lerp(first["norm.weight"], 0.9)
+    torch.testing.assert_close(averages(first)["norm.weight"], expected)
+
+
+def test_validation_tells_both_losses(place, finished):
+    said = re.findall(
+        r"not private: held-out loss: ([\d.]+), of the average of weights: ([\d.]+)",
+        (place / "log").read_text(),
+    )
+    assert len(set(said)) == 2  # at steps 1 and 4, told by both ranks
+    assert all(last != average for last, average in said)
+
+
+def logits(run, average):
+    """Ours, of the last checkpoint."""
+    saved = state(run, STEPS)
+    model = Llama(shape(read_config(str(run))))
+    held = weights_of(saved) | (averages(saved) if average else {})
+    if average and "output.weight" in held:
+        held["output.weight"] = held["tok_embeddings.weight"]
+    model.load_state_dict({k: v.float() for k, v in held.items()}, strict=False)
+    with torch.no_grad():
+        return model(sample_tokens())
+
+
+@pytest.mark.parametrize(("option", "average"), [((), True), (("--no-ema",), False)])
+def test_a_release_is_of_the_average_unless_told_otherwise(finished, tmp_path, option, average):
+    release([str(finished), str(tmp_path / "model"), *option])
+    found = transformers_logits(tmp_path / "model")
+    assert (found - logits(finished, average)).abs().max() < 1e-4
+    assert (found - logits(finished, not average)).abs().max() > 0.01
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert ("| weights | an exponential moving average" in card) == average
+    assert ("| weights | those after the last step |" in card) != average
+    assert privacy(tmp_path / "model")["epsilon"] == privacy(finished)["epsilon"]
+
+
+def test_the_folder_at_the_end_holds_the_average(finished):
+    found = transformers_logits(finished / "hf")
+    assert (found - logits(finished, average=True)).abs().max() < 1e-4
+
+
+def resumed(place, run, out, *overrides, world_size=2):
+    """A copy of a run that lost its steps 3 and 4, and took them again."""
+    if not out.exists():
+        shutil.copytree(run, out)
+        shutil.rmtree(out / "checkpoint" / "step-3")
+    shutil.rmtree(out / "checkpoint" / "step-4")
+    log = out.parent / f"log{len(list(out.parent.iterdir()))}"
+    return train(command(place, out, *overrides), log=log, world_size=world_size)
+
+
+SEEDED = ("--privacy.debug_seed=1", SHARDED, *HELD_OUT, "--validation.freq=1")
+
+
+@pytest.fixture(scope="module")
+def seeded(place):
+    train(command(place, place / "seeded", *SEEDED), log=place / "log2", world_size=2)
+    return place / "seeded"
+
+
+def assert_same(found, expected):
+    """Bit by bit, all tensors: weights, moments and averages."""
+    for name, value in expected.items():
+        assert not torch.is_tensor(value) or torch.equal(found[name], value), name
+
+
+def test_it_goes_on_bit_by_bit_as_if_it_had_not_stopped(place, seeded, tmp_path):
+    resumed(place, seeded, tmp_path / "out", *SEEDED)
+    expected, found = state(seeded, STEPS), state(tmp_path / "out", STEPS)
+    assert found["ema.updates"] == STEPS
+    assert expected.keys() == found.keys()
+    assert_same(found, expected)
+
+
+def test_it_changes_no_bit_of_the_run(place, seeded, tmp_path):
+    """Though validation has the model hold averages after each step."""
+    out = tmp_path / "out"
+    train(command(place, out, *SEEDED, "--ema.no-enable"), log=tmp_path / "log")
+    without = state(out, STEPS)
+    assert state(seeded, STEPS).keys() - without.keys() == {
+        "ema.updates",
+        *map(average_name, averages(state(seeded, STEPS))),
+    }
+    assert_same(state(seeded, STEPS), without)
+
+
+def test_it_is_switched_off_and_on_without_a_new_segment(place, finished, tmp_path):
+    """Steps 3 and 4 without; step 4 again with one, on one process, which begins at step 3."""
+    out = tmp_path / "out"
+    said = resumed(place, finished, out, SHARDED, *HELD_OUT, "--ema.no-enable")
+    assert "ema.enable = false: the average in" in said
+    assert not averages(state(out, 3)) | averages(state(out, STEPS))
+    with pytest.raises(SystemExit) as stop:
+        release([str(out), str(tmp_path / "model"), "--ema"])
+    assert stop.value.code == 2
+    said = resumed(place, finished, out, *HELD_OUT, world_size=1)
+    assert "step-3 holds no average; it begins with the weights there" in said
+    before, after = state(out, 3), state(out, STEPS)
+    assert after["ema.updates"] == 1
+    for name, found in averages(after).items():
+        assert torch.equal(found, before[name].lerp(after[name], 0.9)), name
+    assert len(privacy(out)["segments"]) == 1
+
+
+def test_another_mesh_goes_on_with_it(place, finished, tmp_path):
+    """From two shards to context parallelism, whose shards are others."""
+    out = tmp_path / "out"
+    cp = "--parallelism.context_parallel_degree=2"
+    resumed(place, finished, out, *HELD_OUT, cp)
+    for t in (2, 3):
+        before, after = state(out, t), state(out, t + 1)
+        assert after["ema.updates"] == t + 1
+        expected = followed(before, after, t)
+        for name, found in averages(after).items():
+            torch.testing.assert_close(found, expected[name])
+
+
+def test_with_adapters_it_is_of_these_alone(place, tmp_path):
+    """On replicas, each of which has made its own from weights that are the same."""
+    replicas = "--parallelism.data_parallel_replicate_degree=2"
+    lora = ("--lora.rank=2", "--training.steps=2", "--training.mixed_precision_param=bfloat16")
+    out = tmp_path / "out"
+    train(command(place, out, *lora, replicas), log=tmp_path / "log", world_size=2)
+    before, after = state(out, 1), state(out, 2)
+    assert averages(after).keys() == set(filter(is_adapter, weights_of(after)))
+    for name, expected in followed(before, after, 1).items():
+        assert torch.equal(averages(after)[name], expected), name
+    release([str(out), str(tmp_path / "model"), "--merged"])
+    release([str(out), str(tmp_path / "last"), "--merged", "--no-ema"])
+    moved = transformers_logits(tmp_path / "model") - transformers_logits(tmp_path / "last")
+    assert moved.abs().max() > 1e-4
+
+
+def test_without_privacy(place, tmp_path):
+    off = ("--privacy.no-enable", "--training.global_batch_size=2", "--training.steps=2")
+    out = tmp_path / "out"
+    said = train(command(place, out, *off, *HELD_OUT), log=tmp_path / "log", world_size=2)
+    assert "of the average of weights" in said
+    before, after = state(out, 1), state(out, 2)
+    for name, expected in followed(before, after, 1).items():
+        assert torch.equal(averages(after)[name], expected), name

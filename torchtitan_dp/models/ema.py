@@ -1,0 +1,109 @@
+"""The exponential moving average of weights (`[ema]`), as De et al. (2022) take it under DP.
+
+A step's weights carry the noise of that step; an average over many steps carries less of it, and
+costs no privacy ("Unlocking High-Accuracy Differentially Private Image Classification through
+Scale", arXiv:2204.13650).
+
+Guarantee:
+    The average is a function of the weights after each step, of those that the run began with, and
+    of the configuration, so it is post-processing: what epsilon says of all weights together, the
+    accountants being those of every step's release, it says of them with their averages. Nothing
+    else is read here: no gradient, no sum, no sample. It rests on `update` being called after the
+    optimizer's step, when weights are noised.
+"""
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_dp.checkpoint.average import WEIGHTS
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.models.parameters import trainable_parameters
+
+
+class WeightAverage:
+    """Averages parameters over steps, each rank its own shards, in fp32.
+
+    The average a follows the weights w by a = d a + (1 - d) w, with d = min(decay, (1 + t) /
+    (10 + t)) at an update that t others came before: until `decay` is reached, it reaches back over
+    about a tenth of the steps, and forgets where it began. No collective is needed: replicas have
+    equal weights, and so equal averages.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
+        """Begin with the parameters as they are.
+
+        Args:
+            parameters: all that are trained, in fp32, by canonical name; sharded or not.
+            decay: the largest d, at least 0 and below 1.
+        """
+        assert all(parameter.dtype == torch.float32 for parameter in parameters.values())
+        self._parameters = dict(parameters)
+        self._decay = decay
+        self._averages = {name: p.detach().clone() for name, p in parameters.items()}
+        self._swapped = False
+        self.updates = 0
+
+    def begin(self) -> None:
+        """Begin with the parameters as they are now, unless an average of steps was loaded."""
+        if self.updates == 0:
+            for average, weight in self._pairs():
+                average.copy_(weight)
+
+    def update(self) -> None:
+        """Follow the weights after a step of the optimizer."""
+        assert not self._swapped, "the model holds averages, not weights"
+        d = min(self._decay, (1 + self.updates) / (10 + self.updates))
+        for average, weight in self._pairs():
+            average.lerp_(weight, 1 - d)
+        self.updates += 1
+
+    @contextlib.contextmanager
+    def in_place_of_weights(self) -> Iterator[None]:
+        """Have the model hold the averages, and give it its weights back bit by bit.
+
+        Weights that FSDP2 has gathered must have been freed before, and within. It takes the memory
+        of the largest parameter's shard.
+        """
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint holds of it; tensors are its own, to be read or loaded into."""
+        assert not self._swapped, "the model holds averages, not weights"
+        return {WEIGHTS: dict(self._averages), "updates": self.updates}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Go on with what `state_dict` returned, into whose tensors a checkpoint was read."""
+        assert all(state_dict[WEIGHTS][name] is own for name, own in self._averages.items())
+        self.updates = state_dict["updates"]
+
+    def _swap(self) -> None:
+        for average, weight in self._pairs():
+            held = weight.clone()
+            weight.copy_(average)
+            average.copy_(held)
+        self._swapped = not self._swapped
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """List each parameter's average and itself, on this rank."""
+        for name, parameter in self._parameters.items():
+            yield _local(self._averages[name]), _local(parameter.detach())
+
+
+def ema_of(config: JobConfig, model: nn.Module) -> WeightAverage | None:
+    """Return the average that `[ema]` asks for, of all that is trained; None if it is off."""
+    if not config.ema.enable:
+        return None
+    return WeightAverage(trainable_parameters(model), config.ema.decay)
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
