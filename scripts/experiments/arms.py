@@ -32,6 +32,7 @@ class Arm:
         epsilon: of "private"; of "noise", that of the run whose noise it has.
         samples: units in all steps together (an expectation where units are drawn).
         windows: `data.windows_per_draw`, of windows anywhere in a record; 0: its beginning.
+        ema: whether what is evaluated is the average of weights; the last ones are then, too.
     """
 
     kind: Kind
@@ -43,6 +44,7 @@ class Arm:
     samples: int = SAMPLES
     max_grad_norm: float = 1.0
     windows: int = 0
+    ema: bool = False
 
     @property
     def batch(self) -> int:
@@ -54,9 +56,10 @@ class Arm:
         if self.kind == "none":
             return "none"
         spent = "" if self.kind == "plain" else f"{self.epsilon:g}-C{self.max_grad_norm:g}"
-        windows = f"-K{self.windows}" if self.windows else ""
+        more = f"-K{self.windows}" if self.windows else ""
+        more += "-ema" if self.ema else ""
         return (
-            f"{self.kind}{spent}-{self.trained}-{self.batch}x{self.steps}{windows}"
+            f"{self.kind}{spent}-{self.trained}-{self.batch}x{self.steps}{more}"
             f"-lr{self.lr:g}-seed{self.seed}"
         )
 
@@ -112,7 +115,10 @@ def groups() -> dict[str, list[Arm]]:
             for rank in ranks
             for bound in BOUNDS_TRIED
         ],
-        "windows": [dataclasses.replace(private(RANK), windows=k) for k in (1, 4)],
+        "windows": [dataclasses.replace(private(0), windows=k) for k in (1, 4)],
+        "averages": [
+            dataclasses.replace(split_over(private(0), steps), ema=True) for steps in (STEPS, 64)
+        ],
     }
 
 

@@ -221,18 +221,20 @@ def _noise_and_loss(rows: list[Told]) -> tuple[list[float], list[float]]:
 
 
 def tried_table(runs: dict[str, Told]) -> str:
-    """Return the runs on one seed that chose a rate and a bound, and what windows bring."""
+    """Return the runs on one seed that chose a rate and a bound, and what windows and averages
+    bring; an arm that has not been run has an empty cell."""
     of = groups()
     lines = ["| tried | setting | held-out loss |", "| --- | --- | --- |"]
     for name, say in (
-        ("rates", lambda a: f"{_kind(a)}: learning rate {a.lr:g}"),
-        ("bounds", lambda a: f"{_kind(a)}: C = {a.max_grad_norm:g} (1 in the table above)"),
-        ("windows", lambda a: f"{_kind(a)}: K = {a.windows} windows anywhere in a file"),
+        ("rates", lambda a: f"learning rate {a.lr:g}"),
+        ("bounds", lambda a: f"C = {a.max_grad_norm:g} instead of 1"),
+        ("windows", lambda a: f"K = {a.windows}, windows anywhere in a file"),
+        ("averages", lambda a: f"{a.batch} × {a.steps}, `ema.enable`; without"),
     ):
         for arm in of[name]:
-            if arm.name in runs:
-                loss = runs[arm.name]["loss"]
-                lines.append(f"| {name} | {say(arm)} | {loss:.3f} |")
+            one = runs.get(arm.name, {})
+            losses = [f"{one[key]:.3f}" for key in ("loss", "last_weights") if key in one]
+            lines.append(f"| {name} | {_kind(arm)}: {say(arm)} | {'; '.join(losses)} |")
     return "\n".join(lines)
 
 

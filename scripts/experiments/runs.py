@@ -77,6 +77,10 @@ def do(folder: Folder, arm: Arm) -> dict[str, Any]:
     from .evaluate import heldout_losses  # PyTorch, while nothing else computes
 
     told |= heldout_losses(weights, folder.corpus / "heldout")
+    if arm.ema:
+        last = release_last_weights(folder.run(arm.name))
+        told["last_weights"] = heldout_losses(last, folder.corpus / "heldout")["loss"]
+        shutil.rmtree(last)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     partial.write_text(json.dumps(told, indent=1) + "\n")
@@ -88,12 +92,25 @@ def do(folder: Folder, arm: Arm) -> dict[str, Any]:
 
 def train(options: list[str]) -> None:
     """Run the trainer in one process of its own, as torchrun would start it."""
+    _python("-m", "torchtitan_dp.train", *options)
+
+
+def release_last_weights(run: Path) -> Path:
+    """Return a folder with the weights after the last step of a run that exported an average."""
+    target = run.with_name(f"{run.name}.last")  # a release may not lie in its run
+    shutil.rmtree(target, ignore_errors=True)
+    _python("-m", "torchtitan_dp.release", str(run), str(target), "--no-ema")
+    return target
+
+
+def _python(*arguments: str) -> None:
+    """Run a command of the package in a process of its own, which is all of its mesh."""
     alone = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
     place = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(20000 + os.getpid() % 20000)}
     environment = {**os.environ, **alone, **place, "PYTHONPATH": str(ROOT)}
     environment.setdefault("OMP_NUM_THREADS", "1")
     subprocess.run(
-        [sys.executable, "-m", "torchtitan_dp.train", *options],
+        [sys.executable, *arguments],
         cwd=ROOT,
         env=environment,
         check=True,
@@ -144,6 +161,8 @@ def tuning_options(folder: Folder, arm: Arm, noise: float | None) -> list[str]:
             "privacy.target_epsilon": arm.epsilon,
             "privacy.max_grad_norm": arm.max_grad_norm,
         }
+    if arm.ema:
+        values["ema.enable"] = None
     if arm.windows:
         values |= {"data.windows_per_draw": arm.windows, "data.long_records": "window"}
     return _options(values)
