@@ -47,7 +47,7 @@ def test_pieces_join_to_the_whole():
     texts = ["a" * 7000, "b" * 100, "c" * 13000]
     pieces = list(corpus.cut(texts))
     assert "".join(pieces) == "\n\n".join(texts)
-    assert {len(piece) for piece in pieces[:-1]} == {corpus.PIECE_BYTES}
+    assert {len(piece) for piece in pieces[:-1]} == {corpus.PIECE_CHARACTERS}
 
 
 def test_runs_have_names_of_their_own_that_say_all_settings():
@@ -120,8 +120,8 @@ def test_tables_hold_medians_and_the_share_of_the_gap():
     losses |= {Arm("none"): 4.0, private(0): 2.5}
     losses |= {split_over(private(0), steps): 3 - steps / 100 for steps in (64, 4)}
     made = report.tables({arm.name: told(arm, loss) for arm, loss in losses.items()})
-    assert "| without privacy | all weights | 2.000 (1.900–2.200) | 100% |" in made["main"]
-    assert "| ε = 8 | all weights | 2.500 | 75% | 0.500 |" in made["main"]
+    assert "| without privacy | all weights | 2.000 (1.900–2.200) | 3 | 100% |" in made["main"]
+    assert "| ε = 8 | all weights | 2.500 | 1 | 75% | 0.500 |" in made["main"]
     assert "all settings (3): -1.00" in made["splits"]
     page = "".join(f"a{report.BEGIN.format(n)}old{report.END.format(n)}b" for n in made)
     filled = report.filled_in(page, made)

@@ -20,10 +20,10 @@ from pathlib import Path
 
 PACKAGES = ("transformers", "huggingface_hub", "datasets", "tokenizers", "safetensors")
 HELDOUT_FRACTION = 0.2  # of folders
-LEAST_BYTES = 300  # of a private file: shorter ones are mostly empty __init__.py
+LEAST_CHARACTERS = 300  # of a private file: shorter ones are mostly empty __init__.py
 MOST_SHARED_WITH_PUBLIC = 0.2  # of a private file's telling lines
 MOST_SHARED_WITH_TRAINING = 0.5  # of a held-out file's telling lines
-PIECE_BYTES = 6000  # of public text: a sample's worth, about 2,048 tokens
+PIECE_CHARACTERS = 6000  # of public text: a sample's worth, about 2,048 tokens
 LEAST_DOCSTRING = 100
 _NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pydoc_data"}
 _NOT_TEXT |= {"encodings", "lib2to3", "ensurepip", "__pycache__"}
@@ -102,7 +102,7 @@ def private_files(public: set[str]) -> tuple[dict[str, str], dict[str, int]]:
     root = Path(sysconfig.get_paths()["purelib"])
     for package in PACKAGES:
         for path, text in _sources(root / package, {"__pycache__"}):
-            if len(text) < LEAST_BYTES:
+            if len(text) < LEAST_CHARACTERS:
                 without["short"] += 1
             elif text in seen:
                 without["copies"] += 1
@@ -144,10 +144,10 @@ def shared(lines: set[str], others: set[str]) -> float:
 
 
 def cut(texts: Iterable[str]) -> Iterator[str]:
-    """Join texts and cut them into pieces of `PIECE_BYTES` characters; the last may be shorter."""
+    """Join texts and cut them into pieces of `PIECE_CHARACTERS`; the last may be shorter."""
     whole = "\n\n".join(texts)
-    for start in range(0, len(whole), PIECE_BYTES):
-        yield whole[start : start + PIECE_BYTES]
+    for start in range(0, len(whole), PIECE_CHARACTERS):
+        yield whole[start : start + PIECE_CHARACTERS]
 
 
 def _sources(root: Path, without: set[str]) -> Iterator[tuple[str, str]]:

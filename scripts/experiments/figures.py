@@ -10,7 +10,7 @@ _NAMES = ("all weights", "LoRA")
 
 def draw_losses(rows: list[Row], path: Path) -> None:
     """Draw the held-out loss against ε, with no tuning and tuning without privacy as lines."""
-    figure, axes = _new(6.4)
+    figure, axes = _new(8.0)
     for row in (r for r in rows if r["kind"] == "none"):
         axes.axhline(row["loss"], color="#555555", label="no tuning")
     for index, rank in enumerate(_ranks(rows)):
@@ -31,7 +31,7 @@ def draw_losses(rows: list[Row], path: Path) -> None:
     axes.minorticks_off()
     axes.set_xlabel("ε (δ = 1e-5)")
     axes.set_ylabel("held-out loss, nats a token")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, loc="upper left", bbox_to_anchor=(1.01, 1.0))
     _save(figure, path)
 
 
@@ -59,6 +59,10 @@ def draw_splits(rows: list[Row], path: Path) -> None:
             text = f"{row['batch']}×{row['steps']}"
             axes.annotate(text, place, (4, 5), textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
+    ticks = [0.3, 0.5, 1, 2, 3]
+    axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
+    axes.minorticks_off()
+    axes.margins(x=0.12, y=0.1)
     axes.set_xlabel("norm of the noise over C, averaged over the run")
     axes.set_ylabel("held-out loss at ε = 8, nats a token")
     axes.legend(fontsize=8)

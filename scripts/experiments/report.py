@@ -111,8 +111,8 @@ _ORDER = {"none": 0, "noise": 1, "private": 2, "plain": 3}
 
 def main_table(rows: list[Told]) -> str:
     lines = [
-        "| tuning | trained | held-out loss | gap closed | σ | noise over C, averaged |",
-        "| --- | --- | --- | --- | --- | --- |",
+        "| tuning | trained | held-out loss | runs | gap closed | σ | noise over C, averaged |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in sorted(rows, key=lambda r: (_ORDER[r["kind"]], r["epsilon"], r["rank"])):
         title = {
@@ -127,6 +127,7 @@ def main_table(rows: list[Told]) -> str:
             title,
             "" if row["kind"] == "none" else WHAT[row["rank"]],
             spread(row["losses"]),
+            str(len(row["losses"])),
             "" if row["kind"] == "none" or closed is None else f"{closed:.0%}",
             f"{row['sigma']:.3f}" if of_noise else "",
             f"{row['noise']:.2f}" if row["noise"] is not None else "",
