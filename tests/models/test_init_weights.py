@@ -1,5 +1,6 @@
 """Initial weights are drawn in threads: the same values, and few of them in memory at once."""
 
+import dataclasses
 import functools
 import threading
 
@@ -9,6 +10,7 @@ import torch
 import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
+from torchtitan_dp.models.families import on_meta
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama, _drawn
 from torchtitan_dp.models.parameters import in_threads
 
@@ -41,3 +43,12 @@ def test_weights_are_those_of_one_draw_after_the_other(monkeypatch):
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, _drawn(name, parameter.shape, args)), name
     assert model.layers["0"].attention.wq.weight.requires_grad
+
+
+def test_a_tied_weight_stays_one_when_memory_is_given_to_it():
+    """As TorchTitan's trainer does without FSDP2: `to_empty` makes two of one."""
+    model = on_meta(dataclasses.replace(FLAVORS["debug"], tie_embeddings=True))
+    model.to_empty(device="cpu")
+    model.init_weights()
+    assert model.output.weight is model.tok_embeddings.weight
+    assert sum(name.startswith(("tok_", "output")) for name, _ in model.named_parameters()) == 1

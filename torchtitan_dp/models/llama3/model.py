@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn as nn
+from torch.distributed.tensor import DTensor
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
@@ -105,6 +106,9 @@ class Llama(Transformer):
         with torch.device(buffer_device or self.freqs_cis.device):
             self.freqs_cis = self._precompute_freqs_cis()
         args, drawn = self.model_args, {}
+        if args.tie_embeddings and not isinstance(self.output.weight, DTensor):
+            # Without FSDP2, `to_empty` has made two of one: then an export would lack the second.
+            self.output.weight = self.tok_embeddings.weight
         for name, parameter in self.named_parameters():
             if args.draw_adapters if is_adapter(name) else args.draw_weights:
                 drawn[canonical_name(name)] = parameter
