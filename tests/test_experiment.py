@@ -11,8 +11,9 @@ import torch
 from scripts.experiments import corpus, report, runs
 from scripts.experiments.arms import RANK, Arm, arms, groups, noise, private, split_over
 from scripts.experiments.evaluate import by_bucket, token_losses
-from scripts.experiments.signal import noise_norm, spearman
+from scripts.experiments.ranks import spearman
 from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
+from torchtitan_dp.plan.signal import noise_of
 
 DOCS = Path(__file__).parent.parent / "docs"
 
@@ -96,8 +97,8 @@ def test_losses_are_those_of_each_place():
 
 
 def test_noise_is_that_of_a_mean_over_the_batch_and_over_the_run():
-    assert noise_norm(0.5, 10_000, 25) == 2.0
-    assert noise_norm(0.5, 10_000, 25, 16) == 0.5
+    noise = noise_of(noise_multiplier=0.5, trained=10_000, batch=25, steps=16)
+    assert (noise.in_step, noise.over_run) == (2.0, 0.5)
     torch.manual_seed(0)
     noises = 0.5 * torch.randn(16, 10_000) / 25
     assert float(noises.mean(0).norm()) == pytest.approx(0.5, rel=0.05)

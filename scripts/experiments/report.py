@@ -9,8 +9,8 @@ from typing import Any
 
 from . import figures
 from .arms import EPSILONS, RANK, Arm, groups
+from .ranks import spearman
 from .runs import Folder
-from .signal import spearman
 
 Told = dict[str, Any]
 BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"

@@ -15,7 +15,6 @@ from typing import Any
 
 from . import corpus, model_files
 from .arms import ALPHA, Arm
-from .signal import noise_norm
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
@@ -188,6 +187,7 @@ def privacy_of(run: Path, arm: Arm) -> dict[str, Any]:
     from torchtitan_dp.config.saved import read_config
     from torchtitan_dp.models.families import trained_count
     from torchtitan_dp.models.hugging_face import shape
+    from torchtitan_dp.plan.signal import noise_of
 
     said = json.loads((run / "privacy.json").read_text())
     trained = trained_count(shape(read_config(str(run))))
@@ -196,6 +196,6 @@ def privacy_of(run: Path, arm: Arm) -> dict[str, Any]:
     told |= {k: said[k] for k in ("epsilon", "delta", "noise_multiplier", "sample_rate")}
     if arm.kind == "noise":  # its epsilon is that of gradients which hold next to nothing
         sigma *= TINY / arm.max_grad_norm
-    told["noise_norm"] = noise_norm(sigma, trained, arm.batch)
-    told["averaged_noise_norm"] = noise_norm(sigma, trained, arm.batch, arm.steps)
+    noise = noise_of(noise_multiplier=sigma, trained=trained, batch=arm.batch, steps=arm.steps)
+    told["noise_norm"], told["averaged_noise_norm"] = noise.in_step, noise.over_run
     return told
