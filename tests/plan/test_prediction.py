@@ -92,7 +92,8 @@ def test_weights_kept_gathered_are_all_in_the_peak_and_bounded_without_them(worl
     parameters = parameter_count(shape(load_config(small(), world_size)))
     assert stock[1] < kept[1] == kept[2] == stock[2]
     assert 2 * parameters <= kept[1] < 2.02 * parameters
-    assert stock[0] < kept[0] <= stock[3] < 1.05 * kept[0]
+    scalars = 64  # bytes, that a kernel holds or not where the peak is
+    assert stock[0] < kept[0] <= stock[3] + scalars < 1.05 * kept[0]
 
 
 class Line:
