@@ -341,6 +341,31 @@ def test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_is_accounted_f
         assert share > 0.5
 
 
+def test_row13_a_part_whose_capped_factor_is_no_normal_number_is_left_out():
+    """Rounding it would take more than the room that `clip` leaves."""
+    from types import SimpleNamespace
+
+    from torchtitan_dp.gradients.ghost import GhostGradients
+
+    added = []
+    squares_B = torch.tensor([3.6e29, 3.6e29], dtype=torch.float64)
+    ghost = SimpleNamespace(
+        norms=SimpleNamespace(cap=lambda name: 1.0),
+        clipped_sum=SimpleNamespace(accumulate_part=lambda *terms: added.append(terms)),
+        _clip=object(),
+        _cp=None,
+        _added=set(),
+        _squares={"w": squares_B},
+        _slices=lambda name: [slice(0, 2)],
+        _form_some=lambda *_: torch.full((2, 1, 4), 1e18),
+        _of_group=lambda *_: (torch.tensor([3e-38, 1.0]), torch.tensor([False, False])),
+    )
+    GhostGradients._add_capped(ghost, "w", [])
+    ((_, _, factor_B, rejected_B),) = added
+    assert rejected_B.tolist() == [True, False]
+    assert factor_B[1] == pytest.approx(3e-4)
+
+
 def shrunk(k, estimator):
     """Of eight samples: the length of what is added over C, and its cosine with the gradient."""
     from tests import build

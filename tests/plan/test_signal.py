@@ -223,6 +223,8 @@ def test_a_number_of_records_that_is_private_decides_nothing(tmp_path, capsys):
         said.append(json.loads(capsys.readouterr().out))
     assert said[0]["recommendation"] == said[1]["recommendation"]
     assert said[0]["recommendation"]["rows"][1]["sample_rate"] == pytest.approx(0.1)
+    advice = said[0]["recommendation"]  # to follow it takes the rate as well
+    assert f", privacy.sample_rate = {advice['sample_rate']:.6g}" in advice["reason"]
 
 
 @pytest.mark.parametrize(

@@ -246,7 +246,10 @@ class GhostGradients:
             cap_B = torch.where(formed_B > found_B, (found_B / formed_B).sqrt(), 1.0)
             factor_B, rejected_B = self._of_group(name, self._clip)
             factor_B = (factor_B[samples] * cap_B).float()
-            rejected_B = rejected_B[samples] | ~torch.isfinite(formed_B)
+            subnormal_B = (
+                factor_B < torch.finfo(torch.float32).tiny
+            )  # rounded by more than `clip`'s
+            rejected_B = rejected_B[samples] | ~torch.isfinite(formed_B) | subnormal_B
             self.clipped_sum.accumulate_part(name, shard_BDN, factor_B, rejected_B)
         self._added.add(name)
 

@@ -22,12 +22,16 @@ Guarantee:
     The projections of a sample are a function of (key, parameter, data-parallel rank, the sample's
     number there), so that all ranks of a cp group have the same, and no two samples, parameters or
     steps share any, if each step has a key of its own: they are independent as `privacy.noise`
-    says. Nothing computed here leaves the process but by the factors that gradients are clipped
-    by. If `capped`, `ghost` adds of no layer more than its estimate: one sample moves the sum by at
-    most C, surely, whatever the estimates are and whoever knows the projections, and steps are
-    accounted for as those of exact norms. Else it adds at most `largest_ratio` times the estimate,
-    and `privacy.randomized` accounts for that. In floating point an estimate errs by a share of
-    (sum_t |l_t| |r_t|)^2; both bounds hold whatever the error.
+    says. They are secret, and nothing computed here leaves the process but by the factors that
+    gradients are clipped by. If `capped`, `ghost` adds of no layer more than its estimate: given
+    the projections of every sample, one sample moves the sum by at most C, whatever its estimates
+    are. Another draw gives the samples other numbers, so that a record that comes or goes also
+    moves others' projections; but these are independent and alike, so that they have the same law
+    with the record and without, and the divergence of two mixtures over one law is at most that of
+    their worst pair (joint convexity). So steps are accounted for as those of exact norms. Else
+    `ghost` adds at most `largest_ratio` times the estimate, and `privacy.randomized` accounts for
+    that. In floating point an estimate errs by a share of (sum_t |l_t| |r_t|)^2; both bounds hold
+    whatever the error.
 """
 
 import math

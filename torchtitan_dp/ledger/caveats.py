@@ -20,8 +20,8 @@ _OF_EVERY_RUN = (
     "records are",
     "nobody but the owner sees losses, gradient norms, batch sizes, timing or other logs of the "
     "run, which are made from records without noise",
-    "draws and noise, from counter-based generators with secret 128-bit keys of the operating "
-    "system, cannot be told from random",
+    "draws, projections and noise, from counter-based generators with secret 128-bit keys of the "
+    "operating system, cannot be told from random",
     "the program does what it says: it is tested, not proven",
 )
 _FIXED = (

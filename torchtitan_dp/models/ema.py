@@ -86,11 +86,11 @@ class WeightAverage:
         self.updates = state_dict["updates"]
 
     def _swap(self) -> None:
+        self._swapped = not self._swapped  # first, so that nothing is saved of half a swap
         for average, weight in self._pairs():
             held = weight.clone()
             weight.copy_(average)
             average.copy_(held)
-        self._swapped = not self._swapped
 
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """List each parameter's average and itself, on this rank."""

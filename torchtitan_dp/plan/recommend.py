@@ -106,6 +106,7 @@ class Recommendation:
     others: tuple[Variant, ...]
     units: int
     word: str  # for a unit
+    rate_is_set: bool  # by `privacy.sample_rate`, which another batch must change too
 
     @property
     def variant(self) -> Variant:
@@ -140,9 +141,11 @@ class Recommendation:
                 f"{LARGEST_RATE:.0%}"
             )
         rank = "" if self.variant == own else f", lora.rank = {self.variant.rank}"
+        rate = f", privacy.sample_rate = {best.sample_rate:.6g}" if self.rate_is_set else ""
         return (
             f"recommended: training.global_batch_size = {best.batch}, training.steps = "
-            f"{best.steps}{rank}: {why}{self._hint(best)} (bounds are heuristics: docs/tuning.md)"
+            f"{best.steps}{rate}{rank}: {why}{self._hint(best)} "
+            "(bounds are heuristics: docs/tuning.md)"
         )
 
     def _why_not_more(self, best: Row) -> str:
@@ -216,6 +219,7 @@ class Recommendation:
         return {
             "global_batch_size": best and best.batch,
             "steps": best and best.steps,
+            "sample_rate": best and best.sample_rate,
             "lora_rank": self.variant.rank,
             "reason": self.sentence(),
             "rows": [
@@ -257,7 +261,8 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs) -> Recommendation:
     ranks = (0,) if config.lora.rank else _RANKS
     others = tuple(Variant(rank, trained_count(_with_rank(config, args, rank))) for rank in ranks)
     own = Variant(config.lora.rank, trained_count(args))
-    return Recommendation(rows, own, others, units, unit_word(config))
+    rate_is_set = config.privacy.sample_rate is not None
+    return Recommendation(rows, own, others, units, unit_word(config), rate_is_set)
 
 
 def _with_rank(config: JobConfig, args: ModelArgs, rank: int) -> ModelArgs:

@@ -340,8 +340,9 @@ Settings of the run's last start. If they were tuned on the private data, see "C
 def _which(config: JobConfig) -> str:
     """Say what an average of weights is of, and why it is covered."""
     return (
-        f"an exponential moving average of those after each step (decay {config.ema.decay:g}, at "
-        "first (1 + t) / (10 + t)); it is computed from them alone, so that ε covers it"
+        "an exponential moving average of those that the average began with and those after each "
+        f"step since (decay, as of the last start, {config.ema.decay:g}, at first (1 + t) / "
+        "(10 + t)); it is computed from them alone, so that ε covers it"
     )
 
 

@@ -119,6 +119,15 @@ MUTANTS = [
         (f"{WRONG}[--privacy.underestimates=accounted-8-1e-06]",),
     ),
     Mutant(
+        13,
+        "a capped factor that is no normal number",
+        "gradients/ghost.py",
+        " | ~torch.isfinite(formed_B) | subnormal_B",
+        " | ~torch.isfinite(formed_B)",
+        (f"{ESTIMATES}test_row13_a_part_whose_capped_factor_is_no_normal_number_is_left_out",),
+        quick=True,
+    ),
+    Mutant(
         59,
         "estimates accounted for as capped that are not",
         METHOD,
