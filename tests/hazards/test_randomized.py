@@ -255,6 +255,7 @@ def test_row11_and_59_a_step_has_a_projection_key_of_its_own(monkeypatch):
     assert call.args != (step.key,)
 
 
+@pytest.mark.slow
 def test_the_search_for_noise_in_a_plan_counts_estimates():
     from tests import build
     from torchtitan_dp.ledger.terms import _noise_multiplier

@@ -191,6 +191,7 @@ def test_clipping_by_layers_says_what_c_is(planned):
     assert "the gradient beside it is at most C, with every group of layers at its bound" in said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 16])
 def test_recommend(planned, rank):
     sizes = ("--training.global_batch_size=2", "--training.steps=400")
@@ -212,6 +213,7 @@ def test_recommend(planned, rank):
     assert "limit" in said
 
 
+@pytest.mark.slow
 def test_a_number_of_records_that_is_private_decides_nothing(tmp_path, capsys):
     """With `add_remove` the recommendation takes it from the public rate."""
     said = []

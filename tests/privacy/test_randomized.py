@@ -102,6 +102,7 @@ def test_without_randomness_it_is_the_gaussian():
 # What it costs, and in which order.
 
 
+@pytest.mark.slow
 def test_between_exact_norms_and_the_largest_ratio_always():
     for sigma, q, steps in ((1.0, 0.05, 40), (0.6, 0.01, 200), (3.0, 1.0, 5)):
         exact, mixture = epsilon(sigma, q, steps, 0), epsilon(sigma, q, steps, 32)
