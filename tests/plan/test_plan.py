@@ -19,26 +19,15 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 TOMLS = sorted((ROOT / "train_configs").glob("*.toml"))
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
-def planned(tmp_path, capsys):
-    """Plans a tiny run; its JSON."""
-    data = write_records(tmp_path / "data")
-
-    def run(*overrides):
-        capsys.readouterr()
-        command = arguments(tmp_path / "out", data, *overrides)
-        plan.main([*command, "--world_size=2", "--json=-", "--no_memory"])
-        return json.loads(capsys.readouterr().out)
-
-    return run
+def planned(plan_tiny):
+    """Plans a tiny run on two ranks; its JSON."""
+    return lambda *overrides: plan_tiny(2, *overrides)[1]
 
 
 def test_keys_of_the_json(planned):

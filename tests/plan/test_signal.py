@@ -1,5 +1,6 @@
 """Signal and noise: the formulas, what is recommended, and what the shipped configurations get."""
 
+import functools
 import json
 import math
 import re
@@ -23,29 +24,17 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
+pytestmark = pytest.mark.usefixtures("own_cache")
+
 FULL_1B, FULL_8B, ADAPTERS_8B = 1_235_814_400, 8_030_261_248, 20_971_520
 TEN_THOUSAND = Target(8.0, 1e-6, "pld", 10_000)
 LARGE = sorted(p for p in (ROOT / "train_configs").glob("*.toml") if p.stem != "llama3_debug")
 
 
-@pytest.fixture(autouse=True)
-def _cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-
-
 @pytest.fixture
-def planned(tmp_path, capsys):
-    """Plans a tiny run: what it says, and its JSON."""
-    data = write_records(tmp_path / "data")
-
-    def run(*overrides):
-        capsys.readouterr()
-        command = arguments(tmp_path / "out", data, *overrides)
-        plan.main([*command, "--world_size=1", "--json=-", "--no_memory"])
-        said = capsys.readouterr()
-        return said.err, json.loads(said.out)
-
-    return run
+def planned(plan_tiny):
+    """Plans a tiny run on one rank: what it says, and its JSON."""
+    return functools.partial(plan_tiny, 1)
 
 
 def noise(sigma, trained, batch, steps):

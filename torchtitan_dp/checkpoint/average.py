@@ -23,5 +23,4 @@ def has_average(step: str) -> bool:
     Raises:
         ValueError: its metadata is damaged.
     """
-    names = safe_load.read_metadata(step).state_dict_metadata
-    return any(name.startswith(average_name("")) for name in names)
+    return safe_load.holds(step, f"{AVERAGE}.{WEIGHTS}")

@@ -88,7 +88,7 @@ class Checkpointer(CheckpointManager):
         if not self.start.resumes and not has_adapters(checkpoint_id):  # they may be new
             model, state_dict = without_adapters(model), without_adapters(state_dict)
         refuse_another_model(checkpoint_id, model, self._origin)
-        if OPTIMIZER in state_dict and not self._has_optimizer(checkpoint_id):
+        if OPTIMIZER in state_dict and not safe_load.holds(checkpoint_id, OPTIMIZER):
             raise Fault(
                 f"checkpoint {checkpoint_id} holds weights only (checkpoint.last_save_model_only), "
                 "which cannot go on: start from it as checkpoint.initial_load_path in another "
@@ -202,11 +202,6 @@ class Checkpointer(CheckpointManager):
         if there and not wanted:
             logger.info(f"ema.enable = false: the average in {checkpoint} is not gone on with")
         return state_dict
-
-    def _has_optimizer(self, checkpoint: str) -> bool:
-        """Tell whether a checkpoint holds the optimizer's state."""
-        names = safe_load.read_metadata(checkpoint).state_dict_metadata
-        return any(name.startswith(f"{OPTIMIZER}.") for name in names)
 
 
 def _damage_on_any_rank(checkpoint: str) -> str:

@@ -151,6 +151,16 @@ def entries(metadata: Metadata) -> Iterator[Entry]:
         yield Entry(place.relative_path, place.offset, place.length, is_tensor, index.fqn)
 
 
+def holds(folder: str | os.PathLike[str], state: str) -> bool:
+    """Tell whether a checkpoint holds anything of a state, by the name it was saved under.
+
+    Raises:
+        ValueError: as `read_metadata`.
+    """
+    names = read_metadata(folder).state_dict_metadata
+    return any(name.startswith(f"{state}.") for name in names)
+
+
 def shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
     """Return the whole shape of each tensor, by name."""
     return {

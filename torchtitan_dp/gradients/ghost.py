@@ -246,9 +246,8 @@ class GhostGradients:
             cap_B = torch.where(formed_B > found_B, (found_B / formed_B).sqrt(), 1.0)
             factor_B, rejected_B = self._of_group(name, self._clip)
             factor_B = (factor_B[samples] * cap_B).float()
-            subnormal_B = (
-                factor_B < torch.finfo(torch.float32).tiny
-            )  # rounded by more than `clip`'s
+            # As in `clip`: fp32 rounds what is no normal number by more than there is room for.
+            subnormal_B = factor_B < torch.finfo(torch.float32).tiny
             rejected_B = rejected_B[samples] | ~torch.isfinite(formed_B) | subnormal_B
             self.clipped_sum.accumulate_part(name, shard_BDN, factor_B, rejected_B)
         self._added.add(name)

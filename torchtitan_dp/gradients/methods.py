@@ -52,6 +52,10 @@ class MethodTerms(Protocol):
     """Names the settings of `[privacy]` that methods are built by."""
 
     @property
+    def gradient_method(self) -> str:
+        """Name a method of `METHODS`: `auto` has been resolved."""
+
+    @property
     def shard_grad_samples(self) -> bool:
         """Tell whether `grad_sample` reduces within backward (V2) or after it (V1)."""
 
@@ -182,23 +186,7 @@ METHODS: dict[str, Method] = {
 }
 
 
-class AccountedTerms(Protocol):
-    """Names the settings of `[privacy]` that tell whether epsilon counts errors of norms."""
-
-    @property
-    def gradient_method(self) -> str:
-        """Name the method, never "auto"."""
-
-    @property
-    def projections(self) -> int:
-        """Give k."""
-
-    @property
-    def underestimates(self) -> Literal["capped", "accounted"]:
-        """Name what becomes of a gradient that is longer than was estimated."""
-
-
-def accounted_projections(terms: AccountedTerms) -> int:
+def accounted_projections(terms: MethodTerms) -> int:
     """Return from how many projections norms are estimated whose errors epsilon has to count.
 
     It is 0 where a sample moves the sum by at most C, whatever its norm was taken for: with every

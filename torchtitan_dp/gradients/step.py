@@ -32,10 +32,6 @@ class PrivacyTerms(MethodTerms, Protocol):
     """Names the settings of `[privacy]` that a step is built by; `config.Privacy` has them all."""
 
     @property
-    def gradient_method(self) -> str:
-        """Name a method of `METHODS`: `auto` has been resolved."""
-
-    @property
     def clipping(self) -> Clipping:
         """Tell whether a gradient is clipped as a whole, or group by group."""
 

@@ -62,6 +62,11 @@ class Settings:
         return self.privacy_unit.split()[0]
 
     @property
+    def implied_units(self) -> int:
+        """Return how many units the public rate stands for; their number need not be public."""
+        return round(self.expected_batch_size / self.sample_rate)
+
+    @property
     def summands(self) -> int:
         """Return the most samples that one rank adds up in a step, guessed where it is unknown."""
         return self.samples_per_rank or 2 * self.expected_batch_size

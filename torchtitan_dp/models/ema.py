@@ -18,11 +18,10 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.checkpoint.average import WEIGHTS
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.models.parameters import local_part, trainable_parameters
 
 
 class WeightAverage:
@@ -95,7 +94,7 @@ class WeightAverage:
     def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
         """List each parameter's average and itself, on this rank."""
         for name, parameter in self._parameters.items():
-            yield _local(self._averages[name]), _local(parameter.detach())
+            yield local_part(self._averages[name]), local_part(parameter.detach())
 
 
 def ema_of(config: JobConfig, model: nn.Module) -> WeightAverage | None:
@@ -103,7 +102,3 @@ def ema_of(config: JobConfig, model: nn.Module) -> WeightAverage | None:
     if not config.ema.enable:
         return None
     return WeightAverage(trainable_parameters(model), config.ema.decay)
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

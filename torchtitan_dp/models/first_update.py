@@ -16,11 +16,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan_dp.checkpoint.adapters import is_adapter
-from torchtitan_dp.models.parameters import canonical_name
+from torchtitan_dp.models.parameters import canonical_name, local_part
 from torchtitan_dp.process import Fault
 
 _CHUNK = 2**18  # values at a time, of 8 bytes and some more
@@ -58,7 +57,7 @@ class FirstUpdate:
             gradient = self._parameters[name].grad
             handed = torch.zeros((), dtype=torch.bool, device=self._device)
             if gradient is not None:
-                handed = _local(gradient).any()
+                handed = local_part(gradient).any()
             self._must[name] = handed | self._noised
 
     def _compare(self, optimizer: Optimizer, *_: Any) -> None:
@@ -85,7 +84,7 @@ class FirstUpdate:
 
     @torch.no_grad()
     def _sums(self) -> dict[str, torch.Tensor]:
-        return {name: bit_sum(_local(p)) for name, p in self._parameters.items()}
+        return {name: bit_sum(local_part(p)) for name, p in self._parameters.items()}
 
 
 def bit_sum(values: torch.Tensor) -> torch.Tensor:
@@ -99,10 +98,6 @@ def bit_sum(values: torch.Tensor) -> torch.Tensor:
             torch.arange(first, first + 2 * len(chunk), 2, device=chunk.device)
         ).sum()
     return total
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _told(what: str) -> str:

@@ -27,11 +27,15 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     }
 
 
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank holds of a tensor: its shard, or all of one that is not sharded."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def require_loaded(model: nn.Module) -> None:
     """Raise RuntimeError if a parameter holds NaN: it was never loaded, or what was is broken."""
     for name, parameter in model.named_parameters():
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        if local.isnan().any():
+        if local_part(parameter).isnan().any():
             raise RuntimeError(f"{canonical_name(name)} was not loaded, or holds a NaN")
 
 

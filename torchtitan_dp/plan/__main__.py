@@ -76,8 +76,7 @@ def _plan(
     for caveat in plan.ledger.caveats:
         print(f"      assumed or recorded: {caveat}", file=sys.stderr)
     print(f"{model}\n      {noise_line(noise, plan.settings, trained)}", file=sys.stderr)
-    rate = plan.settings.sample_rate
-    count = round(plan.settings.expected_batch_size / rate)  # public, as units' number need not be
+    count, rate = plan.settings.implied_units, plan.settings.sample_rate
     costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
     print(f"      {costs.describe()}", file=sys.stderr)
     _explain(plan)

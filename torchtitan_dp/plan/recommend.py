@@ -248,7 +248,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs) -> Recommendation:
     """
     settings, epsilon = plan.settings, config.privacy.target_epsilon
     assert epsilon is not None
-    units = round(settings.expected_batch_size / settings.sample_rate)
+    units = settings.implied_units
     target = Target(
         epsilon, settings.delta, settings.accountant, units, tuple(plan.ledger.before())
     )

@@ -19,7 +19,7 @@ from torchtitan_dp.privacy.segments import Segment
 
 DROWNS = 5.0
 """Above this much noise over the run, in C, the plan warns. A heuristic: of what the default model
-learns in 40 steps without noise it learned 72% at 4.1, 46% at 8.1 and 25% at 16 (docs/tuning.md).
+learns in 40 steps without noise it learned 70% at 4.1, 44% at 8.1 and 24% at 16 (docs/tuning.md).
 Fine-tuning of GPT-2 on E2E (Li et al. 2022), which is known to work, has 7.4 in a step and 0.37
 over the run, by the settings in its code: 42,061 records, batch 1,024, 411 steps, epsilon 8."""
 

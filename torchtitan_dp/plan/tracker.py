@@ -17,6 +17,8 @@ from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
+from torchtitan_dp.models.parameters import local_part
+
 M = TypeVar("M", bound="LocalOperators")
 
 
@@ -153,7 +155,7 @@ class MemoryTracker(LocalOperators):
     def relabel(self, tensors: Iterable[torch.Tensor], label: str) -> None:
         """Give these tensors' storages this label from now on, and count those that are new."""
         for tensor in tensors:
-            local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            local = local_part(tensor)
             self._count(local)
             storage = local.untyped_storage()
             known = self._known.get(storage._cdata)

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
-from torch.distributed.tensor import DTensor
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.train import Trainer
 
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.models.parameters import local_part
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.selfcheck.ranks import Ranks
 from torchtitan_dp.selfcheck.reference import make_samples
@@ -56,17 +56,13 @@ def checkpoint(ranks: Ranks, terms: Terms, place: str) -> Sequence[Measured]:
 
 def _tensors(small: Small) -> dict[str, torch.Tensor]:
     """Return this rank's shards of all that a checkpoint must hold, by name."""
-    found = {name: _local(parameter.detach()) for name, parameter in small.parameters.items()}
+    found = {name: local_part(parameter.detach()) for name, parameter in small.parameters.items()}
     names = {parameter: name for name, parameter in small.parameters.items()}
     for inner in small.optimizers.optimizers:
         for parameter, state in inner.state.items():
             for key, value in state.items():
-                found[f"{names[parameter]}/{key}"] = _local(value)
+                found[f"{names[parameter]}/{key}"] = local_part(value)
     return found
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 class _Counter:
