@@ -123,11 +123,20 @@ def test_tables_hold_medians_and_the_share_of_the_gap():
     made = report.tables({arm.name: told(arm, loss) for arm, loss in losses.items()})
     assert "| without privacy | all weights | 2.000 (1.900–2.200) | 3 | 100% |" in made["main"]
     assert "| ε = 8 | all weights | 2.500 | 1 | 75% | 0.500 |" in made["main"]
-    assert "all settings (3): -1.00" in made["splits"]
+    assert "of all splits: both (3): -1.00; all weights (3): -1.00" in made["splits"]
     page = "".join(f"a{report.BEGIN.format(n)}old{report.END.format(n)}b" for n in made)
     filled = report.filled_in(page, made)
     assert "old" not in filled
     assert report.filled_in(filled, made) == filled
+
+
+def test_settings_that_the_plan_considers_are_ranked_over_all_epsilons_and_seeds():
+    seeds = [split_over(private(0, seed=seed), 64) for seed in (1, 2, 3)]
+    losses = dict(zip(seeds, (3.3, 3.1, 3.2), strict=True))
+    losses |= {private(0): 3.0, private(0, epsilon=1.0): 3.6, split_over(private(0), 4): 9.0}
+    rows = report.considered_rows({arm.name: told(arm, loss) for arm, loss in losses.items()})
+    # few steps are left out; one row for the seeds of a setting
+    assert sorted(row["loss"] for row in rows) == [3.0, 3.2, 3.6]
 
 
 def test_the_page_has_the_tables_of_its_runs():

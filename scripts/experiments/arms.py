@@ -13,7 +13,7 @@ EPSILONS = (8.0, 3.0, 1.0)
 STEPS = 16
 SPLITS = (64, 32, 16, 8, 4)  # steps
 # The best of `RATES_TRIED` on one seed, by the group "rates".
-RATES = {("plain", 0): 8e-3, ("plain", RANK): 16e-3, ("private", 0): 8e-3, ("private", RANK): 16e-3}
+RATES = {("plain", 0): 8e-3, ("plain", RANK): 8e-3, ("private", 0): 8e-3, ("private", RANK): 16e-3}
 RATES_TRIED = {
     ("plain", 0): (4e-3, 8e-3, 16e-3),
     ("plain", RANK): (8e-3, 16e-3, 32e-3),
@@ -109,13 +109,21 @@ def groups() -> dict[str, list[Arm]]:
             *(private(rank, epsilon, seed) for rank, seed in both for epsilon in EPSILONS),
             *(noise(rank) for rank in ranks),
         ],
-        "splits": [split_over(private(rank), steps) for rank in ranks for steps in SPLITS],
+        "splits": [
+            split_over(private(rank, seed=seed), steps)
+            for rank in ranks
+            for steps in SPLITS
+            for seed in SEEDS
+        ],
         "bounds": [
-            dataclasses.replace(private(rank), max_grad_norm=bound)
+            dataclasses.replace(private(rank, seed=seed), max_grad_norm=bound)
             for rank in ranks
             for bound in BOUNDS_TRIED
+            for seed in SEEDS
         ],
-        "windows": [dataclasses.replace(private(0), windows=k) for k in (1, 4)],
+        "windows": [
+            dataclasses.replace(private(0, seed=seed), windows=k) for k in (1, 4) for seed in SEEDS
+        ],
         "averages": [
             dataclasses.replace(split_over(private(0), steps), ema=True) for steps in (STEPS, 64)
         ],

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_dp.plan.signal import FEWEST_STEPS
+
 from . import figures
 from .arms import EPSILONS, RANK, Arm, groups
 from .ranks import spearman
@@ -60,7 +62,7 @@ def tables(runs: dict[str, Told]) -> dict[str, str]:
     return {
         "main": main_table(main_rows(runs)),
         "positions": positions_table(position_rows(runs)),
-        "splits": splits_table(split_rows(runs)),
+        "splits": splits_table(split_rows(runs), considered_rows(runs)),
         "tried": tried_table(runs),
     }
 
@@ -172,43 +174,65 @@ def positions_table(rows: list[Told]) -> str:
 
 def split_rows(runs: dict[str, Told]) -> list[Told]:
     """Collect the splits of one compute over batch and steps, with their noise and their loss."""
-    rows = []
+    found: dict[tuple[int, int], Told] = {}
     for arm in groups()["splits"]:
         if arm.name in runs:
             one = runs[arm.name]
             noise = {k: one["privacy"][k] for k in ("noise_norm", "averaged_noise_norm")}
-            sigma = one["privacy"]["noise_multiplier"]
-            rows.append(
-                {"rank": arm.rank, "batch": arm.batch, "steps": arm.steps, "lr": arm.lr}
-                | {"sigma": sigma, "loss": one["loss"], **noise}
-            )
-    return rows
+            row = {"rank": arm.rank, "batch": arm.batch, "steps": arm.steps, "lr": arm.lr}
+            row |= {"sigma": one["privacy"]["noise_multiplier"], "losses": [], **noise}
+            found.setdefault((arm.rank, arm.steps), row)["losses"].append(one["loss"])
+    return [row | {"loss": statistics.median(row["losses"])} for row in found.values()]
 
 
-def splits_table(rows: list[Told]) -> str:
+def considered_rows(runs: dict[str, Told]) -> list[Told]:
+    """Collect the settings that `--recommend` considers: enough steps, at every ε."""
+    splits = [row for row in split_rows(runs) if row["steps"] >= FEWEST_STEPS]
+    others = [
+        row | {"averaged_noise_norm": row["noise"]}
+        for row in main_rows(runs)
+        if row["kind"] == "private" and row["epsilon"] != EPSILONS[0]
+    ]
+    return splits + others
+
+
+def splits_table(rows: list[Told], considered: list[Told]) -> str:
     lines = [
         "| trained | batch × steps | learning rate | σ | noise over C, a step | averaged | "
-        "held-out loss |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+        "held-out loss | runs |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:
         lines.append(
             f"| {WHAT[row['rank']]} | {row['batch']} × {row['steps']} | {row['lr']:.2g} | "
             f"{row['sigma']:.3f} | {row['noise_norm']:.2f} | {row['averaged_noise_norm']:.2f} | "
-            f"{row['loss']:.3f} |"
+            f"{spread(row['losses'])} | {len(row['losses'])} |"
         )
-    told = [f"{title}: {value:.2f}" for title, value in correlations(rows)]
-    return "\n".join(lines) + "\n\n" + _CORRELATION.format("; ".join(told))
+    return "\n\n".join(
+        [
+            "\n".join(lines),
+            _CORRELATION.format("of all splits", _told(rows)),
+            _CORRELATION.format(
+                f"of splits of {FEWEST_STEPS} steps and more, and at ε = 1 and 3,",
+                _told(considered),
+            ),
+        ]
+    )
 
 
 _CORRELATION = (
-    "Rank correlation (Spearman) of the noise, averaged over the run, with the held-out loss: {}."
+    "Rank correlation (Spearman) of the noise, averaged over the run, with the median held-out "
+    "loss, {}: {}."
 )
 
 
+def _told(rows: list[Told]) -> str:
+    return "; ".join(f"{title}: {value:.2f}" for title, value in correlations(rows))
+
+
 def correlations(rows: list[Told]) -> list[tuple[str, float]]:
-    """Return the rank correlation of averaged noise and loss, over all splits and of each rank."""
-    every = [("all settings", rows)]
+    """Return the rank correlation of averaged noise and loss, of all rows and of each rank."""
+    every = [("both", rows)]
     every += [(what, [r for r in rows if r["rank"] == rank]) for rank, what in WHAT.items()]
     return [
         (f"{title} ({len(of)})", spearman(*_noise_and_loss(of)))
@@ -222,8 +246,8 @@ def _noise_and_loss(rows: list[Told]) -> tuple[list[float], list[float]]:
 
 
 def tried_table(runs: dict[str, Told]) -> str:
-    """Return the runs on one seed that chose a rate and a bound, and what windows and averages
-    bring; an arm that has not been run has an empty cell."""
+    """Return the runs that chose a rate and a bound, and what windows and averages bring; an arm
+    that has not been run has an empty cell."""
     of = groups()
     lines = ["| tried | setting | held-out loss |", "| --- | --- | --- |"]
     for name, say in (
@@ -232,10 +256,17 @@ def tried_table(runs: dict[str, Told]) -> str:
         ("windows", lambda a: f"K = {a.windows}, windows anywhere in a file"),
         ("averages", lambda a: f"{a.batch} × {a.steps}, `ema.enable`; without"),
     ):
+        said: dict[str, list[Told]] = {}
         for arm in of[name]:
-            one = runs.get(arm.name, {})
-            losses = [f"{one[key]:.3f}" for key in ("loss", "last_weights") if key in one]
-            lines.append(f"| {name} | {_kind(arm)}: {say(arm)} | {'; '.join(losses)} |")
+            seeds = said.setdefault(f"{_kind(arm)}: {say(arm)}", [])
+            seeds += [runs[arm.name]] if arm.name in runs else []
+        for setting, seeds in said.items():
+            losses = [
+                spread([one[key] for one in seeds])
+                for key in ("loss", "last_weights")
+                if seeds and key in seeds[0]
+            ]
+            lines.append(f"| {name} | {setting} | {'; '.join(losses)} |")
     return "\n".join(lines)
 
 
