@@ -255,6 +255,12 @@ def test_row11_and_59_a_step_has_a_projection_key_of_its_own(monkeypatch):
     assert call.args != (step.key,)
 
 
+def test_row59_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypatch):
+    """Not by which microbatch it is in: what else is drawn would number it."""
+    step = Step(monkeypatch)
+    assert step.positions == step.draws[0].tolist() != list(range(len(step.positions)))
+
+
 @pytest.mark.slow
 def test_the_search_for_noise_in_a_plan_counts_estimates():
     from tests import build
