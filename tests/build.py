@@ -70,13 +70,17 @@ class Built:
     batch_size: int
 
     def clipped_sum(
-        self, tokens_NT: torch.Tensor, labels_NT: torch.Tensor
+        self,
+        tokens_NT: torch.Tensor,
+        labels_NT: torch.Tensor,
+        draw: np.ndarray | None = None,
+        key: bytes = bytes(32),
     ) -> tuple[dict[str, torch.Tensor], list[float]]:
         """The step's sum over all ranks as whole tensors by name, and this rank's norms.
 
         In fp64, if the sum is exact.
         """
-        norms = self.accumulate(tokens_NT, labels_NT)
+        norms = self.accumulate(tokens_NT, labels_NT, draw, key)
         total = self.gradients.clipped_sum.take()
         whole = {name: self.whole(name, flat) for name, flat in total.items()}
         if isinstance(self.summation, FixedPointSum):
@@ -84,22 +88,34 @@ class Built:
         self.gradients.clipped_sum.reset()
         return whole, norms
 
-    def accumulate(self, tokens_NT: torch.Tensor, labels_NT: torch.Tensor) -> list[float]:
-        """Deal the samples out over the data-parallel ranks and accumulate this rank's."""
+    def accumulate(
+        self,
+        tokens_NT: torch.Tensor,
+        labels_NT: torch.Tensor,
+        draw: np.ndarray | None = None,
+        key: bytes = bytes(32),
+    ) -> list[float]:
+        """Deal the samples out over the data-parallel ranks and accumulate this rank's.
+
+        Args:
+            draw: those that are drawn; all, if None.
+            key: of the step's projections.
+        """
         norms = []
+        self.gradients.start_step(key)
         at_once = self.gradients.batch_size or self.batch_size
-        slots = torch.tensor(self.slots(len(tokens_NT)))
+        slots = torch.tensor(self.slots(np.arange(len(tokens_NT)) if draw is None else draw))
         for slot_B in slots.split(at_once) if len(slots) else ():
             loss_B = self.losses(*take(tokens_NT, labels_NT, slot_B))
-            clip = self.gradients.accumulate_clipped(loss_B, slot_B >= 0)
+            clip = self.gradients.accumulate_clipped(loss_B, slot_B >= 0, slot_B.tolist())
             norms.extend(clip.norm_B.tolist())
         return norms
 
-    def slots(self, samples: int) -> list[int]:
+    def slots(self, draw: np.ndarray) -> list[int]:
         """The samples that this rank's data-parallel rank is dealt, in order; -1 is padding."""
         ranks = self.dims.dp_replicate * self.dims.dp_shard
         rank = torch.distributed.get_rank() // self.dims.cp
-        dealt = deal(np.arange(samples), ranks=ranks, rank=rank, batch_size=self.batch_size)
+        dealt = deal(draw, ranks=ranks, rank=rank, batch_size=self.batch_size)
         return [slot for slots in dealt for slot in slots.tolist()]
 
     def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
@@ -168,7 +184,6 @@ def build(
         max_grad_norm=max_grad_norm,
         clipped_sum_type=clipped_sum_type,
     )
-    step.gradients.start_step(bytes(32))  # samples are numbered on from one sum to the next
     losses = SampleLosses(
         model,
         torch.device("cpu"),

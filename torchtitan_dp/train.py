@@ -167,7 +167,9 @@ class DPTrainer(Trainer):
                 self.gradients.hold(loss_B)
                 told_B = told_B + loss_B.detach()
             loss_B = last.of_mean(self.sample_losses(last.tokens_BT, last.labels_BT))
-            clip = self.gradients.accumulate_clipped(loss_B, part.valid_B)
+            clip = self.gradients.accumulate_clipped(
+                loss_B, part.valid_B, part.positions_B.tolist()
+            )
             loss_B = loss_B + told_B  # the mean over a unit's windows
             statistics.add(loss_B, part.valid_B, clip)
 

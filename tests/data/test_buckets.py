@@ -148,7 +148,7 @@ def test_drawn_is_processed_at_a_length_of_its_own(
 
         seen = []
         for microbatch in (m for of_rank in drawn for m in of_rank):
-            for tokens_T, labels_T, valid in zip(*microbatch, strict=True):
+            for tokens_T, labels_T, valid, _ in zip(*microbatch, strict=True):
                 assert valid or (labels_T == IGNORE_INDEX).all()
                 if valid:
                     seen.append((len(tokens_T), tokens_T.tolist(), labels_T.tolist()))

@@ -287,7 +287,7 @@ def processed(loaders: list[RecordLoader], draw: np.ndarray, key: bytes, ladder:
     found = []
     for loader in loaders:
         lengths = loader.lengths(draw, ladder, CPU, key)
-        for tokens_BT, labels_BT, valid_B in loader.microbatches(draw, lengths, key):
+        for tokens_BT, labels_BT, valid_B, _ in loader.microbatches(draw, lengths, key):
             for sample in zip(tokens_BT[valid_B], labels_BT[valid_B], strict=True):
                 found.append((len(sample[0]), ids(sample)))
     return sorted(found)

@@ -85,7 +85,16 @@ def test_row19_a_step_is_fed_what_the_loader_makes(
         for microbatch in found:
             assert len(microbatch.valid_B) == batch_size
             assert len(microbatch.tokens_BT) == batch_size * K
+            assert torch.equal(microbatch.positions_B >= 0, microbatch.valid_B)
     feed.close()
+    everyone = [
+        RecordLoader(of, np.arange(len(of.units)), ranks=2, rank=rank, batch_size=batch_size)
+        for rank in range(2)
+    ]
+    draw = steps[0].positions
+    dealt = [m.positions_B for one in everyone for m in one.microbatches(draw)]
+    found_B = torch.cat(dealt)
+    assert sorted(found_B[found_B >= 0].tolist()) == draw.tolist()
 
 
 def test_a_unit_is_padded_to_its_longest_window(tmp_path: Path) -> None:
@@ -113,7 +122,10 @@ def test_row05_a_units_share_is_of_its_own_windows() -> None:
     labels_BT = torch.full((9, 2), IGNORED)
     labels_BT[[0, 1, 2, 4], 1] = 7
     microbatch = Microbatch(
-        torch.arange(18).view(9, 2), labels_BT, torch.tensor([True, True, False])
+        torch.arange(18).view(9, 2),
+        labels_BT,
+        torch.tensor([True, True, False]),
+        torch.tensor([4, 2, -1]),
     )
     windows = microbatch.windows()
     assert len(windows) == 3
@@ -122,8 +134,9 @@ def test_row05_a_units_share_is_of_its_own_windows() -> None:
         assert window.share_B is not None
         assert window.share_B.tolist() == pytest.approx([1 / 3, 1, 1])
         assert window.of_mean(torch.ones(3)).tolist() == pytest.approx([1 / 3, 1, 1])
-    first, *_ = microbatch.split(2)
+    first, last = microbatch.split(2)
     assert first.tokens_BT.shape == (6, 2)
+    assert [part.positions_B.tolist() for part in (first, last)] == [[4, 2], [-1]]
     assert [len(part.tokens_BT) for part in microbatch.split(None)] == [9]
 
 

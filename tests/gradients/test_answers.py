@@ -9,6 +9,7 @@ import json
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -78,7 +79,7 @@ def errors(degrees: tuple[int, int, int], method: str, samples: int) -> tuple[fl
     )
     losses, gradients = by_hand(build.reference_model(args), build.T)
     loss_error = 0.0
-    slots = torch.tensor(built.slots(len(RECORDS)))
+    slots = torch.tensor(built.slots(np.arange(len(RECORDS))))
     for slot_B in slots.split(built.gradients.batch_size or samples):
         loss_B = built.losses(*build.take(tokens_NT, labels_NT, slot_B))
         clip = built.gradients.accumulate_clipped(loss_B, slot_B >= 0)

@@ -7,6 +7,7 @@ its matrices (WIDE).
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
 
@@ -42,9 +43,10 @@ def data(samples):
     return tokens_NT, labels_NT
 
 
-def reference_squares(norms, gradient, layers, tokens, number, dp_rank, key):
+def reference_squares(norms, gradient, layers, tokens, position, key):
     """One sample's estimate, by whole matrices in fp64: the total, and of each matrix that was
     estimated its estimate over the true square."""
+    from torchtitan_dp.gradients.randomized_norm import first_number
     from torchtitan_dp.privacy.noise import standard_normal
 
     k, total, estimated = norms.projections, 0.0, {}
@@ -56,7 +58,8 @@ def reference_squares(norms, gradient, layers, tokens, number, dp_rank, key):
         rows = g_PD.shape[0]
 
         def drawn(purpose, rows=rows, name=name):
-            flat = standard_normal(key, f"{name}/{purpose}/{dp_rank}", number * rows * k, rows * k)
+            start = first_number(position, rows * k)
+            flat = standard_normal(key, f"{name}/{purpose}", start, rows * k)
             return flat.view(rows, k).double() / math.sqrt(k)
 
         y_DK = g_PD.double().T @ drawn("tail")
@@ -79,33 +82,20 @@ def errors(degrees, method, changes, samples, C=1.0):
     args = dataclasses.replace(build.ARGS, **WIDE, **changes)
     built = build.build(degrees, *method, args=args, max_grad_norm=C)
     norms, key = built.gradients.norms, bytes(range(32))
-    built.gradients.start_step(key)
     tokens_NT, labels_NT = data(samples)
-    actual, found = built.clipped_sum(tokens_NT, labels_NT)
+    actual, found = built.clipped_sum(tokens_NT, labels_NT, key=key)
     gradients = build.reference_gradients(build.reference_model(args), tokens_NT, labels_NT)
     layers = built.gradients._layers
     expected = {name: torch.zeros_like(g, dtype=torch.float64) for name, g in gradients[0].items()}
     off, seen = 0.0, {}
-    dp = degrees[0] * degrees[1]
-    import numpy as np
-
-    from torchtitan_dp.privacy.sampling import deal
-
-    for dp_rank in range(dp):
-        dealt = deal(np.arange(samples), ranks=dp, rank=dp_rank, batch_size=built.batch_size)
-        slots = [int(slot) for slots in dealt for slot in slots]
-        for number, slot in enumerate(slots):
-            if slot < 0:
-                continue
-            square, seen = reference_squares(
-                norms, gradients[slot], layers, 64, number, dp_rank, key
-            )
-            if dp_rank == built.groups.dp_rank:
-                off = max(off, abs(found[number] / math.sqrt(square) - 1))
-            factor = min(1.0, C / math.sqrt(square))
-            for name, g in gradients[slot].items():
-                cap = math.sqrt(min(seen.get(name, 1.0), 1.0)) if CAPPED in method else 1.0
-                expected[name] += cap * factor * g.double()
+    mine = dict(zip(built.slots(np.arange(samples)), found, strict=True))
+    for position, gradient in enumerate(gradients):
+        square, seen = reference_squares(norms, gradient, layers, 64, position, key)
+        off = max(off, abs(mine.get(position, math.sqrt(square)) / math.sqrt(square) - 1))
+        factor = min(1.0, C / math.sqrt(square))
+        for name, g in gradient.items():
+            cap = math.sqrt(min(seen.get(name, 1.0), 1.0)) if CAPPED in method else 1.0
+            expected[name] += cap * factor * g.double()
     return build.relative_error(actual, expected), off, len(seen)
 
 
@@ -179,6 +169,58 @@ def test_an_empty_draw_adds_nothing():
     assert on_ranks(1, empty_draw) == [(0.0, [])]
 
 
+# Whose projections they are.
+
+
+def exact_sums(degrees, batch_size, draws, estimator, empty=()):
+    """For each draw from the same data set, the whole sum in multiples of the unit, and the norms
+    of this rank's samples."""
+    from tests import build
+
+    args = dataclasses.replace(build.ARGS, **WIDE)
+    exact = ("--privacy.secure_noise", "--privacy.exact_sum")
+    method = [*randomized(batch_size, "one", estimator, errors=CAPPED), *exact]
+    built = build.build(degrees, *method, args=args, max_grad_norm=0.5)
+    tokens_NT, labels_NT = data(6)
+    labels_NT[list(empty)] = -100
+    clipped_sum, found = built.gradients.clipped_sum, []
+    for draw in map(np.array, draws):
+        clipped_sum.reset()
+        norms = built.accumulate(tokens_NT, labels_NT, draw)
+        total = {name: built.whole(name, flat) for name, flat in clipped_sum.take().items()}
+        by_unit = dict(zip(built.slots(draw), norms, strict=True))
+        found.append((total, {unit: norm for unit, norm in by_unit.items() if unit >= 0}))
+    assert len(built.gradients.norms._estimated) >= 6
+    return found
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
+def test_row49_and_59_an_empty_record_in_front_changes_no_bit(estimator):
+    """Nor does one that is not empty change what the others add: sums are of single samples."""
+    draws = [[0, 2, 3, 4, 5], [2, 3, 4, 5], [1, 2, 3, 4, 5], [1]]
+    ((empty, without, full, alone),) = on_ranks(1, exact_sums, (1, 1, 1), 4, draws, estimator, (0,))
+    assert any((value != 0).any() for value in without[0].values())
+    for name, value in without[0].items():
+        assert torch.equal(empty[0][name], value), name
+        assert torch.equal(full[0][name], value + alone[0][name]), name
+    assert empty[1] == {0: 0.0, **without[1]}
+    assert full[1] == alone[1] | without[1]
+    assert min(without[1].values()) > 0.5  # all are clipped
+
+
+@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
+def test_row12_and_59_estimates_are_the_same_on_every_mesh_and_in_every_microbatch(estimator):
+    draws = [[0, 1, 2, 3, 5]]
+    ((alone,),) = on_ranks(1, exact_sums, (1, 1, 1), 4, draws, estimator)
+    for degrees, batch_size in [((1, 1, 1), 2), ((1, 2, 1), 4), ((1, 1, 2), 2)]:
+        norms = {}
+        for ((_, found),) in on_ranks(
+            math.prod(degrees), exact_sums, degrees, batch_size, draws, estimator
+        ):
+            norms |= found
+        assert norms == pytest.approx(alone[1], rel=1e-6), degrees
+
+
 # The estimator alone.
 
 
@@ -190,14 +232,14 @@ def factors_of(samples, seed=0, tokens=48, shape=(40, 56)):
     return Products(left.expand(samples, -1, -1), right.expand(samples, -1, -1))
 
 
-def always(estimator, k=K, dp_rank=0, cp=None, cp_size=1):
-    from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, Shared
+def always(estimator):
+    from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
 
     class Always(RandomizedNorms):
         def estimates(self, tokens, shape):
             return True
 
-    norms = Always(k, estimator, Shared(cp, cp_size, dp_rank), capped=True)
+    norms = Always(K, estimator, None, capped=True)
     norms.start_step(bytes(32))
     return norms
 
@@ -207,7 +249,7 @@ def test_row59_estimates_are_unbiased(estimator):
     """And spread as they should: 2 |G^T G|^2 / k, which Hutch++ is below."""
     samples = 3_000
     factors, norms = factors_of(samples), always(estimator)
-    norms.start_microbatch(samples)
+    norms.start_microbatch(range(samples))
     found = norms.squared_norms("w", torch.Size((40, 56)), [factors])
     gradient = factors.left[0].double().T @ factors.right[0].double()
     true = gradient.square().sum()
@@ -228,52 +270,68 @@ def test_a_rank_one_gradients_estimate_is_chi_squared():
     samples, norms = 4_000, always("hutchinson")
     left = torch.randn(1, 1, 24, generator=torch.Generator().manual_seed(1))
     factors = Products(left.expand(samples, -1, -1), torch.ones(samples, 1, 3))
-    norms.start_microbatch(samples)
+    norms.start_microbatch(range(samples))
     found = norms.squared_norms("w", torch.Size((24, 3)), [factors])
     true = left.double().square().sum() * 3
     assert stats.kstest((K * found / true).numpy(), stats.chi2(K).cdf).pvalue > 1e-3
 
 
-def test_row11_and_40_no_two_samples_parameters_steps_or_ranks_share_projections():
-    drawn = []
-    for dp_rank in (0, 1):
-        norms = always("hutch++", dp_rank=dp_rank)
-        for key in (bytes(32), bytes([1] * 32)):
-            norms.start_step(key)
-            for _ in range(2):
-                norms.start_microbatch(3)
-                for name in ("a", "b"):
-                    for purpose in ("tail", "sketch"):
-                        one = norms._draw(name, purpose, [factors_of(3)], 40)
-                        drawn += list(one.flatten(1))
+def draw(norms, positions, name="a", purpose="tail", rows=40):
+    norms.start_microbatch(positions)
+    return norms._draw(name, purpose, [factors_of(len(positions))], rows).flatten(1)
+
+
+@pytest.mark.parametrize("rows", [40, 5_000])  # less than a block of the generator, and more
+def test_row11_and_40_no_two_units_parameters_or_steps_share_projections(rows):
+    norms, drawn = always("hutch++"), []
+    for key in (bytes(32), bytes([1] * 32)):
+        for name in ("a", "b"):
+            for purpose in ("tail", "sketch"):
+                norms.start_step(key)
+                for positions in ((-1, 0, 1), (7, 2, 10**8)):
+                    drawn += list(draw(norms, positions, name, purpose, rows))
     whole = torch.stack(drawn)
-    assert len(torch.unique(whole[:, :4], dim=0)) == len(whole) == 2 * 2 * 2 * 3 * 2 * 2
+    assert len(torch.unique(whole[:, :4], dim=0)) == len(whole) == 2 * 2 * 2 * 6
     correlations = torch.corrcoef(whole).fill_diagonal_(0).abs()
-    assert correlations.max() < 6 / math.sqrt(40 * K)
+    assert correlations.max() < 6 / math.sqrt(rows * K)
     assert whole.var().item() == pytest.approx(1 / K, rel=0.02)
 
 
-def test_samples_are_numbered_on_where_no_step_begins():
+def test_row59_a_units_projections_do_not_depend_on_who_else_is_drawn():
+    """Nor on the microbatch, or the place in it, that it is dealt to."""
+    found = []
+    for microbatches in ([(3, 5)], [(5, -1)], [(1, 2), (4, 5)]):
+        norms = always("hutchinson")
+        for positions in microbatches:
+            drawn = dict(zip(positions, draw(norms, positions), strict=True))
+        found.append(drawn[5])
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+def test_row59_no_unit_comes_twice_in_a_step_and_none_without_its_position():
     norms = always("hutchinson")
-    drawn = []
-    for _ in range(2):
-        norms.start_microbatch(2)
-        drawn.append(norms._draw("a", "tail", [factors_of(2)], 40))
-    assert not torch.equal(*drawn)
+    norms.start_microbatch((3, -1, -1))
+    norms.start_microbatch((4, -1))
+    for positions in ((5, 3), (6, 6)):
+        with pytest.raises(AssertionError, match="twice"):
+            norms.start_microbatch(positions)
+    norms.start_step(bytes([1] * 32))
+    norms.start_microbatch((3, 6))
+    norms.start_microbatch(None)
+    with pytest.raises(AssertionError, match="whose samples"):
+        norms._draw("a", "tail", [factors_of(2)], 40)
 
 
-def drawn_by(degrees):
-    from tests import build
+@pytest.mark.parametrize("k", [8, 4096])
+def test_row59_units_places_are_apart_and_within_what_generators_count_to(k):
+    from torchtitan_dp.gradients.randomized_norm import first_number
 
-    _, groups = build._mesh(degrees)
-    norms = always("hutchinson", dp_rank=groups.dp_rank)
-    norms.start_microbatch(2)
-    return norms._draw("a", "tail", [factors_of(2)], 40).flatten().tolist()
-
-
-def test_ranks_of_a_cp_group_have_the_same_projections_and_others_have_others():
-    first, second, third, fourth = on_ranks(4, drawn_by, (1, 2, 2))
-    assert first == second != third == fourth
+    for rows in (1, 131, 128_256):
+        starts = [first_number(position, rows * k) for position in (-1, 0, 1, 10**8, 2**32 - 2)]
+        assert starts[0] == 0
+        assert starts[2] - starts[1] == starts[1] >= rows * k
+        assert all(start % starts[1] == 0 for start in starts)
+        assert starts[-1] + rows * k < 2**63
 
 
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
@@ -284,7 +342,7 @@ def test_row22_a_bad_sample_is_seen_and_its_neighbour_is_not_touched(bad, estima
         factors, norms = factors_of(2), always(estimator)
         left = factors.left.clone()
         left[1, 3, 2] = value
-        norms.start_microbatch(2)
+        norms.start_microbatch(range(2))
         one = dataclasses.replace(factors, left=left, right=factors.right.contiguous())
         found.append(norms.squared_norms("w", torch.Size((40, 56)), [one]))
     assert found[0][0] == found[1][0]
@@ -380,9 +438,8 @@ def shrunk(k, estimator):
         options = [*options, "--training.seq_len=256"]
         built = build.build((1, 1, 1), *options, args=args, max_grad_norm=1e-3)
         for sample in range(8):
-            built.gradients.start_step(bytes([sample]) * 32)
             one = tokens_NT[sample : sample + 1]
-            total, _ = built.clipped_sum(one, one.roll(-1, 1))
+            total, _ = built.clipped_sum(one, one.roll(-1, 1), key=bytes([sample]) * 32)
             found.append(torch.cat([g.flatten().double() for g in total.values()]))
     lengths = [one.norm().item() / 1e-3 for one in added]
     cosines = [

@@ -326,7 +326,7 @@ def canary_scores(degrees, method, options):
     tokens_NT, labels_NT = build.data(samples=7)
     labels_NT[:] = -100
     for units in ([None, 0, 1, 2, 3, 4, 5], [0, 1, None, 2, 3, None, None]):
-        drawn.extend(units[slot] if slot >= 0 else None for slot in built.slots(7))
+        drawn.extend(units[slot] if slot >= 0 else None for slot in built.slots(np.arange(7)))
         built.accumulate(tokens_NT, labels_NT)
         assert not drawn
         dp.step(sums.take(), bytes(32))

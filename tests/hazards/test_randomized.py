@@ -3,6 +3,7 @@ told; and what the accounting does not cover is refused.
 """
 
 import dataclasses
+import itertools
 import json
 
 import pytest
@@ -71,12 +72,75 @@ def terms_of(*overrides):
 
 
 def test_row59_exact_and_capped_norms_may_take_each_others_place():
-    """Which of them it is changes no epsilon."""
+    """Which of them it is changes no epsilon, and is told of each step."""
     ghost, other = terms_of("--privacy.gradient_method=ghost"), terms_of("--privacy.projections=64")
-    assert (ghost.projections, ghost.norm_estimator) == (0, "exact")
-    assert ghost == other == terms_of(*CAPPED)
-    assert ghost.spending(7).projections == 0
-    assert not ghost.same_terms(terms_of(*METHOD))
+    assert ghost.norms == (0, 0, "exact")
+    assert ghost == other
+    capped = terms_of(*CAPPED)
+    more = terms_of(*CAPPED, "--privacy.projections=64", "--privacy.norm_estimator=hutch++")
+    assert capped.norms == (0, 32, "hutchinson")
+    assert more.norms == (0, 64, "hutch++")
+    for one, to_come in itertools.permutations((ghost, capped, more), 2):
+        assert one.same_terms(to_come)
+        assert one.spending(7) == to_come.spending(7)
+        assert not one.same_terms(terms_of(*METHOD))
+        ledger = Ledger(to_come)
+        ledger.resume_from(Ledger(one, steps=3), None)
+        ledger.steps = 5
+        assert [(s.settings.norms, s.steps) for s in ledger.segments()] == [
+            (one.norms, 3),
+            (to_come.norms, 2),
+        ]
+        assert ledger.epsilon() == Ledger(one, steps=5).epsilon()
+        assert not ledger.caveats
+        assert not ledger.adaptive
+        again = Ledger(to_come)
+        again.resume_from(ledger, None)
+        assert again.segments() == ledger.segments()
+
+
+def test_row55_and_59_a_file_that_does_not_tell_of_capped_norms_is_read(tmp_path):
+    """And goes on, with or without them."""
+    told = account(tmp_path, Ledger(EXACT, steps=3, planned_steps=3)).publish(str(tmp_path))
+    for terms in (told, *(segment["settings"] for segment in told["segments"])):
+        del terms["capped_projections"]
+    (tmp_path / "privacy.json").write_text(json.dumps(told))
+    schema.check(told)
+    published = read_published(str(tmp_path))
+    assert published.settings == EXACT
+    capped = dataclasses.replace(EXACT, capped_projections=32, norm_estimator="hutchinson")
+    ledger = Ledger(capped)
+    ledger.resume_from(published, None)
+    assert [segment.settings for segment in ledger.segments()] == [EXACT, capped]
+    older = json.loads(Ledger(EXACT, steps=3).to_json())
+    del older["settings"]["capped_projections"]
+    assert Ledger.from_json(json.dumps(older)).settings == EXACT
+
+
+def test_row24_and_59_people_are_told_of_capped_norms(tmp_path):
+    """By which estimates, and that nothing counts more than C for all that."""
+    from torchtitan_dp.checkpoint.verify import verify
+    from torchtitan_dp.ledger import summary
+    from torchtitan_dp.release.card import _clipped, _clipping, _segments
+
+    capped = dataclasses.replace(EXACT, capped_projections=32, norm_estimator="hutch++")
+    before = [RunSegment(capped, 1), RunSegment(EXACT, 1)]
+    ledger = Ledger(capped, steps=3, planned_steps=3, finished=before)
+    told = account(tmp_path, ledger).publish(str(tmp_path))
+    assert (told["projections"], told["capped_projections"]) == (0, 32)
+    assert told["norm_estimator"] == "hutch++"
+    assert told["mechanism"] == EXACT.mechanism
+    assert told["epsilon"] == pytest.approx(spent(3, 0), rel=1e-6)
+    assert not any("norms were estimated" in caveat for caveat in told["caveats"])
+    assert "norms from 32 projections, capped, pld" in " ".join(summary(told))
+    assert "estimated (hutch++, 32 random projections)" in _clipping(told)
+    assert "nothing counts more than C, and ε is that of exact norms" in _clipping(told)
+    assert _clipped(told) == "its gradient is clipped to norm C"
+    first, second = _segments(told).splitlines()
+    assert first.endswith("norms from 32 projections, capped |")
+    assert "norms" not in second
+    assert verify(str(tmp_path)).faults == []
+    assert read_published(str(tmp_path)).segments() == ledger.segments()
 
 
 @pytest.mark.parametrize("options, counted", [(CAPPED, 0), (METHOD, 32)], ids=["capped", "counted"])
@@ -255,6 +319,12 @@ def test_row11_and_59_a_step_has_a_projection_key_of_its_own(monkeypatch):
     assert call.args != (step.key,)
 
 
+def test_row59_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypatch):
+    """Not by which microbatch it is in: what else is drawn would number it."""
+    step = Step(monkeypatch)
+    assert step.positions == step.draws[0].tolist() != list(range(len(step.positions)))
+
+
 @pytest.mark.slow
 def test_the_search_for_noise_in_a_plan_counts_estimates():
     from tests import build
@@ -278,6 +348,6 @@ def test_row24_and_59_people_are_told_of_estimates(tmp_path):
     assert "estimated (hutchinson, 32 random projections)" in _clipping(told)
     assert "at most 2.14 C" in _clipped(told)
     assert "norms from 32 projections" in " ".join(summary(told))
-    exact = told | {"projections": 0}
+    exact = told | {"projections": 0, "capped_projections": 0}
     assert _clipped(exact) == "its gradient is clipped to norm C"
     assert _clipping(exact) == "to norm C = 0.5, flat, vanilla"

@@ -75,7 +75,7 @@ class Step:
         from tests import build
         from torchtitan_dp import train
 
-        self.did, self.drawn, self.draws, self.feed = [], [], [], feed()
+        self.did, self.drawn, self.draws, self.positions, self.feed = [], [], [], [], feed()
         root, draw = RootKey(ROOT), train.poisson_draw
         settings = dataclasses.replace(SETTINGS, sample_rate=sample_rate)
         trainer = self.trainer = MagicMock()
@@ -107,8 +107,9 @@ class Step:
         train.DPTrainer.train_step(trainer, self.feed)
         self.feed.close()
 
-    def _accumulate(self, loss_B, valid_B):
+    def _accumulate(self, loss_B, valid_B, positions):
         self.did.append("sample")
+        self.positions.extend(positions)
         rejected_B = ~(valid_B & loss_B.isfinite())
         norm_B = loss_B.detach().double()
         return Clip(torch.ones_like(loss_B), rejected_B, norm_B, norm_B > 1)

@@ -249,7 +249,8 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
         tokens, labels = (
             torch.randint(0, 256, padding.tokens_BT.shape, generator=generator) for _ in range(2)
         )
-        return Microbatch(tokens, labels, torch.ones_like(padding.valid_B))
+        valid_B = torch.ones_like(padding.valid_B)
+        return Microbatch(tokens, labels, valid_B, padding.positions_B)
 
     found = []
     try:

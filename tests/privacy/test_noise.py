@@ -85,7 +85,7 @@ def test_numpy_philox_matches_random123(counter, key, expected):
 
 def test_cpu_noise_is_numpys_philox_at_the_documented_key_and_counter():
     key = int.from_bytes(noise.cipher_key(KEY, "philox4x64", "w"), "little")
-    for block in (0, 1, 5):
+    for block in (0, 1, 5, 2**47):
         generator = np.random.Generator(np.random.Philox(key=key, counter=block << 64))
         expected = generator.standard_normal(noise.BLOCK, dtype=np.float32)
         assert np.array_equal(philox(KEY, "w", block * noise.BLOCK, noise.BLOCK), expected)
@@ -154,6 +154,23 @@ def test_shards_fit_together_bit_by_bit(draw, cuts):
     assert torch.equal(torch.cat(parts), whole)
 
 
+@both
+@pytest.mark.parametrize("start", [2**53, 13 * 10**15, 2**62 - 100])
+def test_positions_are_exact_however_far(draw, start):
+    """Beyond what fp64 counts by one: projections of many units begin there."""
+    whole = draw(KEY, "w", start, 1_001)
+    assert len(torch.unique(whole)) > 990  # fp32 values may meet
+    for cut in (1, 2, 501):
+        assert torch.equal(draw(KEY, "w", start + cut, 1_001 - cut), whole[cut:])
+
+
+def test_far_threefry_noise_is_the_cipher_at_the_position():
+    start, key = 2**62 - 3, noise.threefry_key(KEY, "w", "cpu")
+    positions = torch.tensor([start + i for i in range(5)])
+    expected = [noise.threefry_normal(key, at, 1).item() for at in positions]
+    assert threefry(KEY, "w", start, 5).tolist() == expected
+
+
 def test_threefry_chunks_fit_together(monkeypatch):
     whole = threefry(KEY, "w", 3, 10_001)
     monkeypatch.setattr(noise, "_CHUNK", 1_024)
@@ -193,7 +210,7 @@ def streams(draw) -> list[torch.Tensor]:
     stream = RootKey(KEY).stream("noise")
     keys = [stream.take(step) for step in (1, 2)]
     out = [draw(key, name, 0, SIZE) for key in keys for name in ("w", "w2", "layers.0.w")]
-    out += [draw(keys[0], "w", start, 5_000) for start in (2**31, 2**32, 2**33 + 1, 2**40)]
+    out += [draw(keys[0], "w", start, 5_000) for start in (2**31, 2**32, 2**40, 2**62)]
     return out
 
 

@@ -227,7 +227,8 @@ class Game:
             for slot_B in torch.from_numpy(slots).to(self._device).split(at_once):
                 valid_B = slot_B >= 0
                 unit_BPN = units_UPN[slot_B].masked_fill(~valid_B[:, None, None], 0.0)
-                self._gradients.accumulate_clipped(self._model(unit_BPN), valid_B)
+                loss_B = self._model(unit_BPN)
+                self._gradients.accumulate_clipped(loss_B, valid_B, slot_B.tolist())
         self._optimizer.step(self._sum.take(), self._keys.take(self._trial))
         self._sum.reset()
 

@@ -283,7 +283,7 @@ class Feed:
         valid_B = torch.from_numpy(valid)
         if self.device.type == "cuda":
             valid_B = valid_B.pin_memory().to(self.device, non_blocking=True)
-        return Microbatch(tokens_BT, labels_BT, valid_B)
+        return Microbatch(tokens_BT, labels_BT, valid_B, torch.from_numpy(drawn.copy()))
 
     def _result(self, future: "Future[T]") -> T | None:
         """Wait for a job; if it failed, remember why, and go on without it to the step's end."""

@@ -32,7 +32,8 @@ class Window(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """Holds the samples of B units; padding has `valid_B` False and labels that are all ignored.
+    """Holds the samples of B units; padding has `valid_B` False, labels that are all ignored, and a
+    position of -1.
 
     A unit has one, or K windows (`data.windows_per_draw`), one after the other in the first
     dimension, which then is B K long.
@@ -41,6 +42,7 @@ class Microbatch(NamedTuple):
     tokens_BT: torch.Tensor  # int64
     labels_BT: torch.Tensor  # int64, shifted
     valid_B: torch.Tensor  # bool
+    positions_B: torch.Tensor  # int64, always on the CPU: as in `Dealt.slots`, and as private
 
     @property
     def windows_per_unit(self) -> int:
@@ -64,8 +66,12 @@ class Microbatch(NamedTuple):
         ]
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Copy to a device: pinned memory without a wait."""
-        return Microbatch(*(tensor.to(device, non_blocking=True) for tensor in self))
+        """Copy to a device what it computes on: pinned memory without a wait."""
+        tokens_BT, labels_BT, valid_B = (
+            tensor.to(device, non_blocking=True)
+            for tensor in (self.tokens_BT, self.labels_BT, self.valid_B)
+        )
+        return Microbatch(tokens_BT, labels_BT, valid_B, self.positions_B)
 
     def split(self, batch_size: int | None) -> Iterator["Microbatch"]:
         """Yield parts of at most `batch_size` units, or all at once if it is None."""
@@ -210,7 +216,8 @@ class RecordLoader:
             rngs = [self.rng(key, slot) for slot in slots]
             units = np.where(valid, self.units[slots], -1)
             both = self.samples.batch(units, length, rngs, windows=self.windows)
-            yield Microbatch(*both, torch.from_numpy(valid[:: self.windows].copy()))
+            positions_B = torch.from_numpy(slots[:: self.windows].copy())
+            yield Microbatch(*both, positions_B >= 0, positions_B)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield shuffled fixed-size batches without end, for the baseline WITHOUT privacy only.

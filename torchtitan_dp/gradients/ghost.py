@@ -108,12 +108,18 @@ class GhostGradients:
         """Refuse: what one backward pass found of a sample is clipped at its end."""
         raise AssertionError("refused with the configuration: data.windows_per_draw")
 
-    def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
+    def accumulate_clipped(
+        self,
+        loss_B: torch.Tensor,
+        valid_B: torch.Tensor,
+        positions: Sequence[int] | None = None,
+    ) -> Clip:
         """Backpropagate a microbatch and add its samples' clipped gradients to the sum.
 
         Args:
             loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
             valid_B: bool: False for a padding sample, which contributes exactly 0.
+            positions: as of `methods.GradientMethod`; estimates need them.
 
         Collectives, over cp: for each parameter all-gathers of the factors of its ghost norm, a
         reduce-scatter of gradients and an all-reduce of as many numbers as samples, within backward
@@ -122,7 +128,7 @@ class GhostGradients:
         assert not self._writes
         assert not self._kept
         self._start(len(loss_B))
-        self.norms.start_microbatch(len(loss_B))
+        self.norms.start_microbatch(positions)
         loss = loss_B.sum()
         loss.backward(retain_graph=self._passes == "two")
         self._clip = clip = self._clip_by_norms(valid_B)

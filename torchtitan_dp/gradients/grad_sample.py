@@ -14,6 +14,7 @@ Guarantee:
 """
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -71,12 +72,18 @@ class GradSampleGradients:
         """Refuse: what one backward pass found of a sample is clipped at its end."""
         raise AssertionError("refused with the configuration: data.windows_per_draw")
 
-    def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
+    def accumulate_clipped(
+        self,
+        loss_B: torch.Tensor,
+        valid_B: torch.Tensor,
+        positions: Sequence[int] | None = None,
+    ) -> Clip:
         """Backpropagate a microbatch and add its samples' clipped gradients to the sum.
 
         Args:
             loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
             valid_B: bool: False for a padding sample, which contributes exactly 0.
+            positions: not needed: nothing is random here.
 
         Collectives, over cp: a reduce-scatter per layer within backward, one more after it (V2),
         or an all-reduce per parameter after it (V1); then an all-reduce of B numbers for each group

@@ -4,7 +4,7 @@
 from another asks for the fact that makes the difference, and a new method states it once, here.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
@@ -16,7 +16,7 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.ghost import GhostGradients, Passes
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.microbatch import MicrobatchGradients
-from torchtitan_dp.gradients.randomized_norm import NormEstimator, RandomizedNorms, Shared
+from torchtitan_dp.gradients.randomized_norm import NormEstimator, RandomizedNorms
 from torchtitan_dp.privacy.clipping import Clip
 
 
@@ -39,12 +39,19 @@ class GradientMethod(Protocol):
         next call: of an earlier window of the same units, where the method `averages_windows`.
         """
 
-    def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
+    def accumulate_clipped(
+        self,
+        loss_B: torch.Tensor,
+        valid_B: torch.Tensor,
+        positions: Sequence[int] | None = None,
+    ) -> Clip:
         """Backpropagate the losses, clip each sample's gradient, and add it.
 
         Args:
             loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
             valid_B: bool: False for a padding sample, which contributes exactly 0.
+            positions: of the samples' units, in what is drawn from, each at most once in a step; -1
+                for padding. What is random in a unit's norms depends on its position.
         """
 
 
@@ -133,10 +140,8 @@ def _ghost(
 def _randomized(
     model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, terms: MethodTerms
 ) -> GradientMethod:
-    groups = clipped_sum.groups
-    shared = Shared(groups.cp, groups.cp_size, groups.dp_rank)
-    capped = terms.underestimates == "capped"
-    norms = RandomizedNorms(terms.projections, terms.norm_estimator, shared, capped=capped)
+    cp, capped = clipped_sum.groups.cp, terms.underestimates == "capped"
+    norms = RandomizedNorms(terms.projections, terms.norm_estimator, cp, capped=capped)
     return GhostGradients(model, clipped_sum, passes=terms.ghost_passes, norms=norms)
 
 

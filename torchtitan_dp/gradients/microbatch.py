@@ -14,6 +14,8 @@ Guarantee:
     the same unit on all ranks of a cp group.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -52,13 +54,19 @@ class MicrobatchGradients:
     def start_step(self, key: bytes) -> None:
         """Nothing is random here."""
 
-    def accumulate_clipped(self, loss_B: torch.Tensor, valid_B: torch.Tensor) -> Clip:
+    def accumulate_clipped(
+        self,
+        loss_B: torch.Tensor,
+        valid_B: torch.Tensor,
+        positions: Sequence[int] | None = None,
+    ) -> Clip:
         """Backpropagate one sample's loss and add its clipped gradient to the sum.
 
         Args:
             loss_B: shape (1,): this rank's part of the sample's loss; summed over cp it is the
                 loss.
             valid_B: bool, shape (1,): False for a padding sample, which contributes exactly 0.
+            positions: not needed: nothing is random here.
 
         Collectives: reduce-scatter over cp, each FSDP2 group, within backward; then an all-reduce
         of one number over cp.

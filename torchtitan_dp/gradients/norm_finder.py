@@ -19,8 +19,8 @@ class NormFinder(Protocol):
     def start_step(self, key: bytes) -> None:
         """Take the key of a step, for what is random in it."""
 
-    def start_microbatch(self, samples: int) -> None:
-        """Note that a microbatch of so many samples begins."""
+    def start_microbatch(self, positions: Sequence[int] | None) -> None:
+        """Note whose samples the coming microbatch has: the units' positions, if they are known."""
 
     def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
         """Tell whether to find a norm from factors, for so many tokens of a whole sample."""
@@ -43,8 +43,8 @@ class ExactNorms:
     def start_step(self, key: bytes) -> None:
         """Nothing is random."""
 
-    def start_microbatch(self, samples: int) -> None:
-        """Nothing is numbered."""
+    def start_microbatch(self, positions: Sequence[int] | None) -> None:
+        """Nothing depends on whose samples these are."""
 
     def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
         return is_cheaper(tokens, shape)

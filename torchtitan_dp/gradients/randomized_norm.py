@@ -19,24 +19,24 @@ Which layers are estimated depends on public shapes alone: those whose estimate 
 a ghost norm or a gradient (`estimates`). All others, and vectors, are measured exactly.
 
 Guarantee:
-    The projections of a sample are a function of (key, parameter, data-parallel rank, the sample's
-    number there), so that all ranks of a cp group have the same, and no two samples, parameters or
-    steps share any, if each step has a key of its own: they are independent as `privacy.noise`
-    says. They are secret, and nothing computed here leaves the process but by the factors that
-    gradients are clipped by. If `capped`, `ghost` adds of no layer more than its estimate: given
-    the projections of every sample, one sample moves the sum by at most C, whatever its estimates
-    are. Another draw gives the samples other numbers, so that a record that comes or goes also
-    moves others' projections; but these are independent and alike, so that they have the same law
-    with the record and without, and the divergence of two mixtures over one law is at most that of
-    their worst pair (joint convexity). So steps are accounted for as those of exact norms. Else
-    `ghost` adds at most `largest_ratio` times the estimate, and `privacy.randomized` accounts for
-    that. In floating point an estimate errs by a share of (sum_t |l_t| |r_t|)^2; both bounds hold
-    whatever the error.
+    The projections of a sample are a function of (key, parameter, the unit's position in what is
+    drawn from): of nothing that another unit's records hold, of no other unit's being drawn, and of
+    no mesh. No two units, parameters or steps share any, if each step has a key of its own and
+    draws a unit once: they are independent as `privacy.noise` says. They are secret, and nothing
+    computed here leaves the process but by the factors that gradients are clipped by. If `capped`,
+    `ghost` adds of no layer more than its estimate. So, given a step's key, whether a unit is drawn
+    and what its records hold changes no other unit's projections, estimates, factors or
+    contribution, and moves the sum by at most C, whatever its own estimates are: steps are
+    accounted for as those of exact norms. (That a unit leaves the records altogether, which moves
+    the positions of those after it, is the same as its leaving them from the last position: units
+    are drawn, and have projections, without regard to their order.) Else `ghost` adds at most
+    `largest_ratio` times the estimate, and `privacy.randomized` accounts for that. In floating
+    point an estimate errs by a share of (sum_t |l_t| |r_t|)^2; both bounds hold whatever the error.
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -44,18 +44,11 @@ import torch.distributed as dist
 from torchtitan_dp.gradients import ghost_norm
 from torchtitan_dp.gradients.ghost_norm import Factors, some_tokens, squared_norms, token_blocks
 from torchtitan_dp.gradients.operands import Products
+from torchtitan_dp.privacy.blocks import BLOCK
 from torchtitan_dp.privacy.envelope import largest_ratio
-from torchtitan_dp.privacy.noise import standard_normal
+from torchtitan_dp.privacy.noise import add_gaussian_noise_
 
 NormEstimator = Literal["hutchinson", "hutch++"]
-
-
-class Shared(NamedTuple):
-    """Names the ranks that have parts of one sample, and tells these from others."""
-
-    cp: dist.ProcessGroup | None
-    cp_size: int
-    dp_rank: int  # over dp_replicate x dp_shard
 
 
 class RandomizedNorms:
@@ -63,29 +56,40 @@ class RandomizedNorms:
     others."""
 
     def __init__(
-        self, projections: int, estimator: NormEstimator, shared: Shared, *, capped: bool
+        self,
+        projections: int,
+        estimator: NormEstimator,
+        cp: dist.ProcessGroup | None,
+        *,
+        capped: bool,
     ) -> None:
         """
         Args:
             projections: k; unless `capped`, the run is accounted for with it.
+            cp: the ranks that have parts of the same samples.
             capped: a gradient counts for no more than was estimated.
         """
         self.projections, self.estimator = projections, estimator
         self._largest_ratio = largest_ratio(0 if capped else projections)
         self._estimated: set[str] = set()  # parameters, in this microbatch
-        self._shared = shared
+        self._cp, self._cp_size = cp, 1 if cp is None else dist.get_world_size(cp)
         self._key: bytes | None = None
-        self._first = self._after = 0  # of the microbatch's samples, by number in the step
+        self._positions: Sequence[int] | None = None  # of the microbatch's units
+        self._met: set[int] = set()  # all units' of this rank, in this step
 
     def start_step(self, key: bytes) -> None:
-        """Begin to number samples, under a key that serves this step alone."""
+        """Take a key that serves this step alone."""
         assert len(key) == 32
         self._key = key
-        self._first = self._after = 0
+        self._met.clear()
 
-    def start_microbatch(self, samples: int) -> None:
-        """Give the next numbers to a microbatch's samples, padding included."""
-        self._first, self._after = self._after, self._after + samples
+    def start_microbatch(self, positions: Sequence[int] | None) -> None:
+        """Note whose samples come: see `methods.GradientMethod.accumulate_clipped`."""
+        units = [position for position in positions or () if position >= 0]
+        count = len(self._met) + len(units)
+        self._met.update(units)
+        assert len(self._met) == count, "a unit came twice in a step: it would share projections"
+        self._positions = positions
         self._estimated.clear()
 
     def cap(self, name: str) -> float:
@@ -117,43 +121,53 @@ class RandomizedNorms:
         Collectives, over cp: an all-reduce of B D k numbers, or, for Hutch++, of 2 B D k and of
         B P k; for exact norms those of `ghost_norm.squared_norms`.
         """
-        shared = self._shared
-        tokens = sum(one.left.shape[1] for one in factors) * shared.cp_size
+        tokens = sum(one.left.shape[1] for one in factors) * self._cp_size
         if not self.estimates(tokens, shape):
-            return squared_norms(factors, shared.cp)
+            return squared_norms(factors, self._cp)
         self._estimated.add(name)
         drawn_BPK = self._draw(name, "tail", factors, shape[0])
         if self.estimator == "hutchinson":
             y_BDK = self._over_cp(project(factors, drawn_BPK, shape[1]))
-            return _squares(y_BDK) / shared.cp_size
+            return _squares(y_BDK) / self._cp_size
         sketch_BPK = self._draw(name, "sketch", factors, shape[0])
         both = project(factors, torch.cat([sketch_BPK, drawn_BPK], dim=2), shape[1])
         seen_BDK, y_BDK = self._over_cp(both).chunk(2, dim=2)
         basis_BDK = _orthonormal(seen_BDK)
         head_BPK = self._over_cp(project_back(factors, basis_BDK, shape[0]))
         y_BDK = y_BDK - basis_BDK @ (basis_BDK.mT @ y_BDK)
-        return (_squares(head_BPK) + _squares(y_BDK)) / shared.cp_size
+        return (_squares(head_BPK) + _squares(y_BDK)) / self._cp_size
 
     def _draw(self, name: str, purpose: str, factors: Sequence[Factors], rows: int) -> torch.Tensor:
         """Draw the microbatch's projections, of N(0, 1 / k): fp32 (B, rows, k)."""
         assert self._key is not None, "no key: start_step comes before a step's first microbatch"
-        samples, size = len(factors[0].left), rows * self.projections
-        assert samples == self._after - self._first, "start_microbatch comes before"
-        drawn = standard_normal(
-            self._key,
-            f"{name}/{purpose}/{self._shared.dp_rank}",
-            self._first * size,
-            samples * size,
-            factors[0].left.device,
-        )
-        return drawn.view(samples, rows, self.projections).mul_(1 / math.sqrt(self.projections))
+        assert self._positions is not None, "whose samples these are is not known"
+        samples, k = factors[0].left, self.projections
+        drawn_BPK = torch.zeros(len(samples), rows, k, dtype=torch.float32, device=samples.device)
+        for one_PK, position in zip(drawn_BPK, self._positions, strict=True):
+            add_gaussian_noise_(
+                one_PK.view(-1),
+                std=1 / math.sqrt(k),
+                key=self._key,
+                name=f"{name}/{purpose}",
+                start=first_number(position, rows * k),
+            )
+        return drawn_BPK
 
     def _over_cp(self, part: torch.Tensor) -> torch.Tensor:
         """Add up the parts of all ranks' tokens."""
-        if self._shared.cp is not None:
+        if self._cp is not None:
             part = part.contiguous()
-            dist.all_reduce(part, group=self._shared.cp)
+            dist.all_reduce(part, group=self._cp)
         return part
+
+
+def first_number(position: int, count: int) -> int:
+    """Find where in a parameter's stream the `count` numbers of a unit begin.
+
+    Each begins a block of the generator, which therefore draws nothing in vain; padding, at -1, has
+    the first place. At most 2^63 are needed: 2^32 units of 2^31 numbers.
+    """
+    return (position + 1) * (-(-count // BLOCK) * BLOCK)
 
 
 def project(

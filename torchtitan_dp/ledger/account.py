@@ -160,8 +160,9 @@ def explain(ledger: Ledger, segments: list[Segment], epsilon: float) -> Meaning 
 def summary(spent: dict[str, Any]) -> list[str]:
     """Say for people what `privacy.json` holds."""
     epsilon = f"epsilon = {rounded_up(spent['epsilon'])}" if spent["private"] else "NOT private"
-    k = spent["projections"]
-    norms = f"norms from {k} projections, " if k else ""
+    k, capped = spent["projections"], spent["capped_projections"]
+    norms = f"norms from {k or capped} projections, " if k or capped else ""
+    norms += "capped, " if capped else ""
     lines = [
         f"done: {spent['steps']} steps",
         f"privacy: {epsilon}, delta = {spent['delta']:g} "

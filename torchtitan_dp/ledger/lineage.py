@@ -138,26 +138,31 @@ class Ledger:
     def resume_from(self, loaded: "Ledger", new_segment: NewSegment | None) -> None:
         """Become the account of weights that were loaded, to be trained on with this one's terms.
 
+        Exact norms may take the place of capped estimates, and these theirs, without a new segment
+        being asked for: that changes no epsilon. What each step had is told all the same.
+
         Raises:
             ValueError: the terms differ, and no new segment was asked for or may change them.
         """
         self.inherit(loaded, new_segment)
         self.steps, self.finished = loaded.steps, list(loaded.finished)
         self.finished_starts = [start for start in loaded.starts() if start.steps > 0]
-        if self.settings.same_terms(loaded.settings):
-            now, then = self.settings, loaded.settings  # on whatever meshes: the worst of both
+        now, then = self.settings, loaded.settings
+        same = now.same_terms(then)
+        if same and now.norms == then.norms:  # on whatever meshes: the worst of both
             self.settings = dataclasses.replace(
                 now,
                 samples_per_rank=max(now.summands, then.summands),
                 ranks_added_up=max(now.ranks_added_up, then.ranks_added_up),
             )
             return
-        if new_segment is None:
-            self.settings.refuse_change(since=loaded.settings)
-        self.settings.refuse_change_of_run(since=loaded.settings)
+        if not same:
+            if new_segment is None:
+                now.refuse_change(since=then)
+            now.refuse_change_of_run(since=then)
+            self.adaptive = self.adaptive or new_segment == "adaptive"
+            self.add_caveat(_CAVEATS[new_segment or "planned"])
         self.finished = [segment for segment in loaded.segments() if segment.steps > 0]
-        self.adaptive = self.adaptive or new_segment == "adaptive"
-        self.add_caveat(_CAVEATS[new_segment or "planned"])
 
     def segments(self, steps: int | None = None) -> list[RunSegment]:
         """Return this folder's lineage by terms, up to `steps` (by default all that were taken)."""

@@ -124,10 +124,20 @@ KEYS = (
         added=True,
     ),
     Key(
+        "capped_projections",
+        int,
+        _SETTINGS,
+        "From how many random projections norms were estimated, where a gradient that is longer "
+        "than its estimate is scaled down to it: a unit counts C at most whatever the errors are, "
+        "so that ε is that of exact norms. 0: none were, or ε counts their errors; a file that "
+        "lacks this key does not tell.",
+        added=True,
+    ),
+    Key(
         "norm_estimator",
         str,
         _SETTINGS,
-        "How: `hutchinson`, `hutch++`, or, where `projections` is 0, `exact`.",
+        "How: `hutchinson`, `hutch++`, or, where both numbers are 0, `exact`.",
         added=True,
     ),
     Key(

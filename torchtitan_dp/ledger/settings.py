@@ -8,7 +8,7 @@ from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.config.lora import ALL, trained
 from torchtitan_dp.config.units import privacy_unit, targets, unit_word
-from torchtitan_dp.gradients.methods import accounted_projections
+from torchtitan_dp.gradients.methods import METHODS, accounted_projections
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.envelope import largest_ratio
 from torchtitan_dp.privacy.segments import Segment
@@ -39,7 +39,8 @@ class Settings:
     clip_function: str = "vanilla"
     secure_noise: bool = False
     exact_sum: bool = False
-    projections: int = 0  # that norms are estimated from; 0: they are exact, or errors are capped
+    projections: int = 0  # that norms are estimated from, whose errors epsilon counts; 0: none
+    capped_projections: int = 0  # the same, where what is longer counts as its estimate; 0: none
     norm_estimator: str = "exact"
     trained: str = ALL
     units: int | None = None  # where their number is public
@@ -55,6 +56,16 @@ class Settings:
         """Name the gradient method as far as epsilon depends on it."""
         accounted = "'randomized' with underestimates = 'accounted'"
         return accounted if self.projections else "one of exact or capped norms"
+
+    @property
+    def norms(self) -> tuple[int, int, str]:
+        """Return all that tells how norms are found."""
+        return self.projections, self.capped_projections, self.norm_estimator
+
+    @property
+    def accounted_estimator(self) -> str:
+        """Name the estimator of norms as far as epsilon depends on it."""
+        return self.norm_estimator if self.projections else "exact"
 
     @property
     def unit(self) -> str:
@@ -148,7 +159,7 @@ _OF_A_SEGMENT = {
     "exact_sum": "privacy.exact_sum",
     "method": "privacy.gradient_method",  # as far as epsilon depends on it
     "projections": "privacy.projections",
-    "norm_estimator": "privacy.norm_estimator",
+    "accounted_estimator": "privacy.norm_estimator",
     "windows_per_draw": "data.windows_per_draw",
 }
 _OF_A_RUN = {
@@ -205,6 +216,7 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
     replicate, shard, _ = mesh_degrees(config)
     ranks = max(replicate, 1) * max(shard, 1)
     projections = accounted_projections(privacy)
+    estimated = METHODS[privacy.gradient_method].estimates_norms
     return Settings(
         noise_multiplier=float(noise_multiplier),
         sample_rate=sampling.rate,
@@ -220,7 +232,8 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         target_epsilon=privacy.target_epsilon,
         mechanism=RANDOMIZED if projections else SAMPLED_GAUSSIAN,
         projections=projections,
-        norm_estimator=privacy.norm_estimator if projections else "exact",
+        capped_projections=privacy.projections if estimated and not projections else 0,
+        norm_estimator=privacy.norm_estimator if estimated else "exact",
         clipping=_clipping(privacy.clipping, privacy.clipping_groups),
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,

@@ -49,25 +49,27 @@ class Stretch:
 def cut_into_stretches(
     segments: Sequence[RunSegment], starts: Sequence[StartedSteps]
 ) -> list[Stretch]:
-    """Cut a lineage wherever its terms or its start change.
+    """Cut a lineage wherever its start, or what its steps spend, changes.
 
     Args:
         segments: its steps by terms, in order.
         starts: the same steps by start, in the same order.
     """
     assert sum(s.steps for s in segments) == sum(s.steps for s in starts), (segments, starts)
-    found, left = [], [(segment.settings, segment.steps) for segment in segments if segment.steps]
+    left = [(segment.settings, segment.steps) for segment in segments if segment.steps]
+    found: dict[tuple[str, float, float, int], int] = {}
     for start in starts:
         wanted = start.steps
         while wanted:
             settings, steps = left.pop(0)
             taken = min(wanted, steps)
-            terms = settings.noise_multiplier, settings.sample_rate
-            found.append(Stretch(start.name, *terms, taken, settings.projections))
+            terms = settings.noise_multiplier, settings.sample_rate, settings.projections
+            # Segments that spend the same are one stretch: of two, `union` would take the longer.
+            found[start.name, *terms] = found.get((start.name, *terms), 0) + taken
             wanted -= taken
             if steps > taken:
                 left.insert(0, (settings, steps - taken))
-    return found
+    return [Stretch(name, sigma, q, steps, k) for (name, sigma, q, k), steps in found.items()]
 
 
 def union(told: Iterable[Stretch]) -> list[Segment]:

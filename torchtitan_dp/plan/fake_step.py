@@ -141,7 +141,8 @@ class Step:
         if self.config.data.windows_per_draw > 1:  # a third needs no more than the second
             self.gradients.hold(self.losses(tokens_BT, torch.zeros_like(tokens_BT)))
         loss_B = self.losses(tokens_BT, torch.zeros_like(tokens_BT))
-        self.gradients.accumulate_clipped(loss_B, torch.ones(samples, dtype=torch.bool))
+        valid_B = torch.ones(samples, dtype=torch.bool)
+        self.gradients.accumulate_clipped(loss_B, valid_B, [-1] * samples)
         self.tracker.base = "activations"
         self.tracker.end_stretch("end")
 
@@ -227,7 +228,7 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
             "add_clipped_units_",
         ):
             stack.enter_context(mock.patch.object(dp_summation, name, _nothing))
-        stack.enter_context(mock.patch.object(randomized_norm, "standard_normal", _no_normals))
+        stack.enter_context(mock.patch.object(randomized_norm, "add_gaussian_noise_", _nothing))
         stack.enter_context(
             mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         )
@@ -244,10 +245,6 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
 
 def _empty_as(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
     return torch.empty(copy.shape, dtype=copy.dtype, device=device)
-
-
-def _no_normals(_: bytes, __: str, ___: int, count: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(count, dtype=torch.float32, device=device)
 
 
 def _nothing(*_: Any, **__: Any) -> None:

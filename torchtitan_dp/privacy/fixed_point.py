@@ -4,8 +4,7 @@ A sum in fp32 rounds at every addition, and how it rounds depends on all that wa
 one sample can change what thousands of others contribute (`summation.fp32_sum_excess` says by how
 much). Here each sample is rounded once, by itself, to a multiple of `unit(C)`, and the multiples
 are added in int64. That is exact and associative: the order of samples, the ranks that they lie on
-and the order in which ranks are reduced change no bit (but with `randomized`, where a sample's
-projections, and so what it adds, depend on its place: `gradients.randomized_norm`).
+and the order in which ranks are reduced change no bit.
 
 Guarantee
 ---------

@@ -21,8 +21,10 @@ sees Z: it is in the output as a part of the mixture alone. So
   corollary 4.7: directions may be random, too, as they are where a layer is scaled down alone);
 - stochastically larger norms give a pair that dominates this one (there as well), so the envelope
   of Z may stand for |c| / C;
-- the other units' draws and projections have one distribution with the unit and without it, so by
-  joint convexity of the hockey-stick divergence the pair also dominates the average over them;
+- what was held fixed is the same with the unit and without it, since the others' projections are
+  numbered by their own places in the records: the pair also dominates the average over it (joint
+  convexity of the hockey-stick divergence). Where a unit that leaves moves the places of those
+  after it (`add_remove`), let it be the last: draws and projections do not depend on the order;
 - the next step's randomness is fresh, so steps compose, also adaptively.
 
 That c is independent of the others needs projections of each unit's own. If units shared them, the

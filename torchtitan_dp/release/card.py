@@ -209,6 +209,12 @@ constant. {_again(terms)}
 def _clipping(terms: dict[str, Any]) -> str:
     """Say what gradients are clipped to, and by which norms."""
     C, how = terms["max_grad_norm"], f"{terms['clipping']}, {terms['clip_function']}"
+    if k := terms["capped_projections"]:
+        return (
+            f"to C = {C:g}, {how}, by norms that are estimated ({terms['norm_estimator']}, {k} "
+            "random projections); what is longer than its estimate is scaled down to it, so that "
+            "nothing counts more than C, and ε is that of exact norms"
+        )
     if not terms["projections"]:
         return f"to norm C = {C:g}, {how}"
     return (
@@ -254,8 +260,10 @@ def _segments(terms: dict[str, Any]) -> str:
 
 
 def _projected(settings: dict[str, Any]) -> str:
-    count = settings.get("projections", 0)
-    return f", norms from {count} projections" if count else ""
+    if count := settings.get("projections", 0):
+        return f", norms from {count} projections"
+    count = settings.get("capped_projections", 0)
+    return f", norms from {count} projections, capped" if count else ""
 
 
 def _assumptions(terms: dict[str, Any], config: JobConfig) -> str:

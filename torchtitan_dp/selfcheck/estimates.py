@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan_dp.gradients.operands import Products
-from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, Shared
+from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
 from torchtitan_dp.privacy.noise import standard_normal
 from torchtitan_dp.selfcheck.ranks import Ranks
 from torchtitan_dp.selfcheck.result import Measured, worst
@@ -17,6 +17,7 @@ from torchtitan_dp.selfcheck.terms import Terms
 _SAMPLES = 64
 _KEY = bytes(range(32))  # a public one: a machine that passes goes on passing
 _DEVIATIONS = 5.0
+_APART = 1_000_003  # positions, as in a large data set
 
 
 def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
@@ -35,19 +36,20 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
         torch.randn(shape, generator=generator).to(ranks.device) for _ in range(2)
     )
     mine = slice(rank * tokens, (rank + 1) * tokens)
-    shared = Shared(groups.cp, groups.cp_size, groups.dp_rank)
-    norms = RandomizedNorms(k, "hutchinson", shared, capped=True)
+    norms = RandomizedNorms(k, "hutchinson", groups.cp, capped=True)
     norms.start_step(_KEY)
-    norms.start_microbatch(_SAMPLES)
+    positions = range(0, _SAMPLES * _APART, _APART)
+    norms.start_microbatch(positions)
     factors = Products(left_BTP[:, mine].contiguous(), right_BTD[:, mine].contiguous())
     assert norms.estimates(tokens * groups.cp_size, torch.Size((size, size)))
     found_B = norms.squared_norms("selfcheck", torch.Size((size, size)), [factors])
     if groups.cp is not None:
         dist.all_reduce(found_B, group=groups.cp)
-    drawn = standard_normal(
-        _KEY, f"selfcheck/tail/{groups.dp_rank}", 0, _SAMPLES * size * k, ranks.device
+    starts = [first_number(position, size * k) for position in positions]
+    drawn_BN = torch.stack(
+        [standard_normal(_KEY, "selfcheck/tail", at, size * k, ranks.device) for at in starts]
     )
-    drawn_BPK = drawn.view(_SAMPLES, size, k).double() / math.sqrt(k)
+    drawn_BPK = drawn_BN.view(_SAMPLES, size, k).double() / math.sqrt(k)
     gradient_BPD = left_BTP.double().mT @ right_BTD.double()
     expected_B = (gradient_BPD.mT @ drawn_BPK).flatten(1).square().sum(1)
     true_B = gradient_BPD.flatten(1).square().sum(1)

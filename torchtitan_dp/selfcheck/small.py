@@ -90,7 +90,8 @@ class Small:
             for slot_B in torch.from_numpy(slots).split(gradients.batch_size or batch_size):
                 tokens_BT, labels_BT, weight_B = samples.take(slot_B)
                 loss_B = self.losses(tokens_BT, labels_BT) * weight_B.to(self.device)
-                clip = gradients.accumulate_clipped(loss_B, (slot_B >= 0).to(self.device))
+                valid_B, positions = (slot_B >= 0).to(self.device), slot_B.tolist()
+                clip = gradients.accumulate_clipped(loss_B, valid_B, positions)
                 norms.update(zip(slot_B.tolist(), clip.norm_B.tolist(), strict=True))
         norms.pop(-1, None)
         return norms
