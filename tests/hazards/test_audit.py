@@ -268,6 +268,7 @@ def adapters_of_the_command(*options):
 
 def test_row35_and_56_the_command_plays_with_the_runs_adapters():
     (lora,) = on_ranks(1, adapters_of_the_command, "--lora.rank=4", "--lora.alpha=8")
+    assert lora is not None
     assert lora.scaling == 2
     assert on_ranks(1, adapters_of_the_command) == [None]
 

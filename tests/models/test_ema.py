@@ -19,9 +19,9 @@ from torchtitan_dp.checkpoint.average import (
     decays_from_json,
     decays_in_words,
     has_decays,
-    read_decays,
 )
 from torchtitan_dp.models.ema import WeightAverage, ema_of
+from torchtitan_dp.release.__main__ import read_decays
 
 SHAPES = {"a": (5, 3), "b": (7,)}
 

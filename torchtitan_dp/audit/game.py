@@ -92,6 +92,8 @@ class _Dials(nn.Module):
     """Has two parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for: in
     their first column, of rank one, which is the worst for an estimate of its norm."""
 
+    dials = "first.weight", "second.weight"
+
     def __init__(self, tokens: int, rows: int, columns: int) -> None:
         super().__init__()
         self.first, self.second = (nn.Linear(columns, rows, bias=False) for _ in range(2))
@@ -103,10 +105,6 @@ class _Dials(nn.Module):
         outputs_BPTN = torch.stack([self.first(x_BTD), self.second(x_BTD)], dim=1)
         return (outputs_BPTN[:, :, 0] * gradient_BPN).sum((1, 2))
 
-    def parameters_of_dials(self) -> list[nn.Parameter]:
-        """Return the two parameters."""
-        return [self.first.weight, self.second.weight]
-
 
 class _AdaptedDials(_Dials):
     """Has LoRA's factors for its two parameters: B of `first` and A of `second`, both (N, N).
@@ -116,6 +114,7 @@ class _AdaptedDials(_Dials):
     The other factor of each layer, whose like is 0, has a gradient of 0, and noise like any.
     """
 
+    dials = "first.lora_b.weight", "second.lora_a.weight"
     first: LoRALinear
     second: LoRALinear
 
@@ -130,9 +129,6 @@ class _AdaptedDials(_Dials):
 
     def forward(self, gradient_BPN: torch.Tensor) -> torch.Tensor:
         return super().forward(gradient_BPN / self._scaling)
-
-    def parameters_of_dials(self) -> list[nn.Parameter]:
-        return [self.first.lora_b.weight, self.second.lora_a.weight]
 
 
 class _Observer(torch.optim.Optimizer):
@@ -212,7 +208,8 @@ class Game:
         groups = ReductionGroups.build(mesh.device_type, degrees)
         step = build_step(privacy, model, parameters, [module], groups, max_grad_norm=self._C)
         self._model, self._sum, self._gradients = model, step.clipped_sum, step.gradients
-        self._observer = _Observer(parameters, model.parameters_of_dials(), mesh)
+        dials = [parameters[name] for name in model.dials]
+        self._observer = _Observer(parameters, dials, mesh)
         self._optimizer = step.optimizer(
             self._observer, noise_multiplier=self._sigma, expected_batch_size=1
         )

@@ -19,6 +19,9 @@ WEIGHTS = "weights"
 DECAYS = "decays"
 """Its part that says which decays it was made by; checkpoints of before there was one lack it."""
 
+DECAYS_KEY = f"{AVERAGE}.{DECAYS}"
+"""The name that this part has in a checkpoint."""
+
 
 class Decay(NamedTuple):
     """Say by which `ema.decay` an average follows the weights, from the update of a step on."""
@@ -90,24 +93,7 @@ def has_decays(step: str) -> bool:
     Raises:
         ValueError: its metadata is damaged.
     """
-    return f"{AVERAGE}.{DECAYS}" in safe_load.read_metadata(step).state_dict_metadata
-
-
-def read_decays(step: str) -> tuple[Decay, ...]:
-    """Return by which decays the average in a checkpoint was made, in one plain process.
-
-    Args:
-        step: the checkpoint's own folder, which holds an average.
-
-    Raises:
-        ValueError: what it holds cannot be read.
-    """
-    if not has_decays(step):
-        return UNRECORDED
-    name = f"{AVERAGE}.{DECAYS}"
-    held: dict[str, Any] = {name: ""}
-    safe_load.load(held, step, no_dist=True)
-    return decays_from_json(held[name])
+    return DECAYS_KEY in safe_load.read_metadata(step).state_dict_metadata
 
 
 class WithoutDecays:

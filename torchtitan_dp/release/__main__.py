@@ -35,7 +35,15 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.checkpoint.average import Decay, average_name, has_average, read_decays
+from torchtitan_dp.checkpoint.average import (
+    DECAYS_KEY,
+    UNRECORDED,
+    Decay,
+    average_name,
+    decays_from_json,
+    has_average,
+    has_decays,
+)
 from torchtitan_dp.checkpoint.folder import LEDGER_KEY, newest_whole_checkpoint, step_folder
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
@@ -171,6 +179,15 @@ def read_ledger(folder: str) -> Ledger:
             f"{folder}: the ledger in it cannot be read ({error!r}): use the version of "
             "torchtitan_dp that wrote it"
         ) from error
+
+
+def read_decays(folder: str) -> tuple[Decay, ...]:
+    """Read by which decays the average in the checkpoint in `folder` was made; raise ValueError."""
+    if not has_decays(folder):
+        return UNRECORDED
+    state: dict[str, Any] = {DECAYS_KEY: ""}
+    _load(folder, state)
+    return decays_from_json(state[DECAYS_KEY])
 
 
 def empty_model(args: ModelArgs) -> nn.Module:
