@@ -7,7 +7,8 @@
 
 Arms: plain TorchTitan (`non-DP`), `microbatch`, LongShield's `V1` (per-sample gradients, whole on
 each rank) and `V2` (sharded), each also with full activation checkpointing (`+ AC`; V2 + AC is the
-paper's V3), and on one process Opacus itself (`Opacus hooks`, `Opacus ghost`).
+paper's V3), and on one process Opacus itself (`Opacus hooks`, `Opacus ghost`). Arms `+ LoRA` train
+adapters of rank 8, and are held against plain TorchTitan that does (`non-DP + LoRA`).
 
 Time: all arms live in the same processes and take turns, so that a machine whose speed drifts
 treats them alike; medians of the rounds, and medians of the rounds' ratios. Every step of every
@@ -267,8 +268,8 @@ def _markdown(result: dict[str, Any]) -> str:
     if any(result[table] for table in COMPARED):
         parts.append(
             f"Medians of {result['rounds']} rounds; a gap is non-DP's throughput over the arm's, "
-            f"or the arm's memory over non-DP's, both with or both without AC. Private arms have "
-            f"{result['draws']}."
+            f"or the arm's memory over non-DP's, both with or both without AC, or LoRA. Private "
+            f"arms have {result['draws']}."
         )
     if result["arms"]:
         parts.append(tables.arms_tables(result["arms"]))

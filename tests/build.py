@@ -152,6 +152,7 @@ def build(
     max_grad_norm: float = 1.0,
     edit: Any = None,
     clipped_sum_type: type[ClippedSum] = ClippedSum,
+    adapter_std: float = 0.5,
 ) -> Built:
     """What `DPTrainer` builds, for a small model.
 
@@ -159,6 +160,7 @@ def build(
         frozen: parameters whose name contains this are not trained.
         edit: called with the model after its weights are set.
         clipped_sum_type: as of `build_step`.
+        adapter_std: of each adapter's B.
     """
     job_config = config(*overrides, degrees=degrees)
     dims, groups = _mesh(degrees)
@@ -170,7 +172,7 @@ def build(
     parallelize_llama(model, dims, job_config)
     model.to_empty(device="cpu")
     model.init_weights()
-    fill_adapters(model, std=0.5)
+    fill_adapters(model, std=adapter_std)
     if edit is not None:
         with torch.no_grad():
             edit(model)
@@ -196,21 +198,28 @@ def build(
     )
 
 
-def data(samples: int = 3, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Samples of different lengths, one of which ends in its first quarter."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens_NT = torch.randint(0, VOCABULARY, (samples, T), generator=generator)
-    labels_NT = torch.randint(0, VOCABULARY, (samples, T), generator=generator)
+def data(
+    samples: int = 3, seed: int = 0, args: LlamaArgs = ARGS
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Samples of different lengths, one of which ends in its first quarter.
+
+    Args:
+        args: of the model that they are for, of whose length the longest is.
+    """
+    generator, T = torch.Generator().manual_seed(seed), args.max_seq_len
+    tokens_NT, labels_NT = (
+        torch.randint(0, args.vocab_size, (samples, T), generator=generator) for _ in range(2)
+    )
     for row in range(samples):
         labels_NT[row, (T // 5, T, T - 3, T // 2)[row % 4] :] = -100
     return tokens_NT, labels_NT
 
 
-def reference_model(args: LlamaArgs = ARGS) -> Llama:
+def reference_model(args: LlamaArgs = ARGS, adapter_std: float = 0.5) -> Llama:
     """The same weights in one process, without any parallelism."""
     model = Llama(copy.deepcopy(args))
     model.init_weights()
-    fill_adapters(model, std=0.5)
+    fill_adapters(model, std=adapter_std)
     return model
 
 

@@ -124,6 +124,9 @@ def test_chosen_arms_bring_their_baselines():
         "non-DP + AC",
         "V2 + AC",
     ]
+    adapted = choose("V2 + LoRA,microbatch + LoRA", 2)
+    assert [arm.name for arm in adapted] == ["non-DP + LoRA", "microbatch + LoRA", "V2 + LoRA"]
+    assert not set(adapted) & set(choose(None, 2))
     assert "Opacus hooks" not in [arm.name for arm in choose(None, 2)]
     assert "Opacus hooks" in [arm.name for arm in choose(None, 1)]
     with pytest.raises(ValueError, match="--arms V4: unknown"):

@@ -56,7 +56,7 @@ class BaselineTrainer(Trainer):
     def train_step(self, data_iterator: Any) -> None:
         super().train_step(data_iterator)
         if self.average is not None:
-            self.average.update()
+            self.average.update(self.step)
 
     def train(self) -> None:
         super().train()

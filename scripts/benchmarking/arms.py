@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+NOT_PRIVATE = ("--privacy.no-enable",)
 PRIVATE = (
     "--privacy.enable",
     "--privacy.target_epsilon=None",
     "--privacy.noise_multiplier=1.0",
 )
 CHECKPOINTED = " + AC"
+ADAPTED = " + LoRA"
 
 
 @dataclass(frozen=True)
@@ -18,11 +20,12 @@ class Arm:
     overrides: tuple[str, ...]
     opacus: str | None = None  # "hooks", "fast" or "ghost": Opacus itself, on one process
     checkpointed: bool = False  # full activation checkpointing
+    adapted: bool = False  # adapters are trained, beside frozen weights
 
     @property
     def baseline(self) -> str:
-        """The arm without privacy that this one is held against."""
-        return "non-DP" + (CHECKPOINTED if self.checkpointed else "")
+        """The arm without privacy that this one is held against, which trains the same."""
+        return "non-DP" + ADAPTED * self.adapted + CHECKPOINTED * self.checkpointed
 
 
 def _with_and_without_checkpointing(name: str, *overrides: str) -> list[Arm]:
@@ -37,7 +40,7 @@ def _with_and_without_checkpointing(name: str, *overrides: str) -> list[Arm]:
 
 
 _BOTH_WAYS = [
-    _with_and_without_checkpointing("non-DP", "--privacy.no-enable"),
+    _with_and_without_checkpointing("non-DP", *NOT_PRIVATE),
     _with_and_without_checkpointing("microbatch", *PRIVATE, "--privacy.gradient_method=microbatch"),
     _with_and_without_checkpointing(
         "V1", *PRIVATE, "--privacy.gradient_method=grad_sample", "--privacy.no-shard_grad_samples"
@@ -47,6 +50,11 @@ _BOTH_WAYS = [
 _MICROBATCH = (
     *PRIVATE,
     "--privacy.gradient_method=microbatch",
+    "--activation_checkpoint.mode=none",
+)
+_GRAD_SAMPLE = (
+    *PRIVATE,
+    "--privacy.gradient_method=grad_sample",
     "--activation_checkpoint.mode=none",
 )
 _OPACUS = [
@@ -59,7 +67,16 @@ _GHOST = (
     "--privacy.gradient_method=ghost",
     "--activation_checkpoint.mode=none",
 )
+_LORA = [
+    Arm(name + ADAPTED, (*overrides, "--lora.rank=8"), adapted=True)
+    for name, overrides in (
+        ("non-DP", (*NOT_PRIVATE, "--activation_checkpoint.mode=none")),
+        ("microbatch", _MICROBATCH),
+        ("V2", _GRAD_SAMPLE),
+    )
+]
 _OPTIONS = [
+    *_LORA,
     Arm("Opacus fast", _MICROBATCH, opacus="fast"),
     Arm("ghost", _GHOST),
     Arm("ghost two passes", (*_GHOST, "--privacy.ghost_passes=two")),
@@ -67,8 +84,6 @@ _OPTIONS = [
     # Padding left out; its tokens are counted as if they were there, so that seconds compare.
     Arm("microbatch + buckets", (*_MICROBATCH, "--data.length_buckets")),
     Arm("microbatch + plain head", (*_MICROBATCH, "--training.loss_chunk_tokens=0")),
-    # Of less work than its baseline, which trains all weights: what LoRA saves, and privacy costs.
-    Arm("microbatch + LoRA", (*_MICROBATCH, "--lora.rank=8")),
     Arm("microbatch + secure noise", (*_MICROBATCH, "--privacy.secure_noise")),
     Arm(
         "microbatch + exact sum",

@@ -1,8 +1,13 @@
 """LoRA's factors alone: their clipped sums are the loop's, and what is frozen costs nothing."""
 
+import dataclasses
+import math
+
 import pytest
+import torch
 
 from tests.gradients.loop import check
+from tests.ranks import on_ranks
 from torchtitan_dp.models.lora import LoRA
 
 ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
@@ -72,3 +77,61 @@ def test_factors_clipped_apart(method):
 def test_compiled(method):
     compiled = ("--compile.enable", "--compile.backend=aot_eager")
     check((1, 1, 2), *options(method), *compiled, tolerance=2e-5, lora=LORA)
+
+
+def step_of_27M(degrees, overrides):
+    """A noised step of the model that benchmarks on CPU take, at T = 128, with adapters of rank 8.
+
+    Returns:
+        (errors of the clipped sum and of the norms against the loop, whether every frozen tensor
+        has the bits that it had, and of 8 blocks' 7 targets' 2 factors each, how many moved).
+    """
+    from tests import build
+    from torchtitan_dp.models.llama3.model import FLAVORS
+
+    C, std, lora = 0.05, 0.02, LoRA(rank=8, alpha=16.0, targets=ALL)
+    args = dataclasses.replace(FLAVORS["30M"], max_seq_len=128, lora=lora)
+    options = (*overrides, f"--training.seq_len={args.max_seq_len}")
+    tokens_NT, labels_NT = build.data(args=args)
+    built = build.build(degrees, *options, args=args, max_grad_norm=C, adapter_std=std)
+    before = {name: p.to_local().clone() for name, p in built.model.named_parameters()}
+
+    actual, norms = built.clipped_sum(tokens_NT, labels_NT)
+    model = build.reference_model(args, adapter_std=std)
+    assert 26e6 < sum(p.numel() for p in model.parameters() if not p.requires_grad) < 28e6
+    gradients = build.reference_gradients(model, tokens_NT, labels_NT)
+    true_norms = [build.norm(gradient) for gradient in gradients]
+    assert min(true_norms) > C  # each is clipped
+    slots = built.slots(len(tokens_NT))
+    errors = [abs(n / true_norms[i] - 1) for n, i in zip(norms, slots, strict=True) if i >= 0]
+
+    trained = [p for p in built.model.parameters() if p.requires_grad]
+    optimizer = built.step.optimizer(
+        torch.optim.AdamW(trained, lr=1e-3), noise_multiplier=1.0, expected_batch_size=3.0
+    )
+    built.accumulate(tokens_NT, labels_NT)
+    optimizer.step(built.step.clipped_sum.take(), bytes(32))
+    built.step.clipped_sum.reset()
+    moved = {
+        name: not torch.equal(before[name], p.to_local())
+        for name, p in built.model.named_parameters()
+        if p.to_local().numel()
+    }
+    return (
+        build.relative_error(actual, build.reference_sum(gradients, C)),
+        max(errors, default=0.0),
+        not any(moved[name] for name in moved if ".lora_" not in name),
+        sum(moved[name] for name in moved if ".lora_" in name),
+    )
+
+
+@pytest.mark.parametrize("method", ["microbatch", "V2"])
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
+def test_27M_parameters_at_rank_8(degrees, method):
+    for error, norm_error, base_kept, moved in on_ranks(
+        math.prod(degrees), step_of_27M, degrees, options(method)
+    ):
+        assert error < 2e-5
+        assert norm_error < 1e-5
+        assert base_kept
+        assert moved == 2 * 7 * 8

@@ -5,6 +5,7 @@ an excluded one adds exactly nothing, on every mesh and with every gradient meth
 """
 
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -26,9 +27,11 @@ SIGMA = 1.0
 SECURE = {"secure_noise": True}
 EXACT = {"secure_noise": True, "exact_sum": True}
 PER_LAYER = {"clipping": "per_layer"}
+V1 = {"shard_grad_samples": False}
+TWO = {"ghost_passes": "two"}
 
 
-def new_game(degrees, method, batch_size, summed):
+def new_game(degrees, method, batch_size, summed, adapters=False):
     import torchtitan_dp.distributed  # noqa: F401
 
     # isort: split
@@ -37,6 +40,7 @@ def new_game(degrees, method, batch_size, summed):
     from torchtitan_dp.audit.game import Game
     from torchtitan_dp.config import Privacy
     from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
+    from torchtitan_dp.models.lora import LoRA
     from torchtitan_dp.privacy.keys import RootKey
 
     dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
@@ -49,6 +53,7 @@ def new_game(degrees, method, batch_size, summed):
         mesh=fsdp_mesh(dims),
         noise_keys=RootKey.from_debug_seed(7).stream("noise"),
         projection_keys=RootKey.from_debug_seed(7).stream("projection"),
+        lora=LoRA(8, 24.0, ("wq",)) if adapters else None,
     )
 
 
@@ -61,10 +66,11 @@ def play(
     batch_size=1,
     confidence=0.95,
     summed=None,
+    adapters=False,
 ):
     """The bounds on mu that the named cases prove, with a fault in the code."""
     with FAULTS[fault]() if fault else contextlib.nullcontext():
-        game = new_game(degrees, method, batch_size, summed or {})
+        game = new_game(degrees, method, batch_size, summed or {}, adapters)
         return {
             case.name: game.play(case, trials=trials, confidence=confidence).mu
             for case in game.cases
@@ -113,6 +119,19 @@ def clipping_after_the_sum():
 
     with no_clipping(), mock.patch.object(ClippedSum, "take", take_clipped):
         yield
+
+
+def one_layers_adapters_left_out():
+    """Of the norm: those of the last layer, of parameters that arrive one by one."""
+    from torchtitan_dp.gradients.clipped_sum import ClippedSum
+
+    squared_norms = ClippedSum.squared_norms
+
+    def without_last(self, shards):
+        *others, a, b = shards
+        return squared_norms(self, [*others, torch.zeros_like(a), torch.zeros_like(b)])
+
+    return mock.patch.object(ClippedSum, "squared_norms", without_last)
 
 
 def bad_samples_kept():
@@ -167,6 +186,7 @@ FAULTS = {
     "half the noise in units": lambda: scaled_noise(0.5, "add_noise_units_"),
     "no clipping": no_clipping,
     "clipping after the sum": clipping_after_the_sum,
+    "one layer's adapters left out": one_layers_adapters_left_out,
     "bad samples kept": bad_samples_kept,
     "noise repeated across shards": noise_repeated_across_shards,
     "noise repeated across parameters": noise_repeated_across_parameters,
@@ -205,6 +225,74 @@ def test_row35_the_clean_build_stays_under_the_claim(method, batch_size, summed)
     assert min(bounds.values()) > 0.1  # the attack works: it sees about what it may
 
 
+ADAPTERS = {
+    "microbatch": ("microbatch", 1, {}),
+    "V1": ("grad_sample", 2, V1),
+    "V2": ("grad_sample", 2, {}),
+    "ghost": ("ghost", 2, {}),
+    "ghost, two passes": ("ghost", 2, TWO),
+    "capped estimates": ("randomized", 2, {"projections": 16}),
+    "exact": ("microbatch", 1, EXACT),
+    "per layer": ("grad_sample", 2, PER_LAYER),
+}
+
+
+@pytest.mark.parametrize(
+    "degrees, method",
+    [*(((1, 1, 1), method) for method in ADAPTERS), ((1, 1, 2), "V2"), ((1, 2, 1), "microbatch")],
+    ids=lambda value: value if isinstance(value, str) else str(value),
+)
+def test_row35_and_56_with_adapters_it_stays_under_the_claim(degrees, method):
+    gradient_method, batch_size, terms = ADAPTERS[method]
+    arguments = None, 300, None, gradient_method, batch_size, 0.999, terms, True
+    bounds, *others = on_ranks(math.prod(degrees), play, degrees, *arguments)
+    assert all(bounds == other for other in others)
+    assert max(bounds.values()) <= 1 / SIGMA
+    assert bounds.pop("not_a_number") < 0.1
+    # Of four groups that share C two have no gradient: less is there to be seen.
+    assert min(bounds.values()) > (0 if method == "per layer" else 0.1)
+
+
+def adapters_of_the_command(*options):
+    """With which adapters the command plays on a configuration's terms."""
+    import torchtitan_dp.audit.__main__ as audit
+    from tests import build
+    from torchtitan_dp.privacy.keys import RootKey
+
+    plan = SimpleNamespace(settings=SimpleNamespace(noise_multiplier=SIGMA, delta=1e-5))
+    with mock.patch.object(audit, "Game", wraps=audit.Game) as game:
+        config, root = build.config(*options), RootKey.from_debug_seed(7)
+        audit.play_game(config, plan, root, trials=2, confidence=0.9)
+    return game.call_args.kwargs["lora"]
+
+
+def test_row35_and_56_the_command_plays_with_the_runs_adapters():
+    (lora,) = on_ranks(1, adapters_of_the_command, "--lora.rank=4", "--lora.alpha=8")
+    assert lora is not None
+    assert lora.scaling == 2
+    assert on_ranks(1, adapters_of_the_command) == [None]
+
+
+def play_in_one_layer(fault):
+    """The bound that a gradient of 100 C proves which lies in the adapters of the last layer."""
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        game = new_game((1, 1, 1), "grad_sample", 2, {}, adapters=True)
+        (case,) = (case for case in game.cases if case.name == "norm_100C")
+        along_PN = case.along_PN.clone()
+        along_PN[0] = 0
+        along_PN /= along_PN.norm()
+        with_UPN = torch.stack([torch.zeros_like(along_PN), 100 * along_PN])
+        case = dataclasses.replace(case, with_UPN=with_UPN, along_PN=along_PN)
+        return game.play(case, trials=60, confidence=0.95).mu
+
+
+@pytest.mark.parametrize("fault", [None, "one layer's adapters left out"])
+def test_row35_and_56_adapters_left_out_of_the_norm_are_flagged(fault):
+    (bound,) = on_ranks(1, play_in_one_layer, fault)
+    assert bound > 0.1
+    assert (bound > 1 / SIGMA) == (fault is not None)
+
+
 @pytest.mark.parametrize("fault", [None, "half the noise"])
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
 def test_row35_and_59_with_estimated_norms_the_claim_is_a_mixtures(estimator, fault):
@@ -226,11 +314,11 @@ def test_row35_and_59_with_estimated_norms_the_claim_is_a_mixtures(estimator, fa
         assert bounds["norm_100C"] > claim
 
 
-def estimated_matrices(method):
+def estimated_matrices(method, adapters):
     """How many of the game's matrices have estimated norms."""
     from torchtitan_dp.gradients import randomized_norm
 
-    game, found = new_game((1, 1, 1), method, 2, {}), []
+    game, found = new_game((1, 1, 1), method, 2, {}, adapters), []
     draw = randomized_norm.RandomizedNorms._draw
 
     def drawn(self, *arguments):
@@ -242,8 +330,9 @@ def estimated_matrices(method):
     return len(found)
 
 
-def test_row59_the_game_plays_with_estimates():
-    assert on_ranks(1, estimated_matrices, "randomized") == [2]
+@pytest.mark.parametrize(("adapters", "matrices"), [(False, 2), (True, 4)], ids=["all", "lora"])
+def test_row59_the_game_plays_with_estimates(adapters, matrices):
+    assert on_ranks(1, estimated_matrices, "randomized", adapters) == [matrices]
 
 
 @pytest.mark.parametrize(
@@ -295,17 +384,22 @@ def test_row35_flags_on_two_ranks(fault, degrees, case, trials):
 # Canaries.
 
 
-def canary_scores(degrees, method, options):
+def canary_scores(degrees, method, options, adapters=False):
     """Two noiseless steps with canaries 0..5 among records, two of them drawn in one step only."""
     from tests import build
     from torchtitan_dp.audit.canaries import Canaries, CanarySum, ScoreKeeper
+    from torchtitan_dp.models.lora import LoRA
     from torchtitan_dp.optimizer import DPOptimizer
 
+    args = build.ARGS
+    if adapters:  # no mesh divides their rows
+        args = dataclasses.replace(args, lora=LoRA(3, 5.0, ("wq", "w2")))
     overrides = (f"--privacy.gradient_method={method}",)
     if method == "grad_sample":
         overrides += ("--training.local_batch_size=3",)
     overrides += options
-    built = build.build(degrees, *overrides, max_grad_norm=0.5, clipped_sum_type=CanarySum)
+    terms = {"args": args, "max_grad_norm": 0.5, "clipped_sum_type": CanarySum}
+    built = build.build(degrees, *overrides, **terms)
     sums = built.gradients.clipped_sum
     canaries = Canaries.choose(built.parameters, 6)
     included = np.array([True, False, True, True, False, True])
@@ -350,6 +444,16 @@ def test_an_included_canary_adds_C_at_its_place_and_an_excluded_one_nothing(
         assert len(set(names)) > 2
 
 
+@pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 1)], ids=str)
+def test_canaries_lie_in_adapters(degrees, method):
+    for scores, names in on_ranks(math.prod(degrees), canary_scores, degrees, method, (), True):
+        assert scores == pytest.approx([2, 0, 2, 2, 0, 1], abs=1e-4)
+        assert scores[1] == scores[4] == 0.0
+        assert all(".lora_" in name for name in names)
+        assert len(set(names)) > 2
+
+
 def audited(connection, argv, noise, log, cache):
     """The command, in a process of its own; of its noise only a share is there."""
     import torchtitan_dp.audit.__main__ as audit
@@ -378,18 +482,13 @@ _TINY = dict(
 )
 
 
-@pytest.fixture(scope="module")
-def audits(tmp_path_factory):
-    """Two audits of one tiny model, side by side: clean, and with a hundredth of the noise."""
-    folder = tmp_path_factory.mktemp("audit")
+def audited_runs(folder, *asked):
+    """Audits of one tiny model, side by side: each named, with its share of the noise."""
     data = write_records(folder / "data", 10)
     (folder / "model").mkdir()
     (folder / "model" / "config.json").write_text(json.dumps(_TINY))
     runs = {}
-    for name, noise, overrides in (
-        ("clean", 1, ["--privacy.target_epsilon=8"]),
-        ("planted", 0.01, ["--privacy.target_epsilon=3"]),
-    ):
+    for name, noise, overrides in asked:
         argv = [
             f"--job.config_file={CONFIG}",
             *(f"--job.dump_folder={folder / name}", f"--training.dataset_path={data}"),
@@ -413,6 +512,29 @@ def audits(tmp_path_factory):
         result = json.loads((folder / f"{name}.json").read_text())
         done[name] = SimpleNamespace(code=code, log=text, result=result, folder=folder, name=name)
     return done
+
+
+CLEAN, PLANTED = (1, ["--privacy.target_epsilon=8"]), (0.01, ["--privacy.target_epsilon=3"])
+
+
+@pytest.fixture(scope="module")
+def audits(tmp_path_factory):
+    """Two audits: clean, and with a hundredth of the noise."""
+    return audited_runs(tmp_path_factory.mktemp("audit"), ("clean", *CLEAN), ("planted", *PLANTED))
+
+
+def test_canaries_in_adapters_of_a_run(tmp_path):
+    """A run with [lora] is audited as any: it stays under its claim, and little noise is found."""
+    lora = ["--lora.rank=8"]
+    of_adapters = [(noise, options + lora) for noise, options in (CLEAN, PLANTED)]
+    asked = zip(("clean", "planted"), *zip(*of_adapters, strict=True), strict=True)
+    clean, planted = audited_runs(tmp_path, *asked).values()
+    assert (clean.code, planted.code) == (0, 1), clean.log + planted.log
+    least, claimed = (clean.result[f"epsilon_{key}"] for key in ("lower_bound", "claimed"))
+    assert claimed / 4 <= least < claimed <= 8
+    assert planted.result["epsilon_claimed"] <= 3 < planted.result["epsilon_lower_bound"]
+    told = json.loads((tmp_path / "clean_audit" / "privacy.json").read_text())
+    assert told["trained"].startswith("LoRA of rank 8")
 
 
 @pytest.mark.slow

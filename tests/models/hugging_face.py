@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -21,19 +22,31 @@ PLAIN = {"rope_type": "default", "rope_theta": 500000.0}
 
 
 def write_llama(
-    folder: Path, *, tied: bool, rope: dict, eps: float, dtype: torch.dtype = torch.float32
+    folder: Path,
+    *,
+    tied: bool,
+    rope: dict,
+    eps: float,
+    dtype: torch.dtype = torch.float32,
+    **shape: Any,
 ) -> Path:
-    """A random Llama in several shards (no mesh of 4 divides its key heads), with a tokenizer."""
+    """A random Llama in several shards (no mesh of 4 divides its key heads), with a tokenizer.
+
+    `shape` changes its size.
+    """
     torch.manual_seed(7)
-    config = LlamaConfig(
+    small = dict(
         hidden_size=48,
         intermediate_size=100,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        vocab_size=VOCABULARY,
         max_position_embeddings=512,
         initializer_range=0.3,  # logits of size 1, attention that depends on positions
+    )
+    config = LlamaConfig(
+        **(small | shape),
+        vocab_size=VOCABULARY,
         tie_word_embeddings=tied,
         rms_norm_eps=eps,
         rope_parameters=rope,
@@ -43,7 +56,7 @@ def write_llama(
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder, max_shard_size="60KB")
+    model.save_pretrained(folder, max_shard_size="50MB" if shape else "60KB")
     vocabulary = {chr(i): i for i in range(256)} | {"<s>": 256, "</s>": 257}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")

@@ -1,11 +1,27 @@
 """The average of weights: the formula, where it begins, and what it leaves as it was."""
 
+import functools
+import logging
+
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 
 from tests.build import config
+from torchtitan_dp.checkpoint import safe_load
+from torchtitan_dp.checkpoint.average import (
+    AVERAGE,
+    DECAYS,
+    UNRECORDED,
+    Decay,
+    WithoutDecays,
+    decays_from_json,
+    decays_in_words,
+    has_decays,
+)
 from torchtitan_dp.models.ema import WeightAverage, ema_of
+from torchtitan_dp.release.__main__ import read_decays
 
 SHAPES = {"a": (5, 3), "b": (7,)}
 
@@ -29,7 +45,7 @@ def test_it_is_a_loop_of_the_formula(decay):
     expected = {name: p.detach().double() for name, p in weights.items()}
     for t in range(30):
         step(weights, t + 1)
-        average.update()
+        average.update(t + 1)
         d = min(decay, (1 + t) / (10 + t))
         expected = {n: d * e + (1 - d) * weights[n].detach() for n, e in expected.items()}
     for name, found in average.state_dict()["weights"].items():
@@ -44,7 +60,7 @@ def test_it_reaches_back_over_a_tenth_of_the_steps():
     average = WeightAverage({"w": weight}, 0.9999)
     for number in range(1, 2001):
         weight.data.fill_(number)
-        average.update()
+        average.update(number)
     assert 2000 - average.state_dict()["weights"]["w"].item() == pytest.approx(200, rel=0.05)
 
 
@@ -55,23 +71,89 @@ def test_it_begins_with_what_was_loaded():
     step(weights, 1)
     average.begin()
     assert torch.equal(average.state_dict()["weights"]["a"], weights["a"])
-    average.update()
+    average.update(1)
     step(weights, 2)
     average.begin()
     assert torch.equal(average.state_dict()["weights"]["a"], parameters(1)["a"])
+
+
+def saved(average, folder, *, without=()):
+    """A checkpoint of it, alone: or as it was before some of what it holds was kept."""
+    held = {name: value for name, value in average.state_dict().items() if name not in without}
+    dcp.save({AVERAGE: held}, checkpoint_id=folder, no_dist=True)
+    return str(folder)
+
+
+def resumed(folder, decay, updates=3):
+    """An average that goes on from a checkpoint, and has made as many steps more."""
+    average = WeightAverage(parameters(9), decay)
+    state = average if has_decays(folder) else WithoutDecays(average)
+    safe_load.load({AVERAGE: state}, folder, no_dist=True)
+    average.begin()
+    first = average.updates + 1
+    for number in range(first, first + updates):
+        average.update(number)
+    return average
+
+
+@pytest.fixture
+def begun():
+    """Of ten steps."""
+    average = WeightAverage(parameters(), 0.99)
+    for number in range(1, 11):
+        average.update(number)
+    return average
+
+
+def test_checkpoints_say_which_decay_held_from_which_step_on(begun, tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    first = saved(begun, tmp_path / "1")
+    assert read_decays(first) == (Decay(0.99, 1),)
+    again = resumed(first, 0.99)
+    assert again.decays == (Decay(0.99, 1),)
+    assert "ema.decay" not in caplog.text
+    changed = resumed(first, 0.95)
+    assert "ema.decay = 0.95 from here on, and until here: 0.99" in caplog.text
+    second = saved(changed, tmp_path / "2")
+    assert read_decays(second) == (Decay(0.99, 1), Decay(0.95, 11))
+    third = saved(resumed(second, 0.99), tmp_path / "3")
+    expected = "0.99 until step 10, 0.95 until step 13, 0.99 after"
+    assert decays_in_words(read_decays(third)) == expected
+
+
+@pytest.mark.parametrize("decay", [0.99, 0.95])
+def test_checkpoints_of_before_decays_were_kept_are_gone_on_with(begun, tmp_path, decay, caplog):
+    """It is not made up what they were made by."""
+    caplog.set_level(logging.INFO)
+    old = saved(begun, tmp_path / "old", without=(DECAYS,))
+    assert read_decays(old) == UNRECORDED
+    average = resumed(old, decay, updates=0)
+    for name, value in begun.state_dict()["weights"].items():
+        assert torch.equal(average.state_dict()["weights"][name], value)
+    assert average.updates == 10
+    assert f"ema.decay = {decay:g} from here on, and until here: not recorded" in caplog.text
+    average.update(11)
+    read = read_decays(saved(average, tmp_path / "new"))
+    assert decays_in_words(read) == f"not recorded until step 10, {decay:g} after"
+
+
+@pytest.mark.parametrize("text", ["", "{}x", "[1]", '[["a", 1]]', "[[0.9, null]]"])
+def test_damaged_decays_are_one_line(text):
+    with pytest.raises(ValueError, match="the decays of an average cannot be read"):
+        decays_from_json(text)
 
 
 def test_weights_and_average_are_given_back_bit_by_bit():
     weights = parameters()
     average = WeightAverage(weights, 0.9)
     step(weights, 1)
-    average.update()
+    average.update(1)
     held = {name: value.clone() for name, value in average.state_dict()["weights"].items()}
 
     def fail():
         with average.in_place_of_weights():
             assert all(torch.equal(weights[name], value) for name, value in held.items())
-            for refused in (average.update, average.state_dict):
+            for refused in (functools.partial(average.update, 2), average.state_dict):
                 with pytest.raises(AssertionError, match="the model holds averages"):
                     refused()
             raise KeyError("stop")

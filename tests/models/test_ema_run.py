@@ -6,6 +6,7 @@ import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 
 from tests.launch import arguments, load, privacy, train, with_sigma, write_records
 from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
@@ -77,7 +78,7 @@ def test_row60_each_average_follows_from_released_weights_alone(finished):
     for t, (before, after) in enumerate(itertools.pairwise(saved), start=1):
         expected = followed(before, after, t)
         trained = {name for name in weights_of(after) if name != "output.weight"}  # tied
-        names = {average_name(name) for name in trained} | {"ema.updates"}
+        names = {average_name(name) for name in trained} | {"ema.updates", "ema.decays"}
         assert {name for name in after if name.startswith("ema.")} == names
         for name, found in averages(after).items():
             assert torch.equal(found, expected[name]), name
@@ -132,6 +133,7 @@ def test_a_release_is_of_the_average_unless_told_otherwise(finished, tmp_path, o
     assert (found - logits(finished, not average)).abs().max() > 0.01
     card = (tmp_path / "model" / "README.md").read_text()
     assert ("| weights | an exponential moving average" in card) == average
+    assert ("(decay 0.9999; at first" in card) == average
     assert ("| weights | those after the last step |" in card) != average
     assert privacy(tmp_path / "model")["epsilon"] == privacy(finished)["epsilon"]
 
@@ -181,9 +183,33 @@ def test_it_changes_no_bit_of_the_run(place, seeded, tmp_path):
     without = state(out, STEPS)
     assert state(seeded, STEPS).keys() - without.keys() == {
         "ema.updates",
+        "ema.decays",
         *map(average_name, averages(state(seeded, STEPS))),
     }
     assert_same(state(seeded, STEPS), without)
+
+
+def test_another_decay_is_gone_on_with_and_told(place, finished, tmp_path):
+    """Steps 3 and 4 by another one, of a checkpoint of before decays were kept, too."""
+    out = tmp_path / "out"
+    said = resumed(place, finished, out, *HELD_OUT, "--ema.decay=0.15", world_size=1)
+    assert "ema.decay = 0.15 from here on, and until here: 0.9999" in said
+    before, after = state(out, 3), state(out, STEPS)
+    for name, found in averages(after).items():
+        expected = averages(before)[name].lerp(after[name], 0.85)
+        torch.testing.assert_close(found, expected)
+    release([str(out), str(tmp_path / "model")])
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "(decay 0.9999 until step 2, 0.15 after; at first (1 + t) / (10 + t))" in card
+    assert len(privacy(out)["segments"]) == 1
+
+    held = state(out, 3)
+    assert held.pop("ema.decays")
+    shutil.rmtree(out / "checkpoint" / "step-3")
+    dcp.save(held, checkpoint_id=out / "checkpoint" / "step-3", no_dist=True)
+    said = resumed(place, finished, out, *HELD_OUT, world_size=1)
+    assert "ema.decay = 0.9999 from here on, and until here: not recorded" in said
+    assert state(out, STEPS)["ema.updates"] == STEPS
 
 
 def test_it_is_switched_off_and_on_without_a_new_segment(place, finished, tmp_path):

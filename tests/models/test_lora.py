@@ -219,24 +219,43 @@ def test_mistakes_are_one_line(tmp_path):
 # What is exported.
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory):
+def exported(place, lora, std, **size):
     """Both exports of adapters beside a Hugging Face Llama, and our logits of it."""
-    place = tmp_path_factory.mktemp("lora")
-    folder = write_llama(place / "given", tied=False, rope=PLAIN, eps=1e-6)
-    config = build.config(f"--model.hf_assets_path={folder}", "--lora.rank=3", "--lora.alpha=5")
+    folder = write_llama(place / "given", tied=False, rope=PLAIN, eps=1e-6, **size)
+    config = build.config(f"--model.hf_assets_path={folder}", *lora)
     model = Llama(shape(config))
     model.init_weights()
     from safetensors.torch import load_file
 
     files = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
     model.load_state_dict(HuggingFaceAdapter(model.model_args, None).from_hf(files), strict=False)
-    build.fill_adapters(model, std=0.5)
+    build.fill_adapters(model, std=std)
     for kind in ("adapter", "merged"):
         (place / kind).mkdir()
         write_folder(model, config, str(place / kind), merge=kind == "merged")
     with torch.no_grad():
         return place, model(sample_tokens())
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    return exported(tmp_path_factory.mktemp("lora"), ("--lora.rank=3", "--lora.alpha=5"), 0.5)
+
+
+@pytest.fixture(scope="module")
+def given_27M(tmp_path_factory):
+    """Of the shape that benchmarks on CPU take, with logits of size 1."""
+    return exported(
+        tmp_path_factory.mktemp("lora_27M"),
+        ("--lora.rank=8", "--lora.alpha=16"),
+        0.02,
+        hidden_size=512,
+        intermediate_size=1536,
+        num_hidden_layers=8,
+        num_attention_heads=8,
+        num_key_value_heads=8,
+        initializer_range=0.05,
+    )
 
 
 def test_merged_weights_give_the_same_logits(given):
@@ -247,12 +266,11 @@ def test_merged_weights_give_the_same_logits(given):
     assert not (place / "merged" / "adapter_config.json").exists()
 
 
-def test_adapters_merged_by_hand_as_peft_does_give_the_same_logits(given):
-    """W += alpha / r B A, on the layers that PEFT's names mean."""
+def merged_by_hand(place):
+    """The logits with W += alpha / r B A, on the layers that PEFT's names mean."""
     from safetensors.torch import load_file
     from transformers import LlamaForCausalLM
 
-    place, expected = given
     settings = json.loads((place / "adapter" / "adapter_config.json").read_text())
     model = LlamaForCausalLM.from_pretrained(place / "given")
     tensors = load_file(place / "adapter" / "adapter_model.safetensors")
@@ -265,17 +283,30 @@ def test_adapters_merged_by_hand_as_peft_does_give_the_same_logits(given):
                 assert a.shape[0] == b.shape[1] == settings["r"]
                 delta = settings["lora_alpha"] / settings["r"] * b @ a
                 model.get_submodule(layer).weight.add_(delta)
-        found = model(sample_tokens()).logits
-    assert len(tensors) == 2 * 7 * 2
-    assert (found - expected).abs().max() < 1e-4
+        assert len(tensors) == 2 * 7 * len(model.model.layers)
+        return model(sample_tokens()).logits
 
 
-def test_peft_loads_the_folder(given):
+def test_adapters_merged_by_hand_as_peft_does_give_the_same_logits(given):
+    place, expected = given
+    assert (merged_by_hand(place) - expected).abs().max() < 1e-4
+
+
+def test_27M_parameters_with_adapters_merged_by_hand_give_the_same_logits(given_27M):
+    place, expected = given_27M
+    assert 0.3 < expected.std() < 3
+    assert (merged_by_hand(place) - expected).abs().max() < 1e-4
+    assert (transformers_logits(place / "merged") - expected).abs().max() < 1e-4
+    assert (transformers_logits(place / "given") - expected).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("size", ["given", "given_27M"])
+def test_peft_loads_the_folder(size, request):
     """Where it is installed: CONTRIBUTING.md says why it is no dependency."""
     peft = pytest.importorskip("peft")
     from transformers import LlamaForCausalLM
 
-    place, expected = given
+    place, expected = request.getfixturevalue(size)
     base = LlamaForCausalLM.from_pretrained(place / "given")
     with torch.no_grad():
         found = peft.PeftModel.from_pretrained(base, str(place / "adapter"))(sample_tokens()).logits

@@ -180,11 +180,28 @@ def test_clipping_by_layers_says_what_c_is(planned):
     assert "the gradient beside it is at most C, with every group of layers at its bound" in said
 
 
+@pytest.fixture
+def loaded(tmp_path):
+    """What has the debug model's weights loaded from a checkpoint, of which a plan reads names and
+    shapes; nothing is known of its past."""
+    import torch
+    import torch.distributed.checkpoint as dcp
+
+    from torchtitan_dp.models.families import on_meta
+    from torchtitan_dp.models.llama3.model import FLAVORS
+
+    weights = on_meta(FLAVORS["debug"]).state_dict()
+    shaped = {name: torch.zeros(weight.shape) for name, weight in weights.items()}
+    dcp.save(shaped, checkpoint_id=tmp_path / "given", no_dist=True)
+    given = f"--checkpoint.initial_load_path={tmp_path / 'given'}"
+    return "--checkpoint.enable", given, "--privacy.initial_weights_public"
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 16])
-def test_recommend(planned, rank):
+def test_recommend(planned, loaded, rank):
     sizes = ("--training.global_batch_size=2", "--training.steps=400")
-    said, content = planned(*sizes, "--recommend", f"--lora.rank={rank}")
+    said, content = planned(*sizes, "--recommend", *loaded, f"--lora.rank={rank}")
     advice = content["recommendation"]
     asked, *more = advice["rows"][1:]
     assert (asked["global_batch_size"], asked["steps"]) == (2, 400)
@@ -200,6 +217,24 @@ def test_recommend(planned, rank):
     assert f"training.global_batch_size = {best[0]}, training.steps = {best[1]}" in line
     assert "heuristic" in line
     assert "limit" in said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_loaded", [False, True], ids=["drawn", "loaded"])
+def test_adapters_are_offered_beside_loaded_weights_alone(planned, loaded, is_loaded):
+    """Beside weights drawn at random, which stay as they are, adapters have nothing to adapt. At
+    this epsilon the noise drowns all weights, and not the smaller adapters."""
+    terms = (
+        "--training.global_batch_size=2",
+        "--training.steps=40",
+        "--privacy.target_epsilon=100",
+    )
+    said, content = planned(*terms, "--recommend", *(loaded if is_loaded else ()))
+    advice = content["recommendation"]
+    offered = {"all weights", "LoRA r = 16", "LoRA r = 8"} if is_loaded else {"all weights"}
+    assert all(set(row["noise_over_run"]) == offered for row in advice["rows"])
+    assert advice["lora_rank"] == (8 if is_loaded else 0)
+    assert ("LoRA" in said) == ("lora.rank" in advice["reason"]) == is_loaded
 
 
 @pytest.mark.slow

@@ -25,6 +25,7 @@ from tests.models.hugging_face import (
     transformers_logits,
     write_llama,
 )
+from torchtitan_dp.checkpoint.average import UNRECORDED, Decay
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.saved import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
@@ -279,6 +280,21 @@ def test_given_weights_are_told_though_the_last_start_did_not_name_them(released
     card = model_card({**terms, "caveats": [caveat]}, config, shape(config))
     assert "random weights" not in card
     assert "The weights that training started from were given." in card
+
+
+@pytest.mark.parametrize(
+    ("decays", "said"),
+    [
+        ((Decay(0.99, 1),), "(decay 0.99; at first"),
+        ((Decay(0.99, 1), Decay(0.95, 11)), "(decay 0.99 until step 10, 0.95 after; at first"),
+        (UNRECORDED, "(decay as of the last start: 0.9999; at first"),
+        ((*UNRECORDED, Decay(0.95, 11)), "(decay not recorded until step 10, 0.95 after; at first"),
+        (None, "| weights | those after the last step |"),
+    ],
+)
+def test_the_decays_of_an_average_are_told(released, finished, decays, said):
+    config = read_config(str(finished))
+    assert said in model_card(privacy(released), config, shape(config), decays=decays)
 
 
 def test_rounding_is_never_down():

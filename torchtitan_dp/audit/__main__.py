@@ -43,6 +43,7 @@ from torchtitan_dp.ledger.terms import Plan
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs, trained_count
 from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
+from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.preflight.check import open_records
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
@@ -74,6 +75,7 @@ def play_game(
         mesh=fsdp_mesh(dims),
         noise_keys=root.stream("noise"),
         projection_keys=root.stream("projection"),
+        lora=lora_of(config),
     )
     each = share_of(confidence)
     outcomes = [game.play(case, trials=trials, confidence=each) for case in game.cases]

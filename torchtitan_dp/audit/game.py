@@ -14,6 +14,8 @@ A case is a pair of batches that differ in one unit, made to show one kind of fa
 | `twin_parameters` | u on one parameter, -u on its like | noise repeated across parameters |
 | `not_a_number` | a gradient of NaN | a bad sample that tells of itself |
 
+With `[lora]` the parameters are factors beside frozen layers, of one layer B and of the other A.
+
 Guarantee:
     A step of the claimed mechanism is 1/sigma-Gaussian-DP for each case (with estimated norms, as
     `lower_bounds.claimed_mu` says), so `Game.play` of it returns more than the claim with
@@ -38,6 +40,8 @@ from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS, accounted_projections
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
+from torchtitan_dp.models.lora import LoRA, LoRALinear, add_adapters
+from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.privacy.keys import KeyStream
 from torchtitan_dp.privacy.lower_bounds import claimed_mu, gaussian_mu
 from torchtitan_dp.privacy.sampling import deal
@@ -88,6 +92,8 @@ class _Dials(nn.Module):
     """Has two parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for: in
     their first column, of rank one, which is the worst for an estimate of its norm."""
 
+    dials = "first.weight", "second.weight"
+
     def __init__(self, tokens: int, rows: int, columns: int) -> None:
         super().__init__()
         self.first, self.second = (nn.Linear(columns, rows, bias=False) for _ in range(2))
@@ -100,12 +106,44 @@ class _Dials(nn.Module):
         return (outputs_BPTN[:, :, 0] * gradient_BPN).sum((1, 2))
 
 
+class _AdaptedDials(_Dials):
+    """Has LoRA's factors for its two parameters: B of `first` and A of `second`, both (N, N).
+
+    With z = x A^T, the gradient of B is g^T z, and that of A is (g B)^T x, each times alpha / r. So
+    B gets what the loss is asked for where A maps x to itself, and A does where B is the identity.
+    The other factor of each layer, whose like is 0, has a gradient of 0, and noise like any.
+    """
+
+    dials = "first.lora_b.weight", "second.lora_a.weight"
+    first: LoRALinear
+    second: LoRALinear
+
+    def __init__(self, tokens: int, rows: int, lora: LoRA) -> None:
+        super().__init__(tokens, rows, rows)
+        self._scaling = lora.scaling
+        add_adapters(self, self, LoRA(rows, rows * lora.scaling, ("first", "second")))
+        nn.init.eye_(self.first.lora_a.weight)
+        nn.init.zeros_(self.first.lora_b.weight)
+        nn.init.zeros_(self.second.lora_a.weight)
+        nn.init.eye_(self.second.lora_b.weight)
+
+    def forward(self, gradient_BPN: torch.Tensor) -> torch.Tensor:
+        return super().forward(gradient_BPN / self._scaling)
+
+
 class _Observer(torch.optim.Optimizer):
     """Keeps, in AdamW's place, how far the gradient it is handed lies along a direction."""
 
-    def __init__(self, parameters: dict[str, nn.Parameter], mesh: DeviceMesh) -> None:
+    def __init__(
+        self, parameters: dict[str, nn.Parameter], watched: list[nn.Parameter], mesh: DeviceMesh
+    ) -> None:
+        """
+        Args:
+            parameters: all that are trained.
+            watched: the two of them that a direction is of.
+        """
         super().__init__(list(parameters.values()), {})
-        self._parameters, self._mesh = list(parameters.values()), mesh
+        self._watched, self._mesh = watched, mesh
         self._along: list[torch.Tensor] = []
         self.scores: list[torch.Tensor] = []
 
@@ -116,7 +154,7 @@ class _Observer(torch.optim.Optimizer):
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         seen = torch.zeros(())
-        for parameter, along in zip(self._parameters, self._along, strict=True):
+        for parameter, along in zip(self._watched, self._along, strict=True):
             seen = seen + (cast(DTensor, parameter.grad).to_local()[:, 0] * along).sum()
         self.scores.append(seen)
 
@@ -134,6 +172,7 @@ class Game:
         mesh: DeviceMesh,
         noise_keys: KeyStream,
         projection_keys: KeyStream,
+        lora: LoRA | None = None,
     ) -> None:
         """
         Args:
@@ -143,6 +182,7 @@ class Game:
             degrees: dp_replicate, dp_shard, cp.
             mesh: of dp_shard x cp, also of one rank.
             noise_keys, projection_keys: the same on all ranks, not used yet.
+            lora: whether adapters are trained; of its sizes only alpha / r matters here.
 
         Collective over the world.
         """
@@ -157,15 +197,19 @@ class Game:
         tokens, rows = -(-tokens // self._cp), max(_ROWS, -(-rows // mesh.size())) * mesh.size()
         self.cases = cases(rows)
         self._device = torch.device(mesh.device_type)
-        model = _Dials(tokens, rows, columns).to(self._device)
+        model = _Dials(tokens, rows, columns)
+        if lora is not None:
+            model = _AdaptedDials(tokens, rows, lora)
+        model.to(self._device)
         if method.per_sample_layers:
             per_sample_layers(model)
         module = _shard(model, mesh)
-        parameters = dict(model.named_parameters())
+        parameters = trainable_parameters(model)
         groups = ReductionGroups.build(mesh.device_type, degrees)
         step = build_step(privacy, model, parameters, [module], groups, max_grad_norm=self._C)
         self._model, self._sum, self._gradients = model, step.clipped_sum, step.gradients
-        self._observer = _Observer(parameters, mesh)
+        dials = [parameters[name] for name in model.dials]
+        self._observer = _Observer(parameters, dials, mesh)
         self._optimizer = step.optimizer(
             self._observer, noise_multiplier=self._sigma, expected_batch_size=1
         )

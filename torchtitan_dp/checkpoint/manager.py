@@ -13,7 +13,7 @@ from torchtitan.train import Trainer
 
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.adapters import has_adapters, without_adapters
-from torchtitan_dp.checkpoint.average import AVERAGE, has_average
+from torchtitan_dp.checkpoint.average import AVERAGE, WithoutDecays, has_average, has_decays
 from torchtitan_dp.checkpoint.folder import (
     damaged_entry,
     drop_unfinished,
@@ -201,6 +201,8 @@ class Checkpointer(CheckpointManager):
             return {name: value for name, value in state_dict.items() if name != AVERAGE}
         if there and not wanted:
             logger.info(f"ema.enable = false: the average in {checkpoint} is not gone on with")
+        if wanted and not has_decays(checkpoint):
+            return {**state_dict, AVERAGE: WithoutDecays(state_dict[AVERAGE])}
         return state_dict
 
 

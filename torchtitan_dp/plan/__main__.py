@@ -83,7 +83,7 @@ def _plan(
     recommended = None
     if options.recommend:
         with exit_on_mistake():
-            recommended = recommend(config, plan, args)
+            recommended = recommend(config, plan, args, checked.start)
         recommended.show()
     memory = predicted() if predicted else None
     if memory is not None and options.plot:

@@ -170,7 +170,7 @@ class Step:
         with self.tracker.labelled("optimizer"):
             self.optimizer.step(clipped_sum, bytes(32))
             if self.average is not None:
-                self.average.update()
+                self.average.update(1)
         del clipped_sum
         self.clipped_sum.reset()
 

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.table import Column, Table
 
+from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.units import unit_word
 from torchtitan_dp.ledger import ExecutedSteps
@@ -30,6 +31,9 @@ from torchtitan_dp.plan.signal import (
 )
 
 _LOG_WIDTH = 160  # where there is no terminal that a table could be too wide for
+_TITLE = (  # a table's own is cut to its width
+    "      the noise's norm over C, at the compute asked for: in a step, and averaged over the run"
+)
 _RANKS = (16, 8)  # of the adapters that a full run is compared with, the larger first
 
 
@@ -61,7 +65,8 @@ def noise_warning(noise: Noise) -> str | None:
     return (
         f"the noise is {noise.over_run:.3g} C even averaged over the run, more than {DROWNS:g} C "
         "(a heuristic): it may drown what could be learned; python -m torchtitan_dp.plan "
-        "… --recommend shows by which batch, steps or adapters there is less"
+        "… --recommend shows by which batch and steps there is less, and, of weights that are "
+        "loaded, by which adapters"
     )
 
 
@@ -181,9 +186,6 @@ class Recommendation:
         table = Table(
             *(Column(head, justify="right") for head in heads),
             "",
-            title="the noise's norm over C, at the compute asked for: in a step, and averaged over "
-            "the run",
-            title_justify="left",
         )
         for row in self.rows.rows:
             marks = [
@@ -211,7 +213,8 @@ class Recommendation:
         """Print the table and the sentence, on stderr."""
         width = None if sys.stderr.isatty() else _LOG_WIDTH
         console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
-        console.print(Padding.indent(self.table(), 6), self.sentence(), sep="\n", markup=False)
+        table = Padding.indent(self.table(), 6)
+        console.print(_TITLE, table, self.sentence(), sep="\n", markup=False)
 
     def for_programs(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -237,11 +240,15 @@ class Recommendation:
         }
 
 
-def recommend(config: JobConfig, plan: Plan, args: ModelArgs) -> Recommendation:
+def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> Recommendation:
     """Weigh batch against steps, and all weights against adapters, at the compute asked for.
+
+    Adapters are offered beside weights that are loaded, never beside drawn ones: what is frozen
+    would stay random.
 
     Args:
         config: one that `refuse` lets pass.
+        start: how the run starts.
 
     Raises:
         ValueError: one line for the user; the target is out of the accountant's range.
@@ -258,7 +265,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs) -> Recommendation:
         steps=plan.steps,
         noise_multiplier=settings.noise_multiplier,
     )
-    ranks = (0,) if config.lora.rank else _RANKS
+    ranks = (0,) if config.lora.rank else _RANKS if start.loads else ()
     others = tuple(Variant(rank, trained_count(_with_rank(config, args, rank))) for rank in ranks)
     own = Variant(config.lora.rank, trained_count(args))
     rate_is_set = config.privacy.sample_rate is not None

@@ -7,7 +7,7 @@ record brings to light after some steps would tell of that record (hazard row 47
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan_dp.checkpoint.start import decide_start, plan_start
+from torchtitan_dp.checkpoint.start import Start, decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.dialogs import Reading, reading
 from torchtitan_dp.data.excerpts import scan_undecodable
@@ -27,6 +27,7 @@ _WHOLE = MAX_LINE_BYTES, 2**62  # more than a record's text can have, or cost
 class Checked:
     """Holds what was found out of a run that may start."""
 
+    start: Start
     args: ModelArgs
     records: Records
     plan: Plan | None  # None without privacy
@@ -79,10 +80,10 @@ def check_run(
     folder = config.job.dump_folder
     if not config.privacy.enable:
         refuse_private_folder(folder)
-        return Checked(args, records, None)
+        return Checked(start, args, records, None)
     check_fingerprint(folder, records.fingerprint)
     plan = plan_start(config, len(records.train), start, earlier_ledger(folder))
-    return Checked(args, records, plan)
+    return Checked(start, args, records, plan)
 
 
 def build_reading(config: JobConfig, tokenizer: Tokenizer | None = None) -> Reading | None:

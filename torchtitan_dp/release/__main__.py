@@ -35,7 +35,15 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.checkpoint.average import average_name, has_average
+from torchtitan_dp.checkpoint.average import (
+    DECAYS_KEY,
+    UNRECORDED,
+    Decay,
+    average_name,
+    decays_from_json,
+    has_average,
+    has_decays,
+)
 from torchtitan_dp.checkpoint.folder import LEDGER_KEY, newest_whole_checkpoint, step_folder
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
@@ -103,7 +111,8 @@ def release(
         partial = f"{out}.tmp"
         try:
             os.makedirs(partial, mode=0o700)
-            _fill(partial, model, config, args, terms, merge=merge, average=average)
+            decays = read_decays(checkpoint) if average else None
+            _fill(partial, model, config, args, terms, merge=merge, decays=decays)
             os.rename(partial, out)
         except OSError as error:
             raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
@@ -172,6 +181,15 @@ def read_ledger(folder: str) -> Ledger:
         ) from error
 
 
+def read_decays(folder: str) -> tuple[Decay, ...]:
+    """Read by which decays the average in the checkpoint in `folder` was made; raise ValueError."""
+    if not has_decays(folder):
+        return UNRECORDED
+    state: dict[str, Any] = {DECAYS_KEY: ""}
+    _load(folder, state)
+    return decays_from_json(state[DECAYS_KEY])
+
+
 def empty_model(args: ModelArgs) -> nn.Module:
     """Build the model in fp32 on the CPU, with NaN in every parameter."""
     model = on_meta(args).to_empty(device="cpu")
@@ -222,7 +240,7 @@ def _fill(
     terms: dict[str, Any],
     *,
     merge: bool,
-    average: bool,
+    decays: tuple[Decay, ...] | None,
 ) -> None:
     """Write all files of a release, synced; the sums last."""
     write_folder(model, config, folder, merge=merge)
@@ -230,7 +248,7 @@ def _fill(
         for name, text in byte_tokenizer_files().items():
             write_atomically(os.path.join(folder, name), text.encode())
     _drop_paths(folder)
-    card = model_card(terms, config, without_lora(args) if merge else args, average=average)
+    card = model_card(terms, config, without_lora(args) if merge else args, decays=decays)
     write_atomically(os.path.join(folder, CARD_FILE), card.encode())
     write_published(folder, terms)
     sums = [f"{_sha256(os.path.join(folder, n))}  {n}\n" for n in sorted(os.listdir(folder))]

@@ -11,6 +11,7 @@ Guarantee:
 import math
 from typing import Any
 
+from torchtitan_dp.checkpoint.average import UNRECORDED, Decay, decays_in_words
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.records import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -51,7 +52,11 @@ _NEIGHBOURS = {
 
 
 def model_card(
-    terms: dict[str, Any], config: JobConfig, args: ModelArgs, *, average: bool = False
+    terms: dict[str, Any],
+    config: JobConfig,
+    args: ModelArgs,
+    *,
+    decays: tuple[Decay, ...] | None = None,
 ) -> str:
     """Write Markdown with Hugging Face's front matter.
 
@@ -59,7 +64,7 @@ def model_card(
         terms: as `releasing.claims.claims` returns them.
         config: the run's, of which public settings are told.
         args: of the model that is released: with `lora`, its adapters alone are.
-        average: whether the average of weights is released.
+        decays: of the average of weights, if that is released; None: the last step's weights are.
     """
     adapters = args.lora is not None
     sections = (
@@ -67,7 +72,7 @@ def model_card(
         _not_said(terms, config),
         _computation(terms),
         _assumptions(terms, config),
-        _training(terms, config, args, average),
+        _training(terms, config, args, decays),
         owner_section(),
         USE_ADAPTERS if adapters else USE,
     )
@@ -314,12 +319,17 @@ def _sentence(text: str) -> str:
     return f"{text[:1].upper()}{text[1:]}."
 
 
-def _training(terms: dict[str, Any], config: JobConfig, args: ModelArgs, average: bool) -> str:
+def _training(
+    terms: dict[str, Any],
+    config: JobConfig,
+    args: ModelArgs,
+    decays: tuple[Decay, ...] | None,
+) -> str:
     optimizer, schedule, training = config.optimizer, config.lr_scheduler, config.training
     title = family_of(args).title
     rows = {
         "trained": terms["trained"],
-        "weights": _which(config) if average else "those after the last step",
+        "weights": "those after the last step" if decays is None else _which(config, decays),
         "model": f"{title}, {args.n_layers} layers of {args.dim}, {args.n_heads} heads, "
         f"{args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
         "sample": f"at most {training.seq_len} tokens of one {_unit(terms)} in a step",
@@ -345,12 +355,15 @@ Settings of the run's last start. If they were tuned on the private data, see "C
 """
 
 
-def _which(config: JobConfig) -> str:
+def _which(config: JobConfig, decays: tuple[Decay, ...]) -> str:
     """Say what an average of weights is of, and why it is covered."""
+    decay = decays_in_words(decays)
+    if decays == UNRECORDED:
+        decay = f"as of the last start: {config.ema.decay}"
     return (
         "an exponential moving average of those that the average began with and those after each "
-        f"step since (decay, as of the last start, {config.ema.decay:g}, at first (1 + t) / "
-        "(10 + t)); it is computed from them alone, so that ε covers it"
+        f"step since (decay {decay}; at first (1 + t) / (10 + t)); it is computed from them alone, "
+        "so that ε covers it"
     )
 
 

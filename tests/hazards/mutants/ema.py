@@ -10,7 +10,7 @@ _UPDATE = (
 )
 _AVERAGE = (
     "        if self.average is not None:\n"
-    "            self.average.update()  # of weights that are noised by now\n"
+    "            self.average.update(self.step)  # of weights that are noised by now\n"
 )
 
 MUTANTS = [
@@ -32,7 +32,7 @@ MUTANTS = [
         "        for name, average in self.average.state_dict()['weights'].items():\n"
         "            average.to_local().view(-1).sub_(total[name], alpha=lr)\n"
         "        self.dp_optimizer.step(total, self.noise_keys.take(self.step))\n"
-        "        self.average.update()\n",
+        "        self.average.update(self.step)\n",
         (f"{RUN}test_row60_each_average_follows_from_released_weights_alone",),
     ),
     Mutant(
@@ -51,6 +51,15 @@ MUTANTS = [
         "        finally:\n            self._swap()\n",
         "        finally:\n            self._swapped = False\n",
         (f"{HERE}test_weights_and_average_are_given_back_bit_by_bit",),
+        quick=True,
+    ),
+    Mutant(
+        60,
+        "another decay is not written down",
+        "models/ema.py",
+        "if not self.decays or self.decays[-1].decay != self._decay:",
+        "if not self.decays:",
+        (f"{HERE}test_checkpoints_say_which_decay_held_from_which_step_on",),
         quick=True,
     ),
     Mutant(

@@ -3,6 +3,7 @@
 from tests.hazards.mutants.table import Mutant
 
 HERE = "models/test_lora.py::"
+GAME = "hazards/test_audit.py::test_row35_and_56_adapters_left_out_of_the_norm_are_flagged"
 HELD = f"{HERE}test_row56_the_first_update_is_held"
 BY_HAND = f"{HERE}test_adapters_merged_by_hand_as_peft_does_give_the_same_logits"
 
@@ -22,6 +23,30 @@ MUTANTS = [
         "    model.requires_grad_(False)\n",
         "    model.requires_grad_(False)\n    model.norm.requires_grad_(True)\n",
         (f"{HERE}test_row56_what_is_frozen_is_not_paid_for_and_does_not_move[microbatch]",),
+    ),
+    Mutant(
+        56,
+        "adapters of a layer not counted in the norm",
+        "gradients/clipped_sum.py",
+        "torch.stack([squared_norm(s.flatten(1)) for s in shards])",
+        "torch.stack([squared_norm(s.flatten(1)) for s in shards[:-2]])",
+        (f"{GAME}[None]",),
+    ),
+    Mutant(
+        56,
+        "the game plays without the run's adapters",
+        "audit/__main__.py",
+        "lora=lora_of(config),",
+        "lora=lora_of(config) and None,",
+        ("hazards/test_audit.py::test_row35_and_56_the_command_plays_with_the_runs_adapters",),
+    ),
+    Mutant(
+        56,
+        "factors A not counted in the norm",
+        "gradients/clipped_sum.py",
+        "torch.stack([squared_norm(s.flatten(1)) for s in shards])",
+        "torch.stack([squared_norm(s.flatten(1)) for s in shards[1::2]])",
+        (f"{GAME}[None]",),
     ),
     Mutant(
         56,
