@@ -65,7 +65,8 @@ def cut_into_stretches(
             taken = min(wanted, steps)
             terms = settings.noise_multiplier, settings.sample_rate, settings.projections
             # Segments that spend the same are one stretch: of two, `union` would take the longer.
-            found[start.name, *terms] = found.get((start.name, *terms), 0) + taken
+            spent = (start.name, *terms)
+            found[spent] = found.get(spent, 0) + taken
             wanted -= taken
             if steps > taken:
                 left.insert(0, (settings, steps - taken))
