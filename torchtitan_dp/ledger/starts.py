@@ -64,9 +64,9 @@ def cut_into_stretches(
             settings, steps = left.pop(0)
             taken = min(wanted, steps)
             terms = settings.noise_multiplier, settings.sample_rate, settings.projections
+            which = (start.name, *terms)
             # Segments that spend the same are one stretch: of two, `union` would take the longer.
-            spent = (start.name, *terms)
-            found[spent] = found.get(spent, 0) + taken
+            found[which] = found.get(which, 0) + taken
             wanted -= taken
             if steps > taken:
                 left.insert(0, (settings, steps - taken))

@@ -339,7 +339,7 @@ MUTANTS = [
         59,
         "steps of segments that spend the same counted once",
         "ledger/starts.py",
-        "found.get((start.name, *terms), 0) + taken",
+        "found.get(which, 0) + taken",
         "taken",
         (f"{TOLD}test_row24_and_59_people_are_told_of_capped_norms",),
         quick=True,
