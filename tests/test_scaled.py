@@ -77,24 +77,70 @@ def test_scales_are_one_at_first_and_keep_the_length_of_the_noise():
     assert torch.allclose(scaling.scale_of(squares_N, 1e4), torch.ones(N), atol=1e-3)
 
 
-def test_squares_are_averaged_and_the_noise_can_be_taken_out():
-    with_noise, without = (scaling.Squares(N, beta=0.9, subtract_noise=s) for s in (False, True))
-    assert torch.equal(with_noise.average(), torch.zeros(N))
-    generator = torch.Generator().manual_seed(2)
-    noise_std_N = torch.linspace(0.5, 1.0, N)
-    signal_N = torch.where(torch.arange(N) < 10, 3.0, 0.0)
-    for _ in range(300):
-        mean_N = signal_N + noise_std_N * torch.randn(N, generator=generator)
-        with_noise.add(mean_N, noise_std_N.square())
-        without.add(mean_N, noise_std_N.square())
-    expected = (noise_std_N.square() + signal_N.square()).mean().item()
-    assert with_noise.average().mean().item() == pytest.approx(expected, rel=0.05)
-    assert (without.average() >= 0).all()
-    assert without.average()[:10].mean().item() == pytest.approx(9, rel=0.3)
-    assert without.average()[10:].mean() < 0.2 * with_noise.average()[10:].mean()
-    once = scaling.Squares(1, beta=0.9, subtract_noise=False)
-    once.add(torch.tensor([2.0]), torch.ones(1))
-    assert once.average().item() == pytest.approx(4.0)  # as Adam's, not a tenth of it
+def test_squares_are_averaged_as_adam_does():
+    parameter = torch.nn.Parameter(torch.zeros(5))
+    adam, squares = torch.optim.Adam([parameter], betas=(0.9, 0.95)), scaling.Squares(5, 0.95)
+    for step in range(1, 4):
+        parameter.grad = torch.linspace(-1, 1, 5) * step
+        squares.add(parameter.grad.square())
+        adam.step()
+        unbiased = adam.state[parameter]["exp_avg_sq"] / (1 - 0.95**step)
+        assert torch.allclose(squares.average(), unbiased)
+
+
+def test_a_row_has_its_mean():
+    shapes = {"matrix": torch.Size((2, 3)), "vector": torch.Size((2,))}
+    found = scaling.row_means(torch.tensor([1.0, 2, 3, 4, 5, 6, 7, 9]), shapes)
+    assert found.tolist() == [2, 2, 2, 5, 5, 5, 8, 8]
+
+
+def means(geometry: scaling.Geometry | None, steps: int = 1) -> scaling.ScaledMean:
+    """After steps of a record whose gradient is large in the first row, and noise."""
+    mean = scaling.ScaledMean(
+        {"a": torch.Size((40, 100))}, geometry, noise_std=0.4, max_grad_norm=1.0, batch=4
+    )
+    first_N = torch.zeros(4000)
+    first_N[:100] = 1.0
+    for step in range(steps):
+        for _ in range(4):
+            assert mean.add(first_N)
+        mean.take(bytes([step] * 32))
+    return mean
+
+
+def test_the_first_step_is_plain_and_later_ones_scale_by_what_was_released():
+    plain, scaled_mean = means(None, 0), means(scaling.Geometry(0.1, 0.95), 0)
+    for mean in (plain, scaled_mean):
+        mean.add(torch.ones(4000))
+    first, same = plain.take(bytes(32))["a"], scaled_mean.take(bytes(32))["a"]
+    assert torch.equal(first, same)
+    assert first.shape == (40, 100)
+    assert plain.scale_N is None
+    expected_N = scaling.scale_of(first.flatten().square(), 0.1 * 0.4 / 4)
+    assert torch.allclose(scaled_mean.scale_N, expected_N)
+    assert not torch.equal(plain.take(bytes(32))["a"], scaled_mean.take(bytes(32))["a"])
+
+
+def test_the_noise_that_is_taken_out_is_that_of_each_step_s_own_geometry():
+    mean, noise = means(scaling.Geometry(0.1, 0.95, subtract_noise=True), 0), 0.4 / 4
+    first_N = mean.take(bytes(32))["a"].flatten()
+    used_N = mean.scale_N
+    second_N = mean.take(bytes([1] * 32))["a"].flatten()
+    excess_N = 0.95 * (first_N.square() - noise**2)
+    excess_N += second_N.square() - (noise / used_N).square()
+    expected_N = scaling.scale_of((excess_N / 1.95).clamp(min=0), 0.1 * noise)
+    assert torch.allclose(mean.scale_N, expected_N, rtol=1e-4)
+
+
+def test_by_rows_scales_tell_signal_from_noise():
+    def of(**settings: bool) -> tuple[float, float]:
+        """How much smaller the first row's scales are, and by how much the others' differ."""
+        scale_N = means(scaling.Geometry(1.0, 0.95, True, **settings), 8).scale_N
+        return (scale_N[100:].mean() / scale_N[:100].mean()).item(), scale_N[100:].std().item()
+
+    (by_value, spread), (by_row, steady) = of(), of(by_row=True)
+    assert min(by_value, by_row) > 1.3
+    assert steady < 0.6 * spread
 
 
 def test_all_runs_that_are_listed_were_run_with_one_noise_multiplier():

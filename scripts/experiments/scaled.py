@@ -45,22 +45,17 @@ from torchtitan_dp.privacy.sampling import poisson_draw
 from .arms import Arm, private
 from .evaluate import heldout_losses, load
 from .runs import Folder, tuning_options
-from .scaling import Squares, add_clipped_, noised_mean, scale_of, split
+from .scaling import Geometry, ScaledMean
 
 
 @dataclass(frozen=True)
 class Run:
-    """Describes one run.
-
-    Args:
-        eps_s: over sigma C / B, the standard deviation of a value's noise in DP-AdamW; None is
-            DP-AdamW itself.
-        subtract_noise: whether v is without the noise's variance, which is known, and at least 0.
-    """
+    """Describes one run: C, the seed, and `scaling.Geometry`'s settings; no `eps_s` is DP-AdamW."""
 
     eps_s: float | None = None
     max_grad_norm: float = 1.0
     subtract_noise: bool = False
+    by_row: bool = False
     seed: int = 1
 
     @property
@@ -68,7 +63,14 @@ class Run:
         """Say all settings, so that a run with others has another name."""
         kind = "adamw" if self.eps_s is None else f"scaled-eps{self.eps_s:g}"
         kind += "-less-noise" if self.subtract_noise else ""
+        kind += "-by-row" if self.by_row else ""
         return f"{kind}-C{self.max_grad_norm:g}-seed{self.seed}"
+
+    def geometry(self, beta: float) -> Geometry | None:
+        """Return how scales are made; None for DP-AdamW."""
+        if self.eps_s is None:
+            return None
+        return Geometry(self.eps_s, beta, self.subtract_noise, self.by_row)
 
     @property
     def arm(self) -> Arm:
@@ -79,6 +81,9 @@ class Run:
 RUNS = (
     Run(),
     *(Run(eps_s) for eps_s in (0.1, 1.0, 10.0)),
+    *(Run(eps_s, subtract_noise=True) for eps_s in (0.1, 1.0)),
+    *(Run(eps_s, subtract_noise=True, by_row=True) for eps_s in (0.1, 1.0)),
+    *(Run(1.0, max_grad_norm=bound) for bound in (0.1, 10.0)),
 )
 
 
@@ -135,49 +140,33 @@ def train(folder: Folder, run: Run) -> tuple[Llama, dict[str, Any]]:
     privacy = spending(config, run.arm, len(records.train))
     model = load(folder.base).train()
     parameters = trainable_parameters(model)
-    sizes = {name: parameter.numel() for name, parameter in parameters.items()}
     optimizer, schedule = adamw(config, list(parameters.values()))
-    noise_std = privacy["noise_multiplier"] * run.max_grad_norm
-    of_value = noise_std / run.arm.batch
-    squares = Squares(
-        sum(sizes.values()), beta=config.optimizer.beta2, subtract_noise=run.subtract_noise
+    mean = ScaledMean(
+        {name: parameter.shape for name, parameter in parameters.items()},
+        run.geometry(config.optimizer.beta2),
+        noise_std=privacy["noise_multiplier"] * run.max_grad_norm,
+        max_grad_norm=run.max_grad_norm,
+        batch=run.arm.batch,
     )
     keys = RootKey.from_debug_seed(run.seed)
     sampling_keys, noise_keys = keys.stream("sampling"), keys.stream("noise")
     clipped: list[bool] = []
-    scale_N = None
     for step in range(1, run.arm.steps + 1):
-        if run.eps_s is not None:
-            scale_N = scale_of(squares.average(), run.eps_s * of_value)
-        total_N = torch.zeros(sum(sizes.values()))
+        used_N = mean.scale_N
         draw = poisson_draw(sampling_keys.take(step), len(records.train), privacy["sample_rate"])
         for unit in records.train[draw]:
             optimizer.zero_grad()
             loss_of(model, *samples.sample(int(unit))).backward()
-            gradient_N = torch.cat(
-                [p.grad.flatten() for p in parameters.values() if p.grad is not None]
-            )
-            clipped.append(
-                add_clipped_(total_N, gradient_N, scale_N, max_grad_norm=run.max_grad_norm)
-            )
-        mean_N = noised_mean(
-            total_N,
-            sizes,
-            scale_N,
-            noise_std=noise_std,
-            key=noise_keys.take(step),
-            batch=run.arm.batch,
-        )
-        squares.add(mean_N, (of_value / (torch.ones(()) if scale_N is None else scale_N)).square())
-        for name, part in split(mean_N, sizes).items():
-            parameters[name].grad = part.view_as(parameters[name])
+            parts = [p.grad.flatten() for p in parameters.values() if p.grad is not None]
+            clipped.append(mean.add(torch.cat(parts)))
+        for name, gradient in mean.take(noise_keys.take(step)).items():
+            parameters[name].grad = gradient
         optimizer.step()
         schedule.step()
     told: dict[str, Any] = {"privacy": privacy, "clipped": round(sum(clipped) / len(clipped), 3)}
-    if scale_N is not None:  # how far the last step was from DP-AdamW's geometry
-        told["scales"] = [
-            round(x, 3) for x in scale_N.quantile(torch.tensor([0.01, 0.5, 0.99])).tolist()
-        ]
+    if used_N is not None:  # how far the last step was from DP-AdamW's geometry
+        quantiles = used_N.quantile(torch.tensor([0.01, 0.5, 0.99]))
+        told["scales"] = [round(x, 3) for x in quantiles.tolist()]
     return model, told
 
 
@@ -204,7 +193,7 @@ def adamw(
         weight_decay=of.weight_decay,
         fused=of.implementation == "fused",
     )
-    schedules = build_lr_schedulers([optimizer], config.lr_scheduler, config.training.steps)  # type: ignore[arg-type]
+    schedules = build_lr_schedulers([optimizer], config.lr_scheduler, config.training.steps)
     return optimizer, schedules
 
 

@@ -12,6 +12,8 @@ Guarantee:
     same (`privacy.accounting` counts such steps). Of sums in fp32, see `privacy.summation`.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -19,29 +21,109 @@ from torchtitan_dp.privacy.clipping import clip, squared_norm
 from torchtitan_dp.privacy.summation import FP32_SUM
 
 
-class Squares:
-    """Averages the squares of noised means, v, with Adam's weights: fp32, shape (N,)."""
+@dataclass(frozen=True)
+class Geometry:
+    """Says how scales follow from earlier noised means.
 
-    def __init__(self, size: int, *, beta: float, subtract_noise: bool) -> None:
+    Args:
+        eps_s: over sigma C / B, the standard deviation of a value's noise where scales are 1.
+        beta: what each average of squares keeps of the one before.
+        subtract_noise: whether v is without the noise's variance, which is known, and at least 0.
+        by_row: whether v is the mean over a matrix's row, of a token or an output, or a vector;
+            then it has less noise itself.
+    """
+
+    eps_s: float
+    beta: float
+    subtract_noise: bool = False
+    by_row: bool = False
+
+
+class ScaledMean:
+    """Makes one noised mean after the other, in the geometry that those before it tell."""
+
+    def __init__(
+        self,
+        shapes: dict[str, torch.Size],
+        geometry: Geometry | None,
+        *,
+        noise_std: float,
+        max_grad_norm: float,
+        batch: float,
+    ) -> None:
         """
         Args:
-            beta: what each average keeps of the one before.
-            subtract_noise: whether the noise's variance is taken out of each square.
+            shapes: of the parameters, by name, in the order in which they lie in a gradient.
+            geometry: None is DP-SGD's.
+            noise_std: sigma C.
+            batch: the expected batch size, fixed and public.
         """
-        self._sum_N = torch.zeros(size)
-        self._beta, self._weight, self._subtract_noise = beta, 0.0, subtract_noise
+        self._sizes = {name: shape.numel() for name, shape in shapes.items()}
+        self._noise_std, self._max_grad_norm, self._batch = noise_std, max_grad_norm, batch
+        self._geometry, self._shapes = geometry, shapes
+        self._total_N = torch.zeros(sum(self._sizes.values()))
+        self.scale_N: Tensor | None = None
+        if geometry is not None:
+            self._squares = Squares(len(self._total_N), geometry.beta)
+            self.scale_N = torch.ones_like(self._total_N)
 
-    def add(self, mean_N: Tensor, noise_variance_N: Tensor) -> None:
-        """Take in a step's noised mean, and the variance of its noise, which is public."""
-        squares_N = mean_N.square()
-        if self._subtract_noise:
-            squares_N = squares_N - noise_variance_N
+    def add(self, gradient_N: Tensor) -> bool:
+        """Add a record's whole gradient; tell whether its scaled norm was above C."""
+        return add_clipped_(
+            self._total_N, gradient_N, self.scale_N, max_grad_norm=self._max_grad_norm
+        )
+
+    def take(self, key: bytes) -> dict[str, Tensor]:
+        """Return this step's noised mean, by name, and begin the next step.
+
+        Args:
+            key: of this step, used once.
+        """
+        mean_N = noised_mean(
+            self._total_N,
+            self._sizes,
+            self.scale_N,
+            noise_std=self._noise_std,
+            key=key,
+            batch=self._batch,
+        )
+        self._total_N = torch.zeros_like(mean_N)
+        if self._geometry is not None and self.scale_N is not None:
+            noise = self._noise_std / self._batch
+            excess_N = mean_N.square()
+            if self._geometry.subtract_noise:
+                excess_N -= (noise / self.scale_N).square()
+            self._squares.add(excess_N)
+            average_N = self._squares.average()
+            if self._geometry.by_row:
+                average_N = row_means(average_N, self._shapes)
+            self.scale_N = scale_of(average_N.clamp(min=0.0), self._geometry.eps_s * noise)
+        parts = split(mean_N, self._sizes)
+        return {name: part.view(self._shapes[name]) for name, part in parts.items()}
+
+
+class Squares:
+    """Averages vectors with Adam's weights: fp32, shape (N,)."""
+
+    def __init__(self, size: int, beta: float) -> None:
+        self._sum_N, self._beta, self._weight = torch.zeros(size), beta, 0.0
+
+    def add(self, squares_N: Tensor) -> None:
         self._sum_N.lerp_(squares_N, 1 - self._beta)
         self._weight += (1 - self._beta) * (1 - self._weight)
 
     def average(self) -> Tensor:
-        """Return v, at least 0; zeros before the first step."""
-        return self._sum_N.clamp(min=0.0) / max(self._weight, 1e-30)
+        """Return the average, in which weights add up to 1; there must be a first."""
+        assert self._weight > 0
+        return self._sum_N / self._weight
+
+
+def row_means(whole_N: Tensor, shapes: dict[str, torch.Size]) -> Tensor:
+    """Return the mean of each value's row: along the last dimension of its parameter."""
+    parts = split(whole_N, {name: shape.numel() for name, shape in shapes.items()})
+    rows = (part.view(shapes[name]).mean(-1, keepdim=True) for name, part in parts.items())
+    expanded = (row.expand(shape) for row, shape in zip(rows, shapes.values(), strict=True))
+    return torch.cat([row.flatten() for row in expanded])
 
 
 def scale_of(squares_N: Tensor, floor: float) -> Tensor:
