@@ -151,3 +151,11 @@ def test_all_runs_that_are_listed_were_run_with_one_noise_multiplier():
     assert list(told) == [run.name for run in scaled.RUNS]
     assert len({one["privacy"]["noise_multiplier"] for one in told.values()}) == 1
     assert all(one["privacy"]["epsilon"] <= 8.0 for one in told.values())
+
+
+def test_the_page_has_the_losses_of_the_runs():
+    _, _, rest = (DOCS / "results.md").read_text().partition("### Scale-then-privatize")
+    rows = [line.split("|") for line in rest.partition("###")[0].splitlines() if "|" in line]
+    words = [word.strip() for row in rows for word in row]
+    losses = [f"{one['loss']:.3f}" for one in scaled.read(scaled.results(DOCS)).values()]
+    assert sorted(word for word in words if "." in word and len(word) == 5) == sorted(losses)
