@@ -142,21 +142,24 @@ def shown(sigma, q, steps, k, delta=DELTA, interval=2.0**-11):
 
 
 def test_the_papers_pair_of_noise_multipliers():
-    """4.073 with exact norms against 4.354 with 32 projections, over 60 steps at delta 1e-5.
+    """4.073 with exact norms against 4.354 with 32 projections: epsilon 0.7 over 60 steps.
 
-    The paper's sample rate is not known; the ratio hardly depends on it. It counts Z as shown. As
-    a mixture the noise need not rise so far.
+    The paper's sample rate is not known; at 0.0955 the first is right. It counts Z as shown, which
+    asks for 4.368 here; as a mixture 4.340 is enough. What the paper's search left open is not
+    known either: at 4.354 epsilon is 0.7027 and 0.6974.
     """
-    for q in (0.02, 0.05):
-        as_shown, as_mixture = pair(q)
-        assert as_shown / 4.073 == pytest.approx(4.354 / 4.073, rel=3.5e-3)
-        assert 4.073 < as_mixture < as_shown
+    q = 0.0955
+    assert epsilon(4.073, q, 60, 0) == pytest.approx(0.7, rel=1e-3)
+    as_shown, as_mixture = pair(q)
+    assert as_mixture < 4.354 < as_shown
+    assert as_shown == pytest.approx(4.354, rel=3.5e-3)
+    assert as_mixture == pytest.approx(4.354, rel=3.5e-3)
 
 
 def pair(q):
     """The noise that estimates need for the epsilon of 4.073: Z shown, and in a mixture."""
     target, found = epsilon(4.073, q, 60, 0), []
-    for spent in (functools.partial(shown, interval=2.0**-14), epsilon):
+    for spent in (functools.partial(shown, interval=2.0**-12), epsilon):
         low, high = 4.073, 4.073 * 1.1
         for _ in range(12):
             middle = (low + high) / 2
