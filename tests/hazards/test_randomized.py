@@ -10,6 +10,7 @@ import pytest
 
 from tests.hazards.test_trainer import SETTINGS, Step
 from tests.ranks import on_ranks
+from torchtitan_dp.checkpoint.verify import _begins_as as begins_as
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment, schema
 from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import ledger_of, read_published, read_published_fields
@@ -62,6 +63,33 @@ def test_row59_what_is_accounted_is_what_is_drawn(k, estimator):
     options = [f"--privacy.projections={k}", f"--privacy.norm_estimator={estimator}"]
     (found,) = on_ranks(1, accounted_and_drawn, options)
     assert found == ((k, estimator, k), (k, estimator))
+
+
+CAPPED_TERMS = dataclasses.replace(EXACT, capped_projections=32, norm_estimator="hutchinson")
+
+
+@pytest.mark.parametrize(
+    "then, now", [(ESTIMATED, CAPPED_TERMS), (EXACT, ESTIMATED), (CAPPED_TERMS, EXACT)]
+)
+def test_row59_steps_that_a_log_tells_of_have_no_norms_but_those_that_count(tmp_path, then, now):
+    log = ExecutedSteps(str(tmp_path))
+    for terms in (then, now):
+        log.new_start()
+        log.begin(1, terms)
+    begun = _all_begun(Ledger(now, steps=2, planned_steps=2), str(tmp_path))
+    told = [segment.settings for segment in begun.segments]
+    assert [one.projections for one in told] == [then.projections, now.projections]
+    assert [one.mechanism for one in told] == [then.mechanism, now.mechanism]
+    assert {(one.capped_projections, one.norm_estimator) for one in told} == {(0, "not recorded")}
+
+
+@pytest.mark.parametrize(
+    "said", [EXACT, dataclasses.replace(CAPPED_TERMS, norm_estimator="hutch++")]
+)
+def test_row59_a_file_that_says_other_norms_than_the_checkpoint_is_reported(said):
+    truth = Ledger(CAPPED_TERMS, steps=5, planned_steps=5)
+    assert begins_as(truth.segments(), truth.segments())
+    assert not begins_as(dataclasses.replace(truth, settings=said).segments(), truth.segments())
 
 
 def terms_of(*overrides):

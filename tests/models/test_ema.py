@@ -137,9 +137,20 @@ def test_checkpoints_of_before_decays_were_kept_are_gone_on_with(begun, tmp_path
     assert decays_in_words(read) == f"not recorded until step 10, {decay:g} after"
 
 
-@pytest.mark.parametrize("text", ["", "{}x", "[1]", '[["a", 1]]', "[[0.9, null]]"])
+@pytest.mark.parametrize(
+    "text", ["", "{}x", "[1]", '[["a", 1]]', "[[0.9, null]]", "[[0.9, Infinity]]", "[" * 100_000]
+)
 def test_damaged_decays_are_one_line(text):
     with pytest.raises(ValueError, match="the decays of an average cannot be read"):
+        decays_from_json(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["[[NaN, 1]]", "[[1.0, 1]]", "[[-0.5, 1]]", "[[0.9, 0]]", "[[0.9, 5], [0.8, 5]]"],
+)
+def test_decays_that_cannot_be_are_one_line(text):
+    with pytest.raises(ValueError, match="these are no decays of an average"):
         decays_from_json(text)
 
 

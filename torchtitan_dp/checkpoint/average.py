@@ -46,12 +46,17 @@ def decays_from_json(text: str) -> tuple[Decay, ...]:
         ValueError: it is something else.
     """
     try:
-        return tuple(
+        found = tuple(
             Decay(None if decay is None else float(decay), int(step))
             for decay, step in json.loads(text)
         )
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError, RecursionError) as error:
         raise ValueError(f"the decays of an average cannot be read: {text[:100]!r}") from error
+    steps = [one.from_step for one in found]
+    known = [one.decay for one in found if one.decay is not None]
+    if not all(0 <= decay < 1 for decay in known) or steps != sorted({0, *steps} - {0}):
+        raise ValueError(f"these are no decays of an average: {text[:100]!r}")
+    return found
 
 
 def decays_in_words(decays: Sequence[Decay]) -> str:
@@ -60,6 +65,8 @@ def decays_in_words(decays: Sequence[Decay]) -> str:
     >>> decays_in_words([Decay(0.99, 1), Decay(0.95, 11)])
     '0.99 until step 10, 0.95 after'
     """
+    if not decays:
+        return "none yet"
     said = ["not recorded" if one.decay is None else f"{one.decay}" for one in decays]
     if len(said) == 1:
         return said[0]

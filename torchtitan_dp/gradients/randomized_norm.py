@@ -15,8 +15,9 @@ knows the head is left with an estimate of the tail, of k projections (`privacy.
 Y is a sum over tokens. So under context parallelism the ranks add up (B, D, k) numbers, and no
 token leaves its rank; a tied weight's Y is the sum over its layers.
 
-Which layers are estimated depends on public shapes alone: those whose estimate takes less room than
-a ghost norm or a gradient (`estimates`). All others, and vectors, are measured exactly.
+Which layers are estimated depends on shapes alone (with length buckets, on the unit's own length):
+those whose estimate takes less room than a ghost norm or a gradient (`estimates`). All others, and
+vectors, are measured exactly.
 
 Guarantee:
     The projections of a sample are a function of (key, parameter, the unit's position in what is
@@ -26,10 +27,11 @@ Guarantee:
     computed here leaves the process but by the factors that gradients are clipped by. If `capped`,
     `ghost` adds of no layer more than its estimate. So, given a step's key, whether a unit is drawn
     and what its records hold changes no other unit's projections, estimates, factors or
-    contribution, and moves the sum by at most C, whatever its own estimates are: steps are
-    accounted for as those of exact norms. (That a unit leaves the records altogether, which moves
-    the positions of those after it, is the same as its leaving them from the last position: units
-    are drawn, and have projections, without regard to their order.) Else `ghost` adds at most
+    contribution, but for how a device rounds products of other rows of a microbatch
+    (`privacy.fixed_point`), and moves the sum by at most C, whatever its own estimates are: steps
+    are accounted for as those of exact norms. (That a unit leaves the records altogether, which
+    moves the positions of those after it, is the same as its leaving them from the last position:
+    units are drawn, and have projections, without regard to their order.) Else `ghost` adds at most
     `largest_ratio` times the estimate, and `privacy.randomized` accounts for that. In floating
     point an estimate errs by a share of (sum_t |l_t| |r_t|)^2; both bounds hold whatever the error.
 """
@@ -142,16 +144,18 @@ class RandomizedNorms:
         assert self._key is not None, "no key: start_step comes before a step's first microbatch"
         assert self._positions is not None, "whose samples these are is not known"
         samples, k = factors[0].left, self.projections
-        drawn_BPK = torch.zeros(len(samples), rows, k, dtype=torch.float32, device=samples.device)
-        for one_PK, position in zip(drawn_BPK, self._positions, strict=True):
+        # Rows begin whole blocks apart, so that a compiled kernel finds each of them aligned.
+        shape = len(samples), places(rows * k)
+        drawn_BN = torch.zeros(shape, dtype=torch.float32, device=samples.device)[:, : rows * k]
+        for one_N, position in zip(drawn_BN, self._positions, strict=True):
             add_gaussian_noise_(
-                one_PK.view(-1),
+                one_N,
                 std=1 / math.sqrt(k),
                 key=self._key,
                 name=f"{name}/{purpose}",
                 start=first_number(position, rows * k),
             )
-        return drawn_BPK
+        return drawn_BN.unflatten(1, (rows, k))
 
     def _over_cp(self, part: torch.Tensor) -> torch.Tensor:
         """Add up the parts of all ranks' tokens."""
@@ -165,9 +169,14 @@ def first_number(position: int, count: int) -> int:
     """Find where in a parameter's stream the `count` numbers of a unit begin.
 
     Each begins a block of the generator, which therefore draws nothing in vain; padding, at -1, has
-    the first place. At most 2^63 are needed: 2^32 units of 2^31 numbers.
+    the first place. Starts are below 2^63 for fewer than 2^32 units of 2^31 numbers.
     """
-    return (position + 1) * (-(-count // BLOCK) * BLOCK)
+    return (position + 1) * places(count)
+
+
+def places(count: int) -> int:
+    """Round up to whole blocks of the generator."""
+    return -(-count // BLOCK) * BLOCK
 
 
 def project(

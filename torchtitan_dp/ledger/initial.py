@@ -15,7 +15,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.units import privacy_unit
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ExecutedSteps, read_published
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger
-from torchtitan_dp.ledger.settings import RunSegment
+from torchtitan_dp.ledger.settings import NOT_RECORDED, RANDOMIZED, SAMPLED_GAUSSIAN, RunSegment
 from torchtitan_dp.ledger.starts import StartedSteps
 
 PUBLIC = "the initial weights are assumed to be public"
@@ -135,7 +135,8 @@ def ledger_beside(path: str) -> InitialWeights:
 
 
 def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
-    """Return all steps ever begun in a folder, as if they had made the weights."""
+    """Return all steps ever begun in a folder, as if they had made the weights: their log knows
+    what epsilon depends on."""
     begun = ExecutedSteps(folder).begun(ledger.settings)
     terms = [
         dataclasses.replace(
@@ -143,6 +144,9 @@ def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
             noise_multiplier=s.noise_multiplier,
             sample_rate=s.sample_rate,
             projections=s.projections,
+            capped_projections=0,
+            norm_estimator=NOT_RECORDED,
+            mechanism=RANDOMIZED if s.projections else SAMPLED_GAUSSIAN,
         )
         for s in begun
     ]

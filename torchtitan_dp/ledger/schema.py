@@ -129,15 +129,16 @@ KEYS = (
         _SETTINGS,
         "From how many random projections norms were estimated, where a gradient that is longer "
         "than its estimate is scaled down to it: a unit counts C at most whatever the errors are, "
-        "so that ε is that of exact norms. 0: none were, or ε counts their errors; a file that "
-        "lacks this key does not tell.",
+        "so that ε is that of exact norms. 0: none were, ε counts their errors, or the steps were "
+        "taken by a version that did not tell.",
         added=True,
     ),
     Key(
         "norm_estimator",
         str,
         _SETTINGS,
-        "How: `hutchinson`, `hutch++`, or, where both numbers are 0, `exact`.",
+        "How: `hutchinson`, `hutch++`, or, where both numbers are 0, `exact`; `not recorded` of "
+        "steps that a log alone tells of.",
         added=True,
     ),
     Key(

@@ -15,6 +15,7 @@ from torchtitan_dp.privacy.segments import Segment
 
 SAMPLED_GAUSSIAN = "poisson_sampled_gaussian"
 RANDOMIZED = "poisson_sampled_gaussian_of_randomized_norms"  # a mixture of Gaussians
+NOT_RECORDED = "not recorded"  # how norms were found, of steps that a log alone tells of
 
 
 @dataclass(frozen=True)

@@ -63,7 +63,7 @@ class WeightAverage:
         if self.updates == 0:
             for average, weight in self._pairs():
                 average.copy_(weight)
-        elif self.decays[-1].decay != self._decay:
+        elif not self.decays or self.decays[-1].decay != self._decay:
             logger.info(
                 f"ema.decay = {self._decay} from here on, and until here: "
                 f"{decays_in_words(self.decays)}"

@@ -17,6 +17,11 @@ of the k's is a sum of integers: to replace a record by an empty one (whose k is
 to leave one out changes S by the k of this record alone, hence h S by at most C, however many
 samples there are. A rejected sample (NaN, Inf, padding) adds exactly 0.
 
+This takes y to be a function of its sample alone, as it is with one sample in a microbatch. With
+several, a device may round a row of a product by what rows lie beside it: on CPU, in fp32, at
+lengths that are no multiple of its vectors, a sample that came moved what four others added by 9e-9
+of its own part. By that figure the room that is left is enough for some hundred others.
+
 Noise. With ideal draws N of N(0, (sigma C)^2), the step is an exact Gaussian mechanism: since S is
 an integer, S + round(N / h) = round((h S + N) / h) (but for ties, of probability 0). So adding the
 rounded noise to the integers is rounding the exactly noised sum, and all that follows is
