@@ -123,7 +123,7 @@ def test_tables_hold_medians_and_the_share_of_the_gap():
     made = report.tables({arm.name: told(arm, loss) for arm, loss in losses.items()})
     assert "| without privacy | all weights | 2.000 (1.900–2.200) | 3 | 100% |" in made["main"]
     assert "| ε = 8 | all weights | 2.500 | 1 | 75% | 0.500 |" in made["main"]
-    assert "of all splits: both (3): -1.00; all weights (3): -1.00" in made["splits"]
+    assert "all splits: both (3): -1.00; all weights (3): -1.00" in made["splits"]
     page = "".join(f"a{report.BEGIN.format(n)}old{report.END.format(n)}b" for n in made)
     filled = report.filled_in(page, made)
     assert "old" not in filled

@@ -53,11 +53,14 @@ def draw_splits(rows: list[Row], path: Path) -> None:
     for index, rank in enumerate(_ranks(rows)):
         of = [row for row in rows if row["rank"] == rank]
         x, y = [row["averaged_noise_norm"] for row in of], [row["loss"] for row in of]
-        axes.plot(x, y, "o-", color=_COLORS[index], label=_NAMES[index])
+        below = [row["loss"] - min(row["losses"]) for row in of]
+        above = [max(row["losses"]) - row["loss"] for row in of]
+        style = {"color": _COLORS[index], "capsize": 4, "marker": "o"}
+        axes.errorbar(x, y, yerr=[below, above], label=_NAMES[index], **style)
         for row in of:
             place = (row["averaged_noise_norm"], row["loss"])
-            text = f"{row['batch']}×{row['steps']}"
-            axes.annotate(text, place, (4, 5), textcoords="offset points", fontsize=8)
+            text, offset = f"{row['batch']}×{row['steps']}", ((6, 5), (-12, -22))[index]
+            axes.annotate(text, place, offset, textcoords="offset points", fontsize=8)
     axes.set_xscale("log")
     ticks = [0.3, 0.5, 1, 2, 3]
     axes.set_xticks(ticks, [f"{tick:g}" for tick in ticks])

@@ -208,22 +208,15 @@ def splits_table(rows: list[Told], considered: list[Told]) -> str:
             f"{row['sigma']:.3f} | {row['noise_norm']:.2f} | {row['averaged_noise_norm']:.2f} | "
             f"{spread(row['losses'])} | {len(row['losses'])} |"
         )
-    return "\n\n".join(
-        [
-            "\n".join(lines),
-            _CORRELATION.format("of all splits", _told(rows)),
-            _CORRELATION.format(
-                f"of splits of {FEWEST_STEPS} steps and more, and at ε = 1 and 3,",
-                _told(considered),
-            ),
-        ]
-    )
-
-
-_CORRELATION = (
-    "Rank correlation (Spearman) of the noise, averaged over the run, with the median held-out "
-    "loss, {}: {}."
-)
+    lines += [
+        "",
+        "Rank correlation (Spearman) of the noise, averaged over the run, with the median loss:",
+        "",
+        f"- all splits: {_told(rows)}",
+        f"- splits of {FEWEST_STEPS} steps and more, with ε = 1 and 3 beside them: "
+        f"{_told(considered)}",
+    ]
+    return "\n".join(lines)
 
 
 def _told(rows: list[Told]) -> str:
