@@ -78,6 +78,12 @@ def play(
         }
 
 
+def play_one(fault, degrees, case, trials, adapters=False):
+    """By rank, what `play` returns of one case."""
+    terms = "microbatch", 1, 0.95, None, adapters
+    return on_ranks(math.prod(degrees), play, degrees, [case], trials, fault, *terms)
+
+
 # The faults.
 
 
@@ -151,11 +157,21 @@ def noise_repeated_across_shards():
     return mock.patch("torchtitan_dp.optimizer._flat_start", return_value=0)
 
 
-def noise_repeated_across_parameters():
+def noise_named(rename):
+    """Noise repeated across the parameters whose names become the same."""
     from torchtitan_dp.privacy import noise
 
     def add(flat, *, name, **terms):
-        noise.add_gaussian_noise_(flat, name="any", **terms)
+        noise.add_gaussian_noise_(flat, name=rename(name), **terms)
+
+    return mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add)
+
+
+def no_noise_on(kind):
+    from torchtitan_dp.privacy import noise
+
+    def add(flat, *, name, std, **terms):
+        noise.add_gaussian_noise_(flat, name=name, std=0.0 if kind in name else std, **terms)
 
     return mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add)
 
@@ -189,7 +205,11 @@ FAULTS = {
     "one layer's adapters left out": one_layers_adapters_left_out,
     "bad samples kept": bad_samples_kept,
     "noise repeated across shards": noise_repeated_across_shards,
-    "noise repeated across parameters": noise_repeated_across_parameters,
+    "noise repeated across parameters": lambda: noise_named(lambda name: "any"),
+    "noise named by kind of factor": lambda: noise_named(lambda name: name.split(".lora_")[1]),
+    "noise named by layer": lambda: noise_named(lambda name: name.split(".lora_")[0]),
+    "no noise on A": lambda: no_noise_on(".lora_a."),
+    "no noise on B": lambda: no_noise_on(".lora_b."),
     "norms not reduced": norms_not_reduced,
     "samples summed over dp": samples_summed_over_dp,
 }
@@ -249,7 +269,7 @@ def test_row35_and_56_with_adapters_it_stays_under_the_claim(degrees, method):
     assert all(bounds == other for other in others)
     assert max(bounds.values()) <= 1 / SIGMA
     assert bounds.pop("not_a_number") < 0.1
-    # Of four groups that share C two have no gradient: less is there to be seen.
+    # Of four groups that share C two may have no gradient: less is there to be seen.
     assert min(bounds.values()) > (0 if method == "per layer" else 0.1)
 
 
@@ -273,8 +293,8 @@ def test_row35_and_56_the_command_plays_with_the_runs_adapters():
     assert on_ranks(1, adapters_of_the_command) == [None]
 
 
-def play_in_one_layer(fault):
-    """The bound that a gradient of 100 C proves which lies in the adapters of the last layer."""
+def play_in_one_layer(fault, factors):
+    """The bound that a gradient of 100 C proves which lies in one factor of the last layer."""
     with FAULTS[fault]() if fault else contextlib.nullcontext():
         game = new_game((1, 1, 1), "grad_sample", 2, {}, adapters=True)
         (case,) = (case for case in game.cases if case.name == "norm_100C")
@@ -282,13 +302,15 @@ def play_in_one_layer(fault):
         along_PN[0] = 0
         along_PN /= along_PN.norm()
         with_UPN = torch.stack([torch.zeros_like(along_PN), 100 * along_PN])
-        case = dataclasses.replace(case, with_UPN=with_UPN, along_PN=along_PN)
-        return game.play(case, trials=60, confidence=0.95).mu
+        terms = {"with_UPN": with_UPN, "along_PN": along_PN, "factors": factors}
+        case = dataclasses.replace(case, **terms)
+        return game.play(case, trials=150, confidence=0.95).mu
 
 
 @pytest.mark.parametrize("fault", [None, "one layer's adapters left out"])
-def test_row35_and_56_adapters_left_out_of_the_norm_are_flagged(fault):
-    (bound,) = on_ranks(1, play_in_one_layer, fault)
+@pytest.mark.parametrize("factors", [(1.0, 0.0), (0.0, 1.0)], ids=["B", "A"])
+def test_row35_and_56_adapters_left_out_of_the_norm_are_flagged(factors, fault):
+    (bound,) = on_ranks(1, play_in_one_layer, fault, factors)
     assert bound > 0.1
     assert (bound > 1 / SIGMA) == (fault is not None)
 
@@ -335,19 +357,66 @@ def test_row59_the_game_plays_with_estimates(adapters, matrices):
     assert on_ranks(1, estimated_matrices, "randomized", adapters) == [matrices]
 
 
+@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
+@pytest.mark.parametrize("projections", [1, 8, 16, 32, 33, 100])
+def test_row59_the_game_plays_with_estimates_on_any_mesh(projections, estimator):
+    from torchtitan_dp.audit.game import sizes
+    from torchtitan_dp.config import Privacy
+
+    terms = {"projections": projections, "norm_estimator": estimator}
+    privacy = Privacy(gradient_method="randomized", **terms)
+    for ranks in range(1, 257):
+        for cp in (cp for cp in range(1, ranks + 1) if ranks % cp == 0):
+            tokens, rows, columns = sizes(privacy, ranks=ranks, cp=cp)
+            assert rows % ranks == 0
+            assert rows >= 8 * ranks
+            for width in (columns, rows):  # of a layer, of its factors
+                room = projections * (cp * tokens + rows + width)
+                assert room < min(2 * (cp * tokens) ** 2, rows * width), (ranks, cp)
+
+
+def test_the_game_is_small_where_norms_are_exact():
+    from torchtitan_dp.audit.game import sizes
+    from torchtitan_dp.config import Privacy
+
+    assert sizes(Privacy(gradient_method="ghost"), ranks=64, cp=8) == (1, 512, 1)
+
+
+FLAGGED = [
+    ("no noise", "norm_C", 50),
+    ("half the noise", "norm_C", 300),
+    ("no clipping", "norm_100C", 50),
+    ("clipping after the sum", "neighbour", 300),
+    ("bad samples kept", "not_a_number", 50),
+    ("noise repeated across parameters", "twin_parameters", 50),
+]
+FLAGGED_ON_TWO_RANKS = [
+    ("noise repeated across shards", (1, 1, 2), "twin_halves", 40),
+    ("norms not reduced", (1, 1, 2), "norm_100C", 500),
+    ("samples summed over dp", (1, 2, 1), "neighbour", 100),
+]
+
+
+@pytest.mark.parametrize("fault, case, trials", FLAGGED)
+def test_row35_flags(fault, case, trials):
+    (bounds,) = play_one(fault, (1, 1, 1), case, trials)
+    assert bounds[case] > 1 / SIGMA
+
+
 @pytest.mark.parametrize(
     "fault, case, trials",
     [
-        ("no noise", "norm_C", 50),
-        ("half the noise", "norm_C", 300),
-        ("no clipping", "norm_100C", 50),
-        ("clipping after the sum", "neighbour", 300),
-        ("bad samples kept", "not_a_number", 50),
-        ("noise repeated across parameters", "twin_parameters", 50),
+        *FLAGGED,
+        ("half the noise", "norm_100C", 300),
+        ("no clipping", "neighbour", 50),
+        ("no noise on A", "norm_C", 50),
+        ("no noise on B", "norm_100C", 50),
+        ("noise named by kind of factor", "twin_parameters", 50),
+        ("noise named by layer", "twin_parameters", 50),
     ],
 )
-def test_row35_flags(fault, case, trials):
-    (bounds,) = on_ranks(1, play, (1, 1, 1), [case], trials, fault)
+def test_row35_and_56_flags_in_adapters(fault, case, trials):
+    (bounds,) = play_one(fault, (1, 1, 1), case, trials, adapters=True)
     assert bounds[case] > 1 / SIGMA
 
 
@@ -366,19 +435,24 @@ def test_row35_and_49_flags_what_is_summed_and_noised_as_configured(fault, case,
     assert bounds[case] > 1 / SIGMA
 
 
-@pytest.mark.parametrize(
-    "fault, degrees, case, trials",
-    [
-        ("noise repeated across shards", (1, 1, 2), "twin_halves", 40),
-        ("norms not reduced", (1, 1, 2), "norm_100C", 500),
-        ("samples summed over dp", (1, 2, 1), "neighbour", 100),
-    ],
-)
-def test_row35_flags_on_two_ranks(fault, degrees, case, trials):
-    clean = on_ranks(2, play, degrees, [case], 40)
-    bounds = on_ranks(2, play, degrees, [case], trials, fault)
+def bounds_on_two_ranks(fault, degrees, case, trials, adapters=False):
+    """Without the fault and with it."""
+    clean = play_one(None, degrees, case, 40, adapters)
+    bounds = play_one(fault, degrees, case, trials, adapters)
     assert bounds[0] == bounds[1]
-    assert clean[0][case] <= 1 / SIGMA < bounds[0][case]
+    return clean[0][case], bounds[0][case]
+
+
+@pytest.mark.parametrize("fault, degrees, case, trials", FLAGGED_ON_TWO_RANKS)
+def test_row35_flags_on_two_ranks(fault, degrees, case, trials):
+    clean, planted = bounds_on_two_ranks(fault, degrees, case, trials)
+    assert clean <= 1 / SIGMA < planted
+
+
+@pytest.mark.parametrize("fault, degrees, case, trials", FLAGGED_ON_TWO_RANKS)
+def test_row35_and_56_flags_in_adapters_on_two_ranks(fault, degrees, case, trials):
+    clean, planted = bounds_on_two_ranks(fault, degrees, case, trials, adapters=True)
+    assert clean <= 1 / SIGMA < planted
 
 
 # Canaries.

@@ -5,16 +5,18 @@ gradient method, `ClippedSum`, its reductions and `DPOptimizer`, up to the gradi
 Only the model is small: its loss is linear, so that a unit's gradient is whatever a case asks for.
 A case is a pair of batches that differ in one unit, made to show one kind of fault:
 
-| case | differs by | shows |
-| --- | --- | --- |
-| `norm_C` | a gradient of norm C | noise that is missing or too small |
-| `norm_100C` | one of norm 100 C | no clipping, or by a part of the norm |
-| `neighbour` | -10 C u beside C u | clipping after samples are added |
-| `twin_halves` | u on a parameter's first half, -u on its second | noise repeated across shards |
-| `twin_parameters` | u on one parameter, -u on its like | noise repeated across parameters |
-| `not_a_number` | a gradient of NaN | a bad sample that tells of itself |
+| case | differs by | shows | with LoRA, in |
+| --- | --- | --- | --- |
+| `norm_C` | a gradient of norm C | noise that is missing or too small | A |
+| `norm_100C` | one of norm 100 C | no clipping, or by a part of the norm | B |
+| `neighbour` | -10 C u beside C u | clipping after samples are added | A |
+| `twin_halves` | u on a parameter's first half, -u on its second | noise repeated across shards | both |
+| `twin_parameters` | u on one parameter, -u on its like | noise repeated across parameters | both |
+| `not_a_number` | a gradient of NaN | a bad sample that tells of itself | both |
 
-With `[lora]` the parameters are factors beside frozen layers, of one layer B and of the other A.
+With `[lora]` the parameters are the factors of two adapted layers. So noise is missed, and norms
+are found, of each kind of factor alone; and in `twin_parameters` a factor has the opposite both of
+its like in the other layer and of the other factor in its own, whichever of them shares its noise.
 
 Guarantee:
     A step of the claimed mechanism is 1/sigma-Gaussian-DP for each case (with estimated norms, as
@@ -38,10 +40,11 @@ from torch.distributed.tensor import DTensor
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS, accounted_projections
+from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.lora import LoRA, LoRALinear, add_adapters
-from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.models.parameters import copy_slice_, trainable_parameters
 from torchtitan_dp.privacy.keys import KeyStream
 from torchtitan_dp.privacy.lower_bounds import claimed_mu, gaussian_mu
 from torchtitan_dp.privacy.sampling import deal
@@ -58,6 +61,7 @@ class Case:
     with_UPN: torch.Tensor
     along_PN: torch.Tensor  # unit direction in which the difference is looked for
     threshold: float  # of the score; "with" is guessed on the far side, seen from `without`
+    factors: tuple[float, float]  # with LoRA, how much of a gradient lies in B, in A: of norm 1
 
 
 @dataclass(frozen=True)
@@ -78,21 +82,38 @@ def cases(rows: int) -> list[Case]:
     parameters[1] *= -1
     none = torch.zeros_like(u)
     batch = torch.stack
+    in_b, in_a, in_both = (1.0, 0.0), (0.0, 1.0), (0.5**0.5, -(0.5**0.5))
     return [
-        Case("norm_C", batch([none, none]), batch([none, u]), u, 0.5),
-        Case("norm_100C", batch([none, none]), batch([none, 100 * u]), u, 0.5),
-        Case("neighbour", batch([u, none]), batch([u, -10 * u]), -u, -0.5),
-        Case("twin_halves", batch([none, none]), batch([none, halves]), halves, 0.5),
-        Case("twin_parameters", batch([none, none]), batch([none, parameters]), parameters, 0.5),
-        Case("not_a_number", batch([u, none]), batch([u, u * torch.nan]), -u, -0.5),
+        Case("norm_C", batch([none, none]), batch([none, u]), u, 0.5, in_a),
+        Case("norm_100C", batch([none, none]), batch([none, 100 * u]), u, 0.5, in_b),
+        Case("neighbour", batch([u, none]), batch([u, -10 * u]), -u, -0.5, in_a),
+        *(
+            Case(name, batch([none, none]), batch([none, twins]), twins, 0.5, in_both)
+            for name, twins in (("twin_halves", halves), ("twin_parameters", parameters))
+        ),
+        Case("not_a_number", batch([u, none]), batch([u, u * torch.nan]), -u, -0.5, in_both),
     ]
+
+
+def sizes(privacy: Privacy, *, ranks: int, cp: int) -> tuple[int, int, int]:
+    """Choose how many tokens each rank has, and how many rows and columns a layer, on `ranks`.
+
+    They are as few as the gradient method does with what it does with a model's. Where it estimates
+    norms, of matrices that are not too far from square, all three grow with the mesh.
+    """
+    method = METHODS[privacy.gradient_method]
+    tokens, rows, columns = method.smallest_layer(privacy)
+    rows = max(_ROWS, -(-rows // ranks)) * ranks
+    if method.estimates_norms:
+        tokens, columns = max(tokens, rows), max(columns, rows)
+        norms = RandomizedNorms(privacy.projections, privacy.norm_estimator, None, capped=True)
+        assert norms.estimates(tokens, torch.Size((rows, columns)))
+    return -(-tokens // cp), rows, columns
 
 
 class _Dials(nn.Module):
     """Has two parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for: in
     their first column, of rank one, which is the worst for an estimate of its norm."""
-
-    dials = "first.weight", "second.weight"
 
     def __init__(self, tokens: int, rows: int, columns: int) -> None:
         super().__init__()
@@ -105,30 +126,45 @@ class _Dials(nn.Module):
         outputs_BPTN = torch.stack([self.first(x_BTD), self.second(x_BTD)], dim=1)
         return (outputs_BPTN[:, :, 0] * gradient_BPN).sum((1, 2))
 
+    def dials(self) -> list[nn.Parameter]:
+        """Return the W = 2 parameters."""
+        return [self.first.weight, self.second.weight]
+
+    def place(self, case: Case) -> torch.Tensor:
+        """Prepare for a case, and return its direction in the parameters' first columns: (W, N)."""
+        return case.along_PN
+
 
 class _AdaptedDials(_Dials):
-    """Has LoRA's factors for its two parameters: B of `first` and A of `second`, both (N, N).
+    """Has for parameters the factors of two layers, all four of them watched, each (N, N).
 
     With z = x A^T, the gradient of B is g^T z, and that of A is (g B)^T x, each times alpha / r. So
-    B gets what the loss is asked for where A maps x to itself, and A does where B is the identity.
-    The other factor of each layer, whose like is 0, has a gradient of 0, and noise like any.
+    where A is p times the identity and B q times, B gets p times what the loss is asked for, and A
+    q times.
     """
 
-    dials = "first.lora_b.weight", "second.lora_a.weight"
     first: LoRALinear
     second: LoRALinear
 
     def __init__(self, tokens: int, rows: int, lora: LoRA) -> None:
         super().__init__(tokens, rows, rows)
-        self._scaling = lora.scaling
+        self._rows, self._scaling = rows, lora.scaling
         add_adapters(self, self, LoRA(rows, rows * lora.scaling, ("first", "second")))
-        nn.init.eye_(self.first.lora_a.weight)
-        nn.init.zeros_(self.first.lora_b.weight)
-        nn.init.zeros_(self.second.lora_a.weight)
-        nn.init.eye_(self.second.lora_b.weight)
 
     def forward(self, gradient_BPN: torch.Tensor) -> torch.Tensor:
         return super().forward(gradient_BPN / self._scaling)
+
+    def dials(self) -> list[nn.Parameter]:
+        """Return the W = 4 factors: both B, both A."""
+        layers = self.first, self.second
+        return [layer.lora_b.weight for layer in layers] + [layer.lora_a.weight for layer in layers]
+
+    @torch.no_grad()
+    def place(self, case: Case) -> torch.Tensor:
+        for parameter, share in zip(self.dials(), np.repeat(case.factors[::-1], 2), strict=True):
+            assert isinstance(parameter, DTensor)  # what is gathered would be thrown away
+            copy_slice_(parameter, share * torch.eye(self._rows))
+        return torch.cat([share * case.along_PN for share in case.factors])
 
 
 class _Observer(torch.optim.Optimizer):
@@ -140,16 +176,16 @@ class _Observer(torch.optim.Optimizer):
         """
         Args:
             parameters: all that are trained.
-            watched: the two of them that a direction is of.
+            watched: those of them that a direction is of.
         """
         super().__init__(list(parameters.values()), {})
         self._watched, self._mesh = watched, mesh
         self._along: list[torch.Tensor] = []
         self.scores: list[torch.Tensor] = []
 
-    def look_along(self, direction_PN: torch.Tensor) -> None:
+    def look_along(self, direction_WN: torch.Tensor) -> None:
         rank, ranks = self._mesh.get_local_rank(), self._mesh.size()
-        self._along = [whole_N.chunk(ranks)[rank] for whole_N in direction_PN]  # first columns
+        self._along = [whole_N.chunk(ranks)[rank] for whole_N in direction_WN]  # first columns
         self.scores = []
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -193,8 +229,7 @@ class Game:
         replicate, shard, self._cp = degrees
         self._dp, self._dp_rank = replicate * shard, dist.get_rank() // self._cp
         self._mesh = mesh
-        tokens, rows, columns = method.smallest_layer(privacy)
-        tokens, rows = -(-tokens // self._cp), max(_ROWS, -(-rows // mesh.size())) * mesh.size()
+        tokens, rows, columns = sizes(privacy, ranks=mesh.size(), cp=self._cp)
         self.cases = cases(rows)
         self._device = torch.device(mesh.device_type)
         model = _Dials(tokens, rows, columns)
@@ -208,8 +243,7 @@ class Game:
         groups = ReductionGroups.build(mesh.device_type, degrees)
         step = build_step(privacy, model, parameters, [module], groups, max_grad_norm=self._C)
         self._model, self._sum, self._gradients = model, step.clipped_sum, step.gradients
-        dials = [parameters[name] for name in model.dials]
-        self._observer = _Observer(parameters, dials, mesh)
+        self._observer = _Observer(parameters, model.dials(), mesh)
         self._optimizer = step.optimizer(
             self._observer, noise_multiplier=self._sigma, expected_batch_size=1
         )
@@ -247,7 +281,7 @@ class Game:
         Returns:
             fp64 (trials,), the same on all ranks.
         """
-        self._observer.look_along(case.along_PN.to(self._device))
+        self._observer.look_along(self._model.place(case).to(self._device))
         # Each cp rank has a part of the tokens, hence of the loss.
         units_UPN = (batch_UPN * (self._C / self._cp)).to(self._device)
         for _ in range(trials):

@@ -4,6 +4,10 @@ from tests.hazards.mutants.table import Mutant
 
 HERE = "models/test_lora.py::"
 GAME = "hazards/test_audit.py::test_row35_and_56_adapters_left_out_of_the_norm_are_flagged"
+PLAYED = (
+    "hazards/test_audit.py::test_row35_and_56_with_adapters_it_stays_under_the_claim"
+    "[(1, 1, 1)-microbatch]"
+)
 HELD = f"{HERE}test_row56_the_first_update_is_held"
 BY_HAND = f"{HERE}test_adapters_merged_by_hand_as_peft_does_give_the_same_logits"
 
@@ -30,7 +34,7 @@ MUTANTS = [
         "gradients/clipped_sum.py",
         "torch.stack([squared_norm(s.flatten(1)) for s in shards])",
         "torch.stack([squared_norm(s.flatten(1)) for s in shards[:-2]])",
-        (f"{GAME}[None]",),
+        (f"{GAME}[B-None]", f"{GAME}[A-None]"),
     ),
     Mutant(
         56,
@@ -46,7 +50,31 @@ MUTANTS = [
         "gradients/clipped_sum.py",
         "torch.stack([squared_norm(s.flatten(1)) for s in shards])",
         "torch.stack([squared_norm(s.flatten(1)) for s in shards[1::2]])",
-        (f"{GAME}[None]",),
+        (f"{GAME}[A-None]",),
+    ),
+    Mutant(
+        56,
+        "noise is named by kind of factor",
+        "optimizer.py",
+        "key=key, name=name, start",
+        'key=key, name=name.partition(".lora_")[2] or name, start',
+        (PLAYED,),
+    ),
+    Mutant(
+        56,
+        "noise is named by adapted layer",
+        "optimizer.py",
+        "key=key, name=name, start",
+        'key=key, name=name.partition(".lora_")[0], start',
+        (PLAYED,),
+    ),
+    Mutant(
+        56,
+        "no noise on factors A",
+        "optimizer.py",
+        "std=self._noise_std, key",
+        'std=self._noise_std * (".lora_a." not in name), key',
+        (PLAYED,),
     ),
     Mutant(
         56,
