@@ -370,8 +370,8 @@ def test_a_toml_names_no_code_to_run(tmp_path, data, monkeypatch):
 
 def test_command_line_over_toml_over_defaults(tmp_path, data):
     config = load_config(arguments(tmp_path, data, "--training.steps=7"), 2)
-    assert config.training.steps == 7  # the TOML says 60
-    assert config.optimizer.lr == 3e-3  # the TOML's; TorchTitan's is 8e-4
+    assert config.training.steps == 7  # the TOML says 40
+    assert config.optimizer.lr == 1.2e-2  # the TOML's; TorchTitan's is 8e-4
     assert config.training.max_norm == 0  # ours; TorchTitan's is 1
     assert config.parallelism.context_parallel_degree == 2  # -1 in the TOML: all of them
 
