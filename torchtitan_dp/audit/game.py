@@ -10,13 +10,13 @@ A case is a pair of batches that differ in one unit, made to show one kind of fa
 | `norm_C` | a gradient of norm C | noise that is missing or too small | A |
 | `norm_100C` | one of norm 100 C | no clipping, or by a part of the norm | B |
 | `neighbour` | -10 C u beside C u | clipping after samples are added | A |
-| `twin_halves` | u on a parameter's first half, -u on its second | noise repeated across shards | both |
+| `twin_halves` | u on a parameter's half, -u on its other | noise repeated across shards | both |
 | `twin_parameters` | u on one parameter, -u on its like | noise repeated across parameters | both |
 | `not_a_number` | a gradient of NaN | a bad sample that tells of itself | both |
 
-With `[lora]` the parameters are the factors of two adapted layers. So noise is missed, and norms
-are found, of each kind of factor alone; and in `twin_parameters` a factor has the opposite both of
-its like in the other layer and of the other factor in its own, whichever of them shares its noise.
+With `[lora]` the parameters are the factors A and B of two adapted layers. Each kind has cases of
+its own for noise and for norms. In `twin_parameters` a factor has the opposite both of its like in
+the other layer and of the other factor in its own, so that noise shared with either shows.
 
 Guarantee:
     A step of the claimed mechanism is 1/sigma-Gaussian-DP for each case (with estimated norms, as
@@ -43,7 +43,7 @@ from torchtitan_dp.gradients.methods import METHODS, accounted_projections
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
-from torchtitan_dp.models.lora import LoRA, LoRALinear, add_adapters
+from torchtitan_dp.models.lora import LoRA, add_adapters
 from torchtitan_dp.models.parameters import copy_slice_, trainable_parameters
 from torchtitan_dp.privacy.keys import KeyStream
 from torchtitan_dp.privacy.lower_bounds import claimed_mu, gaussian_mu
@@ -112,8 +112,10 @@ def sizes(privacy: Privacy, *, ranks: int, cp: int) -> tuple[int, int, int]:
 
 
 class _Dials(nn.Module):
-    """Has two parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for: in
-    their first column, of rank one, which is the worst for an estimate of its norm."""
+    """Has W = 2 parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for:
+    in their first column, of rank one, which is the worst for an estimate of its norm."""
+
+    dials: tuple[str, ...] = "first.weight", "second.weight"
 
     def __init__(self, tokens: int, rows: int, columns: int) -> None:
         super().__init__()
@@ -126,25 +128,20 @@ class _Dials(nn.Module):
         outputs_BPTN = torch.stack([self.first(x_BTD), self.second(x_BTD)], dim=1)
         return (outputs_BPTN[:, :, 0] * gradient_BPN).sum((1, 2))
 
-    def dials(self) -> list[nn.Parameter]:
-        """Return the W = 2 parameters."""
-        return [self.first.weight, self.second.weight]
-
     def place(self, case: Case) -> torch.Tensor:
         """Prepare for a case, and return its direction in the parameters' first columns: (W, N)."""
         return case.along_PN
 
 
 class _AdaptedDials(_Dials):
-    """Has for parameters the factors of two layers, all four of them watched, each (N, N).
+    """Has for parameters the W = 4 factors of two layers, each (N, N), all of them watched.
 
     With z = x A^T, the gradient of B is g^T z, and that of A is (g B)^T x, each times alpha / r. So
     where A is p times the identity and B q times, B gets p times what the loss is asked for, and A
     q times.
     """
 
-    first: LoRALinear
-    second: LoRALinear
+    dials = tuple(f"{name}.lora_{kind}.weight" for kind in "ba" for name in ("first", "second"))
 
     def __init__(self, tokens: int, rows: int, lora: LoRA) -> None:
         super().__init__(tokens, rows, rows)
@@ -154,16 +151,12 @@ class _AdaptedDials(_Dials):
     def forward(self, gradient_BPN: torch.Tensor) -> torch.Tensor:
         return super().forward(gradient_BPN / self._scaling)
 
-    def dials(self) -> list[nn.Parameter]:
-        """Return the W = 4 factors: both B, both A."""
-        layers = self.first, self.second
-        return [layer.lora_b.weight for layer in layers] + [layer.lora_a.weight for layer in layers]
-
     @torch.no_grad()
     def place(self, case: Case) -> torch.Tensor:
-        for parameter, share in zip(self.dials(), np.repeat(case.factors[::-1], 2), strict=True):
-            assert isinstance(parameter, DTensor)  # what is gathered would be thrown away
-            copy_slice_(parameter, share * torch.eye(self._rows))
+        for name, share in zip(self.dials, np.repeat(case.factors[::-1], 2), strict=True):
+            factor = self.get_parameter(name)
+            assert isinstance(factor, DTensor)  # what is gathered would be thrown away
+            copy_slice_(factor, share * torch.eye(self._rows))
         return torch.cat([share * case.along_PN for share in case.factors])
 
 
@@ -243,7 +236,8 @@ class Game:
         groups = ReductionGroups.build(mesh.device_type, degrees)
         step = build_step(privacy, model, parameters, [module], groups, max_grad_norm=self._C)
         self._model, self._sum, self._gradients = model, step.clipped_sum, step.gradients
-        self._observer = _Observer(parameters, model.dials(), mesh)
+        dials = [parameters[name] for name in model.dials]
+        self._observer = _Observer(parameters, dials, mesh)
         self._optimizer = step.optimizer(
             self._observer, noise_multiplier=self._sigma, expected_batch_size=1
         )

@@ -1,4 +1,4 @@
-"""Faults of what is trained and what is frozen, with adapters: row 56."""
+"""Faults of what is trained and what is frozen, with adapters, and of the game: row 56."""
 
 from tests.hazards.mutants.table import Mutant
 
@@ -75,6 +75,17 @@ MUTANTS = [
         "std=self._noise_std, key",
         'std=self._noise_std * (".lora_a." not in name), key',
         (PLAYED,),
+    ),
+    Mutant(
+        56,
+        "the game's layers do not grow with the mesh",
+        "audit/game.py",
+        "tokens, columns = max(tokens, rows), max(columns, rows)",
+        "columns = max(columns, rows)",
+        (
+            "hazards/test_audit.py::"
+            "test_row59_the_game_plays_with_estimates_on_any_mesh[32-hutchinson]",
+        ),
     ),
     Mutant(
         56,
