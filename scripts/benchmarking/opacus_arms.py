@@ -76,7 +76,7 @@ class OpacusTrainer:
         population = len(self._loader.units)
         draw = self._rng.choice(population, records, replace=records > population)
         microbatches = list(self._loader.microbatches(draw))
-        for i, (tokens_BT, labels_BT, _) in enumerate(microbatches):
+        for i, (tokens_BT, labels_BT, *_) in enumerate(microbatches):
             self._optimizer.signal_skip_step(do_skip=i + 1 < len(microbatches))
             self._optimizer.zero_grad(set_to_none=True)
             self._backward(self._losses(tokens_BT, labels_BT))
