@@ -147,7 +147,14 @@ def test_damaged_decays_are_one_line(text):
 
 @pytest.mark.parametrize(
     "text",
-    ["[[NaN, 1]]", "[[1.0, 1]]", "[[-0.5, 1]]", "[[0.9, 0]]", "[[0.9, 5], [0.8, 5]]"],
+    [
+        "[[NaN, 1]]",
+        "[[1.0, 1]]",
+        "[[-0.5, 1]]",
+        "[[0.9, 0]]",
+        "[[0.9, -1]]",
+        "[[0.9, 5], [0.8, 5]]",
+    ],
 )
 def test_decays_that_cannot_be_are_one_line(text):
     with pytest.raises(ValueError, match="these are no decays of an average"):

@@ -54,7 +54,8 @@ def decays_from_json(text: str) -> tuple[Decay, ...]:
         raise ValueError(f"the decays of an average cannot be read: {text[:100]!r}") from error
     steps = [one.from_step for one in found]
     known = [one.decay for one in found if one.decay is not None]
-    if not all(0 <= decay < 1 for decay in known) or steps != sorted({0, *steps} - {0}):
+    rising = steps == sorted(set(steps)) and all(step >= 1 for step in steps)
+    if not rising or not all(0 <= decay < 1 for decay in known):
         raise ValueError(f"these are no decays of an average: {text[:100]!r}")
     return found
 
