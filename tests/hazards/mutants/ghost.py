@@ -89,7 +89,7 @@ MUTANTS = [
         22,
         "a rejected samples gradient times zero",
         METHOD,
-        "rejected_B[samples] | ~torch.isfinite(formed_B)",
+        "rejected_B[samples] | ~torch.isfinite(formed_B) | subnormal_B",
         "torch.zeros_like(rejected_B[samples])",
         (f"{HERE}test_row22_a_poisoned_sample_contributes_exactly_zero[(1, 1, 1)-nan-ghost]",),
     ),
