@@ -47,30 +47,20 @@ _BOTH_WAYS = [
     ),
     _with_and_without_checkpointing("V2", *PRIVATE, "--privacy.gradient_method=grad_sample"),
 ]
-_MICROBATCH = (
-    *PRIVATE,
-    "--privacy.gradient_method=microbatch",
-    "--activation_checkpoint.mode=none",
-)
-_GRAD_SAMPLE = (
-    *PRIVATE,
-    "--privacy.gradient_method=grad_sample",
-    "--activation_checkpoint.mode=none",
+_WITHOUT_AC = ("--activation_checkpoint.mode=none",)
+_MICROBATCH, _GRAD_SAMPLE, _GHOST = (
+    (*PRIVATE, f"--privacy.gradient_method={method}", *_WITHOUT_AC)
+    for method in ("microbatch", "grad_sample", "ghost")
 )
 _OPACUS = [
     # `microbatch` only because a configuration must name a method: Opacus brings its own.
     Arm(f"Opacus {kind}", _MICROBATCH, opacus=kind)
     for kind in ("hooks", "ghost")
 ]
-_GHOST = (
-    *PRIVATE,
-    "--privacy.gradient_method=ghost",
-    "--activation_checkpoint.mode=none",
-)
 _LORA = [
     Arm(name + ADAPTED, (*overrides, "--lora.rank=8"), adapted=True)
     for name, overrides in (
-        ("non-DP", (*NOT_PRIVATE, "--activation_checkpoint.mode=none")),
+        ("non-DP", (*NOT_PRIVATE, *_WITHOUT_AC)),
         ("microbatch", _MICROBATCH),
         ("V2", _GRAD_SAMPLE),
     )

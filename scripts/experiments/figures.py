@@ -17,11 +17,7 @@ def draw_losses(rows: list[Row], path: Path) -> None:
         of = [row for row in rows if row["rank"] == rank]
         private = sorted((r for r in of if r["kind"] == "private"), key=lambda r: r["epsilon"])
         x = [row["epsilon"] * (0.97, 1.03)[index] for row in private]
-        y = [row["loss"] for row in private]
-        below = [row["loss"] - min(row["losses"]) for row in private]
-        above = [max(row["losses"]) - row["loss"] for row in private]
-        style = {"color": _COLORS[index], "capsize": 4, "marker": "o"}
-        axes.errorbar(x, y, yerr=[below, above], label=f"private, {_NAMES[index]}", **style)
+        _draw_medians(axes, x, private, index, f"private, {_NAMES[index]}")
         for kind, dashes, title in (("noise", ":", "noise alone"), ("plain", "--", "no privacy")):
             for row in (r for r in of if r["kind"] == kind):
                 label = f"{title}, {_NAMES[index]}"
@@ -52,11 +48,7 @@ def draw_splits(rows: list[Row], path: Path) -> None:
     figure, axes = _new(6.4)
     for index, rank in enumerate(_ranks(rows)):
         of = [row for row in rows if row["rank"] == rank]
-        x, y = [row["averaged_noise_norm"] for row in of], [row["loss"] for row in of]
-        below = [row["loss"] - min(row["losses"]) for row in of]
-        above = [max(row["losses"]) - row["loss"] for row in of]
-        style = {"color": _COLORS[index], "capsize": 4, "marker": "o"}
-        axes.errorbar(x, y, yerr=[below, above], label=_NAMES[index], **style)
+        _draw_medians(axes, [row["averaged_noise_norm"] for row in of], of, index, _NAMES[index])
         for row in of:
             place = (row["averaged_noise_norm"], row["loss"])
             text, offset = f"{row['batch']}×{row['steps']}", ((6, 5), (-12, -22))[index]
@@ -74,6 +66,14 @@ def draw_splits(rows: list[Row], path: Path) -> None:
 
 def _ranks(rows: list[Row]) -> list[int]:
     return sorted({row["rank"] for row in rows})
+
+
+def _draw_medians(axes: Any, x: list[float], rows: list[Row], index: int, label: str) -> None:
+    """Draw each row's median, with the least and the most of its seeds."""
+    below = [row["loss"] - min(row["losses"]) for row in rows]
+    above = [max(row["losses"]) - row["loss"] for row in rows]
+    style = {"color": _COLORS[index], "capsize": 4, "marker": "o"}
+    axes.errorbar(x, [row["loss"] for row in rows], yerr=[below, above], label=label, **style)
 
 
 def _new(width: float) -> tuple[Any, Any]:

@@ -25,11 +25,16 @@ def error_on_this_rank(
     actual, norms = built.clipped_sum(tokens_NT, labels_NT)
     gradients = build.reference_gradients(build.reference_model(args), tokens_NT, labels_NT)
     true_norms = [build.norm(gradient) for gradient in gradients]
-    mine = built.slots(np.arange(len(tokens_NT)))
-    norm_errors = [abs(n / true_norms[i] - 1) for n, i in zip(norms, mine, strict=True) if i >= 0]
     expected = build.reference_sum(gradients, C, *([group_of] if group_of else []))
     error = build.relative_error(actual, expected)
-    return error, max(norm_errors, default=0.0)
+    return error, norm_error(built, norms, true_norms)
+
+
+def norm_error(built, norms: list[float], true_norms: list[float]) -> float:
+    """The largest relative error of the norms of the samples this rank was dealt; 0 of none."""
+    mine = built.slots(np.arange(len(true_norms)))
+    errors = [abs(n / true_norms[i] - 1) for n, i in zip(norms, mine, strict=True) if i >= 0]
+    return max(errors, default=0.0)
 
 
 def check(

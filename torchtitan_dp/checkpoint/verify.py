@@ -120,10 +120,7 @@ def _begins_as(whole: Sequence[RunSegment], part: Sequence[RunSegment]) -> bool:
     if len(part) > len(whole):
         return False
     pairs = list(zip(part, whole, strict=False))
-    told = [(ours.settings, theirs.settings) for ours, theirs in pairs]
-    return all(
-        ours.same_terms(theirs) and ours.norms == theirs.norms for ours, theirs in told
-    ) and (
+    return all(ours.settings.same_segment(theirs.settings) for ours, theirs in pairs) and (
         all(ours.steps == theirs.steps for ours, theirs in pairs[:-1])
         and all(ours.steps <= theirs.steps for ours, theirs in pairs[-1:])
     )

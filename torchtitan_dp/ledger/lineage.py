@@ -148,15 +148,14 @@ class Ledger:
         self.steps, self.finished = loaded.steps, list(loaded.finished)
         self.finished_starts = [start for start in loaded.starts() if start.steps > 0]
         now, then = self.settings, loaded.settings
-        same = now.same_terms(then)
-        if same and now.norms == then.norms:  # on whatever meshes: the worst of both
+        if now.same_segment(then):  # on whatever meshes: the worst of both
             self.settings = dataclasses.replace(
                 now,
                 samples_per_rank=max(now.summands, then.summands),
                 ranks_added_up=max(now.ranks_added_up, then.ranks_added_up),
             )
             return
-        if not same:
+        if not now.same_terms(then):
             if new_segment is None:
                 now.refuse_change(since=then)
             now.refuse_change_of_run(since=then)

@@ -105,6 +105,11 @@ class Settings:
             return False
         return not _changes(self, other, {**_OF_A_SEGMENT, **_OF_A_RUN})
 
+    def same_segment(self, other: "Settings") -> bool:
+        """Tell whether steps on both are told as one segment: the terms are the same, and how norms
+        are found, which is told although it may change no epsilon."""
+        return self.same_terms(other) and self.norms == other.norms
+
     def refuse_change(self, since: "Settings") -> None:
         """Raise ValueError, naming both values, if the guarantee's terms differ from `since`."""
         for key, now, before in _changes(self, since, {**_OF_A_SEGMENT, **_OF_A_RUN}):

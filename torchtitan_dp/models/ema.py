@@ -63,7 +63,7 @@ class WeightAverage:
         if self.updates == 0:
             for average, weight in self._pairs():
                 average.copy_(weight)
-        elif not self.decays or self.decays[-1].decay != self._decay:
+        elif self._decay_is_new:
             logger.info(
                 f"ema.decay = {self._decay} from here on, and until here: "
                 f"{decays_in_words(self.decays)}"
@@ -76,7 +76,7 @@ class WeightAverage:
             step: of the run, counted from 1.
         """
         assert not self._swapped, "the model holds averages, not weights"
-        if not self.decays or self.decays[-1].decay != self._decay:
+        if self._decay_is_new:
             self.decays += (Decay(self._decay, step),)
         d = min(self._decay, (1 + self.updates) / (10 + self.updates))
         for average, weight in self._pairs():
@@ -110,6 +110,11 @@ class WeightAverage:
         assert all(state_dict[WEIGHTS][name] is own for name, own in self._averages.items())
         self.updates = state_dict["updates"]
         self.decays = decays_from_json(state_dict[DECAYS])
+
+    @property
+    def _decay_is_new(self) -> bool:
+        """Tell whether the last update, if there was one, was made by another decay."""
+        return not self.decays or self.decays[-1].decay != self._decay
 
     def _swap(self) -> None:
         self._swapped = not self._swapped  # first, so that nothing is saved of half a swap
