@@ -19,7 +19,8 @@ from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.ledger import Ledger
-from torchtitan_dp.ledger.baseline import baseline_ledger, publish_baseline
+from torchtitan_dp.ledger.baseline import baseline_ledger, published_baseline
+from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.first_update import FirstUpdate
 from torchtitan_dp.models.hugging_face import origin
@@ -72,4 +73,8 @@ class BaselineTrainer(Trainer):
 
     def _publish(self) -> None:
         if dist.get_rank() == 0:
-            publish_baseline(self.job_config.job.dump_folder, self._told())
+            write_published(self.job_config.job.dump_folder, self.exported_terms())
+
+    def exported_terms(self) -> dict[str, Any]:
+        """Return the `privacy.json` of the weights as they are now."""
+        return published_baseline(self._told())

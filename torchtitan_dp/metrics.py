@@ -48,12 +48,19 @@ class PrivateMetricsProcessor(MetricsProcessor):
         super().__init__(job_config, parallel_dims)
         self.logger = LabellingLogger(self.logger)
 
-    def log_step(self, step: int, public: dict[str, float], statistics: dict[str, float]) -> None:
+    def log_step(
+        self,
+        step: int,
+        public: dict[str, float],
+        statistics: dict[str, float],
+        beside_epsilon: str = "",
+    ) -> None:
         """Log one step.
 
         Args:
             public: `lr`, `epsilon` and `noise_multiplier`; nothing computed from records.
             statistics: what is not private, by tag.
+            beside_epsilon: what the console line adds to it.
         """
         elapsed = time.perf_counter() - self.time_last_log
         tokens_per_s = self.ntokens_since_last_log / (
@@ -71,7 +78,8 @@ class PrivateMetricsProcessor(MetricsProcessor):
         self.logger.log({**public, **statistics, **measured}, step)
         color = self.color
         logger.info(
-            f"{color.red}step: {step:3}  {color.blue}epsilon: {rounded_up(public['epsilon'])}  "
+            f"{color.red}step: {step:3}  {color.blue}epsilon: {rounded_up(public['epsilon'])}"
+            f"{f' ({beside_epsilon})' if beside_epsilon else ''}  "
             f"lr: {public['lr']:.2e}  {color.reset}not private: "
             f"{color.green}loss: {statistics['loss']:.4f}  "
             f"{color.orange}batch: {statistics['realized_batch_size']:.0f}  "

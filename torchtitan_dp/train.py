@@ -58,6 +58,7 @@ from torchtitan_dp.ledger import (
     versions,
     write_fingerprint,
 )
+from torchtitan_dp.ledger.files import to_bytes
 from torchtitan_dp.ledger.terms import earlier_ledger, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.ema import ema_of
@@ -193,6 +194,12 @@ class DPTrainer(Trainer):
                     f"not private: {count} draws of records that cannot be decoded, on this rank; "
                     "they contributed nothing"
                 )
+        if dist.get_rank() == 0:
+            self.executed.end_start()  # every step of this start is in a checkpoint by now
+
+    def exported_terms(self) -> dict[str, Any]:
+        """Return the `privacy.json` of the weights as they are exported now."""
+        return self.account.exported()
 
     def batch_generator(self, data_iterable: Any) -> Any:
         """Prepare the first step, after loading; the steps are fed ahead of time."""
@@ -205,6 +212,8 @@ class DPTrainer(Trainer):
             self.average.begin()
         if self.step < self.job_config.training.steps:
             rehearse(self)
+            if dist.get_rank() == 0:
+                self.executed.begin_start()
         self._publish()
         return self.feed
 
@@ -287,11 +296,13 @@ class DPTrainer(Trainer):
 
         Collective over the world: any rank may write the ledger into a checkpoint.
         """
-        self.ledger.start = self.executed.new_start()
-        self.ledger = Ledger.from_json(broadcast_from_rank0(self.ledger.to_json()))
+        ledger, executed = self.ledger, self.executed
+        ledger.start = executed.new_start()
         if dist.get_rank() == 0:
-            self.executed.adopt(self.ledger.taken())
-        self.account = Account(self.ledger, self.executed, self.job_config.training.steps)
+            executed.adopt(ledger.taken())
+            ledger.enter_lost(executed.begun(ledger.settings), executed.crashes)
+        self.ledger = Ledger.from_json(broadcast_from_rank0(ledger.to_json()))
+        self.account = Account(self.ledger, self.job_config.training.steps)
 
     def _log(self, lr: float, statistics: SampleStatistics) -> None:
         if not self.metrics_processor.should_log(self.step):
@@ -302,7 +313,12 @@ class DPTrainer(Trainer):
             "epsilon": self.account.epsilon(),
             "noise_multiplier": settings.noise_multiplier,
         }
-        self.metrics_processor.log_step(self.step, public, statistics.reduce(self.parallel_dims))
+        self.metrics_processor.log_step(
+            self.step,
+            public,
+            statistics.reduce(self.parallel_dims),
+            self.account.beside_epsilon(self.job_config.privacy.target_epsilon),
+        )
 
     def _should_publish(self, step: int) -> bool:
         """Tell whether `privacy.json` is renewed: before each checkpoint, when logging, at the
@@ -345,10 +361,10 @@ def main(argv: list[str]) -> None:
     try:
         trainer.train()
         if exports and trainer.step == config.training.steps:  # not where it was stopped
-            ledger = os.path.join(config.job.dump_folder, PRIVACY_FILE)
+            terms = {PRIVACY_FILE: to_bytes(trainer.exported_terms())}
             average = trainer.average
             with average.in_place_of_weights() if average else contextlib.nullcontext():
-                folder = export(trainer.model_parts[0], config, [ledger])
+                folder = export(trainer.model_parts[0], config, beside=terms)
             which = " (the average of weights)" if average else ""
             logger.info(f"Hugging Face folder: {folder}/{which}")
     finally:

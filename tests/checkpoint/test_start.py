@@ -11,10 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests import build
+from tests.accounts import account
 from tests.ranks import on_ranks
 from torchtitan_dp.checkpoint.safe_load import entries, read_metadata
 from torchtitan_dp.checkpoint.start import Start, Weights, check_start, decide_start, plan_start
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger
+from torchtitan_dp.ledger import ExecutedSteps, Ledger
 from torchtitan_dp.ledger.settings import settings_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -135,7 +136,7 @@ def test_initial_weights_bring_the_ledger_in_them_or_beside_them(tmp_path):
     start = decide_start(config(tmp_path / "run", f"--checkpoint.initial_load_path={inside}"))
     assert start.initial.ledger == earlier
     assert start.initial.all_begun == ()
-    Account(earlier, ExecutedSteps(str(tmp_path / "elsewhere")), 7).publish(tmp_path / "elsewhere")
+    account(earlier, ExecutedSteps(str(tmp_path / "elsewhere")), 7).publish(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "hf").mkdir()
     start = Start(Weights.INITIAL_HF, str(tmp_path / "elsewhere" / "hf"))
     assert start.initial.ledger.steps == 7

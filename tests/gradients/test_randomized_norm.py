@@ -195,7 +195,7 @@ def exact_sums(degrees, batch_size, draws, estimator, empty=()):
 
 
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
-def test_row49_and_59_an_empty_record_in_front_changes_no_bit(estimator):
+def test_row49_and_67_an_empty_record_in_front_changes_no_bit(estimator):
     """Nor does one that is not empty change what the others add: sums are of single samples."""
     draws = [[0, 2, 3, 4, 5], [2, 3, 4, 5], [1, 2, 3, 4, 5], [1]]
     ((empty, without, full, alone),) = on_ranks(1, exact_sums, (1, 1, 1), 4, draws, estimator, (0,))
@@ -209,7 +209,7 @@ def test_row49_and_59_an_empty_record_in_front_changes_no_bit(estimator):
 
 
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
-def test_row12_and_59_estimates_are_the_same_on_every_mesh_and_in_every_microbatch(estimator):
+def test_row12_and_67_estimates_are_the_same_on_every_mesh_and_in_every_microbatch(estimator):
     draws = [[0, 1, 2, 3, 5]]
     ((alone,),) = on_ranks(1, exact_sums, (1, 1, 1), 4, draws, estimator)
     for degrees, batch_size in [((1, 1, 1), 2), ((1, 2, 1), 4), ((1, 1, 2), 2)]:
@@ -245,7 +245,7 @@ def always(estimator):
 
 
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
-def test_row59_estimates_are_unbiased(estimator):
+def test_row67_estimates_are_unbiased(estimator):
     """And spread as they should: 2 |G^T G|^2 / k, which Hutch++ is below."""
     samples = 3_000
     factors, norms = factors_of(samples), always(estimator)
@@ -297,7 +297,7 @@ def test_row11_and_40_no_two_units_parameters_or_steps_share_projections(rows):
     assert whole.var().item() == pytest.approx(1 / K, rel=0.02)
 
 
-def test_row59_a_units_projections_do_not_depend_on_who_else_is_drawn():
+def test_row67_a_units_projections_do_not_depend_on_who_else_is_drawn():
     """Nor on the microbatch, or the place in it, that it is dealt to."""
     found = []
     for microbatches in ([(3, 5)], [(5, -1)], [(1, 2), (4, 5)]):
@@ -308,7 +308,7 @@ def test_row59_a_units_projections_do_not_depend_on_who_else_is_drawn():
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def test_row59_no_unit_comes_twice_in_a_step_and_none_without_its_position():
+def test_row67_no_unit_comes_twice_in_a_step_and_none_without_its_position():
     norms = always("hutchinson")
     norms.start_microbatch((3, -1, -1))
     norms.start_microbatch((4, -1))
@@ -323,7 +323,7 @@ def test_row59_no_unit_comes_twice_in_a_step_and_none_without_its_position():
 
 
 @pytest.mark.parametrize("k", [8, 4096])
-def test_row59_units_places_are_apart_and_within_what_generators_count_to(k):
+def test_row67_units_places_are_apart_and_within_what_generators_count_to(k):
     from torchtitan_dp.gradients.randomized_norm import first_number
 
     for rows in (1, 131, 128_256):

@@ -318,7 +318,7 @@ def test_row35_and_56_adapters_left_out_of_the_norm_are_flagged(factors, fault):
 
 @pytest.mark.parametrize("fault", [None, "half the noise"])
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
-def test_row35_and_59_with_estimated_norms_the_claim_is_a_mixtures(estimator, fault):
+def test_row35_and_67_with_estimated_norms_the_claim_is_a_mixtures(estimator, fault):
     """On gradients of rank one, whose estimates err most: above 1 / sigma, and not by much."""
     from torchtitan_dp.privacy.lower_bounds import claimed_mu
 
@@ -354,13 +354,13 @@ def estimated_matrices(method, adapters):
 
 
 @pytest.mark.parametrize(("adapters", "matrices"), [(False, 2), (True, 4)], ids=["all", "lora"])
-def test_row59_the_game_plays_with_estimates(adapters, matrices):
+def test_row67_the_game_plays_with_estimates(adapters, matrices):
     assert on_ranks(1, estimated_matrices, "randomized", adapters) == [matrices]
 
 
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
 @pytest.mark.parametrize("projections", [1, 8, 16, 32, 33, 100])
-def test_row59_the_game_plays_with_estimates_on_any_mesh(projections, estimator):
+def test_row67_the_game_plays_with_estimates_on_any_mesh(projections, estimator):
     from torchtitan_dp.audit.game import sizes
     from torchtitan_dp.config import Privacy
 

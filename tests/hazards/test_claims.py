@@ -9,6 +9,7 @@ import json
 import pytest
 
 from tests import build
+from tests.accounts import account
 from tests.hazards.test_trainer import SETTINGS
 from tests.launch import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import read_ledger
@@ -17,7 +18,7 @@ from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.reference import field_docs
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, schema, write_fingerprint
+from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema, write_fingerprint
 from torchtitan_dp.ledger.baseline import baseline_ledger, refuse_private_folder
 from torchtitan_dp.ledger.caveats import assumptions
 from torchtitan_dp.ledger.initial import inheritance
@@ -35,7 +36,7 @@ def publish(folder, ledger, *, fingerprint="f"):
     executed = ExecutedSteps(str(folder))
     executed.adopt(ledger.taken())
     write_fingerprint(str(folder), fingerprint)
-    return Account(ledger, executed, ledger.planned_steps).publish(str(folder))
+    return account(ledger, executed, ledger.planned_steps).publish(str(folder))
 
 
 # Row 50: who stops early publishes what was planned, or is told.
@@ -47,7 +48,7 @@ def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
     assert told["epsilon_planned"] >= SETTINGS.epsilon(200) > 2 * told["epsilon"]
     assert (told["steps"], told["planned_steps"]) == (2, 200)
     (caveat,) = [c for c in told["caveats"] if "2 of 200" in c]
-    assert "holds if results did not decide when to stop, epsilon_planned" in caveat
+    assert "is right if neither results nor a clock decided when to stop" in caveat
     assert verify(str(tmp_path)).faults == []
 
 
@@ -74,7 +75,7 @@ def test_row50_lost_steps_are_planned_again(tmp_path):
     executed = ExecutedSteps(str(tmp_path))
     executed.begin(3, SETTINGS)  # of a start that was killed
     executed.adopt(ledger.taken())
-    told = Account(ledger, executed, 200).publish(str(tmp_path))
+    told = account(ledger, executed, 200).publish(str(tmp_path))
     assert told["epsilon_planned"] >= SETTINGS.epsilon(201)
     assert told["epsilon_planned"] == pytest.approx(SETTINGS.epsilon(201), rel=1e-6)
 
@@ -95,7 +96,7 @@ def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
     told = publish(tmp_path / "second", child)
     assert told["epsilon_planned"] >= SETTINGS.epsilon(2_001) > 2 * told["epsilon"]
     (caveat,) = [c for c in told["caveats"] if "2 of 2000 by run" in c]
-    assert "if weights alone did, and none if losses" in caveat
+    assert "if weights alone did; no epsilon is if losses" in caveat
     found = verify(str(tmp_path / "second"))
     assert found.faults == []
     assert total([found]).epsilon_planned == pytest.approx(told["epsilon_planned"])

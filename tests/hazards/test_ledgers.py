@@ -17,7 +17,7 @@ from tests.hazards.test_trainer import SETTINGS, STEP, loader
 from tests.ranks import on_ranks
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment
 from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
-from torchtitan_dp.ledger.starts import StartedSteps
+from torchtitan_dp.ledger.steps import step_names
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.filter import adaptive_epsilon
 from torchtitan_dp.privacy.keys import RootKey
@@ -174,7 +174,7 @@ def opened(folder, *overrides):
 def stopped_after_a_step(folder, ledger):
     """What a run that was killed after its first step leaves behind."""
     executed = ExecutedSteps(str(folder))
-    Account(ledger, executed, total_steps=10).publish(str(folder))
+    Account(ledger, total_steps=10).publish(str(folder))
     executed.begin(1, ledger.settings)
 
 
@@ -278,7 +278,7 @@ def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
     """Their own steps, and those of the weights that they had started from."""
     louder = RunSegment(dataclasses.replace(SETTINGS, noise_multiplier=4.0), 7)
     earlier = Ledger(
-        SETTINGS, steps=STEP, ancestors=[Ancestor("first", (louder,), (StartedSteps("f", 7),))]
+        SETTINGS, steps=STEP, ancestors=[Ancestor("first", (louder,), " ".join(step_names("f", 7)))]
     )
     stopped_after_a_step(tmp_path, earlier)
     spent = starting_from(tmp_path).before()

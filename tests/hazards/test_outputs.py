@@ -17,9 +17,10 @@ import torch
 import torch.nn as nn
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+from tests.accounts import account
 from tests.launch import ROOT
 from tests.ranks import on_ranks
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, Settings
+from torchtitan_dp.ledger import ExecutedSteps, Ledger, Settings
 
 CONTRACT = {
     "private",
@@ -107,7 +108,7 @@ def test_row23_and_24_privacy_json_holds_the_contract_alone(tmp_path):
     ledger = Ledger(settings, steps=3, start=executed.new_start())
     for step in (1, 2, 3):
         executed.begin(step, settings)
-    told = Account(ledger, executed, total_steps=5).publish(str(tmp_path))
+    told = account(ledger, executed, total_steps=5).publish(str(tmp_path))
     assert set(told) >= CONTRACT
     assert (told["steps"], told["steps_executed"]) == (3, 4)
     assert json.loads((tmp_path / "privacy.json").read_text()) == told

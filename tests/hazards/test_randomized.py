@@ -1,4 +1,4 @@
-"""Row 59: what estimated norms are accounted for is what they are made from, wherever epsilon is
+"""Row 67: what estimated norms are accounted for is what they are made from, wherever epsilon is
 told; and what the accounting does not cover is refused.
 """
 
@@ -8,10 +8,11 @@ import json
 
 import pytest
 
+from tests import accounts
 from tests.hazards.test_trainer import SETTINGS, Step
 from tests.ranks import on_ranks
 from torchtitan_dp.checkpoint.verify import _begins_as as begins_as
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment, schema
+from torchtitan_dp.ledger import ExecutedSteps, Ledger, RunSegment, schema
 from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import ledger_of, read_published, read_published_fields
 from torchtitan_dp.ledger.initial import InitialWeights, _all_begun
@@ -42,7 +43,7 @@ def spent(steps, k, noise=1.0):
 def account(folder, ledger, total_steps=0):
     executed = ExecutedSteps(str(folder))
     executed.adopt(ledger.taken())
-    return Account(ledger, executed, total_steps)
+    return accounts.account(ledger, executed, total_steps)
 
 
 def accounted_and_drawn(options):
@@ -59,7 +60,7 @@ def accounted_and_drawn(options):
 
 
 @pytest.mark.parametrize("k, estimator", [(32, "hutchinson"), (64, "hutch++")])
-def test_row59_what_is_accounted_is_what_is_drawn(k, estimator):
+def test_row67_what_is_accounted_is_what_is_drawn(k, estimator):
     options = [f"--privacy.projections={k}", f"--privacy.norm_estimator={estimator}"]
     (found,) = on_ranks(1, accounted_and_drawn, options)
     assert found == ((k, estimator, k), (k, estimator))
@@ -71,22 +72,23 @@ CAPPED_TERMS = dataclasses.replace(EXACT, capped_projections=32, norm_estimator=
 @pytest.mark.parametrize(
     "then, now", [(ESTIMATED, CAPPED_TERMS), (EXACT, ESTIMATED), (CAPPED_TERMS, EXACT)]
 )
-def test_row59_steps_that_a_log_tells_of_have_no_norms_but_those_that_count(tmp_path, then, now):
+def test_row67_steps_that_a_log_tells_of_have_no_norms_but_those_that_count(tmp_path, then, now):
     log = ExecutedSteps(str(tmp_path))
     for terms in (then, now):
         log.new_start()
         log.begin(1, terms)
     begun = _all_begun(Ledger(now, steps=2, planned_steps=2), str(tmp_path))
-    told = [segment.settings for segment in begun.segments]
-    assert [one.projections for one in told] == [then.projections, now.projections]
-    assert [one.mechanism for one in told] == [then.mechanism, now.mechanism]
+    told = {segment.settings for segment in begun.segments}
+    assert sum(segment.steps for segment in begun.segments) == 2
+    assert {one.projections for one in told} == {then.projections, now.projections}
+    assert {one.mechanism for one in told} == {then.mechanism, now.mechanism}
     assert {(one.capped_projections, one.norm_estimator) for one in told} == {(0, "not recorded")}
 
 
 @pytest.mark.parametrize(
     "said", [EXACT, dataclasses.replace(CAPPED_TERMS, norm_estimator="hutch++")]
 )
-def test_row59_a_file_that_says_other_norms_than_the_checkpoint_is_reported(said):
+def test_row67_a_file_that_says_other_norms_than_the_checkpoint_is_reported(said):
     truth = Ledger(CAPPED_TERMS, steps=5, planned_steps=5)
     assert begins_as(truth.segments(), truth.segments())
     assert not begins_as(dataclasses.replace(truth, settings=said).segments(), truth.segments())
@@ -99,7 +101,7 @@ def terms_of(*overrides):
     return settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
 
 
-def test_row59_exact_and_capped_norms_may_take_each_others_place():
+def test_row67_exact_and_capped_norms_may_take_each_others_place():
     """Which of them it is changes no epsilon, and is told of each step."""
     ghost, other = terms_of("--privacy.gradient_method=ghost"), terms_of("--privacy.projections=64")
     assert ghost.norms == (0, 0, "exact")
@@ -127,7 +129,7 @@ def test_row59_exact_and_capped_norms_may_take_each_others_place():
         assert again.segments() == ledger.segments()
 
 
-def test_row55_and_59_a_file_that_does_not_tell_of_capped_norms_is_read(tmp_path):
+def test_row55_and_67_a_file_that_does_not_tell_of_capped_norms_is_read(tmp_path):
     """And goes on, with or without them."""
     told = account(tmp_path, Ledger(EXACT, steps=3, planned_steps=3)).publish(str(tmp_path))
     for terms in (told, *(segment["settings"] for segment in told["segments"])):
@@ -145,7 +147,7 @@ def test_row55_and_59_a_file_that_does_not_tell_of_capped_norms_is_read(tmp_path
     assert Ledger.from_json(json.dumps(older)).settings == EXACT
 
 
-def test_row24_and_59_people_are_told_of_capped_norms(tmp_path):
+def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
     """By which estimates, and that nothing counts more than C for all that."""
     from torchtitan_dp.checkpoint.verify import verify
     from torchtitan_dp.ledger import summary
@@ -172,7 +174,7 @@ def test_row24_and_59_people_are_told_of_capped_norms(tmp_path):
 
 
 @pytest.mark.parametrize("options, counted", [(CAPPED, 0), (METHOD, 32)], ids=["capped", "counted"])
-def test_row59_what_is_capped_is_what_is_accounted_as_exact(options, counted):
+def test_row67_what_is_capped_is_what_is_accounted_as_exact(options, counted):
     """The step's own cap, beside the terms of the ledger."""
     from torchtitan_dp.privacy.envelope import largest_ratio
 
@@ -198,7 +200,7 @@ def cap_of_an_estimate(options):
         ([*METHOD, "--privacy.norm_estimator=hutch++"], "privacy.norm_estimator = hutch\\+\\+"),
     ],
 )
-def test_row31_and_59_a_resume_that_changes_norms_is_refused_or_a_new_segment(options, key):
+def test_row31_and_67_a_resume_that_changes_norms_is_refused_or_a_new_segment(options, key):
     before, now = terms_of(*METHOD), terms_of(*options)
     with pytest.raises(ValueError, match=key):
         Ledger(now).resume_from(Ledger(before, steps=3), None)
@@ -207,7 +209,7 @@ def test_row31_and_59_a_resume_that_changes_norms_is_refused_or_a_new_segment(op
     assert [s.spending().projections for s in ledger.segments()] == [32, now.projections]
 
 
-def test_row59_every_epsilon_of_a_run_counts_estimates(tmp_path):
+def test_row67_every_epsilon_of_a_run_counts_estimates(tmp_path):
     ledger = Ledger(ESTIMATED, steps=30, planned_steps=40)
     assert ledger.epsilon() == pytest.approx(spent(30, 32), rel=1e-6)
     told = account(tmp_path, ledger, 40).publish(str(tmp_path))
@@ -223,17 +225,15 @@ def test_row59_every_epsilon_of_a_run_counts_estimates(tmp_path):
     assert not any("C, while epsilon counts C" in caveat for caveat in told["caveats"])
 
 
-def test_row59_steps_to_come_count_estimates(tmp_path):
-    one = account(tmp_path, Ledger(ESTIMATED, planned_steps=40), 40)
-    one._executed.new_start()
-    for step in range(1, 21):
-        one._executed.begin(step, ESTIMATED)
-        one._ledger.steps = step
+def test_row67_steps_to_come_count_estimates(tmp_path):
+    ledger = Ledger(ESTIMATED, planned_steps=40)
+    one = account(tmp_path, ledger, 40)
+    ledger.steps = 20
     assert one.epsilon() == pytest.approx(spent(20, 32), rel=1e-6)
     assert one.epsilon_executed() == pytest.approx(spent(20, 32), rel=1e-6)
 
 
-def test_row46_and_59_begun_steps_are_read_with_their_norms(tmp_path):
+def test_row46_and_67_begun_steps_are_read_with_their_norms(tmp_path):
     executed = ExecutedSteps(str(tmp_path))
     executed.begin(1, EXACT)
     executed.begin(2, ESTIMATED)
@@ -247,7 +247,7 @@ def test_row46_and_59_begun_steps_are_read_with_their_norms(tmp_path):
     assert sorted(s.projections for s in torn) == [0, 32, 32]
 
 
-def test_row45_and_59_initial_weights_bring_their_norms(tmp_path):
+def test_row45_and_67_initial_weights_bring_their_norms(tmp_path):
     executed = ExecutedSteps(str(tmp_path))
     executed.begin(1, ESTIMATED)
     ancestor = _all_begun(Ledger(EXACT), str(tmp_path))
@@ -255,12 +255,12 @@ def test_row45_and_59_initial_weights_bring_their_norms(tmp_path):
     assert InitialWeights("w").all_begun == ()
 
 
-def test_row50_and_59_planned_steps_are_on_the_worst_terms():
+def test_row50_and_67_planned_steps_are_on_the_worst_terms():
     ledger = Ledger(EXACT, steps=3, planned_steps=10, finished=[RunSegment(ESTIMATED, 2)])
     assert ledger.still_planned() == [Segment(1.0, 0.05, 7, 32)]
 
 
-def test_row59_several_runs_add_up_by_pld(tmp_path):
+def test_row67_several_runs_add_up_by_pld(tmp_path):
     runs = [
         Run("a", Ledger(dataclasses.replace(s, accountant=a), run=a), [], "f")
         for s, a in ((EXACT, "rdp"), (ESTIMATED, "pld"))
@@ -277,7 +277,7 @@ def test_row59_several_runs_add_up_by_pld(tmp_path):
     assert spent(20, 0) < found.epsilon < spent(20, 32)
 
 
-def test_row55_and_59_an_older_privacy_json_is_of_exact_norms(tmp_path):
+def test_row55_and_67_an_older_privacy_json_is_of_exact_norms(tmp_path):
     told = account(tmp_path, Ledger(EXACT, steps=3, planned_steps=3)).publish(str(tmp_path))
     for terms in (told, *(segment["settings"] for segment in told["segments"])):
         del terms["projections"], terms["norm_estimator"]
@@ -292,7 +292,7 @@ def test_a_ledger_with_estimates_is_read_as_it_was_written():
     assert Ledger.from_json(ledger.to_json()) == ledger
 
 
-def test_row49_and_59_rounding_is_told_beside_what_epsilon_counts():
+def test_row49_and_67_rounding_is_told_beside_what_epsilon_counts():
     (rounded,) = [c for c in caveats(Ledger(ESTIMATED, steps=1), 1.0, 1.0) if "rounded" in c]
     assert "C more than epsilon counts" in rounded
     assert ESTIMATED.largest_share > 2
@@ -336,7 +336,7 @@ def test_what_exact_norms_may_capped_ones_may(options):
     assert build.config(*CAPPED, *options).privacy.gradient_method == "randomized"
 
 
-def test_row11_and_59_a_step_has_a_projection_key_of_its_own(monkeypatch):
+def test_row11_and_67_a_step_has_a_projection_key_of_its_own(monkeypatch):
     """Before its first sample; no other stream has it."""
     from tests.hazards.test_trainer import ROOT, STEP
     from torchtitan_dp.privacy.keys import RootKey
@@ -347,7 +347,7 @@ def test_row11_and_59_a_step_has_a_projection_key_of_its_own(monkeypatch):
     assert call.args != (step.key,)
 
 
-def test_row59_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypatch):
+def test_row67_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypatch):
     """Not by which microbatch it is in: what else is drawn would number it."""
     step = Step(monkeypatch)
     assert step.positions == step.draws[0].tolist() != list(range(len(step.positions)))
@@ -366,7 +366,7 @@ def test_the_search_for_noise_in_a_plan_counts_estimates():
     assert estimated > 1.02 * exact
 
 
-def test_row24_and_59_people_are_told_of_estimates(tmp_path):
+def test_row24_and_67_people_are_told_of_estimates(tmp_path):
     """The card, the summary and the caveats do not promise a norm of at most C."""
     from torchtitan_dp.ledger import summary
     from torchtitan_dp.release.card import _clipped, _clipping

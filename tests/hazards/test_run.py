@@ -24,6 +24,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests import forks
 from tests.launch import Run, arguments, load, privacy, train, weights, with_sigma, write_records
 from torchtitan_dp.ledger import Ledger, schema
+from torchtitan_dp.ledger.steps import step_names
 
 STEPS = 4
 SECRET = bytes(range(101, 133))  # what `RootKey.from_os` gives in `probed`
@@ -292,10 +293,12 @@ def test_hazard_21_the_ledger_counts_optimizer_steps(which, request):
     assert counts == {STEPS}
     assert run.spent["steps"] == run.spent["steps_executed"] == STEPS
     assert json.loads(state["train_state.ledger"])["steps"] == STEPS
-    (start,) = run.spent["starts"]
-    terms = f"{run.spent['noise_multiplier']!r} {run.spent['sample_rate']!r} {start['name']}"
     lines = (run.out / "steps_executed.log").read_text().splitlines()
+    start = lines[0].split()[3]
+    terms = f"{run.spent['noise_multiplier']!r} {run.spent['sample_rate']!r} {start}"
     assert lines == [f"{step} {terms}" for step in range(1, STEPS + 1)]
+    assert run.spent["step_names"] == " ".join(step_names(start, STEPS))
+    assert start not in (run.out / "privacy.json").read_text()
 
 
 def test_hazard_21_there_were_more_microbatches_than_steps(probed, seen):
@@ -392,8 +395,8 @@ def test_hazard_44_ledger_in_the_checkpoint_is_public_or_terms(probed):
         == {f.name for f in dataclasses.fields(Ledger)}
         == {
             *("settings", "steps", "private", "caveats", "finished", "ancestors", "budget"),
-            *("adaptive", "audit", "planned_steps", "run", "start", "finished_starts"),
-            "config_hash",
+            *("adaptive", "audit", "planned_steps", "run", "start", "step_names"),
+            *("lost", "crashes", "lost_steps_block", "config_hash"),
         }
     )
     public = {"target_epsilon", "samples_per_rank", "ranks_added_up"}

@@ -131,7 +131,7 @@ def test_row21_and_46_a_step_is_begun_once_before_its_one_update(monkeypatch):
     assert step.trainer.ledger.steps == STEP
 
 
-def test_row60_the_average_follows_weights_that_are_noised(monkeypatch):
+def test_row68_the_average_follows_weights_that_are_noised(monkeypatch):
     """It is made after the update, once, and is told of nothing: neither sum, draw nor key."""
     step = Step(monkeypatch)
     assert [did for did in step.did if did in UPDATE] == UPDATE

@@ -6,15 +6,17 @@ import shutil
 
 import pytest
 
+from tests.accounts import account
 from tests.launch import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, write_fingerprint
+from torchtitan_dp.ledger import ExecutedSteps, Ledger, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
 from torchtitan_dp.ledger.initial import PUBLIC, inheritance
 from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.ledger.settings import settings_of
+from torchtitan_dp.ledger.steps import step_names
 from torchtitan_dp.ledger.terms import earlier_ledger
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Segment
@@ -79,7 +81,7 @@ def edit(folder, **changes):
         (lambda f: edit(f, budget=None), "lacks the budget of checkpoint step-4"),
         (
             lambda f: (f / "steps_executed.log").write_text("1 1.0 0.125 a\n"),
-            "counts 1 steps, but privacy.json 4",
+            "steps_executed.log lacks 4 of the steps of privacy.json",
         ),
         (lambda f: (f / "checkpoint/step-4").rename(f / "checkpoint/step-5"), "counts 4 steps"),
     ],
@@ -95,7 +97,7 @@ def test_a_forgotten_mark_is_found(copy):
     text = json.loads((copy / "privacy.json").read_text())
     kept = make_plan_of(copy)
     kept.mark_not_private("seen")
-    Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
     code, told = run(copy)
     assert (code, told["total"]["epsilon"]) == (0, None)  # said of the folder: nothing is claimed
     edit(
@@ -114,17 +116,17 @@ def test_steps_lost_after_the_last_writing_are_counted(copy):
         file.write("5 0.5 0.125 a\n")
     code, told = run(copy)
     assert code == 0
-    assert told["runs"][0]["epsilon_executed"] == pytest.approx(spends((SIGMA, 4), (0.5, 1)))
-    assert "1 steps were begun after" in told["runs"][0]["notes"][0]
+    # A lost step counts as checkpoint.interval steps, on the worst terms ever begun.
+    assert told["runs"][0]["epsilon_executed"] == pytest.approx(spends((SIGMA, 4), (0.5, 2)))
+    assert "steps were begun after" in told["runs"][0]["notes"][0]
 
 
 def another_run(copy):
     """The same terms and numbers, taken by another start of another run."""
     shutil.rmtree(copy / "checkpoint")
-    for name in ("privacy.json", "steps_executed.log"):
-        text = (copy / name).read_text().replace(lines(copy, 1)[0].split()[-1], "another")
-        (copy / name).write_text(text)
-    edit(copy, run="b")
+    log = copy / "steps_executed.log"
+    log.write_text(log.read_text().replace(lines(copy, 1)[0].split()[-1], "another"))
+    edit(copy, run="b", step_names=" ".join(step_names("another", 4)))
 
 
 def lines(run, count):
@@ -190,9 +192,9 @@ def plan_of(command, folder):
 def at_step(copy, step):
     """The folder as it was after so many steps of four."""
     ledger = earlier_ledger(str(copy))
-    ledger.steps = step
+    ledger.steps, ledger.step_names = step, " ".join(ledger.names()[:step])
     (copy / "steps_executed.log").write_text("".join(lines(copy, step)))
-    Account(ledger, ExecutedSteps(str(copy)), 5).publish(str(copy))
+    account(ledger, ExecutedSteps(str(copy)), 5).publish(str(copy))
     for newer in range(step + 1, 5):
         shutil.rmtree(copy / "checkpoint" / f"step-{newer}", ignore_errors=True)
     assert (copy / "checkpoint" / f"step-{step}").exists()
@@ -230,7 +232,7 @@ def test_checkpoints_without_their_log_are_not_gone_on_with_adaptively(copy, dat
     ledger = plan_of(arguments(moved, data, "--training.steps=5"), moved).ledger
     executed = ExecutedSteps(str(moved))
     executed.adopt(ledger.taken())  # a start that goes on as planned
-    Account(ledger, executed, 5).publish(str(moved))
+    account(ledger, executed, 5).publish(str(moved))
     with pytest.raises(ValueError, match=r"2 steps .* without .*steps_executed\.log"):
         plan_of(arguments(moved, data, *options), moved)
 
@@ -294,7 +296,7 @@ def publish(folder, kept):
     (folder / "hf").mkdir(parents=True)
     executed = ExecutedSteps(str(folder))
     executed.adopt(kept.taken())
-    Account(kept, executed, 10).publish(str(folder))
+    account(kept, executed, 10).publish(str(folder))
     shutil.copy(folder / "privacy.json", folder / "hf")
     return folder / "hf"
 
@@ -344,18 +346,18 @@ def test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun(fi
     (tmp_path / "link").symlink_to(run / "hf")
     for place in (run / "hf", run / "checkpoint" / "step-9", tmp_path / "link"):
         later = starting_from(place, PUBLIC_OPTION)
-        assert later.before() == [Segment(SIGMA, RATE, 5)], place
+        assert later.before() == [Segment(SIGMA, RATE, 4 + 2)], place  # checkpoint.interval
 
 
 def test_hazard_45_initial_weights_count_where_a_run_lost_its_own(first, data, tmp_path):
     """Steps were begun in the folder, but none was saved: the next start loads them afresh."""
     out = tmp_path / "out"
     out.mkdir()
-    ledger = dataclasses.replace(earlier_ledger(str(first)), run="b", steps=1)
+    ledger = dataclasses.replace(earlier_ledger(str(first)), run="b", steps=1, step_names="")
     executed = ExecutedSteps(str(out))
     ledger.start = executed.new_start()
     executed.begin(1, ledger.settings)
-    Account(ledger, executed, 4).publish(str(out))
+    account(ledger, executed, 4).publish(str(out))
     load = f"--checkpoint.initial_load_path={first}/checkpoint/step-4"
     plan = plan_of(arguments(out, data, *with_sigma(SIGMA), load), out)
     assert plan.epsilon == pytest.approx(spends((SIGMA, 8)))
@@ -373,8 +375,8 @@ def test_a_copy_that_went_on_is_another_run_from_there_on(copy, first, tmp_path)
     with (copy / "steps_executed.log").open("a") as log:
         log.write(3 * "5 1.0 0.125 here\n")
     told = run(copy, first)[1]["total"]
-    assert told["epsilon"] == pytest.approx(spends((SIGMA, 7)))
-    assert told["steps_executed"] == 7
+    assert told["epsilon"] == pytest.approx(spends((SIGMA, 4 + 4)))  # three, by blocks of two
+    assert told["steps_executed"] == 4 + 4
 
 
 def test_branches_of_one_ancestor_share_what_it_did_for_both(first, tmp_path):
@@ -407,7 +409,7 @@ def test_two_drawings_of_an_ancestors_steps_are_two(first, copy, tmp_path):
 @pytest.mark.parametrize("text", ["", "1 1.0 0.125 a\n"])
 def test_a_log_that_lost_lines_is_refused(copy, data, text):
     (copy / "steps_executed.log").write_text(text)
-    with pytest.raises(ValueError, match=r"4 steps were begun here, of which steps_executed\.log"):
+    with pytest.raises(ValueError, match=r"steps_executed\.log or starts\.log lacks steps"):
         plan_of(arguments(copy, data, *with_sigma(SIGMA)), copy)
 
 
@@ -451,7 +453,7 @@ def test_a_plot_of_two_segments(copy, data, tmp_path):
     later.steps = 6
     executed = ExecutedSteps(str(copy))
     executed.adopt(later.taken())
-    Account(later, executed, 6).publish(str(copy))
+    account(later, executed, 6).publish(str(copy))
     code, told = run(copy, "--plot", tmp_path / "plot.png")
     assert (code, told["total"]["steps_executed"]) == (0, 6)
 
@@ -460,7 +462,7 @@ def test_a_total_names_the_weaker_neighbours(first, copy):
     another_run(copy)
     kept = make_plan_of(copy)
     kept.settings = dataclasses.replace(kept.settings, neighbouring_relation="add_remove")
-    Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
     assert run(copy)[1]["total"]["neighbouring_relation"] == "add_remove"
     assert run(first, copy)[1]["total"]["neighbouring_relation"] == "zero_out"
 
@@ -475,7 +477,7 @@ def test_nothing_is_added_up_while_there_are_faults(copy, capsys):
 def test_another_accountant_is_no_contradiction(copy):
     kept = make_plan_of(copy)
     kept.settings = dataclasses.replace(kept.settings, accountant="pld")
-    Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
     assert run(copy)[0] == 0
 
 
@@ -483,7 +485,7 @@ def test_a_budget_holds_at_its_own_delta(copy, capsys):
     kept = make_plan_of(copy)
     kept.adaptive = True
     shutil.rmtree(copy / "checkpoint")
-    Account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
+    account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
     assert run(copy)[0] == 0
     with pytest.raises(SystemExit) as stop:
         main([str(copy), "--delta=1e-12"])

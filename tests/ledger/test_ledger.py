@@ -5,9 +5,11 @@ import json
 import os
 import re
 import stat
+from pathlib import Path
 
 import pytest
 
+from tests.accounts import account
 from torchtitan_dp import ledger
 from torchtitan_dp.ledger import (
     Account,
@@ -20,8 +22,9 @@ from torchtitan_dp.ledger import (
     read_published,
 )
 from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
-from torchtitan_dp.ledger.starts import StartedSteps, Stretch, cut_into_stretches, union
+from torchtitan_dp.ledger.steps import NamedStep, name_steps, new_name, step_names, union
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.segments import Segment
 
 SETTINGS = Settings(
     noise_multiplier=1.0,
@@ -39,7 +42,7 @@ def publish(folder, kept, begun):
     """What a process that starts with `begun` steps in the folder's log publishes."""
     line = f"1 {kept.settings.noise_multiplier} {kept.settings.sample_rate} {kept.start}\n"
     (folder / "steps_executed.log").write_text(begun * line)
-    return Account(kept, ExecutedSteps(str(folder)), total_steps=1000).publish(str(folder))
+    return account(kept, ExecutedSteps(str(folder)), total_steps=1000).publish(str(folder))
 
 
 def test_published_file_holds_the_contract_and_is_its_owners_only(tmp_path):
@@ -52,6 +55,7 @@ def test_published_file_holds_the_contract_and_is_its_owners_only(tmp_path):
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     assert json.loads(path.read_text()) == spent
     assert spent["epsilon"] == SETTINGS.epsilon(10)
+    assert spent["steps_executed"] == 20
     assert spent["epsilon_executed"] == SETTINGS.epsilon(20) > spent["epsilon"]
     assert sorted(p.name for p in tmp_path.iterdir()) == ["privacy.json", "steps_executed.log"]
 
@@ -87,12 +91,16 @@ def test_read_back_what_was_published(tmp_path):
         steps=7,
         caveats=["one", "two"],
         finished=[RunSegment(SETTINGS, 4)],
-        finished_starts=[StartedSteps("a", 3), StartedSteps("b", 2)],
-        ancestors=[Ancestor("0123", (RunSegment(later, 2),), (StartedSteps("c", 2),))],
+        step_names="a1 a2 a3 b1 b2",
+        ancestors=[Ancestor("0123", (RunSegment(later, 2),), "c1 c2")],
         budget=Budget(3.0, 8.0),
+        lost_steps_block=3,
     )
     publish(tmp_path, kept, 9)
-    assert read_published(str(tmp_path)) == kept
+    told = read_published(str(tmp_path))
+    assert told.taken() == kept.taken()
+    hidden = {"step_names": "", "start": "", "lost": None, "crashes": 0}
+    assert dataclasses.replace(told, **hidden) == dataclasses.replace(kept, **hidden)
     assert Ledger.from_json(kept.to_json()) == kept  # as a checkpoint holds it
 
 
@@ -223,11 +231,10 @@ def test_a_torn_line_has_one_name_in_a_folder_and_another_in_each_copy(tmp_path)
         folder.mkdir()
         (folder / "steps_executed.log").write_bytes(b"9 1.0 0.01 a\n10 1.0 0.0")
         executed = ExecutedSteps(str(folder))
-        names.append(executed.begun(SETTINGS)[-1].start)
+        names.append(executed.begun(SETTINGS)[-1].name)
         executed.begin(10, SETTINGS)
-        names.append(ExecutedSteps(str(folder)).begun(SETTINGS)[-1].start)
+        names.append(ExecutedSteps(str(folder)).begun(SETTINGS)[-1].name)
     assert names[0] == names[1] != names[2] == names[3]
-    assert str(tmp_path) not in names[0]
 
 
 def test_other_data_is_refused(tmp_path):
@@ -317,18 +324,17 @@ def test_an_adaptive_segment_is_counted_by_the_filter_for_good():
 def test_what_ancestors_spent_is_included(tmp_path):
     kept = Ledger(
         SETTINGS,
-        steps=5,
-        ancestors=[Ancestor("a", (RunSegment(SETTINGS, 20),), (StartedSteps("b", 20),))],
+        steps=10,
+        ancestors=[Ancestor("a", (RunSegment(SETTINGS, 20),), " ".join(step_names("b", 20)))],
     )
-    spent = publish(tmp_path, kept, 8)
-    assert spent["epsilon"] == pytest.approx(SETTINGS.epsilon(25))
-    assert spent["epsilon_executed"] == pytest.approx(SETTINGS.epsilon(28))
+    spent = publish(tmp_path, kept, 13)
+    assert spent["epsilon"] == pytest.approx(SETTINGS.epsilon(30))
+    assert spent["epsilon_executed"] == pytest.approx(SETTINGS.epsilon(33))
 
 
 def test_epsilon_as_the_run_goes_on_is_never_below_what_was_spent(tmp_path):
     kept = Ledger(SETTINGS, steps=10)
-    executed = ExecutedSteps(str(tmp_path))
-    account = Account(kept, executed, total_steps=200)
+    account = Account(kept, total_steps=200)
     for step in (11, 57, 130, 200):
         kept.steps = step
         assert kept.epsilon() <= account.epsilon() <= Ledger(SETTINGS, steps=200).epsilon() * 1.001
@@ -338,26 +344,35 @@ def test_epsilon_as_the_run_goes_on_is_never_below_what_was_spent(tmp_path):
 # Which step is which.
 
 
-def test_a_lineage_is_told_by_start():
+def test_the_steps_of_a_lineage_have_its_terms_in_order():
     louder = dataclasses.replace(SETTINGS, noise_multiplier=0.5)
-    segments = [RunSegment(SETTINGS, 4), RunSegment(louder, 3)]
-    assert cut_into_stretches(
-        segments, [StartedSteps("a", 1), StartedSteps("b", 3), StartedSteps("c", 3)]
-    ) == [
-        Stretch("a", 1.0, 0.01, 1),
-        Stretch("b", 1.0, 0.01, 3),
-        Stretch("c", 0.5, 0.01, 3),
+    segments = [RunSegment(SETTINGS, 2), RunSegment(louder, 1)]
+    assert name_steps(segments, ["a", "b", "c"]) == [
+        NamedStep("a", 1.0, 0.01),
+        NamedStep("b", 1.0, 0.01),
+        NamedStep("c", 0.5, 0.01),
     ]
-    both = cut_into_stretches(
-        segments, [StartedSteps("a", 7)]
-    )  # no start does that, but none is lost
-    assert [(s.start, s.noise_multiplier, s.steps) for s in both] == [("a", 1.0, 4), ("a", 0.5, 3)]
+    with pytest.raises(ValueError, match="zip"):
+        name_steps(segments, ["a", "b"])
 
 
-def test_steps_of_one_start_count_once_and_others_add_up():
-    told = [Stretch("a", 1.0, 0.01, 5), Stretch("a", 1.0, 0.01, 8), Stretch("b", 1.0, 0.01, 5)]
-    assert union(told) == [SETTINGS.spending(13)]
-    assert union([*told, Stretch("a", 2.0, 0.01, 1)])[1].steps == 1
+def test_a_step_counts_once_and_others_add_up():
+    one, more, other = (
+        [NamedStep(name, 1.0, 0.01) for name in step_names(start, steps)]
+        for start, steps in (("a", 5), ("a", 8), ("b", 5))
+    )
+    assert union([*one, *more, *other]) == [SETTINGS.spending(13)]
+    elsewhere = NamedStep(one[0].name, 2.0, 0.01)  # on other terms it is another
+    assert union([*one, elsewhere]) == [SETTINGS.spending(5), Segment(2.0, 0.01, 1)]
+
+
+def test_names_hide_the_start_and_are_each_their_own():
+    start = new_name()
+    names = step_names(start, 1000)
+    assert len(set(names)) == 1000
+    assert names[:10] == step_names(start, 10)
+    assert not set(names) & set(step_names(new_name(), 1000))
+    assert len(start) == 32  # 128 bits: a name cannot be traced to its start by trying them all
 
 
 def test_each_load_is_a_start_of_its_own(tmp_path):
@@ -366,30 +381,133 @@ def test_each_load_is_a_start_of_its_own(tmp_path):
         executed.new_start()
         executed.begin(1, SETTINGS)
         executed.begin(2, SETTINGS)
-    assert [s.steps for s in ExecutedSteps(str(tmp_path)).begun(SETTINGS)] == [2, 2]
+    assert union(ExecutedSteps(str(tmp_path)).begun(SETTINGS)) == [SETTINGS.spending(4)]
 
 
-def test_a_resumed_lineage_keeps_its_starts():
+def test_a_resumed_lineage_keeps_its_steps():
     first = Ledger(SETTINGS, steps=4)
     second = Ledger(SETTINGS)
     second.resume_from(first, None)
     second.steps = 9
-    assert second.taken() == [
-        Stretch(first.start, 1.0, 0.01, 4),
-        Stretch(second.start, 1.0, 0.01, 5),
-    ]
+    assert second.names() == [*step_names(first.start, 4), *step_names(second.start, 5)]
+    assert union([*first.taken(), *second.taken()]) == [SETTINGS.spending(9)]
     second.rewind()
     assert (second.steps, second.taken()) == (0, [])
 
 
+def test_the_log_and_the_lineage_name_a_step_alike(tmp_path):
+    executed, kept = ExecutedSteps(str(tmp_path)), Ledger(SETTINGS)
+    kept.start = executed.new_start()
+    for step in (1, 2, 3):
+        executed.begin(step, SETTINGS)
+    kept.steps = 2
+    for read in (executed, ExecutedSteps(str(tmp_path))):
+        assert read.begun(SETTINGS)[:2] == kept.taken()
+        kept.enter_lost(read.begun(SETTINGS), read.crashes)
+        assert kept.lost == SETTINGS.spending(1)
+
+
 def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
-    executed, lineage = ExecutedSteps(str(tmp_path)), [Stretch("a", 1.0, 0.01, 3)]
+    executed = ExecutedSteps(str(tmp_path))
+    lineage = [NamedStep(name, 1.0, 0.01) for name in step_names("a", 3)]
     executed.begin(1, SETTINGS)
     executed.adopt(lineage)
     executed.adopt(lineage)  # they are there already
     again = ExecutedSteps(str(tmp_path))
     assert again.count == executed.count == 4
     assert union([*again.begun(SETTINGS), *lineage]) == [SETTINGS.spending(4)]
+    assert again.unlogged(lineage) == executed.unlogged(lineage) == 3
+
+
+# Steps that crashes lost.
+
+
+def started(folder, *, ends):
+    executed = ExecutedSteps(str(folder))
+    executed.new_start()
+    executed.begin_start()
+    if ends:
+        executed.end_start()
+    return executed
+
+
+def test_a_start_that_did_not_end_is_a_crash(tmp_path):
+    assert started(tmp_path, ends=True).crashes == 0
+    running = started(tmp_path, ends=False)
+    assert running.crashes == 0  # itself is no crash yet
+    assert ExecutedSteps(str(tmp_path)).crashes == 1
+    assert started(tmp_path, ends=True).crashes == 1
+    assert stat.S_IMODE((tmp_path / "starts.log").stat().st_mode) == 0o600
+
+
+@pytest.mark.parametrize("torn", ["b", "begin", "begin 0f3", "en", "end 0f3"])
+def test_a_torn_line_of_a_start_is_a_crash_and_swallows_nothing(tmp_path, torn):
+    started(tmp_path, ends=True)
+    with open(tmp_path / "starts.log", "a") as file:
+        file.write(torn)
+    crashes = ExecutedSteps(str(tmp_path)).crashes
+    assert crashes == (0 if torn == "end 0f3" else 1)  # whose beginning is another line
+    started(tmp_path, ends=False)
+    assert ExecutedSteps(str(tmp_path)).crashes == crashes + 1
+
+
+@pytest.mark.parametrize(
+    "lost, crashes, block, published",
+    [
+        (0, 0, 10, 0),
+        (0, 1, 10, 10),  # as much as if it had lost some
+        (1, 1, 10, 10),
+        (10, 1, 10, 10),
+        (11, 1, 10, 20),  # an asynchronous save was lost as well
+        (11, 3, 10, 30),
+        (5, 0, 1, 5),  # a folder of version 0.1.0
+    ],
+)
+def test_lost_steps_are_published_by_blocks(lost, crashes, block, published):
+    kept = Ledger(SETTINGS, steps=3, lost_steps_block=block)
+    begun = [NamedStep(name, 1.0, 0.01) for name in step_names("x", lost)]
+    kept.enter_lost([*begun, *kept.taken()[:1]], crashes)
+    assert kept.lost.steps == lost
+    assert kept.published_lost() == SETTINGS.spending(published)
+    assert kept.steps_executed == 3 + published
+    assert kept.spare().steps == published - lost
+    assert kept.compose(kept.executed()) == SETTINGS.epsilon(3 + published)
+
+
+def test_lost_steps_count_on_the_worst_terms_ever_begun():
+    kept = Ledger(SETTINGS, steps=1, lost_steps_block=4)
+    kept.enter_lost([NamedStep("a", 0.5, 0.001), NamedStep("b", 2.0, 0.02)], 1)
+    assert kept.published_lost() == Segment(0.5, 0.02, 4)
+
+
+def test_a_crash_never_comes_to_count_less():
+    """Or the smaller block would tell how many steps the crash lost."""
+    first = Ledger(SETTINGS, lost_steps_block=10)
+    later = Ledger(SETTINGS, lost_steps_block=2)
+    later.resume_from(first, None)
+    assert later.lost_steps_block == 10
+
+
+# What version 0.1.0 wrote.
+
+BEFORE = Path(__file__).parent / "written_by_0_1_0"
+
+
+def test_files_of_version_0_1_0_are_read_and_count_the_same(tmp_path):
+    for name in ("privacy.json", "steps_executed.log"):
+        (tmp_path / name).write_bytes((BEFORE / name).read_bytes())
+    said = json.loads((BEFORE / "privacy.json").read_text())
+    told = read_published(str(tmp_path))
+    kept = Ledger.from_json((BEFORE / "ledger.json").read_text())
+    assert told.taken() == kept.taken()
+    assert told.taken_before() == kept.taken_before()
+    assert told.epsilon() == kept.epsilon() == said["epsilon"]
+    executed = ExecutedSteps(str(tmp_path))
+    for ledger_ in (told, kept):
+        ledger_.enter_lost(executed.begun(told.settings), executed.crashes)
+        assert ledger_.lost.steps == 1  # the fifth of the first start
+        assert ledger_.steps_executed == said["steps_executed"]
+        assert ledger_.compose(ledger_.executed()) >= said["epsilon_executed"]
 
 
 def test_more_steps_than_planned_at_first_are_a_caveat():

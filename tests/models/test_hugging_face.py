@@ -116,9 +116,7 @@ def test_in_and_out_the_logits_are_those_of_transformers(llama, monkeypatch):
     model = ours(llama)
     assert (model(sample_tokens()) - expected).abs().max() < 1e-4
     exported = llama.parent / "out" / "hf"
-    ledger = llama.parent / "ledger"
-    ledger.write_text("spent")
-    assert export(model, given(llama), [str(ledger)]) == str(exported)
+    assert export(model, given(llama), {"ledger": b"spent"}) == str(exported)
     assert (exported / "ledger").read_text() == "spent"
     (exported / "ledger").unlink()
     assert len(list(exported.glob("model-*.safetensors"))) > 1

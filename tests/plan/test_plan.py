@@ -8,9 +8,10 @@ import sys
 import pytest
 
 import torchtitan_dp.plan.__main__ as plan
+from tests.accounts import account
 from tests.launch import ROOT, arguments, with_sigma, write_records
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.ledger import Account, ExecutedSteps
+from torchtitan_dp.ledger import ExecutedSteps
 from torchtitan_dp.ledger.terms import make_plan
 from torchtitan_dp.privacy import accounting
 
@@ -138,7 +139,7 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
     sigma = kept.settings.noise_multiplier * 1.001  # as another version would have found it
     settings = dataclasses.replace(kept.settings, noise_multiplier=sigma)
     out, ledger = str(tmp_path / "out"), dataclasses.replace(kept.ledger, settings=settings)
-    Account(ledger, ExecutedSteps(out), total_steps=4).publish(out)
+    account(ledger, ExecutedSteps(out), total_steps=4).publish(out)
     assert planned()["noise_multiplier"] == first["noise_multiplier"]  # no step was begun
     ExecutedSteps(out).begin(1, settings)
     assert planned()["noise_multiplier"] == sigma

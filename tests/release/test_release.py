@@ -16,6 +16,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtitan_dp.release.__main__ as release_module
+from tests.accounts import account
 from tests.build import config as small_config
 from tests.launch import arguments, privacy, train, weights, with_sigma, write_records
 from tests.models.hugging_face import (
@@ -29,7 +30,7 @@ from torchtitan_dp.checkpoint.average import UNRECORDED, Decay
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.saved import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, schema
+from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema
 from torchtitan_dp.ledger.caveats import assumptions
 from torchtitan_dp.ledger.initial import PUBLIC, inheritance
 from torchtitan_dp.ledger.settings import settings_of
@@ -40,7 +41,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release.__main__ import empty_model, main, release
 from torchtitan_dp.release.card import _factor, model_card
-from torchtitan_dp.release.claims import STATED
+from torchtitan_dp.release.claims import LOST_STATED, STOP_STATED
 from torchtitan_dp.release.owner import BLANK, OWNER_ITEMS
 
 FILES = [
@@ -140,7 +141,7 @@ def test_the_card_and_the_terms_say_what_was_spent(released, finished):
         "`zero_out`",
         "`rdp`: Opacus' Renyi accountant",
         "Choosing among runs",
-        "| steps ever begun | 4, ",
+        "| steps lost in crashes | none |",
         "| program | torchtitan_dp ",
         "random weights of a public seed",
         "Attacks on timing",
@@ -170,7 +171,8 @@ def test_lost_steps_are_claimed(run, tmp_path):
     before = privacy(run)["epsilon_executed"]
     lose_steps(run, 3)
     terms = release(str(run), str(tmp_path / "out"))
-    assert (terms["steps"], terms["steps_executed"]) == (4, 7)
+    # By blocks of checkpoint.interval = 2 steps: how many were lost follows from how long they took.
+    assert (terms["steps"], terms["steps_executed"]) == (4, 8)
     assert terms["epsilon_executed"] > before
     assert terms == privacy(tmp_path / "out")
     card = (tmp_path / "out" / "README.md").read_text()
@@ -178,10 +180,44 @@ def test_lost_steps_are_claimed(run, tmp_path):
     assert rounded_up(before) not in card
 
 
+def test_what_is_claimed_does_not_depend_on_how_many_steps_a_crash_lost(run, tmp_path):
+    """Hazard row 59: a clock decides that number. Nor on whether it lost any."""
+    told = []
+    for lost in (0, 1, 2):
+        folder = tmp_path / f"run_{lost}"
+        shutil.copytree(run, folder, symlinks=True)
+        lose_steps(folder, lost)
+        with (folder / "starts.log").open("a") as log:
+            log.write("begin lost\n")
+        out = tmp_path / f"out_{lost}"
+        told.append((release(str(folder), str(out)), (out / "README.md").read_text()))
+    assert told[0] == told[1] == told[2]
+    assert told[0][0]["steps_executed"] == 6
+
+
+def test_lost_steps_that_nobody_saw_may_be_left_out(run, tmp_path):
+    before = privacy(run)
+    lose_steps(run, 3)
+    out = tmp_path / "out"
+    main([str(run), str(out), "--lost_steps_not_seen"])
+    terms = privacy(out)
+    assert terms["epsilon"] == pytest.approx(before["epsilon"], rel=1e-6)
+    assert terms["epsilon_executed"] > terms["epsilon"]
+    assert (terms["epsilon_counts"], LOST_STATED in terms["caveats"]) == (
+        "kept_and_planned_steps",
+        True,
+    )
+    assert sum(event["count"] for event in terms["dp_event"]["events"]) == 4
+    card = (out / "README.md").read_text()
+    assert f"with ε = {rounded_up(before['epsilon'])}\n" in card
+    assert "| ε covers | the 4 steps of these weights |" in card
+    assert "| steps lost in crashes | 4 at most" in card
+
+
 def stopped_early(run, planned=200):
     """As a run does that was asked to stop: here at 4 of so many planned steps."""
     ledger = dataclasses.replace(earlier_ledger(str(run)), planned_steps=planned)
-    return Account(ledger, ExecutedSteps(str(run)), planned).publish(str(run))
+    return account(ledger, ExecutedSteps(str(run)), planned).publish(str(run))
 
 
 def test_a_run_that_stopped_early_claims_what_was_planned(run, tmp_path):
@@ -199,8 +235,8 @@ def test_a_run_that_stopped_early_claims_what_was_planned(run, tmp_path):
         assert terms["epsilon_counts"] == counts
         card = (out / "README.md").read_text()
         assert f"with ε = {rounded_up(terms['epsilon'])}\n" in card
-        assert (STATED in terms["caveats"]) == stated
-        assert ("and 196 that were planned" in card) == (not stated)
+        assert (STOP_STATED in terms["caveats"]) == stated
+        assert ("196 that were planned and not taken" in card) == (not stated)
         steps = [event["count"] for event in terms["dp_event"]["events"]]
         assert sum(steps) == (4 if stated else 200)
     both = [privacy(tmp_path / f"out_{stated}")["meaning"] for stated in (True, False)]
@@ -216,7 +252,8 @@ def test_older_weights_claim_what_was_begun_and_what_they_still_planned(run, tmp
     assert sum(event["count"] for event in terms["dp_event"]["events"]) == 6
     assert terms["epsilon"] > terms["epsilon_executed"]
     card = (tmp_path / "out" / "README.md").read_text()
-    assert "| ε covers | all 4 steps that were ever begun, and 2 that were planned |" in card
+    covers = "the 2 steps of these weights, 2 for steps that crashes lost, 2 that were planned"
+    assert f"| ε covers | {covers} and not taken |" in card
 
 
 def test_a_release_brings_its_ledger_along_as_initial_weights(released, tmp_path):
@@ -366,7 +403,7 @@ REFUSED = [
         lambda run: edit_privacy(run, privacy_unit="patient"),
         "privacy_unit is not that of",
     ),
-    (lambda run: (run / "steps_executed.log").unlink(), "counts 0 steps, but privacy.json 4"),
+    (lambda run: (run / "steps_executed.log").unlink(), "steps_executed.log lacks 4 of the steps"),
     (without_ledger, "step-9 cannot be read"),
     (truncated, "step-4 cannot be read"),
     (renamed, "its ledger counts 4 steps"),
@@ -461,7 +498,7 @@ def test_tied_weights_and_a_given_tokenizer(tmp_path):
     (run / "steps_executed.log").write_text(
         f"1 {ledger.settings.noise_multiplier} 0.01 {ledger.start}\n"
     )
-    Account(ledger, ExecutedSteps(str(run)), 1).publish(str(run))
+    account(ledger, ExecutedSteps(str(run)), 1).publish(str(run))
     torch.manual_seed(1)
     model = Llama(shape(config))
     state = {**model.state_dict(), "train_state": {"ledger": ledger.to_json()}}

@@ -15,10 +15,9 @@ from torchtitan_dp.checkpoint.folder import (
     step_folder,
 )
 from torchtitan_dp.ledger import schema
+from torchtitan_dp.ledger.executed import EXECUTED_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import (
-    EXECUTED_FILE,
     PRIVACY_FILE,
-    ExecutedSteps,
     ledger_of,
     read_fingerprint,
     read_published_fields,
@@ -54,16 +53,16 @@ def verify(folder: str) -> Run:
         term = getattr(ledger.settings, name)
         if said.get(name, term) != term:  # what a file of before lacks is the default
             run.faults.append(f"{PRIVACY_FILE}: {name} is not that of its last segment")
-    if executed.count < said["steps_executed"]:
-        run.faults.append(
-            f"{EXECUTED_FILE} counts {executed.count} steps, but {PRIVACY_FILE} "
-            f"{said['steps_executed']}"
-        )
-    elif executed.count > said["steps_executed"]:
-        more = executed.count - said["steps_executed"]
-        run.notes.append(f"{more} steps were begun after {PRIVACY_FILE} was last written")
+    if missing := executed.missing(ledger.taken()):
+        run.faults.append(f"{EXECUTED_FILE} lacks {missing} of the steps of {PRIVACY_FILE}")
+    ledger.enter_lost(run.begun, executed.crashes)
+    found, told = ledger.steps_executed, said["steps_executed"]
+    if found < told:
+        run.faults.append(f"{EXECUTED_FILE} leads to {found} steps, but {PRIVACY_FILE} has {told}")
+    elif found > told:
+        run.notes.append(f"steps were begun after {PRIVACY_FILE} was last written")
     _check_epsilon(run, "epsilon", said["epsilon"], run.epsilon)
-    if executed.count <= said["steps_executed"]:
+    if found <= told:
         _check_epsilon(run, "epsilon_executed", said["epsilon_executed"], run.epsilon_executed)
         _check_epsilon(run, "epsilon_planned", said["epsilon_planned"], run.epsilon_planned)
     return run
@@ -100,6 +99,8 @@ def check_checkpoint(run: Run, step: int, folder: str) -> None:
         run.faults.append(f"{name}: is not private, but {PRIVACY_FILE} says so")
     if kept.planned_steps > ledger.planned_steps:
         run.faults.append(f"{name}: was planned for more steps than {PRIVACY_FILE} says")
+    if kept.lost_steps_block > ledger.lost_steps_block:
+        run.faults.append(f"{name}: counts more steps for a crash than {PRIVACY_FILE} says")
     if kept.steps > ledger.steps:
         run.faults.append(f"{name}: is further than the {ledger.steps} steps of {PRIVACY_FILE}")
     elif kept.run == ledger.run and not _begins_as(ledger.segments(), kept.segments()):

@@ -5,134 +5,194 @@ Guarantee:
     folder, `epsilon_planned` of those and of all that are still planned. None is ever below
     `Ledger.compose` of its steps. The first two are computed once for a few points ahead, and a
     query gives the next point up, so that no step waits for an accountant. `epsilon_planned` also
-    holds if weights decided when to stop; no epsilon covers a stop that followed from losses, norms
-    or other logs.
+    covers a stop that weights decided; no epsilon covers a stop that followed from losses, norms
+    or other logs, or from a clock. Where the planned steps were taken, nothing in `privacy.json`
+    depends on how often the run was started, or on how many steps each start took or lost.
 """
 
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.caveats import assumptions, caveats
-from torchtitan_dp.ledger.files import ExecutedSteps, write_published
+from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.program import source, versions
-from torchtitan_dp.ledger.starts import union
+from torchtitan_dp.ledger.steps import terms_of
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.curve import EpsilonCurve
 from torchtitan_dp.privacy.events import dp_event
 from torchtitan_dp.privacy.meaning import Meaning, meaning, meaning_of
-from torchtitan_dp.privacy.segments import Segment, merged
+from torchtitan_dp.privacy.segments import Segment
 
 
 class Account:
-    """Tell what is spent after one start, whose steps go on from the ledger to `total_steps`."""
+    """Account for the steps after one start, which go on from the ledger to `total_steps`."""
 
-    def __init__(self, ledger: Ledger, executed: ExecutedSteps, total_steps: int) -> None:
-        self._ledger, self._executed = ledger, executed
-        self._first_step, self._lines = ledger.steps, executed.count
-        self._remaining = max(total_steps - ledger.steps, 0)
-        before, own = ledger.taken_before(), ledger.taken()
-        begun = [*own, *executed.begun(ledger.settings)]  # a checkpoint may lack its log
-        self._first_count = sum(segment.steps for segment in union(begun))
-        self._lineage, self._begun = union([*before, *own]), union([*before, *begun])
-
-    @property
-    def steps_executed(self) -> int:
-        """Count the steps ever begun here, and those of a lineage that came without their log."""
-        return self._first_count + self._begun_now
+    def __init__(self, ledger: Ledger, total_steps: int) -> None:
+        """
+        Args:
+            ledger: whose lost steps are entered.
+            total_steps: of the run: `training.steps`.
+        """
+        self._ledger, self._total = ledger, total_steps
 
     def epsilon(self) -> float:
         """Return what the lineage spent; infinite if it is not private."""
         if self._ledger.adaptive:  # what was chosen may depend on abandoned steps as well
             return self.epsilon_executed()
-        taken = self._ledger.steps - self._first_step
-        return self._at(self._lineage_curve, self._lineage, taken)
+        return self._at(self._lineage_curve, self._ledger.taken_in_all())
+
+    def beside_epsilon(self, target: float | None) -> str:
+        """Return what a reader of epsilon needs beside it: with lost steps, and the target."""
+        epsilon, executed = self.epsilon(), self.epsilon_executed()
+        lost = f"with lost steps {rounded_up(executed)}" if executed > epsilon else ""
+        return ", ".join(filter(None, (lost, "" if target is None else f"target {target:g}")))
 
     def epsilon_executed(self) -> float:
-        """Return what all steps ever begun in the folder spent."""
-        return self._at(self._begun_curve, self._begun, self._begun_now)
+        """Return what all steps ever begun in the folder spent, as it is published."""
+        return self._at(self._executed_curve, self._ledger.executed())
 
-    def planned(self) -> list[Segment]:
-        """Return all steps ever begun and those still planned."""
-        begun = self._ledger.settings.spending(self._begun_now)
-        return list(merged([*self._begun, begun, *self._ledger.still_planned()]))
+    def epsilon_planned(self) -> float:
+        """Return what those steps and the steps that are still planned spend."""
+        return max(self._composed(self._ledger.planned()), self.epsilon_executed())
 
     def publish(self, folder: str) -> dict[str, Any]:
-        """Write `privacy.json` atomically and return what it says.
+        """Write `privacy.json` atomically and return its content.
 
-        The file speaks for every checkpoint in the folder: none is further than these weights,
+        The file is true of every checkpoint in the folder: none is further than these weights,
         which were loaded from the newest.
         """
         ledger = self._ledger
-        epsilon = self.epsilon()
-        executed = max(self.epsilon_executed(), epsilon)
-        steps = self.planned()
-        planned = max(self._composed(steps), executed)
+        epsilon, executed, planned = self._epsilons()
         content = schema.assemble(
             ledger,
             {
                 "epsilon": epsilon if ledger.private else None,
                 "epsilon_executed": executed if ledger.composes else None,
                 "epsilon_planned": planned if ledger.composes else None,
-                "steps_executed": self.steps_executed,
                 "caveats": caveats(ledger, epsilon, planned),
-                **told_of(ledger, steps, planned),
+                **terms_in_words(ledger, ledger.planned(), planned),
             },
         )
         write_published(folder, content)
         return content
 
-    @property
-    def _begun_now(self) -> int:
-        """Count the steps begun since this start."""
-        return self._executed.count - self._lines
+    def exported(self) -> dict[str, Any]:
+        """Return the `privacy.json` of weights that are exported now: as a release says it, so that
+        one key has one meaning wherever weights leave the run's folder."""
+        _, executed, planned = self._epsilons()
+        return released(
+            self._ledger,
+            epsilon=planned,
+            counts="planned_steps",
+            steps=self._ledger.planned(),
+            executed=executed,
+            planned=planned,
+        )
+
+    def _epsilons(self) -> tuple[float, float, float]:
+        """Return the epsilon of the lineage, of all executed steps, and of all planned ones."""
+        epsilon = self.epsilon()
+        executed = max(self.epsilon_executed(), epsilon)
+        return epsilon, executed, max(self.epsilon_planned(), executed)
 
     def _composed(self, steps: list[Segment]) -> float:
         """Return what these steps spend; infinite if they are not private."""
         return self._ledger.compose(steps) if self._ledger.composes else math.inf
 
-    def _at(self, curve: EpsilonCurve | None, spent: list[Segment], more: int) -> float:
-        """Return what is spent after `more` steps, from the curve where there is one."""
-        if self._ledger.composes and curve is not None and more >= 0:
-            return curve.at(more)
-        return self._composed([*spent, self._ledger.settings.spending(max(more, 0))])
+    def _at(self, curve: EpsilonCurve | None, steps: list[Segment]) -> float:
+        """Return what these steps spend, from the curve where there is one."""
+        if not self._ledger.composes or curve is None:
+            return self._composed(steps)
+        return curve.at(self._own_steps())
 
     @functools.cached_property
     def _lineage_curve(self) -> EpsilonCurve | None:
-        """Return what the lineage will have spent."""
-        return self._curve(self._lineage)
+        """The curve of the lineage."""
+        return self._curve()
 
     @functools.cached_property
-    def _begun_curve(self) -> EpsilonCurve | None:
-        """Return what all steps ever begun will have spent."""
-        if merged(self._begun) == merged(self._lineage):
-            return self._lineage_curve
-        return self._curve(self._begun)
+    def _executed_curve(self) -> EpsilonCurve | None:
+        """The curve of all executed steps."""
+        lost = self._ledger.published_lost()
+        return self._curve(lost) if lost.steps else self._lineage_curve
 
-    def _curve(self, before: list[Segment]) -> EpsilonCurve | None:
-        """Return what these steps and the coming ones spend, known ahead for a few points."""
+    def _curve(self, *lost: Segment) -> EpsilonCurve | None:
+        """Return a curve over this run's steps on the present terms, computed for a few points.
+
+        Its points follow from the number of these steps, not from the step at which this start
+        began, which a clock may have decided.
+
+        Args:
+            lost: steps that count beside those of the lineage.
+        """
         if self._ledger.adaptive:  # a sum, which is quick
             return None
-        settings = self._ledger.settings
+        settings, own = self._ledger.settings, self._own_steps()
+        beside = [
+            dataclasses.replace(s, steps=s.steps - own) if s.terms == terms_of(settings) else s
+            for s in self._ledger.taken_in_all()
+        ]
         return EpsilonCurve(
-            before,
+            [*beside, *lost],
             noise_multiplier=settings.noise_multiplier,
             sample_rate=settings.sample_rate,
             delta=settings.delta,
             accountant=settings.accountant,
-            total_steps=self._remaining,
+            total_steps=own + max(self._total - self._ledger.steps, 0),
+            first_step=own,
             projections=settings.projections,
         )
 
+    def _own_steps(self) -> int:
+        """Count this run's steps on the present terms."""
+        present = terms_of(self._ledger.settings)
+        return sum(s.steps for s in self._ledger.segments() if terms_of(s.settings) == present)
 
-def told_of(ledger: Ledger, segments: list[Segment], epsilon: float) -> dict[str, Any]:
-    """Return what `privacy.json` says of a ledger and of the steps that an epsilon is of.
+
+def released(
+    ledger: Ledger,
+    *,
+    epsilon: float,
+    counts: str,
+    steps: list[Segment],
+    executed: float,
+    planned: float,
+    stated: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Return the `privacy.json` that leaves with weights.
 
     Args:
-        segments: those steps.
+        epsilon: that is claimed, of `steps`; infinite if they are not private.
+        counts: the name of these steps, as the schema has it.
+        executed, planned: the epsilon of all executed steps, and of all planned ones.
+        stated: by the owner.
+    """
+    private = ledger.private
+    taken = ledger.epsilon() if ledger.composes else math.inf
+    return schema.assemble(
+        ledger,
+        {
+            "epsilon": epsilon if private else None,
+            "epsilon_counts": counts,
+            "epsilon_planned": planned if ledger.composes else None,
+            "epsilon_executed": executed if ledger.composes else None,
+            "caveats": [*caveats(ledger, taken, planned), *stated],
+            **terms_in_words(ledger, steps, epsilon),
+        },
+        release=True,
+    )
+
+
+def terms_in_words(ledger: Ledger, segments: list[Segment], epsilon: float) -> dict[str, Any]:
+    """Return the values of `privacy.json` that are the same for a run and for a release.
+
+    Args:
+        segments: the steps that epsilon is of.
         epsilon: infinite if they are not private.
     """
     what = explain(ledger, segments, epsilon)
@@ -142,7 +202,8 @@ def told_of(ledger: Ledger, segments: list[Segment], epsilon: float) -> dict[str
         "dp_event": dp_event(segments) if ledger.composes and not ledger.adaptive else None,
         "assumptions": assumptions(ledger),
         "segments": [dataclasses.asdict(segment) for segment in ledger.segments()],
-        "starts": [dataclasses.asdict(s) for s in ledger.starts() if s.steps > 0],
+        "step_names": " ".join(ledger.names()),
+        "steps_executed": ledger.steps_executed,
         "versions": versions(),
         "source": source(),
     }
@@ -172,7 +233,7 @@ def summary(spent: dict[str, Any]) -> list[str]:
     ]
     if spent["private"] and spent["steps_executed"] > spent["steps"]:
         lines.append(
-            f"privacy of all that ran here: epsilon = {rounded_up(spent['epsilon_executed'])} "
-            f"after {spent['steps_executed']} steps, lost and abandoned ones included"
+            f"with the steps that crashes lost: epsilon = "
+            f"{rounded_up(spent['epsilon_executed'])}, for {spent['steps_executed']} steps"
         )
     return [*lines, *(f"caveat: {caveat}" for caveat in spent["caveats"])]

@@ -7,17 +7,14 @@ Guarantee:
 
 import contextlib
 import os
+from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.lora import trained
 from torchtitan_dp.ledger import schema
-from torchtitan_dp.ledger.account import told_of
-from torchtitan_dp.ledger.files import (
-    PRIVACY_FILE,
-    ExecutedSteps,
-    read_published_fields,
-    write_published,
-)
+from torchtitan_dp.ledger.account import terms_in_words
+from torchtitan_dp.ledger.executed import ExecutedSteps
+from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published_fields
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
 
@@ -48,19 +45,11 @@ def baseline_ledger(config: JobConfig, units: int) -> Ledger:
     return ledger
 
 
-def publish_baseline(folder: str, ledger: Ledger) -> None:
-    """Write the `privacy.json` of a run without privacy, atomically."""
+def published_baseline(ledger: Ledger) -> dict[str, Any]:
+    """Return the `privacy.json` of a run without privacy."""
     spent = dict.fromkeys(("epsilon", "epsilon_planned", "epsilon_executed"))
-    content = schema.assemble(
-        ledger,
-        {
-            **spent,
-            "steps_executed": ledger.steps,
-            "caveats": ledger.caveats,
-            **told_of(ledger, [], 0.0),
-        },
-    )
-    write_published(folder, content)
+    terms = terms_in_words(ledger, [], 0.0)
+    return schema.assemble(ledger, {**spent, "caveats": ledger.caveats, **terms})
 
 
 def refuse_private_folder(folder: str) -> None:

@@ -2,8 +2,9 @@
 
 Guarantee:
     `caveats` tells whatever the ledger has recorded, and what follows from its numbers: steps that
-    were planned and not taken, and a clipped sum that was rounded. `recorded` leaves out again what
-    follows from numbers, for weights that go on from these and whose numbers are others.
+    were planned and not taken, steps that were lost, and a clipped sum that was rounded. `recorded`
+    leaves out again what follows from numbers, for weights that go on from these and whose numbers
+    are others.
 """
 
 from collections.abc import Iterable
@@ -43,6 +44,7 @@ def assumptions(ledger: Ledger) -> list[str]:
 
 
 _EARLY = "not all planned steps were taken: "
+_LOST = "steps were lost: "
 _ROUNDED = "the clipped sum is rounded: "
 _ESTIMATED = (
     "norms were estimated from random projections: the estimates' errors, which epsilon counts, "
@@ -64,9 +66,17 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
             stopped.append(f"{done} of {ancestor.planned_steps} by run {ancestor.run}")
     if ledger.composes and stopped:
         told.append(
-            f"{_EARLY}{', '.join(stopped)}; epsilon = {rounded_up(epsilon)} holds if results did "
-            f"not decide when to stop, epsilon_planned = {rounded_up(epsilon_planned)} if weights "
-            "alone did, and none if losses, norms or other logs did"
+            f"{_EARLY}{', '.join(stopped)}; epsilon = {rounded_up(epsilon)}, for the steps that "
+            "were taken, is right if neither results nor a clock decided when to stop, and "
+            f"epsilon_planned = {rounded_up(epsilon_planned)} if weights alone did; no epsilon is "
+            "if losses, norms or other logs did, or a clock (a time limit, a preemption, an "
+            "owner's patience): how many steps fit into a time follows from the lengths of records"
+        )
+    if ledger.composes and (lost := ledger.published_lost().steps):
+        told.append(
+            f"{_LOST}{lost} steps are counted for them, {ledger.lost_steps_block} for each crash, "
+            "since how many were lost follows from the lengths of records; that and how often the "
+            "machine failed is assumed not to"
         )
     before = [segment for ancestor in ledger.ancestors for segment in ancestor.segments]
     segments = [*before, *ledger.segments()]
@@ -93,7 +103,7 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
 
 def recorded(told: Iterable[str]) -> list[str]:
     """Return those caveats that hold for weights that go on from these, too."""
-    told_anew = (_EARLY, _ROUNDED, _ESTIMATED)
+    told_anew = (_EARLY, _LOST, _ROUNDED, _ESTIMATED)
     return [caveat for caveat in told if not caveat.startswith(told_anew)]
 
 

@@ -1,31 +1,24 @@
-"""The ledger on disk: `privacy.json`, the steps ever begun, and the fingerprint of the data.
+"""The ledger on disk: `privacy.json` and the fingerprint of the data.
 
 Guarantee:
-    `steps_executed.log` has a line, synced before the update, for every step ever begun in this
-    dump folder, with its noise, rate and start: lost and abandoned ones too. Nothing is computed
-    from what records hold; the fingerprint, which is (from their names, sizes and contents), has a
-    file of its own that is never published.
+    Nothing in `privacy.json` is computed from the content of records, nor from how long steps took.
+    The fingerprint, which is computed from names, sizes and contents, has a file of its own that is
+    never published.
 """
 
-import dataclasses
-import hashlib
 import json
 import os
-from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.caveats import recorded
 from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.ledger.starts import Stretch, new_name, worst_terms
-from torchtitan_dp.process import Fault, private_opener, write_atomically
+from torchtitan_dp.ledger.steps import names_of_starts
+from torchtitan_dp.process import write_atomically
 
 PRIVACY_FILE = "privacy.json"
-EXECUTED_FILE = "steps_executed.log"
 FINGERPRINT_FILE = "data_fingerprint.private"
-_TORN = "torn"
 
 
 def read_published(folder: str) -> Ledger | None:
@@ -67,8 +60,12 @@ def write_published(folder: str, content: Mapping[str, Any]) -> None:
     Args:
         content: from `schema.assemble`.
     """
-    text = json.dumps(content, indent=2) + "\n"
-    write_atomically(os.path.join(folder, PRIVACY_FILE), text.encode())
+    write_atomically(os.path.join(folder, PRIVACY_FILE), to_bytes(content))
+
+
+def to_bytes(content: Mapping[str, Any]) -> bytes:
+    """Return the bytes of a `privacy.json`."""
+    return json.dumps(content, indent=2).encode() + b"\n"
 
 
 def ledger_of(content: dict[str, Any]) -> Ledger:
@@ -78,148 +75,19 @@ def ledger_of(content: dict[str, Any]) -> Ledger:
         KeyError, TypeError, IndexError, AssertionError: it is none of ours.
     """
     *finished, current = content["segments"]
-    *finished_starts, start = content["starts"] or [{"name": new_name(), "steps": 0}]
+    names = content.get("step_names")
+    if names is None:  # version 0.1.0 listed them by start
+        names = names_of_starts(content["starts"])
+    fields = schema.names(schema.Origin.LEDGER)
     ledger = Ledger.from_fields(
-        {name: content.get(name) for name in schema.names(schema.Origin.LEDGER)}
+        {name: content[name] for name in fields if name in content}
         | {"settings": current["settings"], "finished": finished}
         | {"caveats": recorded(content["caveats"])}
-        | {"start": start["name"], "finished_starts": finished_starts}
+        | {"step_names": names}
     )
     assert ledger.segments()[-1].steps == current["steps"], "its segments and steps disagree"
-    assert ledger.starts()[-1].steps == start["steps"], "its starts and steps disagree"
+    assert len(names.split()) == ledger.steps, "its step_names and steps disagree"
     return ledger
-
-
-class ExecutedSteps:
-    """Keep every step begun in a folder, a line `step sigma rate start` each, appended only.
-
-    Of a step of estimated norms the line ends in the number of projections.
-    """
-
-    def __init__(self, folder: str) -> None:
-        """Read the file, if there is one.
-
-        Raises:
-            ValueError: if the file is not one of ours.
-        """
-        self._start = new_name()
-        self._path = os.path.join(folder, EXECUTED_FILE)
-        self._begun: Counter[tuple[str, float, float, int]] = Counter()
-        self._adopted = 0  # of them, steps of checkpoints that came without their log
-        self._torn = 0  # lines whose terms were lost: counted on the worst terms
-        self._torn_name = ""  # of their own in each folder: copies may tear at different steps
-        self._tail_is_torn = False
-        self._size = 0  # in bytes, as this object read or left it
-        if os.path.exists(self._path):
-            self._read()
-
-    @property
-    def count(self) -> int:
-        """Count the steps ever begun."""
-        return self._begun.total() + self._torn
-
-    def new_start(self) -> str:
-        """Draw the name of the steps that begin from now on: at each start, and at each load."""
-        self._start = new_name()
-        return self._start
-
-    def begin(self, step: int, settings: Settings) -> None:
-        """Record, durably, that `step`'s update is about to happen. Call on one rank."""
-        terms = settings.noise_multiplier, settings.sample_rate
-        self._append(step, Stretch(self._start, *terms, 1, settings.projections))
-
-    def adopt(self, lineage: Iterable[Stretch]) -> None:
-        """Add the steps of a checkpoint that came without (all of) its log. Call on one rank."""
-        for stretch in lineage:
-            missing = self._missing(stretch)
-            if missing > 0:
-                self._append(0, dataclasses.replace(stretch, steps=missing))
-
-    def unlogged(self, lineage: Iterable[Stretch]) -> int:
-        """Count the steps of a lineage that were taken elsewhere, without a line here before them.
-
-        More may have been begun there, and lost. A torn line may stand for one of them.
-        """
-        return max(self._adopted + sum(map(self._missing, lineage)) - self._torn, 0)
-
-    def _missing(self, stretch: Stretch) -> int:
-        """Count the steps of a stretch that have no line here."""
-        return max(stretch.steps - self._begun[stretch.which], 0)
-
-    def _append(self, step: int, stretch: Stretch) -> None:
-        """Write and sync a line for each step; `step` is 0 where it was begun elsewhere."""
-        start, sigma, rate, k = stretch.which
-        estimated = f" {k}" if k else ""
-        line = f"{step} {sigma!r} {rate!r} {start}{estimated}\n" * stretch.steps
-        # A torn last line was begun too, and must neither swallow the next nor pass for whole.
-        content = (f" {_TORN}\n" * self._tail_is_torn + line).encode()
-        is_new = not os.path.exists(self._path)
-        with open(self._path, "ab", opener=private_opener) as file:
-            if os.fstat(file.fileno()).st_size != self._size:  # the lock was removed, or is none
-                raise Fault(
-                    f"{self._path} was changed since this run read it: another run writes to the "
-                    "same job.dump_folder, or the file was edited; end the other run, and start "
-                    "this one again"
-                )
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        if is_new:
-            _sync_folder(os.path.dirname(self._path))
-        self._tail_is_torn = False
-        self._size += len(content)
-        self._begun[stretch.which] += stretch.steps
-        self._adopted += stretch.steps * (step == 0)
-
-    def begun(self, settings: Settings) -> list[Stretch]:
-        """Return all steps ever begun, by start.
-
-        Torn lines are taken for steps of a start of their own, on the worst of all known terms and
-        of `settings`.
-        """
-        found = [
-            Stretch(start, sigma, rate, steps, k)
-            for (start, sigma, rate, k), steps in self._begun.items()
-        ]
-        if self._torn:
-            known = [(s.noise_multiplier, s.sample_rate, s.projections) for s in found]
-            known.append((settings.noise_multiplier, settings.sample_rate, settings.projections))
-            sigma, rate, k = worst_terms(known)
-            found.append(Stretch(self._torn_name, sigma, rate, self._torn, k))
-        return found
-
-    def _read(self) -> None:
-        """Read all lines, and count those that were torn by a crash."""
-        with open(self._path, "rb") as file:
-            content = file.read()
-        self._size = len(content)
-        self._tail_is_torn = content != b"" and not content.endswith(b"\n")
-        lines = content.decode("ascii", errors="replace").splitlines()
-        last_torn = 0
-        for number, line in enumerate(lines, start=1):
-            if line.endswith(_TORN) or (self._tail_is_torn and number == len(lines)):
-                self._torn += 1
-                last_torn = number
-            else:
-                step, start, sigma, rate, k = self._parse(line, number)
-                self._begun[start, sigma, rate, k] += 1
-                self._adopted += step == 0
-        if last_torn:
-            so_far = "\n".join(lines[:last_torn]).removesuffix(f" {_TORN}")
-            so_far = os.path.realpath(self._path) + so_far
-            self._torn_name = f"{_TORN} {hashlib.sha256(so_far.encode()).hexdigest()[:16]}"
-
-    def _parse(self, line: str, number: int) -> tuple[int, str, float, float, int]:
-        """Return the step, the start, sigma, the rate and the projections of a line."""
-        try:
-            step, sigma, rate, start, *rest = line.split()
-            (projections,) = rest or ("0",)
-            return int(step), start, float(sigma), float(rate), int(projections)
-        except ValueError:
-            raise ValueError(
-                f"{self._path}, line {number}: '{line[:40]}' is no step; restore the file, or use "
-                "another job.dump_folder"
-            ) from None
 
 
 def read_fingerprint(folder: str) -> str | None:
@@ -249,12 +117,3 @@ def check_fingerprint(folder: str, fingerprint: str) -> None:
 def write_fingerprint(folder: str, fingerprint: str) -> None:
     """Keep the fingerprint: private data, never published."""
     write_atomically(os.path.join(folder, FINGERPRINT_FILE), fingerprint.encode() + b"\n")
-
-
-def _sync_folder(folder: str) -> None:
-    """Sync a folder: a new file's name is on disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

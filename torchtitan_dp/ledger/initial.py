@@ -8,15 +8,16 @@ Guarantee:
 """
 
 import dataclasses
+import itertools
 import os
 from dataclasses import dataclass
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.units import privacy_unit
-from torchtitan_dp.ledger.files import PRIVACY_FILE, ExecutedSteps, read_published
+from torchtitan_dp.ledger.executed import ExecutedSteps
+from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger
 from torchtitan_dp.ledger.settings import NOT_RECORDED, RANDOMIZED, SAMPLED_GAUSSIAN, RunSegment
-from torchtitan_dp.ledger.starts import StartedSteps
 
 PUBLIC = "the initial weights are assumed to be public"
 _NOT_PRIVATE = "the initial weights are not private"
@@ -65,8 +66,7 @@ def inheritance(config: JobConfig, initial: InitialWeights | None) -> Inheritanc
         return Inheritance((*caveats, _NOT_PRIVATE), private=False)
     _refuse_what_does_not_compose(config, earlier, initial.path)
     segments = tuple(segment for segment in earlier.segments() if segment.steps > 0)
-    starts = tuple(start for start in earlier.starts() if start.steps > 0)
-    own = Ancestor(earlier.run, segments, starts, earlier.planned_steps)
+    own = Ancestor(earlier.run, segments, " ".join(earlier.names()), earlier.planned_steps)
     assumed = (
         f"the initial weights are of run {earlier.run}, whose steps are included",
         f"this run's noise, rate and steps are assumed not to follow from what run {earlier.run} "
@@ -136,20 +136,22 @@ def ledger_beside(path: str) -> InitialWeights:
 
 def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
     """Return all steps ever begun in a folder, as if they had made the weights: their log knows
-    what epsilon depends on."""
-    begun = ExecutedSteps(folder).begun(ledger.settings)
-    terms = [
-        dataclasses.replace(
+    what epsilon depends on. Lost steps are brought to their published number, and all are listed by
+    their names, whose order is random."""
+    executed = ExecutedSteps(folder)
+    begun = executed.begun(ledger.settings)
+    ledger.enter_lost(begun, executed.crashes)
+    begun = sorted([*begun, *executed.spare(ledger.spare())], key=lambda s: (s.terms, s.name))
+    segments = []
+    for (sigma, rate, k), steps in itertools.groupby(begun, key=lambda step: step.terms):
+        terms = dataclasses.replace(
             ledger.settings,
-            noise_multiplier=s.noise_multiplier,
-            sample_rate=s.sample_rate,
-            projections=s.projections,
+            noise_multiplier=sigma,
+            sample_rate=rate,
+            projections=k,
             capped_projections=0,
             norm_estimator=NOT_RECORDED,
-            mechanism=RANDOMIZED if s.projections else SAMPLED_GAUSSIAN,
+            mechanism=RANDOMIZED if k else SAMPLED_GAUSSIAN,
         )
-        for s in begun
-    ]
-    segments = [RunSegment(settings, s.steps) for settings, s in zip(terms, begun, strict=True)]
-    starts = tuple(StartedSteps(s.start, s.steps) for s in begun)
-    return Ancestor(ledger.run, tuple(segments), starts)
+        segments.append(RunSegment(terms, len(list(steps))))
+    return Ancestor(ledger.run, tuple(segments), " ".join(step.name for step in begun))

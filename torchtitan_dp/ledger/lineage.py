@@ -17,16 +17,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchtitan_dp.ledger.settings import RunSegment, Settings
-from torchtitan_dp.ledger.starts import (
-    StartedSteps,
-    Stretch,
-    cut_into_stretches,
+from torchtitan_dp.ledger.steps import (
+    NamedStep,
+    name_steps,
+    names_of_starts,
     new_name,
+    step_names,
+    terms_of,
     union,
     worst_terms,
 )
 from torchtitan_dp.privacy import accounting, filter
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import Segment, merged
 
 FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
 
@@ -55,7 +57,7 @@ class Ancestor:
 
     run: str
     segments: tuple[RunSegment, ...]
-    starts: tuple[StartedSteps, ...]
+    step_names: str  # of the same steps, in order, separated by spaces
     planned_steps: int = 0  # of all of its steps, those above included
 
     @property
@@ -63,14 +65,14 @@ class Ancestor:
         """Count the steps that were planned and are not told of here."""
         return max(self.planned_steps - sum(segment.steps for segment in self.segments), 0)
 
-    def taken(self) -> list[Stretch]:
+    def taken(self) -> list[NamedStep]:
         """Return the steps that made the weights."""
-        return cut_into_stretches(self.segments, self.starts)
+        return name_steps(self.segments, self.step_names.split())
 
 
-def taken_by(ancestors: Iterable[Ancestor]) -> list[Stretch]:
+def taken_by(ancestors: Iterable[Ancestor]) -> list[NamedStep]:
     """Return the steps of all of them."""
-    return [stretch for ancestor in ancestors for stretch in ancestor.taken()]
+    return [step for ancestor in ancestors for step in ancestor.taken()]
 
 
 @dataclass
@@ -82,14 +84,17 @@ class Ledger:
     private: bool = True
     caveats: list[str] = field(default_factory=list)
     finished: list[RunSegment] = field(default_factory=list)  # segments before this one
-    finished_starts: list[StartedSteps] = field(default_factory=list)  # of the same steps and more
+    step_names: str = ""  # of the steps before this start, in order, separated by spaces
     ancestors: list[Ancestor] = field(default_factory=list)
     budget: Budget | None = None
     adaptive: bool = False  # a segment was opened after weights were seen
     audit: Audit | None = None
     planned_steps: int = 0  # the most that training.steps was
     run: str = field(default_factory=new_name)  # random and public, of the folder
-    start: str = field(default_factory=new_name)  # the one that goes on
+    start: str = field(default_factory=new_name)  # the one that goes on; secret
+    lost: Segment | None = None  # steps begun here beside the lineage, on the worst terms; private
+    crashes: int = 0  # starts whose last steps may have been lost; private
+    lost_steps_block: int = 1  # the number of steps that one crash is published as
     config_hash: str = ""
 
     def mark_not_private(self, why: str) -> None:
@@ -133,6 +138,7 @@ class Ledger:
                 "after the first start, which is assumed not to follow from results"
             )
         self.planned_steps = max(self.planned_steps, earlier.planned_steps)
+        self.lost_steps_block = max(self.lost_steps_block, earlier.lost_steps_block)
         self.audit = self.audit or earlier.audit
 
     def resume_from(self, loaded: "Ledger", new_segment: NewSegment | None) -> None:
@@ -146,7 +152,7 @@ class Ledger:
         """
         self.inherit(loaded, new_segment)
         self.steps, self.finished = loaded.steps, list(loaded.finished)
-        self.finished_starts = [start for start in loaded.starts() if start.steps > 0]
+        self.step_names = " ".join(loaded.names())
         now, then = self.settings, loaded.settings
         if now.same_segment(then):  # on whatever meshes: the worst of both
             self.settings = dataclasses.replace(
@@ -172,34 +178,85 @@ class Ledger:
             left -= found[-1].steps
         return [*found, RunSegment(self.settings, left)]
 
-    def starts(self) -> list[StartedSteps]:
-        """Return the same steps by the starts of the trainer that took them."""
-        current = self.steps - sum(start.steps for start in self.finished_starts)
-        assert current >= 0, (self.steps, self.finished_starts)
-        return [*self.finished_starts, StartedSteps(self.start, current)]
+    def names(self) -> list[str]:
+        """Return the names of the same steps, all of them."""
+        before = self.step_names.split()
+        assert len(before) <= self.steps, (self.steps, len(before))
+        return [*before, *step_names(self.start, self.steps - len(before))]
 
     def rewind(self) -> None:
         """Become the account of weights that no step of this lineage has changed yet."""
-        self.steps, self.finished, self.finished_starts = 0, [], []
+        self.steps, self.finished, self.step_names = 0, [], ""
 
     def go_back_to(self, weights: "Ledger") -> None:
         """Become the account of older weights of this lineage, on whose terms it began."""
         accountant = self.settings.accountant  # the folder's, by which its epsilon is told
         self.settings = dataclasses.replace(weights.settings, accountant=accountant)
         self.steps, self.start = weights.steps, weights.start
-        self.finished, self.finished_starts = weights.finished, weights.finished_starts
+        self.finished, self.step_names = weights.finished, weights.step_names
 
-    def taken(self) -> list[Stretch]:
+    def taken(self) -> list[NamedStep]:
         """Return the steps of this folder's lineage."""
-        return cut_into_stretches(self.segments(), self.starts())
+        return name_steps(self.segments(), self.names())
 
-    def taken_before(self) -> list[Stretch]:
+    def taken_before(self) -> list[NamedStep]:
         """Return the steps of the lineage of the initial weights."""
         return taken_by(self.ancestors)
+
+    def taken_in_all(self) -> list[Segment]:
+        """Return the steps of both lineages, each once."""
+        return union([*self.taken_before(), *self.taken()])
 
     def before(self) -> list[Segment]:
         """Return what initial weights had spent."""
         return union(self.taken_before())
+
+    def enter_lost(self, begun: Iterable[NamedStep], crashes: int) -> None:
+        """Enter the steps that were begun in this folder and are not of this lineage.
+
+        Args:
+            begun: every step ever begun here; it may lack some of the lineage.
+            crashes: how many starts did not end with all of their steps saved.
+        """
+        lineage, begun = self.taken(), list(begun)
+        steps = len({*begun, *lineage}) - len(lineage)
+        terms = [terms_of(self.settings), *(step.terms for step in (*begun, *lineage))]
+        sigma, rate, k = worst_terms(terms)
+        self.lost, self.crashes = Segment(sigma, rate, steps, k), crashes
+
+    def published_lost(self) -> Segment:
+        """Return the lost steps as they are published: at least as many as were lost.
+
+        Each crash counts as `lost_steps_block` steps, the most that it usually loses, since how
+        many it did lose follows from how long steps took, and so from the lengths of records.
+        """
+        lost = self.lost or self.settings.spending(0)
+        block = self.lost_steps_block
+        return dataclasses.replace(lost, steps=block * max(self.crashes, -(-lost.steps // block)))
+
+    def spare(self) -> Segment:
+        """Return the steps by which the published number of lost steps is above the true one."""
+        published = self.published_lost()
+        lost = self.lost.steps if self.lost else 0
+        return dataclasses.replace(published, steps=published.steps - lost)
+
+    @property
+    def steps_executed(self) -> int:
+        """The number of steps ever begun in this folder, as it is published."""
+        return self.steps + self.published_lost().steps
+
+    def executed(self) -> list[Segment]:
+        """Return every step ever begun, as it is published, by the runs behind the initial weights
+        too."""
+        return [*self.taken_in_all(), self.published_lost()]
+
+    def planned(self) -> list[Segment]:
+        """Return the same steps, and those that are still planned."""
+        return list(merged([*self.executed(), *self.still_planned()]))
+
+    def kept_and_planned(self) -> list[Segment]:
+        """Return the steps of the lineage, and those that are still planned: without lost ones."""
+        return list(merged([*self.taken_in_all(), *self.still_planned()]))
 
     @property
     def left(self) -> int:
@@ -249,26 +306,27 @@ class Ledger:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Ledger":
-        """Build it from what `dataclasses.asdict` gives."""
+        """Build it from what `dataclasses.asdict` gives, here or in version 0.1.0."""
         fields = dict(fields)
-        budget, audit = fields.pop("budget"), fields.pop("audit")
+        budget, audit, lost = (fields.pop(name, None) for name in ("budget", "audit", "lost"))
+        if (starts := fields.pop("finished_starts", None)) is not None:
+            fields["step_names"] = names_of_starts(starts)
         return cls(
             settings=Settings(**fields.pop("settings")),
             finished=_segments(fields.pop("finished")),
-            finished_starts=[StartedSteps(**start) for start in fields.pop("finished_starts")],
-            ancestors=[
-                Ancestor(
-                    ancestor["run"],
-                    tuple(_segments(ancestor["segments"])),
-                    tuple(StartedSteps(**start) for start in ancestor["starts"]),
-                    ancestor["planned_steps"],
-                )
-                for ancestor in fields.pop("ancestors")
-            ],
+            ancestors=[_ancestor(ancestor) for ancestor in fields.pop("ancestors")],
             budget=None if budget is None else Budget(**budget),
             audit=None if audit is None else Audit(**audit),
+            lost=None if lost is None else Segment(**lost),
             **fields,
         )
+
+
+def _ancestor(fields: dict[str, Any]) -> Ancestor:
+    """Build an ancestor from what `dataclasses.asdict` gives, here or in version 0.1.0."""
+    names = fields["step_names"] if "step_names" in fields else names_of_starts(fields["starts"])
+    segments = tuple(_segments(fields["segments"]))
+    return Ancestor(fields["run"], segments, names, fields["planned_steps"])
 
 
 _CAVEATS = {
@@ -284,7 +342,7 @@ def _worst(segments: Sequence[RunSegment], steps: int) -> Segment | None:
     if not segments:
         return None
     terms = [segment.settings for segment in segments]
-    sigma, rate, k = worst_terms((t.noise_multiplier, t.sample_rate, t.projections) for t in terms)
+    sigma, rate, k = worst_terms(map(terms_of, terms))
     return Segment(sigma, rate, steps, k)
 
 

@@ -3,10 +3,10 @@
 Guarantee:
     `total` bounds what all runs together reveal of one unit of all their records: every step ever
     begun in their folders, and those of the weights that they started from, each once
-    (`ledger.starts`). Steps compose whatever the records: a unit of some runs alone is revealed by
-    no more. Of an audited run it counts what publishing the audit's result spends; its weights are
-    not private. Assumes that the runs' number, noise, rates and steps were not chosen by what
-    private results showed.
+    (`ledger.steps`), lost ones as they are published. Steps compose whatever the records: a unit of
+    some runs alone is revealed by no more. Of an audited run it counts what publishing the audit's
+    result spends; its weights are not private. Assumes that the runs' number, noise, rates and
+    steps were not chosen by what private results showed.
 """
 
 import math
@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 
 from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.starts import Stretch, union
+from torchtitan_dp.ledger.steps import NamedStep, union
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.segments import Segment, merged
 
 
 @dataclass
@@ -26,15 +25,15 @@ class Run:
 
     folder: str
     ledger: Ledger
-    begun: list[Stretch]  # every step ever begun in the folder
+    begun: list[NamedStep]  # every step ever begun in the folder
     fingerprint: str | None
     faults: list[str] = field(default_factory=list)  # contradictions
     notes: list[str] = field(default_factory=list)
 
     @property
     def steps_executed(self) -> int:
-        """Count the steps ever begun in the folder."""
-        return sum(segment.steps for segment in union(self.begun))
+        """The number of steps ever begun in the folder, as it is published."""
+        return self.ledger.steps_executed
 
     @property
     def epsilon(self) -> float | None:
@@ -45,25 +44,17 @@ class Run:
 
     @property
     def epsilon_executed(self) -> float | None:
-        """Return what all that ever ran here spent, and its initial weights."""
+        """Return what all that ever ran here spent, as it is published, and its initial weights."""
         if not self.ledger.composes:
             return None
-        return self.ledger.compose(self.executed())
+        return self.ledger.compose(self.ledger.executed())
 
     @property
     def epsilon_planned(self) -> float | None:
         """Return the same, with the steps that are still planned."""
         if not self.ledger.composes:
             return None
-        return self.ledger.compose(self.planned())
-
-    def executed(self) -> list[Segment]:
-        """Return the steps that `epsilon_executed` is of."""
-        return union(self.all_begun())
-
-    def planned(self) -> list[Segment]:
-        """Return the steps that `epsilon_planned` is of."""
-        return list(merged([*self.executed(), *self.ledger.still_planned()]))
+        return self.ledger.compose(self.ledger.planned())
 
     def caveats(self) -> list[str]:
         """Return what its epsilon rests on."""
@@ -74,10 +65,6 @@ class Run:
             infinite if spent is None else spent,
             infinite if planned is None else planned,
         )
-
-    def all_begun(self) -> list[Stretch]:
-        """Return every step begun here, and those that made the initial weights."""
-        return [*self.ledger.taken_before(), *self.begun]
 
 
 @dataclass(frozen=True)
@@ -118,7 +105,9 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         runs,
     )
     deltas = [run.ledger.settings.delta for run in runs]
-    steps = sum(segment.steps for segment in union(s for run in runs for s in run.begun))
+    spare = [run.ledger.spare() for run in runs]
+    begun = union(step for run in runs for step in run.begun)
+    steps = sum(segment.steps for segment in (*begun, *spare))
     relation = max(run.ledger.settings.neighbouring_relation for run in runs)
     assert relation in ("add_remove", "zero_out")  # whoever may be left out may be emptied
     adaptive = any(run.ledger.adaptive for run in runs)
@@ -137,7 +126,8 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         planned = sum(run.epsilon_planned or 0.0 for run in runs)
         how = "sum of the runs' epsilon and delta"
         return Total(spent, planned, sum(deltas), how, steps, relation)
-    segments = union(stretch for run in runs for stretch in run.all_begun())
+    before = (step for run in runs for step in run.ledger.taken_before())
+    segments = [*union([*before, *(step for run in runs for step in run.begun)]), *spare]
     coming = [spending for run in runs for spending in run.ledger.still_planned()]
     if adaptive:
         told = [runs[0].ledger.compose(parts) for parts in (segments, [*segments, *coming])]

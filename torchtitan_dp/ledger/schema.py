@@ -63,9 +63,10 @@ KEYS = (
         "epsilon_counts",
         str,
         _RELEASE,
-        "What the released `epsilon` is of: `planned_steps` (it is `epsilon_planned`), or "
-        "`executed_steps` (it is `epsilon_executed`), where the owner stated that results did not "
-        "decide when to stop.",
+        "The steps that the released `epsilon` counts. `planned_steps`: it is `epsilon_planned`. "
+        "`executed_steps`: it is `epsilon_executed`, since the owner stated that neither results "
+        "nor a clock decided when to stop. `kept_and_planned_steps`, `kept_steps`: the same "
+        "without lost steps, since the owner stated that nobody saw anything of them.",
     ),
     Key(
         "epsilon_planned",
@@ -79,8 +80,8 @@ KEYS = (
         "epsilon_executed",
         _NUMBER | None,
         _ACCOUNT,
-        "The ε of every step ever begun in the folder, lost and abandoned ones included. Of an "
-        "audited run, what publishing the audit's result spends.",
+        "The ε of every step ever begun in the folder (`steps_executed`), lost and abandoned ones "
+        "included. Of an audited run, the cost of publishing the audit's result.",
     ),
     Key("delta", _NUMBER, _SETTINGS, "δ: the probability that ε may fail to hold."),
     Key("accountant", str, _SETTINGS, "How ε is computed: `pld`, `prv` or `rdp`."),
@@ -220,7 +221,22 @@ KEYS = (
         _LEDGER,
         "The largest `training.steps` that this run was ever started with.",
     ),
-    Key("steps_executed", int, _ACCOUNT, "Steps ever begun in the folder."),
+    Key(
+        "steps_executed",
+        int,
+        _ACCOUNT,
+        "At least the number of steps ever begun in the folder: `steps`, and `lost_steps_block` "
+        "for each crash. How many steps a crash lost exactly follows from how long steps took, "
+        "and so from the lengths of records.",
+    ),
+    Key(
+        "lost_steps_block",
+        int,
+        _LEDGER,
+        "The number of steps that a crash counts as: the largest `checkpoint.interval` of the "
+        "run's starts, or its planned steps if they are fewer.",
+        added=True,
+    ),
     Key(
         "meaning",
         dict | None,
@@ -249,17 +265,18 @@ KEYS = (
         "The steps of this run by the terms they were taken on, in order.",
     ),
     Key(
-        "starts",
-        list[dict],
+        "step_names",
+        str,
         _ACCOUNT,
-        "The same steps by the start of the trainer that took them, under random names, so that "
-        "what several files tell of one step counts once.",
+        "A random name for each of the same steps, in order, so that a step that several files "
+        "list counts once. Names do not show which steps one start of the trainer took.",
+        added=True,
     ),
     Key(
         "ancestors",
         list[dict],
         _LEDGER,
-        "The runs that the initial weights come from, with their segments and starts.",
+        "The runs that the initial weights come from, with their segments and step names.",
     ),
     Key(
         "budget",

@@ -4,6 +4,7 @@ They follow from the configuration, the number of units, and the ledgers of what
 and its initial weights have spent already.
 """
 
+import bisect
 import dataclasses
 import hashlib
 import json
@@ -12,17 +13,12 @@ from dataclasses import dataclass
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.units import unit_word
 from torchtitan_dp.ledger.baseline import refuse_baseline_folder
-from torchtitan_dp.ledger.files import (
-    EXECUTED_FILE,
-    PRIVACY_FILE,
-    ExecutedSteps,
-    ledger_of,
-    read_published_fields,
-)
+from torchtitan_dp.ledger.executed import EXECUTED_FILE, STARTS_FILE, ExecutedSteps
+from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
 from torchtitan_dp.ledger.initial import InitialWeights, inheritance
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger, fix_budget, taken_by
 from torchtitan_dp.ledger.settings import Settings, sampling_of, settings_of
-from torchtitan_dp.ledger.starts import union
+from torchtitan_dp.ledger.steps import union
 from torchtitan_dp.privacy import accounting
 
 _DRAWN = (
@@ -38,6 +34,7 @@ class Plan:
     ledger: Ledger
     steps: int
     epsilon: float  # after `steps`, all that came before included
+    epsilon_stated: float  # at its end, by the card of a release: lost steps included
     warnings: tuple[str, ...]
 
     @property
@@ -80,7 +77,10 @@ def make_plan(
     ancestors = [*(account.ancestors if account else ()), *inherited.ancestors]
     sigma = _noise_multiplier(config, units, ancestors, before)
     ledger = Ledger(
-        settings_of(config, units, sigma), planned_steps=steps, config_hash=config_hash(config)
+        settings_of(config, units, sigma),
+        planned_steps=steps,
+        lost_steps_block=_lost_steps_block(config),
+        config_hash=config_hash(config),
     )
     if config.data.verify_records == "drawn":
         ledger.add_caveat(_DRAWN)
@@ -92,13 +92,31 @@ def make_plan(
     else:
         ledger.resume_from(before, privacy.new_segment)
     epsilon = refuse_overspending(config, ledger)
+    if account is not None:
+        executed = ExecutedSteps(config.job.dump_folder)
+        ledger.enter_lost(executed.begun(ledger.settings), executed.crashes)
+    stated = max(epsilon, ledger.compose(ledger.planned()))
     if sigma == 0:
         ledger.mark_not_private("privacy.noise_multiplier = 0")
         warnings.append("privacy.noise_multiplier = 0: the run is NOT private")
     if privacy.debug_seed is not None:
         ledger.mark_not_private("privacy.debug_seed was set: the noise can be redrawn")
         warnings.append("privacy.debug_seed is set: the run is NOT private")
-    return Plan(ledger, steps, epsilon, tuple(warnings))
+    return Plan(ledger, steps, epsilon, stated, tuple(warnings))
+
+
+def steps_within(plan: Plan, target_epsilon: float) -> int | None:
+    """Return the most `training.steps` at which a release states at most the target, lost steps
+    included; None if too much is spent already."""
+    ledger = plan.ledger
+
+    def exceeds(steps: int) -> bool:
+        more = ledger.settings.spending(steps - ledger.steps)
+        return ledger.compose([*ledger.executed(), more]) > target_epsilon
+
+    tried = range(ledger.steps, plan.steps + 1)
+    found = bisect.bisect_left(tried, True, key=exceeds)
+    return tried[found - 1] if found else None
 
 
 def _lost(account: Ledger | None) -> Ledger | None:
@@ -216,6 +234,12 @@ def _noise_multiplier(
     )
 
 
+def _lost_steps_block(config: JobConfig) -> int:
+    """Return the most steps that a crash usually loses: all since the last checkpoint."""
+    steps = max(config.training.steps, 1)
+    return min(config.checkpoint.interval, steps) if config.checkpoint.enable else steps
+
+
 def earlier_ledger(folder: str) -> Ledger | None:
     """Return the ledger of what already ran in this folder; None if nothing did.
 
@@ -223,7 +247,8 @@ def earlier_ledger(folder: str) -> Ledger | None:
         ValueError: if steps were begun whose terms, or whose number, are no longer known.
     """
     refuse_baseline_folder(folder)
-    begun = ExecutedSteps(folder).count
+    executed = ExecutedSteps(folder)
+    begun = executed.count
     said = read_published_fields(folder)
     if said is None:
         if begun == 0:
@@ -237,13 +262,16 @@ def earlier_ledger(folder: str) -> Ledger | None:
             f"job.dump_folder = '{folder}' holds an audited run, whose weights nothing makes "
             "private; give this one its own job.dump_folder"
         )
+    ledger = ledger_of(said)
+    ledger.enter_lost(executed.begun(ledger.settings), executed.crashes)
     told = said["steps_executed"]
-    if begun < told:
+    if executed.missing(ledger.taken()) or ledger.steps_executed < told:
         raise ValueError(
-            f"job.dump_folder = '{folder}': {told} steps were begun here, of which {EXECUTED_FILE} "
-            f"has only {begun}; restore it as the run wrote it, or use another folder"
+            f"job.dump_folder = '{folder}': {EXECUTED_FILE} or {STARTS_FILE} lacks steps or "
+            f"crashes that {PRIVACY_FILE} counts ({told} steps); restore both as the run wrote "
+            "them, or use another folder"
         )
-    return ledger_of(said) if begun > 0 else None
+    return ledger if begun > 0 else None
 
 
 def config_hash(config: JobConfig) -> str:

@@ -3,7 +3,7 @@
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ def _safetensors(problem: str, folder: str) -> list[str]:
     return [os.path.join(folder, name) for name in names]
 
 
-def export(model: nn.Module, config: JobConfig, beside: Sequence[str] = ()) -> str:
+def export(model: nn.Module, config: JobConfig, beside: Mapping[str, bytes] | None = None) -> str:
     """Write `<job.dump_folder>/hf`, a folder that `transformers` loads as it is, or, of adapters,
     PEFT; its path.
 
@@ -144,7 +144,7 @@ def export(model: nn.Module, config: JobConfig, beside: Sequence[str] = ()) -> s
 
     Args:
         model: parallelized or not.
-        beside: files to be copied into the folder, such as the weights' ledger.
+        beside: further files of the folder by name, such as the ledger of the weights.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
     target = os.path.join(config.job.dump_folder, EXPORT_FOLDER)
@@ -154,8 +154,8 @@ def export(model: nn.Module, config: JobConfig, beside: Sequence[str] = ()) -> s
         os.makedirs(partial, mode=0o700)
     write_folder(model, config, partial if writes else None, merge=config.lora.export == "merged")
     if writes:
-        for path in beside:
-            shutil.copy2(path, partial)
+        for name, content in (beside or {}).items():
+            write_atomically(os.path.join(partial, name), content)
         shutil.rmtree(old, ignore_errors=True)
         if os.path.exists(target):
             os.rename(target, old)

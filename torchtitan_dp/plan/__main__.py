@@ -22,7 +22,7 @@ from torchtitan_dp.config.units import unit_word
 from torchtitan_dp.data.opening import Records
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
-from torchtitan_dp.ledger.terms import Plan
+from torchtitan_dp.ledger.terms import Plan, steps_within
 from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
@@ -130,6 +130,7 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"      gradients by {method}, which is for {METHODS[method].chosen_for}; "
         f"clipping: {settings.clipping}",
         *_estimated(config, plan),
+        *_going_on(config, plan),
     ]
     print("\n".join(lines), file=sys.stderr)
 
@@ -154,6 +155,29 @@ def _estimated(config: JobConfig, plan: Plan) -> list[str]:
     ]
 
 
+def _going_on(config: JobConfig, plan: Plan) -> list[str]:
+    """Say where a run goes on, and which epsilon its release will state if steps were lost."""
+    ledger, target = plan.ledger, config.privacy.target_epsilon
+    lost = ledger.published_lost().steps
+    if not (ledger.steps or lost):
+        return []
+    going_on = f"      goes on after step {ledger.steps} of {plan.steps}"
+    if not (lost and plan.private):
+        return [going_on]
+    lines = [
+        f"{going_on}; crashes lost steps, which count as {lost}: a release will state epsilon = "
+        f"{rounded_up(plan.epsilon_stated)}"
+    ]
+    if target is not None and plan.epsilon_stated > target:
+        steps = steps_within(plan, target)
+        shorter = "" if steps is None else f"training.steps = {steps} keeps it, and so does "
+        lines.append(
+            f"      above privacy.target_epsilon = {target:g}: {shorter}release "
+            "--lost_steps_not_seen keeps it, if nobody saw anything of the lost steps"
+        )
+    return lines
+
+
 def _explain(plan: Plan) -> None:
     """Say what epsilon means for one person."""
     ledger = plan.ledger
@@ -168,6 +192,7 @@ def _for_programs(
 ) -> dict[str, Any]:
     return {
         "epsilon": plan.epsilon if plan.private else None,
+        "epsilon_stated": plan.epsilon_stated if plan.private else None,
         "private": plan.private,
         **dataclasses.asdict(plan.settings),
         "steps": plan.steps,

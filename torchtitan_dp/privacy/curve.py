@@ -33,6 +33,7 @@ class EpsilonCurve:
         delta: float,
         accountant: Accountant,
         total_steps: int,
+        first_step: int = 0,
         projections: int = 0,
         points: int | None = None,
     ) -> None:
@@ -42,6 +43,8 @@ class EpsilonCurve:
             noise_multiplier, sample_rate, projections: of the segment to come, as of `Segment`.
             delta, accountant: as of `accounting.compose`.
             total_steps: of the segment to come.
+            first_step: of the queries, all of which are for this step or a later one. The computed
+                points do not depend on it, but those before it are left out.
             points: where epsilon is computed now, evenly spaced, `total_steps` the last. By
                 default so many that it takes a few seconds at most, for PRV seldom ten.
 
@@ -55,7 +58,8 @@ class EpsilonCurve:
         self._projections = projections
         self._delta, self._accountant = delta, accountant
         parts = max(1, min(points, total_steps))
-        self._steps = sorted({0, *(-(-total_steps * i // parts) for i in range(1, parts + 1))})
+        even = sorted({0, *(-(-total_steps * i // parts) for i in range(1, parts + 1))})
+        self._steps = [step for step in even if step >= first_step] or [first_step]
         self._epsilons = [self._compute(steps) for steps in self._steps]
         for i in range(len(self._epsilons) - 1, 0, -1):  # two bounds may cross by their roundings
             self._epsilons[i - 1] = min(self._epsilons[i - 1], self._epsilons[i])

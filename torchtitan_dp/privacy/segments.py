@@ -51,6 +51,11 @@ class Segment:
             )
 
     @property
+    def terms(self) -> tuple[float, float, int]:
+        """The spending of one of these steps: noise multiplier, sample rate and projections."""
+        return self.noise_multiplier, self.sample_rate, self.projections
+
+    @property
     def least_noise(self) -> float:
         """Return the noise over the most that a unit can ever add: sigma, where norms are exact."""
         return self.noise_multiplier / largest_ratio(self.projections)

@@ -1,6 +1,7 @@
 """Take out of a private run what may be published, with its guarantee in words.
 
-    python -m torchtitan_dp.release RUN OUT [--stop_not_from_results] [--merged] [--no-ema]
+    python -m torchtitan_dp.release RUN OUT [--stop_not_from_results] [--lost_steps_not_seen]
+                                          [--merged] [--no-ema]
 
 RUN is the `job.dump_folder` of a private run. OUT, which must not exist yet, becomes a Hugging Face
 folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. Of a run with
@@ -12,7 +13,8 @@ process on the CPU, which holds the weights in fp32; the private records are not
 Guarantee:
     What OUT says is never less than what was spent: the terms are those of the ledger inside the
     checkpoint that the weights come from, and epsilon covers every step of `steps_executed.log` and
-    every step that was planned, unless the owner states that results did not decide when to stop.
+    every step that was planned, unless the owner states that neither results nor a clock decided
+    when to stop, or that nobody saw anything of lost steps.
     A run that is not private is refused, and so is one whose `privacy.json` is missing or
     disagrees with that ledger. It trusts the run's owner: who edits the checkpoint and the log as
     well is believed. Only the keys that `ledger.schema` calls released are published of the terms.
@@ -75,6 +77,7 @@ def release(
     out: str,
     *,
     stop_not_from_results: bool = False,
+    lost_steps_not_seen: bool = False,
     merge: bool = False,
     average: bool | None = None,
 ) -> dict[str, Any]:
@@ -82,7 +85,7 @@ def release(
 
     Args:
         merge: write whole weights where adapters were trained, as `lora.export = "merged"` does.
-        stop_not_from_results: as of `releasing.claims.claims`.
+        stop_not_from_results, lost_steps_not_seen: statements of the owner, for `claims.claims`.
         average: whether the average of weights is written; None: if the checkpoint holds one.
 
     Raises:
@@ -103,6 +106,7 @@ def release(
             checkpoint,
             read_ledger(checkpoint),
             stop_not_from_results=stop_not_from_results,
+            lost_steps_not_seen=lost_steps_not_seen,
         )
         average = _takes_average(checkpoint, average)
         args = check_model(config, decide_start(config))
@@ -291,8 +295,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--stop_not_from_results",
         action="store_true",
-        help="state, in the card too, that no result of a run that stopped early decided when to "
-        "stop: epsilon then leaves out the planned steps that were not taken",
+        help="state, in the card too, that neither results nor a clock (a time limit, a "
+        "preemption) decided when a run stopped early: epsilon then leaves out the planned steps "
+        "that were not taken",
+    )
+    parser.add_argument(
+        "--lost_steps_not_seen",
+        action="store_true",
+        help="state, in the card too, that nobody saw anything of the steps that crashes lost (no "
+        "checkpoint, no log): epsilon then leaves them out",
     )
     parser.add_argument(
         "--merged",
@@ -311,18 +322,26 @@ def main(argv: list[str]) -> None:
             options.run,
             options.out,
             stop_not_from_results=options.stop_not_from_results,
+            lost_steps_not_seen=options.lost_steps_not_seen,
             merge=options.merged,
             average=options.ema,
         )
     print("\n".join(_said(options.out, terms)), file=sys.stderr)
 
 
+_COUNTED = {
+    "planned_steps": "every step begun or planned",
+    "executed_steps": "every step begun",
+    "kept_and_planned_steps": "every step planned, without lost ones",
+    "kept_steps": "every step of these weights",
+}
+
+
 def _said(out: str, terms: dict[str, Any]) -> list[str]:
     """List what to tell the owner at the end."""
-    count = "begun" if terms["epsilon_counts"] == "executed_steps" else "begun or planned"
     return [
         f"released: {out}/ (epsilon = {rounded_up(terms['epsilon'])}, delta = {terms['delta']:g}; "
-        f"every step {count})",
+        f"{_COUNTED[terms['epsilon_counts']]})",
         f"          read {CARD_FILE} before you publish it, and fill in what only you know:",
         *(f"          - {item.title}" for item in OWNER_ITEMS),
     ]

@@ -127,11 +127,19 @@ to 10 reasonable, and above that weak.
 
 def _covers(terms: dict[str, Any]) -> str:
     """Say which steps the quoted epsilon is of."""
-    begun = f"all {terms['steps_executed']:,} steps that were ever begun"
-    if terms["epsilon_counts"] == "executed_steps":
-        return begun
-    left = max(terms["planned_steps"] - terms["steps"], 0)
-    return f"{begun}, and {left:,} that were planned" if left else begun
+    counts, steps, lost = terms["epsilon_counts"], terms["steps"], _lost(terms)
+    left = max(terms["planned_steps"] - steps, 0) if "planned" in counts else 0
+    parts = [f"the {steps:,} steps of these weights"]
+    if lost and not counts.startswith("kept"):
+        parts.append(f"{lost:,} for steps that crashes lost")
+    if left:
+        parts.append(f"{left:,} that were planned and not taken")
+    return ", ".join(parts)
+
+
+def _lost(terms: dict[str, Any]) -> int:
+    """Return how many steps count as lost."""
+    return int(terms["steps_executed"] - terms["steps"])
 
 
 def _unit(terms: dict[str, Any]) -> str:
@@ -201,7 +209,7 @@ def _computation(terms: dict[str, Any]) -> str:
 | noise safe in its low bits | {_yes(terms["secure_noise"])} (`privacy.secure_noise`) |
 | sum exact | {_yes(terms["exact_sum"])} (`privacy.exact_sum`) |
 | steps of these weights | {terms["steps"]:,} of {terms["planned_steps"]:,} planned |
-| steps ever begun | {terms["steps_executed"]:,}, those lost in a crash or repeated included |
+| steps lost in crashes | {_crashes(terms)} |
 | accountant | {accountant} |
 | program | torchtitan_dp {program["version"]}, commit {commit}{changed} |
 {_segments(terms)}
@@ -209,6 +217,16 @@ In each step every {unit} takes part with probability q; {_clipped(terms)}; nois
 standard deviation σC is added once to the sum, in every coordinate; and the sum is divided by a
 constant. {_again(terms)}
 """
+
+
+def _crashes(terms: dict[str, Any]) -> str:
+    """Say how many steps count as lost, and why that is no exact number."""
+    if not _lost(terms):
+        return "none"
+    return (
+        f"{_lost(terms):,} at most: each crash counts as {terms['lost_steps_block']:,}, since how "
+        "many it lost follows from how long steps took"
+    )
 
 
 def _clipping(terms: dict[str, Any]) -> str:

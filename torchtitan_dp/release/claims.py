@@ -1,25 +1,35 @@
 """What may be claimed of a checkpoint: its own ledger, `privacy.json` and the executed steps agree.
 
 Guarantee:
-    The returned terms are those of the ledger inside the checkpoint, at every step that the run
-    ever began; and, unless the owner states that results did not decide when to stop, at every step
-    that was planned. Disagreement is never settled: it is refused.
+    The returned terms are those of the ledger inside the checkpoint, and count every step that the
+    run ever began and every step that was planned, unless the owner states that neither results nor
+    a clock decided when to stop, or that nobody saw anything of lost steps. Disagreement is never
+    settled: it is refused. Nothing in the terms depends on how many steps each start took or lost.
 """
 
-import dataclasses
 from typing import Any
 
 from torchtitan_dp.checkpoint.verify import check_checkpoint, verify
-from torchtitan_dp.ledger import PRIVACY_FILE, Ledger, schema
-from torchtitan_dp.ledger.account import told_of
+from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
+from torchtitan_dp.ledger.account import released
 from torchtitan_dp.ledger.caveats import recorded
 from torchtitan_dp.ledger.files import read_published_fields
+from torchtitan_dp.privacy.segments import merged
 
-STATED = "the owner states that results did not decide when to stop"
+STOP_STATED = "the owner states that neither results nor a clock decided when to stop"
+LOST_STATED = (
+    "the owner states that nobody saw anything of the steps that were lost in crashes, which "
+    "epsilon therefore leaves out"
+)
 
 
 def claims(
-    run: str, checkpoint: str, ledger: Ledger, *, stop_not_from_results: bool = False
+    run: str,
+    checkpoint: str,
+    ledger: Ledger,
+    *,
+    stop_not_from_results: bool = False,
+    lost_steps_not_seen: bool = False,
 ) -> dict[str, Any]:
     """Return the terms that hold for the weights in the folder `checkpoint`: a `privacy.json`.
 
@@ -27,8 +37,11 @@ def claims(
         run: the folder that holds `privacy.json` and the executed steps.
         checkpoint: named `step-N`.
         ledger: that of the checkpoint.
-        stop_not_from_results: what the owner states of a run that stopped before its planned steps;
-            its epsilon then is of the steps that were begun.
+        stop_not_from_results: the owner states of a run that stopped before its planned steps that
+            neither results nor a clock decided when; epsilon then leaves out the planned steps that
+            were not taken.
+        lost_steps_not_seen: the owner states that nobody saw anything of lost steps; epsilon then
+            leaves them out.
 
     Raises:
         ValueError: one line for the user; the run is not private, or its files disagree.
@@ -48,31 +61,29 @@ def claims(
         raise ValueError(
             f"RUN = '{run}': {'; '.join(found.faults)}: restore its files as the run wrote them"
         )
-    account = found.ledger  # of the folder, which gives epsilon: its caveats, marks and budget hold
+    # The folder's account gives epsilon: its caveats, marks, budget and lost steps count.
+    account = found.ledger
     account.go_back_to(ledger)  # what is planned is planned from the released weights on
-    epsilon_executed, epsilon_planned = found.epsilon_executed, found.epsilon_planned
-    assert epsilon_executed is not None
-    assert epsilon_planned is not None
-    ledger.inherit(account)
-    ledger.settings = dataclasses.replace(ledger.settings, accountant=account.settings.accountant)
-    caveats = list(dict.fromkeys([*ledger.caveats, *found.caveats()]))
-    epsilon, steps = epsilon_planned, found.planned()
-    if stop_not_from_results:
-        epsilon, steps = epsilon_executed, found.executed()
-        if account.steps < account.planned_steps:
-            caveats.append(STATED)
-    return schema.assemble(
-        ledger,
-        {
-            "epsilon": epsilon,
-            "epsilon_counts": "executed_steps" if stop_not_from_results else "planned_steps",
-            "epsilon_planned": epsilon_planned,
-            "epsilon_executed": epsilon_executed,
-            "steps_executed": found.steps_executed,
-            "caveats": caveats,
-            **told_of(ledger, steps, epsilon),
-        },
-        release=True,
+    account.enter_lost(found.begun, account.crashes)
+    executed, planned = found.epsilon_executed, found.epsilon_planned
+    assert executed is not None
+    assert planned is not None
+    stated = [STOP_STATED] if stop_not_from_results and account.left else []
+    stated += [LOST_STATED] if lost_steps_not_seen and account.published_lost().steps else []
+    counts, steps = {
+        (False, False): ("planned_steps", account.planned()),
+        (True, False): ("executed_steps", list(merged(account.executed()))),
+        (False, True): ("kept_and_planned_steps", account.kept_and_planned()),
+        (True, True): ("kept_steps", list(merged(account.taken_in_all()))),
+    }[stop_not_from_results, lost_steps_not_seen]
+    return released(
+        account,
+        epsilon=account.compose(steps),
+        counts=counts,
+        steps=steps,
+        executed=executed,
+        planned=planned,
+        stated=stated,
     )
 
 

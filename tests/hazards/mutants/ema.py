@@ -1,4 +1,4 @@
-"""Faults of the average of weights: row 60."""
+"""Faults of the average of weights: row 68."""
 
 from tests.hazards.mutants.table import Mutant
 
@@ -15,16 +15,16 @@ _AVERAGE = (
 
 MUTANTS = [
     Mutant(
-        60,
+        68,
         "the average made before the noise is added",
         "train.py",
         _UPDATE + _AVERAGE,
         _AVERAGE + _UPDATE,
-        (f"{TRAINER}test_row60_the_average_follows_weights_that_are_noised",),
+        (f"{TRAINER}test_row68_the_average_follows_weights_that_are_noised",),
         quick=True,
     ),
     Mutant(
-        60,
+        68,
         "the average follows the sum without noise",
         "train.py",
         _UPDATE + _AVERAGE,
@@ -33,10 +33,10 @@ MUTANTS = [
         "            average.to_local().view(-1).sub_(total[name], alpha=lr)\n"
         "        self.dp_optimizer.step(total, self.noise_keys.take(self.step))\n"
         "        self.average.update(self.step)\n",
-        (f"{RUN}test_row60_each_average_follows_from_released_weights_alone",),
+        (f"{RUN}test_row68_each_average_follows_from_released_weights_alone",),
     ),
     Mutant(
-        60,
+        68,
         "the average is of the start as it was drawn",
         "models/ema.py",
         "        if self.updates == 0:\n",
@@ -45,7 +45,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        60,
+        68,
         "weights stay averages after a validation",
         "models/ema.py",
         "        finally:\n            self._swap()\n",
@@ -54,7 +54,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        60,
+        68,
         "another decay is not written down",
         "models/ema.py",
         "return not self.decays or self.decays[-1].decay != self._decay",
@@ -63,7 +63,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        60,
+        68,
         "a release takes the other weights",
         "release/__main__.py",
         "if average and parameter.requires_grad else",

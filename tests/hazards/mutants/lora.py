@@ -84,7 +84,7 @@ MUTANTS = [
         "columns = max(columns, rows)",
         (
             "hazards/test_audit.py::"
-            "test_row59_the_game_plays_with_estimates_on_any_mesh[32-hutchinson]",
+            "test_row67_the_game_plays_with_estimates_on_any_mesh[32-hutchinson]",
         ),
     ),
     Mutant(

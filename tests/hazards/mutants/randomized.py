@@ -1,4 +1,4 @@
-"""Faults of estimated norms: rows 1, 11, 13, 28, 35 and 59."""
+"""Faults of estimated norms: rows 1, 11, 13, 28, 35 and 67."""
 
 from tests.hazards.mutants.table import Mutant
 
@@ -6,9 +6,9 @@ ESTIMATES = "gradients/test_randomized_norm.py::"
 ACCOUNTS = "privacy/test_randomized.py::"
 TOLD = "hazards/test_randomized.py::"
 OWN = f"{ESTIMATES}test_row11_and_40_no_two_units_parameters_or_steps_share_projections[40]"
-OTHERS = f"{ESTIMATES}test_row59_a_units_projections_do_not_depend_on_who_else_is_drawn"
-IN_FRONT = f"{ESTIMATES}test_row49_and_59_an_empty_record_in_front_changes_no_bit[hutchinson]"
-MEAN = f"{ESTIMATES}test_row59_estimates_are_unbiased"
+OTHERS = f"{ESTIMATES}test_row67_a_units_projections_do_not_depend_on_who_else_is_drawn"
+IN_FRONT = f"{ESTIMATES}test_row49_and_67_an_empty_record_in_front_changes_no_bit[hutchinson]"
+MEAN = f"{ESTIMATES}test_row67_estimates_are_unbiased"
 
 WRONG = f"{ESTIMATES}test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_is_accounted_for"
 
@@ -24,7 +24,7 @@ MUTANTS = [
         (f"{ESTIMATES}test_every_mesh[(1, 1, 2)-2-one-{{}}-hutchinson]",),
     ),
     Mutant(
-        59,
+        67,
         "projections shared by samples",
         METHOD,
         "        return drawn_BN.unflatten(1, (rows, k))\n",
@@ -33,7 +33,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "projections numbered by slot",
         METHOD,
         "        self._positions = positions\n",
@@ -42,7 +42,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "projections numbered by slot in the step",
         METHOD,
         "        self._positions = positions\n",
@@ -50,7 +50,7 @@ MUTANTS = [
         (IN_FRONT,),
     ),
     Mutant(
-        59,
+        67,
         "positions forgotten",
         METHOD,
         "first_number(position, rows * k)",
@@ -59,7 +59,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "padding and the first unit share projections",
         METHOD,
         "    return (position + 1) * ",
@@ -68,34 +68,34 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "units whose projections overlap",
         METHOD,
         "-(-count // BLOCK) * BLOCK",
         "count // BLOCK * BLOCK",
-        (f"{ESTIMATES}test_row59_units_places_are_apart_and_within_what_generators_count_to[8]",),
+        (f"{ESTIMATES}test_row67_units_places_are_apart_and_within_what_generators_count_to[8]",),
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "a unit twice in a step",
         METHOD,
         "        self._met.update(units)\n",
         "        count = len(self._met)\n",
-        (f"{ESTIMATES}test_row59_no_unit_comes_twice_in_a_step_and_none_without_its_position",),
+        (f"{ESTIMATES}test_row67_no_unit_comes_twice_in_a_step_and_none_without_its_position",),
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "a step that numbers units by their place in a microbatch",
         "train.py",
         "part.positions_B.tolist()",
         "list(range(len(part.valid_B)))",
-        (f"{TOLD}test_row59_a_step_tells_methods_by_which_number_each_unit_was_drawn",),
+        (f"{TOLD}test_row67_a_step_tells_methods_by_which_number_each_unit_was_drawn",),
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "projections shared by parameters",
         METHOD,
         'name=f"{name}/{purpose}"',
@@ -104,7 +104,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "a sketch that is the tails projections",
         METHOD,
         'name=f"{name}/{purpose}"',
@@ -118,7 +118,7 @@ MUTANTS = [
         "train.py",
         "start_step(self.projection_keys.take(self.step))",
         "start_step(bytes(32))",
-        (f"{TOLD}test_row11_and_59_a_step_has_a_projection_key_of_its_own",),
+        (f"{TOLD}test_row11_and_67_a_step_has_a_projection_key_of_its_own",),
     ),
     Mutant(
         11,
@@ -130,7 +130,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "projections that are not scaled",
         METHOD,
         "std=1 / math.sqrt(k)",
@@ -139,7 +139,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "the head of hutch++ left out",
         METHOD,
         "(_squares(head_BPK) + _squares(y_BDK))",
@@ -148,7 +148,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "the head of hutch++ counted twice",
         METHOD,
         "y_BDK = y_BDK - basis_BDK @ (basis_BDK.mT @ y_BDK)",
@@ -174,20 +174,20 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "estimates accounted for as capped that are not",
         METHOD,
         "        self._largest_ratio = largest_ratio(0 if capped else projections)\n",
         "        self._largest_ratio = largest_ratio(projections)\n",
-        (f"{TOLD}test_row59_what_is_capped_is_what_is_accounted_as_exact[capped]",),
+        (f"{TOLD}test_row67_what_is_capped_is_what_is_accounted_as_exact[capped]",),
     ),
     Mutant(
-        59,
+        67,
         "all estimates accounted for as capped",
         "gradients/methods.py",
         'if estimated and terms.underestimates == "accounted" else 0',
         'if estimated and terms.underestimates == "both" else 0',
-        (f"{TOLD}test_row59_what_is_capped_is_what_is_accounted_as_exact[counted]",),
+        (f"{TOLD}test_row67_what_is_capped_is_what_is_accounted_as_exact[counted]",),
     ),
     Mutant(
         28,
@@ -199,15 +199,15 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "more projections accounted for than drawn",
         "ledger/settings.py",
         "        projections=projections,\n",
         "        projections=4 * projections,\n",
-        (f"{TOLD}test_row59_what_is_accounted_is_what_is_drawn[32-hutchinson]",),
+        (f"{TOLD}test_row67_what_is_accounted_is_what_is_drawn[32-hutchinson]",),
     ),
     Mutant(
-        59,
+        67,
         "estimated norms accounted for as exact",
         "privacy/pld.py",
         "    if k:\n",
@@ -216,7 +216,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "a whole gaussian of estimated norms",
         "privacy/segments.py",
         "        if q == 1 and sigma > 0 and k == 0:\n",
@@ -225,25 +225,25 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "steps to come accounted for as exact",
         "ledger/account.py",
         "            projections=settings.projections,\n",
         "",
-        (f"{TOLD}test_row59_steps_to_come_count_estimates",),
+        (f"{TOLD}test_row67_steps_to_come_count_estimates",),
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "segments accounted for as exact",
         "ledger/settings.py",
         "self.sample_rate, steps, self.projections)",
         "self.sample_rate, steps)",
-        (f"{TOLD}test_row59_every_epsilon_of_a_run_counts_estimates",),
+        (f"{TOLD}test_row67_every_epsilon_of_a_run_counts_estimates",),
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "noise searched for exact norms",
         "ledger/terms.py",
         "        projections=settings_of(config, units, 0.0).projections,\n",
@@ -251,27 +251,27 @@ MUTANTS = [
         (f"{TOLD}test_the_search_for_noise_in_a_plan_counts_estimates",),
     ),
     Mutant(
-        59,
+        67,
         "begun steps read as of exact norms",
         "ledger/files.py",
         "float(rate), int(projections)",
         "float(rate), 0",
-        (f"{TOLD}test_row46_and_59_begun_steps_are_read_with_their_norms",),
+        (f"{TOLD}test_row46_and_67_begun_steps_are_read_with_their_norms",),
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "a resume that changes projections",
         "ledger/settings.py",
         '    "projections": "privacy.projections",\n',
         "",
         (
-            f"{TOLD}test_row31_and_59_a_resume_that_changes_norms_is_refused_or_a_new_segment"
+            f"{TOLD}test_row31_and_67_a_resume_that_changes_norms_is_refused_or_a_new_segment"
             "[options2-privacy.projections = 64]",
         ),
     ),
     Mutant(
-        59,
+        67,
         "an envelope rounded down",
         "privacy/envelope.py",
         "    probabilities = np.concatenate([[1 - above[0]], above[:-1] - above[1:]])\n",
@@ -280,7 +280,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "an envelope without large ratios",
         "privacy/envelope.py",
         "    above = chdtr(projections, projections / values**2)",
@@ -289,7 +289,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "one direction of neighbours twice",
         "privacy/randomized.py",
         "PrivacyLossDistribution(present, absent)",
@@ -298,7 +298,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "per layer clipping of estimated norms",
         "config/conflicts.py",
         '            accounted and privacy.clipping != "flat",\n',
@@ -309,39 +309,39 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        59,
+        67,
         "capped norms told as exact",
         "ledger/settings.py",
         "        capped_projections=privacy.projections if estimated and not projections else 0,\n",
         "",
-        (f"{TOLD}test_row59_exact_and_capped_norms_may_take_each_others_place",),
+        (f"{TOLD}test_row67_exact_and_capped_norms_may_take_each_others_place",),
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "steps of exact norms told as of capped ones",
         "ledger/lineage.py",
         "        if now.same_segment(then):",
         "        if now.same_terms(then):",
-        (f"{TOLD}test_row59_exact_and_capped_norms_may_take_each_others_place",),
+        (f"{TOLD}test_row67_exact_and_capped_norms_may_take_each_others_place",),
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "a card that does not tell of capped norms",
         "release/card.py",
         '    if k := terms["capped_projections"]:\n',
         "    if k := 0:\n",
-        (f"{TOLD}test_row24_and_59_people_are_told_of_capped_norms",),
+        (f"{TOLD}test_row24_and_67_people_are_told_of_capped_norms",),
         quick=True,
     ),
     Mutant(
-        59,
+        67,
         "steps of segments that spend the same counted once",
         "ledger/starts.py",
         "found.get(which, 0) + taken",
         "taken",
-        (f"{TOLD}test_row24_and_59_people_are_told_of_capped_norms",),
+        (f"{TOLD}test_row24_and_67_people_are_told_of_capped_norms",),
         quick=True,
     ),
 ]

@@ -1,0 +1,235 @@
+"""The private logs of a folder: every step ever begun there, and every start that began to train.
+
+Guarantee:
+    `steps_executed.log` has a line, synced before the update, for every step ever begun in this
+    folder, with its noise, rate and start: lost and abandoned ones too. `starts.log` has a line,
+    synced before the first draw, for every start, and one for each end at which all of its steps
+    were saved. Nothing in either is computed from the content of records; but how many steps a
+    start took follows from how long they took, so neither is ever published.
+"""
+
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterable
+
+from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.steps import (
+    NamedStep,
+    new_name,
+    step_name,
+    step_names,
+    terms_of,
+    worst_terms,
+)
+from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.process import Fault, private_opener
+
+EXECUTED_FILE = "steps_executed.log"
+STARTS_FILE = "starts.log"
+_TORN = "torn"
+_NAMED = "="  # before the name of a step itself, where its start is not known
+
+
+class ExecutedSteps:
+    """Every step begun in a folder, a line `step sigma rate start` each, appended only.
+
+    The line of a step of estimated norms ends in the number of projections. A step that was begun
+    elsewhere, and is known from its checkpoint, has the number 0 and `=name` for a start.
+    """
+
+    def __init__(self, folder: str) -> None:
+        """Read the files, if there are any.
+
+        Raises:
+            ValueError: if a file is not one of ours.
+        """
+        self._start = new_name()
+        self._folder = folder
+        self._path = os.path.join(folder, EXECUTED_FILE)
+        self._begun: dict[NamedStep, None] = {}  # in their order
+        self._taken: Counter[str] = Counter()  # steps by start
+        self._adopted = 0  # of all, steps of checkpoints that came without their log
+        self._torn = 0  # lines whose terms were lost: counted on the worst terms
+        self._torn_name = ""  # of their own in each folder: copies may tear at different steps
+        self._tail_is_torn = False
+        self._size = 0  # in bytes, as this object read or left it
+        if os.path.exists(self._path):
+            self._read()
+        self._unended = _unended_starts(os.path.join(folder, STARTS_FILE))
+
+    @property
+    def count(self) -> int:
+        """The number of steps ever begun."""
+        return len(self._begun) + self._torn
+
+    @property
+    def crashes(self) -> int:
+        """The number of starts that began to train and did not end with all of their steps saved,
+        without the present one."""
+        return len(self._unended - {self._start})
+
+    def new_start(self) -> str:
+        """Draw the name of the steps that begin from now on: at each start, and at each load."""
+        self._start = new_name()
+        return self._start
+
+    def begin_start(self) -> None:
+        """Record, durably, that this start is about to draw its first units. Call on one rank."""
+        self._unended.add(self._start)
+        self._append_start("begin")
+
+    def end_start(self) -> None:
+        """Record that this start ends with all of its steps saved. Call on one rank."""
+        self._unended.discard(self._start)
+        self._append_start("end")
+
+    def begin(self, step: int, settings: Settings) -> None:
+        """Record, durably, that `step`'s update is about to happen. Call on one rank."""
+        number = self._taken[self._start] + 1
+        begun = NamedStep(step_name(self._start, number), *terms_of(settings))
+        self._append_steps(step, [(self._start, begun)])
+        self._taken[self._start] = number
+
+    def adopt(self, lineage: Iterable[NamedStep]) -> None:
+        """Add the steps of a checkpoint that came without (all of) its log. Call on one rank."""
+        missing = [(_NAMED + step.name, step) for step in lineage if step not in self._begun]
+        if missing:
+            self._append_steps(0, missing)
+
+    def unlogged(self, lineage: Iterable[NamedStep]) -> int:
+        """Count the steps of a lineage that were taken elsewhere, without a line here before them.
+
+        More may have been begun there, and lost. A torn line may stand for one of them.
+        """
+        return max(self._adopted + self.missing(lineage) - self._torn, 0)
+
+    def missing(self, lineage: Iterable[NamedStep]) -> int:
+        """Count the steps of a lineage that have no line here."""
+        return sum(step not in self._begun for step in lineage)
+
+    def begun(self, settings: Settings) -> list[NamedStep]:
+        """Return all steps ever begun.
+
+        Torn lines are taken for steps of a start of their own, on the worst of all known terms and
+        of `settings`.
+        """
+        found = list(self._begun)
+        worst = worst_terms({terms_of(settings), *(step.terms for step in found)})
+        torn = step_names(self._torn_name, self._torn)
+        return [*found, *(NamedStep(name, *worst) for name in torn)]
+
+    def spare(self, steps: Segment) -> list[NamedStep]:
+        """Name steps that were never begun, the same ones each time; nobody else can name them."""
+        secret = f"spare {next(iter(self._taken), self._start)}"
+        return [NamedStep(name, *steps.terms) for name in step_names(secret, steps.steps)]
+
+    def _append_start(self, what: str) -> None:
+        """Write and sync a line; on a new one, whatever a crash has left of the line before."""
+        path = os.path.join(self._folder, STARTS_FILE)
+        _append(path, f"\n{what} {self._start}\n".encode())
+
+    def _append_steps(self, step: int, steps: list[tuple[str, NamedStep]]) -> None:
+        """Write and sync a line for each step; `step` is 0 where it was begun elsewhere."""
+        lines = ""
+        for start, taken in steps:
+            sigma, rate, k = taken.terms
+            lines += f"{step} {sigma!r} {rate!r} {start}{f' {k}' if k else ''}\n"
+        # A torn last line was begun too, and must neither swallow the next nor pass for whole.
+        content = (f" {_TORN}\n" * self._tail_is_torn + lines).encode()
+        _append(self._path, content, expected_size=self._size)
+        self._tail_is_torn = False
+        self._size += len(content)
+        self._begun.update((taken, None) for _, taken in steps)
+        self._adopted += len(steps) * (step == 0)
+
+    def _read(self) -> None:
+        """Read all lines, and count those that were torn by a crash."""
+        with open(self._path, "rb") as file:
+            content = file.read()
+        self._size = len(content)
+        self._tail_is_torn = content != b"" and not content.endswith(b"\n")
+        lines = content.decode("ascii", errors="replace").splitlines()
+        last_torn = 0
+        for number, line in enumerate(lines, start=1):
+            if line.endswith(_TORN) or (self._tail_is_torn and number == len(lines)):
+                self._torn += 1
+                last_torn = number
+            else:
+                self._read_step(line, number)
+        if last_torn:
+            so_far = "\n".join(lines[:last_torn]).removesuffix(f" {_TORN}")
+            so_far = os.path.realpath(self._path) + so_far
+            self._torn_name = f"{_TORN} {hashlib.sha256(so_far.encode()).hexdigest()[:16]}"
+
+    def _read_step(self, line: str, number: int) -> None:
+        """Add the step of a line; raise ValueError, with the line's number, if it is none."""
+        try:
+            step, sigma, rate, start, *rest = line.split()
+            (projections,) = rest or ("0",)
+            terms = float(sigma), float(rate), int(projections)
+            self._adopted += int(step) == 0
+        except ValueError:
+            raise ValueError(
+                f"{self._path}, line {number}: '{line[:40]}' is no step; restore the file, or use "
+                "another job.dump_folder"
+            ) from None
+        if start.startswith(_NAMED):
+            name = start.removeprefix(_NAMED)
+        else:
+            self._taken[start] += 1
+            name = step_name(start, self._taken[start])
+        self._begun[NamedStep(name, *terms)] = None
+
+
+def _unended_starts(path: str) -> set[str]:
+    """Return the starts that `starts.log` has a beginning of, and no end.
+
+    Anything else there is a line that a crash has torn, and counts as a start that has not ended.
+    """
+    unended: set[str] = set()
+    if not os.path.exists(path):
+        return unended
+    with open(path, encoding="ascii", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            match line.split():
+                case []:
+                    pass
+                case ["begin", name]:
+                    unended.add(name)
+                case ["end", name]:
+                    unended.discard(name)
+                case _:
+                    unended.add(f"line {number}")
+    return unended
+
+
+def _append(path: str, content: bytes, expected_size: int | None = None) -> None:
+    """Append to a private file and sync it, and its folder if it is new.
+
+    Raises:
+        Fault: the file has another size than expected.
+    """
+    is_new = not os.path.exists(path)
+    with open(path, "ab", opener=private_opener) as file:
+        # The lock was removed, or is none.
+        if expected_size not in (None, os.fstat(file.fileno()).st_size):
+            raise Fault(
+                f"{path} was changed since this run read it: another run writes to the "
+                "same job.dump_folder, or the file was edited; end the other run, and start "
+                "this one again"
+            )
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    if is_new:
+        _sync_folder(os.path.dirname(path))
+
+
+def _sync_folder(folder: str) -> None:
+    """Sync a folder: a new file's name is on disk only when its folder is."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
