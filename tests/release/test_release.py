@@ -171,7 +171,7 @@ def test_lost_steps_are_claimed(run, tmp_path):
     before = privacy(run)["epsilon_executed"]
     lose_steps(run, 3)
     terms = release(str(run), str(tmp_path / "out"))
-    # By blocks of checkpoint.interval = 2 steps: how many were lost follows from how long they took.
+    # By blocks of checkpoint.interval = 2 steps: the exact number follows from how long they took.
     assert (terms["steps"], terms["steps_executed"]) == (4, 8)
     assert terms["epsilon_executed"] > before
     assert terms == privacy(tmp_path / "out")

@@ -53,7 +53,9 @@ class StopRequest:
     def is_agreed(self, device: torch.device) -> bool:
         """Tell whether any rank was asked; the same on all. Collective: one number over the world.
 
-        It depends on signals alone, never on records.
+        It depends on signals alone. Where a clock sends them, the step at which a run stops follows
+        from how long steps take, and so from the lengths of records: `ledger.steps` keeps that out
+        of `privacy.json`, and `ledger.caveats` out of the claims of a run that ended there.
         """
         asked = torch.tensor(float(self._asked.is_set()), device=device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)

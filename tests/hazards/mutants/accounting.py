@@ -13,7 +13,7 @@ ACCOUNTING = "privacy/accounting.py"
 MEANING, MEANS = "privacy/meaning.py", "privacy/test_meaning.py::"
 ONE_STEP = f"{MEANS}test_one_step_against_neyman_and_pearson_in_closed_form"
 LIBRARYS = f"{MEANS}test_the_profile_is_the_librarys_in_both_directions"
-FILES, ACCOUNT = "ledger/files.py", "ledger/account.py"
+FILES, EXECUTED = "ledger/files.py", "ledger/executed.py"
 LINEAGE, TERMS = "ledger/lineage.py", "ledger/terms.py"
 SCHEMA, SETTINGS = "ledger/schema.py", "ledger/settings.py"
 TORN = f"{LEDGER_TEST}test_a_torn_line_was_begun_too_and_on_the_worst_terms[10 1.0 0.01 0f]"
@@ -262,34 +262,34 @@ MUTANTS = [
     Mutant(
         46,
         "a lost steps count replaced",
-        FILES,
-        'open(self._path, "ab", opener=private_opener)',
-        'open(self._path, "wb", opener=private_opener)',
+        EXECUTED,
+        'open(path, "ab", opener=private_opener)',
+        'open(path, "wb", opener=private_opener)',
         (f"{LEDGER_TEST}test_every_step_ever_begun_is_counted",),
         quick=True,
     ),
     Mutant(
         46,
         "a step not synced",
-        FILES,
-        "            file.flush()\n            os.fsync(file.fileno())\n        if is_new:\n",
-        "            file.flush()\n        if is_new:\n",
+        EXECUTED,
+        "        file.flush()\n        os.fsync(file.fileno())\n    if is_new:\n",
+        "        file.flush()\n    if is_new:\n",
         (f"{LEDGER_TEST}test_a_step_is_on_disk_before_its_update",),
         quick=True,
     ),
     Mutant(
         46,
         "a torn line lost",
-        FILES,
-        "return self._begun.total() + self._torn\n",
-        "return self._begun.total()\n",
+        EXECUTED,
+        "return len(self._begun) + self._torn\n",
+        "return len(self._begun)\n",
         (TORN,),
         quick=True,
     ),
     Mutant(
         46,
         "a torn line passes for whole",
-        FILES,
+        EXECUTED,
         "line.endswith(_TORN) or (self._tail_is_torn and number == len(lines))",
         "line.endswith(_TORN)",
         (TORN,),
@@ -298,16 +298,16 @@ MUTANTS = [
     Mutant(
         46,
         "a torn line swallows the next",
-        FILES,
-        "* self._tail_is_torn + line).encode()\n",
-        "* False + line).encode()\n",
+        EXECUTED,
+        "* self._tail_is_torn + lines).encode()\n",
+        "* False + lines).encode()\n",
         (TORN,),
         quick=True,
     ),
     Mutant(
         46,
         "a torn line on the best noise",
-        "ledger/starts.py",
+        "ledger/steps.py",
         "return min(noise), max(rates), min(",
         "return max(noise), max(rates), min(",
         (TORN,),
@@ -316,7 +316,7 @@ MUTANTS = [
     Mutant(
         46,
         "a torn line on the lowest rate",
-        "ledger/starts.py",
+        "ledger/steps.py",
         "min(noise), max(rates), min(",
         "min(noise), min(rates), min(",
         (TORN,),
@@ -325,19 +325,19 @@ MUTANTS = [
     Mutant(
         46,
         "a steps own terms forgotten",
-        FILES,
-        "        terms = settings.noise_multiplier, settings.sample_rate\n",
-        "        terms = next((key[1:3] for key in self._begun), "
-        "(settings.noise_multiplier, settings.sample_rate))\n",
+        EXECUTED,
+        "        begun = NamedStep(step_name(self._start, number), *terms_of(settings))\n",
+        "        terms = next((step.terms for step in self._begun), terms_of(settings))\n"
+        "        begun = NamedStep(step_name(self._start, number), *terms)\n",
         (TORN,),
         quick=True,
     ),
     Mutant(
         46,
         "fewer executed than the lineage",
-        ACCOUNT,
-        "        begun = [*own, *executed.begun(ledger.settings)]",
-        "        begun = executed.begun(ledger.settings)",
+        LINEAGE,
+        "        steps = len({*begun, *lineage}) - len(lineage)\n",
+        "        steps = len(begun) - len(lineage)\n",
         (f"{LEDGER_TEST}test_executed_steps_are_never_fewer_than_the_lineages",),
         quick=True,
     ),
@@ -353,8 +353,8 @@ MUTANTS = [
         46,
         "each rank its own ledger",
         "train.py",
-        "Ledger.from_json(broadcast_from_rank0(self.ledger.to_json()))\n",
-        "Ledger.from_json(self.ledger.to_json())\n",
+        "Ledger.from_json(broadcast_from_rank0(ledger.to_json()))\n",
+        "Ledger.from_json(ledger.to_json())\n",
         ("distributed/test_agreement.py::test_ranks_keep_one_ledger",),
     ),
 ]

@@ -6,9 +6,9 @@ LEDGER_TEST = "ledger/test_ledger.py::"
 LEDGERS = "hazards/test_ledgers.py::"
 COMMAND = "ledger/test_command.py::"
 
-LINEAGE, ACCOUNT = "ledger/lineage.py", "ledger/account.py"
+LINEAGE = "ledger/lineage.py"
 INITIAL, TERMS = "ledger/initial.py", "ledger/terms.py"
-FILES, STARTS = "ledger/files.py", "ledger/starts.py"
+EXECUTED, STEPS = "ledger/executed.py", "ledger/steps.py"
 
 MUTANTS = [
     Mutant(
@@ -114,7 +114,7 @@ MUTANTS = [
         45,
         "an ancestors steps forgotten",
         LINEAGE,
-        "    return [stretch for ancestor in ancestors for stretch in ancestor.taken()]\n",
+        "    return [step for ancestor in ancestors for step in ancestor.taken()]\n",
         "    return []\n",
         (f"{LEDGER_TEST}test_what_ancestors_spent_is_included",),
         quick=True,
@@ -122,9 +122,9 @@ MUTANTS = [
     Mutant(
         45,
         "an ancestors steps forgotten as the run goes on",
-        ACCOUNT,
-        "        self._lineage, self._begun = union([*before, *own]), ",
-        "        self._lineage, self._begun = union(own), ",
+        LINEAGE,
+        "        return union([*self.taken_before(), *self.taken()])\n",
+        "        return union(self.taken())\n",
         (f"{LEDGER_TEST}test_what_ancestors_spent_is_included",),
         quick=True,
     ),
@@ -164,16 +164,16 @@ MUTANTS = [
     Mutant(
         46,
         "steps of two starts taken for the same",
-        STARTS,
-        "        return self.start, self.noise_multiplier, self.sample_rate, self.projections\n",
-        '        return "", self.noise_multiplier, self.sample_rate, self.projections\n',
-        (f"{LEDGER_TEST}test_steps_of_one_start_count_once_and_others_add_up",),
+        STEPS,
+        'hashlib.sha256(f"{start} {number}".encode())',
+        'hashlib.sha256(f"{number}".encode())',
+        (f"{LEDGER_TEST}test_a_step_counts_once_and_others_add_up",),
         quick=True,
     ),
     Mutant(
         46,
         "a load goes on with the steps of the start before",
-        FILES,
+        EXECUTED,
         "        self._start = new_name()\n        return self._start\n",
         "        return self._start\n",
         (f"{LEDGER_TEST}test_each_load_is_a_start_of_its_own",),
@@ -183,16 +183,16 @@ MUTANTS = [
         46,
         "a log that lost lines accepted",
         TERMS,
-        "    if begun < told:\n",
-        "    if begun < 0:\n",
+        "    if executed.missing(ledger.taken()) or ",
+        "    if ",
         (f"{COMMAND}test_a_log_that_lost_lines_is_refused",),
     ),
     Mutant(
         46,
         "a checkpoint's steps not entered into a log that lacks them",
-        FILES,
-        "            if missing > 0:\n",
-        "            if missing < 0:\n",
+        EXECUTED,
+        "        if missing:\n            self._append_steps",
+        "        if not missing:\n            self._append_steps",
         (f"{LEDGER_TEST}test_a_checkpoint_without_its_log_brings_its_steps",),
         quick=True,
     ),
@@ -225,16 +225,16 @@ MUTANTS = [
     Mutant(
         46,
         "two runs write one log",
-        FILES,
-        "            if os.fstat(file.fileno()).st_size != self._size:",
-        "            if False:",
+        EXECUTED,
+        "        if expected_size not in (None, os.fstat(file.fileno()).st_size):",
+        "        if False:",
         (f"{LEDGER_TEST}test_a_log_that_another_run_writes_to_is_not_written_on",),
         quick=True,
     ),
     Mutant(
         46,
         "torn lines of two copies taken for one",
-        FILES,
+        EXECUTED,
         "            so_far = os.path.realpath(self._path) + so_far\n",
         "",
         (f"{LEDGER_TEST}test_a_torn_line_has_one_name_in_a_folder_and_another_in_each_copy",),

@@ -52,8 +52,9 @@ MUTANTS = [
         24,
         "the datas fingerprint published",
         "ledger/files.py",
-        "    text = json.dumps(content, indent=2)",
-        '    text = json.dumps({**content, "records": read_fingerprint(folder)}, indent=2)',
+        "os.path.join(folder, PRIVACY_FILE), to_bytes(content))",
+        "os.path.join(folder, PRIVACY_FILE), "
+        'to_bytes({**content, "records": read_fingerprint(folder)}))',
         ("ledger/test_ledger.py::test_fingerprint_is_not_published",),
         quick=True,
     ),

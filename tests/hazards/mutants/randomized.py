@@ -253,7 +253,7 @@ MUTANTS = [
     Mutant(
         67,
         "begun steps read as of exact norms",
-        "ledger/files.py",
+        "ledger/executed.py",
         "float(rate), int(projections)",
         "float(rate), 0",
         (f"{TOLD}test_row46_and_67_begun_steps_are_read_with_their_norms",),
@@ -338,9 +338,9 @@ MUTANTS = [
     Mutant(
         67,
         "steps of segments that spend the same counted once",
-        "ledger/starts.py",
-        "found.get(which, 0) + taken",
-        "taken",
+        "ledger/steps.py",
+        "for s in segments for _ in range(s.steps)]",
+        "for s in segments[:1] for _ in range(sum(s.steps for s in segments))]",
         (f"{TOLD}test_row24_and_67_people_are_told_of_capped_norms",),
         quick=True,
     ),

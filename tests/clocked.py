@@ -1,0 +1,41 @@
+"""Runs one job of a scheduler under a fake clock, which advances by the tokens that are trained on.
+
+In a process that `tests.forks` has forked for it, as `tests.neighbours` does.
+"""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torchtitan_dp.train as train
+from tests import neighbours
+
+CRASH = 137
+
+
+def job(_connection: Any, argv: list[str], log: Path, limit: int, crashes_at: int | None) -> None:
+    """Train until the end, or until the clock shows `limit`, which asks for a stop, or a crash."""
+
+    class Clocked(train.DPTrainer):
+        """A trainer whose steps take as long as their samples are."""
+
+        shown, started = 0, False
+
+        def accumulate(self, microbatch: Any, statistics: Any) -> None:
+            super().accumulate(microbatch, statistics)
+            self.shown += microbatch.labels_BT.numel()
+            if crashes_at is not None and self.started and self.shown >= crashes_at:
+                os._exit(CRASH)
+
+        def should_continue_training(self) -> bool:
+            if self.shown >= limit:
+                self.stop._asked.set()  # as STOP_SIGNAL does
+            return super().should_continue_training()
+
+        def batch_generator(self, data_iterable: Any) -> Any:
+            feed = super().batch_generator(data_iterable)
+            self.shown, self.started = 0, True  # rehearsals are alike
+            return feed
+
+    train.DPTrainer = Clocked  # type: ignore[misc]
+    os._exit(neighbours.ended(argv, None, True, log))

@@ -1,0 +1,84 @@
+"""Hazard 59: a clock decides how many steps a job takes, records' lengths how long each one takes.
+
+Two neighbours of 20 text files: the last one is empty, or long. Each is trained by jobs of a
+scheduler with the same time limit, of which the first one crashes, until all steps are taken.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import clocked, forks
+from tests.hazards.test_crashes import LONG, records
+from tests.launch import arguments
+from torchtitan_dp.release.__main__ import release
+
+STEPS = 8
+LIMIT, CRASH = 2_600, 2_200  # tokens: six steps without the long record, two with it
+pytestmark = pytest.mark.slow
+
+
+def trained(root: Path, name: str, last: str) -> tuple[Path, int]:
+    """The folder of a run that took all of its steps, and the number of jobs that this took."""
+    data, out = records(root / name, last), root / f"out_{name}"
+    argv = arguments(
+        out,
+        data,
+        "--training.seq_len=2048",
+        "--training.global_batch_size=19",
+        f"--training.steps={STEPS}",
+        "--checkpoint.interval=4",
+        "--metrics.no-enable_tensorboard",
+        "--parallelism.context_parallel_degree=1",
+    )
+    for job in range(1, 2 * STEPS):
+        log = root / f"{name}_{job}.log"
+        code = forks.Process(clocked.job, argv, log, LIMIT, CRASH if job == 1 else None).wait()
+        assert code == (clocked.CRASH if job == 1 else 0), log.read_text(errors="replace")
+        if json.loads((out / "privacy.json").read_text())["steps"] == STEPS:
+            return out, job
+    raise AssertionError("it never ended")
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> dict[str, tuple[Path, int]]:
+    root = tmp_path_factory.mktemp("clocks")
+    return {name: trained(root, name, last) for name, last in (("A", ""), ("B", LONG))}
+
+
+def without_names(terms: dict[str, Any]) -> dict[str, Any]:
+    """A `privacy.json` without what is drawn at random."""
+    assert len(terms.pop("step_names").split()) == terms["steps"]
+    terms.pop("run")
+    return terms
+
+
+def test_row59_the_clock_did_decide(runs):
+    """What the tests below would not see otherwise."""
+    logs = [(out / "steps_executed.log").read_text().splitlines() for out, _ in runs.values()]
+    per_start = [[line.split()[3] for line in log] for log in logs]
+    counts = [[log.count(start) for start in dict.fromkeys(log)] for log in per_start]
+    assert counts[0] != counts[1]
+    assert runs["A"][1] < runs["B"][1]
+    assert len(logs[0]) != len(logs[1])  # the crash lost steps of one of them
+
+
+def test_row59_privacy_json_does_not_tell_one_from_the_other(runs):
+    one, other = (
+        without_names(json.loads((out / "privacy.json").read_text())) for out, _ in runs.values()
+    )
+    assert one == other
+    assert one["steps_executed"] == STEPS + 4  # the crash counts as checkpoint.interval
+
+
+@pytest.mark.parametrize("seen", [True, False])
+def test_row59_nor_does_a_release(runs, seen, tmp_path):
+    cards, terms = [], []
+    for name, (out, _) in runs.items():
+        released = tmp_path / name
+        terms.append(without_names(release(str(out), str(released), lost_steps_not_seen=not seen)))
+        cards.append((released / "README.md").read_text())
+    assert terms[0] == terms[1]
+    assert cards[0] == cards[1]
