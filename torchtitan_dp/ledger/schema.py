@@ -56,8 +56,8 @@ KEYS = (
         _NUMBER | None,
         _ACCOUNT,
         "The ε of these weights; null if they are not private. In a run's own folder: of every "
-        "step of their lineage, if neither results nor a clock decided when to stop. In a release: the ε that "
-        "its model card quotes.",
+        "step of their lineage, if neither results nor a clock decided when to stop. In a release: "
+        "the ε that its model card quotes.",
     ),
     Key(
         "epsilon_counts",
