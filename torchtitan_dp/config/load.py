@@ -26,6 +26,7 @@ from torchtitan.config import JobConfig as TorchTitanJobConfig
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check, resolve_degrees, resolve_gradient_method
+from torchtitan_dp.config.units import resolve_sampling
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -72,6 +73,7 @@ def _checked(config: Any, world_size: int) -> JobConfig:
     """Return a configuration of the right types with `auto` and -1 resolved, if it can work."""
     resolve_degrees(config, world_size)
     resolve_gradient_method(config)
+    resolve_sampling(config)
     check(config, world_size)
     return config
 

@@ -397,4 +397,22 @@ MUTANTS = [
         (f"{LOADER}test_row43_a_format_says_whether_one_record_more_renames_others[jsonl]",),
         quick=True,
     ),
+    Mutant(
+        60,
+        "a file in no folder is trained on",
+        "data/text_records.py",
+        "        return self._by_folder and _folder(self._files.name(index)) is None\n",
+        "        return False\n",
+        (f"{LOADER}test_row60_a_file_in_no_folder_reads_as_nothing",),
+        quick=True,
+    ),
+    Mutant(
+        60,
+        "files in no folder are not counted",
+        "data/units.py",
+        "        self.unnamed = len(index.members) - index.named\n",
+        "        self.unnamed = 0\n",
+        (f"{LOADER}test_row60_a_file_in_no_folder_reads_as_nothing",),
+        quick=True,
+    ),
 ]
