@@ -132,17 +132,17 @@ def _refuse_delta(config: JobConfig, units: int) -> list[str]:
             f"{word}s"
         )
     if _reaches(delta, most):
-        raise ValueError(f"privacy.delta = {delta!r}: at least {source}, {_outright(word)}")
+        raise ValueError(f"privacy.delta = {delta:g}: at least {source}, {_outright(word)}")
     warnings = []
     if not _reaches(most / 10, delta):
-        warnings.append(f"privacy.delta = {delta!r}: above a tenth of {source}, {_chance(delta)}")
+        warnings.append(f"privacy.delta = {delta:g}: above a tenth of {source}, {_chance(delta)}")
     if rate is not None:
         if _reaches(delta, 1 / units):
             problem = f"at least {counted}, {_outright(word)}"
-            warnings.append(f"not private: privacy.delta = {delta!r}: {problem}")
+            warnings.append(f"not private: privacy.delta = {delta:g}: {problem}")
         elif not warnings and not _reaches(1 / units / 10, delta):
             problem = f"above a tenth of {counted}, {_chance(delta)}"
-            warnings.append(f"not private: privacy.delta = {delta!r}: {problem}")
+            warnings.append(f"not private: privacy.delta = {delta:g}: {problem}")
     return warnings
 
 
