@@ -339,6 +339,23 @@ def test_a_tokenizer_larger_than_the_vocabulary(tmp_path, data, capsys):
 
 
 @pytest.mark.parametrize(
+    "fields, sampling, long_records",
+    [
+        ((), "concat", "head"),
+        (("--data.unit_field=who",), "concat", "window"),
+        (("--data.prompt_field=q",), "concat", "head"),
+        (("--data.unit_field=who", "--data.prompt_field=q"), "random", "head"),
+        (("--data.unit_field=who", "--data.messages_field=m"), "random", "head"),
+        (("--data.unit_field=who", "--data.unit_sampling=random"), "random", "window"),
+        (("--data.unit_field=who", "--data.long_records=head"), "concat", "head"),
+    ],
+)
+def test_units_are_read_whole_by_default(tmp_path, data, fields, sampling, long_records):
+    config = load_config(arguments(tmp_path / "out", data, *fields), 2)
+    assert (config.data.unit_sampling, config.data.long_records) == (sampling, long_records)
+
+
+@pytest.mark.parametrize(
     "text, named",
     [
         ("[privacy]\ndelat = 1e-5", "privacy.delat: unknown key"),

@@ -99,6 +99,13 @@ def test_lines_without_a_unit_are_counted_with_what_follows(tmp_path: Path) -> N
         )
 
 
+def test_units_that_are_held_out_are_not_those_of_q(tmp_path: Path) -> None:
+    rows = [*NOTES, *({"note": "x"} for _ in range(40))]
+    found = opened(tmp_path, rows, unit_field="patient_id", heldout_fraction=0.5)
+    assert len(found.heldout) > 0
+    assert found.warnings[0].endswith(f"are against {len(found.train)} units")
+
+
 def test_a_unit_that_is_a_number_with_a_point_is_named(tmp_path: Path) -> None:
     rows = [{"patient_id": 12.0, "note": "x"}] * 3
     message = refusal(tmp_path, rows, unit_field="patient_id")

@@ -104,9 +104,9 @@ def test_a_text_field_that_no_line_has_is_refused_by_plan_start_and_resume(
     assert NONE in refused(tmp_path, capsys, "--data.text_field=text")
 
 
-def begun(root: Path) -> None:
+def begun(root: Path, *overrides: str) -> None:
     """Leave what a run leaves that was killed after its first step."""
-    config = load_config(command(root, *with_sigma(1)), 1)
+    config = load_config(command(root, *with_sigma(1), *overrides), 1)
     records, out = open_records(config), str(root / "out")
     os.makedirs(out, exist_ok=True)
     ledger = make_plan(config, len(records.train)).ledger
@@ -159,6 +159,16 @@ def test_a_start_without_a_step_binds_the_folder_to_nothing(tmp_path: Path) -> N
     (out / "checkpoint/step-1/.metadata").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"^training\.dataset_path: the records are not those"):
         check_run(load_config(command(tmp_path, *with_sigma(1), "--checkpoint.no-enable"), 1))
+
+
+def test_a_run_from_before_units_were_read_by_windows_goes_on(tmp_path: Path) -> None:
+    """How a unit's sample is taken is no term of epsilon: an older run's folder is not refused."""
+    write(tmp_path / "notes.jsonl", NOTES)
+    before = ("--data.unit_field=who", "--data.long_records=head", *with_sigma(1))
+    begun(tmp_path, *before)
+    now = load_config(command(tmp_path, "--data.unit_field=who", *with_sigma(1)), 1)
+    assert now.data.long_records == "window"
+    assert check_run(now).plan is not None
 
 
 UNIT = "--data.unit_field=who"

@@ -123,7 +123,7 @@ class Records:
             "data.messages_field": messages_field,
             "data.verify_records": "contents" if contents else "drawn",
         }
-        told = warnings(store, facts, units, unit_field, wanted, census)
+        told = warnings(store, facts, units, unit_field, wanted, census, len(train))
         return cls(store, units, train, heldout, fingerprint, settings, read_as, told)
 
     def token_cache(

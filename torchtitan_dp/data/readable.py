@@ -101,10 +101,12 @@ def warnings(
     unit_field: str | None,
     wanted: tuple[Wanted, ...],
     census: Census | None,
+    trained: int,
 ) -> tuple[str, ...]:
     """Say which records read as nothing, and why. NOT PRIVATE: for `console.warn` alone.
 
     Args:
+        trained: the number of units to train on.
         census: of a format with fields.
     """
     found = [] if census is None else _of_lines(wanted, census, len(store))
@@ -117,7 +119,7 @@ def warnings(
             lack += f" ({census.pointed} hold a number with a point, as {census.example})"
         found.append(
             f"{what} {lack}: each is a unit of its own that contributes nothing, and counts in "
-            f"the number of units, so that q and the delta check are against {len(units)} units"
+            f"the number of units, so that q and the delta check are against {trained} units"
         )
     return tuple(found)
 
