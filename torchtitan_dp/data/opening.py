@@ -24,7 +24,8 @@ from torchtitan_dp.data.token_cache import TokenCache
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import Units, open_units, word
 
-_LOOSE = "files in no folder read as nothing"  # in place of: as any other
+_LOOSE = "files in no folder read as nothing"
+"""Part of the key of token ids: ids that were kept when such files were still read are not used."""
 
 
 @dataclass(frozen=True)
