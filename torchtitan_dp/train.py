@@ -31,7 +31,7 @@ from torchtitan.train import Trainer
 
 from torchtitan_dp.baseline import BaselineTrainer
 from torchtitan_dp.checkpoint.manager import Checkpointer
-from torchtitan_dp.checkpoint.start import Start, decide_start, plan_start
+from torchtitan_dp.checkpoint.start import Start, check_records, decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import load_config
@@ -53,7 +53,6 @@ from torchtitan_dp.ledger import (
     Account,
     ExecutedSteps,
     Ledger,
-    check_fingerprint,
     summary,
     versions,
     write_fingerprint,
@@ -69,6 +68,7 @@ from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
 from torchtitan_dp.preflight.check import check_run
+from torchtitan_dp.preflight.notices import show
 from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import lock_folder, mistakes_as_faults, os_errors_as_faults, protect
@@ -277,7 +277,8 @@ class DPTrainer(Trainer):
         config = self.job_config
         folder = config.job.dump_folder
         fingerprint, units = self.dataloader.fingerprint, self.dataloader.units
-        check_fingerprint(folder, fingerprint)
+        settings = self.dataloader.settings
+        check_records(folder, fingerprint, settings)
         ledger = plan_start(config, len(units), start, earlier_ledger(folder)).ledger
         dealt = hashlib.sha256(units.tobytes()).hexdigest()
         require_agreement(
@@ -287,7 +288,7 @@ class DPTrainer(Trainer):
         executed = ExecutedSteps(folder)
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
-            write_fingerprint(folder, fingerprint)
+            write_fingerprint(folder, fingerprint, settings)
             write_config(config)
         return ledger, executed
 
@@ -351,7 +352,9 @@ def main(argv: list[str]) -> None:
         require_usable_devices()
         config = load_config(argv, int(os.environ["WORLD_SIZE"]))
         here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        check_run(config, open_records, share=here)
+        records = check_run(config, open_records, share=here).records
+        if os.environ["RANK"] == "0":
+            show(config, records)
         # Held by the kernel until this process ends.
         lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
     register(config, open_records)

@@ -54,19 +54,22 @@ class OpenOnce:
 def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> SampleStore:
     """Build samples as `[data]` asks for them."""
     how = build_reading(config, tokenizer)
+    data = config.data
+    assert data.unit_sampling != "auto"  # resolved at load
+    assert data.long_records != "auto"
     return SampleStore(
         records.store,
         tokenizer,
         config.training.seq_len,
         records.units,
-        unit_sampling=config.data.unit_sampling,
-        long_records=config.data.long_records,
+        unit_sampling=data.unit_sampling,
+        long_records=data.long_records,
         reading=how,
         cache=records.token_cache(
             tokenizer,
             seq_len=config.training.seq_len,
-            unit_sampling=config.data.unit_sampling,
-            most_gib=config.data.token_cache_gib if config.data.token_cache else 0.0,
+            unit_sampling=data.unit_sampling,
+            most_gib=data.token_cache_gib if data.token_cache else 0.0,
             reading=how,
         ),
     )
@@ -90,6 +93,7 @@ def build_loader(
         batch_size=job_config.training.local_batch_size,
         windows=job_config.data.windows_per_draw,
         fingerprint=records.fingerprint,
+        settings=records.settings,
         shuffle_seed=job_config.debug.seed or 0,
     )
 

@@ -228,10 +228,38 @@ BAD = {
         "privacy.ghost_passes = 'two'",
     ),
     "unknown option": (["--privacy.sigma=1"], "--privacy.sigma"),
+    "misspelt option": (
+        ["--training.seqlen", "512"],
+        "--training.seqlen: unknown option; did you mean --training.seq_len?",
+    ),
+    "part of a name": (["--privacy.epsilon=8"], "did you mean --privacy.target_epsilon?"),
+    "name without a section": (["--delta=1"], "--delta: unknown option; "),
     "unknown section": (["--dp.sigma=1"], "--dp.sigma"),
+    "section of others": (["--dp.delta=1e-5"], "did you mean --privacy.delta?"),
+    "section of PEFT": (["--peft.r=8"], "did you mean --lora.rank?"),
+    "key of another section": (["--training.lr=1"], "did you mean --optimizer.lr?"),
+    "section for a key": (["--data", "a"], "it is a section, whose keys are written --data.key"),
     "stray word": (["stray"], "stray"),
-    "wrong type": (["--training.steps=many"], "--training.steps"),
-    "value missing": (["--training.steps"], "--training.steps"),
+    "list of words": (
+        ["--lora.targets", "wq", "wv"],
+        "--lora.targets … wv: a list is one word with commas; write --lora.targets a,b",
+    ),
+    "value of a switch": (
+        ["--privacy.exact_sum", "true"],
+        "write --privacy.exact_sum or --privacy.no-exact_sum",
+    ),
+    "assigned switch": (["--privacy.exact-sum=true"], "switch without a value"),
+    "wrong type": (["--training.steps=many"], "training.steps = 'many': must be a whole number"),
+    "no number": (
+        ["--privacy.target_epsilon=eight"],
+        "privacy.target_epsilon = 'eight': must be a number",
+    ),
+    "no choice": (
+        ["--data.on-undecodable=skip"],
+        "data.on_undecodable = 'skip': must be one of 'empty', 'error'",
+    ),
+    "value missing": (["--training.steps"], "--training.steps: its value is missing; give a whole"),
+    "option for a value": (["--training.steps", "--privacy.enable"], "its value is missing"),
     "config missing": (["--job.config_file=/nowhere.toml"], "job.config_file = '/nowhere.toml'"),
 }
 
@@ -241,6 +269,8 @@ def test_bad_input(tmp_path, data, capsys, overrides, named):
     line = refused(tmp_path, data, capsys, *overrides)
     assert named in line
     assert "helptext" not in line  # TorchTitan's parser sends to a help of another program
+    assert "---" not in line
+    assert "<class" not in line
 
 
 def test_a_degree_of_0(tmp_path, data, capsys):
@@ -274,6 +304,8 @@ def test_delta_of_a_record_is_refused(tmp_path, data, capsys):
     said = capsys.readouterr().err
     assert "privacy.delta = 0.0416667: at least 1 / number of training records" in said
     said = accepted(tmp_path, data, capsys, f"--privacy.delta={0.9 / RECORDS}")
+    assert "warning: privacy.delta = 0.0375: above a tenth of 1 / number of training" in said
+    said = accepted(tmp_path, data, capsys, f"--privacy.delta={0.1 / RECORDS}")
     assert "privacy.delta" not in said
 
 
@@ -307,10 +339,29 @@ def test_a_tokenizer_larger_than_the_vocabulary(tmp_path, data, capsys):
 
 
 @pytest.mark.parametrize(
+    "fields, sampling, long_records",
+    [
+        ((), "concat", "head"),
+        (("--data.unit_field=who",), "concat", "window"),
+        (("--data.prompt_field=q",), "concat", "head"),
+        (("--data.unit_field=who", "--data.prompt_field=q"), "random", "head"),
+        (("--data.unit_field=who", "--data.messages_field=m"), "random", "head"),
+        (("--data.unit_field=who", "--data.unit_sampling=random"), "random", "window"),
+        (("--data.unit_field=who", "--data.long_records=head"), "concat", "head"),
+    ],
+)
+def test_units_are_read_whole_by_default(tmp_path, data, fields, sampling, long_records):
+    config = load_config(arguments(tmp_path / "out", data, *fields), 2)
+    assert (config.data.unit_sampling, config.data.long_records) == (sampling, long_records)
+
+
+@pytest.mark.parametrize(
     "text, named",
     [
         ("[privacy]\ndelat = 1e-5", "privacy.delat: unknown key"),
         ("[privcay]\ndelta = 1e-5", "privcay: unknown key"),
+        ("[peft]\nr = 8", "did you mean the section [lora]?"),
+        ("[dp]\ndelta = 1e-5", "did you mean the section [privacy]?"),
         ("[privacy]\ndelta = '1e-5'", "privacy.delta = '1e-5'"),
         ("[privacy]\nenable = 1", "privacy.enable = 1"),
         ("[privacy]\naccountant = 'gdp'", "privacy.accountant = 'gdp'"),

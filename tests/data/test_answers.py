@@ -312,7 +312,7 @@ def test_row48_kept_ids_keep_their_targets(tmp_path: Path, kind: str) -> None:
 
 
 def test_other_readings_are_other_caches_and_other_records(tmp_path: Path) -> None:
-    rows = [{"prompt": "p", "text": "a", "messages": chat("p", "a")}]
+    rows = [{"prompt": "p", "other": "o", "text": "a", "messages": chat("p", "a")}]
     opened(tmp_path, rows)
     _, plain = chats(tmp_path / "a")
     _, marked = chats(tmp_path / "b", MARKED)

@@ -398,6 +398,26 @@ FLAGGED_ON_TWO_RANKS = [
 ]
 
 
+@pytest.mark.parametrize("sigma, enough", [(1.0, 70), (3.0, 500)])
+def test_too_few_trials_are_refused_with_a_number_that_suffices(sigma, enough):
+    import torchtitan_dp.distributed  # noqa: F401
+
+    # isort: split
+    from torchtitan_dp.audit.__main__ import check_power
+
+    def options(trials):
+        return SimpleNamespace(instrument="game", trials=trials, confidence=0.95)
+
+    settings = SimpleNamespace(noise_multiplier=sigma, projections=0)
+    said = f"--trials = 30: too few to tell sigma = {sigma:.4g} from half of it; {enough} suffice"
+    with pytest.raises(ValueError, match=f"^{said}$"):
+        check_power(options(30), None, settings)
+    check_power(options(enough), None, settings)
+    settings.noise_multiplier = 1e4
+    with pytest.raises(ValueError, match="; audit another noise "):
+        check_power(options(enough), None, settings)
+
+
 @pytest.mark.parametrize("fault, case, trials", FLAGGED)
 def test_row35_flags(fault, case, trials):
     (bounds,) = play_one(fault, (1, 1, 1), case, trials)

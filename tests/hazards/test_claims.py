@@ -5,6 +5,7 @@
 
 import dataclasses
 import json
+import math
 
 import pytest
 
@@ -35,7 +36,7 @@ def publish(folder, ledger, *, fingerprint="f"):
     folder.mkdir(exist_ok=True)
     executed = ExecutedSteps(str(folder))
     executed.adopt(ledger.taken())
-    write_fingerprint(str(folder), fingerprint)
+    write_fingerprint(str(folder), fingerprint, {})
     return account(ledger, executed, ledger.planned_steps).publish(str(folder))
 
 
@@ -272,17 +273,39 @@ def test_row54_the_command_takes_the_flag(tmp_path, capsys):
 # Row 55: delta against the number of units; terms that were toggled.
 
 
-def plan(delta, *overrides):
-    return make_plan(build.config(f"--privacy.delta={delta}", *overrides), 20)
+def plan(delta, *overrides, units=20):
+    return make_plan(build.config(f"--privacy.delta={delta}", *overrides), units)
+
+
+def test_row55_a_delta_above_a_tenth_of_one_over_units_is_a_warning():
+    assert plan(0.005).warnings == plan(0.1 / 20).warnings == ()
+    (warning,) = plan(0.049).warnings
+    assert warning.startswith("privacy.delta = 0.049: above a tenth of 1 / number of training rec")
+    assert "a probability of 1 in 20" in warning
+    public = "--privacy.sample_rate=0.4"  # of a batch of 4: one in about 10 units
+    (warning,) = plan(0.011, public).warnings
+    assert warning.startswith("privacy.delta = 0.011: above a tenth of privacy.sample_rate")
+    (warning,) = plan(0.009, public).warnings  # by the number of units, which is private here
+    assert warning.startswith("not private: privacy.delta = 0.009: above a tenth of 1 / number")
+
+
+@pytest.mark.parametrize("units", [3, 7, 49, 81, 120, 997])
+def test_row55_one_over_units_is_refused_however_it_was_rounded(units):
+    batch = "--training.global_batch_size=2"
+    for delta in (1 / units, math.nextafter(1 / units, 0), 4 / units / 4):
+        with pytest.raises(ValueError, match=r"^privacy\.delta = .*: at least 1 / number"):
+            plan(repr(delta), batch, units=units)
+    short = f"{0.995 / units:.3g}"  # as typed, a little below
+    (warning,) = plan(short, batch, units=units).warnings
+    assert "above a tenth" in warning
 
 
 def test_row55_a_delta_that_publishes_units_is_refused_where_their_number_is_public():
     with pytest.raises(ValueError, match=r"^privacy\.delta = 0\.05: at least 1 / number"):
         plan(0.05)
-    assert plan(0.049).warnings == ()
     public = "--privacy.sample_rate=0.4"  # of a batch of 4: one in about 10 units
-    (warning,) = plan(0.09, public).warnings
-    assert warning.startswith("not private: privacy.delta = 0.09")
+    _, warning = plan(0.09, public).warnings
+    assert warning.startswith("not private: privacy.delta = 0.09: at least")
     with pytest.raises(ValueError, match=r"^privacy\.delta = 0\.1: at least privacy\.sample_rate"):
         plan(0.1, public)
 

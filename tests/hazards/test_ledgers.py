@@ -165,7 +165,7 @@ def opened(folder, *overrides):
     config = build.config(f"--job.dump_folder={folder}", *overrides)
     trainer = SimpleNamespace(
         job_config=config,
-        dataloader=SimpleNamespace(fingerprint="f" * 64, units=np.arange(10)),
+        dataloader=SimpleNamespace(fingerprint="f" * 64, settings={}, units=np.arange(10)),
     )
     ledger, executed = DPTrainer._open_ledger(trainer, decide_start(config))
     return ledger.to_json(), executed.count

@@ -3,6 +3,7 @@
 The draw itself (rows 20, 40 and 41) is held by tests/privacy/test_sampling.py.
 """
 
+import dataclasses
 import hashlib
 import json
 
@@ -241,3 +242,62 @@ def test_row43_held_out_by_position_with_a_public_rate_is_refused(users, capsys)
     assert not (users.parent / "cache").exists()  # refused before it was looked at
     for allowed in ([], [public, "--data.unit_field=user"], [public, "--data.heldout_fraction=0"]):
         assert len(open_records(load_config([*by_line, *allowed], world_size=1)).train)
+
+
+# Row 60: a record of no known unit.
+
+
+def test_row60_a_file_in_no_folder_reads_as_nothing(tmp_path):
+    """It stays in the count, which is public, and is trained on under nobody's name."""
+    files = {"ann/1": "one", "ann/2": "two", "bob/1": "three", "loose": "whose?"}
+    for name, text in files.items():
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_text(text)
+    config = load_config(
+        arguments(tmp_path / "out", tmp_path / "d", "--data.unit_field=folder"), world_size=1
+    )
+    records = open_records(config)
+    store, units = records.store, records.units
+    assert len(units) == len(records.train) == 3
+    (loose,) = [unit for unit in range(3) if store.record_id(units.records(unit)[0]) == "loose"]
+    (record,) = units.records(loose)
+    assert store.read(record) is None
+    assert store.read(record, max_bytes=3, start=1) is None
+    assert (store.is_decodable(record), store.size(record)) == (False, 0)
+    samples = build_samples(records, ByteTokenizer(), config)
+    read = [
+        (samples.sample(unit, rng=np.random.default_rng(0))[1] != -100).any() for unit in range(3)
+    ]
+    assert [bool(one) for one in read] == [unit != loose for unit in range(3)]
+    (warning,) = records.warnings
+    assert warning.startswith("1 of 4 files lie in no folder below training.dataset_path")
+    assert "check are against 3 units" in warning
+    assert store.read(0) == "one"
+
+
+def test_row60_token_ids_kept_when_such_files_were_read_are_not_used(tmp_path):
+    for name in ("ann/1", "loose"):
+        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "d" / name).write_text("text")
+    argv = arguments(tmp_path / "out", tmp_path / "d", "--data.unit_field=folder")
+    config = load_config(argv, world_size=1)
+    records, tokenizer = open_records(config), ByteTokenizer()
+    store, units = records.store, records.units
+    before = (store.place_hash, store.fingerprint, "text", "folder", units.fingerprint)
+    cache = dataclasses.replace(records, read_as=before).token_cache(
+        tokenizer,
+        seq_len=config.training.seq_len,
+        unit_sampling=config.data.unit_sampling,
+        most_gib=1.0,
+    )
+    for unit in range(2):
+        cache.put(unit, np.array([1, 2, 3]))
+    samples = build_samples(records, tokenizer, config)
+    names = [store.record_id(units.records(unit)[0]) for unit in range(2)]
+    assert samples.tokens(names.index("loose")) == 0
+    assert samples.tokens(names.index("ann/1")) == len("text") + 1  # and not of what was put there
+
+
+def test_row60_a_file_is_read_where_files_are_units(tmp_path):
+    (tmp_path / "loose").write_text("mine")
+    assert open_store("text", str(tmp_path)).read(0) == "mine"

@@ -140,7 +140,7 @@ def test_runs_add_up_and_only_on_the_same_records(first, copy, tmp_path):
     assert code == 0
     assert told["total"]["epsilon"] == pytest.approx(spends((SIGMA, 8)))
     assert (tmp_path / "plot.png").stat().st_size > 1000
-    write_fingerprint(str(copy), "f" * 64)
+    write_fingerprint(str(copy), "f" * 64, {})
     with pytest.raises(SystemExit) as stop:
         run(first, copy)
     assert stop.value.code == 2
@@ -313,7 +313,7 @@ def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
     """Other names, sizes or held-out parts do not make other people of them."""
     kept = make_plan_of(copy)
     hf = publish(tmp_path, kept)
-    write_fingerprint(str(tmp_path), "theirs")
+    write_fingerprint(str(tmp_path), "theirs", {})
     later = starting_from(hf, PUBLIC_OPTION)
     assert [ancestor.run for ancestor in later.ancestors] == [kept.run]
     assert later.before() == [Segment(SIGMA, RATE, 4)]

@@ -21,6 +21,7 @@ from torchtitan_dp.ledger import (
     files,
     read_published,
 )
+from torchtitan_dp.ledger.files import read_fingerprint
 from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
 from torchtitan_dp.ledger.steps import NamedStep, name_steps, new_name, step_names, union
 from torchtitan_dp.privacy import accounting
@@ -238,17 +239,47 @@ def test_a_torn_line_has_one_name_in_a_folder_and_another_in_each_copy(tmp_path)
 
 
 def test_other_data_is_refused(tmp_path):
-    ledger.check_fingerprint(str(tmp_path), "a" * 64)  # a first start: nothing to compare
-    ledger.write_fingerprint(str(tmp_path), "a" * 64)
-    ledger.check_fingerprint(str(tmp_path), "a" * 64)
-    with pytest.raises(ValueError, match=r"^training\.dataset_path: ") as refused:
-        ledger.check_fingerprint(str(tmp_path), "b" * 64)
+    ledger.check_fingerprint(str(tmp_path), "a" * 64, SET)  # a first start: nothing to compare
+    ledger.write_fingerprint(str(tmp_path), "a" * 64, SET)
+    ledger.check_fingerprint(str(tmp_path), "a" * 64, SET)
+    assert read_fingerprint(str(tmp_path)) == "a" * 64
+    with pytest.raises(ValueError, match=r"^training\.dataset_path: the records are") as refused:
+        ledger.check_fingerprint(str(tmp_path), "b" * 64, SET)
     assert not re.search("aaaa|bbbb", str(refused.value))  # fingerprints are private
     assert stat.S_IMODE((tmp_path / "data_fingerprint.private").stat().st_mode) == 0o600
 
 
+SET = {"data.unit_field": None, "data.heldout_fraction": 0.1, "data.text_field": "note"}
+
+
+@pytest.mark.parametrize(
+    "changed, said",
+    [
+        ({"data.unit_field": "who"}, "data.unit_field = 'who': this run was started with None"),
+        ({"data.heldout_fraction": 0.2}, "data.heldout_fraction = 0.2: this run was started with"),
+        ({"data.text_field": "text"}, "data.text_field = 'text': this run was started with 'note'"),
+    ],
+)
+def test_the_setting_that_changed_is_named(tmp_path, changed, said):
+    ledger.write_fingerprint(str(tmp_path), "a" * 64, SET)
+    with pytest.raises(ValueError, match=r"^data\.") as refused:
+        ledger.check_fingerprint(str(tmp_path), "b" * 64, {**SET, **changed})
+    assert str(refused.value).startswith(said)
+    assert "set it back, or start afresh" in str(refused.value)
+
+
+def test_a_fingerprint_of_one_line_is_still_read(tmp_path):
+    (tmp_path / "data_fingerprint.private").write_text("a" * 64 + "\n")
+    ledger.check_fingerprint(str(tmp_path), "a" * 64, SET)
+    with pytest.raises(ValueError, match=r"^training\.dataset_path: the records \(or data\.unit_"):
+        ledger.check_fingerprint(str(tmp_path), "b" * 64, SET)
+    (tmp_path / "data_fingerprint.private").write_text("a" * 64 + "\n[1\n")
+    with pytest.raises(ValueError, match="line 2: no settings; restore the file"):
+        ledger.check_fingerprint(str(tmp_path), "b" * 64, SET)
+
+
 def test_fingerprint_is_not_published(tmp_path):
-    ledger.write_fingerprint(str(tmp_path), "a" * 64)
+    ledger.write_fingerprint(str(tmp_path), "a" * 64, SET)
     publish(tmp_path, Ledger(SETTINGS), 0)
     assert "a" * 12 not in (tmp_path / "privacy.json").read_text()
 

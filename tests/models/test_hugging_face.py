@@ -288,6 +288,11 @@ def spoil_all(folder):
         path.unlink()
 
 
+def spoil_adapter(folder):
+    spoil_all(folder)
+    (folder / "adapter_model.safetensors").write_bytes(b"PEFT's")
+
+
 def spoil_index(folder):
     (folder / "model.safetensors.index.json").write_text("[]")
 
@@ -305,6 +310,7 @@ def spoil_settings(folder):
         (spoil_dtype, "quantized"),
         (spoil_file, "broken"),
         (spoil_all, "holds no *.safetensors"),
+        (spoil_adapter, "it holds an adapter, not a whole model; release its run with --merged"),
         (spoil_index, "index.json is broken"),
         (spoil_settings, "config.json cannot be read"),
     ],
@@ -315,6 +321,15 @@ def test_broken_folders_are_refused(editable, spoil, words):
     with pytest.raises(ValueError, match="hf_assets_path") as refusal:
         check_files(settings, shape(settings), decide_start(settings))
     assert words in str(refusal.value)
+
+
+@pytest.mark.parametrize("key", ["model.hf_assets_path", "checkpoint.initial_load_path"])
+def test_a_name_of_the_hub_is_answered_with_its_download(given_llama, key):
+    settings = given(given_llama, f"--{key}=meta-llama/Llama-3.2-1B")
+    with pytest.raises(ValueError, match=rf"^{key} = .* no such folder; ") as refusal:
+        check_files(settings, None, decide_start(settings))
+    command = "hf download meta-llama/Llama-3.2-1B --local-dir models/Llama-3.2-1B and name models/"
+    assert command in str(refusal.value)
 
 
 @pytest.mark.parametrize(

@@ -203,6 +203,11 @@ MISTAKES = [
     (("--lora.rank=4", "--lora.targets=wq,wq"), "name each target once, and at least one"),
     (("--lora.rank=4", "--lora.targets=wq,output"), "no linear layer 'output'; use some"),
     (("--lora.rank=4", "--lora.targets=wx"), "'wx'; use some of w1, w2, w3, wk, wo, wq, wv"),
+    (
+        ("--lora.rank=4", "--lora.targets=q_proj,up_proj"),
+        "no linear layer 'q_proj'; use some of w1, w2, w3, wk, wo, wq, wv (PEFT: q_proj = wq, "
+        "PEFT: up_proj = w3)",
+    ),
     (("--lora.targets=wx",), ""),  # off
     (("--lora.rank=4", "--model.converters=float8"), "model.converters = ['float8']: remove"),
 ]

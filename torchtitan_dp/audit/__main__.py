@@ -93,6 +93,10 @@ def share_of(confidence: float) -> float:
     return 1 - (1 - confidence) / len(cases(2))
 
 
+_TRIALS = [digit * 10**power for power in range(1, 6) for digit in range(1, 10)]
+"""Numbers of trials that are proposed, rising."""
+
+
 def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings) -> None:
     """Refuse an audit that could not show anything, or not be run.
 
@@ -107,11 +111,22 @@ def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings
             )
         return
     sigma, k = settings.noise_multiplier, settings.projections
-    terms = {"trials": options.trials, "confidence": share_of(options.confidence)}
-    if expected_mu(2 / sigma, **terms) <= claimed_mu(sigma, k, **terms):
+    confidence = share_of(options.confidence)
+
+    def suffice(trials: int) -> bool:
+        expected = expected_mu(2 / sigma, trials, confidence)
+        return expected > claimed_mu(sigma, k, trials=trials, confidence=confidence)
+
+    if not suffice(options.trials):
+        enough = next((trials for trials in _TRIALS if suffice(trials)), None)
+        remedy = (
+            f"{enough:,} suffice"
+            if enough is not None
+            else "audit another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
+        )
         raise ValueError(
             f"--trials = {options.trials}: too few to tell sigma = {sigma:.4g} from half of it; "
-            "more, or another noise (--privacy.target_epsilon None --privacy.noise_multiplier 1)"
+            f"{remedy}"
         )
 
 

@@ -69,6 +69,8 @@ class CanarySamples(SampleStore):
     """
 
     def __init__(self, real: SampleStore, data: Data) -> None:
+        assert data.unit_sampling != "auto"  # resolved at load
+        assert data.long_records != "auto"
         super().__init__(
             real.records,
             real.tokenizer,

@@ -73,6 +73,7 @@ class AuditTrainer(DPTrainer):
             batch_size=job_config.training.local_batch_size,
             windows=loader.windows,
             fingerprint=loader.fingerprint,
+            settings=loader.settings,
         )
         self.feed.close()
         self.feed = build_feed(self.dataloader, job_config, dims, self.device)

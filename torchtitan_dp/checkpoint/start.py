@@ -33,7 +33,7 @@ from torchtitan_dp.checkpoint.folder import (
 )
 from torchtitan_dp.checkpoint.safe_load import METADATA_FILE
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.ledger import Ledger
+from torchtitan_dp.ledger import ExecutedSteps, Ledger, check_fingerprint
 from torchtitan_dp.ledger.initial import InitialWeights, ledger_beside
 from torchtitan_dp.ledger.terms import Plan, make_plan
 
@@ -168,6 +168,25 @@ def plan_start(config: JobConfig, units: int, start: Start, account: Ledger | No
         _refuse_to_leave_checkpoints(config, start)
     resumed = (start.resumed or account) if start.resumes else None
     return make_plan(config, units, account, resumed, start.initial)
+
+
+def check_records(folder: str, fingerprint: str, settings: Mapping[str, object]) -> None:
+    """Refuse other records than those of this folder's run, if it has begun a step or saved one.
+
+    A start that failed before the first update binds the folder to nothing: nothing was made of
+    its records. `steps_executed.log` has each update's line before it is made, and the fingerprint
+    is written before that, so that what is bound has one.
+
+    Args:
+        fingerprint, settings: as in `ledger.check_fingerprint`.
+
+    Raises:
+        ValueError: naming the key that changed and the remedy.
+    """
+    if not os.path.isdir(folder):
+        return
+    if ExecutedSteps(folder).count or checkpoint_folders(folder):
+        check_fingerprint(folder, fingerprint, settings)
 
 
 def _refuse_to_leave_checkpoints(config: JobConfig, start: Start) -> None:

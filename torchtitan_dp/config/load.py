@@ -26,6 +26,8 @@ from torchtitan.config import JobConfig as TorchTitanJobConfig
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check, resolve_degrees, resolve_gradient_method
+from torchtitan_dp.config.command_line import check_command_line, describe, other_section
+from torchtitan_dp.config.units import resolve_sampling
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -50,6 +52,7 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
     path = _option(argv, "job.config_file")
     if path is not None:
         _check_keys(_read_toml(path), schema, path)
+    check_command_line(argv, schema)
     config = _parse([*argv, f"--job.custom_config_module={_CUSTOM_CONFIG}"])
     return _checked(config, world_size)
 
@@ -72,6 +75,7 @@ def _checked(config: Any, world_size: int) -> JobConfig:
     """Return a configuration of the right types with `auto` and -1 resolved, if it can work."""
     resolve_degrees(config, world_size)
     resolve_gradient_method(config)
+    resolve_sampling(config)
     check(config, world_size)
     return config
 
@@ -146,13 +150,16 @@ def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = ""
         if name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else "remove it"
+            if not prefix and isinstance(value, dict):
+                section = other_section(name, fields)
+                hint = f"did you mean the section [{section}]?" if section else hint
             raise ValueError(f"{key}: unknown key in {path}; {hint}")
         if dataclasses.is_dataclass(fields[name].type):
             if not isinstance(value, dict):
                 raise ValueError(f"{key} = {value!r} in {path}: must be a [{key}] section")
             _check_keys(value, fields[name].type, path, f"{key}.")
         elif not _has_type(value, fields[name].type):
-            raise ValueError(f"{key} = {value!r} in {path}: must be {_describe(fields[name].type)}")
+            raise ValueError(f"{key} = {value!r} in {path}: must be {describe(fields[name].type)}")
 
 
 def _parse(argv: list[str]) -> Any:
@@ -192,16 +199,3 @@ def _has_type(value: Any, annotation: Any) -> bool:
     if annotation is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, annotation) if isinstance(annotation, type) else True
-
-
-def _describe(annotation: Any) -> str:
-    """Say in words what an annotation allows."""
-    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    names = {float: "a number", int: "a whole number", bool: "true or false", str: "a string"}
-    if origin is typing.Literal:
-        return "one of " + ", ".join(repr(a) for a in arguments)
-    if origin in (list, tuple):
-        return "a list"
-    if arguments:
-        return " or ".join(_describe(a) for a in arguments if a is not type(None))
-    return names.get(annotation, str(annotation))

@@ -148,17 +148,20 @@ class Data:
     """Whose record it is: a patient, user or repository, whose records together then are the unit
     that is drawn, clipped and protected, by one sample. For `jsonl` a field that holds a string or
     a whole number; for `text` only `folder`, the first folder below `training.dataset_path`. A
-    line without it is a unit of its own that contributes nothing. Unset: every record is a unit."""
+    line without it, and a file that lies in no folder, is a unit of its own that contributes
+    nothing. Unset: every record is a unit."""
 
-    unit_sampling: Literal["concat", "random"] = "concat"
+    unit_sampling: Literal["auto", "concat", "random"] = "auto"
     """What a unit's sample is made of: `concat`, its records one after the other, in the order of
-    files and lines; `random`, one of its records, chosen anew at each draw."""
+    files and lines; `random`, one of its records, chosen anew at each draw. `auto`: `random` for
+    prompts or chats with `unit_field`, else `concat`."""
 
-    long_records: Literal["head", "window"] = "head"
-    """Of what is longer than `training.seq_len`: `head` takes the beginning, `window` a part chosen
-    anew at each draw. With prompts or chats only `head`: it begins a quarter of a sample before the
-    first target, or earlier if the record ends within it, so that a long prompt loses its
-    beginning."""
+    long_records: Literal["auto", "head", "window"] = "auto"
+    """Of what is longer than `training.seq_len`: `head` takes the beginning, so that the rest is
+    never trained on; `window` a part chosen anew at each draw. `auto`: `window` with `unit_field`,
+    whose units often have several samples' length, else `head`. With prompts or chats only `head`:
+    it begins a quarter of a sample before the first target, or earlier if the record ends within
+    it, so that a long prompt loses its beginning."""
 
     windows_per_draw: int = 1
     """K: with privacy, how many samples are taken of a unit that is drawn, each of

@@ -16,7 +16,6 @@ Guarantee:
 import errno
 import hashlib
 import os
-import sys
 import threading
 import time
 from collections import deque
@@ -27,6 +26,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from torchtitan_dp.data.console import say
 from torchtitan_dp.data.files import Files
 
 LEAF_BYTES = 2 * 2**20  # of the hash: another size is another hash
@@ -155,11 +155,6 @@ class Progress:
         rate, digits = self._done / max(now - self._begin, 1e-9), 2 if self._things == "GB" else 0
         size = f"{total / self._scale:,.{digits}f} {self._things}"
         say(f"{self._what}: {share}{size}, {rate / self._scale:,.2f} {self._things}/s")
-
-
-def say(text: str) -> None:
-    """Write one labelled line on stderr, for whoever waits."""
-    print(f"not private: {text}", file=sys.stderr, flush=True)
 
 
 def _tasks(files: Files) -> Iterator[list[_Leaf]]:

@@ -73,7 +73,7 @@ class Prompts:
             most_cost: nothing is rendered here.
         """
         prompt, answer = (
-            _text(fields.get(name)) for name in (self.prompt_field, self.answer_field)
+            text_of(fields.get(name)) for name in (self.prompt_field, self.answer_field)
         )
         if prompt is None or answer is None:
             return None
@@ -106,7 +106,7 @@ class Chats:
                 that on: the end of the one, and the beginning of the other.
             most_cost: as of `ChatTemplate.write`.
         """
-        messages = _messages(fields.get(self.messages_field))
+        messages = messages_of(fields.get(self.messages_field))
         if messages is None:
             return None
         answers = [i for i, message in enumerate(messages) if _is_answer(message)]
@@ -182,7 +182,7 @@ def reading(
     return Chats(messages_field, template)
 
 
-def _text(value: object) -> str | None:
+def text_of(value: object) -> str | None:
     """Return a text that can be written as UTF-8: JSON can spell half a surrogate pair."""
     if not isinstance(value, str):
         return None
@@ -193,7 +193,7 @@ def _text(value: object) -> str | None:
     return value
 
 
-def _messages(value: object) -> list[Message] | None:
+def messages_of(value: object) -> list[Message] | None:
     """Return the first messages, or None if one of them is none."""
     if not isinstance(value, list):
         return None
@@ -201,7 +201,7 @@ def _messages(value: object) -> list[Message] | None:
     for one in value[:MOST_MESSAGES]:
         if not isinstance(one, dict):
             return None
-        role, content = _text(one.get("role")), _text(one.get("content"))
+        role, content = text_of(one.get("role")), text_of(one.get("content"))
         if role is None or content is None:
             return None
         found.append(Message(role, content))

@@ -17,7 +17,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from torchtitan_dp.data.contents import DIGEST_BYTES, is_readable, read_contents, say
+from torchtitan_dp.data.console import say
+from torchtitan_dp.data.contents import DIGEST_BYTES, is_readable, read_contents
 from torchtitan_dp.data.files import Files
 
 # Of the formats and of the names.

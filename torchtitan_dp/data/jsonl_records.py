@@ -48,6 +48,9 @@ class JsonlRecords:
     def __len__(self) -> int:
         return len(self._bounds) - 1
 
+    def file_of(self, index: int) -> str:
+        return self._files.path(self._file_of(index))
+
     def _file_of(self, index: int) -> int:
         return int(np.searchsorted(self._first, checked(index, len(self)), side="right")) - 1
 
@@ -77,7 +80,7 @@ class JsonlRecords:
                 fields = _read_object(file, end - begin)
         except OSError:
             return None
-        if self._unit_field is not None:
+        if fields is not None and self._unit_field is not None:
             name = _unit_name(fields.get(self._unit_field))
             if name is None or (self._is_of is not None and not self._is_of(index, name)):
                 return None  # nobody knows whose it is, or somebody else's by now
@@ -103,32 +106,40 @@ class JsonlRecords:
     def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:
         self._is_of = is_of
 
-    def unit_names(self) -> Iterator[str | None]:
+    def unit_names(
+        self, count: Callable[[dict[str, object] | None], None] | None = None
+    ) -> Iterator[str | None]:
         assert self._unit_field is not None
+        for fields in self.all_fields():
+            if count is not None:
+                count(fields)
+            yield None if fields is None else _unit_name(fields.get(self._unit_field))
+
+    def all_fields(self) -> Iterator[dict[str, object] | None]:
         for file_index in range(len(self._files)):
             first, last = (int(x) for x in self._first[file_index : file_index + 2])
             with open(self._files.path(file_index), "rb") as file:
                 for start in range(first, last, CHUNK):
                     stop = min(start + CHUNK, last)
                     for size in np.diff(self._bounds[start : stop + 1]).tolist():
-                        yield _unit_name(_read_object(file, size).get(self._unit_field))
+                        yield _read_object(file, size)
 
 
-def _read_object(file: IO[bytes], size: int) -> dict[str, object]:
+def _read_object(file: IO[bytes], size: int) -> dict[str, object] | None:
     """Read the JSON object on the next line, of so many bytes, and pass the line in any case."""
     if size > MAX_LINE_BYTES:
         file.seek(size, os.SEEK_CUR)
-        return {}
+        return None
     return _parse(file.read(size), size)
 
 
-def _parse(line: bytes, size: int) -> dict[str, object]:
-    """Parse the JSON object on a line; return an empty one if it is none, or not `size` bytes."""
+def _parse(line: bytes, size: int) -> dict[str, object] | None:
+    """Parse the JSON object on a line; return None if it is none, or not `size` bytes."""
     try:
         value = json.loads(line.decode("utf-8-sig")) if len(line) == size else None
     except (ValueError, RecursionError, MemoryError):
-        return {}
-    return value if isinstance(value, dict) else {}
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def _encode(value: object) -> bytes | None:

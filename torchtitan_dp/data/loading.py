@@ -3,7 +3,7 @@
 `feed` makes the same microbatches ahead of time, and once in a context-parallel group.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -107,6 +107,7 @@ class RecordLoader:
         batch_size: int,
         windows: int = 1,
         fingerprint: str = "",
+        settings: Mapping[str, object] | None = None,
         shuffle_seed: int = 0,
     ) -> None:
         """
@@ -118,10 +119,12 @@ class RecordLoader:
             batch_size: B, units in a microbatch.
             windows: K, samples of each unit.
             fingerprint: of the data and how it was split; private.
+            settings: that the fingerprint depends on, by their keys.
             shuffle_seed: of the baseline without privacy.
         """
         self.samples, self.units, self.fingerprint = samples, units, fingerprint
         self.ranks, self.rank, self.batch_size, self.windows = ranks, rank, batch_size, windows
+        self.settings = settings or {}
         self.counts = TokenCounts(samples, batch_size)
         self._shuffle_seed = shuffle_seed
 

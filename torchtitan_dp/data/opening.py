@@ -1,20 +1,31 @@
 """The data of a run: records, their units, and which of these are trained on."""
 
 import hashlib
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from torchtitan_dp.data import answers, excerpts
-from torchtitan_dp.data.contents import say
+from torchtitan_dp.data.census import Census, Wanted, take_census
+from torchtitan_dp.data.console import say
 from torchtitan_dp.data.dialogs import Reading
 from torchtitan_dp.data.index import writable_folder
+from torchtitan_dp.data.readable import (
+    refuse_unnamed,
+    refuse_unreadable,
+    wanted_fields,
+    warnings,
+)
 from torchtitan_dp.data.records import format_named, open_store
 from torchtitan_dp.data.split import split
-from torchtitan_dp.data.store import RecordStore
+from torchtitan_dp.data.store import Format, RecordStore
 from torchtitan_dp.data.token_cache import TokenCache
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import Units, open_units, word
+
+_LOOSE = "files in no folder read as nothing"
+"""Part of the key of token ids: ids that were kept when such files were still read are not used."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +37,11 @@ class Records:
     train: np.ndarray
     heldout: np.ndarray
     fingerprint: str  # private
+    settings: Mapping[str, object]  # that the fingerprint depends on, by their keys
     read_as: tuple[
         object, ...
     ]  # what a record's text depends on, of which unit it is part; private
+    warnings: tuple[str, ...]  # of records that read as nothing; private
 
     @classmethod
     def open(
@@ -68,8 +81,9 @@ class Records:
             _refuse_names_by_position(format, heldout_fraction)
         beside = {"prompt_field": prompt_field, "messages_field": messages_field}
         fields = {key: field for key, field in beside.items() if field is not None}
+        facts = format_named(format)
         for key, field in fields.items():
-            if not format_named(format).has_fields:
+            if not facts.has_fields:
                 raise ValueError(
                     f"data.{key} = {field!r}: {format} files have no fields; use "
                     "training.dataset = 'jsonl', or remove it"
@@ -77,7 +91,11 @@ class Records:
         store = open_store(
             format, path, text_field=text_field, unit_field=unit_field, contents=contents
         )
-        units = open_units(store, unit_field)
+        wanted = wanted_fields(text_field, prompt_field, messages_field)
+        units, census = _group(store, facts, unit_field, wanted)
+        refuse_unnamed(store, units, unit_field, wanted, census)
+        if census is not None:
+            refuse_unreadable(store, wanted, census)
         train, heldout = split(units, heldout_fraction)
         if len(train) == 0:
             raise ValueError(
@@ -95,8 +113,19 @@ class Records:
             terms += (unit_field, units.fingerprint)
         # Its place, too: contents that changed while they were read are not taken for these.
         read_as = store.place_hash, store.fingerprint, *read_by, unit_field, units.fingerprint
+        if unit_field is not None and not facts.has_fields:
+            read_as += (_LOOSE,)
         fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
-        return cls(store, units, train, heldout, fingerprint, read_as)
+        settings: dict[str, object] = {
+            "data.unit_field": unit_field,
+            "data.heldout_fraction": heldout_fraction,
+            "data.text_field": text_field,
+            "data.prompt_field": prompt_field,
+            "data.messages_field": messages_field,
+            "data.verify_records": "contents" if contents else "drawn",
+        }
+        told = warnings(store, facts, units, unit_field, wanted, census, len(train))
+        return cls(store, units, train, heldout, fingerprint, settings, read_as, told)
 
     def token_cache(
         self,
@@ -138,6 +167,23 @@ class Records:
             why = error.strerror or error
             say(f"data.token_cache: it cannot be made ({why}); all is tokenized anew")
             return None
+
+
+def _group(
+    store: RecordStore, facts: Format, unit_field: str | None, wanted: tuple[Wanted, ...]
+) -> tuple[Units, Census | None]:
+    """Group records by unit, and count what they have in the fields that are wanted."""
+    if not facts.has_fields:
+        return open_units(store, unit_field), None
+    folder, begun = writable_folder(None), Census()
+    units = open_units(store, unit_field, count=begun.counter(wanted, unit_field))
+    try:
+        return units, take_census(store, wanted, unit_field, folder, begun)
+    except OSError as error:
+        raise ValueError(
+            f"training.dataset_path: its lines cannot be counted ({error}): check the records' "
+            f"permissions and the space left in {folder!r}"
+        ) from error
 
 
 def _refuse_names_by_position(format: str, heldout_fraction: float) -> None:

@@ -4,6 +4,7 @@ Stores keep offsets, never the records. `FORMATS` is the only place where format
 name: a new one is a file with a store and its `Format`, and a line here.
 """
 
+from torchtitan_dp.data.conversion import PLANNED
 from torchtitan_dp.data.files import list_files, locate
 from torchtitan_dp.data.index import writable_folder
 from torchtitan_dp.data.jsonl_records import JSONL
@@ -21,9 +22,13 @@ def format_named(name: str) -> Format:
         ValueError: one line, if it is not known.
     """
     if name not in FORMATS:
-        planned = " is not built yet" if name in ("parquet", "hf") else " is not a known format"
         known = " or ".join(f"'{known}'" for known in FORMATS)
-        raise ValueError(f"training.dataset = {name!r}{planned}: use {known}")
+        if name not in PLANNED:
+            raise ValueError(f"training.dataset = {name!r} is not a known format: use {known}")
+        raise ValueError(
+            f"training.dataset = {name!r} is not built yet: use {known}; to convert: "
+            + PLANNED[name]
+        )
     return FORMATS[name]
 
 
@@ -49,8 +54,8 @@ def open_store(
     or a whole number; 7 and "7" are one unit, else names must be equal character by character. A
     line where it is missing, empty or something else is a unit of its own and reads as `None`. For
     `text` it can only be "folder": the first folder below `path` (for a glob: below its part
-    without wildcards). A file that lies in no folder there is a unit of its own; it is read like
-    the others.
+    without wildcards). A file that lies in no folder there is a unit of its own and reads as
+    `None`, too.
 
     All files are read once: to find the lines of jsonl files and, with `contents`, to hash what
     files hold (`data.contents`), so that the fingerprint tells which content stands under which

@@ -69,8 +69,26 @@ class RecordStore(Protocol):
         """Tell how many bytes records take in their files, int64, and read nothing."""
         ...
 
-    def unit_names(self) -> Iterator[str | None]:
-        """Yield what `unit_field` says of each record, in index order; `None`: its own unit."""
+    def all_fields(self) -> Iterator[Mapping[str, object] | None]:
+        """Yield what each record holds, by field, in index order; whose it is does not matter.
+
+        `None`: it is undecodable, or its format has no fields.
+        """
+        ...
+
+    def unit_names(
+        self, count: Callable[[Mapping[str, object] | None], None] | None = None
+    ) -> Iterator[str | None]:
+        """Yield the name that `unit_field` gives each record, in index order; `None`: its own unit.
+
+        Args:
+            count: is called with what each record holds, as `all_fields` yields it, by a format
+                that parses records for their units.
+        """
+        ...
+
+    def file_of(self, index: int) -> str:
+        """Return the path of the file that a record lies in."""
         ...
 
     def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:

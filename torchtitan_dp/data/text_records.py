@@ -1,8 +1,14 @@
-"""The record store of `training.dataset` = "text": one file, one record."""
+"""The record store of `training.dataset` = "text": one file, one record.
+
+Guarantee:
+    Where units are folders, a file that lies in none is a record that reads as nothing: nobody
+    knows whose it is (hazard row 60).
+"""
 
 import codecs
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from itertools import repeat
 
 import numpy as np
 
@@ -19,12 +25,15 @@ class TextRecords:
 
     reads_whole = False
 
-    def __init__(self, files: Files, index_folder: str, *, contents: bool) -> None:
+    def __init__(
+        self, files: Files, index_folder: str, *, contents: bool, by_folder: bool = False
+    ) -> None:
         """
         Args:
             contents: whether the fingerprint is of what the files hold, too.
+            by_folder: whether a file's unit is the folder that it lies in.
         """
-        self._files, hashed = files, ""
+        self._files, self._by_folder, hashed = files, by_folder, ""
         self._unreadable: frozenset[int] = frozenset()  # when they were hashed
         if contents:
             hashed, unreadable = text_contents(files, index_folder)
@@ -37,8 +46,8 @@ class TextRecords:
 
     def read(self, index: int, max_bytes: int | None = None, start: int = 0) -> str | None:
         path = self._files.path(checked(index, len(self)))
-        if index in self._unreadable:
-            return None  # as the fingerprint has it, even if it can be read by now
+        if self._is_silent(index):
+            return None
         try:
             with open(path, "rb") as file:
                 file.seek(start)
@@ -51,7 +60,7 @@ class TextRecords:
         """Return None: a file has none."""
 
     def is_decodable(self, index: int) -> bool:
-        if checked(index, len(self)) in self._unreadable:
+        if self._is_silent(checked(index, len(self))):
             return False
         decoder = codecs.getincrementaldecoder("utf-8-sig")()
         try:
@@ -64,7 +73,15 @@ class TextRecords:
         return True
 
     def size(self, index: int) -> int:
-        return int(self.stored_bytes(np.array([checked(index, len(self))]))[0])
+        if self._is_silent(checked(index, len(self))):
+            return 0
+        return int(self.stored_bytes(np.array([index]))[0])
+
+    def _is_silent(self, index: int) -> bool:
+        """Tell whether a file reads as nothing, whatever it holds."""
+        if index in self._unreadable:
+            return True  # as the fingerprint has it, even if it can be read by now
+        return self._by_folder and _folder(self._files.name(index)) is None
 
     def are_as_listed(self, indices: np.ndarray) -> bool:
         return all(self._files.is_as_listed(index) for index in indices.tolist())
@@ -78,20 +95,33 @@ class TextRecords:
     def record_ids(self) -> Iterator[str]:
         return map(self._files.name, range(len(self)))
 
-    def unit_names(self) -> Iterator[str | None]:
-        for name in self.record_ids():
-            folder, slash, _ = os.fsencode(name).partition(b"/")
-            # not as the locale reads it, on which the unit must not depend
-            yield folder.decode("utf-8", "surrogateescape") if slash else None
+    def file_of(self, index: int) -> str:
+        return self._files.path(checked(index, len(self)))
+
+    def all_fields(self) -> Iterator[None]:
+        return repeat(None, len(self))
+
+    def unit_names(
+        self, count: Callable[[Mapping[str, object] | None], None] | None = None
+    ) -> Iterator[str | None]:
+        return map(_folder, self.record_ids())
 
     def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:
         """Do nothing: a file's unit is in its name, which stays."""
 
 
+def _folder(name: str) -> str | None:
+    """Return the first folder of a file's relative name; None if it lies in none."""
+    folder, slash, _ = os.fsencode(name).partition(b"/")
+    # not as the locale reads it, on which the unit must not depend
+    return folder.decode("utf-8", "surrogateescape") if slash else None
+
+
 def _open(
     files: Files, text_field: str, unit_field: str | None, index_folder: str, *, contents: bool
 ) -> TextRecords:
-    return TextRecords(files, index_folder, contents=contents)
+    by_folder = unit_field is not None
+    return TextRecords(files, index_folder, contents=contents, by_folder=by_folder)
 
 
 TEXT = Format(

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from torchtitan_dp.data.contents import say
+from torchtitan_dp.data.console import say
 
 PREFIX = "tokens-1-"  # of the format
 _ENTRY = struct.Struct("<qII")  # where the ids are, how many, and the checksum

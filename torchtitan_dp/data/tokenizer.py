@@ -6,6 +6,7 @@ The tokenizer is an input and is never learned from the private records (hazard 
 import hashlib
 import json
 import os
+import re
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -138,6 +139,21 @@ class HFTokenizer:
         return self._vocab_size
 
 
+def from_hub(path: str) -> str | None:
+    """Say how to download a model, if a path is spelled like one of the Hugging Face hub's.
+
+    >>> from_hub("meta-llama/Llama-3.2-1B")[:56]
+    'if it is a model of the Hugging Face hub, run hf downloa'
+    """
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
+        return None
+    folder = f"models/{path.partition('/')[2]}"
+    return (
+        f"if it is a model of the Hugging Face hub, run hf download {path} --local-dir {folder} "
+        f"and name {folder}"
+    )
+
+
 def load_tokenizer(assets_path: str) -> Tokenizer:
     """Load the tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, else bytes.
 
@@ -150,9 +166,11 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
     if not assets_path:
         return ByteTokenizer()
     if not os.path.isdir(assets_path):
+        remedy = from_hub(assets_path) or (
+            "give one with a tokenizer.json, or one without for bytes"
+        )
         raise ValueError(
-            f"model.hf_assets_path = {assets_path!r} is not an existing folder: give one with a "
-            "tokenizer.json, or one without for bytes"
+            f"model.hf_assets_path = {assets_path!r} is not an existing folder: {remedy}"
         )
     path = os.path.join(assets_path, "tokenizer.json")
     if not os.path.exists(path):

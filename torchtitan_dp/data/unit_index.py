@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
 from typing import IO, NamedTuple
 
@@ -25,6 +25,7 @@ SHARD_RECORDS = 2**20
 MOST_SHARDS = 256  # open files
 CHUNK = 2**16
 _HASH_BYTES = 16
+Count = Callable[[Mapping[str, object] | None], None]
 _ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("record", "<i8")])
 
 
@@ -44,15 +45,20 @@ class UnitIndex(NamedTuple):
         return bool(self.hashes[self.owners[record]] == high)
 
 
-def unit_index(store: RecordStore, unit_field: str, folder: str) -> UnitIndex:
+def unit_index(
+    store: RecordStore, unit_field: str, folder: str, count: Count | None = None
+) -> UnitIndex:
     """Index a store whose `unit_names` are by `unit_field`.
 
     A record without a unit's name is a unit of its own, by its place alone.
+
+    Args:
+        count: as in `RecordStore.unit_names`; not called where the index is found.
     """
     name = hashlib.sha256(f"{store.place_hash}\0{unit_field}".encode()).hexdigest()
     words = cached_words(
         os.path.join(folder, f"{INDEX_VERSION}-{name}.npy"),
-        lambda write: _build(write, store, folder),
+        lambda write: _build(write, store, folder, count),
         lambda words: len(words) == 3 * words[0] + 2 * len(store) + 3,
     )
     units, named = int(words[0]), int(words[1])
@@ -76,7 +82,7 @@ def unit_hash(name: str) -> bytes:
     return hashlib.blake2b(data, digest_size=_HASH_BYTES, person=b"unit").digest()
 
 
-def _build(write: WriteWords, store: RecordStore, folder: str) -> None:
+def _build(write: WriteWords, store: RecordStore, folder: str, count: Count | None) -> None:
     """Write the numbers of units and of named records, members, starts, hashes and owners."""
     bits = min((len(store) // SHARD_RECORDS).bit_length(), MOST_SHARDS.bit_length() - 1)
     with contextlib.ExitStack() as stack:
@@ -88,7 +94,7 @@ def _build(write: WriteWords, store: RecordStore, folder: str) -> None:
         members, starts, hashes, owners = scratch(), scratch(), scratch(), scratch()
         owner_of = np.memmap(owners, dtype="<i8", mode="w+", shape=(len(store),))
         named = 0
-        for rows, named_here in _rows(store):
+        for rows, named_here in _rows(store, count):
             named += named_here
             shard_of = rows["high"] >> np.uint64(64 - bits) if bits else np.zeros(len(rows), int)
             for shard in np.unique(shard_of):
@@ -115,9 +121,9 @@ def _build(write: WriteWords, store: RecordStore, folder: str) -> None:
                 write(np.frombuffer(chunk, dtype="<i8"))
 
 
-def _rows(store: RecordStore) -> Iterator[tuple[np.ndarray, int]]:
+def _rows(store: RecordStore, count: Count | None) -> Iterator[tuple[np.ndarray, int]]:
     """Yield hashes and record indices by the chunk, and how many of its records name their unit."""
-    names, first = iter(store.unit_names()), 0
+    names, first = iter(store.unit_names(count)), 0
     progress = Progress("reading whose each record is", len(store), "records")
     while chunk := list(islice(names, CHUNK)):
         digests = b"".join(

@@ -4,7 +4,8 @@ Guarantee:
     Every record belongs to exactly one unit, so that a unit that is drawn brings in nobody else's
     records, and nobody else brings in its own. A record whose unit cannot be read is a unit of its
     own, known by its place, and reads as nothing: it is neither dropped, which would change who
-    else can be drawn, nor used, since nobody knows whose it is. So does a line of a file that was
+    else can be drawn, nor used, since nobody knows whose it is. That is a line without the field,
+    and, where units are folders, a file that lies in none. So does a line of a file that was
     changed meanwhile, if it names another unit now.
 
 Neighbours:
@@ -23,7 +24,7 @@ import numpy as np
 
 from torchtitan_dp.data.index import writable_folder
 from torchtitan_dp.data.store import RecordStore
-from torchtitan_dp.data.unit_index import UnitIndex, record_hash, unit_index
+from torchtitan_dp.data.unit_index import Count, UnitIndex, record_hash, unit_index
 
 CHUNK = 2**16
 
@@ -40,6 +41,9 @@ class Units(Protocol):
 
     fingerprint: str
     """Of who has which records; empty if each record is a unit. PRIVATE."""
+
+    unnamed: int
+    """The number of records that name no unit, each of them a unit of its own. PRIVATE."""
 
     def __len__(self) -> int: ...
 
@@ -63,7 +67,7 @@ class Units(Protocol):
 class RecordUnits:
     """Makes every record a unit."""
 
-    fingerprint = ""
+    fingerprint, unnamed = "", 0
 
     def __init__(self, store: RecordStore) -> None:
         self._store = store
@@ -91,6 +95,7 @@ class GroupedUnits:
 
     def __init__(self, index: UnitIndex) -> None:
         self._index, self.fingerprint = index, index.fingerprint
+        self.unnamed = len(index.members) - index.named
 
     def __len__(self) -> int:
         return len(self._index.hashes)
@@ -112,33 +117,31 @@ class GroupedUnits:
 
 
 def open_units(
-    store: RecordStore, unit_field: str | None, *, index_folder: str | None = None
+    store: RecordStore,
+    unit_field: str | None,
+    *,
+    index_folder: str | None = None,
+    count: Count | None = None,
 ) -> Units:
     """Open the units of a store that was opened with the same `unit_field`.
 
     Args:
         index_folder: as of `records.open_store`; where the grouping is kept, hashes and offsets
             only, for the owner only.
+        count: as in `RecordStore.unit_names`; not called where the grouping is found.
 
     Raises:
-        ValueError: no record at all names a unit: surely a misspelt field. (Refusing to start for
-            what records hold is outside the guarantee, like `data.on_undecodable = "error"`.)
+        ValueError: one line, if the grouping cannot be made.
     """
     if unit_field is None:
         return RecordUnits(store)
     folder = writable_folder(index_folder)
     try:
-        index = unit_index(store, unit_field, folder)
+        index = unit_index(store, unit_field, folder, count)
     except OSError as error:
         raise ValueError(
             f"data.unit_field = {unit_field!r}: the units cannot be indexed ({error}): check the "
             f"records' permissions and the space left in {folder!r}"
         ) from error
-    if index.named == 0:
-        raise ValueError(
-            f"data.unit_field = {unit_field!r}: none of the {len(store)} records has one: name "
-            "the JSON field that holds the unit (a string or a whole number), or, for text files, "
-            "give a training.dataset_path above the units' folders"
-        )
     store.confirm_units(index.is_of)
     return GroupedUnits(index)

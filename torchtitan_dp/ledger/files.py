@@ -96,24 +96,60 @@ def read_fingerprint(folder: str) -> str | None:
     if not os.path.exists(path):
         return None
     with open(path, encoding="ascii") as file:
-        return file.read().strip()
+        return file.readline().strip()
 
 
-def check_fingerprint(folder: str, fingerprint: str) -> None:
+def check_fingerprint(folder: str, fingerprint: str, settings: Mapping[str, object]) -> None:
     """Refuse other data than the run was started with; a first start has nothing to compare.
 
+    Args:
+        settings: that the fingerprint depends on besides the records, by their keys.
+
     Raises:
-        ValueError: naming the key and the remedy.
+        ValueError: naming the key that changed and the remedy.
     """
     before = read_fingerprint(folder)
-    if before is not None and before != fingerprint:
+    if before is None or before == fingerprint:
+        return
+    afresh = "or start afresh in another job.dump_folder"
+    earlier = _read_settings(folder)
+    if not earlier:
         raise ValueError(
             "training.dataset_path: the records (or data.unit_field, heldout_fraction, a field of "
             "text, prompts or messages, or verify_records) are not those that this run was started "
-            "with; restore them, or start afresh in another job.dump_folder"
+            f"with; restore them, {afresh}"
         )
+    for key, value in settings.items():
+        if key in earlier and earlier[key] != value:
+            raise ValueError(
+                f"{key} = {value!r}: this run was started with {earlier[key]!r}, on "
+                f"which its samples depend; set it back, {afresh}"
+            )
+    raise ValueError(
+        "training.dataset_path: the records are not those that this run was started with: a file "
+        f"was added, removed, renamed or changed; restore them, {afresh}"
+    )
 
 
-def write_fingerprint(folder: str, fingerprint: str) -> None:
-    """Keep the fingerprint: private data, never published."""
-    write_atomically(os.path.join(folder, FINGERPRINT_FILE), fingerprint.encode() + b"\n")
+def write_fingerprint(folder: str, fingerprint: str, settings: Mapping[str, object]) -> None:
+    """Keep the fingerprint, and on a second line the settings: private data, never published."""
+    lines = f"{fingerprint}\n{json.dumps(dict(settings))}\n"
+    write_atomically(os.path.join(folder, FINGERPRINT_FILE), lines.encode())
+
+
+def _read_settings(folder: str) -> dict[str, object]:
+    """Return the settings beside the fingerprint; none of them in a file of one line.
+
+    Raises:
+        ValueError: if the second line is not ours.
+    """
+    path = os.path.join(folder, FINGERPRINT_FILE)
+    with open(path, encoding="ascii") as file:
+        _, *rest = file.read().splitlines()
+    try:
+        settings = json.loads(rest[0]) if rest else {}
+    except ValueError:
+        settings = None
+    if not isinstance(settings, dict):
+        raise ValueError(f"{path}, line 2: no settings; restore the file as the run wrote it")
+    return settings

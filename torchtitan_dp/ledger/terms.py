@@ -129,29 +129,59 @@ def _lost(account: Ledger | None) -> Ledger | None:
 
 
 def _refuse_delta(config: JobConfig, units: int) -> list[str]:
-    """Refuse a delta that allows publishing whole units, or warn where their number is private.
+    """Refuse a delta that allows publishing whole units, and warn of one above a tenth of that.
+
+    Where the number of units is private, the public estimate of it decides, and the number itself
+    gives a warning that is labelled.
 
     Raises:
-        ValueError: one line; only where the number of units is public.
+        ValueError: one line; by public numbers alone.
     """
     delta, rate = config.privacy.delta, config.privacy.sample_rate
     assert delta is not None
-    if rate is not None and delta >= (most := rate / config.training.global_batch_size):
-        raise ValueError(
-            f"privacy.delta = {delta:g}: at least privacy.sample_rate / training.global_batch_size "
-            f"({most:.2g}), about 1 / number of {unit_word(config)}s, which allows publishing a "
-            f"{unit_word(config)} outright; use a tenth of that or less"
-        )
-    if delta < 1 / units:
-        return []
     word = unit_word(config)
-    problem = (
-        f"privacy.delta = {delta:g}: at least 1 / number of training {word}s ({1 / units:.2g}), "
-        f"which allows publishing a {word} outright; use a tenth of that or less"
+    counted = f"1 / number of training {word}s ({1 / units:.2g})"
+    if rate is None:
+        most, source = 1 / units, counted
+    else:
+        most = rate / config.training.global_batch_size
+        source = (
+            f"privacy.sample_rate / training.global_batch_size ({most:.2g}), about 1 / number of "
+            f"{word}s"
+        )
+    if _reaches(delta, most):
+        raise ValueError(f"privacy.delta = {delta:g}: at least {source}, {_outright(word)}")
+    warnings = []
+    if not _reaches(most / 10, delta):
+        warnings.append(f"privacy.delta = {delta:g}: above a tenth of {source}, {_chance(delta)}")
+    if rate is not None:
+        if _reaches(delta, 1 / units):
+            problem = f"at least {counted}, {_outright(word)}"
+            warnings.append(f"not private: privacy.delta = {delta:g}: {problem}")
+        elif not warnings and not _reaches(1 / units / 10, delta):
+            problem = f"above a tenth of {counted}, {_chance(delta)}"
+            warnings.append(f"not private: privacy.delta = {delta:g}: {problem}")
+    return warnings
+
+
+def _reaches(value: float, bound: float) -> bool:
+    """Tell whether a value is at least a bound, up to the rounding of how either was written.
+
+    >>> _reaches(16 / 81 / 16, 1 / 81), _reaches(0.0123, 1 / 81)
+    (True, False)
+    """
+    return value >= bound * (1 - 1e-9)
+
+
+def _outright(word: str) -> str:
+    return f"which allows publishing a {word} outright; use a tenth of that or less"
+
+
+def _chance(delta: float) -> str:
+    return (
+        f"so that epsilon holds but for a probability of 1 in {1 / delta:,.0f}; use a tenth of "
+        "that or less"
     )
-    if config.privacy.sample_rate is None:
-        raise ValueError(problem)
-    return [f"not private: {problem}"]
 
 
 def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:

@@ -18,6 +18,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan_dp.checkpoint.adapters import without_adapters
 from torchtitan_dp.checkpoint.start import Start, Weights, check_start, weights_folder
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.tokenizer import from_hub
 from torchtitan_dp.models.adapter_export import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -63,9 +64,8 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
     if not start.loads:
         return
     if not start.place or not os.path.isdir(start.place):
-        raise ValueError(
-            f"{start.key} = '{start.place}': no such folder; name the one with initial weights"
-        )
+        remedy = from_hub(start.place) or "name the one with initial weights"
+        raise ValueError(f"{start.key} = '{start.place}': no such folder; {remedy}")
     if start.weights is Weights.INITIAL_HF:
         _check_weights(f"{start.key} = '{start.place}'", start.place, args)
     else:
@@ -118,6 +118,11 @@ def _check_weights(problem: str, folder: str, args: ModelArgs) -> None:
 def _safetensors(problem: str, folder: str) -> list[str]:
     """List the files of weights, all that the index names among them."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if names == [ADAPTER_FILE]:
+        raise ValueError(
+            f"{problem}: it holds an adapter, not a whole model; release its run with --merged and "
+            "name that folder"
+        )
     if not names:
         raise ValueError(f"{problem}: it holds no *.safetensors; download the model's weights")
     index = os.path.join(folder, INDEX_FILE)

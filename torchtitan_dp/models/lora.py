@@ -66,6 +66,18 @@ class LoRALinear(nn.Linear):
         return torch.add(super().forward(x), self.lora_b(self.lora_a(x)), alpha=self.scaling)
 
 
+_OF_PEFT = {
+    "q_proj": "wq",
+    "k_proj": "wk",
+    "v_proj": "wv",
+    "o_proj": "wo",
+    "gate_proj": "w1",
+    "down_proj": "w2",
+    "up_proj": "w3",
+}
+"""Our names of layers, by Hugging Face's, which PEFT's `target_modules` has."""
+
+
 def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
     """Put factors beside the targets in `blocks`, and freeze all else of `model`, in place.
 
@@ -80,9 +92,11 @@ def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
     ]
     there = {path.rpartition(".")[2] for path, _ in linear}
     if unknown := [target for target in lora.targets if target not in there]:
+        known = [(name, _OF_PEFT[name]) for name in unknown if _OF_PEFT.get(name) in there]
+        same = f" ({', '.join(f'PEFT: {theirs} = {ours}' for theirs, ours in known)})"
         raise ValueError(
             f"lora.targets = {list(lora.targets)}: the model's blocks have no linear layer "
-            f"'{unknown[0]}'; use some of {', '.join(sorted(there))}"
+            f"'{unknown[0]}'; use some of {', '.join(sorted(there))}{same if known else ''}"
         )
     model.requires_grad_(False)
     for path, layer in linear:

@@ -19,6 +19,7 @@ from typing import Any
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.config.units import unit_word
+from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.opening import Records
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
@@ -37,6 +38,7 @@ from torchtitan_dp.plan.recommend import (
 )
 from torchtitan_dp.plan.report import plot, report
 from torchtitan_dp.preflight.check import check_run
+from torchtitan_dp.preflight.notices import notices
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 
@@ -63,6 +65,8 @@ def _plan(
         args, records, plan = checked.args, checked.records, checked.plan
         lock_folder(config.job.dump_folder).close()
     model = f"      {describe(config, args)}"
+    for warning in records.warnings:
+        warn(warning)
     if plan is None:
         print(f"plan: without privacy (privacy.enable = false)\n{model}", file=sys.stderr)
         if options.memory_gib is not None or options.json or options.plot:
@@ -73,6 +77,8 @@ def _plan(
     for warning in filter(None, (*plan.warnings, noise_warning(noise))):
         print(f"warning: {warning}", file=sys.stderr)
     _show(config, plan, records)
+    for notice in notices(config):
+        print(f"      {notice}", file=sys.stderr)
     for caveat in plan.ledger.caveats:
         print(f"      assumed or recorded: {caveat}", file=sys.stderr)
     print(f"{model}\n      {noise_line(noise, plan.settings, trained)}", file=sys.stderr)

@@ -7,14 +7,13 @@ record brings to light after some steps would tell of that record (hazard row 47
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan_dp.checkpoint.start import Start, decide_start, plan_start
+from torchtitan_dp.checkpoint.start import Start, check_records, decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.dialogs import Reading, reading
 from torchtitan_dp.data.excerpts import scan_undecodable
 from torchtitan_dp.data.jsonl_records import MAX_LINE_BYTES
 from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_dp.ledger import check_fingerprint
 from torchtitan_dp.ledger.baseline import refuse_private_folder
 from torchtitan_dp.ledger.terms import Plan, earlier_ledger
 from torchtitan_dp.models.check import check_model
@@ -81,7 +80,7 @@ def check_run(
     if not config.privacy.enable:
         refuse_private_folder(folder)
         return Checked(start, args, records, None)
-    check_fingerprint(folder, records.fingerprint)
+    check_records(folder, records.fingerprint, records.settings)
     plan = plan_start(config, len(records.train), start, earlier_ledger(folder))
     return Checked(start, args, records, plan)
 
@@ -121,6 +120,7 @@ def _refuse_undecodable(records: Records, how: Reading | None, part: int, parts:
     bad = scan_undecodable(store.is_decodable if how is None else is_read, every, count)
     if bad:
         raise ValueError(
-            f"data.on_undecodable = 'error': {bad} of {count} records cannot be decoded; mend "
+            f"data.on_undecodable = 'error': {bad} of {count} records cannot be decoded; fix "
             "them, or set it to 'empty' (they then contribute nothing)"
+            + "".join(f"; not private: {warning}" for warning in records.warnings)
         )

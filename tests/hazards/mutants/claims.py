@@ -143,8 +143,8 @@ MUTANTS = [
         55,
         "any delta",
         "ledger/terms.py",
-        "    if delta < 1 / units:\n",
-        "    if delta < 1:\n",
+        "    if _reaches(delta, most):\n",
+        "    if _reaches(delta, 1.0):\n",
         (
             f"{CLAIMS}test_row55_a_delta_that_publishes_units_is_refused_where_their_number_is_public",
         ),

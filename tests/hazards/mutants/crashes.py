@@ -97,8 +97,8 @@ MUTANTS = [
         47,
         "workers check no more than their options",
         "train.py",
-        "        check_run(config, open_records, share=here)\n",
-        "        open_records(config)\n",
+        "        records = check_run(config, open_records, share=here).records\n",
+        "        records = open_records(config)\n",
         (f"{NEIGHBOURS}a_tokenizer_beyond_the_vocabulary_is_refused_by_every_worker",),
     ),
     Mutant(
@@ -135,5 +135,14 @@ MUTANTS = [
         "    if seconds > _SHARE * timeout:\n",
         "    if seconds > 4 * timeout:\n",
         (f"{REHEARSAL}text_that_may_keep_ranks_waiting_is_refused",),
+    ),
+    Mutant(
+        47,
+        "one line without the field refuses a start",
+        "data/readable.py",
+        "        if lacking + census.undecodable == census.lines:\n",
+        "        if lacking + census.undecodable:\n",
+        ("data/test_census.py::test_one_line_that_has_it_is_enough",),
+        quick=True,
     ),
 ]

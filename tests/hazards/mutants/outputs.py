@@ -207,4 +207,13 @@ MUTANTS = [
         (f"{LEDGERS}test_row45_weights_loaded_without_their_optimizer_are_not_trained_on",),
         quick=True,
     ),
+    Mutant(
+        24,
+        "counts of lines without a label",
+        "data/console.py",
+        'print(f"warning (not private): {text}"',
+        'print(f"warning: {text}"',
+        ("preflight/test_notices.py::test_counts_change_no_file_that_is_published",),
+        quick=True,
+    ),
 ]

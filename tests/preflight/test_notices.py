@@ -1,0 +1,205 @@
+"""What is said of records before a run starts: by the plan and by a worker, and nowhere else."""
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from tests import forks
+from tests.launch import arguments, with_sigma
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.ledger import Account, ExecutedSteps, write_fingerprint
+from torchtitan_dp.ledger.terms import make_plan
+from torchtitan_dp.plan import __main__ as plan
+from torchtitan_dp.preflight.check import check_run, open_records
+from torchtitan_dp.preflight.notices import notices
+
+NOTES = [{"who": i % 8, "note": f"note {i}"} for i in range(24)]
+JSONL = ("--training.dataset=jsonl", "--data.text_field=note")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def write(path: Path, rows: list[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def command(root: Path, *overrides: str) -> list[str]:
+    return arguments(root / "out", root / "notes.jsonl", *JSONL, *overrides)
+
+
+def planned(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    plan.main([*command(root, *overrides), "--world_size=1"])
+    return capsys.readouterr().err
+
+
+def refused(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> str:
+    with pytest.raises(SystemExit) as stopped:
+        plan.main([*command(root, *overrides), "--world_size=1"])
+    assert stopped.value.code == 2
+    (line,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+    return line
+
+
+def start(argv: list[str], cache: str) -> str:
+    """Start a worker as torchrun does, up to where it would build the trainer."""
+    import torchtitan_dp.train as train
+
+    class BuiltError(Exception):
+        pass
+
+    def build(config: object) -> None:
+        raise BuiltError
+
+    train.build_trainer = build  # type: ignore[assignment]
+    train.init_logger = lambda: None
+    os.environ.update(XDG_CACHE_HOME=cache, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", RANK="0")
+    os.environ.update(WORLD_SIZE="1")
+    said = io.StringIO()
+    with contextlib.redirect_stderr(said):
+        try:
+            train.main.__wrapped__(argv)  # type: ignore[attr-defined]
+        except BuiltError:
+            print("built", file=said)
+        except SystemExit as stop:
+            print(stop.code, file=said)
+    return said.getvalue()
+
+
+LACKING = "warning (not private): 2 of 26 lines have no text in data.text_field = 'note'"
+
+
+def test_what_lines_lack_is_told_by_plan_and_start(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "notes.jsonl", [*NOTES, {"x": 1}, {"x": 2}])
+    assert LACKING in planned(tmp_path, capsys)
+    said = forks.call(start, command(tmp_path), str(cache))
+    assert LACKING in said
+    assert "token ids of the records that are drawn are written to " in said
+    assert said.endswith("built\n")
+
+
+NONE = "data.text_field = 'text': none of the 24 lines has a text there"
+
+
+def test_a_text_field_that_no_line_has_is_refused_by_plan_start_and_resume(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "notes.jsonl", NOTES)
+    assert NONE in refused(tmp_path, capsys, "--data.text_field=text")
+    said = forks.call(start, command(tmp_path, "--data.text_field=text"), str(cache))
+    assert f"error: {NONE}" in said
+    assert "built" not in said
+    assert not (tmp_path / "out" / "privacy.json").exists()
+    begun(tmp_path)
+    assert NONE in refused(tmp_path, capsys, "--data.text_field=text")
+
+
+def begun(root: Path, *overrides: str) -> None:
+    """Leave what a run leaves that was killed after its first step."""
+    config = load_config(command(root, *with_sigma(1), *overrides), 1)
+    records, out = open_records(config), str(root / "out")
+    os.makedirs(out, exist_ok=True)
+    ledger = make_plan(config, len(records.train)).ledger
+    Account(ledger, ExecutedSteps(out), total_steps=4).publish(out)
+    write_fingerprint(out, records.fingerprint, records.settings)
+    ExecutedSteps(out).begin(1, ledger.settings)
+
+
+def test_counts_change_no_file_that_is_published(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nor anything else that the plan says: neighbours differ in labelled lines alone."""
+    published, unlabelled, labelled = [], [], []
+    for text in ({"note": "text"}, {"other": "no text"}, {"note": ""}):
+        write(tmp_path / "notes.jsonl", [*NOTES, {"who": 9, **text}])
+        said = planned(
+            tmp_path, capsys, *with_sigma(1), f"--json={tmp_path / 'plan'}", "--no_memory"
+        )
+        lines = said.splitlines()
+        labelled.append([line for line in lines if "not private" in line])
+        unlabelled.append([line for line in lines if "not private" not in line])
+        begun(tmp_path)
+        published.append(
+            ((tmp_path / "out/privacy.json").read_text(), (tmp_path / "plan").read_text())
+        )
+        for path in (tmp_path / "out").iterdir():
+            path.unlink()
+    assert unlabelled[0] == unlabelled[1] == unlabelled[2]
+    assert len({str(lines) for lines in labelled}) == 3
+    assert len({publication[1] for publication in published}) == 1
+    random = {"run": 0, "starts": 0, "segments": 0}  # names of starts
+    spent = [{**json.loads(one[0]), **random} for one in published]
+    assert spent[0] == spent[1] == spent[2]
+
+
+def test_a_start_without_a_step_binds_the_folder_to_nothing(tmp_path: Path) -> None:
+    write(tmp_path / "notes.jsonl", NOTES)
+    config = load_config(command(tmp_path, *with_sigma(1)), 1)
+    out = tmp_path / "out"
+    out.mkdir()
+    write_fingerprint(str(out), "of other records", {})
+    check_run(config)
+    begun(tmp_path)
+    check_run(config)
+    write(tmp_path / "notes.jsonl", [*NOTES, {"note": "one more"}])
+    with pytest.raises(ValueError, match=r"^training\.dataset_path: the records are not those"):
+        check_run(config)
+    os.unlink(out / "steps_executed.log")  # a checkpoint is one of some records, too
+    (out / "checkpoint/step-1").mkdir(parents=True)
+    (out / "checkpoint/step-1/.metadata").write_bytes(b"x")
+    with pytest.raises(ValueError, match=r"^training\.dataset_path: the records are not those"):
+        check_run(load_config(command(tmp_path, *with_sigma(1), "--checkpoint.no-enable"), 1))
+
+
+def test_a_run_from_before_units_were_read_by_windows_goes_on(tmp_path: Path) -> None:
+    """How a unit's sample is taken is no term of epsilon: an older run's folder is not refused."""
+    write(tmp_path / "notes.jsonl", NOTES)
+    before = ("--data.unit_field=who", "--data.long_records=head", *with_sigma(1))
+    begun(tmp_path, *before)
+    now = load_config(command(tmp_path, "--data.unit_field=who", *with_sigma(1)), 1)
+    assert now.data.long_records == "window"
+    assert check_run(now).plan is not None
+
+
+UNIT = "--data.unit_field=who"
+CONCAT, HEAD = "--data.unit_sampling=concat", "--data.long_records=head"
+
+
+@pytest.mark.parametrize(
+    "overrides, said",
+    [
+        ((), "32 tokens of a record is never trained on; data.long_records = 'window'"),
+        ((UNIT,), None),
+        ((UNIT, HEAD), "32 tokens of a unit is never trained on; data.long_records = 'window'"),
+        ((UNIT, HEAD, "--data.unit_sampling=random"), "tokens of a record is never trained on"),
+        (("--data.prompt_field=q",), None),
+        ((UNIT, "--data.prompt_field=q"), None),
+        ((UNIT, CONCAT, "--data.prompt_field=q"), "of a unit is never trained on; data.unit_samp"),
+    ],
+)
+def test_what_no_sample_is_made_of_is_told(
+    tmp_path: Path, overrides: tuple[str, ...], said: str | None
+) -> None:
+    lines = notices(load_config(command(tmp_path, *overrides), 1))
+    found = [line for line in lines if "never trained on" in line]
+    assert len(found) == (said is not None)
+    assert all(str(said) in line for line in found)
+
+
+def test_where_token_ids_are_written_is_told(
+    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "notes.jsonl", NOTES)
+    line = f"written to {cache}/torchtitan_dp/index (data.token_cache = false writes none)"
+    assert line in planned(tmp_path, capsys)
+    assert "token ids" not in planned(tmp_path, capsys, "--data.no-token_cache")

@@ -1,0 +1,144 @@
+"""What of a data set reads as nothing: refused where it is everything, else said in warnings.
+
+Guarantee:
+    Refusals compare "no line at all" with "at least one" (`census`). Everything in warnings, and in
+    refusals what names fields or values, is from private records and is labelled so.
+"""
+
+from torchtitan_dp.data.census import Census, Wanted
+from torchtitan_dp.data.conversion import foreign
+from torchtitan_dp.data.dialogs import messages_of, text_of
+from torchtitan_dp.data.store import Format, RecordStore
+from torchtitan_dp.data.units import Units
+
+
+def wanted_fields(
+    text_field: str, prompt_field: str | None, messages_field: str | None
+) -> tuple[Wanted, ...]:
+    """List the fields that a line needs, that of the text, answer or messages last."""
+
+    def is_text(value: object) -> bool:
+        return text_of(value) is not None
+
+    def is_chat(value: object) -> bool:
+        return messages_of(value) is not None
+
+    if messages_field is not None:
+        return (Wanted("data.messages_field", messages_field, "list of messages", is_chat),)
+    text = Wanted("data.text_field", text_field, "text", is_text)
+    if prompt_field is None:
+        return (text,)
+    return Wanted("data.prompt_field", prompt_field, "text", is_text), text
+
+
+def refuse_unreadable(store: RecordStore, wanted: tuple[Wanted, ...], census: Census) -> None:
+    """Refuse lines none of which has a field that is wanted.
+
+    Raises:
+        ValueError: one line, which names the format of files that are no JSON lines.
+    """
+    if census.undecodable == census.lines:
+        raise ValueError(_foreign(store, wanted))
+    for one, lacking in zip(wanted, census.without, strict=True):
+        if lacking + census.undecodable == census.lines:
+            raise ValueError(
+                f"{one.key} = {one.field!r}: none of the {census.lines} lines has a {one.what} "
+                f"there; name the field that holds it (not private: {census.fields})"
+            )
+
+
+def refuse_unnamed(
+    store: RecordStore,
+    units: Units,
+    unit_field: str | None,
+    wanted: tuple[Wanted, ...],
+    census: Census | None,
+) -> None:
+    """Refuse records none of which names its unit.
+
+    Args:
+        census: of a format with fields.
+
+    Raises:
+        ValueError: one line.
+    """
+    if unit_field is None or units.unnamed < len(store):
+        return
+    none = f"data.unit_field = {unit_field!r}: none of the {len(store)} records has one"
+    if census is None:
+        raise ValueError(
+            f"{none}: every file lies in no folder below training.dataset_path; give a path above "
+            "the units' folders"
+        )
+    if census.undecodable == census.lines:
+        raise ValueError(_foreign(store, wanted))
+    if census.pointed:
+        raise ValueError(
+            f"data.unit_field = {unit_field!r}: it holds {census.example}, a number with a point, "
+            f"in {census.pointed} of {census.lines} lines, and a usable unit in none; write whole "
+            "numbers or strings (the number is not private)"
+        )
+    raise ValueError(
+        f"{none}: name the JSON field that holds the unit, a string or a whole number (not "
+        f"private: {census.fields})"
+    )
+
+
+def _foreign(store: RecordStore, wanted: tuple[Wanted, ...]) -> str:
+    """Say what files are that hold no JSON object on any line."""
+    if found := foreign(store.file_of(0)):
+        return f"training.dataset_path: {found}"
+    return (
+        f"training.dataset_path: none of the {len(store)} lines is a JSON object; 'jsonl' needs "
+        f'one a line, {{"{wanted[-1].field}": …}}'
+    )
+
+
+def warnings(
+    store: RecordStore,
+    facts: Format,
+    units: Units,
+    unit_field: str | None,
+    wanted: tuple[Wanted, ...],
+    census: Census | None,
+    trained: int,
+) -> tuple[str, ...]:
+    """Say which records read as nothing, and why. NOT PRIVATE: for `console.warn` alone.
+
+    Args:
+        trained: the number of units to train on.
+        census: of a format with fields.
+    """
+    found = [] if census is None else _of_lines(wanted, census, len(store))
+    if units.unnamed:
+        what = f"{units.unnamed} of {len(store)} {facts.row}s"
+        lack = f"have no data.unit_field = {unit_field!r}"
+        if not facts.has_fields:
+            lack = "lie in no folder below training.dataset_path (data.unit_field = 'folder')"
+        elif census is not None and census.pointed:
+            lack += f" ({census.pointed} hold a number with a point, as {census.example})"
+        found.append(
+            f"{what} {lack}: each is a unit of its own that contributes nothing, and counts in "
+            f"the number of units, so that q and the delta check are against {trained} units"
+        )
+    return tuple(found)
+
+
+def _of_lines(wanted: tuple[Wanted, ...], census: Census, lines: int) -> list[str]:
+    """Say which lines have no text."""
+    first = "the first " if census.lines < lines else ""
+    of = f"of {first}{census.lines} lines"
+    found = [
+        f"{lacking} {of} have no {one.what} in {one.key} = {one.field!r} and contribute nothing; "
+        f"{census.fields}"
+        for one, lacking in zip(wanted, census.without, strict=True)
+        if lacking
+    ]
+    if census.undecodable:
+        found.append(f"{census.undecodable} {of} are no JSON objects and contribute nothing")
+    if census.empty:
+        last = wanted[-1]
+        found.append(
+            f"{census.empty} {of} are empty in {last.key} = {last.field!r} and contribute nothing"
+        )
+    return found
