@@ -1,4 +1,4 @@
-"""What all ranks agree on before anything comes of a step: no sample is missing, one draw is next."""
+"""What ranks agree on before anything comes of a step: all samples were made, one draw is next."""
 
 import os
 import traceback
@@ -40,9 +40,7 @@ def require_same_step(failure: BaseException | None, drawn: int, device: torch.d
     failed, highest, negated_lowest = told.tolist()
     if failure is not None:
         # What is raised may speak of a record.
-        raise Fault(
-            f"a sample could not be made (not private: {_described(failure)})"
-        ) from failure
+        raise Fault(f"a sample could not be made (not private: {_described(failure)})") from failure
     if failed:
         raise Fault("a sample could not be made on another rank, whose own line says why")
     if highest != -negated_lowest:
