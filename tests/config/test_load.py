@@ -311,6 +311,7 @@ def test_a_tokenizer_larger_than_the_vocabulary(tmp_path, data, capsys):
     [
         ("[privacy]\ndelat = 1e-5", "privacy.delat: unknown key"),
         ("[privcay]\ndelta = 1e-5", "privcay: unknown key"),
+        ("[peft]\nr = 4", "the sections are activation_checkpoint, "),
         ("[privacy]\ndelta = '1e-5'", "privacy.delta = '1e-5'"),
         ("[privacy]\nenable = 1", "privacy.enable = 1"),
         ("[privacy]\naccountant = 'gdp'", "privacy.accountant = 'gdp'"),
@@ -330,6 +331,13 @@ def test_bad_toml(tmp_path, data, capsys, text, named):
     line = refused(tmp_path, data, capsys, f"--job.config_file={path}")
     assert named in line
     assert str(path) in line
+
+
+def test_an_unknown_option_is_said_once(tmp_path, data, capsys):
+    line = refused(tmp_path, data, capsys, "--training.seqlen=512")
+    assert line.startswith("error: Unrecognized options: --training.seqlen")
+    assert line.count("Unrecognized") == 1
+    assert "Perhaps you meant: --training.seq-len" in line
 
 
 def test_a_misspelt_key_gets_a_hint(tmp_path, data, capsys):

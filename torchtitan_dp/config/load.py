@@ -146,6 +146,8 @@ def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = ""
         if name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else "remove it"
+            if not close and not prefix and isinstance(value, dict):
+                hint = f"the sections are {', '.join(sorted(fields))}"
             raise ValueError(f"{key}: unknown key in {path}; {hint}")
         if dataclasses.is_dataclass(fields[name].type):
             if not isinstance(value, dict):
@@ -171,7 +173,8 @@ def _parse(argv: list[str]) -> Any:
         words = re.sub(r"\x1b\[[0-9;]*m", "", words)
         # Not its helptext: that names the running program, which need not be ours.
         message = " ".join(re.split(r"Argument helptext:|For full helptext", words)[0].split())
-        raise ValueError(re.sub(r"^[-\s]+|[-\s]+$", "", message)) from None
+        message = re.sub(r"^(Unrecognized options |Value error )", "", message.strip("- "))
+        raise ValueError(message) from None
     finally:
         titan_logger.setLevel(level)
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -65,8 +66,12 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
     if not start.loads:
         return
     if not start.place or not os.path.isdir(start.place):
+        download = ""
+        if re.fullmatch(r"[\w.-]+/[\w.-]+", start.place):
+            download = f" (hf download {start.place} --local-dir FOLDER fetches it from the hub)"
         raise ValueError(
             f"{start.key} = '{start.place}': no such folder; name the one with initial weights"
+            f"{download}"
         )
     if start.weights is Weights.INITIAL_HF:
         _check_weights(f"{start.key} = '{start.place}'", start.place, args)
@@ -120,6 +125,11 @@ def _check_weights(problem: str, folder: str, args: ModelArgs) -> None:
 def _safetensors(problem: str, folder: str) -> list[str]:
     """List the files of weights, all that the index names among them."""
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if names == [ADAPTER_FILE]:
+        raise ValueError(
+            f"{problem}: it holds adapters, which no run starts from; merge them into their model "
+            "(of a run of this program: python -m torchtitan_dp.release RUN OUT --merged)"
+        )
     if not names:
         raise ValueError(f"{problem}: it holds no *.safetensors; download the model's weights")
     index = os.path.join(folder, INDEX_FILE)
