@@ -108,7 +108,7 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     saves = checkpoint_folder(load_config(argv[module + 2 :], int(processes)))
     cores, workers = len(os.sched_getaffinity(0)), int(processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
-    where = "" if torch.cuda.is_available() else " on the CPU"
+    where = "" if torch.cuda.device_count() else " on the CPU"
     _say(f"starting {workers} process{'es' if workers > 1 else ''}{where}…")
     return ["--nproc_per_node", processes, *argv], saves
 

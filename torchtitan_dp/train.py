@@ -63,7 +63,7 @@ from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics, is_
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import FAMILIES
 from torchtitan_dp.models.first_update import FirstUpdate
-from torchtitan_dp.models.hugging_face import describe, origin
+from torchtitan_dp.models.hugging_face import describe, origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
@@ -339,10 +339,10 @@ def main(argv: list[str]) -> None:
         require_usable_devices()
         config = load_config(argv, int(os.environ["WORLD_SIZE"]))
         here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        checked = check_run(config, open_records, share=here)
+        check_run(config, open_records, share=here)
         # Held by the kernel until this process ends.
         lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
-    logger.info(describe(config, checked.args))
+    logger.info(describe(config, shape(config)))
     register(config, open_records)
     # Not TorchTitan's: in checkpoint/ it would be taken for one to resume from.
     exports, config.checkpoint.last_save_in_hf = config.checkpoint.last_save_in_hf, False

@@ -335,7 +335,7 @@ def test_bad_toml(tmp_path, data, capsys, text, named):
 
 def test_an_unknown_option_is_said_once(tmp_path, data, capsys):
     line = refused(tmp_path, data, capsys, "--training.seqlen=512")
-    assert line.startswith("error: Unrecognized options: --training.seqlen")
+    assert line.startswith("Unrecognized options: --training.seqlen")
     assert line.count("Unrecognized") == 1
     assert "Perhaps you meant: --training.seq-len" in line
 
