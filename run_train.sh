@@ -4,8 +4,9 @@
 #   NGPU         processes; default: one for each CUDA device, or 2 on a machine without
 #   CONFIG_FILE  the TOML; default: train_configs/llama3_debug.toml (--job.config_file wins)
 #   LOG_RANK     ranks whose output is shown, as "0,1"; default: 0
+#   NO_COLOR     no colours, as where the output is no terminal
 #
-# SIGTERM or SIGUSR1 to this process: the run saves a checkpoint after its step, and ends.
+# Ctrl-C, SIGTERM or SIGUSR1: the run saves a checkpoint after its step, and ends; Ctrl-C again: at once.
 # Exit code 2: the configuration is wrong, one line says how, and nothing was started.
 # Exit code 75: stopped by such a signal; the same command goes on.
 set -euo pipefail

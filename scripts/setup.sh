@@ -71,7 +71,7 @@ if command -v flock >/dev/null && ! flock -n 9; then
 fi
 
 case "$(cat "$VENV/.setup-stamp" 2>/dev/null)" in
-    "" | incomplete) echo "Setting up .venv (first time, a few minutes)…" ;;
+    "" | incomplete) echo "Setting up .venv (first time, a few minutes; what pip says: $LOG)…" ;;
     *) echo "Setting up .venv (the pins, the Python or the place changed)…" ;;
 esac
 : >"$LOG"

@@ -211,6 +211,7 @@ class _Launched:
                 stderr=subprocess.STDOUT,
                 cwd=ROOT,
                 env={**environment, _MARK: self._mark},
+                start_new_session=True,  # a process group, as a terminal's command has
             )
 
     def owns(self, pid: int) -> bool:

@@ -104,6 +104,29 @@ def test_sigterm_saves_a_checkpoint_and_stops(stopped):
     assert spent["steps_executed"] == folder.steps_begun() >= last
 
 
+def test_ctrl_c_saves_a_checkpoint_and_stops(stopped):
+    """It goes to the whole process group of the terminal, to which torchrun's workers do not
+    belong.
+    """
+    folder, *_ = stopped
+    before, begun = max(steps_saved(folder)), folder.steps_begun()
+    steps = f"--training.steps={STEPS_TO_COME}"
+    run = folder.start(steps, "--checkpoint.interval=10000", real=True)
+    try:
+        run.wait_for(lambda: folder.steps_begun() > begun + 2, "the next steps")
+        os.killpg(run.process.pid, signal.SIGINT)
+        assert run.process.wait(TIMEOUT_S) == EXIT_STOPPED
+        assert run.dies()
+    finally:
+        run.end()
+    last = max(steps_saved(folder))
+    assert last > before
+    assert folder.steps_begun() - begun == last - before  # no step is lost
+    assert run.output().count("\nCtrl-C: finishing the step and saving; press it again") == 1
+    assert f"stopped at step {last} of {STEPS_TO_COME}, as asked, saved: the" in run.output()
+    assert "Traceback" not in run.output()
+
+
 def test_a_full_disk_is_one_line_and_costs_no_checkpoint(stopped):
     """The limit on a file's size stands for the disk's."""
     folder, *_ = stopped

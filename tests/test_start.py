@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -84,7 +85,13 @@ def test_the_stand_in_for_datasets_calls_the_real_one(monkeypatch):
     assert load_dataset("c4", split="train") == (("c4",), {"split": "train"})
 
 
-def signalled_in_the_plan(connection, number):
+def into(log: str) -> None:
+    """Send what this process says into a file."""
+    for number in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
+
+
+def signalled_in_the_plan(connection, number, log):
     """A launcher whose plan is interrupted; nobody may be started then."""
     from torchtitan_dp import launch
 
@@ -92,10 +99,96 @@ def signalled_in_the_plan(connection, number):
         os.kill(os.getpid(), number)
         time.sleep(60)
 
+    into(log)
     with mock.patch.object(launch, "_run_plan", plan):
         launch.main(["--processes", "2", "-m", "torchtitan_dp.train"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
-def test_a_signal_during_the_plan_ends_the_start_to_be_run_again(number):
-    assert forks.Process(signalled_in_the_plan, number).wait(30) == EXIT_STOPPED
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_during_the_plan_ends_the_start_to_be_run_again(number, tmp_path):
+    log = tmp_path / "log"
+    assert forks.Process(signalled_in_the_plan, number, str(log)).wait(30) == EXIT_STOPPED
+    said = log.read_text().splitlines()[1:]  # after "checking…"
+    assert said == (["", "Ctrl-C: stopped"] if number == signal.SIGINT else [])
+
+
+LISTENING = (
+    "import signal, time; from torchtitan_dp.process import STOP_SIGNAL; "
+    "signal.signal(STOP_SIGNAL, lambda *_: print('asked', flush=True)); "
+    "print('ready', flush=True); time.sleep({}); print('saved', flush=True); time.sleep({})"
+)
+STARTING = "import time; print('ready', flush=True); time.sleep(600)"
+
+
+def pressed(connection, worker, times, log, saves):
+    """A launcher with one worker, a Python program, whose user presses Ctrl-C."""
+    from torch.distributed import run
+
+    from torchtitan_dp import launch
+
+    def workers(argv):
+        assert "SIGINT" not in argv[argv.index("--signals-to-handle") + 1]
+        process = subprocess.Popen([sys.executable, "-c", worker], start_new_session=True)
+        connection.send(process.pid)
+        deadline = time.monotonic() + 60
+        while "ready" not in Path(log).read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        for _ in range(times):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.2)
+        process.wait(60)
+
+    into(log)
+    with (
+        mock.patch.object(run, "main", workers),
+        mock.patch.object(launch, "_checked", lambda _, argv: (argv, saves)),
+    ):
+        launch.main(["--processes", "2", "-m", "torchtitan_dp.train"])
+
+
+@pytest.mark.parametrize(
+    "worker, times, code, said",
+    [
+        (
+            LISTENING.format(0.5, 0),
+            1,
+            EXIT_STOPPED,
+            [
+                "Ctrl-C: finishing the step and saving; press it again to stop at once (loses the "
+                "steps since step-6)",
+                *("asked", "saved"),
+            ],
+        ),
+        (
+            LISTENING.format(600, 0),
+            2,
+            130,
+            [
+                "Ctrl-C: finishing the step and saving; press it again to stop at once (loses the "
+                "steps since step-6)",
+                *("asked", "", "Ctrl-C: stopped at once; the same command goes on from step-6"),
+            ],
+        ),
+        (
+            STARTING,
+            1,
+            EXIT_STOPPED,
+            ["Ctrl-C: stopped; the same command goes on from step-6"],
+        ),
+    ],
+    ids=["in a step", "twice", "while starting"],
+)
+def test_ctrl_c_is_one_line_and_loses_nothing_unless_pressed_again(
+    worker, times, code, said, tmp_path
+):
+    log, whole = tmp_path / "log", tmp_path / "checkpoint" / "step-6"
+    whole.mkdir(parents=True)
+    (whole / ".metadata").write_text("")
+    process = forks.Process(pressed, worker, times, str(log), str(whole.parent))
+    pid = process.connection.recv()
+    assert process.wait(60) == code
+    assert log.read_text().splitlines()[1:] == ["ready", "", *said]
+    deadline = time.monotonic() + 30
+    while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not Path(f"/proc/{pid}").exists()  # killed, or ended and reaped

@@ -3,9 +3,11 @@
     python -m torchtitan_dp.launch [torchrun's options] -m torchtitan_dp.train …
     python -m torchtitan_dp.launch --processes N [torchrun's options] -m torchtitan_dp.train …
 
-torchrun itself answers SIGTERM by ending its workers within 30 s. Here SIGTERM and SIGUSR1 ask them
-to stop after the step they are in (`distributed.stop`), and the exit code is then 75, EX_TEMPFAIL:
-run the same command again, and it goes on (where the last step was done, it has nothing to do).
+torchrun itself answers SIGTERM by ending its workers within 30 s. Here SIGTERM, SIGUSR1 and Ctrl-C
+(SIGINT) ask them to stop after the step they are in (`distributed.stop`), and the exit code is then
+75, EX_TEMPFAIL: run the same command again, and it goes on (where the last step was done, it has
+nothing to do). Before a worker listens nothing has begun, and all end at once. A second Ctrl-C does
+so at any time, with exit code 130.
 
 With `--processes`, for a run on this machine alone, the plan checks everything in this process
 before N workers are started; `auto` is one for each CUDA device, or 2 on a machine without. A
@@ -14,11 +16,13 @@ This process opens no CUDA context, which would hold memory of a device beside i
 """
 
 import argparse
+import contextlib
 import os
 import runpy
 import signal
 import sys
 from pathlib import Path
+from typing import NoReturn
 
 from torchtitan_dp.process import STOP_SIGNAL
 
@@ -27,32 +31,47 @@ EXIT_STOPPED = 75
 
 def main(argv: list[str]) -> None:
     """Run the workers; SystemExit with `EXIT_STOPPED` if they were asked to stop, and did."""
-    asked, checked = False, False
+    asked, pressed, checked, saves = False, False, False, ""
 
-    def ask(*_: object) -> None:
-        nonlocal asked
-        asked = True
+    def ask(number: int, _: object) -> None:
+        nonlocal asked, pressed
         workers = _children() if checked else []  # a check may have started a program of its own
-        for pid in workers:
-            os.kill(pid, STOP_SIGNAL)
-        if not workers:  # too early: nothing has begun
-            raise SystemExit(EXIT_STOPPED)
+        listening = list(filter(_listens, workers))
+        is_key, again = number == signal.SIGINT, pressed
+        asked, pressed = True, pressed or is_key
+        if is_key and again:
+            _say(f"\nCtrl-C: stopped at once; {_goes_on(saves)}")
+            _end(workers, 128 + signal.SIGINT)
+        if is_key and listening:
+            _say(
+                "\nCtrl-C: finishing the step and saving; press it again to stop at once (loses "
+                f"the steps since {_newest(saves) or 'the start'})"
+            )
+        elif is_key:
+            _say(f"\nCtrl-C: stopped; {_goes_on(saves)}" if workers else "\nCtrl-C: stopped")
+        _send(listening, STOP_SIGNAL)  # others have ended, or are still starting, and will agree
+        if not listening:  # too early: nothing has begun
+            _end(workers, EXIT_STOPPED)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
         signal.signal(number, ask)
     processes, argv = _processes(argv)
     if processes is not None:
         _say("checking the configuration and the data…")
-        argv = _checked(processes, argv)
+        argv, saves = _checked(processes, argv)
     # Imported here: whoever waits for PyTorch has been told why.
     from torch.distributed import run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    if not sys.stdout.isatty():
+        os.environ.setdefault("NO_COLOR", "1")  # workers, whose output is copied, cannot see it
     checked = True
     try:
-        run.main(["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT", *argv])
+        run.main(["--signals-to-handle", "SIGHUP,SIGQUIT", *argv])
     except ChildFailedError as error:
-        print(error, file=sys.stderr)  # which worker failed; a traceback of torchrun's adds nothing
+        _say(str(error))  # which worker failed; a traceback of torchrun's adds nothing
+        if error.get_first_failure()[1].exitcode < 0:  # killed: no fault of the run's
+            _say(_goes_on(saves))
         raise SystemExit(1) from None
     if asked:
         raise SystemExit(EXIT_STOPPED)
@@ -67,15 +86,17 @@ def _processes(argv: list[str]) -> tuple[str | None, list[str]]:
     return parser.parse_args(argv[:2]).processes, argv[2:]
 
 
-def _checked(processes: str, argv: list[str]) -> list[str]:
-    """Run the plan on the workers' own arguments; torchrun's arguments for so many workers.
+def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
+    """Run the plan on the workers' own arguments; torchrun's arguments for so many workers, and
+    where their checkpoints will lie.
 
     Raises:
         SystemExit: the plan found a mistake and has said which, or the devices cannot be used.
     """
     import torch
 
-    from torchtitan_dp.config.load import exit_on_mistake
+    from torchtitan_dp.checkpoint.folder import checkpoint_folder
+    from torchtitan_dp.config.load import exit_on_mistake, load_config
     from torchtitan_dp.distributed.devices import require_usable_devices
 
     with exit_on_mistake():
@@ -84,10 +105,12 @@ def _checked(processes: str, argv: list[str]) -> list[str]:
         processes = str(torch.cuda.device_count() or 2)
     module = argv.index("-m")
     _run_plan(["--world_size", processes, *argv[module + 2 :]])
+    saves = checkpoint_folder(load_config(argv[module + 2 :], int(processes)))
     cores, workers = len(os.sched_getaffinity(0)), int(processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
-    _say(f"starting {workers} process{'es' if workers > 1 else ''}…")
-    return ["--nproc_per_node", processes, *argv]
+    where = "" if torch.cuda.device_count() else " on the CPU"
+    _say(f"starting {workers} process{'es' if workers > 1 else ''}{where}…")
+    return ["--nproc_per_node", processes, *argv], saves
 
 
 def _run_plan(argv: list[str]) -> None:
@@ -98,6 +121,47 @@ def _run_plan(argv: list[str]) -> None:
         runpy.run_module("torchtitan_dp.plan", run_name="__main__")
     finally:
         sys.argv = before
+
+
+def _newest(saves: str) -> str:
+    """Name the newest whole checkpoint in a folder, unnamed where no plan was run; "" if there is
+    none.
+    """
+    if not saves:
+        return "the newest checkpoint"
+    from torchtitan_dp.checkpoint.folder import newest_whole_checkpoint
+
+    step = newest_whole_checkpoint(saves)
+    return f"step-{step}" if step >= 0 else ""
+
+
+def _goes_on(saves: str) -> str:
+    newest = _newest(saves)
+    return f"the same command goes on from {newest}" if newest else "the same command begins again"
+
+
+def _end(workers: list[int], code: int) -> NoReturn:
+    """End this process, and its workers without waiting for them, as torchrun would."""
+    _send(workers, signal.SIGKILL)
+    if workers:
+        os._exit(code)
+    raise SystemExit(code)
+
+
+def _send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):  # it ended meanwhile
+            os.kill(pid, number)
+
+
+def _listens(pid: int) -> bool:
+    """Tell whether a process has a handler for `STOP_SIGNAL`, which would kill it else (Linux)."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:  # it ended meanwhile
+        return False
+    caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (STOP_SIGNAL - 1) & 1)
 
 
 def _say(line: str) -> None:

@@ -3,8 +3,16 @@
 Step, learning rate, sigma, epsilon and the configuration may be published with the weights. All
 else (loss, norms, batch size, tokens, throughput, memory) depends on records without noise: its
 TensorBoard tags and its part of the console line begin with `not_private`.
+
+What TorchTitan logs of each run and is untrue of ours is left out: `model.flavor` is not the model
+where a `config.json` decides its shape, and the global batch size is an expectation, which
+TorchTitan does not know.
 """
 
+import logging
+import os
+import re
+import shlex
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,12 +23,21 @@ from torchtitan.components.metrics import BaseLogger, MetricsProcessor
 from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
+from torchtitan.tools.utils import NoColor
 
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.clipping import Clip
 
 PUBLIC = frozenset({"lr", "epsilon", "noise_multiplier"})
 _PREFIX = "not_private/"
+_UNTRUE = re.compile(
+    r"Building \S+ \S*with \{|Model \S+ \S+ (\x1b\[\S+m)?size: |Trainer is initialized with "
+)
+
+
+def is_true(record: logging.LogRecord) -> bool:
+    """Tell whether a line of TorchTitan's is to be shown: a filter for `logging`."""
+    return not _UNTRUE.search(record.getMessage())
 
 
 class LabellingLogger(BaseLogger):
@@ -47,6 +64,11 @@ class PrivateMetricsProcessor(MetricsProcessor):
     def __init__(self, job_config: JobConfig, parallel_dims: ParallelDims) -> None:
         super().__init__(job_config, parallel_dims)
         self.logger = LabellingLogger(self.logger)
+        if os.environ.get("NO_COLOR"):
+            self.color = NoColor()
+        if job_config.metrics.enable_tensorboard:
+            folder = os.path.join(job_config.job.dump_folder, job_config.metrics.save_tb_folder)
+            logger.info(f"to watch (not private): tensorboard --logdir {shlex.quote(folder)}")
 
     def log_step(
         self,

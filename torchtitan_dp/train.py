@@ -59,11 +59,11 @@ from torchtitan_dp.ledger import (
 )
 from torchtitan_dp.ledger.files import to_bytes
 from torchtitan_dp.ledger.terms import earlier_ledger, refuse_overspending
-from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
+from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics, is_true
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import FAMILIES
 from torchtitan_dp.models.first_update import FirstUpdate
-from torchtitan_dp.models.hugging_face import origin
+from torchtitan_dp.models.hugging_face import describe, origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
@@ -188,7 +188,10 @@ class DPTrainer(Trainer):
         elif spent is not None:
             for line in summary(spent):
                 logger.info(line)
-            logger.info(f"outputs: {self.job_config.job.dump_folder}/")
+            folder = self.job_config.job.dump_folder
+            logger.info(f"outputs: {folder}/")
+            if spent["private"]:
+                logger.info(f"to publish: python -m torchtitan_dp.release {folder} NEW_FOLDER")
             if count := self.feed.undecodable:
                 logger.info(
                     f"not private: {count} draws of records that cannot be decoded, on this rank; "
@@ -347,6 +350,7 @@ def main(argv: list[str]) -> None:
         raise RuntimeError("assertions guard privacy here: unset PYTHONOPTIMIZE and -O")
     protect()
     init_logger()
+    logger.addFilter(is_true)
     open_records = OpenOnce()
     with mistakes_as_faults():
         require_usable_devices()
@@ -357,6 +361,7 @@ def main(argv: list[str]) -> None:
             show(config, records)
         # Held by the kernel until this process ends.
         lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
+    logger.info(describe(config, shape(config)))
     register(config, open_records)
     # Not TorchTitan's: in checkpoint/ it would be taken for one to resume from.
     exports, config.checkpoint.last_save_in_hf = config.checkpoint.last_save_in_hf, False

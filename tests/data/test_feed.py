@@ -26,7 +26,7 @@ from torchtitan_dp.data.sharing import ALONE, ContextGroup
 from torchtitan_dp.data.token_cache import TokenCache
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units
-from torchtitan_dp.data.verdict import Verdict
+from torchtitan_dp.data.verdict import require_same_step
 from torchtitan_dp.data.worker import Worker
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
@@ -368,21 +368,107 @@ def test_what_a_thread_raises_ends_the_step_on_all_ranks_in_one_line(
         assert "\n" not in said
 
 
-def test_a_failure_is_told_only_when_all_was_yielded(tmp_path: Path) -> None:
+def test_a_failure_is_told_in_the_place_of_the_last_microbatch(tmp_path: Path) -> None:
     of = store(tmp_path)
     of.excerpt = lambda unit, *how: [][1]  # type: ignore
     one = Feed(loader(of), (T,), CPU)
     steps = one.microbatches(Draw(np.arange(3)))
-    assert all(not m.tokens_BT.any() for _, m in zip(range(3), steps, strict=False))
+    assert all(not m.tokens_BT.any() for _, m in zip(range(2), steps, strict=False))
     with pytest.raises(Fault, match="IndexError: list index out of range"):
         next(steps)
     one.close()
 
 
 def test_nothing_failed_is_no_fault() -> None:
-    Verdict(None, CPU).require()
+    require_same_step(None, 7, CPU)
     with pytest.raises(Fault, match=r"could not be made \(not private: ValueError: x"):
-        Verdict(ValueError("x"), CPU).require()
+        require_same_step(ValueError("x"), 7, CPU)
+
+
+def fed_apart(folder: str, ladder: tuple[int, ...], mine: list[list[list[int]]]) -> tuple[str, int]:
+    """How this rank's steps end when ranks draw otherwise, and how many microbatches came before.
+
+    Args:
+        mine: what each rank draws, step by step.
+    """
+    rank, given = dist.get_rank(), 0
+    it = Feed(loader(store(Path(folder)), 2, rank), ladder, CPU)
+    steps = [Draw(np.array(drawn, dtype=np.int64)) for drawn in mine[rank]]
+    try:
+        for draw, following in zip(steps, [*steps[1:], None], strict=True):
+            for _ in it.microbatches(draw, following):
+                given += 1
+    except Fault as fault:
+        return str(fault), given
+    finally:
+        it.close()
+    return "fed", given
+
+
+@pytest.mark.parametrize(
+    "others",
+    [
+        [[0, 1, 2, 3, 4, 6], [7, 8]],  # the first draw, as many units
+        [[0, 1, 2, 3, 4, 5], [7, 9]],  # the next one, before this step's last microbatch
+        [[0, 1, 2, 3, 4, 5], [7]],
+        [[0, 1, 2, 3, 4, 5], []],
+    ],
+    ids=["first", "next", "shorter", "empty"],
+)
+@pytest.mark.parametrize("ladder", LADDERS, ids=["whole", "buckets"])
+def test_row61_ranks_that_draw_different_units_all_refuse_the_step(
+    tmp_path: Path, ladder: tuple[int, ...], others: list[list[int]]
+) -> None:
+    """In one line that tells nothing of the draw, before lengths and samples are sent of it."""
+    store(tmp_path)
+    drawn = [[0, 1, 2, 3, 4, 5], [7, 8]]
+    ends = on_ranks(2, fed_apart, str(tmp_path), ladder, [drawn, others])
+    said = {line for line, _ in ends}
+    assert len(said) == 1
+    assert next(iter(said)).startswith("error: the ranks drew different units from one key")
+    assert not any(character.isdigit() for line in said for character in line)
+    given = {count for _, count in ends}
+    assert len(given) == 1
+    assert (given == {0}) == (others[0] != drawn[0])
+
+
+def test_row61_a_draw_has_a_fingerprint_under_its_key() -> None:
+    one = Draw(np.arange(9), bytes(range(32)))
+    assert one.fingerprint() == Draw(np.arange(9), bytes(range(32))).fingerprint()
+    others = [
+        Draw(np.arange(8), one.key),
+        Draw(np.array([0, 1, 2, 3, 4, 5, 6, 7, 9]), one.key),
+        Draw(np.arange(9)),
+        Draw(np.empty(0, np.int64), one.key),
+    ]
+    assert len({draw.fingerprint() for draw in (one, *others)}) == 5
+    found = [Draw(np.array([i]), one.key).fingerprint() for i in range(2000)]
+    assert len(set(found)) == 2000
+    assert 2**61 < max(found) < 2**62
+    assert min(found) >= 0
+
+
+def apart(drawn: list[int]) -> bool:
+    """Whether this rank refuses when each rank has its number of `drawn`."""
+    try:
+        require_same_step(None, drawn[dist.get_rank()], CPU)
+    except Fault:
+        return True
+    return False
+
+
+@pytest.mark.parametrize(
+    "drawn, expected",
+    [
+        ([5, 5], False),
+        ([2**62 - 1, 2**62 - 1], False),
+        ([2**62 - 1, 2**62 - 2], True),  # equal in fp64
+        ([2**62 - 2, 2**62 - 1], True),
+        ([0, 1], True),  # one expects no step
+    ],
+)
+def test_row61_fingerprints_are_compared_exactly(drawn: list[int], expected: bool) -> None:
+    assert on_ranks(2, apart, drawn) == [expected] * 2
 
 
 def test_padding_is_that_of_a_draw_that_leaves_a_rank_nothing(tmp_path: Path) -> None:
@@ -445,7 +531,7 @@ def test_samples_reach_a_device_without_a_wait(tmp_path: Path) -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for number, _ in enumerate(one.microbatches(draw)):
-            if number == 10:  # before the verdict, which waits for its own number alone
+            if number == 10:  # before the verdict, which is waited for
                 break
     finally:
         torch.cuda.set_sync_debug_mode("default")

@@ -71,8 +71,9 @@ def test_the_launchers_process_opens_no_cuda_context(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("a CUDA context"))
     run = arguments(tmp_path / "out", write_records(tmp_path / "data"))
-    checked = launch._checked("auto", ["-m", "torchtitan_dp.train", *run])
-    assert checked[:2] == ["--nproc_per_node", "2"]
+    argv, saves = launch._checked("auto", ["-m", "torchtitan_dp.train", *run])
+    assert argv[:2] == ["--nproc_per_node", "2"]
+    assert saves == f"{tmp_path / 'out'}/checkpoint"
     assert not torch.cuda.is_initialized()
 
 

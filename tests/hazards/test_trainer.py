@@ -131,6 +131,37 @@ def test_row21_and_46_a_step_is_begun_once_before_its_one_update(monkeypatch):
     assert step.trainer.ledger.steps == STEP
 
 
+@pytest.mark.parametrize("at", ["this draw", "the next one"])
+def test_row61_a_step_of_ranks_that_drew_otherwise_is_not_begun(monkeypatch, at):
+    """No update, no noise, nothing recorded: gradients of the step go with the process."""
+    from torchtitan_dp.data import verdict
+    from torchtitan_dp.process import Fault
+
+    asked = []
+
+    def with_another_rank(told, op):
+        asked.append(told.clone())
+        if len(asked) == (1 if at == "this draw" else 2):
+            told[1] += 1  # its fingerprint is higher
+
+    world = SimpleNamespace(
+        is_initialized=lambda: True, all_reduce=with_another_rank, ReduceOp=MagicMock()
+    )
+    monkeypatch.setattr(verdict, "dist", world)
+
+    class Stopped(Step):
+        def __init__(self, *args, **options):
+            with pytest.raises(Fault, match="the ranks drew different units"):
+                super().__init__(*args, **options)
+
+    step = Stopped(monkeypatch, planned=STEP + 1)
+    assert len(step.draws[0]) > 2
+    assert set(step.did) <= {"sample"}
+    assert ("sample" in step.did) == (at == "the next one")
+    assert not step.trainer.executed.begin.called
+    assert not step.trainer.dp_optimizer.step.called
+
+
 def test_row68_the_average_follows_weights_that_are_noised(monkeypatch):
     """It is made after the update, once, and is told of nothing: neither sum, draw nor key."""
     step = Step(monkeypatch)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import doctest
 import hashlib
 import json
 import os
@@ -16,6 +17,7 @@ import torch.distributed.checkpoint as dcp
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtitan_dp.release.__main__ as release_module
+import torchtitan_dp.release.card as card_module
 from tests.accounts import account
 from tests.build import config as small_config
 from tests.launch import arguments, privacy, train, weights, with_sigma, write_records
@@ -338,6 +340,64 @@ def test_rounding_is_never_down():
     for epsilon in (1.00001, 7.96124, 0.000123456, 1e-9, 99999.5, 8.0, 1 / 3):
         assert epsilon <= float(rounded_up(epsilon)) <= epsilon * 1.0002
     assert (_factor(0.95555), _factor(8.0), _factor(40.0)) == ("2.61", "2990", "10^18")
+    assert doctest.testmod(card_module).failed == 0
+
+
+def test_no_claim_of_a_card_is_rounded_in_its_own_favour(released, finished):
+    """Delta and C to the last digit, q not below, sigma not above what was."""
+    sigma, q = 0.45812367, 0.12345612
+    terms = {
+        **privacy(released),
+        **{"delta": 1.2345649e-6, "max_grad_norm": 0.12345678},
+        **{"sample_rate": q, "noise_multiplier": sigma},
+    }
+    earlier = {"steps": 2, "settings": {"noise_multiplier": sigma, "sample_rate": q}}
+    terms["segments"] = [earlier, *terms["segments"]]
+    config = read_config(str(finished))
+    card = model_card(terms, config, shape(config))
+    assert card.count("1.2345649e-06") == 3
+    assert "1.23456e-06" not in card
+    assert "clipping | to norm C = 0.12345678, flat" in card
+    assert "| sampling rate q | 0.123457, from" in card
+    assert "| noise multiplier σ | 0.458123 |" in card
+    assert "| before that | 2 steps with σ = 0.458123, q = 0.123457 |" in card
+
+
+def test_a_card_takes_the_owners_names(released, finished):
+    terms, config = privacy(released), read_config(str(finished))
+    config.data.unit_field, config.lora.rank = "patient_id", 4
+    terms["privacy_unit"] = "unit of data.unit_field 'patient_id'"
+    card = model_card(
+        terms, config, shape(config), base_model="meta-llama/Llama-3.2-1B", unit_name="patient"
+    )
+    assert "private for one patient, with" in card
+    assert "| privacy unit | one patient (all records with one value of `patient_id`) |" in card
+    assert "| patients in training | 24, public |" in card
+    assert "\nbase_model: meta-llama/Llama-3.2-1B\n" in card
+    assert "AutoPeftModelForCausalLM" in card
+    assert "BASE MODEL" not in card
+    unnamed = model_card(terms, config, shape(config))
+    assert "\n# base_model: TO FILL IN" in unnamed
+    assert 'from_pretrained("BASE MODEL")' in unnamed
+    assert "--base_model" in unnamed
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["/home/alice/oncology/llama", "~/llama", "./llama", "C:\\llama", "a/b/c", "x\ny: z", ""],
+)
+def test_a_path_is_no_base_model(name, run, tmp_path, capfd):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run), str(tmp_path / "out"), "--base_model", name])
+    said = capfd.readouterr().err
+    assert said.startswith("error: --base_model = '")
+    assert said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_units_name_is_a_word(run, tmp_path):
+    with pytest.raises(ValueError, match="--unit_name = 'my patient': must be one word"):
+        release(str(run), str(tmp_path / "out"), unit_name="my patient")
 
 
 def unreadable(run):
@@ -479,7 +539,11 @@ def test_a_mark_in_the_checkpoint_is_enough(run, tmp_path, monkeypatch):
 def test_tied_weights_and_a_given_tokenizer(tmp_path):
     """A run from a Hugging Face folder, as its trainer leaves it; into an empty OUT."""
     given = write_llama(tmp_path / "given", tied=True, rope=SCALED, eps=1e-6)
-    edit_config(given, _name_or_path="/home/me/model")
+    edit_config(given, _name_or_path="/home/me/model", quantizer={"cache": "/home/me/oncology"})
+    noted = json.loads((given / "tokenizer_config.json").read_text())
+    noted["tokenizer_file"] = str(given / "tokenizer.json")
+    noted["extra"] = [{"seen": "C:\\records"}, "kept"]
+    (given / "tokenizer_config.json").write_text(json.dumps(noted))
     run, out = tmp_path / "run", tmp_path / "out"
     config = small_config(
         f"--job.dump_folder={run}",
@@ -512,7 +576,12 @@ def test_tied_weights_and_a_given_tokenizer(tmp_path):
         expected = model(sample_tokens())
     assert (transformers_logits(out) - expected).abs().max() < 1e-4
     assert (out / "tokenizer.json").read_bytes() == (given / "tokenizer.json").read_bytes()
-    assert "_name_or_path" not in (out / "config.json").read_text()
+    settings = json.loads((out / "config.json").read_text())
+    assert "_name_or_path" not in settings
+    assert settings["quantizer"] == {}
+    settings = json.loads((out / "tokenizer_config.json").read_text())
+    assert "tokenizer_file" not in settings
+    assert settings["extra"] == [{}, "kept"]
     card = (out / "README.md").read_text()
     assert "`add_remove`" in card
     assert f"- {caveat.capitalize()}." in card

@@ -75,6 +75,8 @@ class Checkpointer(CheckpointManager):
             return False
         self._drop_unfinished()
         self.start = self._confirmed(step)
+        if self.start.resumes:  # TorchTitan would warn that it does not load these
+            self.initial_load_in_hf, self.initial_load_path = False, None
         return super().load(self.start.step if self.start.resumes else -1)
 
     def dcp_load(

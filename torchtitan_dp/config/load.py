@@ -152,7 +152,10 @@ def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = ""
             hint = f"did you mean {prefix}{close[0]}?" if close else "remove it"
             if not prefix and isinstance(value, dict):
                 section = other_section(name, fields)
-                hint = f"did you mean the section [{section}]?" if section else hint
+                if section:
+                    hint = f"did you mean the section [{section}]?"
+                elif not close:
+                    hint = f"the sections are {', '.join(sorted(fields))}"
             raise ValueError(f"{key}: unknown key in {path}; {hint}")
         if dataclasses.is_dataclass(fields[name].type):
             if not isinstance(value, dict):
@@ -174,11 +177,13 @@ def _parse(argv: list[str]) -> Any:
     except SystemExit as stop:
         if stop.code != 2:  # help was asked for, or a signal ends the process
             raise
-        words = re.sub(r"[\u2500-\u257f]+", " ", messages.getvalue())
+        words = re.sub(r"[\u2500-\u257f]+|-{4,}", " ", messages.getvalue())  # lines of boxes
         words = re.sub(r"\x1b\[[0-9;]*m", "", words)
         # Not its helptext: that names the running program, which need not be ours.
         message = " ".join(re.split(r"Argument helptext:|For full helptext", words)[0].split())
-        raise ValueError(re.sub(r"^[-\s]+|[-\s]+$", "", message)) from None
+        message = message.strip("- ")
+        message = re.sub(r"^(Unrecognized options|Parsing error|Value error) ", "", message)
+        raise ValueError(message) from None
     finally:
         titan_logger.setLevel(level)
 

@@ -9,10 +9,13 @@ Guarantee:
     every rank of the cp group. Collectives run in the caller's thread alone, and which of them run,
     in which order, follows from draws and lengths, alike on all ranks. A sample that cannot be made
     (a disk that fails, a fault of this program) refuses the step on all ranks before anything comes
-    of it: until then it stands as zeros, so that nobody waits for a rank that has stopped.
+    of it: until then it stands as zeros, so that nobody waits for a rank that has stopped. So do
+    ranks that drew different units: a draw is compared before anything that follows from it is
+    sent, with the verdict on the step before, or by itself where no step of this feed was before.
 """
 
 import functools
+import hashlib
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future
@@ -25,7 +28,7 @@ import torch.distributed as dist
 from torchtitan_dp.data.comparison import Comparison, Place, digest
 from torchtitan_dp.data.loading import EVER_SAME, Dealt, Microbatch, RecordLoader
 from torchtitan_dp.data.sharing import ALONE, ContextGroup, made_again
-from torchtitan_dp.data.verdict import Verdict
+from torchtitan_dp.data.verdict import NO_DRAW, require_same_step
 from torchtitan_dp.data.worker import Jobs, Worker
 
 T = TypeVar("T")
@@ -40,6 +43,15 @@ class Draw(NamedTuple):
 
     positions: np.ndarray  # int64 (n,), in the loader's `units`
     key: bytes = EVER_SAME  # 32 bytes, for the choice of records and windows
+
+    def fingerprint(self) -> int:
+        """Hash the draw to 62 bits, under its key: equal if both are, on ranks that compare.
+
+        SECRET, like the draw: for a collective alone, never logged, saved or published. The key is
+        of one step, so that equal draws of two steps have different fingerprints.
+        """
+        hashed = hashlib.blake2b(self.positions.tobytes(), key=self.key, digest_size=8)
+        return int.from_bytes(hashed.digest(), "little") >> 2
 
 
 class _Made(NamedTuple):
@@ -152,30 +164,34 @@ class Feed:
 
         Collective, on every rank alike: what `TokenCounts` sends over the world; for each
         microbatch an all-reduce over cp, where that is more than one rank, of its tokens and labels
-        (8 bytes a token; zeros but on the ranks that made them); before the last is yielded, one
-        number over the world (`Verdict`); and, where machines compare, `Comparison`'s over the
-        world when the one after the last is asked for.
+        (8 bytes a token; zeros but on the ranks that made them); before the last is yielded, and
+        before the first of a draw that is no step's `following`, three numbers over the world
+        (`require_same_step`); and, where machines compare, `Comparison`'s over the world when the
+        one after the last is asked for.
 
         Raises:
-            Fault: on all ranks, when the microbatch after the last is asked for: one of them could
-                not make a sample, or two machines made different ones of one unit.
+            Fault: on all ranks, in the place of the first microbatch or of the last: they drew
+                different units for this step or the next, or one of them could not make a sample;
+                in the place of the one after the last: two machines made different samples of one
+                unit.
         """
         step, self._next = self._next, None
         if step is None or step.draw is not draw:
+            require_same_step(None, draw.fingerprint(), self.device)
             step = self._begin(draw)
         self._deal(step)
         assert step.dealt is not None
         if following is not None:
             self._next = self._begin(following)
         comparison = None if self._place is None else Comparison(draw.positions, self.device)
-        verdict = None
         for number, dealt in enumerate(step.dealt):
             self._make_ahead(step, number + 1 + self._depth)
             microbatch = self._put_together(dealt, step.ahead.popleft(), comparison)
             if number + 1 == len(step.dealt):
-                verdict = self._end()
+                self._end()
             yield microbatch
-        (verdict or self._end()).require()
+        if not step.dealt:
+            self._end()
         if comparison is not None:
             comparison.require_alike()
 
@@ -207,13 +223,15 @@ class Feed:
         if self._place is not None:
             step.others = made_again(self.loader, self._cp, self._place, positions, lengths)
 
-    def _end(self) -> Verdict:
-        """Tell all ranks whether this one failed, and begin the next step's first microbatches."""
-        verdict = Verdict(self._failure, self.device)
+    def _end(self) -> None:
+        """Agree with all ranks that none failed and what is drawn next, and begin that step's first
+        microbatches.
+        """
+        drawn = NO_DRAW if self._next is None else self._next.draw.fingerprint()
+        require_same_step(self._failure, drawn, self.device)
         if self._next is not None:
             self._deal(self._next)
             self._make_ahead(self._next, self._depth)
-        return verdict
 
     def _make_ahead(self, step: _Step, stop: int) -> None:
         """Have this rank's samples made of the microbatches before the number `stop`."""

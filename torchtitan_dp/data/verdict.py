@@ -1,4 +1,4 @@
-"""Whether a rank failed to make a sample: told to all of them before anything comes of the step."""
+"""What ranks agree on before anything comes of a step: all samples were made, one draw is next."""
 
 import os
 import traceback
@@ -8,51 +8,47 @@ import torch.distributed as dist
 
 from torchtitan_dp.process import Fault
 
+NO_DRAW = 0
+"""The fingerprint where no step follows."""
 
-class Verdict:
-    """Asks all ranks whether one of them failed; the answer is read later, without a wait.
 
-    On a CUDA device the question is asked before the last microbatch is computed, and the answer
-    copied at once, so that `require` waits for no kernel that is launched in between.
+def require_same_step(failure: BaseException | None, drawn: int, device: torch.device) -> None:
+    """Refuse the step on all ranks if one of them failed, or if they drew different units.
+
+    Collective: an all-reduce of three int64 over the world, if there is a process group; read at
+    once, since what is sent next (lengths, samples) is as long as the draw.
+
+    Args:
+        failure: why this rank could not make a sample; None if it made all of them.
+        drawn: `feed.Draw.fingerprint` of the draw that is dealt out next, 0 to 2^62 - 1; `NO_DRAW`
+            if none is. SECRET: it is neither in the message nor kept.
+        device: what the process group sends from.
+
+    Raises:
+        Fault: on all ranks alike. The line of a rank that failed says why.
+
+    Guarantee:
+        If no rank raises, all hold the same draw (two that differ pass with a probability of
+        2^-62), so that each drawn unit is dealt out once. That ranks compute one draw from one key
+        rests otherwise on numpy's binomial, whose logarithms come from each machine's own libm.
+        Integers of 62 bits are compared as such, exactly: the largest must be minus the largest of
+        the negated ones.
     """
-
-    def __init__(self, failure: BaseException | None, device: torch.device) -> None:
-        """Ask. Collective: an all-reduce of one number over the world, if there is a process group.
-
-        Args:
-            failure: what this rank could not do, if anything.
-            device: what the process group sends from.
-        """
-        self._failure = failure
-        # Filled in on the device: a copy from here would be waited for.
-        failed = torch.full((1,), int(failure is not None), dtype=torch.int32, device=device)
-        if dist.is_initialized():
-            dist.all_reduce(failed, op=dist.ReduceOp.MAX)
-        self._copied: torch.cuda.Event | None = None
-        if device.type == "cuda":
-            self._failed = torch.empty_like(failed, device="cpu", pin_memory=True)
-            self._failed.copy_(failed, non_blocking=True)
-            self._copied = torch.cuda.Event()
-            self._copied.record()
-        else:
-            self._failed = failed
-
-    def require(self) -> None:
-        """Refuse the step if a rank failed.
-
-        Raises:
-            Fault: on all ranks; where it happened, it says what.
-        """
-        if self._copied is not None:
-            self._copied.synchronize()
-        if not self._failed.item():
-            return
-        if self._failure is None:
-            raise Fault("a sample could not be made on another rank, whose own line says why")
+    told = torch.tensor([failure is not None, drawn, -drawn], dtype=torch.int64, device=device)
+    if dist.is_initialized():
+        dist.all_reduce(told, op=dist.ReduceOp.MAX)
+    failed, highest, negated_lowest = told.tolist()
+    if failure is not None:
         # What is raised may speak of a record.
+        raise Fault(f"a sample could not be made (not private: {_described(failure)})") from failure
+    if failed:
+        raise Fault("a sample could not be made on another rank, whose own line says why")
+    if highest != -negated_lowest:
         raise Fault(
-            f"a sample could not be made (not private: {_described(self._failure)})"
-        ) from self._failure
+            "the ranks drew different units from one key, so their machines compute random numbers "
+            "differently (another CPU, libm or numpy), and the step was not taken: train on "
+            "machines that are alike"
+        )
 
 
 def _described(error: BaseException) -> str:

@@ -24,12 +24,12 @@ def adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) -> 
 
     Args:
         names: the names of `peft_tensors`.
-        base: the model that adapters are for, as people find it; None leaves it unsaid.
+        base: the public name of the model that adapters are for; None leaves the key out.
     """
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        **({} if base is None else {"base_model_name_or_path": base}),
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": sorted({name.split(".")[-3] for name in names}),

@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.checkpoint.adapters import without_adapters
-from torchtitan_dp.checkpoint.start import Start, Weights, check_start, weights_folder
+from torchtitan_dp.checkpoint.start import Start, Weights, check_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import from_hub
 from torchtitan_dp.models.adapter_export import (
@@ -33,6 +33,7 @@ from torchtitan_dp.models.hugging_face import (
     origin,
     shape,
 )
+from torchtitan_dp.models.local_paths import without_local_paths
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.parameters import TIED_OUTPUT
 from torchtitan_dp.process import write_atomically
@@ -61,6 +62,7 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
     """
     if config.checkpoint.last_save_in_hf:
         _check_target(os.path.join(config.job.dump_folder, EXPORT_FOLDER), config)
+        _tokenizer_files(config)
     if not start.loads:
         return
     if not start.place or not os.path.isdir(start.place):
@@ -170,7 +172,12 @@ def export(model: nn.Module, config: JobConfig, beside: Mapping[str, bytes] | No
 
 
 def write_folder(
-    model: nn.Module, config: JobConfig, folder: str | None, *, merge: bool = False
+    model: nn.Module,
+    config: JobConfig,
+    folder: str | None,
+    *,
+    merge: bool = False,
+    base_model: str | None = None,
 ) -> None:
     """Write what was trained and the tokenizer's files of `model.hf_assets_path` into `folder`,
     which exists.
@@ -180,23 +187,48 @@ def write_folder(
 
     Args:
         folder: None on the ranks that do not write.
+        base_model: the public name of the model that adapters are for, if their file is to have it.
+
+    Guarantee:
+        No JSON file of the folder has a path of this machine as a value (`without_local_paths`).
     """
     args = shape(config)
     if folder is not None:
-        for name in TOKENIZER_FILES:
-            path = os.path.join(config.model.hf_assets_path, name)
-            if config.model.hf_assets_path and os.path.isfile(path):
-                with open(path, "rb") as file:
-                    write_atomically(os.path.join(folder, name), file.read())
+        for name, content in _tokenizer_files(config).items():
+            write_atomically(os.path.join(folder, name), content)
     if args.lora is not None and not merge:
-        base = weights_folder(config)[0] if config.checkpoint.initial_load_in_hf else None
-        _write_adapters(model, args, args.lora, base, folder)
+        _write_adapters(model, args, args.lora, base_model, folder)
         return
-    settings = export_settings(config, args)
+    settings = without_local_paths(export_settings(config, args))
     if folder is not None:
         _write_json(os.path.join(folder, CONFIG_FILE), settings)
     dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
     _write_weights(model, args, dtype, folder)
+
+
+def _tokenizer_files(config: JobConfig) -> dict[str, bytes]:
+    """Return the tokenizer's files in `model.hf_assets_path`, by name, without local paths.
+
+    Raises:
+        ValueError: one of them is not JSON.
+    """
+    folder, found = config.model.hf_assets_path, {}
+    for name in TOKENIZER_FILES:
+        path = os.path.join(folder, name)
+        if not folder or not os.path.isfile(path):
+            continue
+        with open(path, "rb") as file:
+            found[name] = file.read()
+        if not name.endswith(".json") or name == "tokenizer.json":  # tokens are no paths
+            continue
+        try:
+            found[name] = _json(without_local_paths(json.loads(found[name])))
+        except ValueError as error:
+            raise ValueError(
+                f"model.hf_assets_path = '{folder}': its {name} is broken ({error}); download it "
+                "again"
+            ) from error
+    return found
 
 
 @torch.no_grad()
@@ -264,4 +296,8 @@ def _shards(
 
 
 def _write_json(path: str, content: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps(content, indent=2).encode() + b"\n")
+    write_atomically(path, _json(content))
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, indent=2).encode() + b"\n"

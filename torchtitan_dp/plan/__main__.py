@@ -76,6 +76,8 @@ def _plan(
     noise = plan_noise(plan, trained)
     for warning in filter(None, (*plan.warnings, noise_warning(noise))):
         print(f"warning: {warning}", file=sys.stderr)
+    if checked.start.resumes:
+        print(f"going on after step {checked.start.step} of {plan.steps}", file=sys.stderr)
     _show(config, plan, records)
     for notice in notices(config):
         print(f"      {notice}", file=sys.stderr)

@@ -43,7 +43,7 @@ with sigma / sqrt(k).
 
 import math
 from collections.abc import Sequence
-from decimal import ROUND_CEILING, Context, Decimal
+from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal, get_args
 
 from torchtitan_dp.privacy.pld import pld_epsilon
@@ -231,10 +231,23 @@ def rounded_up(value: float, digits: int = 5) -> str:
     >>> rounded_up(7.961201), rounded_up(0.5), rounded_up(123456.0), rounded_up(2.6001, digits=3)
     ('7.9613', '0.5', '123460', '2.61')
     """
+    return _rounded(value, digits, ROUND_CEILING)
+
+
+def rounded_down(value: float, digits: int = 5) -> str:
+    """Round a lower bound down for people to read, to so many significant digits.
+
+    >>> rounded_down(0.45812367), rounded_down(2.0), rounded_down(0.458126, digits=6)
+    ('0.45812', '2', '0.458126')
+    """
+    return _rounded(value, digits, ROUND_FLOOR)
+
+
+def _rounded(value: float, digits: int, rounding: str) -> str:
     if not math.isfinite(value):
         return f"{value}"
-    up = Context(prec=digits, rounding=ROUND_CEILING).create_decimal(repr(value))
-    return f"{up:f}".rstrip("0").rstrip(".") if "." in f"{up:f}" else f"{up:f}"
+    text = f"{Context(prec=digits, rounding=rounding).create_decimal(repr(value)):f}"
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def percent(share: float) -> str:

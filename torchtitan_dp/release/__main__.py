@@ -1,7 +1,7 @@
 """Take out of a private run what may be published, with its guarantee in words.
 
     python -m torchtitan_dp.release RUN OUT [--stop_not_from_results] [--lost_steps_not_seen]
-                                          [--merged] [--no-ema]
+        [--merged] [--no-ema] [--base_model NAME] [--unit_name WORD]
 
 RUN is the `job.dump_folder` of a private run. OUT, which must not exist yet, becomes a Hugging Face
 folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. Of a run with
@@ -18,12 +18,13 @@ Guarantee:
     A run that is not private is refused, and so is one whose `privacy.json` is missing or
     disagrees with that ledger. It trusts the run's owner: who edits the checkpoint and the log as
     well is believed. Only the keys that `ledger.schema` calls released are published of the terms.
+    No JSON file has a path of this machine as a value (`models.local_paths`).
 """
 
 import argparse
 import hashlib
-import json
 import os
+import re
 import shutil
 import sys
 from typing import Any
@@ -54,10 +55,8 @@ from torchtitan_dp.config.saved import read_config
 from torchtitan_dp.data.tokenizer import byte_tokenizer_files
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.ledger.files import write_published
-from torchtitan_dp.models.adapter_export import ADAPTER_CONFIG_FILE
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs, on_meta, without_lora
-from torchtitan_dp.models.hugging_face import CONFIG_FILE
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.parameters import require_loaded
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -68,8 +67,7 @@ from torchtitan_dp.release.owner import OWNER_ITEMS
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"
-# Where transformers and PEFT note a folder on this machine.
-_PATH_KEYS = ("_name_or_path", "name_or_path", "base_model_name_or_path")
+_PUBLIC_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)  # of a model on Hugging Face's hub
 
 
 def release(
@@ -80,10 +78,14 @@ def release(
     lost_steps_not_seen: bool = False,
     merge: bool = False,
     average: bool | None = None,
+    base_model: str | None = None,
+    unit_name: str | None = None,
 ) -> dict[str, Any]:
     """Write OUT whole, or leave nothing; what its `privacy.json` says.
 
     Args:
+        base_model: the public name of the model that training started from.
+        unit_name: what the card calls a unit, in a word: "patient".
         merge: write whole weights where adapters were trained, as `lora.export = "merged"` does.
         stop_not_from_results, lost_steps_not_seen: statements of the owner, for `claims.claims`.
         average: whether the average of weights is written; None: if the checkpoint holds one.
@@ -93,6 +95,7 @@ def release(
     """
     run, out = os.path.abspath(run), os.path.abspath(out)
     _check_folders(run, out)
+    _check_names(base_model, unit_name)
     with lock_folder(run, wait_s=0):
         config = read_config(run)
         if merge and not config.lora.rank:
@@ -116,7 +119,16 @@ def release(
         try:
             os.makedirs(partial, mode=0o700)
             decays = read_decays(checkpoint) if average else None
-            _fill(partial, model, config, args, terms, merge=merge, decays=decays)
+            write_folder(model, config, partial, merge=merge, base_model=base_model)
+            card = model_card(
+                terms,
+                config,
+                without_lora(args) if merge else args,
+                decays=decays,
+                base_model=base_model,
+                unit_name=unit_name,
+            )
+            _complete(partial, terms, card)
             os.rename(partial, out)
         except OSError as error:
             raise ValueError(f"OUT = '{out}': cannot be written ({error})") from error
@@ -141,6 +153,20 @@ def _check_folders(run: str, out: str) -> None:
         )
     if os.path.lexists(f"{out}.tmp"):
         raise ValueError(f"OUT = '{out}': '{out}.tmp' is left from a release that died; remove it")
+
+
+def _check_names(base_model: str | None, unit_name: str | None) -> None:
+    """Refuse what would publish a path, or break the card."""
+    if base_model is not None and not _PUBLIC_NAME.fullmatch(base_model):
+        raise ValueError(
+            f"--base_model = '{base_model}': it would be published, and is no name on Hugging "
+            "Face's hub; give the one under which others find the model, such as "
+            "meta-llama/Llama-3.2-1B"
+        )
+    if unit_name is not None and not unit_name.isalpha():
+        raise ValueError(
+            f"--unit_name = '{unit_name}': must be one word in the singular, such as patient"
+        )
 
 
 def _newest_checkpoint(run: str, config: JobConfig) -> str:
@@ -236,44 +262,15 @@ def load_weights(folder: str, model: nn.Module, *, average: bool = False) -> Non
         raise ValueError(f"{folder}: {error}; train again from an earlier checkpoint") from error
 
 
-def _fill(
-    folder: str,
-    model: nn.Module,
-    config: JobConfig,
-    args: ModelArgs,
-    terms: dict[str, Any],
-    *,
-    merge: bool,
-    decays: tuple[Decay, ...] | None,
-) -> None:
-    """Write all files of a release, synced; the sums last."""
-    write_folder(model, config, folder, merge=merge)
+def _complete(folder: str, terms: dict[str, Any], card: str) -> None:
+    """Write what a release has beside its model, all synced; the sums last."""
     if not os.path.exists(os.path.join(folder, "tokenizer.json")):
         for name, text in byte_tokenizer_files().items():
             write_atomically(os.path.join(folder, name), text.encode())
-    _drop_paths(folder)
-    card = model_card(terms, config, without_lora(args) if merge else args, decays=decays)
     write_atomically(os.path.join(folder, CARD_FILE), card.encode())
     write_published(folder, terms)
     sums = [f"{_sha256(os.path.join(folder, n))}  {n}\n" for n in sorted(os.listdir(folder))]
     write_atomically(os.path.join(folder, SUMS_FILE), "".join(sums).encode())
-
-
-def _drop_paths(folder: str) -> None:
-    """Remove the place on some machine that `transformers` notes in the files it writes."""
-    for name in (CONFIG_FILE, ADAPTER_CONFIG_FILE, "tokenizer_config.json"):
-        path = os.path.join(folder, name)
-        if not os.path.exists(path):
-            continue
-        with open(path, encoding="utf-8") as file:
-            settings = json.load(file)
-        if any(key in settings for key in _PATH_KEYS):
-            kept = {key: value for key, value in settings.items() if key not in _PATH_KEYS}
-            write_atomically(path, _json(kept))
-
-
-def _json(content: dict[str, Any]) -> bytes:
-    return json.dumps(content, indent=2).encode() + b"\n"
 
 
 def _sha256(path: str) -> str:
@@ -316,6 +313,17 @@ def main(argv: list[str]) -> None:
         help="of a run with [ema]: the average of weights, or those after the last step; by "
         "default the average, where the newest checkpoint holds one",
     )
+    parser.add_argument(
+        "--base_model",
+        metavar="NAME",
+        help="the model that training started from, by its public name (meta-llama/Llama-3.2-1B): "
+        "for the card and, of adapters, for PEFT's AutoPeftModelForCausalLM",
+    )
+    parser.add_argument(
+        "--unit_name",
+        metavar="WORD",
+        help="what the card calls a unit: patient, for one",
+    )
     options = parser.parse_args(argv)
     with exit_on_mistake():
         terms = release(
@@ -325,6 +333,8 @@ def main(argv: list[str]) -> None:
             lost_steps_not_seen=options.lost_steps_not_seen,
             merge=options.merged,
             average=options.ema,
+            base_model=options.base_model,
+            unit_name=options.unit_name,
         )
     print("\n".join(_said(options.out, terms)), file=sys.stderr)
 
@@ -340,7 +350,7 @@ _COUNTED = {
 def _said(out: str, terms: dict[str, Any]) -> list[str]:
     """List what to tell the owner at the end."""
     return [
-        f"released: {out}/ (epsilon = {rounded_up(terms['epsilon'])}, delta = {terms['delta']:g}; "
+        f"released: {out}/ (epsilon = {rounded_up(terms['epsilon'])}, delta = {terms['delta']}; "
         f"{_COUNTED[terms['epsilon_counts']]})",
         f"          read {CARD_FILE} before you publish it, and fill in what only you know:",
         *(f"          - {item.title}" for item in OWNER_ITEMS),

@@ -5,7 +5,9 @@ a claim; what only the owner knows is left to be filled in (`owner`).
 
 Guarantee:
     The card holds the terms that it is handed, fixed text, and settings from an allow-list: no
-    path, name or number that records decide. Epsilon, and what follows from it, is rounded up.
+    path, name or number that records decide; the base model and the word for a unit are the
+    owner's. No claim is rounded in its own favour: epsilon, what follows from it and q are rounded
+    up, sigma is rounded down, and delta and C are exact.
 """
 
 import math
@@ -17,15 +19,15 @@ from torchtitan_dp.data.records import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger.initial import PUBLIC
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora
-from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.envelope import largest_ratio
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.release.owner import owner_section
-from torchtitan_dp.release.use import USE, USE_ADAPTERS
+from torchtitan_dp.release.use import use_section
 
 _FRONT = """---
 # license: TO FILL IN (whether you may publish depends on your data and starting weights)
-# base_model: TO FILL IN (what training started from, if anything)
+{base_model}
 library_name: {library}
 pipeline_tag: text-generation
 tags:
@@ -33,6 +35,7 @@ tags:
 - dp-sgd
 ---
 """
+_NO_BASE_MODEL = "# base_model: TO FILL IN (what training started from, if anything)"
 _ACCOUNTANTS = {
     "prv": "the upper end of the error bar of Opacus' PRV accountant",
     "rdp": "Opacus' Renyi accountant, an upper bound",
@@ -57,6 +60,8 @@ def model_card(
     args: ModelArgs,
     *,
     decays: tuple[Decay, ...] | None = None,
+    base_model: str | None = None,
+    unit_name: str | None = None,
 ) -> str:
     """Write Markdown with Hugging Face's front matter.
 
@@ -65,7 +70,11 @@ def model_card(
         config: the run's, of which public settings are told.
         args: of the model that is released: with `lora`, its adapters alone are.
         decays: of the average of weights, if that is released; None: the last step's weights are.
+        base_model: the public name of what training started from; None leaves it to be filled in.
+        unit_name: a word for a unit, in the place of "unit" or "record".
     """
+    if unit_name is not None:
+        terms = {**terms, "privacy_unit": unit_name}
     adapters = args.lora is not None
     sections = (
         _guarantee(terms, config),
@@ -74,7 +83,7 @@ def model_card(
         _assumptions(terms, config),
         _training(terms, config, args, decays),
         owner_section(),
-        USE_ADAPTERS if adapters else USE,
+        use_section(adapters=adapters, base_model=base_model),
     )
     count = parameter_count(without_lora(args))
     size = f"{count / 1e9:.1f}B" if count >= 1e9 else f"{count / 1e6:.1f}M"
@@ -82,7 +91,10 @@ def model_card(
     if adapters:
         model = f"Adapters for a{model[1:]}"
     title = f"# {model}, trained with differential privacy"
-    front = _FRONT.format(library="peft" if adapters else "transformers")
+    front = _FRONT.format(
+        library="peft" if adapters else "transformers",
+        base_model=f"base_model: {base_model}" if base_model else _NO_BASE_MODEL,
+    )
     return "\n".join([front, title, "", *(section.strip() + "\n" for section in sections)])
 
 
@@ -95,15 +107,15 @@ def _guarantee(terms: dict[str, Any], config: JobConfig) -> str:
     meaning = "".join(f"- {line}\n" for line in Meaning.from_json(terms["meaning"]).sentences(unit))
     return f"""
 **These weights are (ε, δ)-differentially private for one {unit}, with ε = {rounded_up(epsilon)}
-and δ = {delta:g}.**
+and δ = {_exact(delta)}.**
 
 ## What this means
 
 Take any one {unit}{what} of the training data, and think of a second model, {other}.
 Whatever someone looks for in these weights, or in what the model writes, and whatever else they
 know: they find it at most {_factor(epsilon)} times (e^ε) as often as with the second model, and
-the other way round, but for a probability of {delta:g} (δ). Nothing that is done with the weights
-later loosens that bound.
+the other way round, but for a probability of {_exact(delta)} (δ). Nothing that is done with the
+weights later loosens that bound.
 
 Somebody who knows all the other {unit}s, and tries to tell from the weights whether this one was
 among them, can do no better than this:
@@ -115,7 +127,7 @@ among them, can do no better than this:
 | neighbouring data sets | {says} |
 | {unit}s in training | {units} |
 | ε | {rounded_up(epsilon)} (rounded up) |
-| δ | {delta:g} |
+| δ | {_exact(delta)} |
 | ε covers | {_covers(terms)} |
 | who is trusted | whoever trained: the records lay there in the clear (the central model) |
 | what is protected | these weights, and all that is computed from them |
@@ -152,6 +164,16 @@ def _what(config: JobConfig) -> str:
     if (field := config.data.unit_field) is not None:
         return f" (all records with one value of `{field}`)"
     return f" ({FORMATS[config.training.dataset].record})"
+
+
+def _exact(value: float) -> str:
+    """Write a number with as many digits as it has.
+
+    >>> _exact(1e-5), _exact(1.2345649e-06), _exact(1.0), _exact(0.1)
+    ('1e-05', '1.2345649e-06', '1', '0.1')
+    """
+    short = f"{value:g}"
+    return short if float(short) == value else repr(value)
 
 
 def _factor(epsilon: float) -> str:
@@ -195,6 +217,7 @@ def _computation(terms: dict[str, Any]) -> str:
     program = terms["source"]
     commit = program["commit"] or "unknown"
     changed = ", with changes" if program["modified"] else ""
+    q = rounded_up(terms["sample_rate"], digits=6)
     return f"""
 ## How ε was computed
 
@@ -202,8 +225,8 @@ def _computation(terms: dict[str, Any]) -> str:
 | --- | --- |
 | mechanism | DP-SGD: in each step, Gaussian noise on the sum of clipped gradients |
 | sampling | Poisson: every {unit} by a draw of its own at each step |
-| sampling rate q | {terms["sample_rate"]:.6g}, from {terms["sample_rate_source"]} |
-| noise multiplier σ | {terms["noise_multiplier"]:.6g} |
+| sampling rate q | {q}, from {terms["sample_rate_source"]} |
+| noise multiplier σ | {rounded_down(terms["noise_multiplier"], digits=6)} |
 | clipping | {_clipping(terms)} |
 | divisor of the sum | {terms["expected_batch_size"]}, the expected batch |
 | noise safe in its low bits | {_yes(terms["secure_noise"])} (`privacy.secure_noise`) |
@@ -231,17 +254,17 @@ def _crashes(terms: dict[str, Any]) -> str:
 
 def _clipping(terms: dict[str, Any]) -> str:
     """Say what gradients are clipped to, and by which norms."""
-    C, how = terms["max_grad_norm"], f"{terms['clipping']}, {terms['clip_function']}"
+    C, how = _exact(terms["max_grad_norm"]), f"{terms['clipping']}, {terms['clip_function']}"
     if k := terms["capped_projections"]:
         return (
-            f"to C = {C:g}, {how}, by norms that are estimated ({terms['norm_estimator']}, {k} "
+            f"to C = {C}, {how}, by norms that are estimated ({terms['norm_estimator']}, {k} "
             "random projections); what is longer than its estimate is scaled down to it, so that "
             "nothing counts more than C, and ε is that of exact norms"
         )
     if not terms["projections"]:
-        return f"to norm C = {C:g}, {how}"
+        return f"to norm C = {C}, {how}"
     return (
-        f"to C = {C:g}, {how}, by norms that are estimated ({terms['norm_estimator']}, "
+        f"to C = {C}, {how}, by norms that are estimated ({terms['norm_estimator']}, "
         f"{terms['projections']} random projections)"
     )
 
@@ -276,8 +299,9 @@ def _segments(terms: dict[str, Any]) -> str:
     earlier = [s for ancestor in terms["ancestors"] for s in ancestor["segments"]]
     earlier += terms["segments"][:-1]
     return "".join(
-        f"| before that | {s['steps']} steps with σ = {s['settings']['noise_multiplier']:.6g}, "
-        f"q = {s['settings']['sample_rate']:.6g}{_projected(s['settings'])} |\n"
+        f"| before that | {s['steps']} steps with "
+        f"σ = {rounded_down(s['settings']['noise_multiplier'], digits=6)}, "
+        f"q = {rounded_up(s['settings']['sample_rate'], digits=6)}{_projected(s['settings'])} |\n"
         for s in earlier
     )
 

@@ -1,0 +1,48 @@
+"""What is published names no place on this machine, wherever a file notes it."""
+
+import doctest
+import json
+from pathlib import Path
+
+import pytest
+
+from torchtitan_dp.models import local_paths
+from torchtitan_dp.models.local_paths import is_local_path, without_local_paths
+
+
+def test_the_examples() -> None:
+    assert doctest.testmod(local_paths).failed == 0
+
+
+def test_a_folder_that_exists_here_is_a_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert is_local_path("models/llama")
+    assert not is_local_path("models/another")
+    assert not is_local_path("models")  # a word
+
+
+def test_paths_are_dropped_at_any_depth() -> None:
+    given = {
+        "model_type": "llama",
+        "tokenizer_file": "models/tokenizer.json",  # of another working directory
+        "vocab_size": 7,
+        "chat_template": "{% for m in messages %}/home{% endfor %}",
+        "nested": {"cache": "/home/alice/oncology", "kept": ["</s>", "~/llama", ["D:\\records"]]},
+        "added_tokens_decoder": {"0": {"content": "<unk>", "special": True}},
+    }
+    assert without_local_paths(given) == {
+        "model_type": "llama",
+        "vocab_size": 7,
+        "chat_template": "{% for m in messages %}/home{% endfor %}",
+        "nested": {"kept": ["</s>", []]},
+        "added_tokens_decoder": {"0": {"content": "<unk>", "special": True}},
+    }
+    assert json.dumps(given).count("oncology") == 1  # a copy
+
+
+def test_what_has_none_is_left_as_it_is() -> None:
+    given = [None, True, 1.5, "a/b", {"x": []}, ""]
+    assert without_local_paths(given) == given

@@ -1,0 +1,59 @@
+"""Takes the places on this machine out of JSON that others are to read.
+
+`transformers` and PEFT note in their files where a model or tokenizer was loaded from, and the name
+of a folder may tell whose records are trained on.
+"""
+
+import os
+import re
+from typing import Any
+
+_ROOTED = re.compile(r"/|~|\\\\|[A-Za-z]:[\\/]|file:", re.IGNORECASE)
+# Of transformers and PEFT: a path that was relative to another working directory looks like a name.
+_PATH_KEYS = frozenset(
+    {
+        *("_name_or_path", "name_or_path", "base_model_name_or_path"),
+        *("tokenizer_file", "special_tokens_map_file", "vocab_file", "merges_file"),
+    }
+)
+
+
+def is_local_path(text: str) -> bool:
+    r"""Tell whether a text is an absolute path, or a relative one that exists.
+
+    A name without a separator is none, though a file here may bear it: "llama" is a model type.
+
+    >>> [is_local_path(t) for t in ("/data/oncology", "~/llama", r"C:\models", "file:///llama")]
+    [True, True, True, True]
+    >>> [is_local_path(t) for t in ("meta-llama/Llama-3.2-1B", "llama", "<|begin_of_text|>", "")]
+    [False, False, False, False]
+    """
+    if _ROOTED.match(text):
+        return True
+    separated = "/" in text or os.sep in text
+    return separated and "\0" not in text and os.path.exists(text)
+
+
+def without_local_paths(value: Any) -> Any:
+    """Copy a JSON value without its strings that are paths, and without the keys for paths, at any
+    depth.
+
+    Guarantee:
+        No string of the copy is an absolute path, on Linux, macOS or Windows, nor one that exists
+        from the working directory. Keys of objects are kept as they are, and so are texts that a
+        path is only a part of. Not for `tokenizer.json`: its strings are tokens and merges, some of
+        which begin with a slash, and `tokenizers` notes no path in it.
+    """
+    if isinstance(value, dict):
+        return {
+            key: without_local_paths(held)
+            for key, held in value.items()
+            if key not in _PATH_KEYS and not _is_path(held)
+        }
+    if isinstance(value, list):
+        return [without_local_paths(held) for held in value if not _is_path(held)]
+    return value
+
+
+def _is_path(value: Any) -> bool:
+    return isinstance(value, str) and is_local_path(value)
