@@ -32,6 +32,7 @@ from tests.hazards.mutants import (
     same_records,
     sampling,
     selfcheck,
+    streams,
     whole,
     windows,
 )
@@ -44,6 +45,7 @@ ROOMS = (
     ghost,
     per_layer,
     randomized,
+    streams,
     precision,
     exact_sum,
     parameters,
