@@ -133,6 +133,11 @@ class ReduceScatterOverCP:
         self._output: torch.Tensor | None = None
         self._shard_DN: torch.Tensor | None = None
 
+    @property
+    def keeps_input(self) -> bool:
+        """Tell whether FSDP2's input is the gradient that is taken: there is nothing to sum."""
+        return self._is_called and self._cp is None
+
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
