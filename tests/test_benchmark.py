@@ -163,6 +163,7 @@ def made_up() -> Measured:
     weight = {
         "peak_allocated_bytes": 2 * GIB,
         "peak_reserved_bytes": None,
+        "bytes_beside_the_pool": None,
         "bytes_sent": {"all_gather": 2**20, "all_reduce": 2**21},
         "per_sample_gradient_bytes": 3 * 2**20,
     }
@@ -295,7 +296,10 @@ def measured_by(monkeypatch):
     return measured_by
 
 
-WEIGHED = "peak_bytes", "peak_reserved_bytes", "peak_allocated_bytes", "per_sample_gradient_bytes"
+WEIGHED = (
+    *("peak_bytes", "peak_reserved_bytes", "bytes_beside_the_pool", "peak_allocated_bytes"),
+    "per_sample_gradient_bytes",
+)
 ALL_MEASURED = ["non-DP", "microbatch", "round", "round", "round"]
 
 

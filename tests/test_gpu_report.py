@@ -80,12 +80,20 @@ def test_timings_of_small_sizes():
 
 def test_predictions_are_held_against_measured_peaks(tmp_path, monkeypatch):
     row = {"name": "microbatch", "seq_len": 64, "activation_checkpoint": "none"}
-    rows = [{**row, "peak_memory_gib": 4.0}, {**row, "name": "non-DP", "peak_memory_gib": 1.0}]
+    row |= {"peak_memory_gib": 4.0, "peak_reserved_gib": 5.0, "beside_the_pool_gib": 1.5}
+    on_cpu = {**row, "peak_reserved_gib": None, "beside_the_pool_gib": None}
+    rows = [row, {**row, "name": "non-DP", "peak_memory_gib": 1.0}, on_cpu]
     (tmp_path / "rows.json").write_text(json.dumps({"arms": rows}))
-    plan = MemoryPlan(1, 64, {"activations": 3 * GIB}, 80.0, {})
+    plan = MemoryPlan(1, 64, {"activations": 3 * GIB}, 80.0, {}, communicators=1)
     monkeypatch.setattr(plan_memory, "predict", lambda *_, **__: plan)
     result = gpu_parts.predictions(argparse.Namespace(rows=[tmp_path / "rows.json"]))
-    assert [one["predicted_vs_allocated"] for one in result["predictions"]] == [0.75]
+    assert [one["predicted_vs_allocated"] for one in result["predictions"]] == [0.75] * 2
+    on_gpu, without = result["predictions"]
+    assert on_gpu["predicted_vs_reserved"] == 0.6
+    assert on_gpu["in_use_gib"] == 6.5
+    assert on_gpu["headroom_needed_gib"] == 3.5
+    assert on_gpu["headroom_gib"] == 4.5
+    assert without["predicted_vs_reserved"] is without["headroom_needed_gib"] is None
 
 
 def test_idle_time_is_between_kernels_of_all_streams():

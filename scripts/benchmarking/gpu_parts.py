@@ -125,7 +125,10 @@ def _median_ms(call: Callable[[], object], rounds: int) -> float:
 
 
 def predictions(options: argparse.Namespace) -> Row:
-    """Hold the plan's predictions against the peaks that the benchmark measured."""
+    """Hold the plan's predictions against what the benchmark measured: what tensors took, what the
+    allocator reserved, and what the device had in use with all that lies beside its pool. The
+    plan's headroom must cover what is in use beyond the prediction.
+    """
     from torchtitan_dp.plan.memory import predict
 
     rows = []
@@ -135,14 +138,22 @@ def predictions(options: argparse.Namespace) -> Row:
                 continue
             overrides = ["--job.config_file", CONFIG, f"--training.seq_len={row['seq_len']}"]
             overrides.append(f"--activation_checkpoint.mode={row['activation_checkpoint']}")
-            predicted = predict(overrides, 1, 80.0, longest=False).peak_bytes / GIB
+            plan = predict(overrides, 1, 80.0, longest=False)
+            predicted, reserved = plan.peak_bytes / GIB, row["peak_reserved_gib"]
+            beside = row["beside_the_pool_gib"]
+            in_use = None if reserved is None or beside is None else reserved + beside
             rows.append(
                 {
                     "seq_len": row["seq_len"],
                     "activation_checkpoint": row["activation_checkpoint"],
                     "predicted_gib": predicted,
                     "allocated_gib": row["peak_memory_gib"],
+                    "reserved_gib": reserved,
+                    "in_use_gib": in_use,
                     "predicted_vs_allocated": predicted / row["peak_memory_gib"],
+                    "predicted_vs_reserved": None if reserved is None else predicted / reserved,
+                    "headroom_gib": plan.headroom_gib,
+                    "headroom_needed_gib": None if in_use is None else in_use - predicted,
                 }
             )
     return {"predictions": rows}

@@ -41,6 +41,16 @@ def peak_reserved_bytes() -> float | None:
     return float(torch.cuda.max_memory_reserved()) if torch.cuda.is_available() else None
 
 
+def bytes_beside_the_pool() -> float | None:
+    """What the device has in use beside the CUDA allocator's pool, now: the context, NCCL's
+    buffers, libraries, other processes; None on CPU.
+    """
+    if not torch.cuda.is_available():
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return float(total - free - torch.cuda.memory_reserved())
+
+
 def allocated_peak_bytes(step: Callable[[], None]) -> float:
     """The most bytes that PyTorch's allocator has out during a step: what CUDA calls allocated.
 

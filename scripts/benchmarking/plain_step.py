@@ -29,6 +29,7 @@ class PlainStep:
     """Lays a model over the mesh of a default process group and takes TorchTitan's step."""
 
     gathered_bytes = 0  # of keeping weights gathered, which plain runs do not
+    host_bytes = 0  # nor are inputs offloaded
 
     def __init__(self, config: JobConfig, args: ModelArgs, tracker: MemoryTracker) -> None:
         """

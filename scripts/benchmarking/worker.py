@@ -19,6 +19,7 @@ from .collectives import BytesSent
 from .journal import Journal
 from .memory import (
     allocated_peak_bytes,
+    bytes_beside_the_pool,
     live_tensor_bytes,
     map_tensors_alone,
     peak_bytes,
@@ -79,6 +80,7 @@ def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
         with watch_clipping() as live:
             step()
         peak, reserved = peak_bytes(), peak_reserved_bytes()
+        beside = bytes_beside_the_pool()
         allocated = allocated_peak_bytes(step)
         with torch.compiler.set_stance("force_eager"), BytesSent() as sent:
             step()
@@ -86,6 +88,7 @@ def weigh(arm: Arm, setting: Setting, folder: str) -> dict[str, Any]:
     return {
         "peak_bytes": peak,
         "peak_reserved_bytes": reserved,
+        "bytes_beside_the_pool": beside,
         "peak_allocated_bytes": allocated,
         "bytes_sent": dict(sent.by_kind),
         "per_sample_gradient_bytes": max(live.most - at_rest, 0) if clips else None,

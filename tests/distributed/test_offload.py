@@ -1,5 +1,7 @@
-"""Offloaded inputs of checkpointed blocks: equal gradients, and nothing kept on the device."""
+"""Offloaded inputs of checkpointed blocks: equal gradients, little kept on the device, no more
+buffers on the host than inputs, and streams that leave nothing open."""
 
+import contextlib
 import weakref
 
 import pytest
@@ -7,6 +9,8 @@ import torch
 
 from tests import build
 from tests.gradients.loop import check
+from tests.streams import watched
+from torchtitan_dp.distributed import offload
 from torchtitan_dp.distributed.offload import InputsOnHost, _OnHost
 
 OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
@@ -22,17 +26,47 @@ def test_equals_the_loop(degrees, overrides):
     check(degrees, *OFFLOAD, *overrides)
 
 
-def test_only_the_copy_is_kept():
-    block = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8))
-    h = torch.randn(2, 8, requires_grad=True)
-    original = h * 1
-    with InputsOnHost()(original):
-        y = torch.utils.checkpoint.checkpoint(block, original, use_reentrant=False)
-    gone = weakref.ref(original.untyped_storage())
-    expected = torch.autograd.grad(block(original).sum(), h, retain_graph=True)
-    del original
-    assert gone() is None
-    torch.testing.assert_close(torch.autograd.grad(y.sum(), h), expected)
+def make_blocks(count):
+    return [
+        torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)) for _ in range(count)
+    ]
+
+
+def forward(blocks, around, h, inputs=None):
+    """Run checkpointed blocks; `inputs` then lists weak references to their inputs' memory."""
+    x = h * 1
+    for block in blocks:
+        if inputs is not None:
+            inputs.append(weakref.ref(x.untyped_storage()))
+        with around(x):
+            x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    return x
+
+
+def tokens(length=4, batch=1):
+    return torch.randn(batch, length, 8, requires_grad=True)
+
+
+def plain(_):
+    return contextlib.nullcontext()
+
+
+def test_two_inputs_are_on_the_device():
+    blocks, h, around, inputs = make_blocks(5), tokens(), InputsOnHost(4), []
+
+    def alive():
+        return [reference() is not None for reference in inputs]
+
+    seen = []
+    for block in blocks:
+        block.register_forward_pre_hook(lambda *_: seen.append(sum(alive())))
+    y = forward(blocks, around, h, inputs)
+    assert seen == [1, 2, 2, 2, 2]
+    assert alive() == [False, False, False, True, True]
+    expected = torch.autograd.grad(forward(blocks, plain, h).sum(), h)
+    found = torch.autograd.grad(y.sum(), h)
+    assert torch.equal(found[0], expected[0])
+    assert not any(alive())
 
 
 def test_without_full_checkpointing_it_is_refused():
@@ -42,15 +76,75 @@ def test_without_full_checkpointing_it_is_refused():
 
 def test_an_input_knows_the_one_before_while_that_is_alive():
     """What comes back beside a block's backward is its predecessor's, and no other pass's."""
-    x = torch.randn(2, 8)
-    first = _OnHost(x, None)
-    second = _OnHost(x + 1, first)
+    x, inputs = torch.randn(1, 2, 8), InputsOnHost(2)
+    first = _OnHost(inputs, x, None)
+    second = _OnHost(inputs, x + 1, first)
     assert second._before is not None
     assert second._before() is first
     assert torch.equal(second.take(), x + 1)
     assert torch.equal(first.take(), x)
     del first
     assert second._before() is None  # a pass that is over keeps nothing for the next
+
+
+@pytest.fixture
+def allocated(monkeypatch):
+    """The sizes in values of the page-locked buffers that are allocated."""
+    sizes, allocate = [], offload.page_locked
+
+    def page_locked(numel, *terms):
+        sizes.append(numel)
+        return allocate(numel, *terms)
+
+    monkeypatch.setattr(offload, "page_locked", page_locked)
+    return sizes
+
+
+def test_a_buffer_for_each_block_serves_every_length(allocated):
+    blocks, around = make_blocks(3), InputsOnHost(6)
+    for length in (2, 6, 4, 6):
+        h = tokens(length)
+        expected = torch.autograd.grad(forward(blocks, plain, h).sum(), h)
+        assert torch.equal(torch.autograd.grad(forward(blocks, around, h).sum(), h)[0], expected[0])
+    assert allocated == [6 * 8] * 3
+    assert around.host_bytes == 3 * 256  # 192 bytes each: the next power of two
+
+
+def test_a_longer_input_than_the_longest_takes_the_place_of_a_buffer(allocated):
+    blocks, around = make_blocks(1), InputsOnHost(2)
+    for length in (2, 5):
+        h = tokens(length)
+        torch.autograd.grad(forward(blocks, around, h).sum(), h)
+    assert allocated == [2 * 8, 5 * 8]
+    assert around.host_bytes == 256
+
+
+def test_a_graph_that_is_alive_keeps_its_inputs():
+    """As `ghost` in two passes, and as a pass begun before another one's backward."""
+    blocks, around = make_blocks(3), InputsOnHost(4)
+    h, other = tokens(), tokens()
+    expected, others = (torch.autograd.grad(forward(blocks, plain, x).sum(), x) for x in (h, other))
+    y = forward(blocks, around, h).sum()
+    z = forward(blocks, around, other).sum()
+    for _ in range(2):
+        assert torch.equal(torch.autograd.grad(y, h, retain_graph=True)[0], expected[0])
+    assert torch.equal(torch.autograd.grad(z, other)[0], others[0])
+    assert torch.equal(torch.autograd.grad(y, h)[0], expected[0])
+
+
+def test_streams_leave_nothing_open():
+    """Over microbatches of two lengths, one of which ends without a backward pass."""
+    blocks = make_blocks(5)
+    with watched("distributed/offload.py") as watch:
+        around = InputsOnHost(6)
+        for length in (6, 4, 6):
+            y = forward(blocks, around, h := tokens(length)).sum()
+            if length != 4:
+                torch.autograd.grad(y, h)
+            del y, h
+        sides = {number for storage in watch.alive.values() for number, *_ in storage.uses}
+    assert len(sides) == 2  # or nothing was copied beside anything
+    assert watch.found == []
 
 
 @pytest.mark.cuda
@@ -60,15 +154,9 @@ def test_on_cuda_copies_have_a_stream_of_their_own():
     blocks = [torch.nn.Linear(512, 512, device="cuda") for _ in range(8)]
 
     def gradients(around):
-        h = torch.ones(4096, 512, device="cuda", requires_grad=True)
-        x = h * 1
-        for block in blocks:
-            with around(x):
-                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
-        return torch.autograd.grad(x.square().sum(), h)[0]
+        h = torch.ones(1, 4096, 512, device="cuda", requires_grad=True)
+        return torch.autograd.grad(forward(blocks, around, h).square().sum(), h)[0]
 
-    import contextlib
-
-    expected = gradients(lambda _: contextlib.nullcontext())
+    expected, inputs = gradients(plain), InputsOnHost(4096)
     for _ in range(3):
-        torch.testing.assert_close(gradients(InputsOnHost()), expected)
+        torch.testing.assert_close(gradients(inputs), expected)

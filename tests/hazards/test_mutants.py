@@ -33,6 +33,7 @@ from tests.hazards.mutants import (
     same_records,
     sampling,
     selfcheck,
+    streams,
     whole,
     windows,
 )
@@ -45,6 +46,7 @@ ROOMS = (
     ghost,
     per_layer,
     randomized,
+    streams,
     precision,
     exact_sum,
     parameters,

@@ -14,6 +14,7 @@ from tests import forks
 from tests.launch import CONFIG, ROOT, arguments, write_records
 from tests.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.distributed.offload import page_locked_bytes
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan import report as memory_report
@@ -128,6 +129,53 @@ def test_predicted_is_what_real_tensors_take(world_size, overrides):
     assert set(parts) <= {*CATEGORIES, "gathered"}
     assert predicted == pytest.approx(tracked, rel=0.05)  # a collective's input may live longer
     assert predicted == pytest.approx(allocated, rel=0.10)
+
+
+OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
+
+
+def host_of_real_tensors(overrides, world_size):
+    """Two microbatches of the longest samples and one of shorter: the host's memory of a rank."""
+    from torchtitan_dp.plan.labels import tracking
+
+    with tracking(like_cuda=False) as tracker:
+        step = run_step(tracker, overrides, world_size)[0]
+        step.microbatch(256)
+        return step.host_bytes
+
+
+@pytest.mark.parametrize("samples", [1, 3])
+def test_the_hosts_memory_is_predicted_as_it_is_taken(samples):
+    given = small(*OFFLOAD, f"--training.local_batch_size={samples}")
+    plan = forks.call(answer, given, 2, 80, False)
+    args = shape(load_config(given, 2))
+    values = samples * 512 // 2 * args.dim
+    assert plan.host_bytes == args.n_layers * page_locked_bytes(4 * values)
+    found = on_ranks(2, host_of_real_tensors, given, 2)
+    assert found == [plan.host_bytes] * 2
+    assert plan.for_programs()["host_memory_gib"] == plan.host_bytes / GIB
+    without = forks.call(answer, small(OFFLOAD[0]), 2, 80, False)
+    assert without.host_bytes == 0
+
+
+def test_the_hosts_memory_is_said_for_a_rank_and_a_node():
+    config = load_config(small(), 4)
+    memory = plan_of(config)
+    assert not any("page-locked" in line for line in memory_report.advice(memory, config))
+    memory = dataclasses.replace(memory, host_bytes=16 * GIB)
+    (line,) = (x for x in memory_report.advice(memory, config) if "page-locked" in x)
+    assert line.endswith("(predicted): 16.0 GiB a rank, 64.0 GiB where all 4 are on one node")
+
+
+def test_room_is_left_for_each_communicator():
+    config = load_config(small(), 4)
+    parts = dict.fromkeys(CATEGORIES, 0) | {"activations": int(73.5 * GIB)}
+    memory = MemoryPlan(4, 1024, parts, 80, {}, communicators=5)
+    assert memory.fits
+    assert "fits 80 GiB with 6.5 GiB left free" in memory_report.verdict(memory)
+    more = dataclasses.replace(memory, communicators=6)
+    assert not more.fits
+    assert "of 80 GiB less 7: largest part" in memory_report.misfit(more, config)
 
 
 def test_frozen_weights_are_kept_once_in_16_bits_and_nothing_else_of_them():

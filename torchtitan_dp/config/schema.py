@@ -276,7 +276,8 @@ class ActivationCheckpoint(_ActivationCheckpoint):
 
     offload_inputs: bool = False
     """With `mode = "full"`: keep the inputs of checkpointed blocks in the host's memory, for
-    samples longer than the device's memory allows."""
+    samples longer than the device's memory allows. The plan says how much of the host's a rank
+    takes: for each block the longest sample's input, rounded up to a power of two of bytes."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ different samples; they meet after clipping, once a step.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -114,20 +115,39 @@ class ReduceScatterOverCP:
     The contract is FSDP2's public `set_custom_reduce_scatter`. A one-rank FSDP group never calls
     it: it takes two buffers from `allocate` and copies the one into the other, so there it is given
     the same one twice.
+
+    Streams: FSDP2 reduces on a stream R of its own, and a sample's gradient is read on the stream C
+    that backward runs on. Every buffer is allocated on C, also where it is asked for on R. R waits
+    for C between the allocation and its first write, so what had the memory before is done; C waits
+    for R before backward ends (FSDP2 does that for `.grad`), so what C does next comes after all
+    that R did. A buffer may thus be dropped as soon as its last reader is queued: C alone can reuse
+    its memory, in order, and an unmapping that waits for C, the owner, waits for every user. No
+    block is left waiting for the host to see an event, and none lies in a pool that C cannot use.
     """
 
     def __init__(self, groups: ReductionGroups) -> None:
         self._cp = groups.cp
         self._is_called = groups.cp is not None or groups.dp_shard is not None
         self._cp_size, self._dp_shard_size = groups.cp_size, groups.dp_shard_size
+        self._home: Any = None  # C, from the first `allocate` until `take`
         self._output: torch.Tensor | None = None
         self._shard_DN: torch.Tensor | None = None
+
+    @property
+    def keeps_input(self) -> bool:
+        """Tell whether FSDP2's input is the gradient that is taken: there is nothing to sum."""
+        return self._is_called and self._cp is None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
+        """Allocate FSDP2's input, asked for on C, and then its output, asked for on R."""
+        streams = torch.get_device_module(device)
+        if self._home is None:
+            self._home = streams.current_stream()
         if self._is_called or self._output is None:
-            self._output = torch.empty(size, dtype=dtype, device=device)
+            with streams.stream(self._home):
+                self._output = torch.empty(size, dtype=dtype, device=device)
         assert tuple(self._output.shape) == tuple(size)
         assert self._output.dtype == dtype
         self._shard_DN = None
@@ -144,21 +164,23 @@ class ReduceScatterOverCP:
         """Reduce-scatter over cp alone. Only where dp_shard is 1 is `output_tensor` filled."""
         assert self._shard_DN is None, "reduced twice without being taken"
         assert output_tensor.dtype == torch.float32, "gradients are reduced in fp32"
+        assert not async_op, "FSDP2 orders streams, not the host"
+        streams = torch.get_device_module(output_tensor.device)
         input_DCN = input_tensor.view(self._dp_shard_size, self._cp_size, -1)
-        if self._dp_shard_size == 1:
-            shard_DN = output_tensor.view(1, -1)
-            input_CDN = input_DCN.view(self._cp_size, 1, -1)
-        else:
-            shard_DN = torch.empty_like(input_DCN[:, 0])
-            input_CDN = input_DCN.transpose(0, 1).contiguous()
-        self._shard_DN = shard_DN
-        if self._cp is None:
-            shard_DN.copy_(input_CDN[0])
+        if self._cp is None:  # nothing to sum: what FSDP2 would send is the sample's gradient
+            self._shard_DN = input_DCN[:, 0]
             return None
-        return reduce_scatter_sum(shard_DN, input_CDN, self._cp, async_op)
+        with streams.stream(self._home):
+            alone = self._dp_shard_size == 1
+            shard_DN = output_tensor.view(1, -1) if alone else torch.empty_like(input_DCN[:, 0])
+        streams.current_stream().wait_stream(self._home)
+        self._shard_DN = shard_DN
+        for shard_N, input_CN in zip(shard_DN, input_DCN, strict=True):  # in one piece each
+            reduce_scatter_sum(shard_N, input_CN, self._cp)
+        return None
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand over what the last backward left.
+        """Hand over what the last backward left, to be read on the stream that it ran on.
 
         It is FSDP2's output buffer, whose views it made `.grad`, and this sample's fp32 gradient
         shard (dp_shard, chunk), which shares the buffer's memory where dp_shard is 1.
@@ -166,10 +188,7 @@ class ReduceScatterOverCP:
         assert self._output is not None, "no gradient was reduced: is a whole group unused?"
         output, shard_DN = self._output, self._shard_DN
         assert (shard_DN is not None) == self._is_called, "FSDP2 reduced by other means"
-        self._output = self._shard_DN = None
-        for taken in (output, shard_DN):
-            if taken is not None and taken.is_cuda:
-                # FSDP2's reduction stream allocated it. Where it is freed, kernels that were queued
-                # on this stream may still be reading it.
-                taken.record_stream(torch.cuda.current_stream(taken.device))
+        current = torch.get_device_module(output.device).current_stream()
+        assert self._home == current, "backward ran on another stream"
+        self._home = self._output = self._shard_DN = None
         return output, output.view(1, -1) if shard_DN is None else shard_DN

@@ -158,6 +158,12 @@ class Step:
         chunks = [RowLayout(p.shape, dp_shard, cp).chunk_numel for p in self.model.parameters()]
         return dtype.itemsize * dp_shard * cp * sum(chunks)
 
+    @property
+    def host_bytes(self) -> int:
+        """Give the host's page-locked memory that the microbatches so far have taken."""
+        around = self.model.around_block
+        return around.host_bytes if isinstance(around, offload.InputsOnHost) else 0
+
     def _enter_loss_head(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         """Take what comes next for the loss head's, until backward has passed its input."""
         self.tracker.base = "loss_head"
@@ -232,9 +238,8 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         )
-        # The host's memory is another: what lies there is not counted.
-        stack.enter_context(mock.patch.object(offload, "to_host", lambda x: x.to("meta")))
-        stack.enter_context(mock.patch.object(offload, "from_host", _empty_as))
+        # The host's memory is another: `Step.host_bytes` counts it.
+        stack.enter_context(mock.patch.object(offload, "page_locked", _on_no_device))
         if like_cuda:
             stack.enter_context(mock.patch.object(rms_norm, "use_lean_norms", _nothing))
             stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm.rms_norm))
@@ -243,8 +248,8 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
         yield
 
 
-def _empty_as(copy: torch.Tensor, device: torch.device) -> torch.Tensor:
-    return torch.empty(copy.shape, dtype=copy.dtype, device=device)
+def _on_no_device(numel: int, dtype: torch.dtype, _: torch.device) -> torch.Tensor:
+    return torch.empty(numel, dtype=dtype, device="meta")
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -77,10 +77,15 @@ def _reduction(tracker: MemoryTracker, group: FSDPParamGroup, *_: Any) -> Iterat
 
 @contextlib.contextmanager
 def _shards(
-    tracker: MemoryTracker, _: ReduceScatterOverCP, output_tensor: torch.Tensor, **__: Any
+    tracker: MemoryTracker,
+    reduction: ReduceScatterOverCP,
+    output_tensor: torch.Tensor,
+    input_tensor: torch.Tensor,
+    **__: Any,
 ) -> Iterator[None]:
-    """Label FSDP2's output, which becomes this rank's shard of one sample's gradient."""
-    tracker.relabel([output_tensor], "per_sample_shards")
+    """Label what becomes this rank's shard of one sample's gradient: FSDP2's output, or input."""
+    kept = [output_tensor, input_tensor] if reduction.keeps_input else [output_tensor]
+    tracker.relabel(kept, "per_sample_shards")
     with tracker.labelled("per_sample_shards"):
         yield
 

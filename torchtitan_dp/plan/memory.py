@@ -1,8 +1,9 @@
 """How much memory a rank will need, and how long a sample may be: predictions, without a GPU.
 
 They come from the real step, run on fake tensors (`prediction`) in a process of its own, so that
-nothing of it stays here. `HEADROOM` is left for what no tensor shows: the CUDA context, NCCL's
-buffers, fragmentation.
+nothing of it stays here. What no tensor shows is left free: `HEADROOM` for the CUDA context, the
+workspaces of cuBLAS and fragmentation, `COMMUNICATOR_GIB` for the buffers of each NCCL
+communicator, which lie outside PyTorch's allocator. Both are estimates, not measured here.
 """
 
 import contextlib
@@ -18,6 +19,7 @@ from typing import Any
 GIB = 2**30
 DEFAULT_GIB = 80.0  # of a device
 HEADROOM = 0.05  # of a device's memory
+COMMUNICATOR_GIB = 0.5
 LONGEST = 2**22  # no longer samples are tried
 MODES = ("none", "full")  # of activation checkpointing, that the longest T is sought for
 
@@ -44,6 +46,8 @@ class MemoryPlan:
     longest_seq_len: dict[str, int | None]  # by AC mode; None: not even the shortest
     fitting_world_size: int | None = None  # of more ranks, if these do not suffice
     kept_gathered_bytes: int | None = None  # at most, with weights kept gathered; None if they are
+    communicators: int = 0  # that a rank takes part in
+    host_bytes: int = 0  # page-locked, of a rank
 
     @property
     def peak_bytes(self) -> int:
@@ -51,8 +55,18 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Tell whether `HEADROOM` stays free."""
-        return self.peak_bytes <= limit_bytes(self.memory_gib)
+        """Tell whether what no tensor shows stays free."""
+        return self.peak_bytes <= self.limit_bytes
+
+    @property
+    def limit_bytes(self) -> int:
+        """Limit what tensors may take of a device's memory."""
+        return limit_bytes(self.memory_gib, self.communicators)
+
+    @property
+    def headroom_gib(self) -> float:
+        """Return what is left free of a device's memory."""
+        return headroom_gib(self.memory_gib, self.communicators)
 
     @property
     def largest(self) -> str:
@@ -64,15 +78,43 @@ class MemoryPlan:
         return {
             "peak_memory_gib": self.peak_bytes / GIB,
             "memory_gib": {name: size / GIB for name, size in self.parts.items()},
+            "host_memory_gib": self.host_bytes / GIB,
             "device_memory_gib": self.memory_gib,
+            "headroom_gib": self.headroom_gib,
             "fits": self.fits,
             "longest_seq_len": self.longest_seq_len,
         }
 
 
-def limit_bytes(memory_gib: float) -> int:
-    """Limit what a rank may use of a device's memory."""
-    return int(memory_gib * (1 - HEADROOM) * GIB)
+def headroom_gib(memory_gib: float, communicators: int) -> float:
+    """Estimate what no tensor shows of a rank that takes part in so many communicators.
+
+    >>> headroom_gib(80, 5)
+    6.5
+    """
+    return memory_gib * HEADROOM + COMMUNICATOR_GIB * communicators
+
+
+def limit_bytes(memory_gib: float, communicators: int = 0) -> int:
+    """Limit what a rank's tensors may take of a device's memory."""
+    return int((memory_gib - headroom_gib(memory_gib, communicators)) * GIB)
+
+
+def communicators(degrees: tuple[int, int, int]) -> int:
+    """Count the process groups of a rank of a mesh (dp_replicate, dp_shard, cp), as NCCL has a
+    communicator for each that is used.
+
+    They are the world's; of more ranks also TorchTitan's `loss`, which is the world again, its
+    `fsdp` and `cp`, and those of the clipped sum (`gradients.reduction`).
+
+    >>> [communicators(degrees) for degrees in ((1, 1, 1), (1, 1, 4), (1, 4, 1), (2, 2, 2))]
+    [1, 5, 4, 7]
+    """
+    _, dp_shard, cp = degrees
+    if max(degrees) == 1:
+        return 1
+    fsdp, ring = dp_shard * cp > 1, cp > 1
+    return 2 + fsdp + ring + sum(degree > 1 for degree in degrees)
 
 
 @contextlib.contextmanager

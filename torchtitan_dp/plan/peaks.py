@@ -39,6 +39,10 @@ class TrackedStep(Protocol):
     def gathered_bytes(self) -> int:
         """Give the size of all weights when gathered."""
 
+    @property
+    def host_bytes(self) -> int:
+        """Give the host's page-locked memory that the microbatches so far have taken."""
+
     def microbatch(self, seq_len: int) -> None:
         """Run forward and backward, and keep what a step keeps of them."""
 
@@ -102,6 +106,11 @@ class Model:
         """
         without = self.microbatch(seq_len).bytes_without_gathered
         return max(self.update[0], without + self._step.gathered_bytes)
+
+    @property
+    def host_bytes(self) -> int:
+        """Predict the host's page-locked memory for the longest sample so far."""
+        return self._step.host_bytes
 
     def close(self) -> None:
         """Free it: one model is tracked at a time."""

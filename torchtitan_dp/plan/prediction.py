@@ -16,11 +16,19 @@ from collections.abc import Callable
 from typing import NamedTuple, cast
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan.fake_step import fake_world
-from torchtitan_dp.plan.memory import CATEGORIES, LONGEST, MODES, MemoryPlan, limit_bytes
+from torchtitan_dp.plan.memory import (
+    CATEGORIES,
+    LONGEST,
+    MODES,
+    MemoryPlan,
+    communicators,
+    limit_bytes,
+)
 from torchtitan_dp.plan.peaks import Extrapolated, Model, Peaks, Whole, line, shortest
 
 ENOUGH_LAYERS = 8  # of a model: fewer are as quickly predicted themselves
@@ -49,14 +57,25 @@ def longest(peaks: Peaks, limit: int, unit: int) -> int | None:
 
 def measure(config: JobConfig, args: ModelArgs, world_size: int, memory_gib: float) -> MemoryPlan:
     """Predict rank 0's memory within a fake world."""
+    degrees = mesh_degrees(config)
     seq_len, own = config.training.seq_len, config.activation_checkpoint.mode
     model = Model(config, args, own)
     parts = model.at(seq_len)[1]
     keeps = config.parallelism.keep_weights_gathered
     kept = None if keeps else model.kept_gathered(seq_len)
+    host = model.host_bytes
     model.close()
     parts = {name: parts.get(name, 0) for name in CATEGORIES}
-    return MemoryPlan(world_size, seq_len, parts, memory_gib, {}, kept_gathered_bytes=kept)
+    return MemoryPlan(
+        world_size,
+        seq_len,
+        parts,
+        memory_gib,
+        {},
+        kept_gathered_bytes=kept,
+        communicators=communicators(degrees),
+        host_bytes=host,
+    )
 
 
 class Found(NamedTuple):
@@ -92,7 +111,7 @@ def bends(guess: float | None, whole: float) -> bool:
 
 
 def enough_ranks(
-    overrides: list[str], args: ModelArgs, world_size: int, limit: int, say: Say
+    overrides: list[str], args: ModelArgs, world_size: int, memory_gib: float, say: Say
 ) -> int | None:
     """Find whether twice or four times as many ranks fit, if the configuration's degrees follow."""
     for ranks in (2 * world_size, 4 * world_size):
@@ -102,6 +121,7 @@ def enough_ranks(
             continue
         say(f"{ranks} ranks")
         config.compile.enable = False
+        limit = limit_bytes(memory_gib, communicators(mesh_degrees(config)))
         with fake_world(ranks):
             peaks = _peaks(config, args, config.activation_checkpoint.mode, limit)
             if peaks.decide(config.training.seq_len) <= limit:
@@ -119,7 +139,8 @@ def answer(
     """Predict, in a process that has no process group, what `memory.predict` asks for."""
     config = load_config(overrides, world_size)
     config.compile.enable = False  # fused kernels need less, how much less is not predicted
-    args, limit = shape(config), limit_bytes(memory_gib)
+    args = shape(config)
+    limit = limit_bytes(memory_gib, communicators(mesh_degrees(config)))
     terms = config, args, world_size
     searches = {
         mode: _beside(functools.partial(search, *terms, mode, limit))
@@ -139,7 +160,7 @@ def answer(
         lengths[mode] = found.seq_len
     plan = dataclasses.replace(plan, longest_seq_len=lengths)
     if seek_longest and not plan.fits:
-        ranks = enough_ranks(overrides, args, world_size, limit, say)
+        ranks = enough_ranks(overrides, args, world_size, memory_gib, say)
         plan = dataclasses.replace(plan, fitting_world_size=ranks)
     return plan
 

@@ -16,12 +16,12 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.plan.memory import (
     CATEGORIES,
+    COMMUNICATOR_GIB,
     GIB,
     HEADROOM,
     LONGEST,
     MODES,
     MemoryPlan,
-    limit_bytes,
     predict,
 )
 
@@ -54,7 +54,7 @@ def verdict(memory: MemoryPlan) -> str:
     return (
         f"memory of a rank of {memory.world_size}, at its peak (predicted): "
         f"{memory.peak_bytes / GIB:.1f} GiB, which {'fits' if memory.fits else 'does NOT fit'} "
-        f"{memory.memory_gib:g} GiB with {HEADROOM:.0%} left free"
+        f"{memory.memory_gib:g} GiB with {memory.headroom_gib:g} GiB left free"
     )
 
 
@@ -70,6 +70,8 @@ def table(memory: MemoryPlan) -> Table:
 def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
     """Say what would shrink the largest part, and which longest samples fit, a line each."""
     lines = [f"      largest: {shrink(memory.largest, config)}"]
+    if memory.host_bytes:
+        lines.append(f"      {_on_the_host(memory)}")
     if memory.fits and memory.kept_gathered_bytes is not None:
         lines.append(f"      {_if_kept_gathered(memory, memory.kept_gathered_bytes)}")
     for mode in MODES:
@@ -82,8 +84,16 @@ def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
     return lines
 
 
+def _on_the_host(memory: MemoryPlan) -> str:
+    rank, ranks = memory.host_bytes / GIB, memory.world_size
+    return (
+        f"page-locked memory of the host for offloaded inputs (predicted): {rank:.1f} GiB a rank, "
+        f"{ranks * rank:.1f} GiB where all {ranks} are on one node"
+    )
+
+
 def _if_kept_gathered(memory: MemoryPlan, size: int) -> str:
-    fits = size <= limit_bytes(memory.memory_gib)
+    fits = size <= memory.limit_bytes
     return (
         "keeping the weights gathered within a step would need at most "
         f"{size / GIB:.1f} GiB: "
@@ -140,7 +150,7 @@ def misfit(memory: MemoryPlan, config: JobConfig) -> str:
         nearest.append(f"{memory.fitting_world_size} ranks")
     return (
         f"{memory.peak_bytes / GIB:.1f} GiB a rank predicted, of {memory.memory_gib:g} GiB less "
-        f"{HEADROOM:.0%}: largest part {shrink(memory.largest, config)}; fits: "
+        f"{memory.headroom_gib:g}: largest part {shrink(memory.largest, config)}; fits: "
         + (", or ".join(nearest) or "nothing near")
     )
 
@@ -176,7 +186,8 @@ Every number here is a **prediction**, made without a GPU; none was measured on 
     python -m torchtitan_dp.plan.report docs/plans.md
 
 For {ranks} ranks of {memory:g} GiB: GiB of a rank at its peak. "fits" leaves {headroom:.0%} free,
-for the CUDA context, NCCL and fragmentation. What your own configuration takes:
+for the CUDA context and fragmentation, and {communicator:g} GiB for each NCCL communicator; both
+are estimates. What your own configuration takes:
 `python -m torchtitan_dp.plan --job.config_file FILE --world_size {ranks} --memory_gib {memory:g}`.
 
 | configuration | tokens | AC | {parts} | **peak** | fits |
@@ -201,6 +212,7 @@ def write_page(path: str, folder: Path, *, ranks: int = 4, memory_gib: float = 8
         ranks=ranks,
         memory=memory_gib,
         headroom=HEADROOM,
+        communicator=COMMUNICATOR_GIB,
         parts=" | ".join(name.replace("_", " ") for name in CATEGORIES),
         rule=" | ".join("---" for _ in CATEGORIES),
     )

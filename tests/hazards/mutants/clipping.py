@@ -34,8 +34,8 @@ MUTANTS = [
         1,
         "squared before the sum over cp",
         "gradients/reduction.py",
-        "        return reduce_scatter_sum(shard_DN, input_CDN, self._cp, async_op)\n",
-        "        shard_DN.copy_(input_CDN[dist.get_rank(self._cp)])\n        return None\n",
+        "            reduce_scatter_sum(shard_N, input_CN, self._cp)\n",
+        "            shard_N.copy_(input_CN[dist.get_rank(self._cp)])\n",
         (f"{HERE}test_row01_norms_are_of_the_whole_gradient[microbatch-2]",),
     ),
     Mutant(

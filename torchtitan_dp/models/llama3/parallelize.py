@@ -75,6 +75,7 @@ def parallelize_llama(
 def _apply_parts(
     model: "Llama", parallel_dims: ParallelDims, mesh: DeviceMesh, job_config: JobConfig
 ) -> None:
+    parallelism = job_config.parallelism
     if job_config.privacy.enable and job_config.training.loss_chunk_tokens:
         model.output = LossHead.over(model.output, job_config.training.loss_chunk_tokens)
     if job_config.privacy.enable:
@@ -100,7 +101,8 @@ def _apply_parts(
             base_folder=job_config.job.dump_folder,
         )
         if job_config.activation_checkpoint.offload_inputs:
-            model.around_block = InputsOnHost()
+            longest = job_config.training.seq_len // parallelism.context_parallel_degree
+            model.around_block = InputsOnHost(longest)
     if compile_model and not by_regions:
         torchtitan_llama.apply_compile(model, job_config.compile)
     _apply_fsdp(model, mesh, job_config)

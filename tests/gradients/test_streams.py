@@ -1,0 +1,76 @@
+"""Memory of a sample's gradient: no stream uses it beside another, none frees it too early."""
+
+import gc
+import weakref
+from unittest import mock
+
+import pytest
+import torch
+
+from tests.launch import ROOT
+from tests.ranks import on_ranks
+from tests.streams import watched
+
+REDUCTION = "gradients/reduction.py"
+MESHES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2)]
+
+
+def races(degrees):
+    """What three microbatches leave open, FSDP2's streams being recorded."""
+    from tests import build
+
+    with watched(REDUCTION) as watch:
+        built = build.build(degrees)
+        tokens_NT, labels_NT = build.data(samples=3)
+        for sample in range(3):
+            part = slice(sample, sample + 1)
+            loss_B = built.losses(tokens_NT[part], labels_NT[part])
+            built.gradients.accumulate_clipped(loss_B, torch.ones(1, dtype=torch.bool))
+            del loss_B
+    return watch.found
+
+
+@pytest.mark.parametrize("degrees", MESHES, ids=str)
+def test_streams_leave_nothing_open(degrees):
+    for found in on_ranks(degrees[0] * degrees[1] * degrees[2], races, degrees):
+        assert found == []
+
+
+def shards_alive(degrees):
+    """How many earlier gradients are alive when one is added, and how many after it, by turns."""
+    from tests import build
+    from torchtitan_dp.gradients.clipped_sum import ClippedSum
+
+    found, references, add = [], [], ClippedSum.add
+
+    def count():
+        gc.collect()
+        return sum(reference() is not None for reference in references)
+
+    def adds(self, shards, valid_B):
+        references.extend(weakref.ref(shard.untyped_storage()) for shard in shards)
+        found.append(count() - len(shards))
+        return add(self, shards, valid_B)
+
+    built = build.build(degrees)
+    tokens_NT, labels_NT = build.data(samples=3)
+    with mock.patch.object(ClippedSum, "add", adds):
+        for sample in range(3):
+            part = slice(sample, sample + 1)
+            loss_B = built.losses(tokens_NT[part], labels_NT[part])
+            built.gradients.accumulate_clipped(loss_B, torch.ones(1, dtype=torch.bool))
+            del loss_B
+            found.append(count())
+    return found
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 2, 2)], ids=str)
+def test_no_more_than_one_samples_gradient_is_alive(degrees):
+    for found in on_ranks(degrees[1] * degrees[2], shards_alive, degrees):
+        assert found == [0] * 6
+
+
+def test_no_tensor_is_recorded_on_another_stream():
+    """Its memory would come back when the host has seen an event, however far ahead it runs."""
+    sources = (ROOT / "torchtitan_dp").rglob("*.py")
+    assert [path for path in sources if "record_stream" in path.read_text()] == []
