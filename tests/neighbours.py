@@ -50,9 +50,7 @@ def run(argv: list[str], headroom: int | None, rehearsed: bool, threads: bool) -
     train.main(argv)
 
 
-def ended(
-    argv: list[str], headroom: int | None, rehearsed: bool, threads: bool, log: Path
-) -> int:
+def ended(argv: list[str], headroom: int | None, rehearsed: bool, threads: bool, log: Path) -> int:
     """Run to the end in this process, which does nothing else; the exit code."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
