@@ -149,7 +149,7 @@ def test_a_kernel_without_a_core_filter_is_no_fault(monkeypatch):
     forbid_core_dumps()
 
 
-# As DCP's files are freed, closed, after a write that found no room; and three that are real faults.
+# As a file of DCP's is freed, closed, after a write that found no room; and three real faults.
 FREED = """
 import io, sys
 from torchtitan_dp.process import pass_over_closed_files

@@ -321,8 +321,8 @@ def ending(argv: list[str], where: str, what: BaseException) -> tuple[str, list[
 
 CPU_SAYS = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you"
 MEMORY = [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError(CPU_SAYS)]
-# What a thread's stack finds no room for is said so, by C++ and by Python. torch's CUDA build starts
-# 8 threads in the first backward.
+# So C++ and Python say that a thread's stack finds no room. torch's CUDA build starts 8 threads in
+# the first backward.
 THREADS = [RuntimeError("Resource temporarily unavailable"), RuntimeError("can't start new thread")]
 
 
