@@ -71,9 +71,10 @@ if command -v flock >/dev/null && ! flock -n 9; then
 fi
 
 case "$(cat "$VENV/.setup-stamp" 2>/dev/null)" in
-    "" | incomplete) echo "Setting up .venv (first time, a few minutes; what pip says: $LOG)…" ;;
-    *) echo "Setting up .venv (the pins, the Python or the place changed)…" ;;
+    "" | incomplete) why="first time, a few minutes" ;;
+    *) why="the pins, the Python or the place changed" ;;
 esac
+echo "Setting up .venv for Python $PY_VERSION ($why; log: .venv-setup.log)…"
 : >"$LOG"
 
 # One that was stopped half-way starts afresh.
@@ -86,6 +87,19 @@ if [[ "$(cat "$VENV/.setup-stamp" 2>/dev/null)" == incomplete ]] ||
         fail "could not make .venv (on Debian and Ubuntu, install python3-venv); see $LOG"
 fi
 echo incomplete >"$VENV/.setup-stamp"
+
+# pip takes the first of the pin's builds that its indexes and links list; a later one has a label.
+pin="$(sed -n 's/^torch==//p' "$ROOT/constraints.txt")"
+listed="$("$VENV/bin/python" -m pip index versions torch --disable-pip-version-check --no-input \
+    --retries 1 --timeout 15 2>>"$LOG" || true)"
+torch="$(echo "$listed" | sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n' |
+    grep -E "^${pin//./\\.}([+]|$)" | head -n 1 || true)"
+case "$torch" in
+    "") echo "torch $pin: pip's indexes do not say which build" ;;
+    *+cpu) echo "torch $torch: the build without CUDA" ;;
+    *+*) echo "torch $torch" ;;
+    *) echo "torch $torch: PyPI's, with CUDA, several gigabytes (CONTRIBUTING.md: how to get others)" ;;
+esac
 
 install() {
     PIP_USER=0 "$VENV/bin/python" -m pip install --disable-pip-version-check --no-input \

@@ -10,6 +10,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import torchtitan_dp.train as train
 
 
@@ -20,11 +22,18 @@ def limit(headroom: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (most, most))
 
 
-def run(argv: list[str], headroom: int | None, rehearsed: bool) -> None:
-    """A worker's whole life; limited from the moment on in which it would rehearse."""
+def run(argv: list[str], headroom: int | None, rehearsed: bool, threads: bool) -> None:
+    """A worker's whole life; limited from the moment on in which it would rehearse.
+
+    Args:
+        threads: whether autograd's threads are there by then. The first backward starts them: 8 in
+            torch's CUDA build, with a stack each.
+    """
     real = train.rehearse
 
     def limited(trainer: Any) -> None:
+        if threads:
+            torch.ones(1, requires_grad=True).sum().backward()
         if headroom is not None:
             limit(headroom)
         if rehearsed:
@@ -41,7 +50,7 @@ def run(argv: list[str], headroom: int | None, rehearsed: bool) -> None:
     train.main(argv)
 
 
-def ended(argv: list[str], headroom: int | None, rehearsed: bool, log: Path) -> int:
+def ended(argv: list[str], headroom: int | None, rehearsed: bool, threads: bool, log: Path) -> int:
     """Run to the end in this process, which does nothing else; the exit code."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
@@ -49,7 +58,7 @@ def ended(argv: list[str], headroom: int | None, rehearsed: bool, log: Path) -> 
     os.environ.update(GLOO_SOCKET_IFNAME="lo", XDG_CACHE_HOME=str(log.parent / "cache"))
     code = 1
     try:
-        run(argv, headroom, rehearsed)
+        run(argv, headroom, rehearsed, threads)
         code = 0
     except SystemExit as stop:
         print(stop.code, file=sys.stderr)

@@ -1,11 +1,14 @@
-"""One run a folder: its lock, workers that die with their launcher, no core dumps, whole files."""
+"""One run a folder: its lock, workers that die with their launcher, no core dumps, whole files,
+faults in one line."""
 
 import contextlib
 import ctypes
 import fcntl
+import io
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from typing import IO
@@ -51,6 +54,7 @@ def protect() -> None:
     """Do what each worker does first: keep its outputs its owner's alone, and outlive nobody."""
     die_with_parent()
     forbid_core_dumps()
+    pass_over_closed_files()
     os.umask(0o077)
 
 
@@ -85,6 +89,24 @@ def forbid_core_dumps() -> None:
     resource.setrlimit(resource.RLIMIT_CORE, (limit, limit))
     with contextlib.suppress(OSError), open(_CORE_FILTER, "w") as file:  # not in every kernel
         file.write("0")
+
+
+def pass_over_closed_files() -> None:
+    """Keep Python 3.13 from printing a traceback where a file that is closed already is freed.
+
+    Where DCP cannot write, it raises why, and that becomes one line. What it had wrapped around the
+    file is freed later, and flushes the file, which is closed by then: nothing is lost by that.
+    Older Pythons print nothing there. All else that is raised while objects are freed is printed
+    as before.
+    """
+    report = sys.unraisablehook
+
+    def report_others(freed: "sys.UnraisableHookArgs") -> None:
+        closed = isinstance(freed.exc_value, ValueError) and "closed file" in str(freed.exc_value)
+        if not (closed and isinstance(freed.object, io.IOBase)):
+            report(freed)
+
+    sys.unraisablehook = report_others
 
 
 def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:

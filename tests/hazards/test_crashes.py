@@ -48,7 +48,14 @@ def tokenizer(folder: Path) -> Path:
     return folder
 
 
-def task(out: Path, data: Path, *overrides: str, headroom: int | None, rehearsed: bool = True):
+def task(
+    out: Path,
+    data: Path,
+    *overrides: str,
+    headroom: int | None,
+    rehearsed: bool = True,
+    threads: bool = True,
+) -> dict[str, Any]:
     argv = arguments(
         out,
         data,
@@ -61,7 +68,7 @@ def task(out: Path, data: Path, *overrides: str, headroom: int | None, rehearsed
         *with_sigma(1),
         *overrides,
     )
-    return {"argv": argv, "headroom": headroom, "rehearsed": rehearsed}
+    return {"argv": argv, "headroom": headroom, "rehearsed": rehearsed, "threads": threads}
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +84,7 @@ def ended(tmp_path_factory) -> dict[str, tuple[int, str, Path]]:
         for how, options, overrides in (
             ("unrehearsed", {"headroom": LOW, "rehearsed": False}, (seed,)),
             ("low", {"headroom": LOW}, ()),
+            ("threadless", {"headroom": LOW, "threads": False}, ()),
             ("high", {"headroom": HIGH}, ()),
         ):
             out = root / f"{how}_{name}"
@@ -128,6 +136,23 @@ def test_row47_neighbours_end_alike_in_the_rehearsal(ended):
         assert "privacy.json" not in os.listdir(folder)
         assert "steps_executed.log" not in os.listdir(folder)
     assert os.listdir(ended["low_A"][2]) == os.listdir(ended["low_B"][2])
+
+
+@pytest.mark.slow
+def test_row47_neighbours_end_alike_without_memory_for_threads(ended):
+    """With torch's CUDA build in the first backward, which starts more of them than there is room
+    for; its CPU build, which starts none, gets to the longer lengths."""
+    for name in ("threadless_A", "threadless_B"):
+        code, said, folder = ended[name]
+        assert code == 1, said
+        (line,) = [line for line in said.splitlines() if line.startswith("error: ")]
+        assert line.startswith(
+            "error: rehearsal before the first step: a microbatch of 1 sample of"
+        )
+        assert ": out of memory " in line
+        assert "Traceback" not in said
+        assert "privacy.json" not in os.listdir(folder)
+        assert "steps_executed.log" not in os.listdir(folder)
 
 
 @pytest.mark.slow

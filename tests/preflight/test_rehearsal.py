@@ -321,6 +321,9 @@ def ending(argv: list[str], where: str, what: BaseException) -> tuple[str, list[
 
 CPU_SAYS = "[enforce fail at alloc_cpu.cpp:117] . DefaultCPUAllocator: can't allocate memory: you"
 MEMORY = [torch.OutOfMemoryError("CUDA out of memory."), MemoryError(), RuntimeError(CPU_SAYS)]
+# So C++ and Python say that a thread's stack finds no room. torch's CUDA build starts 8 threads in
+# the first backward.
+THREADS = [RuntimeError("Resource temporarily unavailable"), RuntimeError("can't start new thread")]
 
 
 @pytest.mark.parametrize("error", MEMORY, ids=["device", "host", "cpu"])
@@ -336,6 +339,26 @@ def test_row47_out_of_memory_is_one_line_before_step_1(tmp_path, error):
     assert begun == [0]
     assert "privacy.json" not in files
     assert not any("steps_executed" in name for name in files)
+
+
+@pytest.mark.parametrize("error", THREADS, ids=["c++", "python"])
+def test_row47_no_memory_for_a_thread_is_one_line_before_step_1(tmp_path, error):
+    ((line, files, begun),) = on_ranks(1, ending, command(tmp_path), "step", error)
+    assert line.startswith(
+        "error: rehearsal before the first step: a microbatch of 1 sample of 16 tokens: out of "
+        f"memory for a thread, or over the limit on threads, ulimit -u (RuntimeError: {error}); "
+        "what would fit: training.seq_len = 8 (samples of 8 tokens passed), "
+    ), line
+    assert "\n" not in line
+    assert begun == [0]
+    assert "privacy.json" not in files
+    assert not any("steps_executed" in name for name in files)
+
+
+def test_row47_a_socket_that_is_unavailable_is_not_out_of_memory(tmp_path):
+    error = RuntimeError("[gloo/transport/tcp/pair.cc:1] recv: Resource temporarily unavailable")
+    ((line, *_),) = on_ranks(1, ending, command(tmp_path), "step", error)
+    assert line.endswith(f" of 16 tokens: RuntimeError: {error}")
 
 
 def test_row47_a_missing_kernel_is_named(tmp_path):

@@ -6,7 +6,6 @@ and `tests/distributed/test_cpu.py` tells when a new TorchTitan makes it unneces
 """
 
 import functools
-import importlib.util
 import os
 import platform
 import resource
@@ -45,13 +44,13 @@ def peak_memory_bytes() -> int:
 def _import_torchtitan() -> None:
     """Import TorchTitan as a CPU program.
 
-    Two things stand in the way: its mixture-of-experts kernels import `triton` unconditionally
-    (no Llama uses them: an empty module stands in), and its device type falls back to "cuda".
+    Two things stand in the way: its mixture-of-experts kernels import `triton` unconditionally,
+    and its device type falls back to "cuda". No Llama uses these kernels: an empty module stands
+    in, with torch's CUDA build too, which brings `triton` along: both builds run the same.
     """
-    if importlib.util.find_spec("triton") is None:
-        kernels = types.ModuleType("torchtitan.models.moe.kernels")
-        kernels.generate_permute_indices = None  # type: ignore[attr-defined]
-        sys.modules[kernels.__name__] = kernels
+    kernels = types.ModuleType("torchtitan.models.moe.kernels")
+    kernels.generate_permute_indices = None  # type: ignore[attr-defined]
+    sys.modules[kernels.__name__] = kernels
     find_device_type = torch._utils._get_available_device_type
     torch._utils._get_available_device_type = lambda: "cpu"
     try:

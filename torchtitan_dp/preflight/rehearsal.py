@@ -61,6 +61,8 @@ _OUT_OF_MEMORY = (
     "bad_alloc",
     "alloc_failed",
 )
+# All that C++ and Python say of a thread whose stack finds no room, or that is one too many.
+_NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
 _LOST_PEER = ("closed by peer", "reset by peer", "broken pipe")
 
 
@@ -157,18 +159,21 @@ def _told(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
         text = str(error).strip()
         first = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
         where = f"rehearsal before the first step: {what}"
-        if _is_out_of_memory(error):
-            raise Fault(f"{where}: out of memory ({first}); {_remedy(config, fits)}") from error
+        if (short_of := _short_of(error)) is not None:
+            raise Fault(f"{where}: out of {short_of} ({first}); {_remedy(config, fits)}") from error
         if any(words in text.lower() for words in _LOST_PEER):
             first += "; another rank has ended, and its own line says why"
         raise Fault(f"{where}: {first}") from error
 
 
-def _is_out_of_memory(error: Exception) -> bool:
-    """Tell whether memory ran out, on a CPU (a RuntimeError) or within a library as well."""
-    if isinstance(error, torch.OutOfMemoryError | MemoryError):
-        return True
-    return any(words in str(error).lower() for words in _OUT_OF_MEMORY)
+def _short_of(error: Exception) -> str | None:
+    """Name the memory that ran out, on a CPU (a RuntimeError) or within a library as well; None
+    if another thing went wrong."""
+    text = str(error).strip().lower()
+    if text in _NO_THREAD:
+        return "memory for a thread, or over the limit on threads, ulimit -u"
+    found = isinstance(error, torch.OutOfMemoryError | MemoryError)
+    return "memory" if found or any(words in text for words in _OUT_OF_MEMORY) else None
 
 
 def _remedy(config: JobConfig, fits: int | None) -> str:

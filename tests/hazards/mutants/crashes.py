@@ -12,6 +12,14 @@ NEIGHBOURS = "hazards/test_crashes.py::test_row47_"
 MUTANTS = [
     Mutant(
         47,
+        "no memory for a thread is another fault",
+        "preflight/rehearsal.py",
+        "    if text in _NO_THREAD:\n",
+        "    if text == _NO_THREAD:\n",
+        (f"{REHEARSAL}no_memory_for_a_thread_is_one_line_before_step_1[c++]",),
+    ),
+    Mutant(
+        47,
         "no rehearsal",
         "train.py",
         "            rehearse(self)\n",

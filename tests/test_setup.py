@@ -1,0 +1,85 @@
+"""What `scripts/setup.sh` says before pip fetches anything, and what `.ci/run` says was tested."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.launch import ROOT
+
+(PIN,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
+# It makes a copy of itself in place of a venv; its pip lists what it is given, and fetches nothing.
+PYTHON = """#!/bin/bash
+case "$*" in
+    "-m venv --clear "*) mkdir -p "$4/bin" && cp "$0" "$4/bin/python" ;;
+    *"_base_executable"*) echo "$0" ;;
+    "-m pip index versions torch "*) [[ -n "$LISTED" ]] && echo "Available versions: $LISTED" ;;
+    "-m pip "*) echo "pip: $*" ;;
+    *) exec "$REAL" "$@" ;;
+esac
+"""
+
+
+def says(folder: Path, listed: str) -> list[str]:
+    """The lines of a first set-up in `folder`, where pip's indexes list these versions of torch."""
+    (folder / "scripts").mkdir()
+    for name in ("scripts/setup.sh", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder / name)
+    python = folder / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    env = {**os.environ, "PYTHON": str(python), "REAL": sys.executable, "LISTED": listed}
+    env.pop("TORCHTITAN_DP_PYTHON", None)
+    done = subprocess.run(
+        ["bash", str(folder / "scripts/setup.sh")], env=env, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "pip: -m pip install" in (folder / ".venv-setup.log").read_text()
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    "listed, said",
+    [
+        (f"99.0, {PIN}, 2.12.1", f"torch {PIN}: PyPI's, with CUDA, several gigabytes"),
+        (f"{PIN}+cpu, {PIN}", f"torch {PIN}+cpu: the build without CUDA"),
+        (f"{PIN}+cu130, {PIN}+cpu, {PIN}", f"torch {PIN}+cu130"),
+        (f"{PIN}1, 2.12.0", f"torch {PIN}: pip's indexes do not say which build"),
+        ("", f"torch {PIN}: pip's indexes do not say which build"),
+    ],
+    ids=["pypi", "cpu", "labelled", "not listed", "no network"],
+)
+def test_the_log_and_the_build_of_torch_are_named_before_they_are_fetched(tmp_path, listed, said):
+    first, second = says(tmp_path, listed)
+    version = f"{sys.version_info.major}.{sys.version_info.minor}"
+    assert first == (
+        f"Setting up .venv for Python {version} (first time, a few minutes; log: .venv-setup.log)…"
+    )
+    assert second.startswith(said)
+
+
+@pytest.mark.parametrize("lint, how", [(0, "passed"), (1, "failed")])
+def test_ci_names_what_it_has_tested_first_and_last(tmp_path, lint, how):
+    """With stand-ins for the checks, of which the first passes or fails."""
+    for name in (".ci", "scripts"):
+        (tmp_path / name).mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/bash\n[[ $1 == - ]] && exec {sys.executable} -\nexit {lint}\n")
+    for name in ("scripts/setup.sh", "scripts/run_tests.sh"):
+        (tmp_path / name).write_text("#!/bin/bash\n")
+        (tmp_path / name).chmod(0o755)
+    python.chmod(0o755)
+    env = {**os.environ, "TORCHTITAN_DP_PYTHON": str(python)}
+    command = ["bash", str(tmp_path / ".ci/run")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == lint, done.stderr
+    first, *_, last = done.stdout.splitlines()
+    version = ".".join(map(str, sys.version_info[:3]))
+    assert first.startswith(f".ci/run: Python {version}, torch {torch.__version__} (built for ")
+    assert last == first.replace(".ci/run: ", f".ci/run: {how}: ")
