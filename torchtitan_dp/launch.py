@@ -20,7 +20,7 @@ import signal
 import sys
 from pathlib import Path
 
-from torchtitan_dp.process import STOP_SIGNAL
+from torchtitan_dp.process import STOP_SIGNAL, Fault
 
 EXIT_STOPPED = 75
 
@@ -45,8 +45,9 @@ def main(argv: list[str]) -> None:
         _say("checking the configuration and the data…")
         argv = _checked(processes, argv)
     # Imported here: whoever waits for PyTorch has been told why.
-    from torch.distributed import run
+    from torch.distributed import DistNetworkError, DistStoreError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     checked = True
     try:
@@ -54,6 +55,12 @@ def main(argv: list[str]) -> None:
     except ChildFailedError as error:
         print(error, file=sys.stderr)  # which worker failed; a traceback of torchrun's adds nothing
         raise SystemExit(1) from None
+    except (RendezvousError, DistNetworkError, DistStoreError) as error:
+        raise Fault(
+            f"another node's launcher is gone, or cannot be reached ({type(error).__name__}: "
+            f"{error.__cause__ or error}): its own log has the reason; the same command resumes "
+            "from the newest checkpoint"
+        ) from error
     if asked:
         raise SystemExit(EXIT_STOPPED)
 

@@ -44,6 +44,7 @@ from torchtitan_dp.distributed.agreement import (
     shared_root_key,
 )
 from torchtitan_dp.distributed.devices import require_usable_devices
+from torchtitan_dp.distributed.lost_ranks import lost_ranks_as_faults
 from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.reduction import ReductionGroups
@@ -272,7 +273,12 @@ class DPTrainer(Trainer):
         ledger = plan_start(config, len(units), start, earlier_ledger(folder)).ledger
         dealt = hashlib.sha256(units.tobytes()).hexdigest()
         require_agreement(
-            (ledger.settings, ledger.config_hash, versions()), private=(fingerprint, dealt)
+            {
+                "the records": (fingerprint, dealt),
+                "the privacy settings": ledger.settings,
+                "the configuration": ledger.config_hash,
+                "the versions of packages": versions(),
+            }
         )
         ledger.rewind()  # until a checkpoint says otherwise
         executed = ExecutedSteps(folder)
@@ -324,6 +330,7 @@ def build_trainer(config: JobConfig) -> DPTrainer | BaselineTrainer:
 
 @record
 @os_errors_as_faults()
+@lost_ranks_as_faults()
 def main(argv: list[str]) -> None:
     """Train, as one worker of `torchrun`."""
     if not __debug__:
