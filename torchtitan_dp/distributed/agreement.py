@@ -49,8 +49,7 @@ def require_agreement(terms: Mapping[str, object]) -> None:
         Fault: the same on all ranks if any two differ. It names the terms that differ.
 
     Guarantee:
-        Other ranks and the the refusal receive no content: only SHA-256 digests are sent, only names are
-        printed.
+        No term's content leaves its rank: SHA-256 digests are sent, names alone are printed.
     """
     own = [hashlib.sha256(repr(term).encode()).digest() for term in terms.values()]
     gathered: list[list[bytes]] = [own] * dist.get_world_size()
@@ -58,7 +57,8 @@ def require_agreement(terms: Mapping[str, object]) -> None:
     others = [rank for rank, digests in enumerate(gathered) if digests != gathered[0]]
     if not others:
         return
-    differing = [name for name, digests in zip(terms, zip(*gathered)) if len(set(digests)) > 1]
+    by_term = zip(*gathered, strict=True)
+    differing = [name for name, digests in zip(terms, by_term, strict=True) if len({*digests}) > 1]
     raise Fault(
         f"ranks disagree on {' and '.join(differing)} (rank {others[0]} is the first to differ "
         "from rank 0): training.dataset_path and job.dump_folder must be the same files on every "
