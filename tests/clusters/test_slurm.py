@@ -16,7 +16,7 @@ import pytest
 
 from tests.clusters import stub
 from tests.clusters.slurm import Cluster
-from tests.launch import write_records
+from tests.launch import parent, write_records
 
 SCRIPT = "scripts/slurm/train.sbatch"
 ONE = ("--gpus-per-node=0", "--cpus-per-task=1")
@@ -146,25 +146,6 @@ def test_a_lost_slurmstepd_does_not_keep_the_job(cluster, submit):
     cluster.wait_for_log(job, "training starts", 2)
 
 
-def test_a_lost_node_queues_the_job_again(cluster, submit):
-    """Not `srun --wait`, which would end the job before Slurm knows (SlurmdTimeout is 20 s here)."""
-    job = submit(*TWO)
-    cluster.wait_for_log(job, "training starts", 2)
-    for words in (("slurmd", "-N", "node2"), (f"slurmstepd: [{job}.",), ("--node_rank=1",)):
-        for pid in cluster.processes(*words):
-            if words[0].startswith("slurmstepd") and _node(pid) != "node2":
-                continue
-            os.kill(pid, signal.SIGKILL)
-    fields = cluster.wait(job, lambda found: found["Restarts"] == "1", "restart")
-    assert fields["JobState"] != "FAILED"
-
-
-def _node(pid: int) -> str:
-    """The node that a slurmstepd belongs to: the working folder of its slurmd's spool."""
-    environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next((e.partition(b"=")[2].decode() for e in environment if b"SLURMD_NODENAME" in e), "")
-
-
 def test_the_debug_model_goes_on_from_what_its_time_limit_saved(cluster, tmp_path):
     """Two nodes of one process each, which share each sample; Slurm itself sends the signal."""
     data, out = write_records(tmp_path / "data"), tmp_path / "out"
@@ -197,3 +178,15 @@ def test_the_debug_model_goes_on_from_what_its_time_limit_saved(cluster, tmp_pat
         assert sum("Training starts at step 1" in line for line in lines) >= 1
     cluster.command("scancel", job)
     cluster.wait_for_state(job, *ENDED)
+
+
+def test_a_lost_node_queues_the_job_again(cluster, submit):
+    """Not `srun --wait`, which would end the job before Slurm knows (SlurmdTimeout is 20 s here)."""
+    job = submit(*TWO)
+    cluster.wait_for_log(job, "training starts", 2)
+    (launcher,) = cluster.processes("--node_rank=1", "torchtitan_dp.launch", "python -m")
+    (slurmd,) = cluster.processes("slurmd -D -N node2")
+    for pid in (slurmd, parent(launcher), launcher):  # slurmstepd is its task's parent
+        os.kill(pid, signal.SIGKILL)
+    fields = cluster.wait(job, lambda found: found["Restarts"] == "1", "restart")
+    assert fields["JobState"] != "FAILED"
