@@ -1,4 +1,4 @@
-"""Two hosts on this machine: network namespaces, joined by one cable, with a launcher of a run in each.
+"""Two hosts on this machine: network namespaces that one cable joins, each with a run's launcher.
 
     with TwoHosts(folder) as hosts:
         first, second = (hosts.start(number, argv) for number in (0, 1))
@@ -21,7 +21,7 @@ from tests.launch import ROOT
 
 PROGRAMS = ("ip", "unshare", "mount")
 PORT = 29400
-WAIT_S = 100  # for failing only: less than a test has
+WAIT_S = 300  # for failing only: less than a test has
 
 
 def need() -> None:

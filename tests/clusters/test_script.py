@@ -1,7 +1,7 @@
 """scripts/slurm/train.sbatch and node.sh without SLURM: stubs of srun and scontrol, and of Python.
 
-The stubs do what `test_slurm.py` sees the real ones do: srun hands SIGUSR1 to each node's task, and ends
-its tasks by SIGKILL at SIGTERM.
+The stubs do what `test_slurm.py` sees the real ones do: srun hands SIGUSR1 to each node's task, and
+ends its tasks by SIGKILL at SIGTERM.
 """
 
 import os
@@ -135,7 +135,9 @@ def test_a_run_that_does_not_end_in_time_is_queued_again(start):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("at", "ends"), [("2026-01-01T00:00:09", (0, True)), ("None", (75, False))])
+@pytest.mark.parametrize(
+    ("at", "ends"), [("2026-01-01T00:00:09", (0, True)), ("None", (75, False))]
+)
 def test_tasks_that_are_asked_to_end_queue_again_if_it_is_a_preemption(at, ends, start, tmp_path):
     job = start()
     job.wait_for("training starts")

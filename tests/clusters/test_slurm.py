@@ -173,15 +173,15 @@ def test_the_debug_model_goes_on_from_what_its_time_limit_saved(cluster, tmp_pat
     (saved,) = {int(n) for n in re.findall(r"stopped at step (\d+) of 100000, as asked", log)}
     assert [path.name for path in out.glob("checkpoint/step-*")] == [f"step-{saved}"]
     cluster.wait_for_log(job, f"Training starts at step {saved + 1}", 2)
-    for rank in (0, 1):  # each line once, after its rank in the job
-        lines = [line for line in cluster.log(job).splitlines() if f"[rank{rank}]:" in line]
-        assert sum("Training starts at step 1" in line for line in lines) >= 1
+    for rank in (0, 1):  # one line each, after its rank in the job
+        lines = [line for line in cluster.log(job).splitlines() if line.startswith(f"[rank{rank}]")]
+        assert sum(f"Training starts at step {saved + 1}" in line for line in lines) == 1
     cluster.command("scancel", job)
     cluster.wait_for_state(job, *ENDED)
 
 
 def test_a_lost_node_queues_the_job_again(cluster, submit):
-    """Not `srun --wait`, which would end the job before Slurm knows (SlurmdTimeout is 20 s here)."""
+    """srun waits until Slurm knows: `srun --wait` would end the job before."""
     job = submit(*TWO)
     cluster.wait_for_log(job, "training starts", 2)
     (launcher,) = cluster.processes("--node_rank=1", "torchtitan_dp.launch", "python -m")
