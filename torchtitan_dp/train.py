@@ -15,6 +15,7 @@ Guarantee:
 
 import contextlib
 import hashlib
+import inspect
 import os
 import sys
 from typing import Any
@@ -91,7 +92,8 @@ class DPTrainer(Trainer):
         # TorchTitan would demand a multiple of MBS x dp; ours is an expectation.
         expected_batch_size = job_config.training.global_batch_size
         job_config.training.global_batch_size = -1
-        super().__init__(job_config)
+        # Undecorated: @record would keep a traceback of what `main` turns into one line.
+        inspect.unwrap(Trainer.__init__)(self, job_config)
         job_config.training.global_batch_size = expected_batch_size
         (model,), family = self.model_parts, FAMILIES[job_config.model.name]
         self.average = ema_of(job_config, model)
@@ -181,7 +183,7 @@ class DPTrainer(Trainer):
         return super().should_continue_training() and not self.stop.is_agreed(self.device)
 
     def train(self) -> None:
-        super().train()
+        inspect.unwrap(Trainer.train)(self)
         spent = self._publish()
         if super().should_continue_training():
             self.checkpointer.stop_at(self.step, self.job_config.training.steps)

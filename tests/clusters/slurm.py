@@ -4,8 +4,8 @@
         job = cluster.submit("--time", "5", "scripts/slurm/train.sbatch")
         cluster.wait(job, lambda fields: fields["JobState"] == "COMPLETED")
 
-It needs root, Debian's `slurm-wlm` and `munge`, and no systemd. The daemons are in a mount namespace,
-whose /etc/hosts names the nodes, and in a process namespace, whose end is theirs.
+It needs root, Debian's `slurm-wlm` and `munge`, and no systemd. The daemons are in a mount
+namespace, whose /etc/hosts names the nodes, and in a process namespace, whose end is theirs.
 """
 
 import os

@@ -19,9 +19,9 @@ LINE = re.compile(
 
 @pytest.fixture(scope="module")
 def survivor(tmp_path_factory):
-    """What a run printed whose rank 1 is killed while it trains."""
+    """What a run printed whose rank 1 is killed while it trains: the real launcher's lines too."""
     folder = Folder(tmp_path_factory.mktemp("killed"), *with_sigma(1))
-    run = folder.start("--training.steps=4000", "--checkpoint.no-enable")
+    run = folder.start("--training.steps=4000", "--checkpoint.no-enable", real=True)
     try:
         begun = folder.out / "steps_executed.log"
         run.wait_for(lambda: begun.exists() and folder.steps_begun() > 2, "the first steps")
