@@ -72,6 +72,8 @@ def test_a_hung_rank_ends_the_run(hung):
     assert seconds < 90, output
     assert dead
     assert steps_saved(folder) == [2]
+    assert "error: another rank is gone or hangs (" in output
+    assert "Traceback" not in output
 
 
 @pytest.fixture(scope="module")

@@ -192,3 +192,33 @@ def test_ctrl_c_is_one_line_and_loses_nothing_unless_pressed_again(
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()  # killed, or ended and reaped
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "rendezvous",
+    [
+        ("--rdzv_backend=c10d", "--rdzv_conf=is_host=0,read_timeout=1"),
+        ("--rdzv_backend=static", "--rdzv_conf=timeout=1", "--node_rank=1"),
+    ],
+)
+def test_a_launcher_without_the_first_nodes_is_one_line(rendezvous):
+    """Nothing answers at port 1, as when the first node is gone."""
+    ended = subprocess.run(
+        [
+            *(sys.executable, "-m", "torchtitan_dp.launch"),
+            *("--nnodes=2", "--nproc_per_node=1", "--rdzv_endpoint=localhost:1"),
+            *(*rendezvous, "-m", "torchtitan_dp.train"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    line = ended.stderr.splitlines()[-1]
+    assert line.startswith("error: another node's launcher is gone, or cannot be reached (")
+    assert line.endswith("the same command resumes from the newest checkpoint")
+    assert "while trying to connect to (localhost, 1)" in line

@@ -19,6 +19,9 @@ PATTERNS = (
     r"\[\((1, 1, 2\)-grad_sample|1, 1, 1\)-microbatch|1, 2, 1\)-.*)\]",
     r"hazards/test_audit\.py::test_canaries_in_adapters_of_a_run",
     r"hazards/test_audit\.py::test_row35_and_49_flags_.*\[(no clipping|half the secure).*",
+    # A SLURM and two hosts, for minutes, as root; the script's parts run by default.
+    r"clusters/test_slurm\.py::test_.*",
+    r"clusters/test_two_hosts\.py::test_.*",
     # One command or run, whole, of what others test in parts.
     r"test_benchmark\.py::test_(one_tiny_run|bytes_sent_by_each_collective)",
     r"test_paper_predictions\.py::test_(a_tiny_table|few_layers_tell|a_longer_sample)_.*",

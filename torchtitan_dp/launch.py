@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from torchtitan_dp.process import STOP_SIGNAL
+from torchtitan_dp.process import STOP_SIGNAL, Fault
 
 EXIT_STOPPED = 75
 
@@ -60,8 +60,9 @@ def main(argv: list[str]) -> None:
         _say("checking the configuration and the data…")
         argv, saves = _checked(processes, argv)
     # Imported here: whoever waits for PyTorch has been told why.
-    from torch.distributed import run
+    from torch.distributed import DistNetworkError, DistStoreError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     if not sys.stdout.isatty():
         os.environ.setdefault("NO_COLOR", "1")  # workers, whose output is copied, cannot see it
@@ -73,6 +74,12 @@ def main(argv: list[str]) -> None:
         if error.get_first_failure()[1].exitcode < 0:  # killed: no fault of the run's
             _say(_goes_on(saves))
         raise SystemExit(1) from None
+    except (RendezvousError, DistNetworkError, DistStoreError) as error:
+        raise Fault(
+            f"another node's launcher is gone, or cannot be reached ({type(error).__name__}: "
+            f"{error.__cause__ or error}): its own log has the reason; the same command resumes "
+            "from the newest checkpoint"
+        ) from error
     if asked:
         raise SystemExit(EXIT_STOPPED)
 

@@ -15,6 +15,7 @@ Guarantee:
 
 import contextlib
 import hashlib
+import inspect
 import os
 import sys
 from typing import Any
@@ -44,6 +45,7 @@ from torchtitan_dp.distributed.agreement import (
     shared_root_key,
 )
 from torchtitan_dp.distributed.devices import require_usable_devices
+from torchtitan_dp.distributed.lost_ranks import lost_ranks_as_faults
 from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.reduction import ReductionGroups
@@ -91,7 +93,8 @@ class DPTrainer(Trainer):
         # TorchTitan would demand a multiple of MBS x dp; ours is an expectation.
         expected_batch_size = job_config.training.global_batch_size
         job_config.training.global_batch_size = -1
-        super().__init__(job_config)
+        # Undecorated: @record would keep a traceback of what `main` turns into one line.
+        inspect.unwrap(Trainer.__init__)(self, job_config)
         job_config.training.global_batch_size = expected_batch_size
         (model,), family = self.model_parts, FAMILIES[job_config.model.name]
         self.average = ema_of(job_config, model)
@@ -181,7 +184,7 @@ class DPTrainer(Trainer):
         return super().should_continue_training() and not self.stop.is_agreed(self.device)
 
     def train(self) -> None:
-        super().train()
+        inspect.unwrap(Trainer.train)(self)
         spent = self._publish()
         if super().should_continue_training():
             self.checkpointer.stop_at(self.step, self.job_config.training.steps)
@@ -285,7 +288,12 @@ class DPTrainer(Trainer):
         ledger = plan_start(config, len(units), start, earlier_ledger(folder)).ledger
         dealt = hashlib.sha256(units.tobytes()).hexdigest()
         require_agreement(
-            (ledger.settings, ledger.config_hash, versions()), private=(fingerprint, dealt)
+            {
+                "the records": (fingerprint, dealt),
+                "the privacy settings": ledger.settings,
+                "the configuration": ledger.config_hash,
+                "the versions of packages": versions(),
+            }
         )
         ledger.rewind()  # until a checkpoint says otherwise
         executed = ExecutedSteps(folder)
@@ -344,6 +352,7 @@ def build_trainer(config: JobConfig) -> DPTrainer | BaselineTrainer:
 
 @record
 @os_errors_as_faults()
+@lost_ranks_as_faults()
 def main(argv: list[str]) -> None:
     """Train, as one worker of `torchrun`."""
     if not __debug__:

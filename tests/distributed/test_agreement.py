@@ -9,54 +9,77 @@ from tests import build
 from tests.ranks import on_ranks
 
 
-def agreement(differ: bool) -> str:
+def agreement(differing: tuple[str, ...]) -> str:
+    """The refusal of this rank, whose terms of these names are its own; each rank has its copy."""
     import torch.distributed as dist
 
     from torchtitan_dp.distributed.agreement import require_agreement
+    from torchtitan_dp.process import Fault
 
-    terms = ("fingerprint", 100 + (dist.get_rank() if differ else 0))
+    terms = {"the records": "secret", "the privacy settings": "sigma = 1"}
+    for name in differing:
+        terms[name] += f" of rank {dist.get_rank()}"
     try:
         require_agreement(terms)
-    except RuntimeError as error:
+    except Fault as error:
         return str(error)
     return "agreed"
 
 
 def test_ranks_that_see_other_records_refuse_to_train():
-    assert on_ranks(2, agreement, False) == ["agreed", "agreed"]
-    first, second = on_ranks(2, agreement, True)
-    assert first == "agreed"
-    assert "ranks disagree" in second
+    """All of them, in the same words: the log that people read is rank 0's."""
+    assert on_ranks(2, agreement, ()) == ["agreed", "agreed"]
+    refusals = on_ranks(4, agreement, ("the records",))
+    assert set(refusals) == {refusals[0]}
+    assert refusals[0].startswith(
+        "error: ranks disagree on the records (rank 1 is the first to differ from rank 0): "
+    )
+    assert "the privacy settings and the records" not in refusals[0]
+    both = on_ranks(2, agreement, ("the records", "the privacy settings"))
+    assert "ranks disagree on the records and the privacy settings (" in both[0]
 
 
-def private_disagreement() -> str:
+def sent_in_agreement(differ: bool) -> bytes:
+    """All that an agreement hands to the collectives of torch.distributed."""
+    import pickle
+    from unittest import mock
+
     import torch.distributed as dist
 
-    from torchtitan_dp.distributed.agreement import require_agreement
+    gather, sent = dist.all_gather_object, []
 
-    try:
-        require_agreement(("sigma = 1",), private=(f"fingerprint of rank {dist.get_rank()}",))
-    except RuntimeError as error:
-        return str(error)
-    return "agreed"
+    def noted(gathered, value, *args):
+        sent.append(pickle.dumps(value))
+        gather(gathered, value, *args)
+
+    with (
+        mock.patch.object(dist, "all_gather_object", noted),
+        mock.patch.object(dist, "broadcast_object_list", None),
+    ):
+        agreement(("the records",) if differ else ())
+    return b"".join(sent)
 
 
-def test_what_ranks_disagree_on_is_not_told_if_it_is_private():
+@pytest.mark.parametrize("differ", [False, True])
+def test_digests_alone_are_sent_and_none_is_named(differ):
     """Names and sizes of files can be guessed from their hash, and the log is kept by others."""
-    _, second = on_ranks(2, private_disagreement)
-    assert "ranks disagree" in second
-    assert "fingerprint of" not in second
+    for sent in on_ranks(2, sent_in_agreement, differ):
+        assert sent
+        assert b"secret" not in sent
+    refusal, _ = on_ranks(2, agreement, ("the records",))
+    assert "secret" not in refusal
+    assert "sigma" not in refusal
 
 
 def opening(folder: str, differ: bool) -> str:
     """A start on two ranks, one of which was given another way to share out a sample's tokens."""
     from types import SimpleNamespace
-    from unittest import mock
 
     import numpy as np
     import torch.distributed as dist
 
     from torchtitan_dp.checkpoint.start import decide_start
+    from torchtitan_dp.process import Fault
     from torchtitan_dp.train import DPTrainer
 
     os.makedirs(folder, exist_ok=True)
@@ -69,16 +92,16 @@ def opening(folder: str, differ: bool) -> str:
         job_config=config, dataloader=SimpleNamespace(fingerprint="f" * 64, units=np.arange(10))
     )
     try:
-        with mock.patch.object(dist, "barrier"):  # where the other rank would wait for torchrun
-            DPTrainer._open_ledger(trainer, decide_start(config))  # type: ignore[arg-type]
-    except RuntimeError as error:
+        DPTrainer._open_ledger(trainer, decide_start(config))  # type: ignore[arg-type]
+    except Fault as error:
         return str(error)
     return "agreed"
 
 
 def test_ranks_with_other_configurations_refuse_to_train(tmp_path):
     """No term of the guarantee differs, and yet tokens could be missing, or be there twice."""
-    assert "ranks disagree" in on_ranks(2, opening, str(tmp_path / "other"), True)[1]
+    for refusal in on_ranks(2, opening, str(tmp_path / "other"), True):
+        assert "ranks disagree on the configuration (" in refusal
     assert on_ranks(2, opening, str(tmp_path / "same"), False) == ["agreed", "agreed"]
 
 

@@ -84,12 +84,13 @@ def start(cache: str, format: str, field: str | None, places: list[str]) -> str:
     import torch.distributed as dist
 
     from torchtitan_dp.distributed.agreement import require_agreement
+    from torchtitan_dp.process import Fault
 
     os.environ["XDG_CACHE_HOME"] = cache
     records = opened(format, places[dist.get_rank()], field)
     try:
-        require_agreement((), private=(records.fingerprint,))
-    except RuntimeError as error:
+        require_agreement({"the records": records.fingerprint})
+    except Fault as error:
         return str(error)
     return "agreed"
 
@@ -103,9 +104,9 @@ def test_row48_nodes_with_other_contents_refuse_to_train(swap, tmp_path):
     )
     cache = str(tmp_path / "cache")
     assert on_ranks(2, start, cache, format, field, [one, same]) == ["agreed", "agreed"]
-    _, refusal = on_ranks(2, start, cache, format, field, [one, other])
-    assert "the records differ" in refusal
-    assert not any(f"{name}" in refusal.split() for name in here)
+    for refusal in on_ranks(2, start, cache, format, field, [one, other]):
+        assert "ranks disagree on the records (" in refusal
+        assert not any(f"{name}" in refusal.split() for name in here)
 
 
 # data.verify_records = "drawn"

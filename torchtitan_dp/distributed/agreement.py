@@ -1,9 +1,13 @@
 """What all ranks must hold alike: the root key of a start, the terms of a run, what is drawn."""
 
+import hashlib
+from collections.abc import Mapping
+
 import torch
 import torch.distributed as dist
 
 from torchtitan_dp.privacy.keys import RootKey
+from torchtitan_dp.process import Fault
 
 
 def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
@@ -33,24 +37,30 @@ def broadcast_from_rank0(text: str) -> str:
     return shared[0]
 
 
-def require_agreement(terms: tuple[object, ...], private: tuple[object, ...] = ()) -> None:
+def require_agreement(terms: Mapping[str, object]) -> None:
     """Refuse to train if ranks see other records or terms: one record could count twice.
 
-    Collective: rank 0's are broadcast over the world.
+    Collective: an all-gather over the world of 32 bytes for each term.
 
     Args:
-        private: terms as well, which the message leaves out.
+        terms: by the name that the refusal gives them. They are compared by their `repr`.
 
     Raises:
-        RuntimeError: on each rank whose terms read otherwise than rank 0's.
+        Fault: the same on all ranks if any two differ. It names the terms that differ.
+
+    Guarantee:
+        No term's content leaves its rank: SHA-256 digests are sent, names alone are printed.
     """
-    of_records, agreed = broadcast_from_rank0(repr(private)), broadcast_from_rank0(repr(terms))
-    if (of_records, agreed) == (repr(private), repr(terms)):
+    own = [hashlib.sha256(repr(term).encode()).digest() for term in terms.values()]
+    gathered: list[list[bytes]] = [own] * dist.get_world_size()
+    dist.all_gather_object(gathered, own)
+    others = [rank for rank, digests in enumerate(gathered) if digests != gathered[0]]
+    if not others:
         return
-    told = f"here {terms}, on rank 0 {agreed}"
-    if of_records != repr(private):
-        told = "the records differ"
-    raise RuntimeError(
-        "ranks disagree on the records or the privacy settings: training.dataset_path and "
-        f"job.dump_folder must be the same files on every node ({told})"
+    by_term = zip(*gathered, strict=True)
+    differing = [name for name, digests in zip(terms, by_term, strict=True) if len({*digests}) > 1]
+    raise Fault(
+        f"ranks disagree on {' and '.join(differing)} (rank {others[0]} is the first to differ "
+        "from rank 0): training.dataset_path and job.dump_folder must be the same files on every "
+        "node, and the configuration and the installed packages must be the same"
     )

@@ -45,6 +45,7 @@ from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.data.loading import Microbatch
 from torchtitan_dp.data.slowest import slowest_parse_seconds, slowest_seconds
+from torchtitan_dp.distributed.lost_ranks import is_lost_rank
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.gathered import free_gathered
 from torchtitan_dp.gradients.methods import GradientMethod
@@ -63,7 +64,6 @@ _OUT_OF_MEMORY = (
 )
 # All that C++ and Python say of a thread whose stack finds no room, or that is one too many.
 _NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
-_LOST_PEER = ("closed by peer", "reset by peer", "broken pipe")
 
 
 class Rehearsed(Protocol):
@@ -156,13 +156,13 @@ def _told(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
     except AssertionError:
         raise  # ours: with its traceback
     except Exception as error:
+        if is_lost_rank(error):
+            raise  # nothing of this rank's failed
         text = str(error).strip()
         first = f"{type(error).__name__}: {text.splitlines()[0] if text else 'no message'}"
         where = f"rehearsal before the first step: {what}"
         if (short_of := _short_of(error)) is not None:
             raise Fault(f"{where}: out of {short_of} ({first}); {_remedy(config, fits)}") from error
-        if any(words in text.lower() for words in _LOST_PEER):
-            first += "; another rank has ended, and its own line says why"
         raise Fault(f"{where}: {first}") from error
 
 

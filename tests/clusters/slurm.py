@@ -1,0 +1,229 @@
+"""A SLURM of two nodes on this machine, in a folder and in namespaces of its own.
+
+    with Cluster(folder) as cluster:
+        job = cluster.submit("--time", "5", "scripts/slurm/train.sbatch")
+        cluster.wait(job, lambda fields: fields["JobState"] == "COMPLETED")
+
+It needs root, Debian's `slurm-wlm` and `munge`, and no systemd. The daemons are in a mount
+namespace, whose /etc/hosts names the nodes, and in a process namespace, whose end is theirs.
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+from tests.launch import ROOT
+
+PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
+KILL_WAIT_S = 30
+WAIT_S = 200  # for failing only
+_CONFIGURATION = """
+ClusterName=tests
+SlurmctldHost={host}(127.0.0.1)
+SlurmctldPort={controller}
+SlurmUser=root
+SlurmdUser=root
+AuthType=auth/munge
+CredType=cred/munge
+# How long a job that is queued again waits: 120 s by default.
+AuthInfo=socket={folder}/munge.socket,cred_expire=10
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+JobAcctGatherType=jobacct_gather/none
+MpiDefault=none
+SelectType=select/cons_tres
+SelectTypeParameters=CR_Core
+# CPUs that this machine does not have.
+SlurmdParameters=config_overrides
+SchedulerParameters=sched_interval=5,bf_interval=5,batch_sched_delay=1
+ReturnToService=2
+SlurmdTimeout=20
+KillWait={kill_wait}
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=node1 NodeHostname={host} NodeAddr=127.0.0.1 Port={node1} CPUs=8 RealMemory=4000
+NodeName=node2 NodeHostname={host} NodeAddr=127.0.0.1 Port={node2} CPUs=8 RealMemory=4000
+PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime={grace}
+PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF
+"""
+_START = """
+set -e
+mount --bind {folder}/hosts /etc/hosts
+munged --foreground --force --key-file {folder}/munge.key --socket {folder}/munge.socket \\
+    --pid-file {folder}/munge.pid --log-file {folder}/munged.log --seed-file {folder}/munge.seed &
+until [[ -S {folder}/munge.socket ]]; do sleep 0.05; done
+slurmctld -D -c >{folder}/slurmctld.log 2>&1 &
+slurmd -D -N node1 >{folder}/slurmd-node1.log 2>&1 &
+slurmd -D -N node2 >{folder}/slurmd-node2.log 2>&1 &
+wait
+"""
+
+
+def need() -> None:
+    """Skip the test where there can be no cluster."""
+    missing = [program for program in PROGRAMS if shutil.which(program) is None]
+    if os.geteuid() != 0:
+        missing.append("root")
+    if missing:
+        pytest.skip(f"a SLURM needs {', '.join(missing)}: apt-get install slurm-wlm munge")
+
+
+class Cluster:
+    """Two nodes, partitions `main` (jobs are preempted) and `urgent` (which preempts)."""
+
+    def __init__(self, folder: Path, *, grace_s: int = 60) -> None:
+        need()
+        self.folder, host = folder, socket.gethostname()
+        (folder / "state").mkdir(parents=True)
+        (folder / "hosts").write_text(f"127.0.0.1 localhost {host} node1 node2\n")
+        (folder / "munge.key").write_bytes(os.urandom(128))
+        (folder / "munge.key").chmod(0o400)
+        (folder / "cgroup.conf").touch()
+        ports = dict(zip(("controller", "node1", "node2"), _free_ports(3), strict=True))
+        (folder / "slurm.conf").write_text(
+            _CONFIGURATION.format(
+                folder=folder, host=host, kill_wait=KILL_WAIT_S, grace=grace_s, **ports
+            )
+        )
+        (folder / "start.sh").write_text(_START.format(folder=folder))
+        self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
+        self._unshare: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        apart = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
+        with (self.folder / "start.log").open("wb") as log:
+            self._unshare = subprocess.Popen(
+                [*apart, "bash", str(self.folder / "start.sh")],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self.environment,
+            )
+        try:
+            self._wait_for_nodes()
+        except BaseException:
+            self.__exit__()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        assert self._unshare is not None
+        self._unshare.kill()  # its child, and so the namespace, dies with it
+        self._unshare.wait(60)
+
+    def command(self, *words: str) -> str:
+        """Run one of Slurm's commands; its output."""
+        found = subprocess.run(words, capture_output=True, text=True, env=self.environment)
+        assert found.returncode == 0, f"{' '.join(words)}: {found.stderr}"
+        return found.stdout.strip()
+
+    def submit(self, *options: str, environment: Mapping[str, str] | None = None) -> str:
+        """Submit a job from the repository's root; its id. Its log is `log` of that."""
+        words = ["sbatch", "--parsable", f"--output={self.folder}/%j.out", *options]
+        found = subprocess.run(
+            words,
+            capture_output=True,
+            text=True,
+            cwd=ROOT,
+            env={**self.environment, **(environment or {})},
+        )
+        assert found.returncode == 0, found.stderr
+        return found.stdout.strip()
+
+    def log(self, job: str) -> str:
+        """What a job has printed so far, over all restarts."""
+        path = self.folder / f"{job}.out"
+        return path.read_text(errors="replace") if path.exists() else ""
+
+    def fields(self, job: str) -> dict[str, str]:
+        """What `scontrol show job` says: `JobState`, `Restarts`, `ExitCode` and others."""
+        shown = self.command("scontrol", "--oneliner", "show", "job", job)
+        pairs = (word.partition("=") for word in shown.split())
+        return {name: value for name, _, value in pairs}
+
+    def wait_for_log(self, job: str, text: str, times: int = 1) -> None:
+        """Wait until a job has printed a text so many times."""
+        self.wait(job, lambda _: self.log(job).count(text) >= times, f"{times} x '{text}'")
+
+    def wait_for_state(self, job: str, *states: str) -> dict[str, str]:
+        """Wait for a state; the job's fields then."""
+        return self.wait(job, lambda fields: fields["JobState"] in states, f"state {states}")
+
+    def wait(
+        self, job: str, condition: Callable[[dict[str, str]], bool], what: str
+    ) -> dict[str, str]:
+        """Poll until a condition on the job's fields holds; the fields then."""
+        deadline = time.monotonic() + WAIT_S
+        while not condition(fields := self.fields(job)):
+            assert time.monotonic() < deadline, f"no {what}: {fields}\n{self.log(job)}"
+            time.sleep(0.2)
+        return fields
+
+    def processes(self, *words: str) -> list[int]:
+        """The cluster's processes whose command lines have all of these words, by process id."""
+        assert self._unshare is not None
+        found = []
+        for pid in _descendants(self._unshare.pid):
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except OSError:  # it has ended
+                continue
+            if all(word in line for word in words):
+                found.append(pid)
+        return found
+
+    def _wait_for_nodes(self) -> None:
+        deadline = time.monotonic() + 60
+        while True:
+            states = subprocess.run(
+                ["sinfo", "-h", "-N", "-p", "main", "-o", "%t"],
+                capture_output=True,
+                text=True,
+                env=self.environment,
+            )
+            if states.stdout.split() == ["idle", "idle"]:
+                return
+            assert time.monotonic() < deadline, f"no nodes: {states}\n{self._logs()}"
+            time.sleep(0.1)
+
+    def _logs(self) -> str:
+        return "\n".join(
+            f"{path.name}: {path.read_text(errors='replace')[-2000:]}"
+            for path in sorted(self.folder.glob("*.log"))
+        )
+
+
+def _free_ports(count: int) -> list[int]:
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+    ports = [found.getsockname()[1] for found in sockets]
+    for found in sockets:
+        found.close()
+    return ports
+
+
+def _descendants(pid: int) -> list[int]:
+    """All living processes below one, by process id (Linux)."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        children.setdefault(parent, []).append(int(entry.parent.name))
+    found, left = [], [pid]
+    while left:
+        below = children.get(left.pop(), [])
+        found += below
+        left += below
+    return found
