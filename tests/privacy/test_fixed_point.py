@@ -8,6 +8,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
+import torch._dynamo.testing
 
 from torchtitan_dp.privacy import fixed_point, secure_noise
 from torchtitan_dp.privacy.clipping import clip, squared_norm
@@ -280,3 +281,21 @@ def test_row49_every_device_adds_the_same_integers(bad):
     fixed_point._add_units(there, gradient, scale, rejected)
     assert torch.equal(here, there)
     assert torch.equal(here, torch.full_like(here, 3)) == bool(rejected)
+
+
+@pytest.mark.slow
+def test_layouts_of_many_methods_and_meshes_stay_within_dynamos_limit():
+    """A selfcheck meets them all in one process; as CUDA compiles it, but for the last backend."""
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    add = torch.compile(fixed_point._add_units, fullgraph=True, dynamic=True, backend=counter)
+    scale, rejected = torch.tensor(2.0, dtype=torch.float64), torch.tensor(False)
+    for size in (1, 2, 48, 100):
+        for cut in (0, 3):
+            for stride in (1, 2):
+                total = torch.zeros(size + cut, dtype=torch.int64)[cut:]
+                gradient = torch.ones((size + cut) * stride)[cut * stride :: stride]
+                with torch.no_grad():
+                    fixed_point._add_in_chunks(add, 64, total, gradient, scale, rejected)
+                assert torch.equal(total, torch.full_like(total, 2))
+    assert counter.frame_count <= 6

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 ClipFunction = Literal["vanilla", "automatic"]
+_Add = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
 # Norms carry fp32 rounding, by which they can be short; scaling to a little less than C covers it.
 _SAFETY = 1 - 1e-5
@@ -136,7 +137,7 @@ def _add_scaled_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected
             gradient = factor = gradient.new_zeros(())
         accumulator.addcmul_(gradient, factor)
     elif accumulator.device.type == "cuda":
-        _compiled_add_scaled()(accumulator, gradient, factor, rejected)
+        _add_rows(_compiled_add_scaled(), accumulator, gradient, factor, rejected)
     else:
         _add_scaled(accumulator, gradient, factor, rejected)
 
@@ -146,10 +147,24 @@ def _(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -
     return None
 
 
+@torch.no_grad()
+def _add_rows(
+    add: _Add, accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor
+) -> None:
+    """Call `add` on each row of (D, N), or on (N,), as a contiguous vector without autograd.
+
+    Dynamo compiles another graph for each kind of layout, rank and grad mode, and refuses the ninth
+    (`torch._dynamo.config.recompile_limit`): rows have one kind.
+    """
+    rows = zip(torch.atleast_2d(accumulator), torch.atleast_2d(gradient), strict=True)
+    for total_N, gradient_N in rows:
+        add(total_N, gradient_N.contiguous(), factor, rejected)
+
+
 def _add_scaled(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
     accumulator.add_(torch.where(rejected, 0.0, gradient * factor))
 
 
 @functools.cache
-def _compiled_add_scaled() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+def _compiled_add_scaled() -> _Add:
     return torch.compile(_add_scaled, fullgraph=True, dynamic=True)

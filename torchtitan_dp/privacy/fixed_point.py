@@ -44,12 +44,16 @@ from torch import Tensor
 from torchtitan_dp.privacy.noise import check_arguments
 from torchtitan_dp.privacy.secure_noise import DRAWS, add_draws, grid
 
+_Add = Callable[[Tensor, Tensor, Tensor, Tensor], None]
+
 UNIT_BITS = 40
 MAX_VALUES = 10**11  # trainable values of the whole model
 MAX_NOISE_MULTIPLIER = 2.0**15
 MAX_EXPECTED_BATCH = 2**20  # samples
-# Values that are converted at once: bounds the fp64 temporaries; on CPU they fit the cores' cache.
+# Values that are converted at once: bounds the fp64 temporaries, of which the compiled kernel has
+# none (it counts in 32 bits); on CPU they fit the cores' cache.
 _CHUNK = 2**22
+_COMPILED_CHUNK = 2**30
 _CPU_CHUNK = 2**16
 
 
@@ -98,10 +102,18 @@ def _add_row_(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) 
     if gradient.device.type == "cpu":
         _add_units_on_cpu(total, gradient, scale, rejected)
         return
-    add_units = _compiled_add_units() if gradient.device.type == "cuda" else _add_units
-    for start in range(0, len(total), _CHUNK):
-        here = slice(start, start + _CHUNK)
-        add_units(total[here], gradient[here], scale, rejected)
+    if gradient.device.type == "cuda":
+        _add_in_chunks(_compiled_add_units(), _COMPILED_CHUNK, total, gradient, scale, rejected)
+    else:
+        _add_in_chunks(_add_units, _CHUNK, total, gradient, scale, rejected)
+
+
+def _add_in_chunks(
+    add_units: _Add, size: int, total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor
+) -> None:
+    """Call `add_units` on contiguous vectors: dynamo compiles a graph for each kind of layout."""
+    for total_n, gradient_n in zip(total.split(size), gradient.split(size), strict=True):
+        add_units(total_n, gradient_n.contiguous(), scale, rejected)
 
 
 def _add_units_on_cpu(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:
@@ -121,7 +133,7 @@ def _add_units(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor)
 
 
 @functools.cache
-def _compiled_add_units() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
+def _compiled_add_units() -> _Add:
     return torch.compile(_add_units, fullgraph=True, dynamic=True)
 
 
