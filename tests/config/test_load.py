@@ -383,13 +383,6 @@ def test_bad_toml(tmp_path, data, capsys, text, named):
     assert str(path) in line
 
 
-def test_an_unknown_option_is_said_once(tmp_path, data, capsys):
-    line = refused(tmp_path, data, capsys, "--training.seqlen=512")
-    assert line.startswith("Unrecognized options: --training.seqlen")
-    assert line.count("Unrecognized") == 1
-    assert "Perhaps you meant: --training.seq-len" in line
-
-
 def test_a_misspelt_key_gets_a_hint(tmp_path, data, capsys):
     path = tmp_path / "bad.toml"
     path.write_text("[privacy]\nnoise_multiplyer = 1.0")

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from tests import forks
+from tests.accounts import account
 from tests.launch import arguments, with_sigma
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.ledger import Account, ExecutedSteps, write_fingerprint
+from torchtitan_dp.ledger import ExecutedSteps, write_fingerprint
 from torchtitan_dp.ledger.terms import make_plan
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.preflight.check import check_run, open_records
@@ -110,7 +111,7 @@ def begun(root: Path, *overrides: str) -> None:
     records, out = open_records(config), str(root / "out")
     os.makedirs(out, exist_ok=True)
     ledger = make_plan(config, len(records.train)).ledger
-    Account(ledger, ExecutedSteps(out), total_steps=4).publish(out)
+    account(ledger, ExecutedSteps(out), total_steps=4).publish(out)
     write_fingerprint(out, records.fingerprint, records.settings)
     ExecutedSteps(out).begin(1, ledger.settings)
 

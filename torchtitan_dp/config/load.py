@@ -177,13 +177,11 @@ def _parse(argv: list[str]) -> Any:
     except SystemExit as stop:
         if stop.code != 2:  # help was asked for, or a signal ends the process
             raise
-        words = re.sub(r"[\u2500-\u257f]+|-{4,}", " ", messages.getvalue())  # lines of boxes
+        words = re.sub(r"[\u2500-\u257f]+", " ", messages.getvalue())
         words = re.sub(r"\x1b\[[0-9;]*m", "", words)
         # Not its helptext: that names the running program, which need not be ours.
         message = " ".join(re.split(r"Argument helptext:|For full helptext", words)[0].split())
-        message = message.strip("- ")
-        message = re.sub(r"^(Unrecognized options|Parsing error|Value error) ", "", message)
-        raise ValueError(message) from None
+        raise ValueError(re.sub(r"^[-\s]+|[-\s]+$", "", message)) from None
     finally:
         titan_logger.setLevel(level)
 
