@@ -3,6 +3,8 @@
 import dataclasses
 import json
 import math
+import os
+import re
 import sys
 
 import pytest
@@ -209,3 +211,23 @@ def test_hazard_25_every_config_plans_and_has_no_rule_on_private_values(toml, tm
     recomputation = {"activation_checkpoint.early_stop"}  # of a block, not of training
     found = {key for key in keys(config) if any(word in key for word in suspects)}
     assert found - recomputation == set()
+
+
+def test_steps_that_a_crash_lost_are_said_with_what_keeps_the_target(tmp_path, capsys):
+    """Or the release would be the first to state an epsilon above the one that was asked for."""
+    data = write_records(tmp_path / "data")
+    command = [*arguments(tmp_path / "out", data), "--world_size=2"]
+    ledger = make_plan(load_config(command[:-1], 2), 24).ledger
+    executed = ExecutedSteps(str(tmp_path / "out"))
+    os.makedirs(tmp_path / "out")
+    account(ledger, executed, total_steps=4).publish(str(tmp_path / "out"))
+    executed.new_start()
+    executed.begin_start()  # and never ended
+    executed.begin(1, ledger.settings)
+    plan.main(command)
+    said = capsys.readouterr().err
+    assert "crashes lost steps, which count as 2: a release will state epsilon = " in said
+    stated = float(re.search(r"will state epsilon = ([0-9.]+)", said)[1])
+    assert stated > 8
+    steps = int(re.search(r"to keep that: training\.steps = (\d+) and", said)[1])
+    assert ledger.settings.epsilon(steps + 2) <= 8 < ledger.settings.epsilon(steps + 3)

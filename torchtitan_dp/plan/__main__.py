@@ -138,7 +138,7 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"      gradients by {method}, which is for {METHODS[method].chosen_for}; "
         f"clipping: {settings.clipping}",
         *_estimated(config, plan),
-        *_going_on(config, plan),
+        *_lost_steps(config, plan),
     ]
     print("\n".join(lines), file=sys.stderr)
 
@@ -163,25 +163,20 @@ def _estimated(config: JobConfig, plan: Plan) -> list[str]:
     ]
 
 
-def _going_on(config: JobConfig, plan: Plan) -> list[str]:
-    """Say where a run goes on, and which epsilon its release will state if steps were lost."""
-    ledger, target = plan.ledger, config.privacy.target_epsilon
-    lost = ledger.published_lost().steps
-    if not (ledger.steps or lost):
-        return []
-    going_on = f"      goes on after step {ledger.steps} of {plan.steps}"
+def _lost_steps(config: JobConfig, plan: Plan) -> list[str]:
+    """Say which epsilon a release will state, where crashes lost steps, and what keeps a target."""
+    target, lost = config.privacy.target_epsilon, plan.ledger.published_lost().steps
     if not (lost and plan.private):
-        return [going_on]
-    lines = [
-        f"{going_on}; crashes lost steps, which count as {lost}: a release will state epsilon = "
-        f"{rounded_up(plan.epsilon_stated)}"
-    ]
+        return []
+    stated = f"a release will state epsilon = {rounded_up(plan.epsilon_stated)}"
+    lines = [f"      crashes lost steps, which count as {lost}: {stated}"]
     if target is not None and plan.epsilon_stated > target:
         steps = steps_within(plan, target)
-        shorter = "" if steps is None else f"training.steps = {steps} keeps it, and so does "
+        shorter = f"training.steps = {steps} and release --stop_not_from_results, or "
         lines.append(
-            f"      above privacy.target_epsilon = {target:g}: {shorter}release "
-            "--lost_steps_not_seen keeps it, if nobody saw anything of the lost steps"
+            f"      above privacy.target_epsilon = {target:g}; to keep that: "
+            f"{'' if steps is None else shorter}release --lost_steps_not_seen, if nobody saw "
+            "anything of the lost steps"
         )
     return lines
 
