@@ -361,7 +361,7 @@ def test_files_that_would_not_load_are_refused(given_llama, tmp_path):
     for more, words in (
         (
             (f"--checkpoint.initial_load_path={tmp_path / 'adapters'}",),
-            "release its run with --merged",
+            "release its run with",
         ),
         (("--checkpoint.initial_load_path=meta-llama/Llama",), "hf download meta-llama/Llama --lo"),
         (("--checkpoint.initial_load_path=/nowhere",), "initial_load_path = '/nowhere': no such"),
