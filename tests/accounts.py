@@ -5,5 +5,5 @@ from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger
 
 def account(ledger: Ledger, executed: ExecutedSteps, total_steps: int) -> Account:
     """Enter what the folder's logs know of lost steps into the ledger, and open its account."""
-    ledger.enter_lost(executed.begun(ledger.settings), executed.crashes)
+    executed.enter_lost(ledger)
     return Account(ledger, total_steps)

@@ -38,4 +38,4 @@ def job(_connection: Any, argv: list[str], log: Path, limit: int, crashes_at: in
             return feed
 
     train.DPTrainer = Clocked  # type: ignore[misc]
-    os._exit(neighbours.ended(argv, None, True, log))
+    os._exit(neighbours.ended(argv, None, True, True, log))

@@ -103,7 +103,7 @@ def test_sigterm_saves_a_checkpoint_and_stops(stopped):
     assert f"stopped at step {last} of {STEPS_TO_COME}, as asked, saved: the same command" in output
     spent = privacy(folder.out)
     assert (spent["private"], spent["steps"]) == (True, last)
-    assert spent["steps_executed"] == folder.steps_begun() >= last
+    assert spent["steps_executed"] >= folder.steps_begun() >= last
 
 
 def test_ctrl_c_saves_a_checkpoint_and_stops(stopped):

@@ -60,7 +60,7 @@ from torchtitan_dp.ledger import (
     write_fingerprint,
 )
 from torchtitan_dp.ledger.files import to_bytes
-from torchtitan_dp.ledger.terms import earlier_ledger, refuse_overspending
+from torchtitan_dp.ledger.terms import earlier_ledger, most_lost, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics, is_true
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import FAMILIES
@@ -219,7 +219,7 @@ class DPTrainer(Trainer):
         if self.step < self.job_config.training.steps:
             rehearse(self)
             if dist.get_rank() == 0:
-                self.executed.begin_start()
+                self.executed.begin_start(most_lost(self.job_config))
         self._publish()
         return self.feed
 
@@ -312,7 +312,7 @@ class DPTrainer(Trainer):
         ledger.start = executed.new_start()
         if dist.get_rank() == 0:
             executed.adopt(ledger.taken())
-            ledger.enter_lost(executed.begun(ledger.settings), executed.crashes)
+            executed.enter_lost(ledger)
         self.ledger = Ledger.from_json(broadcast_from_rank0(ledger.to_json()))
         self.account = Account(self.ledger, self.job_config.training.steps)
 

@@ -223,7 +223,9 @@ def test_killed_and_resumed(killed, kill, capsys):
     assert spent["private"] is True
     assert spent["steps"] == last
     assert spent["epsilon"] == folder.planned_epsilon(capsys, last)
-    assert spent["steps_executed"] == folder.steps_begun() == begun + 2 >= last
+    assert spent["steps_executed"] >= folder.steps_begun() == begun + 2 >= last
+    # Hazard 59: by multiples of checkpoint.interval, of which a crash counts as one at least.
+    assert spent["steps_executed"] - last in (2, 4)
     assert spent["epsilon_executed"] >= spent["epsilon"]
     assert max(steps_saved(folder)) == last
 

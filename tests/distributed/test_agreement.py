@@ -89,7 +89,8 @@ def opening(folder: str, differ: bool) -> str:
         f"--parallelism.context_parallel_load_balancer={balancer}",
     )
     trainer = SimpleNamespace(
-        job_config=config, dataloader=SimpleNamespace(fingerprint="f" * 64, units=np.arange(10))
+        job_config=config,
+        dataloader=SimpleNamespace(fingerprint="f" * 64, settings={}, units=np.arange(10)),
     )
     try:
         DPTrainer._open_ledger(trainer, decide_start(config))  # type: ignore[arg-type]

@@ -396,7 +396,7 @@ def test_hazard_44_ledger_in_the_checkpoint_is_public_or_terms(probed):
         == {
             *("settings", "steps", "private", "caveats", "finished", "ancestors", "budget"),
             *("adaptive", "audit", "planned_steps", "run", "start", "step_names"),
-            *("lost", "crashes", "lost_steps_block", "config_hash"),
+            *("lost", "lost_exactly", "config_hash"),
         }
     )
     public = {"target_epsilon", "samples_per_rank", "ranks_added_up"}

@@ -116,8 +116,7 @@ def test_steps_lost_after_the_last_writing_are_counted(copy):
         file.write("5 0.5 0.125 a\n")
     code, told = run(copy)
     assert code == 0
-    # A lost step counts as checkpoint.interval steps, on the worst terms ever begun.
-    assert told["runs"][0]["epsilon_executed"] == pytest.approx(spends((SIGMA, 4), (0.5, 2)))
+    assert told["runs"][0]["epsilon_executed"] == pytest.approx(spends((SIGMA, 4), (0.5, 1)))
     assert "steps were begun after" in told["runs"][0]["notes"][0]
 
 
@@ -346,7 +345,7 @@ def test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun(fi
     (tmp_path / "link").symlink_to(run / "hf")
     for place in (run / "hf", run / "checkpoint" / "step-9", tmp_path / "link"):
         later = starting_from(place, PUBLIC_OPTION)
-        assert later.before() == [Segment(SIGMA, RATE, 4 + 2)], place  # checkpoint.interval
+        assert later.before() == [Segment(SIGMA, RATE, 5)], place
 
 
 def test_hazard_45_initial_weights_count_where_a_run_lost_its_own(first, data, tmp_path):
@@ -375,8 +374,8 @@ def test_a_copy_that_went_on_is_another_run_from_there_on(copy, first, tmp_path)
     with (copy / "steps_executed.log").open("a") as log:
         log.write(3 * "5 1.0 0.125 here\n")
     told = run(copy, first)[1]["total"]
-    assert told["epsilon"] == pytest.approx(spends((SIGMA, 4 + 4)))  # three, by blocks of two
-    assert told["steps_executed"] == 4 + 4
+    assert told["epsilon"] == pytest.approx(spends((SIGMA, 7)))
+    assert told["steps_executed"] == 7
 
 
 def test_branches_of_one_ancestor_share_what_it_did_for_both(first, tmp_path):

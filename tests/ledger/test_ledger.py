@@ -95,12 +95,11 @@ def test_read_back_what_was_published(tmp_path):
         step_names="a1 a2 a3 b1 b2",
         ancestors=[Ancestor("0123", (RunSegment(later, 2),), "c1 c2")],
         budget=Budget(3.0, 8.0),
-        lost_steps_block=3,
     )
     publish(tmp_path, kept, 9)
     told = read_published(str(tmp_path))
     assert told.taken() == kept.taken()
-    hidden = {"step_names": "", "start": "", "lost": None, "crashes": 0}
+    hidden = {"step_names": "", "start": "", "lost": None, "lost_exactly": 0}
     assert dataclasses.replace(told, **hidden) == dataclasses.replace(kept, **hidden)
     assert Ledger.from_json(kept.to_json()) == kept  # as a checkpoint holds it
 
@@ -451,8 +450,8 @@ def test_the_log_and_the_lineage_name_a_step_alike(tmp_path):
     kept.steps = 2
     for read in (executed, ExecutedSteps(str(tmp_path))):
         assert read.begun(SETTINGS)[:2] == kept.taken()
-        kept.enter_lost(read.begun(SETTINGS), read.crashes)
-        assert kept.lost == SETTINGS.spending(1)
+        read.enter_lost(kept)
+        assert (kept.lost, kept.lost_exactly) == (SETTINGS.spending(1), 1)
 
 
 def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
@@ -470,70 +469,81 @@ def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
 # Steps that crashes lost.
 
 
-def started(folder, *, ends):
+def started(folder, *, block=10, steps=0, ends=False):
+    """A start that trained for so many steps; the ledger of its weights knows of none."""
     executed = ExecutedSteps(str(folder))
     executed.new_start()
-    executed.begin_start()
+    executed.begin_start(block)
+    for step in range(1, steps + 1):
+        executed.begin(step, SETTINGS)
     if ends:
         executed.end_start()
     return executed
 
 
-def test_a_start_that_did_not_end_is_a_crash(tmp_path):
-    assert started(tmp_path, ends=True).crashes == 0
-    running = started(tmp_path, ends=False)
-    assert running.crashes == 0  # itself is no crash yet
-    assert ExecutedSteps(str(tmp_path)).crashes == 1
-    assert started(tmp_path, ends=True).crashes == 1
+def lost(executed, **changes):
+    """The lost steps as they are published, and their number."""
+    kept = Ledger(SETTINGS, **changes)
+    executed.enter_lost(kept)
+    return kept.published_lost().steps, kept.lost_exactly
+
+
+@pytest.mark.parametrize(
+    "steps, ends, published",
+    [
+        (0, True, 0),
+        (0, False, 10),  # as much as if it had lost some
+        (1, False, 10),
+        (10, False, 10),
+        (11, False, 20),  # an asynchronous save was lost as well
+        (3, True, 10),  # its checkpoint was damaged later
+    ],
+)
+def test_lost_steps_are_published_by_blocks(tmp_path, steps, ends, published):
+    running = started(tmp_path, steps=steps, ends=ends)
+    assert lost(running)[1] == steps  # itself is no crash yet
+    assert lost(ExecutedSteps(str(tmp_path))) == (published, steps)
+    kept = Ledger(SETTINGS, steps=3)
+    ExecutedSteps(str(tmp_path)).enter_lost(kept)
+    assert kept.steps_executed == 3 + published
+    assert kept.spare().steps == published - steps
+    assert kept.compose(kept.executed()) == SETTINGS.epsilon(3 + published)
     assert stat.S_IMODE((tmp_path / "starts.log").stat().st_mode) == 0o600
 
 
-@pytest.mark.parametrize("torn", ["b", "begin", "begin 0f3", "en", "end 0f3"])
+def test_each_crash_counts_as_what_it_could_lose(tmp_path):
+    """Whatever checkpoint.interval a later start has: it neither hides steps nor shows them."""
+    started(tmp_path, block=10, steps=4)
+    for block in (2, 1000):
+        started(tmp_path, block=block, ends=True)
+        assert lost(ExecutedSteps(str(tmp_path))) == (10, 4)
+    started(tmp_path, block=3, steps=1)
+    assert lost(ExecutedSteps(str(tmp_path))) == (10 + 3, 5)
+
+
+def test_steps_of_no_recorded_start_count_each(tmp_path):
+    """Of a folder of version 0.1.0, which published their number."""
+    (tmp_path / "steps_executed.log").write_text("1 1.0 0.01 a\n2 1.0 0.01 a\n")
+    assert lost(ExecutedSteps(str(tmp_path))) == (2, 2)
+
+
+@pytest.mark.parametrize("torn", ["b", "begin", "begin 0f3", "en", "begin 0f3 0"])
 def test_a_torn_line_of_a_start_is_a_crash_and_swallows_nothing(tmp_path, torn):
     started(tmp_path, ends=True)
     with open(tmp_path / "starts.log", "a") as file:
         file.write(torn)
-    crashes = ExecutedSteps(str(tmp_path)).crashes
-    assert crashes == (0 if torn == "end 0f3" else 1)  # whose beginning is another line
-    started(tmp_path, ends=False)
-    assert ExecutedSteps(str(tmp_path)).crashes == crashes + 1
+    assert lost(ExecutedSteps(str(tmp_path))) == (10, 0)
+    started(tmp_path)
+    assert lost(ExecutedSteps(str(tmp_path))) == (20, 0)
 
 
-@pytest.mark.parametrize(
-    "lost, crashes, block, published",
-    [
-        (0, 0, 10, 0),
-        (0, 1, 10, 10),  # as much as if it had lost some
-        (1, 1, 10, 10),
-        (10, 1, 10, 10),
-        (11, 1, 10, 20),  # an asynchronous save was lost as well
-        (11, 3, 10, 30),
-        (5, 0, 1, 5),  # a folder of version 0.1.0
-    ],
-)
-def test_lost_steps_are_published_by_blocks(lost, crashes, block, published):
-    kept = Ledger(SETTINGS, steps=3, lost_steps_block=block)
-    begun = [NamedStep(name, 1.0, 0.01) for name in step_names("x", lost)]
-    kept.enter_lost([*begun, *kept.taken()[:1]], crashes)
-    assert kept.lost.steps == lost
-    assert kept.published_lost() == SETTINGS.spending(published)
-    assert kept.steps_executed == 3 + published
-    assert kept.spare().steps == published - lost
-    assert kept.compose(kept.executed()) == SETTINGS.epsilon(3 + published)
-
-
-def test_lost_steps_count_on_the_worst_terms_ever_begun():
-    kept = Ledger(SETTINGS, steps=1, lost_steps_block=4)
-    kept.enter_lost([NamedStep("a", 0.5, 0.001), NamedStep("b", 2.0, 0.02)], 1)
+def test_lost_steps_count_on_the_worst_terms_ever_begun(tmp_path):
+    executed = started(tmp_path, block=4)
+    executed.begin(1, dataclasses.replace(SETTINGS, noise_multiplier=0.5, sample_rate=0.001))
+    executed.begin(2, dataclasses.replace(SETTINGS, noise_multiplier=2.0, sample_rate=0.02))
+    kept = Ledger(SETTINGS, steps=1)
+    ExecutedSteps(str(tmp_path)).enter_lost(kept)
     assert kept.published_lost() == Segment(0.5, 0.02, 4)
-
-
-def test_a_crash_never_comes_to_count_less():
-    """Or the smaller block would tell how many steps the crash lost."""
-    first = Ledger(SETTINGS, lost_steps_block=10)
-    later = Ledger(SETTINGS, lost_steps_block=2)
-    later.resume_from(first, None)
-    assert later.lost_steps_block == 10
 
 
 # What version 0.1.0 wrote.
@@ -552,8 +562,8 @@ def test_files_of_version_0_1_0_are_read_and_count_the_same(tmp_path):
     assert told.epsilon() == kept.epsilon() == said["epsilon"]
     executed = ExecutedSteps(str(tmp_path))
     for ledger_ in (told, kept):
-        ledger_.enter_lost(executed.begun(told.settings), executed.crashes)
-        assert ledger_.lost.steps == 1  # the fifth of the first start
+        executed.enter_lost(ledger_)
+        assert ledger_.lost_exactly == 1  # the fifth of the first start
         assert ledger_.steps_executed == said["steps_executed"]
         assert ledger_.compose(ledger_.executed()) >= said["epsilon_executed"]
 

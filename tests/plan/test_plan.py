@@ -222,7 +222,7 @@ def test_steps_that_a_crash_lost_are_said_with_what_keeps_the_target(tmp_path, c
     os.makedirs(tmp_path / "out")
     account(ledger, executed, total_steps=4).publish(str(tmp_path / "out"))
     executed.new_start()
-    executed.begin_start()  # and never ended
+    executed.begin_start(2)  # and never ended
     executed.begin(1, ledger.settings)
     plan.main(command)
     said = capsys.readouterr().err

@@ -55,7 +55,7 @@ def verify(folder: str) -> Run:
             run.faults.append(f"{PRIVACY_FILE}: {name} is not that of its last segment")
     if missing := executed.missing(ledger.taken()):
         run.faults.append(f"{EXECUTED_FILE} lacks {missing} of the steps of {PRIVACY_FILE}")
-    ledger.enter_lost(run.begun, executed.crashes)
+    executed.enter_lost(ledger, also=run.begun)
     found, told = ledger.steps_executed, said["steps_executed"]
     if found < told:
         run.faults.append(f"{EXECUTED_FILE} leads to {found} steps, but {PRIVACY_FILE} has {told}")
@@ -99,8 +99,6 @@ def check_checkpoint(run: Run, step: int, folder: str) -> None:
         run.faults.append(f"{name}: is not private, but {PRIVACY_FILE} says so")
     if kept.planned_steps > ledger.planned_steps:
         run.faults.append(f"{name}: was planned for more steps than {PRIVACY_FILE} says")
-    if kept.lost_steps_block > ledger.lost_steps_block:
-        run.faults.append(f"{name}: counts more steps for a crash than {PRIVACY_FILE} says")
     if kept.steps > ledger.steps:
         run.faults.append(f"{name}: is further than the {ledger.steps} steps of {PRIVACY_FILE}")
     elif kept.run == ledger.run and not _begins_as(ledger.segments(), kept.segments()):

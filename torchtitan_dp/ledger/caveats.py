@@ -74,9 +74,9 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
         )
     if ledger.composes and (lost := ledger.published_lost().steps):
         told.append(
-            f"{_LOST}{lost} steps are counted for them, {ledger.lost_steps_block} for each crash, "
-            "since how many were lost follows from the lengths of records; that and how often the "
-            "machine failed is assumed not to"
+            f"{_LOST}{lost} steps are counted for them, as many for each crash as it could lose, "
+            "since how many it did lose follows from the lengths of records; that the machine "
+            "failed, and how often, is assumed not to"
         )
     before = [segment for ancestor in ledger.ancestors for segment in ancestor.segments]
     segments = [*before, *ledger.segments()]

@@ -12,7 +12,9 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 
+from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.steps import (
     NamedStep,
@@ -47,7 +49,7 @@ class ExecutedSteps:
         self._start = new_name()
         self._folder = folder
         self._path = os.path.join(folder, EXECUTED_FILE)
-        self._begun: dict[NamedStep, None] = {}  # in their order
+        self._begun: dict[NamedStep, str] = {}  # in their order, with their start; "": not known
         self._taken: Counter[str] = Counter()  # steps by start
         self._adopted = 0  # of all, steps of checkpoints that came without their log
         self._torn = 0  # lines whose terms were lost: counted on the worst terms
@@ -56,33 +58,32 @@ class ExecutedSteps:
         self._size = 0  # in bytes, as this object read or left it
         if os.path.exists(self._path):
             self._read()
-        self._unended = _unended_starts(os.path.join(folder, STARTS_FILE))
+        self._starts = _read_starts(os.path.join(folder, STARTS_FILE))
 
     @property
     def count(self) -> int:
         """The number of steps ever begun."""
         return len(self._begun) + self._torn
 
-    @property
-    def crashes(self) -> int:
-        """The number of starts that began to train and did not end with all of their steps saved,
-        without the present one."""
-        return len(self._unended - {self._start})
-
     def new_start(self) -> str:
         """Draw the name of the steps that begin from now on: at each start, and at each load."""
         self._start = new_name()
         return self._start
 
-    def begin_start(self) -> None:
-        """Record, durably, that this start is about to draw its first units. Call on one rank."""
-        self._unended.add(self._start)
-        self._append_start("begin")
+    def begin_start(self, most_lost: int) -> None:
+        """Record, durably, that this start is about to draw its first units. Call on one rank.
+
+        Args:
+            most_lost: the number of steps that it counts as lost if it crashes.
+        """
+        self._starts[self._start] = StartLine(most_lost)
+        self._append_start(f"begin {self._start} {most_lost}")
 
     def end_start(self) -> None:
         """Record that this start ends with all of its steps saved. Call on one rank."""
-        self._unended.discard(self._start)
-        self._append_start("end")
+        if self._start in self._starts:
+            self._starts[self._start].ended = True
+        self._append_start(f"end {self._start}")
 
     def begin(self, step: int, settings: Settings) -> None:
         """Record, durably, that `step`'s update is about to happen. Call on one rank."""
@@ -119,15 +120,39 @@ class ExecutedSteps:
         torn = step_names(self._torn_name, self._torn)
         return [*found, *(NamedStep(name, *worst) for name in torn)]
 
+    def enter_lost(self, ledger: Ledger, also: Iterable[NamedStep] = ()) -> None:
+        """Enter into a ledger the steps that were begun in this folder and are not of its lineage.
+
+        Args:
+            also: steps that are known to have been begun here, whatever the log has.
+        """
+        lineage = set(ledger.taken())
+        begun = {*self.begun(ledger.settings), *also}
+        terms = [terms_of(ledger.settings), *(step.terms for step in begun | lineage)]
+        sigma, rate, k = worst_terms(terms)
+        lost = begun - lineage
+        ledger.lost = Segment(sigma, rate, self._by_blocks(lost), k)
+        ledger.lost_exactly = len(lost)
+
+    def _by_blocks(self, lost: Iterable[NamedStep]) -> int:
+        """Return at least the number of lost steps, as many whatever a crash did lose: a start that
+        crashed counts as what it could lose at most, or a multiple of that."""
+        by_start = Counter(self._begun.get(step, "") for step in lost)
+        crashed = {name for name, start in self._starts.items() if not start.ended}
+        total = 0
+        for name in {*by_start, *crashed - {self._start}}:
+            block = self._starts[name].most_lost if name in self._starts else 1
+            total += block * max(name in crashed - {self._start}, -(-by_start[name] // block))
+        return total
+
     def spare(self, steps: Segment) -> list[NamedStep]:
         """Name steps that were never begun, the same ones each time; nobody else can name them."""
         secret = f"spare {next(iter(self._taken), self._start)}"
         return [NamedStep(name, *steps.terms) for name in step_names(secret, steps.steps)]
 
-    def _append_start(self, what: str) -> None:
+    def _append_start(self, line: str) -> None:
         """Write and sync a line; on a new one, whatever a crash has left of the line before."""
-        path = os.path.join(self._folder, STARTS_FILE)
-        _append(path, f"\n{what} {self._start}\n".encode())
+        _append(os.path.join(self._folder, STARTS_FILE), f"\n{line}\n".encode())
 
     def _append_steps(self, step: int, steps: list[tuple[str, NamedStep]]) -> None:
         """Write and sync a line for each step; `step` is 0 where it was begun elsewhere."""
@@ -140,7 +165,7 @@ class ExecutedSteps:
         _append(self._path, content, expected_size=self._size)
         self._tail_is_torn = False
         self._size += len(content)
-        self._begun.update((taken, None) for _, taken in steps)
+        self._begun.update((taken, "" if step == 0 else start) for start, taken in steps)
         self._adopted += len(steps) * (step == 0)
 
     def _read(self) -> None:
@@ -179,29 +204,39 @@ class ExecutedSteps:
         else:
             self._taken[start] += 1
             name = step_name(start, self._taken[start])
-        self._begun[NamedStep(name, *terms)] = None
+        self._begun[NamedStep(name, *terms)] = "" if step == "0" else start
 
 
-def _unended_starts(path: str) -> set[str]:
-    """Return the starts that `starts.log` has a beginning of, and no end.
+@dataclass
+class StartLine:
+    """A start that began to train."""
+
+    most_lost: int  # the number of steps that it counts as lost if it crashes
+    ended: bool = False  # with all of its steps saved
+
+
+def _read_starts(path: str) -> dict[str, StartLine]:
+    """Return the starts of `starts.log` by name.
 
     Anything else there is a line that a crash has torn, and counts as a start that has not ended.
     """
-    unended: set[str] = set()
+    starts: dict[str, StartLine] = {}
     if not os.path.exists(path):
-        return unended
+        return starts
     with open(path, encoding="ascii", errors="replace") as file:
         for number, line in enumerate(file, start=1):
             match line.split():
                 case []:
                     pass
-                case ["begin", name]:
-                    unended.add(name)
+                case ["begin", name, most_lost] if most_lost.isdecimal() and int(most_lost) > 0:
+                    starts[name] = StartLine(int(most_lost))
                 case ["end", name]:
-                    unended.discard(name)
+                    if name in starts:
+                        starts[name].ended = True
                 case _:
-                    unended.add(f"line {number}")
-    return unended
+                    largest = max((start.most_lost for start in starts.values()), default=1)
+                    starts[f"line {number}"] = StartLine(largest)
+    return starts
 
 
 def _append(path: str, content: bytes, expected_size: int | None = None) -> None:

@@ -139,8 +139,8 @@ def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
     what epsilon depends on. Lost steps are brought to their published number, and all are listed by
     their names, whose order is random."""
     executed = ExecutedSteps(folder)
+    executed.enter_lost(ledger)
     begun = executed.begun(ledger.settings)
-    ledger.enter_lost(begun, executed.crashes)
     begun = sorted([*begun, *executed.spare(ledger.spare())], key=lambda s: (s.terms, s.name))
     segments = []
     for (sigma, rate, k), steps in itertools.groupby(begun, key=lambda step: step.terms):

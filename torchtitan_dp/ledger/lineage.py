@@ -92,9 +92,8 @@ class Ledger:
     planned_steps: int = 0  # the most that training.steps was
     run: str = field(default_factory=new_name)  # random and public, of the folder
     start: str = field(default_factory=new_name)  # the one that goes on; secret
-    lost: Segment | None = None  # steps begun here beside the lineage, on the worst terms; private
-    crashes: int = 0  # starts whose last steps may have been lost; private
-    lost_steps_block: int = 1  # the number of steps that one crash is published as
+    lost: Segment | None = None  # by blocks: steps begun here beside the lineage, on worst terms
+    lost_exactly: int = 0  # the number of these steps; private
     config_hash: str = ""
 
     def mark_not_private(self, why: str) -> None:
@@ -138,7 +137,6 @@ class Ledger:
                 "after the first start, which is assumed not to follow from results"
             )
         self.planned_steps = max(self.planned_steps, earlier.planned_steps)
-        self.lost_steps_block = max(self.lost_steps_block, earlier.lost_steps_block)
         self.audit = self.audit or earlier.audit
 
     def resume_from(self, loaded: "Ledger", new_segment: NewSegment | None) -> None:
@@ -211,34 +209,14 @@ class Ledger:
         """Return what initial weights had spent."""
         return union(self.taken_before())
 
-    def enter_lost(self, begun: Iterable[NamedStep], crashes: int) -> None:
-        """Enter the steps that were begun in this folder and are not of this lineage.
-
-        Args:
-            begun: every step ever begun here; it may lack some of the lineage.
-            crashes: how many starts did not end with all of their steps saved.
-        """
-        lineage, begun = self.taken(), list(begun)
-        steps = len({*begun, *lineage}) - len(lineage)
-        terms = [terms_of(self.settings), *(step.terms for step in (*begun, *lineage))]
-        sigma, rate, k = worst_terms(terms)
-        self.lost, self.crashes = Segment(sigma, rate, steps, k), crashes
-
     def published_lost(self) -> Segment:
-        """Return the lost steps as they are published: at least as many as were lost.
-
-        Each crash counts as `lost_steps_block` steps, the most that it usually loses, since how
-        many it did lose follows from how long steps took, and so from the lengths of records.
-        """
-        lost = self.lost or self.settings.spending(0)
-        block = self.lost_steps_block
-        return dataclasses.replace(lost, steps=block * max(self.crashes, -(-lost.steps // block)))
+        """Return the lost steps as they are published: by blocks, at least as many as were lost."""
+        return self.lost or self.settings.spending(0)
 
     def spare(self) -> Segment:
         """Return the steps by which the published number of lost steps is above the true one."""
-        published = self.published_lost()
-        lost = self.lost.steps if self.lost else 0
-        return dataclasses.replace(published, steps=published.steps - lost)
+        lost = self.published_lost()
+        return dataclasses.replace(lost, steps=lost.steps - self.lost_exactly)
 
     @property
     def steps_executed(self) -> int:

@@ -225,17 +225,10 @@ KEYS = (
         "steps_executed",
         int,
         _ACCOUNT,
-        "At least the number of steps ever begun in the folder: `steps`, and `lost_steps_block` "
-        "for each crash. How many steps a crash lost exactly follows from how long steps took, "
-        "and so from the lengths of records.",
-    ),
-    Key(
-        "lost_steps_block",
-        int,
-        _LEDGER,
-        "The number of steps that a crash counts as: the largest `checkpoint.interval` of the "
-        "run's starts, or its planned steps if they are fewer.",
-        added=True,
+        "At least the number of steps ever begun in the folder: `steps`, and for each crash "
+        "`checkpoint.interval` steps (or all, if they are fewer), the most that it usually loses. "
+        "How many it did lose follows from how long steps took, and so from the lengths of "
+        "records.",
     ),
     Key(
         "meaning",

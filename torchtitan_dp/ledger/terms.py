@@ -79,7 +79,6 @@ def make_plan(
     ledger = Ledger(
         settings_of(config, units, sigma),
         planned_steps=steps,
-        lost_steps_block=_lost_steps_block(config),
         config_hash=config_hash(config),
     )
     if config.data.verify_records == "drawn":
@@ -93,8 +92,7 @@ def make_plan(
         ledger.resume_from(before, privacy.new_segment)
     epsilon = refuse_overspending(config, ledger)
     if account is not None:
-        executed = ExecutedSteps(config.job.dump_folder)
-        ledger.enter_lost(executed.begun(ledger.settings), executed.crashes)
+        ExecutedSteps(config.job.dump_folder).enter_lost(ledger)
     stated = max(epsilon, ledger.compose(ledger.planned()))
     if sigma == 0:
         ledger.mark_not_private("privacy.noise_multiplier = 0")
@@ -264,7 +262,7 @@ def _noise_multiplier(
     )
 
 
-def _lost_steps_block(config: JobConfig) -> int:
+def most_lost(config: JobConfig) -> int:
     """Return the most steps that a crash usually loses: all since the last checkpoint."""
     steps = max(config.training.steps, 1)
     return min(config.checkpoint.interval, steps) if config.checkpoint.enable else steps
@@ -293,7 +291,7 @@ def earlier_ledger(folder: str) -> Ledger | None:
             "private; give this one its own job.dump_folder"
         )
     ledger = ledger_of(said)
-    ledger.enter_lost(executed.begun(ledger.settings), executed.crashes)
+    executed.enter_lost(ledger)
     told = said["steps_executed"]
     if executed.missing(ledger.taken()) or ledger.steps_executed < told:
         raise ValueError(

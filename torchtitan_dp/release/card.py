@@ -247,8 +247,8 @@ def _crashes(terms: dict[str, Any]) -> str:
     if not _lost(terms):
         return "none"
     return (
-        f"{_lost(terms):,} at most: each crash counts as {terms['lost_steps_block']:,}, since how "
-        "many it lost follows from how long steps took"
+        f"{_lost(terms):,} at most: each crash counts as many as it could lose, since how many it "
+        "did lose follows from how long steps took"
     )
 
 

@@ -13,6 +13,7 @@ from torchtitan_dp.checkpoint.verify import check_checkpoint, verify
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.ledger.account import released
 from torchtitan_dp.ledger.caveats import recorded
+from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.privacy.segments import merged
 
@@ -64,7 +65,7 @@ def claims(
     # The folder's account gives epsilon: its caveats, marks, budget and lost steps count.
     account = found.ledger
     account.go_back_to(ledger)  # what is planned is planned from the released weights on
-    account.enter_lost(found.begun, account.crashes)
+    ExecutedSteps(run).enter_lost(account, also=found.begun)
     executed, planned = found.epsilon_executed, found.epsilon_planned
     assert executed is not None
     assert planned is not None

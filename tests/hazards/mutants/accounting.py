@@ -335,9 +335,9 @@ MUTANTS = [
     Mutant(
         46,
         "fewer executed than the lineage",
-        LINEAGE,
-        "        steps = len({*begun, *lineage}) - len(lineage)\n",
-        "        steps = len(begun) - len(lineage)\n",
+        EXECUTED,
+        "        begun = {*self.begun(ledger.settings), *also}\n",
+        "        begun = set(also)\n",
         (f"{LEDGER_TEST}test_executed_steps_are_never_fewer_than_the_lineages",),
         quick=True,
     ),

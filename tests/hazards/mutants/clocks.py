@@ -4,43 +4,43 @@ from tests.hazards.mutants.table import Mutant
 
 CLOCKS = "hazards/test_clocks.py::"
 LEDGER_TEST = "ledger/test_ledger.py::"
-RELEASE = "release/test_release.py::"
-LINEAGE, ACCOUNT, STEPS = "ledger/lineage.py", "ledger/account.py", "ledger/steps.py"
+EXECUTED, ACCOUNT, STEPS = "ledger/executed.py", "ledger/account.py", "ledger/steps.py"
 
 MUTANTS = [
     Mutant(
         59,
         "lost steps published exactly",
-        LINEAGE,
-        "steps=block * max(self.crashes, -(-lost.steps // block)))",
-        "steps=lost.steps)",
+        EXECUTED,
+        "Segment(sigma, rate, self._by_blocks(lost), k)",
+        "Segment(sigma, rate, len(lost), k)",
         (f"{LEDGER_TEST}test_lost_steps_are_published_by_blocks",),
         quick=True,
     ),
     Mutant(
         59,
         "a crash that lost nothing is not counted",
-        LINEAGE,
-        "block * max(self.crashes, -(-lost.steps // block))",
-        "block * -(-lost.steps // block)",
-        (f"{RELEASE}test_what_is_claimed_does_not_depend_on_how_many_steps_a_crash_lost",),
+        EXECUTED,
+        "for name in {*by_start, *crashed - {self._start}}:",
+        "for name in by_start:",
+        (f"{LEDGER_TEST}test_lost_steps_are_published_by_blocks",),
+        quick=True,
     ),
     Mutant(
         59,
         "fewer lost steps published than there were",
-        LINEAGE,
-        "max(self.crashes, -(-lost.steps // block))",
-        "self.crashes",
+        EXECUTED,
+        "-(-by_start[name] // block))",
+        "1)",
         (f"{LEDGER_TEST}test_lost_steps_are_published_by_blocks",),
         quick=True,
     ),
     Mutant(
         59,
         "a smaller block tells what a crash had lost",
-        LINEAGE,
-        "max(self.lost_steps_block, earlier.lost_steps_block)",
-        "self.lost_steps_block",
-        (f"{LEDGER_TEST}test_a_crash_never_comes_to_count_less",),
+        EXECUTED,
+        "block = self._starts[name].most_lost if name in self._starts else 1",
+        "block = min((s.most_lost for s in self._starts.values()), default=1)",
+        (f"{LEDGER_TEST}test_each_crash_counts_as_what_it_could_lose",),
         quick=True,
     ),
     Mutant(
@@ -66,7 +66,7 @@ MUTANTS = [
         59,
         "a start is not recorded",
         "train.py",
-        "                self.executed.begin_start()\n",
+        "                self.executed.begin_start(most_lost(self.job_config))\n",
         "                pass\n",
         (f"{CLOCKS}test_row59_privacy_json_does_not_tell_one_from_the_other",),
     ),
