@@ -16,7 +16,7 @@ from tests.launch import arguments
 from torchtitan_dp.release.__main__ import release
 
 STEPS = 8
-LIMIT, CRASH = 2_600, 2_200  # tokens: six steps without the long record, two with it
+LIMIT, CRASH = 2_600, 2_400  # tokens: six steps without the long record, two with it
 pytestmark = pytest.mark.slow
 
 
@@ -62,7 +62,6 @@ def test_row59_the_clock_did_decide(runs):
     counts = [[log.count(start) for start in dict.fromkeys(log)] for log in per_start]
     assert counts[0] != counts[1]
     assert runs["A"][1] < runs["B"][1]
-    assert len(logs[0]) != len(logs[1])  # the crash lost steps of one of them
 
 
 def test_row59_privacy_json_does_not_tell_one_from_the_other(runs):
