@@ -104,10 +104,12 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
 
     from torchtitan_dp.checkpoint.folder import checkpoint_folder
     from torchtitan_dp.config.load import exit_on_mistake, load_config
-    from torchtitan_dp.distributed.devices import require_usable_devices
+    from torchtitan_dp.distributed.devices import missing_devices, require_usable_devices
 
     with exit_on_mistake():
         require_usable_devices()
+    if (warning := missing_devices()) is not None:
+        _say(warning)
     if processes == "auto":
         processes = str(torch.cuda.device_count() or 2)
     module = argv.index("-m")

@@ -59,6 +59,55 @@ def test_a_worker_refuses_it_too(monkeypatch):
         training.main.__wrapped__([])
 
 
+@pytest.fixture
+def gpu_node(monkeypatch, tmp_path):
+    """A node with NVIDIA's driver, of which this PyTorch sees no device."""
+    (tmp_path / "version").write_text(NVRM)
+    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+
+
+@pytest.mark.usefixtures("gpu_node")
+@pytest.mark.parametrize("visible", [None, "0,1"])
+def test_a_cpu_build_is_refused_on_a_gpu_node(monkeypatch, visible):
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    with pytest.raises(ValueError, match=r"NVIDIA's driver 470\.82\.01") as refusal:
+        devices.require_usable_devices()
+    assert "is built without CUDA" in str(refusal.value)
+    assert len(str(refusal.value).splitlines()) == 1
+
+
+@pytest.mark.usefixtures("gpu_node")
+@pytest.mark.parametrize("visible", ["", "-1"])
+def test_devices_that_are_hidden_ask_for_the_cpu(monkeypatch, visible):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    devices.require_usable_devices()
+    assert devices.missing_devices() is None
+
+
+@pytest.mark.parametrize(("count", "warned"), [(0, True), (1, False)])
+def test_devices_that_are_named_and_not_there_are_a_warning(monkeypatch, count, warned):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    line = devices.missing_devices()
+    assert (line is not None) is warned
+    assert line is None or line.startswith("warning: CUDA_VISIBLE_DEVICES = 5, but ")
+
+
+def test_the_launcher_prints_that_warning(monkeypatch, capsys):
+    monkeypatch.setattr(devices, "require_usable_devices", lambda: None)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(launch, "_run_plan", lambda argv: sys.exit(2))
+    with pytest.raises(SystemExit):
+        launch._checked("2", ["-m", "torchtitan_dp.train"])
+    assert "CUDA_VISIBLE_DEVICES = 5" in capsys.readouterr().err
+
+
 def test_a_driver_that_does_not_tell_its_version(tmp_path):
     assert devices.driver_version(tmp_path / "none") == "of unknown version"
 

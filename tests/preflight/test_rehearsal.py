@@ -206,6 +206,7 @@ def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
 
     did: list[Any] = []
     trainer = mock.MagicMock()
+    trainer.device = torch.device("cpu")
     trainer.job_config = load_config(command(tmp_path), 1)
     trainer.feed = feed()
     trainer.accumulate = lambda microbatch, _: did.append(microbatch)
@@ -218,6 +219,80 @@ def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
     assert first.labels_BT.shape == rungs[0].labels_BT.shape
     assert (update, reset) == ("update", "reset")
     assert not any(m.valid_B.any() or (m.labels_BT >= 0).any() for m in rungs)
+
+
+class Device:
+    """Stands in for an accelerator that is behind its host: what is queued runs, takes its seconds
+    or fails when the host waits for it."""
+
+    def __init__(self, seconds: float = 0.0, failing: int = 0) -> None:
+        self.now, self.seconds, self.failing = 0.0, seconds, failing
+        self.queued: list[int] = []
+        self.lengths: list[int] = []
+
+    def launch(self, microbatch: Any, _: Any) -> None:
+        self.queued.append(microbatch.labels_BT.shape[1])
+
+    def synchronize(self, _: Any = None) -> None:
+        queued, self.queued = self.queued, []
+        self.lengths += queued
+        self.now += self.seconds * len(queued)
+        if self.failing in queued:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def rehearsed_on(device: Device, root: Path) -> Any:
+    """A rehearsal on that device, with the other parts of a trainer as stand-ins; the trainer."""
+    from tests.hazards.test_trainer import feed
+    from torchtitan_dp.preflight import rehearsal
+
+    trainer = mock.MagicMock()
+    trainer.device = torch.device("cuda")
+    trainer.job_config = load_config(command(root), 1)
+    trainer.metrics_processor.time_last_log = 0.0
+    trainer.feed = feed()
+    trainer.accumulate = device.launch
+    try:
+        with (
+            mock.patch.object(torch.accelerator, "synchronize", device.synchronize),
+            mock.patch.object(rehearsal.time, "perf_counter", lambda: device.now),
+            mock.patch.object(rehearsal, "_check_tokenizer"),
+        ):
+            rehearsal.rehearse(trainer)
+    finally:
+        trainer.feed.close()
+    return trainer
+
+
+def test_row47_what_fails_on_the_device_is_named_with_its_own_length(tmp_path):
+    from torchtitan_dp.config.lengths import ladder
+
+    rungs = ladder(load_config(command(tmp_path), 1))
+    assert len(rungs) > 2
+    with pytest.raises(SystemExit, match=f" of {rungs[1]:,} tokens: RuntimeError: CUDA error"):
+        rehearsed_on(Device(failing=rungs[1]), tmp_path)
+
+
+def test_a_rehearsal_counts_the_devices_seconds(tmp_path):
+    device = Device(seconds=2.0)
+    trainer = rehearsed_on(device, tmp_path)
+    assert device.lengths
+    assert trainer.metrics_processor.time_last_log == device.now == 2.0 * len(device.lengths)
+
+
+def test_row47_collectives_must_outwait_a_device_behind_its_host(tmp_path):
+    """NCCL's time-out counts from the launch: 100 s for four microbatches of the longest."""
+    device = Device(seconds=25.0)
+    rehearsed_on(device, tmp_path)
+    *_, cold, timed = device.lengths  # the first compiles
+    assert cold == timed == max(device.lengths)
+    with pytest.raises(SystemExit) as refusal:
+        rehearsed_on(Device(seconds=26.0), tmp_path)
+    line = str(refusal.value)
+    assert line.startswith("error: comm.train_timeout_seconds = 100: a microbatch of 1 sample of ")
+    assert "takes 26.0 s" in line
+    assert "set it to 125 or more" in line
+    assert len(line.splitlines()) == 1
 
 
 def traces(argv: list[str]) -> list[tuple[int, int, bool]]:

@@ -1,5 +1,6 @@
 """Whether the devices of this machine can be used: a run that finds none would train on the CPU."""
 
+import os
 import re
 import warnings
 from pathlib import Path
@@ -10,7 +11,9 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def require_usable_devices() -> None:
-    """Refuse a machine that has CUDA devices which PyTorch cannot use: its driver is too old, say.
+    """Refuse a machine with CUDA devices that PyTorch cannot use.
+
+    Its driver may be too old for this PyTorch, or this PyTorch may be built without CUDA.
 
     PyTorch counts devices by asking the driver's library (NVML), and TorchTitan asks whether CUDA
     is available: where the two disagree, N ranks would train on the CPU without a word. Opens no
@@ -22,14 +25,37 @@ def require_usable_devices() -> None:
     with warnings.catch_warnings():  # what it warns of is said below
         warnings.simplefilter("ignore")
         count = torch.cuda.device_count()
-        if count == 0 or torch.cuda.is_available():
+        if torch.cuda.is_available():
             return
+    if count == 0:
+        if torch.version.cuda is None and _DRIVER.exists() and not _are_hidden():
+            raise ValueError(
+                f"torch {torch.__version__} is built without CUDA, but this machine has NVIDIA's "
+                f"driver {driver_version(_DRIVER)}: install a torch that is built for CUDA, or set "
+                "CUDA_VISIBLE_DEVICES to nothing to train on the CPU"
+            )
+        return
     raise ValueError(
         f"NVIDIA driver {driver_version()}: this machine has {count} CUDA devices that torch "
         f"{torch.__version__}, built for CUDA {torch.version.cuda}, cannot use; update the driver, "
         "install a torch that was built for an older CUDA, or set CUDA_VISIBLE_DEVICES to nothing "
         "to train on the CPU"
     )
+
+
+def missing_devices() -> str | None:
+    """Return one line of warning if CUDA_VISIBLE_DEVICES names devices and none is found."""
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is None or _are_hidden() or torch.cuda.device_count() > 0:
+        return None
+    return (
+        f"warning: CUDA_VISIBLE_DEVICES = {named}, but torch {torch.__version__} finds no CUDA "
+        "device: this run would train on the CPU"
+    )
+
+
+def _are_hidden() -> bool:
+    return os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1")
 
 
 def driver_version(path: Path = _DRIVER) -> str:

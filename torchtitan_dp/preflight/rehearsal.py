@@ -25,8 +25,9 @@ Assumed, as crashes that do not depend on records:
     - checkpoints, validation and `privacy.json` need what they need at the same steps of every
       run: their shapes are public;
     - what takes time is waited for: one sample's text and JSON are bounded (`excerpts.most_bytes`,
-      `excerpts.most_parsed`), which is held here against `comm.train_timeout_seconds`; files are
-      opened and read in less than the rest;
+      `excerpts.most_parsed`), which is held here against `comm.train_timeout_seconds`, as the
+      longest microbatch's time on an accelerator is; files are opened and read in less than the
+      rest;
     - the machine: power, hardware, network, disks, drivers.
 """
 
@@ -55,6 +56,8 @@ from torchtitan_dp.process import Fault
 
 # Of the time-out of collectives: the most that a rank may let others wait for its tokenizer.
 _SHARE = 0.25
+# How many microbatches a device may be behind its host: launches queue about 1,000 deep.
+_MICROBATCHES_BEHIND = 4
 _OUT_OF_MEMORY = (
     "out of memory",
     "can't allocate memory",
@@ -94,7 +97,8 @@ def rehearse(trainer: Rehearsed) -> None:
     """Run padding of every length, and an update that changes nothing; log that, and how long.
 
     Collective over the world: those of two microbatches of the shortest length and one of each
-    other, with their share over cp (`feed.Feed.padding`), and of an update.
+    other (on an accelerator two of the longest as well), with their share over cp
+    (`feed.Feed.padding`), and of an update.
 
     Raises:
         Fault: one line that names what failed and what would fit.
@@ -113,12 +117,16 @@ def rehearse(trainer: Rehearsed) -> None:
     for place, length in enumerate((rungs[0], *rungs)):
         with _told(f"a microbatch of {_samples(config)} of {length:,} tokens", config, passed):
             trainer.accumulate(feed.padding(length), statistics)
+            _wait_for(trainer.device)
         passed = length
         if place == 0:
             with _told("an update (noise and optimizer)", config, None):
                 trainer.dp_optimizer.rehearse(trainer.clipped_sum.take())
+                _wait_for(trainer.device)
+    _check_device(trainer, rungs[-1], statistics)
     trainer.clipped_sum.reset()
     free_gathered(trainer.model_parts[0])
+    _wait_for(trainer.device)
     elapsed = time.perf_counter() - begun
     metrics.time_last_log += elapsed  # the first logged throughput is of training
     metrics.device_memory_monitor.reset_peak_stats()
@@ -142,6 +150,35 @@ def _check_tokenizer(trainer: Rehearsed) -> None:
             f"{math.ceil(1.2 * seconds / _SHARE)}, or lower training.local_batch_size or "
             "training.seq_len"
         )
+
+
+def _check_device(trainer: Rehearsed, length: int, statistics: SampleStatistics) -> None:
+    """Refuse a time-out that a device behind its host may exceed; a CPU never is.
+
+    NCCL counts from the launch of a collective, and the host is some microbatches ahead. What is
+    timed is padding that was run before, so that nothing is compiled: public, like its length.
+    """
+    if trainer.device.type == "cpu":
+        return
+    config, begun = trainer.job_config, time.perf_counter()
+    with _told(f"a microbatch of {_samples(config)} of {length:,} tokens", config, length):
+        trainer.accumulate(trainer.feed.padding(length), statistics)
+        _wait_for(trainer.device)
+    seconds, timeout = time.perf_counter() - begun, config.comm.train_timeout_seconds
+    if _MICROBATCHES_BEHIND * seconds > timeout:
+        raise Fault(
+            f"comm.train_timeout_seconds = {timeout}: a microbatch of {_samples(config)} of "
+            f"{length:,} tokens takes {seconds:.1f} s here, more than a quarter of it, and "
+            "collectives wait for what was launched before them; set it to "
+            f"{math.ceil(1.2 * _MICROBATCHES_BEHIND * seconds)} or more, or lower "
+            "training.local_batch_size or training.seq_len"
+        )
+
+
+def _wait_for(device: torch.device) -> None:
+    """Wait until the device has run what was launched: what fails there is raised here."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 @contextlib.contextmanager

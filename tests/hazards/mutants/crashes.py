@@ -37,6 +37,16 @@ MUTANTS = [
     ),
     Mutant(
         47,
+        "a length passes before the device has run it",
+        "preflight/rehearsal.py",
+        "            trainer.accumulate(feed.padding(length), statistics)\n"
+        "            _wait_for(trainer.device)\n",
+        "            trainer.accumulate(feed.padding(length), statistics)\n",
+        (f"{REHEARSAL}what_fails_on_the_device_is_named_with_its_own_length",),
+        quick=True,
+    ),
+    Mutant(
+        47,
         "only the shortest samples rehearsed",
         "preflight/rehearsal.py",
         "enumerate((rungs[0], *rungs))",
