@@ -59,6 +59,7 @@ from torchtitan_dp.ledger import (
     versions,
     write_fingerprint,
 )
+from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
 from torchtitan_dp.ledger.files import to_bytes
 from torchtitan_dp.ledger.terms import earlier_ledger, most_lost, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics, is_true
@@ -186,8 +187,9 @@ class DPTrainer(Trainer):
     def train(self) -> None:
         inspect.unwrap(Trainer.train)(self)
         spent = self._publish()
+        saved = True
         if super().should_continue_training():
-            self.checkpointer.stop_at(self.step, self.job_config.training.steps)
+            saved = self.checkpointer.stop_at(self.step, self.job_config.training.steps)
         elif spent is not None:
             for line in summary(spent):
                 logger.info(line)
@@ -200,8 +202,8 @@ class DPTrainer(Trainer):
                     f"not private: {count} draws of records that cannot be decoded, on this rank; "
                     "they contributed nothing"
                 )
-        if dist.get_rank() == 0:
-            self.executed.end_start()  # every step of this start is in a checkpoint by now
+        if saved and dist.get_rank() == 0:
+            self.executed.end_start()
 
     def exported_terms(self) -> dict[str, Any]:
         """Return the `privacy.json` of the weights as they are exported now."""
@@ -311,6 +313,8 @@ class DPTrainer(Trainer):
         ledger, executed = self.ledger, self.executed
         ledger.start = executed.new_start()
         if dist.get_rank() == 0:
+            if executed.missing(ledger.taken()):
+                ledger.add_caveat(STEPS_ELSEWHERE)
             executed.adopt(ledger.taken())
             executed.enter_lost(ledger)
         self.ledger = Ledger.from_json(broadcast_from_rank0(ledger.to_json()))

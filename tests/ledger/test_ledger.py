@@ -22,7 +22,10 @@ from torchtitan_dp.ledger import (
     read_published,
 )
 from torchtitan_dp.ledger.files import read_fingerprint
+from torchtitan_dp.ledger.caveats import caveats
+from torchtitan_dp.ledger.initial import ledger_beside
 from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
+from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.ledger.steps import NamedStep, name_steps, new_name, step_names, union
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Segment
@@ -544,6 +547,70 @@ def test_lost_steps_count_on_the_worst_terms_ever_begun(tmp_path):
     kept = Ledger(SETTINGS, steps=1)
     ExecutedSteps(str(tmp_path)).enter_lost(kept)
     assert kept.published_lost() == Segment(0.5, 0.02, 4)
+
+
+def crashed_run(folder, lost):
+    """A run of 60 and 40 steps on two terms, whose second start crashed; its ledger."""
+    quieter = dataclasses.replace(SETTINGS, noise_multiplier=2.0)
+    kept = Ledger(SETTINGS, planned_steps=100)
+    for settings, steps, more in ((SETTINGS, 60, 0), (quieter, 20, lost), (quieter, 20, 0)):
+        executed = ExecutedSteps(str(folder))
+        later = Ledger(settings, planned_steps=100)
+        later.resume_from(kept, "planned")
+        later.start = executed.new_start()
+        executed.enter_lost(later)
+        executed.begin_start(50)
+        for step in range(steps + more):
+            executed.begin(step + 1, settings)
+        later.steps += steps
+        kept = later
+        if not more:
+            executed.end_start()
+    Account(kept, 100).publish(str(folder))
+    return kept
+
+
+def test_a_descendant_counts_and_hides_the_steps_that_its_ancestor_lost(tmp_path):
+    """Or an export would bring along less than it says of itself; hazards 45, 46 and 59."""
+    told = []
+    for lost in (5, 17):
+        folder = tmp_path / str(lost)
+        (folder / "weights").mkdir(parents=True)
+        kept = crashed_run(folder, lost)
+        exported = Account(kept, 100).exported()
+        assert exported["steps_executed"] == 150
+        (folder / "hf").mkdir()
+        files.write_published(str(folder / "hf"), exported)
+        of_export, of_run = (ledger_beside(str(folder / name)) for name in ("hf", "weights"))
+        assert of_export.ledger.published_lost() == Segment(1.0, 0.01, 50)
+        own = Ancestor(
+            kept.run,
+            tuple(kept.segments()),
+            " ".join(kept.names()),
+            100,
+            of_export.ledger.lost,
+        )
+        child = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=8.0), ancestors=[own, own])
+        child = Ledger.from_json(child.to_json())
+        assert child.compose(child.executed()) == pytest.approx(exported["epsilon"])
+        assert child.compose(child.planned()) == pytest.approx(exported["epsilon"])
+        assert any("steps were lost: 50" in caveat for caveat in caveats(child, 1.0, 1.0))
+        (all_begun,) = of_run.all_begun
+        spent = union(all_begun.taken())
+        assert accounting.compose(spent, delta=1e-5, accountant="rdp") == pytest.approx(
+            exported["epsilon"]
+        )
+        run = Run(str(folder), kept, [], "f")
+        told.append((spent, total([run]).epsilon, total([run]).steps_executed))
+        assert told[-1][1] == pytest.approx(exported["epsilon"])
+    assert told[0] == told[1]
+
+
+def test_weights_that_came_without_their_log_say_so(tmp_path):
+    """Steps that were lost there are not known here."""
+    kept = crashed_run(tmp_path, 5)
+    assert ExecutedSteps(str(tmp_path)).missing(kept.taken()) == 0
+    assert ExecutedSteps(str(tmp_path / "elsewhere")).missing(kept.taken()) == 100
 
 
 # What version 0.1.0 wrote.

@@ -116,8 +116,9 @@ class Checkpointer(CheckpointManager):
             self._tell_unsaved(curr_step, error)
 
     @torch.no_grad()
-    def stop_at(self, step: int, steps: int) -> None:
-        """Leave a whole checkpoint of `step`, for a run that was asked to stop, and say so.
+    def stop_at(self, step: int, steps: int) -> bool:
+        """Leave a whole checkpoint of `step`, for a run that was asked to stop, and say so; return
+        whether it was saved.
 
         Collective over the world.
         """
@@ -137,6 +138,7 @@ class Checkpointer(CheckpointManager):
         logger.info(
             f"stopped at step {step} of {steps}, as asked, {kept}: the same command goes on"
         )
+        return saves
 
     def _tell_unsaved(self, step: int, error: BaseException) -> None:
         """Raise Fault, with how much room there is and what is left to go on from."""

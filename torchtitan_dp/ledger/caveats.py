@@ -43,6 +43,10 @@ def assumptions(ledger: Ledger) -> list[str]:
     return [*_OF_EVERY_RUN, _FILTERED if ledger.adaptive else _FIXED]
 
 
+STEPS_ELSEWHERE = (
+    "steps of these weights were taken in another folder, whose log was not copied with them: "
+    "what was lost there is not counted (add that folder, python -m torchtitan_dp.ledger)"
+)
 _EARLY = "not all planned steps were taken: "
 _LOST = "steps were lost: "
 _ROUNDED = "the clipped sum is rounded: "
@@ -72,7 +76,8 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
             "if losses, norms or other logs did, or a clock (a time limit, a preemption, an "
             "owner's patience): how many steps fit into a time follows from the lengths of records"
         )
-    if ledger.composes and (lost := ledger.published_lost().steps):
+    by_ancestors = sum(segment.steps for segment in ledger.lost_before())
+    if ledger.composes and (lost := ledger.published_lost().steps + by_ancestors):
         told.append(
             f"{_LOST}{lost} steps are counted for them, as many for each crash as it could lose, "
             "since how many it did lose follows from the lengths of records; that the machine "

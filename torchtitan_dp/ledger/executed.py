@@ -131,7 +131,8 @@ class ExecutedSteps:
         terms = [terms_of(ledger.settings), *(step.terms for step in begun | lineage)]
         sigma, rate, k = worst_terms(terms)
         lost = begun - lineage
-        ledger.lost = Segment(sigma, rate, self._by_blocks(lost), k)
+        counted = self._by_blocks(lost)
+        ledger.lost = Segment(sigma, rate, counted, k) if counted else None
         ledger.lost_exactly = len(lost)
 
     def _by_blocks(self, lost: Iterable[NamedStep]) -> int:
@@ -147,7 +148,8 @@ class ExecutedSteps:
 
     def spare(self, steps: Segment) -> list[NamedStep]:
         """Name steps that were never begun, the same ones each time; nobody else can name them."""
-        secret = f"spare {next(iter(self._taken), self._start)}"
+        start = next(iter(self._taken), self._start)
+        secret = f"spare {os.path.realpath(self._folder)} {start}"
         return [NamedStep(name, *steps.terms) for name in step_names(secret, steps.steps)]
 
     def _append_start(self, line: str) -> None:

@@ -18,6 +18,7 @@ from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger
 from torchtitan_dp.ledger.settings import NOT_RECORDED, RANDOMIZED, SAMPLED_GAUSSIAN, RunSegment
+from torchtitan_dp.ledger.steps import NamedStep
 
 PUBLIC = "the initial weights are assumed to be public"
 _NOT_PRIVATE = "the initial weights are not private"
@@ -66,7 +67,8 @@ def inheritance(config: JobConfig, initial: InitialWeights | None) -> Inheritanc
         return Inheritance((*caveats, _NOT_PRIVATE), private=False)
     _refuse_what_does_not_compose(config, earlier, initial.path)
     segments = tuple(segment for segment in earlier.segments() if segment.steps > 0)
-    own = Ancestor(earlier.run, segments, " ".join(earlier.names()), earlier.planned_steps)
+    lost = None if initial.all_begun else earlier.lost  # or it is counted there, by name
+    own = Ancestor(earlier.run, segments, " ".join(earlier.names()), earlier.planned_steps, lost)
     assumed = (
         f"the initial weights are of run {earlier.run}, whose steps are included",
         f"this run's noise, rate and steps are assumed not to follow from what run {earlier.run} "
@@ -136,12 +138,15 @@ def ledger_beside(path: str) -> InitialWeights:
 
 def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
     """Return all steps ever begun in a folder, as if they had made the weights: their log knows
-    what epsilon depends on. Lost steps are brought to their published number, and all are listed by
-    their names, whose order is random."""
+    what epsilon depends on. Lost steps are brought to the number and the terms on which they are
+    published, and all are listed by their names, whose order is random."""
     executed = ExecutedSteps(folder)
     executed.enter_lost(ledger)
     begun = executed.begun(ledger.settings)
-    begun = sorted([*begun, *executed.spare(ledger.spare())], key=lambda s: (s.terms, s.name))
+    kept, terms_of_lost = set(ledger.taken()), ledger.published_lost().terms
+    lost = (NamedStep(step.name, *terms_of_lost) for step in begun if step not in kept)
+    begun = [*kept, *lost, *executed.spare(ledger.spare())]
+    begun.sort(key=lambda step: (step.terms, step.name))
     segments = []
     for (sigma, rate, k), steps in itertools.groupby(begun, key=lambda step: step.terms):
         terms = dataclasses.replace(

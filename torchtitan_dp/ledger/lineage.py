@@ -19,6 +19,7 @@ from typing import Any, Literal
 from torchtitan_dp.ledger.settings import RunSegment, Settings
 from torchtitan_dp.ledger.steps import (
     NamedStep,
+    Terms,
     name_steps,
     names_of_starts,
     new_name,
@@ -59,6 +60,7 @@ class Ancestor:
     segments: tuple[RunSegment, ...]
     step_names: str  # of the same steps, in order, separated by spaces
     planned_steps: int = 0  # of all of its steps, those above included
+    lost: Segment | None = None  # by blocks: other steps that were begun in its folder
 
     @property
     def left(self) -> int:
@@ -213,6 +215,15 @@ class Ledger:
         """Return the lost steps as they are published: by blocks, at least as many as were lost."""
         return self.lost or self.settings.spending(0)
 
+    def lost_before(self) -> list[Segment]:
+        """Return the lost steps of the runs behind the initial weights, as they were published."""
+        most: dict[tuple[str, Terms], Segment] = {}
+        for ancestor in self.ancestors:
+            if ancestor.lost is not None:
+                which = ancestor.run, ancestor.lost.terms
+                most[which] = max(ancestor.lost, most.get(which, ancestor.lost))
+        return list(most.values())
+
     def spare(self) -> Segment:
         """Return the steps by which the published number of lost steps is above the true one."""
         lost = self.published_lost()
@@ -226,7 +237,7 @@ class Ledger:
     def executed(self) -> list[Segment]:
         """Return every step ever begun, as it is published, by the runs behind the initial weights
         too."""
-        return [*self.taken_in_all(), self.published_lost()]
+        return [*self.taken_in_all(), self.published_lost(), *self.lost_before()]
 
     def planned(self) -> list[Segment]:
         """Return the same steps, and those that are still planned."""
@@ -304,7 +315,9 @@ def _ancestor(fields: dict[str, Any]) -> Ancestor:
     """Build an ancestor from what `dataclasses.asdict` gives, here or in version 0.1.0."""
     names = fields["step_names"] if "step_names" in fields else names_of_starts(fields["starts"])
     segments = tuple(_segments(fields["segments"]))
-    return Ancestor(fields["run"], segments, names, fields["planned_steps"])
+    lost = fields.get("lost")
+    lost = None if lost is None else Segment(**lost)
+    return Ancestor(fields["run"], segments, names, fields["planned_steps"], lost)
 
 
 _CAVEATS = {

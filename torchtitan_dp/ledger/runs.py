@@ -3,8 +3,8 @@
 Guarantee:
     `total` bounds what all runs together reveal of one unit of all their records: every step ever
     begun in their folders, and those of the weights that they started from, each once
-    (`ledger.steps`), lost ones as they are published. Steps compose whatever the records: a unit of
-    some runs alone is revealed by no more. Of an audited run it counts what publishing the audit's
+    (`ledger.steps`), and lost ones as they are published. Steps compose whatever the records: a
+    unit of some runs alone is revealed by no more. Of an audited run it counts what publishing the audit's
     result spends; its weights are not private. Assumes that the runs' number, noise, rates and
     steps were not chosen by what private results showed.
 """
@@ -17,6 +17,7 @@ from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.steps import NamedStep, union
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.segments import Segment
 
 
 @dataclass
@@ -105,9 +106,10 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         runs,
     )
     deltas = [run.ledger.settings.delta for run in runs]
-    spare = [run.ledger.spare() for run in runs]
-    begun = union(step for run in runs for step in run.begun)
-    steps = sum(segment.steps for segment in (*begun, *spare))
+    # By their published number, or it would show how many steps a crash lost.
+    lost = [run.ledger.published_lost() for run in runs]
+    taken = union(step for run in runs for step in run.ledger.taken())
+    steps = sum(segment.steps for segment in (*taken, *lost))
     relation = max(run.ledger.settings.neighbouring_relation for run in runs)
     assert relation in ("add_remove", "zero_out")  # whoever may be left out may be emptied
     adaptive = any(run.ledger.adaptive for run in runs)
@@ -126,8 +128,11 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         planned = sum(run.epsilon_planned or 0.0 for run in runs)
         how = "sum of the runs' epsilon and delta"
         return Total(spent, planned, sum(deltas), how, steps, relation)
-    before = (step for run in runs for step in run.ledger.taken_before())
-    segments = [*union([*before, *(step for run in runs for step in run.begun)]), *spare]
+    segments = [
+        *union([s for run in runs for s in (*run.ledger.taken_before(), *run.ledger.taken())]),
+        *lost,
+        *_lost_before(runs),
+    ]
     coming = [spending for run in runs for spending in run.ledger.still_planned()]
     if adaptive:
         told = [runs[0].ledger.compose(parts) for parts in (segments, [*segments, *coming])]
@@ -141,6 +146,24 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         for parts in (segments, [*segments, *coming])
     ]
     return Total(told[0], max(told), delta, accountant, steps, relation)
+
+
+def _lost_before(runs: Sequence[Run]) -> list[Segment]:
+    """Return the lost steps of ancestors, without those that one of the runs counts itself."""
+    counted = {run.ledger.run: run.ledger.published_lost() for run in runs}
+    found = {
+        (ancestor.run, ancestor.lost)
+        for run in runs
+        for ancestor in run.ledger.ancestors
+        if ancestor.lost is not None
+    }
+    return [
+        lost
+        for name, lost in sorted(found)
+        if name not in counted
+        or counted[name].terms != lost.terms
+        or counted[name].steps < lost.steps
+    ]
 
 
 def _require_common(values: list[str | None], what: str, remedy: str, runs: Sequence[Run]) -> None:

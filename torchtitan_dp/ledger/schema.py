@@ -231,6 +231,14 @@ KEYS = (
         "records.",
     ),
     Key(
+        "lost",
+        dict | None,
+        _LEDGER,
+        "The steps above `steps` in `steps_executed`, on the least noise and the highest rate of "
+        "any step begun in the folder; null if there are none.",
+        added=True,
+    ),
+    Key(
         "meaning",
         dict | None,
         _ACCOUNT,

@@ -90,9 +90,9 @@ def make_plan(
         ledger.budget = fix_budget(ledger.settings, steps, ledger.before())
     else:
         ledger.resume_from(before, privacy.new_segment)
-    epsilon = refuse_overspending(config, ledger)
     if account is not None:
         ExecutedSteps(config.job.dump_folder).enter_lost(ledger)
+    epsilon = refuse_overspending(config, ledger)
     stated = max(epsilon, ledger.compose(ledger.planned()))
     if sigma == 0:
         ledger.mark_not_private("privacy.noise_multiplier = 0")
@@ -207,10 +207,8 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
             f"another folder and came without its {EXECUTED_FILE}, so that the filter cannot count "
             "what was lost there; copy that whole job.dump_folder, or start afresh"
         )
-    begun = executed.begun(ledger.settings)
-    spent = union([*ledger.taken_before(), *ledger.taken(), *begun])
     to_come = ledger.settings.spending(max(steps - ledger.steps, 0))
-    epsilon = max(epsilon, ledger.compose([*spent, to_come]))
+    epsilon = max(epsilon, ledger.compose([*ledger.executed(), to_come]))
     if epsilon > ledger.budget.epsilon:
         raise ValueError(
             f"privacy.new_segment = 'adaptive': {steps} training.steps would spend "
@@ -263,9 +261,12 @@ def _noise_multiplier(
 
 
 def most_lost(config: JobConfig) -> int:
-    """Return the most steps that a crash usually loses: all since the last checkpoint."""
-    steps = max(config.training.steps, 1)
-    return min(config.checkpoint.interval, steps) if config.checkpoint.enable else steps
+    """Return the most steps that a crash usually loses: all since the last checkpoint, and since
+    the one before where that may have been under way."""
+    steps, checkpoint = max(config.training.steps, 1), config.checkpoint
+    if not checkpoint.enable:
+        return steps
+    return min(checkpoint.interval * (1 if checkpoint.async_mode == "disabled" else 2), steps)
 
 
 def earlier_ledger(folder: str) -> Ledger | None:
