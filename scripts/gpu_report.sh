@@ -78,7 +78,11 @@ rows() { # name, tokens, arms, more: throughput and memory of 1B against plain T
 }
 
 parts="scripts/benchmarking/gpu_parts.py"
-part tests ./scripts/run_tests.sh -m cuda -q
+# By name: to collect all tests would take most of a part's time.
+mapfile -t kernels < <(grep -rl --include="test_*.py" "pytest\.mark\.cuda" tests | grep -v selfcheck/)
+part tests ./scripts/run_tests.sh -m cuda -q -rf --junitxml "$OUT/tests.xml" "${kernels[@]}"
+part selfcheck_tests ./scripts/run_tests.sh -m cuda -q -rf \
+    --junitxml "$OUT/selfcheck_tests.xml" tests/selfcheck/test_cuda.py
 if [[ -d torchtitan_dp/selfcheck ]]; then
     part selfcheck "$PY" -m torchtitan_dp.selfcheck --json "$OUT/selfcheck.result.json"
     # Two ranks on one device: NCCL refuses that, gloo does not.

@@ -43,9 +43,23 @@ def test_what_is_done_is_not_run_again_and_all_parts_are_listed(tmp_path):
     parts = [line.split(":")[0] for line in run(tmp_path, "--dry_run").stdout.splitlines()]
     assert {"tests", "train", "resume", "compile", "offload", "mbs4", "timings"} <= set(parts)
     assert {"rows_2k", "rows_16k_compiled", "rows_64k", "head", "plan", "profile"} <= set(parts)
+    assert "selfcheck_tests" in parts
     wrong = run(tmp_path, "--dry_run", "nothing")
     assert wrong.returncode == 2
     assert "no part 'nothing'" in wrong.stderr
+
+
+def test_the_tests_parts_name_every_file_with_tests_for_cuda(tmp_path):
+    """Files by name: all tests together take most of a part's time to collect."""
+    lines = run(tmp_path, "--dry_run", "tests", "selfcheck_tests").stdout.splitlines()
+    marked = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "tests").rglob("test_*.py")
+        if "pytest.mark." + "cuda" in path.read_text()
+    }
+    named = {word for line in lines for word in line.split() if word.endswith(".py")}
+    assert named == marked
+    assert all("-m cuda" in line and "--junitxml" in line for line in lines)
 
 
 def test_a_part_that_fails_or_takes_too_long_is_told(tmp_path):

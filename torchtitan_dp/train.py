@@ -44,7 +44,7 @@ from torchtitan_dp.distributed.agreement import (
     require_agreement,
     shared_root_key,
 )
-from torchtitan_dp.distributed.devices import require_usable_devices
+from torchtitan_dp.distributed.devices import kind, require_usable_devices
 from torchtitan_dp.distributed.lost_ranks import lost_ranks_as_faults
 from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
@@ -295,6 +295,8 @@ class DPTrainer(Trainer):
                 "the privacy settings": ledger.settings,
                 "the configuration": ledger.config_hash,
                 "the versions of packages": versions(),
+                # Replicas' noise is compiled for it, and must be the same bit by bit.
+                "the kind of device": kind(self.device),
             }
         )
         ledger.rewind()  # until a checkpoint says otherwise

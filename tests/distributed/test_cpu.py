@@ -94,3 +94,37 @@ def test_a_gloo_group_has_one_thread(interfaces):
     for before, added, summed in on_ranks(2, gloo_threads, interfaces):
         assert before >= 1  # the name of such threads is still the one counted
         assert (added, summed) == (1, [2, 2, 2])
+
+
+def installed_twice_beside_a_gpu():
+    """The initializers of gloo's groups, before and after each of two more installs."""
+    import torch.distributed as dist
+
+    first = dist.ProcessGroupGloo.__init__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu, "has_accelerator", lambda: True)
+        cpu.install()
+        cpu.install()
+    return first is dist.ProcessGroupGloo.__init__
+
+
+def test_a_second_install_wraps_no_wrapper():
+    assert on_ranks(1, installed_twice_beside_a_gpu) == [True]
+
+
+def test_gpu_hosts_give_gloo_one_thread_and_nothing_else():
+    """Checkpoints and the ranks that share a GPU use gloo there too."""
+    program = (  # the file alone: beside it, TorchTitan would want a GPU's packages
+        "import sys, importlib.util as util, torch, torch.distributed as dist\n"
+        "spec = util.spec_from_file_location('alone', sys.argv[1])\n"
+        "spec.loader.exec_module(cpu := util.module_from_spec(spec))\n"
+        "torch.accelerator.is_available = lambda: True\n"
+        "before, barrier = dist.ProcessGroupGloo.__init__, dist.barrier\n"
+        "cpu.install()\n"
+        "after = dist.ProcessGroupGloo.__init__\n"
+        "assert after is not before and dist.barrier is barrier\n"
+        "assert 'torchtitan' not in sys.modules\n"
+        "cpu.install()\n"
+        "assert dist.ProcessGroupGloo.__init__ is after\n"
+    )
+    subprocess.run([sys.executable, "-c", program, cpu.__file__], check=True)

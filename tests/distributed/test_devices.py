@@ -12,6 +12,8 @@ import torchtitan_dp.distributed  # noqa: F401
 # isort: split
 from tests.conftest import hides_devices
 from tests.launch import ROOT, arguments, write_records
+from tests.preflight.test_rehearsal import command
+from tests.ranks import on_ranks
 from torchtitan_dp import launch
 from torchtitan_dp import train as training
 from torchtitan_dp.distributed import devices
@@ -124,6 +126,53 @@ def test_the_launchers_process_opens_no_cuda_context(monkeypatch, tmp_path):
     assert argv[:2] == ["--nproc_per_node", "2"]
     assert saves == f"{tmp_path / 'out'}/checkpoint"
     assert not torch.cuda.is_initialized()
+
+
+def test_the_kind_of_a_device_is_its_name_and_capability(monkeypatch):
+    """Noise of replicas must be equal bit by bit, and Triton builds it for each architecture."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    assert devices.kind(torch.device("cuda:0")) == ("cuda", "NVIDIA H100", (9, 0))
+    assert devices.kind(torch.device("cpu")) == ("cpu",)
+
+
+def unlike_devices(argv):
+    """A trainer's refusal where each rank's device is another; "" if it was built."""
+    import torch.distributed as dist
+
+    from tests.preflight.test_rehearsal import start
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training, "kind", lambda device: ("cuda", f"GPU {dist.get_rank()}"))
+        try:
+            start(argv).close()
+        except Fault as refusal:
+            return str(refusal)
+    return ""
+
+
+def test_ranks_on_unlike_devices_are_refused(tmp_path):
+    first, second = on_ranks(2, unlike_devices, command(tmp_path))
+    assert first == second
+    assert "ranks disagree on the kind of device (rank 1 is the first" in first
+    assert "the kind of device must be the same" in first
+
+
+def reduced_in_fp16(argv):
+    from tests.preflight.test_rehearsal import start
+
+    matmul = torch.backends.cuda.matmul
+    try:
+        start(argv).close()
+        return matmul.allow_fp16_reduced_precision_reduction
+    finally:
+        matmul.allow_fp16_reduced_precision_reduction = True  # PyTorch's default
+
+
+@pytest.mark.parametrize(("dtype", "allowed"), [("float16", False), ("bfloat16", True)])
+def test_products_of_fp16_are_summed_in_fp32(tmp_path, dtype, allowed):
+    argv = command(tmp_path, f"--training.mixed_precision_param={dtype}")
+    assert on_ranks(1, reduced_in_fp16, argv) == [allowed]
 
 
 @pytest.mark.parametrize(

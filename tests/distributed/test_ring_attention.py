@@ -1,5 +1,7 @@
 """Ring attention on gloo equals attention in one process, forward and backward."""
 
+import types
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,18 +22,43 @@ def test_the_private_names_are_where_we_use_them():
 
 
 @pytest.mark.parametrize(
-    ("cudnn", "first"),
-    [(90100, "FLASH_ATTENTION"), (90501, "CUDNN_ATTENTION"), (None, "CUDNN_ATTENTION")],
+    ("compiled", "running", "first"),
+    [
+        ((9, 1, 0), (9, 1, 0), "FLASH_ATTENTION"),
+        ((9, 5, 1), (9, 10, 2), "CUDNN_ATTENTION"),
+        ((9, 1, 0), (9, 10, 2), "FLASH_ATTENTION"),  # PyTorch's assertion is of the headers
+        ((9, 10, 2), (9, 1, 0), "FLASH_ATTENTION"),
+        (None, None, "CUDNN_ATTENTION"),
+    ],
 )
-def test_an_old_cudnn_is_not_put_on_a_ring(monkeypatch, cudnn, first):
+def test_an_old_cudnn_is_not_put_on_a_ring(monkeypatch, compiled, running, first):
     import torchtitan_dp.distributed  # noqa: F401
     from torchtitan_dp.distributed import ring_attention
 
-    monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
+    cudnn = types.SimpleNamespace(
+        getCompileVersion=lambda: compiled, getRuntimeVersion=lambda: running
+    )
+    monkeypatch.setattr(torch._C, "_cudnn", cudnn, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: compiled is not None)
     names = [backend.name for backend in ring_attention._backends()]
     assert names[0] == first
     assert "EFFICIENT_ATTENTION" in names
     assert "MATH" not in names
+
+
+def test_pytorch_has_the_versions_of_cudnn_where_we_ask():
+    """PyTorch's own module asks the same names; where cuDNN is built in they are tried as well."""
+    import inspect
+
+    import torchtitan_dp.distributed  # noqa: F401
+    from torchtitan_dp.distributed import ring_attention
+
+    source = inspect.getsource(torch.backends.cudnn)
+    assert "_cudnn.getCompileVersion()" in source
+    assert "_cudnn.getRuntimeVersion()" in source
+    for version in ring_attention._cudnn_versions():
+        assert len(version) == 3
+        assert (8, 0, 0) < version < (20, 0, 0)
 
 
 def ring_errors(balancer, rotate, kv_heads):

@@ -233,6 +233,9 @@ class Device:
     def launch(self, microbatch: Any, _: Any) -> None:
         self.queued.append(microbatch.labels_BT.shape[1])
 
+    def clock(self) -> float:
+        return self.now
+
     def synchronize(self, _: Any = None) -> None:
         queued, self.queued = self.queued, []
         self.lengths += queued
@@ -255,7 +258,7 @@ def rehearsed_on(device: Device, root: Path) -> Any:
     try:
         with (
             mock.patch.object(torch.accelerator, "synchronize", device.synchronize),
-            mock.patch.object(rehearsal.time, "perf_counter", lambda: device.now),
+            mock.patch.object(rehearsal.time, "perf_counter", side_effect=device.clock),
             mock.patch.object(rehearsal, "_check_tokenizer"),
         ):
             rehearsal.rehearse(trainer)

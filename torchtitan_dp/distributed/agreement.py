@@ -62,5 +62,6 @@ def require_agreement(terms: Mapping[str, object]) -> None:
     raise Fault(
         f"ranks disagree on {' and '.join(differing)} (rank {others[0]} is the first to differ "
         "from rank 0): training.dataset_path and job.dump_folder must be the same files on every "
-        "node, and the configuration and the installed packages must be the same"
+        "node, and the configuration, the installed packages and the kind of device must be the "
+        "same"
     )

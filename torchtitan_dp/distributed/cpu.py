@@ -1,8 +1,8 @@
-"""All that TorchTitan 0.2.2 and gloo need to run without a GPU, and nothing elsewhere.
+"""All that TorchTitan 0.2.2 needs to run without a GPU, and one thing that gloo needs anywhere.
 
 This is the package's one documented change of other people's globals: on a machine with an
-accelerator `install()` returns at once. Each item below is a function that says what is missing
-and `tests/distributed/test_cpu.py` tells when a new TorchTitan makes it unnecessary.
+accelerator `install()` changes gloo's groups alone. Each item below is a function that says what
+is missing and `tests/distributed/test_cpu.py` tells when a new TorchTitan makes it unnecessary.
 """
 
 import functools
@@ -26,14 +26,18 @@ def has_accelerator() -> bool:
 
 
 def install() -> None:
-    """Make `import torchtitan` and its Trainer work on CPU; does nothing with an accelerator."""
+    """Make gloo safe, and `import torchtitan` and its Trainer work on CPU.
+
+    With an accelerator only gloo is changed: checkpoints, and ranks that share a device, use it
+    there too. A second call changes nothing.
+    """
+    _give_gloo_groups_one_thread()
     if has_accelerator() or "torchtitan" in sys.modules:
         return
     _import_torchtitan()
     _report_process_memory()
     _accept_string_device_ids_in_barrier()
     _profile_cpu_only()
-    _give_gloo_groups_one_thread()
 
 
 def peak_memory_bytes() -> int:
@@ -116,6 +120,8 @@ def _give_gloo_groups_one_thread() -> None:
     """
     gloo = dist.ProcessGroupGloo
     create = gloo.__init__
+    if getattr(create, "__globals__", None) is globals():
+        return  # it is ours by now
 
     @functools.cache
     def devices(interfaces: str) -> list[Any]:

@@ -43,6 +43,14 @@ def require_usable_devices() -> None:
     )
 
 
+def kind(device: torch.device) -> tuple[object, ...]:
+    """Return what ranks' devices must have alike for equal bits: type, name, compute capability."""
+    if device.type != "cuda":
+        return (device.type,)
+    name = torch.cuda.get_device_name(device)
+    return (device.type, name, torch.cuda.get_device_capability(device))
+
+
 def missing_devices() -> str | None:
     """Return one line of warning if CUDA_VISIBLE_DEVICES names devices and none is found."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")

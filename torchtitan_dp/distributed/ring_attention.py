@@ -42,7 +42,7 @@ _RING_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
 ]
 
-_CUDNN_FOR_RINGS = 90501
+_CUDNN_FOR_RINGS = (9, 5, 1)
 
 
 def configure_ring(
@@ -80,12 +80,20 @@ def _backends() -> list[SDPBackend]:
     """List the kernels for the ring, the preferred first.
 
     cuDNN before 9.5.1 fails in the ring's backward, where a rank's queries and another's keys
-    differ in number, with an assertion of its own: flash attention comes first there.
+    differ in number, with an assertion of PyTorch's that goes by the version that it was compiled
+    with, whichever it runs with: flash attention comes first there.
     """
-    version = torch.backends.cudnn.version()
-    if version is not None and version < _CUDNN_FOR_RINGS:
+    if any(version < _CUDNN_FOR_RINGS for version in _cudnn_versions()):
         return [backend for backend in _RING_BACKENDS if backend != SDPBackend.CUDNN_ATTENTION]
     return _RING_BACKENDS
+
+
+def _cudnn_versions() -> list[tuple[int, int, int]]:
+    """List what PyTorch was compiled with, and runs with; nothing for a build without cuDNN."""
+    if not torch.backends.cudnn.is_available():
+        return []
+    cudnn = torch._C._cudnn  # type: ignore[attr-defined]
+    return [cudnn.getCompileVersion(), cudnn.getRuntimeVersion()]
 
 
 def _register_kernels(device_type: str) -> None:

@@ -48,6 +48,9 @@ def parallelize_llama(
     `privacy.gradient_method` needs per-sample layers, layers form per-sample gradients instead.
     """
     parallelism = job_config.parallelism
+    if job_config.training.mixed_precision_param == "float16":
+        # Products over many tokens would be summed in 16 bits where cuBLAS splits them.
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if parallel_dims.cp_enabled:
         configure_ring(
             device_type,
