@@ -11,7 +11,8 @@ from tests.ranks import on_ranks
 
 def agreement(differing: tuple[str, ...]) -> str:
     """The refusal of this rank, whose terms of these names are its own; each rank has its copy."""
-    import torch.distributed as dist
+    import torch
+import torch.distributed as dist
 
     from torchtitan_dp.distributed.agreement import require_agreement
     from torchtitan_dp.process import Fault
@@ -90,6 +91,7 @@ def opening(folder: str, differ: bool) -> str:
     )
     trainer = SimpleNamespace(
         job_config=config,
+        device=torch.device("cpu"),
         dataloader=SimpleNamespace(fingerprint="f" * 64, settings={}, units=np.arange(10)),
     )
     try:

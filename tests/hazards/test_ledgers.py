@@ -165,6 +165,7 @@ def opened(folder, *overrides):
     config = build.config(f"--job.dump_folder={folder}", *overrides)
     trainer = SimpleNamespace(
         job_config=config,
+        device=torch.device("cpu"),
         dataloader=SimpleNamespace(fingerprint="f" * 64, settings={}, units=np.arange(10)),
     )
     ledger, executed = DPTrainer._open_ledger(trainer, decide_start(config))

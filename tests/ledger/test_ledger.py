@@ -21,8 +21,8 @@ from torchtitan_dp.ledger import (
     files,
     read_published,
 )
-from torchtitan_dp.ledger.files import read_fingerprint
 from torchtitan_dp.ledger.caveats import caveats
+from torchtitan_dp.ledger.files import read_fingerprint
 from torchtitan_dp.ledger.initial import ledger_beside
 from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
 from torchtitan_dp.ledger.runs import Run, total

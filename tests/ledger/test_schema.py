@@ -51,7 +51,7 @@ def test_it_holds_the_keys_of_the_schema_in_their_order(told, tmp_path):
 
 def test_every_attribute_of_a_ledger_is_told_or_known_otherwise():
     """Who adds one decides whether `privacy.json` tells of it."""
-    otherwise = {"settings", "caveats", "finished", "step_names", "start", "lost", "lost_exactly"}
+    otherwise = {"settings", "caveats", "finished", "step_names", "start", "lost_exactly"}
     known = set(Ledger.__dataclass_fields__) - otherwise
     assert set(names(Origin.LEDGER)) == known
     otherwise = {"target_epsilon", "samples_per_rank", "ranks_added_up"}

@@ -143,9 +143,9 @@ def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
     executed = ExecutedSteps(folder)
     executed.enter_lost(ledger)
     begun = executed.begun(ledger.settings)
-    kept, terms_of_lost = set(ledger.taken()), ledger.published_lost().terms
-    lost = (NamedStep(step.name, *terms_of_lost) for step in begun if step not in kept)
-    begun = [*kept, *lost, *executed.spare(ledger.spare())]
+    kept, worst = set(ledger.taken()), ledger.published_lost().terms
+    begun = [step if step in kept else NamedStep(step.name, *worst) for step in begun]
+    begun += executed.spare(ledger.spare())
     begun.sort(key=lambda step: (step.terms, step.name))
     segments = []
     for (sigma, rate, k), steps in itertools.groupby(begun, key=lambda step: step.terms):
