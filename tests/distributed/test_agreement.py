@@ -11,8 +11,7 @@ from tests.ranks import on_ranks
 
 def agreement(differing: tuple[str, ...]) -> str:
     """The refusal of this rank, whose terms of these names are its own; each rank has its copy."""
-    import torch
-import torch.distributed as dist
+    import torch.distributed as dist
 
     from torchtitan_dp.distributed.agreement import require_agreement
     from torchtitan_dp.process import Fault
@@ -77,6 +76,7 @@ def opening(folder: str, differ: bool) -> str:
     from types import SimpleNamespace
 
     import numpy as np
+    import torch
     import torch.distributed as dist
 
     from torchtitan_dp.checkpoint.start import decide_start
