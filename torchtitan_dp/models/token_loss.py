@@ -13,6 +13,7 @@ from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_dp.privacy.blocks import BLOCK, on_threads
+from torchtitan_dp.privacy.kernels import compile_kernel
 
 
 @torch.library.custom_op("torchtitan_dp::losses_to_gradients_", mutates_args=("logits_NV",))
@@ -81,4 +82,4 @@ def _by_comparison(logits_NV: Tensor, labels_N: Tensor, scale_N: Tensor) -> Tens
 
 @functools.cache
 def _compiled_by_comparison() -> Callable[[Tensor, Tensor, Tensor], Tensor]:
-    return torch.compile(_by_comparison, fullgraph=True, dynamic=True)
+    return compile_kernel(_by_comparison)

@@ -16,6 +16,8 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from torchtitan_dp.privacy.kernels import compile_kernel
+
 ClipFunction = Literal["vanilla", "automatic"]
 _Add = Callable[[Tensor, Tensor, Tensor, Tensor], None]
 
@@ -167,4 +169,4 @@ def _add_scaled(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected:
 
 @functools.cache
 def _compiled_add_scaled() -> _Add:
-    return torch.compile(_add_scaled, fullgraph=True, dynamic=True)
+    return compile_kernel(_add_scaled)

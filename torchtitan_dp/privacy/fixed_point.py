@@ -41,6 +41,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from torchtitan_dp.privacy.kernels import compile_kernel
 from torchtitan_dp.privacy.noise import check_arguments
 from torchtitan_dp.privacy.secure_noise import DRAWS, add_draws, grid
 
@@ -134,7 +135,7 @@ def _add_units(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor)
 
 @functools.cache
 def _compiled_add_units() -> _Add:
-    return torch.compile(_add_units, fullgraph=True, dynamic=True)
+    return compile_kernel(_add_units)
 
 
 @torch.no_grad()

@@ -39,6 +39,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_dp.privacy.blocks import BLOCK, on_threads
+from torchtitan_dp.privacy.kernels import compile_kernel
 
 # Positions handed to the torch cipher at once: bounds the temporaries where it is not compiled.
 _CHUNK = 2**22
@@ -227,7 +228,7 @@ def _add_normal(flat: Tensor, key: Tensor, start: Tensor, std: Tensor) -> None:
 
 @functools.cache
 def _compiled_add_normal() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    return torch.compile(_add_normal, fullgraph=True, dynamic=True)
+    return compile_kernel(_add_normal)
 
 
 def _add_threefry(flat: Tensor, std: float, key: Tensor, start: int) -> None:

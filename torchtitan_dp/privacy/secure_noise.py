@@ -41,6 +41,7 @@ import torch
 from torch import Tensor
 
 from torchtitan_dp.privacy.blocks import BLOCK, on_threads
+from torchtitan_dp.privacy.kernels import compile_kernel
 from torchtitan_dp.privacy.noise import (
     check_arguments,
     chunk_starts,
@@ -166,7 +167,7 @@ def _unsigned(word: Tensor) -> Tensor:
 
 @functools.cache
 def _compiled_threefry_normal_sum() -> Callable[[Tensor, Tensor, int], Tensor]:
-    return torch.compile(threefry_normal_sum, fullgraph=True, dynamic=True)
+    return compile_kernel(threefry_normal_sum)
 
 
 def _add_threefry(flat: Tensor, add: Add, key: Tensor, start: int) -> None:
