@@ -121,7 +121,8 @@ def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected
         factor, rejected: scalars on the device, of `clip`. A rejected sample is left out by
             selection, not by a factor of 0, since 0 x NaN is NaN.
 
-    Both are read once, and the sum is written once: 12 bytes a value.
+    Both are read once, and the sum is written once: 12 bytes a value. On CUDA a row of `gradient`
+    that is not contiguous is copied first: 8 bytes a value more, and 4 of memory for that row.
     """
     assert accumulator.dtype == gradient.dtype == torch.float32, (accumulator.dtype, gradient.dtype)
     assert accumulator.shape == gradient.shape, (accumulator.shape, gradient.shape)
@@ -155,12 +156,15 @@ def _add_rows(
 ) -> None:
     """Call `add` on each row of (D, N), or on (N,), as a contiguous vector without autograd.
 
-    Dynamo compiles another graph for each kind of layout, rank and grad mode, and refuses the ninth
-    (`torch._dynamo.config.recompile_limit`): rows have one kind.
+    Dynamo compiles another graph for each kind of layout, rank and grad mode, also of the tensor
+    that an argument is a view of, and refuses the ninth (`torch._dynamo.config.recompile_limit`).
+    So rows that have values are handed over, of one kind: `data` is a view of nothing.
     """
+    if accumulator.numel() == 0:
+        return
     rows = zip(torch.atleast_2d(accumulator), torch.atleast_2d(gradient), strict=True)
     for total_N, gradient_N in rows:
-        add(total_N, gradient_N.contiguous(), factor, rejected)
+        add(total_N.data, gradient_N.contiguous().data, factor.data, rejected.data)
 
 
 def _add_scaled(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:

@@ -112,9 +112,14 @@ def _add_row_(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) 
 def _add_in_chunks(
     add_units: _Add, size: int, total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor
 ) -> None:
-    """Call `add_units` on contiguous vectors: dynamo compiles a graph for each kind of layout."""
+    """Call `add_units` on contiguous vectors that have values, and are views of nothing.
+
+    Dynamo compiles a graph for each kind of layout, as `clipping._add_rows` says.
+    """
+    if len(total) == 0:
+        return
     for total_n, gradient_n in zip(total.split(size), gradient.split(size), strict=True):
-        add_units(total_n, gradient_n.contiguous(), scale, rejected)
+        add_units(total_n.data, gradient_n.contiguous().data, scale.data, rejected.data)
 
 
 def _add_units_on_cpu(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:
