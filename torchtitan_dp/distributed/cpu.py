@@ -120,8 +120,8 @@ def _give_gloo_groups_one_thread() -> None:
     """
     gloo = dist.ProcessGroupGloo
     create = gloo.__init__
-    if getattr(create, "__globals__", None) is globals():
-        return  # it is ours by now
+    if hasattr(create, "__wrapped__"):
+        return  # it is ours by now, also if this module was imported anew since
 
     @functools.cache
     def devices(interfaces: str) -> list[Any]:
