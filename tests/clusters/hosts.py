@@ -89,7 +89,7 @@ class TwoHosts:
             _ip("netns", "delete", name)
 
     def cut(self) -> None:
-        """Take the link down: what is sent is lost, and nobody is told."""
+        """Take the link down: packets are lost without an error on either side."""
         _ip("-n", self._names[0], "link", "set", "cable", "down")
 
     def start(self, number: int, argv: list[str], *, in_place_of: dict[Path, Path]) -> Launcher:

@@ -419,7 +419,7 @@ def fed_apart(folder: str, ladder: tuple[int, ...], mine: list[list[list[int]]])
 def test_row61_ranks_that_draw_different_units_all_refuse_the_step(
     tmp_path: Path, ladder: tuple[int, ...], others: list[list[int]]
 ) -> None:
-    """In one line that tells nothing of the draw, before lengths and samples are sent of it."""
+    """In one line without the draw, before its lengths and samples are sent."""
     store(tmp_path)
     drawn = [[0, 1, 2, 3, 4, 5], [7, 8]]
     ends = on_ranks(2, fed_apart, str(tmp_path), ladder, [drawn, others])

@@ -13,7 +13,7 @@ Guarantee:
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torchtitan_dp.ledger import schema
@@ -44,7 +44,7 @@ class Account:
         """Return what the lineage spent; infinite if it is not private."""
         if self._ledger.adaptive:  # what was chosen may depend on abandoned steps as well
             return self.epsilon_executed()
-        return self._at(self._lineage_curve, self._ledger.taken_in_all())
+        return self._at(self._lineage_curve, self._ledger.taken_in_all)
 
     def beside_epsilon(self, target: float | None) -> str:
         """Return what a reader of epsilon needs beside it: with lost steps, and the target."""
@@ -54,7 +54,7 @@ class Account:
 
     def epsilon_executed(self) -> float:
         """Return what all steps ever begun in the folder spent, as it is published."""
-        return self._at(self._executed_curve, self._ledger.executed())
+        return self._at(self._executed_curve, self._ledger.executed)
 
     def epsilon_planned(self) -> float:
         """Return what those steps and the steps that are still planned spend."""
@@ -104,10 +104,11 @@ class Account:
         """Return what these steps spend; infinite if they are not private."""
         return self._ledger.compose(steps) if self._ledger.composes else math.inf
 
-    def _at(self, curve: EpsilonCurve | None, steps: list[Segment]) -> float:
-        """Return what these steps spend, from the curve where there is one."""
+    def _at(self, curve: EpsilonCurve | None, steps: Callable[[], list[Segment]]) -> float:
+        """Return the spending of these steps, from the curve where there is one: no step that is
+        logged waits for a list of all steps before it."""
         if not self._ledger.composes or curve is None:
-            return self._composed(steps)
+            return self._composed(steps())
         return curve.at(self._own_steps())
 
     @functools.cached_property

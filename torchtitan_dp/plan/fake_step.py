@@ -160,7 +160,7 @@ class Step:
 
     @property
     def host_bytes(self) -> int:
-        """Give the host's page-locked memory that the microbatches so far have taken."""
+        """The host's page-locked memory that the microbatches so far have taken."""
         around = self.model.around_block
         return around.host_bytes if isinstance(around, offload.InputsOnHost) else 0
 

@@ -41,7 +41,7 @@ class TrackedStep(Protocol):
 
     @property
     def host_bytes(self) -> int:
-        """Give the host's page-locked memory that the microbatches so far have taken."""
+        """The host's page-locked memory that the microbatches so far have taken."""
 
     def microbatch(self, seq_len: int) -> None:
         """Run forward and backward, and keep what a step keeps of them."""
@@ -109,7 +109,7 @@ class Model:
 
     @property
     def host_bytes(self) -> int:
-        """Predict the host's page-locked memory for the longest sample so far."""
+        """The host's page-locked memory for the longest sample so far."""
         return self._step.host_bytes
 
     def close(self) -> None:
