@@ -30,6 +30,11 @@ wanted=("$@")
 known=()
 failed=0
 device="$("$PY" -c 'import torch; print(torch.cuda.is_available() and torch.cuda.get_device_name())')"
+# The longest rows: at 64k tokens TorchTitan's logits alone take 100 GB.
+gib="$("$PY" -c 'import torch
+c = torch.cuda; print(c.get_device_properties(0).total_memory >> 30 if c.is_available() else 0)')"
+long=32k long_tokens=32768
+((gib < 120)) || long=64k long_tokens=65536
 [[ -n "$dry_run" ]] || (umask 077 && mkdir -p "$OUT/runs")
 
 part() { # name, command …: run it, unless it is not wanted or done
@@ -78,37 +83,47 @@ rows() { # name, tokens, arms, more: throughput and memory of 1B against plain T
 }
 
 parts="scripts/benchmarking/gpu_parts.py"
+# First what decides whether to train here at all: kernels, the privacy of every method, a run.
+part machine "$PY" "$parts" machine --json "$OUT/machine.result.json"
 # By name: to collect all tests would take most of a part's time.
 mapfile -t kernels < <(grep -rl --include="test_*.py" "pytest\.mark\.cuda" tests | grep -v selfcheck/)
 part tests ./scripts/run_tests.sh -m cuda -q -rf --junitxml "$OUT/tests.xml" "${kernels[@]}"
-part selfcheck_tests ./scripts/run_tests.sh -m cuda -q -rf \
-    --junitxml "$OUT/selfcheck_tests.xml" tests/selfcheck/test_cuda.py
-if [[ -d torchtitan_dp/selfcheck ]]; then
-    part selfcheck "$PY" -m torchtitan_dp.selfcheck --json "$OUT/selfcheck.result.json"
-    # Two ranks on one device: NCCL refuses that, gloo does not.
-    part two_ranks "$PY" -m torch.distributed.run --standalone --nproc_per_node 2 \
-        -m torchtitan_dp.selfcheck --backend cpu:gloo,cuda:gloo \
-        --json "$OUT/two_ranks.result.json"
-fi
+part selfcheck env TORCH_LOGS=recompiles "$PY" -m torchtitan_dp.selfcheck \
+    --json "$OUT/selfcheck.result.json"
+# Two ranks on one device: NCCL refuses that, gloo does not.
+part two_ranks env TORCH_LOGS=recompiles "$PY" -m torch.distributed.run --standalone \
+    --nproc_per_node 2 -m torchtitan_dp.selfcheck --backend cpu:gloo,cuda:gloo \
+    --json "$OUT/two_ranks.result.json"
 train train
 # Stopped by a signal; the same command goes on from what was saved.
 part resume env NGPU=1 bash scripts/benchmarking/stop_and_resume.sh "$OUT/runs/resume"
-train compile --compile.enable
+# Then what it costs.
+part timings "$PY" "$parts" timings --json "$OUT/timings.result.json"
+rows rows_16k 16384 microbatch
+part plan_16k "$PY" "$parts" plan "$OUT/rows_16k.result.json" --json "$OUT/plan_16k.result.json"
+part long "$PY" "$parts" long --seq_len 131072 --json "$OUT/long.result.json"
+part profile "$PY" "$parts" profile --seq_len 16384 --json "$OUT/profile.result.json"
+part profile_2k "$PY" "$parts" profile --seq_len 2048 --json "$OUT/profile_2k.result.json"
+part profile_2k_mbs4 "$PY" "$parts" profile --seq_len 2048 --arm V2 --batch_size 4 \
+    --json "$OUT/profile_2k_mbs4.result.json"
+buckets=(--training.seq_len 2048 --training.mixed_precision_param bfloat16 --data.length_buckets)
+train compile --compile.enable "${buckets[@]}"
+train mbs4_compiled --training.local_batch_size 4 --compile.enable "${buckets[@]}"
+# Then the rest, the tests of the selfcheck itself among it.
+part selfcheck_tests ./scripts/run_tests.sh -m cuda -q -rf \
+    --junitxml "$OUT/selfcheck_tests.xml" tests/selfcheck/test_cuda.py
 train offload --activation_checkpoint.mode full --activation_checkpoint.offload_inputs
 train mbs4 --training.local_batch_size 4
-train mbs4_compiled --training.local_batch_size 4 --compile.enable
-part timings "$PY" "$parts" timings --json "$OUT/timings.result.json"
+rows rows_16k_compiled 16384 microbatch --compile.enable
 rows rows_2k 2048 microbatch
 rows rows_2k_compiled 2048 microbatch --compile.enable
 rows rows_2k_mbs4 2048 "V2,ghost" --batch_sizes 4
 rows rows_2k_mbs4_compiled 2048 V2 --batch_sizes 4 --compile.enable
-rows rows_16k 16384 microbatch
-rows rows_16k_compiled 16384 microbatch --compile.enable
-rows rows_64k 65536 "microbatch + AC"
-rows rows_64k_compiled 65536 "microbatch + AC" --compile.enable
+rows "rows_$long" "$long_tokens" "microbatch + AC"
+rows "rows_${long}_compiled" "$long_tokens" "microbatch + AC" --compile.enable
 rows head 16384 "microbatch,microbatch + plain head"
-part plan "$PY" "$parts" plan "$OUT"/rows_{2k,16k,64k}.result.json --json "$OUT/plan.result.json"
-part profile "$PY" "$parts" profile --seq_len 16384 --json "$OUT/profile.result.json"
+part plan "$PY" "$parts" plan "$OUT"/rows_{2k,16k,"$long"}.result.json \
+    --json "$OUT/plan.result.json"
 
 for name in ${wanted[@]+"${wanted[@]}"}; do
     [[ " ${known[*]} " == *" $name "* ]] || {

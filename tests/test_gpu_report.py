@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from scripts.benchmarking import gpu_parts, gpu_table
+from scripts.benchmarking.worker import _eagerly
 from tests.launch import ROOT
 from torchtitan_dp.plan import memory as plan_memory
 from torchtitan_dp.plan.memory import GIB, MemoryPlan
+from torchtitan_dp.privacy import fixed_point, noise
 
 
 def run(folder, *arguments, **env):
@@ -42,7 +44,9 @@ def test_what_is_done_is_not_run_again_and_all_parts_are_listed(tmp_path):
     assert done.stdout.splitlines()[0] == "profile: done already"
     parts = [line.split(":")[0] for line in run(tmp_path, "--dry_run").stdout.splitlines()]
     assert {"tests", "train", "resume", "compile", "offload", "mbs4", "timings"} <= set(parts)
-    assert {"rows_2k", "rows_16k_compiled", "rows_64k", "head", "plan", "profile"} <= set(parts)
+    assert {"rows_2k", "rows_16k_compiled", "rows_32k", "head", "plan", "profile"} <= set(parts)
+    first = "machine tests selfcheck two_ranks train resume timings rows_16k plan_16k long profile"
+    assert parts[:11] == first.split()
     assert "selfcheck_tests" in parts
     wrong = run(tmp_path, "--dry_run", "nothing")
     assert wrong.returncode == 2
@@ -67,6 +71,7 @@ def test_a_part_that_fails_or_takes_too_long_is_told(tmp_path):
     python = tmp_path / "python"
     python.write_text(
         '#!/usr/bin/env bash\ncase "$*" in\n'
+        "    *total_memory*) echo 140 ;;\n"
         '    *is_available*) echo "A GPU" ;;\n'
         f'    *gpu_table*) exec {sys.executable} "$@" ;;\n'
         "    *timings*) sleep 9 ;;\n"
@@ -82,6 +87,21 @@ def test_a_part_that_fails_or_takes_too_long_is_told(tmp_path):
         for part in ("timings", "profile", "plan")
     }
     assert ended == {"timings": "out of time", "profile": "failed with exit code 3", "plan": "ok"}
+    assert "rows_64k: " in run(tmp_path / "out", "--dry_run", **stand_in).stdout  # of 140 GiB
+
+
+def test_the_machine_is_named_without_a_device_too():
+    found = gpu_parts.machine(argparse.Namespace())
+    assert found["torch"] == torch.__version__
+    assert (found["cudnn_running"] is None) == (not torch.cuda.is_available())
+
+
+def test_steps_that_count_bytes_run_eagerly_in_small_chunks():
+    """Compiled, noise has no temporaries; eagerly 2^30 values would take 80 GB of them."""
+    with _eagerly():
+        assert noise._COMPILED_CHUNK == fixed_point._COMPILED_CHUNK == 2**22
+        assert torch.compile(lambda: torch.compiler.is_compiling())() is False
+    assert noise._COMPILED_CHUNK == fixed_point._COMPILED_CHUNK == 2**30
 
 
 def test_timings_of_small_sizes():

@@ -1,15 +1,20 @@
-"""What `scripts/gpu_report.sh` measures by itself: kernels' times, the plan, a profiled step.
+"""What `scripts/gpu_report.sh` measures by itself: versions, kernels, memory, a profiled step.
 
+    python scripts/benchmarking/gpu_parts.py machine [--json FILE]
     python scripts/benchmarking/gpu_parts.py timings [--json FILE] [--values N] [--tokens N] …
     python scripts/benchmarking/gpu_parts.py plan ROWS.json … [--json FILE]
-    python scripts/benchmarking/gpu_parts.py profile [--seq_len T] [--json FILE]
+    python scripts/benchmarking/gpu_parts.py long [--seq_len T] [--json FILE]
+    python scripts/benchmarking/gpu_parts.py profile [--seq_len T] [--arm A] [--batch_size B] …
 
 Times are of CUDA events around one call, medians of the rounds. On a CPU they are of the clock, so
 that this file can be tried there; they say nothing of a GPU.
 """
 
 import argparse
+import importlib.metadata
 import json
+import os
+import shutil
 import statistics
 import sys
 import time
@@ -29,6 +34,7 @@ Row = dict[str, Any]
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     kinds = parser.add_subparsers(dest="part", required=True)
+    machine_ = kinds.add_parser("machine")
     times = kinds.add_parser("timings")
     times.add_argument("--values", type=int, default=1_235_814_400, help="of a 1B model")
     times.add_argument("--tokens", type=int, default=16384)
@@ -37,16 +43,45 @@ def main() -> None:
     times.add_argument("--rounds", type=int, default=10)
     plan = kinds.add_parser("plan")
     plan.add_argument("rows", nargs="+", type=Path)
+    long_ = kinds.add_parser("long")
+    long_.add_argument("--seq_len", type=int, default=131072)
     profile = kinds.add_parser("profile")
     profile.add_argument("--seq_len", type=int, default=16384)
-    for part in (times, plan, profile):
+    profile.add_argument("--arm", default="microbatch")
+    profile.add_argument("--batch_size", type=int, default=1)
+    for part in (machine_, times, plan, long_, profile):
         part.add_argument("--json", type=Path)
     options = parser.parse_args()
-    result = {"timings": timings, "plan": predictions, "profile": profiled}[options.part](options)
+    run: dict[str, Callable[[argparse.Namespace], Row]] = {
+        "machine": machine,
+        "timings": timings,
+        "plan": predictions,
+        "long": offloaded,
+        "profile": profiled,
+    }
+    result = run[options.part](options)
     text = json.dumps(result, indent=2)
     print(text)
     if options.json:
         options.json.write_text(text + "\n", encoding="utf-8")
+
+
+def machine(_: argparse.Namespace) -> Row:
+    """Name the versions that decide which kernels run, and what Triton builds its launcher with."""
+    cuda = torch.cuda.is_available()
+    cudnn: Any = torch._C._cudnn if cuda else None  # type: ignore[attr-defined]
+    return {
+        "device": torch.cuda.get_device_name() if cuda else "cpu",
+        "free_gib, total_gib": ", ".join(f"{n / GIB:.1f}" for n in torch.cuda.mem_get_info())
+        if cuda
+        else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "cudnn_compiled": ".".join(map(str, cudnn.getCompileVersion())) if cuda else None,
+        "cudnn_running": ".".join(map(str, cudnn.getRuntimeVersion())) if cuda else None,
+        "triton": _version("triton"),
+        "compiler": shutil.which(os.environ.get("CC", "cc")),
+    }
 
 
 def timings(options: argparse.Namespace) -> Row:
@@ -159,16 +194,64 @@ def predictions(options: argparse.Namespace) -> Row:
     return {"predictions": rows}
 
 
+def offloaded(options: argparse.Namespace) -> Row:
+    """Weigh steps of long samples, activations recomputed, without and with offloaded inputs."""
+    from benchmarking.arms import ARMS
+
+    rows = []
+    for offload in (False, True):
+        flag = f"--activation_checkpoint.{'' if offload else 'no-'}offload_inputs"
+        found = _of_one_process(weigh_steps, ARMS["microbatch + AC"], options.seq_len, 1, 2, [flag])
+        rows.append({"seq_len": options.seq_len, "offload_inputs": offload, **found})
+    return {"steps": rows}
+
+
+def weigh_steps(arm: Any, setting: Any, folder: str) -> Row:
+    """In a process of its own: what the allocator counted over three steps."""
+    from benchmarking.worker import _build, _draws_of_fixed_size
+
+    with _draws_of_fixed_size(setting.records):
+        step = _build(arm, setting, folder)
+        for _ in range(3):
+            step()
+    stats = torch.cuda.memory_stats()
+    return {
+        "allocated_gib": stats["allocated_bytes.all.peak"] / GIB,
+        "reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
+        "alloc_retries": stats["num_alloc_retries"],
+    }
+
+
 def profiled(options: argparse.Namespace) -> Row:
     """Profile one private step, and say for which part of it the device had nothing to do."""
     from benchmarking.arms import ARMS
+
+    arm, batch_size = ARMS[options.arm], options.batch_size
+    found = _of_one_process(profile_step, arm, options.seq_len, batch_size, 4, [])
+    return {"seq_len": options.seq_len, "arm": arm.name, "batch_size": batch_size, **found}
+
+
+def _of_one_process(
+    work: Callable[..., Row],
+    arm: Any,
+    seq_len: int,
+    batch_size: int,
+    microbatches: int,
+    overrides: list[str],
+) -> Row:
+    """Run `work` on steps of the 1B model, in a process of its own."""
     from benchmarking.measure import make_setting
     from benchmarking.processes import on_processes
 
-    overrides = [f"--training.seq_len={options.seq_len}"]
-    setting = make_setting(CONFIG, overrides, 1, local_batch_size=1, microbatches=4)
-    (result,) = on_processes(1, profile_step, ARMS["microbatch"], setting)
-    return {"seq_len": options.seq_len, **result}
+    setting = make_setting(
+        CONFIG,
+        [f"--training.seq_len={seq_len}", *overrides],
+        1,
+        local_batch_size=batch_size,
+        microbatches=microbatches,
+    )
+    (result,) = on_processes(1, work, arm, setting)
+    return result
 
 
 def profile_step(arm: Any, setting: Any, folder: str) -> Row:
@@ -209,6 +292,13 @@ def idle(busy: Iterable[tuple[float, float]]) -> Row:
         "idle_share": sum(gaps) / (end - first),
         "gaps_ms": [gap / 1e3 for gap in sorted(gaps, reverse=True)[:10]],
     }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 def _device_name(device: torch.device) -> str:

@@ -22,6 +22,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.distributed.efficient_attention import use_efficient_attention
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.train_spec import OpenOnce, build_loader
@@ -98,6 +99,8 @@ def _build_model(config: JobConfig, device: torch.device) -> Llama:
     with torch.device(device):
         model = Llama(args)
     model.init_weights(buffer_device=device)
+    if device.type != "cpu":  # as for the other arms: fp32 would keep T x T scores a head
+        use_efficient_attention(model)
     return model.train()
 
 
