@@ -140,3 +140,27 @@ def test_privacy_data_and_config_load_no_torchtitan() -> None:
 
 def test_few_files_lie_at_the_top() -> None:
     assert len(list(PACKAGE.glob("*.py"))) <= 9
+
+
+def test_no_name_is_imported_that_python_3_10_lacks() -> None:
+    """The suite runs on the oldest Python too: there such an import ends the collection."""
+    newer = {
+        "typing": {"Self", "Never", "LiteralString", "Required", "NotRequired", "Unpack"}
+        | {"TypeVarTuple", "assert_never", "assert_type", "reveal_type", "override"},
+        "enum": {"StrEnum", "ReprEnum", "verify"},
+        "datetime": {"UTC"},
+        "itertools": {"batched"},
+        "contextlib": {"chdir"},
+        "hashlib": {"file_digest"},
+    }
+    root = PACKAGE.parent
+    found = [
+        f"{path.relative_to(root)}: {node.module}.{alias.name}"
+        for folder in ("torchtitan_dp", "tests", "scripts", "examples")
+        for path in (root / folder).rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name in newer.get(node.module or "", ())
+    ]
+    assert found == []

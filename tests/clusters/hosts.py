@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Self
 
 import pytest
 
@@ -71,7 +70,7 @@ class TwoHosts:
         self._names = [f"tests-{os.getpid()}-{number}" for number in (0, 1)]
         self._started: list[Launcher] = []
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "TwoHosts":
         for name in self._names:
             _ip("netns", "add", name)
         cable = ("type", "veth", "peer", "name", "cable", "netns", self._names[1])

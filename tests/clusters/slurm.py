@@ -15,7 +15,6 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Self
 
 import pytest
 
@@ -100,7 +99,7 @@ class Cluster:
         self.environment = {**os.environ, "SLURM_CONF": str(folder / "slurm.conf")}
         self._unshare: subprocess.Popen[bytes] | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Cluster":
         apart = ("unshare", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child")
         with (self.folder / "start.log").open("wb") as log:
             self._unshare = subprocess.Popen(
