@@ -23,6 +23,8 @@ PATTERNS = (
     # A SLURM and two hosts, for minutes, as root; the script's parts run by default.
     r"clusters/test_slurm\.py::test_.*",
     r"clusters/test_two_hosts\.py::test_.*",
+    r"references/test_nothing_moved\.py::test_weights_.*"
+    r"\[(?!(microbatch, cp2|(randomized|prompts|windows|lora), 1)\]).*",
     # One command or run, whole, of what others test in parts.
     r"test_benchmark\.py::test_(one_tiny_run|bytes_sent_by_each_collective)",
     r"test_paper_predictions\.py::test_(a_tiny_table|few_layers_tell|a_longer_sample)_.*",

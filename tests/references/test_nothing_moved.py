@@ -1,0 +1,36 @@
+"""Three noisy steps and twenty-one epsilons, as commit 82bacc4 computed them.
+
+The references are of PyTorch 2.13 on a CPU with AVX-512: `python -m tests.references.runs`, with
+PYTHONPATH at that commit. Elsewhere weights are compared in a few digits.
+"""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.references.runs import CASES, SPENDINGS, epsilon_of, machine, weights_of
+
+REFERENCE = json.loads((Path(__file__).parent / "82bacc4.json").read_text())
+
+
+def test_every_case_has_a_reference() -> None:
+    assert REFERENCE["weights"].keys() == CASES.keys()
+    assert REFERENCE["epsilons"].keys() == SPENDINGS.keys()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_weights_after_three_noisy_steps(case: str, tmp_path: Path) -> None:
+    found, expected = weights_of(case, tmp_path), REFERENCE["weights"][case]
+    assert float(found["projection"]) == pytest.approx(float(expected["projection"]), rel=1e-4)
+    if machine() == REFERENCE["machine"]:
+        assert found["sha256"] == expected["sha256"]
+
+
+@pytest.mark.parametrize("case", SPENDINGS)
+def test_epsilon_to_the_last_digit(case: str) -> None:
+    found, expected = epsilon_of(case), REFERENCE["epsilons"][case]
+    assert float(found) == pytest.approx(float(expected), rel=1e-9)
+    if machine() == REFERENCE["machine"]:
+        assert found == expected
