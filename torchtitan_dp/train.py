@@ -251,7 +251,8 @@ class DPTrainer(Trainer):
         """
         loaded = Ledger.from_json(state_dict["ledger"])
         self._ledger_loaded = True
-        self.ledger.resume_from(loaded, self.job_config.privacy.new_segment)
+        planned = self.job_config.privacy.new_segment is not None
+        self.ledger.resume_from(loaded, new_segment=planned)
         refuse_overspending(self.job_config, self.ledger)
         assert loaded.steps == state_dict["step"]
         self.step = loaded.steps

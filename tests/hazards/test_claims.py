@@ -23,7 +23,6 @@ from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema, write_fingerprin
 from torchtitan_dp.ledger.baseline import baseline_ledger, refuse_private_folder
 from torchtitan_dp.ledger.caveats import assumptions
 from torchtitan_dp.ledger.initial import inheritance
-from torchtitan_dp.ledger.lineage import fix_budget
 from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.ledger.settings import settings_of
 from torchtitan_dp.ledger.terms import earlier_ledger, make_plan
@@ -67,7 +66,7 @@ def test_row50_a_stop_is_forgotten_by_weights_that_go_on(tmp_path):
 def test_row50_fewer_planned_steps_on_resume_do_not_lower_it():
     first = Ledger(SETTINGS, steps=2, planned_steps=200)
     later = Ledger(SETTINGS, planned_steps=3)
-    later.resume_from(first, None)
+    later.resume_from(first, new_segment=False)
     assert later.planned_steps == 200
 
 
@@ -111,7 +110,7 @@ def test_row49_what_initial_weights_were_summed_in_is_told(tmp_path):
 @pytest.mark.slow
 def test_row50_terms_that_were_made_better_do_not_lower_what_was_planned(tmp_path):
     quieter = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=100.0), planned_steps=200)
-    quieter.resume_from(Ledger(SETTINGS, steps=2, planned_steps=200), "planned")
+    quieter.resume_from(Ledger(SETTINGS, steps=2, planned_steps=200), new_segment=True)
     told = publish(tmp_path, quieter)
     assert told["epsilon_planned"] >= SETTINGS.epsilon(200)
 
@@ -120,31 +119,29 @@ def test_row50_no_epsilon_is_said_to_cover_a_stop_by_logs():
     (planned,) = [key for key in schema.KEYS if key.name == "epsilon_planned"]
     assert "if weights decided when to stop" in planned.meaning
     assert "No ε covers a stop that followed from losses" in planned.meaning
-    for adaptive in (False, True):
-        assert any(
-            "numbers of steps" in x for x in assumptions(Ledger(SETTINGS, adaptive=adaptive))
-        )
+    assert any("numbers of steps" in line for line in assumptions(Ledger(SETTINGS)))
 
 
-# Row 51: a filter covers choices made from weights, and from nothing else.
+# Row 51: no epsilon covers a choice that was made from results.
 
 
-def test_row51_adaptive_means_from_weights_alone():
-    first = Ledger(SETTINGS, steps=2, budget=fix_budget(SETTINGS, 10, []))
+def test_row51_a_change_that_follows_from_results_has_no_epsilon(tmp_path):
     later = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=2.0))
-    later.resume_from(first, "adaptive")
+    later.resume_from(Ledger(SETTINGS, steps=2), new_segment=True)
     (caveat,) = later.caveats
-    for text in (caveat, field_docs(Privacy)["new_segment"]):
-        assert "weights alone" in text
-        assert "loss" in text
-        assert "norm" in text
+    assert "assumed to be fixed before it" in caveat
+    assert "no epsilon of this run counts the choice" in field_docs(Privacy)["new_segment"]
+    command = arguments(tmp_path, tmp_path, "--privacy.new_segment=adaptive")
+    with pytest.raises(ValueError, match=r"privacy\.new_segment = 'adaptive'"):
+        load_config(command, 1)
 
 
-def test_row51_assumptions_of_an_adaptive_run_do_not_deny_it():
-    fixed, chosen = (assumptions(Ledger(SETTINGS, adaptive=adaptive)) for adaptive in (False, True))
-    assert any("the terms of each step" in line and "were not chosen" in line for line in fixed)
-    assert not any("the terms of each step" in line for line in chosen)
-    assert any("followed from weights alone" in line for line in chosen)
+def test_row51_settings_that_followed_from_results_are_not_resumed():
+    """Version 0.1.0 could account for them, and for nothing else of that run."""
+    fields = {**dataclasses.asdict(Ledger(SETTINGS, steps=2)), "budget": None}
+    Ledger.from_fields({**fields, "adaptive": False})
+    with pytest.raises(ValueError, match=r"privacy\.new_segment = 'adaptive' .* start afresh"):
+        Ledger.from_fields({**fields, "adaptive": True})
 
 
 # Row 52: weights of a run without privacy are never taken for public or private.
@@ -323,8 +320,8 @@ def test_row55_what_a_step_was_taken_with_is_told_by_segment(tmp_path, key, valu
     first = Ledger(SETTINGS, steps=2)
     later = Ledger(dataclasses.replace(SETTINGS, **{key: value}))
     with pytest.raises(ValueError, match=rf"privacy\.{key} = {value}: .*privacy\.new_segment"):
-        dataclasses.replace(later).resume_from(first, None)
-    later.resume_from(first, "planned")
+        dataclasses.replace(later).resume_from(first, new_segment=False)
+    later.resume_from(first, new_segment=True)
     later.steps = 5
     told = publish(tmp_path, later)
     assert told[key] == value
@@ -368,5 +365,5 @@ def test_row49_the_worst_mesh_of_a_segment_counts():
     least = dataclasses.replace(SETTINGS, samples_per_rank=8)
     for before, now in ((most, least), (least, most)):
         later = Ledger(now)
-        later.resume_from(Ledger(before, steps=2), None)
+        later.resume_from(Ledger(before, steps=2), new_segment=False)
         assert later.settings.samples_per_rank == 64

@@ -16,10 +16,8 @@ import torch
 from tests.hazards.test_trainer import SETTINGS, STEP, loader
 from tests.ranks import on_ranks
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment
-from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
+from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.steps import step_names
-from torchtitan_dp.privacy.accounting import compose
-from torchtitan_dp.privacy.filter import adaptive_epsilon
 from torchtitan_dp.privacy.keys import RootKey
 
 # Checkpoints.
@@ -218,27 +216,11 @@ def test_row31_a_third_segment_keeps_the_first():
     weights = Ledger(SETTINGS, steps=30)
     for sigma in (2.0, 3.0):
         later = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=sigma))
-        later.resume_from(weights, "planned")
+        later.resume_from(weights, new_segment=True)
         later.steps += 10
         weights = later
     taken = [(s.settings.noise_multiplier, s.steps) for s in weights.segments()]
     assert taken == [(1.0, 30), (2.0, 10), (3.0, 10)]
-
-
-def test_row31_an_adaptive_lineage_spends_at_the_order_fixed_before_it():
-    """Not at the best order for what ran in the end, as planned segments may: that one was chosen
-    by results. What is told is the budget, which a filter bounds, not how much of it was used."""
-    budget = fix_budget(SETTINGS, 1000, [])
-    kept = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=4.0))
-    kept.resume_from(Ledger(SETTINGS, steps=30, budget=budget), "adaptive")
-    kept.steps = 40
-    taken = [segment.spending() for segment in kept.segments()]
-    planned = compose(taken, delta=SETTINGS.delta, accountant="rdp")
-    spent = adaptive_epsilon(taken, budget.order, SETTINGS.delta)
-    assert budget.epsilon > spent > planned * 1.01
-    assert kept.epsilon() == budget.epsilon
-    kept.budget = dataclasses.replace(budget, epsilon=0.1)  # overspent: refused where it is planned
-    assert kept.epsilon() == spent
 
 
 # Initial weights.

@@ -117,7 +117,7 @@ def test_row67_exact_and_capped_norms_may_take_each_others_place():
         assert one.spending(7) == to_come.spending(7)
         assert not one.same_terms(terms_of(*METHOD))
         ledger = Ledger(to_come)
-        ledger.resume_from(Ledger(one, steps=3), None)
+        ledger.resume_from(Ledger(one, steps=3), new_segment=False)
         ledger.steps = 5
         assert [(s.settings.norms, s.steps) for s in ledger.segments()] == [
             (one.norms, 3),
@@ -125,9 +125,8 @@ def test_row67_exact_and_capped_norms_may_take_each_others_place():
         ]
         assert ledger.epsilon() == Ledger(one, steps=5).epsilon()
         assert not ledger.caveats
-        assert not ledger.adaptive
         again = Ledger(to_come)
-        again.resume_from(ledger, None)
+        again.resume_from(ledger, new_segment=False)
         assert again.segments() == ledger.segments()
 
 
@@ -142,7 +141,7 @@ def test_row55_and_67_a_file_that_does_not_tell_of_capped_norms_is_read(tmp_path
     assert published.settings == EXACT
     capped = dataclasses.replace(EXACT, capped_projections=32, norm_estimator="hutchinson")
     ledger = Ledger(capped)
-    ledger.resume_from(published, None)
+    ledger.resume_from(published, new_segment=False)
     assert [segment.settings for segment in ledger.segments()] == [EXACT, capped]
     older = json.loads(Ledger(EXACT, steps=3).to_json())
     del older["settings"]["capped_projections"]
@@ -205,9 +204,9 @@ def cap_of_an_estimate(options):
 def test_row31_and_67_a_resume_that_changes_norms_is_refused_or_a_new_segment(options, key):
     before, now = terms_of(*METHOD), terms_of(*options)
     with pytest.raises(ValueError, match=key):
-        Ledger(now).resume_from(Ledger(before, steps=3), None)
+        Ledger(now).resume_from(Ledger(before, steps=3), new_segment=False)
     ledger = Ledger(now)
-    ledger.resume_from(Ledger(before, steps=3), "planned")
+    ledger.resume_from(Ledger(before, steps=3), new_segment=True)
     assert [s.spending().projections for s in ledger.segments()] == [32, now.projections]
 
 
@@ -308,7 +307,6 @@ def test_row49_and_67_rounding_is_told_beside_what_epsilon_counts():
         (["--privacy.accountant=prv"], "privacy.accountant = 'prv'.*privacy.accountant = 'pld'"),
         (["--privacy.clipping=per_layer"], "privacy.clipping = 'per_layer'.*'flat'"),
         (["--privacy.secure_noise", "--privacy.exact_sum"], "privacy.exact_sum = true.*false"),
-        (["--privacy.new_segment=adaptive"], "privacy.new_segment = 'adaptive'.*'planned'"),
         (["--privacy.projections=4"], "privacy.projections = 4: from 8 to 4096"),
         (["--privacy.projections=5000"], "privacy.projections = 5000: from 8 to 4096"),
     ],
@@ -328,7 +326,6 @@ def test_what_is_not_accounted_for_is_refused_in_one_line(options, said):
         ["--privacy.accountant=rdp"],
         ["--privacy.clipping=per_layer"],
         ["--privacy.secure_noise", "--privacy.exact_sum"],
-        ["--privacy.new_segment=adaptive"],
     ],
     ids=str,
 )

@@ -394,8 +394,8 @@ def test_hazard_44_ledger_in_the_checkpoint_is_public_or_terms(probed):
         set(ledger)
         == {f.name for f in dataclasses.fields(Ledger)}
         == {
-            *("settings", "steps", "private", "caveats", "finished", "ancestors", "budget"),
-            *("adaptive", "audit", "planned_steps", "run", "start", "step_names"),
+            *("settings", "steps", "private", "caveats", "finished", "ancestors"),
+            *("audit", "planned_steps", "run", "start", "step_names"),
             *("lost", "lost_exactly", "config_hash"),
         }
     )

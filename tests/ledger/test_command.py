@@ -78,7 +78,6 @@ def edit(folder, **changes):
         (lambda f: edit(f, epsilon_executed=0.5), "epsilon_executed = 0.5"),
         (lambda f: edit(f, noise_multiplier=9.0), "noise_multiplier is not that of its last"),
         (lambda f: edit(f, run="another"), "is of another run"),
-        (lambda f: edit(f, budget=None), "lacks the budget of checkpoint step-4"),
         (
             lambda f: (f / "steps_executed.log").write_text("1 1.0 0.125 a\n"),
             "steps_executed.log lacks 4 of the steps of privacy.json",
@@ -197,55 +196,6 @@ def at_step(copy, step):
     for newer in range(step + 1, 5):
         shutil.rmtree(copy / "checkpoint" / f"step-{newer}", ignore_errors=True)
     assert (copy / "checkpoint" / f"step-{step}").exists()
-
-
-def test_an_adaptive_segment_stays_within_the_budget_of_the_first_start(copy, data):
-    budget = privacy(copy)["budget"]["epsilon"]
-    assert budget >= spends((SIGMA, 4)) * (1 - 1e-9)
-    command = arguments(copy, data, "--privacy.new_segment=adaptive", "--training.steps=5")
-    quieter = [*command, *with_sigma(2.0)]
-    with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
-        plan_of(quieter, copy)
-    with pytest.raises(ValueError, match=r"set privacy\.noise_multiplier instead"):
-        plan_of(command, copy)
-    at_step(copy, 2)  # stopped half-way, and gone on with more noise
-    plan = plan_of(quieter, copy)
-    assert plan.ledger.adaptive
-    assert spends((SIGMA, 2), (2.0, 3)) <= plan.epsilon <= budget
-    with (copy / "steps_executed.log").open("a") as log:
-        log.write(2 * "3 1.0 0.125 lost\n")  # what was seen of them counts too
-    with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
-        plan_of(quieter, copy)
-
-
-def test_checkpoints_without_their_log_are_not_gone_on_with_adaptively(copy, data, tmp_path):
-    """What was lost where they come from was seen too, and nobody knows how much it was."""
-    at_step(copy, 2)
-    moved = tmp_path / "moved"
-    moved.mkdir()
-    shutil.copytree(copy / "checkpoint", moved / "checkpoint")
-    options = ("--privacy.new_segment=adaptive", "--training.steps=5", *with_sigma(2.0))
-    plan_of(arguments(copy, data, *options), copy)
-    with pytest.raises(ValueError, match=r"2 steps .* without .*steps_executed\.log"):
-        plan_of(arguments(moved, data, *options), moved)
-    ledger = plan_of(arguments(moved, data, "--training.steps=5"), moved).ledger
-    executed = ExecutedSteps(str(moved))
-    executed.adopt(ledger.taken())  # a start that goes on as planned
-    account(ledger, executed, 5).publish(str(moved))
-    with pytest.raises(ValueError, match=r"2 steps .* without .*steps_executed\.log"):
-        plan_of(arguments(moved, data, *options), moved)
-
-
-def test_the_budget_counts_the_steps_of_weights_that_are_lost(copy, data):
-    """Without its checkpoints a run starts again, and all its steps are yet to come."""
-    quieter = arguments(
-        copy, data, "--privacy.new_segment=adaptive", "--training.steps=27", *with_sigma(2.0)
-    )
-    at_step(copy, 2)
-    plan_of(quieter, copy)
-    shutil.rmtree(copy / "checkpoint")
-    with pytest.raises(ValueError, match=r"would spend .* more than the .* fixed at the first"):
-        plan_of(quieter, copy)
 
 
 def test_the_target_leaves_what_was_not_spent(copy, data):
@@ -448,7 +398,7 @@ def test_weights_in_the_runs_own_folder_are_its_own(tmp_path):
 def test_a_plot_of_two_segments(copy, data, tmp_path):
     kept = make_plan_of(copy)
     later = Ledger(dataclasses.replace(kept.settings, noise_multiplier=2.0))
-    later.resume_from(kept, "planned")
+    later.resume_from(kept, new_segment=True)
     later.steps = 6
     executed = ExecutedSteps(str(copy))
     executed.adopt(later.taken())
@@ -478,15 +428,3 @@ def test_another_accountant_is_no_contradiction(copy):
     kept.settings = dataclasses.replace(kept.settings, accountant="pld")
     account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
     assert run(copy)[0] == 0
-
-
-def test_a_budget_holds_at_its_own_delta(copy, capsys):
-    kept = make_plan_of(copy)
-    kept.adaptive = True
-    shutil.rmtree(copy / "checkpoint")
-    account(kept, ExecutedSteps(str(copy)), 4).publish(str(copy))
-    assert run(copy)[0] == 0
-    with pytest.raises(SystemExit) as stop:
-        main([str(copy), "--delta=1e-12"])
-    assert stop.value.code == 2
-    assert "--delta = 1e-12" in capsys.readouterr().err

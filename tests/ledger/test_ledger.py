@@ -13,7 +13,6 @@ from tests.accounts import account
 from torchtitan_dp import ledger
 from torchtitan_dp.ledger import (
     Account,
-    Budget,
     ExecutedSteps,
     Ledger,
     RunSegment,
@@ -24,7 +23,7 @@ from torchtitan_dp.ledger import (
 from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import read_fingerprint
 from torchtitan_dp.ledger.initial import ledger_beside
-from torchtitan_dp.ledger.lineage import Ancestor, fix_budget
+from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.ledger.steps import NamedStep, name_steps, new_name, step_names, union
 from torchtitan_dp.privacy import accounting
@@ -97,7 +96,6 @@ def test_read_back_what_was_published(tmp_path):
         finished=[RunSegment(SETTINGS, 4)],
         step_names="a1 a2 a3 b1 b2",
         ancestors=[Ancestor("0123", (RunSegment(later, 2),), "c1 c2")],
-        budget=Budget(3.0, 8.0),
     )
     publish(tmp_path, kept, 9)
     told = read_published(str(tmp_path))
@@ -313,10 +311,10 @@ def test_a_log_that_another_run_writes_to_is_not_written_on(tmp_path):
 def test_a_segment_starts_where_the_settings_change():
     loaded, quieter = Ledger(SETTINGS, steps=30), dataclasses.replace(SETTINGS, noise_multiplier=2)
     with pytest.raises(ValueError, match=r"open a new segment with privacy\.new_segment"):
-        Ledger(quieter).resume_from(loaded, None)
+        Ledger(quieter).resume_from(loaded, new_segment=False)
     kept = Ledger(quieter)
-    kept.resume_from(loaded, "planned")
-    assert (kept.steps, kept.finished, kept.adaptive) == (30, [RunSegment(SETTINGS, 30)], False)
+    kept.resume_from(loaded, new_segment=True)
+    assert (kept.steps, kept.finished) == (30, [RunSegment(SETTINGS, 30)])
     assert kept.run == loaded.run
     assert any("fixed before" in caveat for caveat in kept.caveats)
     kept.steps = 40
@@ -327,31 +325,16 @@ def test_a_segment_starts_where_the_settings_change():
     assert [s.steps for s in kept.segments(20)] == [20, 0]  # what it had spent then
     assert kept.epsilon(20) == SETTINGS.epsilon(20)
     again = Ledger(quieter)  # resumed on the same terms: no third segment
-    again.resume_from(kept, "planned")
+    again.resume_from(kept, new_segment=True)
     assert [s.steps for s in again.segments()] == [30, 10]
 
 
 @pytest.mark.parametrize("change", [{"delta": 1e-6}, {"privacy_unit": "patient"}])
 def test_some_terms_no_segment_may_change(change):
     with pytest.raises(ValueError, match="no new segment may change"):
-        Ledger(dataclasses.replace(SETTINGS, **change)).resume_from(Ledger(SETTINGS), "planned")
-
-
-def test_an_adaptive_segment_is_counted_by_the_filter_for_good():
-    budget = fix_budget(SETTINGS, 1000, [])
-    loaded = Ledger(SETTINGS, steps=30, budget=budget)
-    kept = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=1.5))
-    kept.resume_from(loaded, "adaptive")
-    assert kept.budget == budget
-    kept.steps = 40
-    planned = accounting.compose(
-        [s.spending() for s in kept.segments()], delta=1e-5, accountant="rdp"
-    )
-    assert planned <= kept.epsilon() <= budget.epsilon
-    later = Ledger(kept.settings)
-    later.resume_from(Ledger.from_json(kept.to_json()), None)
-    assert later.adaptive
-    assert later.epsilon() == kept.epsilon()
+        Ledger(dataclasses.replace(SETTINGS, **change)).resume_from(
+            Ledger(SETTINGS), new_segment=True
+        )
 
 
 def test_what_ancestors_spent_is_included(tmp_path):
@@ -379,7 +362,7 @@ def test_epsilon_does_not_show_where_a_start_began():
     told = []
     for stopped_at in (0, 3, 50, 57):
         kept = Ledger(SETTINGS)
-        kept.resume_from(Ledger(SETTINGS, steps=stopped_at), None)
+        kept.resume_from(Ledger(SETTINGS, steps=stopped_at), new_segment=False)
         started = Account(kept, total_steps=200)
         kept.steps = stopped_at
         assert started.epsilon() >= kept.epsilon()
@@ -437,7 +420,7 @@ def test_each_load_is_a_start_of_its_own(tmp_path):
 def test_a_resumed_lineage_keeps_its_steps():
     first = Ledger(SETTINGS, steps=4)
     second = Ledger(SETTINGS)
-    second.resume_from(first, None)
+    second.resume_from(first, new_segment=False)
     second.steps = 9
     assert second.names() == [*step_names(first.start, 4), *step_names(second.start, 5)]
     assert union([*first.taken(), *second.taken()]) == [SETTINGS.spending(9)]
@@ -556,7 +539,7 @@ def crashed_run(folder, lost):
     for settings, steps, more in ((SETTINGS, 60, 0), (quieter, 20, lost), (quieter, 20, 0)):
         executed = ExecutedSteps(str(folder))
         later = Ledger(settings, planned_steps=100)
-        later.resume_from(kept, "planned")
+        later.resume_from(kept, new_segment=True)
         later.start = executed.new_start()
         executed.enter_lost(later)
         executed.begin_start(50)
@@ -639,18 +622,6 @@ def test_more_steps_than_planned_at_first_are_a_caveat():
     first = Ledger(SETTINGS, planned_steps=10)
     for planned, told in ((10, 0), (8, 0), (12, 1)):
         later = Ledger(SETTINGS, planned_steps=planned)
-        later.resume_from(first, None)
+        later.resume_from(first, new_segment=False)
         assert sum("raised from 10 to 12" in caveat for caveat in later.caveats) == told
         assert later.planned_steps == max(planned, 10)
-
-
-def test_more_steps_because_of_results_are_adaptive():
-    """The terms of a step are the same: only their number was chosen."""
-    budget = fix_budget(SETTINGS, 10, [])
-    first = Ledger(SETTINGS, steps=10, planned_steps=10, budget=budget)
-    for planned, new_segment, adaptive in ((12, "adaptive", True), (10, "adaptive", False)):
-        later = Ledger(SETTINGS, planned_steps=planned)
-        later.resume_from(first, new_segment)
-        assert later.adaptive is adaptive
-        assert any("after weights were seen" in caveat for caveat in later.caveats) is adaptive
-        assert not any("assumed not to follow" in caveat for caveat in later.caveats)

@@ -135,18 +135,6 @@ def test_the_meaning_is_of_the_planned_steps_and_is_read_back(tmp_path):
     assert few["gaussian_dp_mu"] < many["gaussian_dp_mu"]
 
 
-def test_an_adaptive_runs_meaning_is_of_its_budget_alone(tmp_path):
-    from torchtitan_dp.ledger.lineage import fix_budget
-    from torchtitan_dp.privacy.meaning import meaning_of
-
-    budget = fix_budget(SETTINGS, 400, [])
-    ledger = Ledger(SETTINGS, steps=30, planned_steps=400, adaptive=True, budget=budget)
-    told = publish(tmp_path, ledger)
-    assert told["epsilon_planned"] == told["epsilon"] == budget.epsilon
-    assert told["meaning"] == meaning_of(budget.epsilon, 1e-5).to_json()
-    assert told["dp_event"] is None  # by which epsilon would seem smaller
-
-
 def test_the_program_is_told():
     from torchtitan_dp.ledger.program import source
 

@@ -1,13 +1,11 @@
-"""Segments: composed when planned, filtered when adaptive, and their epsilon computed ahead."""
+"""Segments: their composition, and their epsilon computed ahead."""
 
 import math
 
 import pytest
 
-from torchtitan_dp.privacy import rdp
 from torchtitan_dp.privacy.accounting import compose, epsilon, noise_multiplier
 from torchtitan_dp.privacy.curve import EpsilonCurve
-from torchtitan_dp.privacy.filter import adaptive_epsilon, fix_order, remaining_steps
 from torchtitan_dp.privacy.segments import Segment, merged
 
 DELTA = 1e-5
@@ -103,76 +101,6 @@ def test_noise_cannot_undo_what_was_spent_before():
             target_epsilon=1.0, delta=DELTA, sample_rate=0.02, steps=500, accountant="rdp",
             before=[FIRST],
         )  # fmt: skip
-
-
-# --- adaptive -------------------------------------------------------------------------------------
-
-
-def test_the_fixed_order_is_the_planned_runs_best():
-    alpha = fix_order([FIRST], DELTA)
-    planned = compose([FIRST], delta=DELTA, accountant="rdp")
-    assert adaptive_epsilon([FIRST], alpha, DELTA) == planned
-
-
-@pytest.mark.parametrize("later", [SECOND, Segment(0.6, 0.01, 200), Segment(8.0, 1.0, 50)])
-def test_the_filter_spends_no_less_than_rdp_and_a_later_choice_of_order_would(later):
-    alpha, segments = fix_order([FIRST], DELTA), [FIRST, later]
-    spent = adaptive_epsilon(segments, alpha, DELTA)
-    best = compose(segments, delta=DELTA, accountant="rdp")
-    assert spent > best
-    # The fault: an order chosen when all is over. It allows more than the budget does.
-    afterwards = fix_order(segments, DELTA)
-    assert afterwards != alpha
-    assert adaptive_epsilon(segments, afterwards, DELTA) == best
-    budget = {"epsilon": spent, "delta": DELTA, "noise_multiplier": 1.0, "sample_rate": 0.01}
-    assert remaining_steps(segments, alpha=alpha, **budget) == 0
-    assert remaining_steps(segments, alpha=afterwards, **budget) > 0
-
-
-@pytest.mark.parametrize("sigma, q", [(1.0, 0.01), (0.8, 0.001), (3.0, 1.0)])
-def test_remaining_steps_are_the_most_that_fit(sigma, q):
-    alpha = fix_order([FIRST], DELTA)
-    steps = remaining_steps(
-        [FIRST], noise_multiplier=sigma, sample_rate=q, alpha=alpha, epsilon=3.0, delta=DELTA
-    )
-    assert steps > 0
-    fits, does_not = ([FIRST, Segment(sigma, q, count)] for count in (steps, steps + 1))
-    assert adaptive_epsilon(fits, alpha, DELTA) <= 3.0 < adaptive_epsilon(does_not, alpha, DELTA)
-
-
-def test_an_overdrawn_budget_allows_no_step_nor_does_a_step_without_noise():
-    alpha, query = fix_order([FIRST], DELTA), {"sample_rate": 0.01, "delta": DELTA}
-    assert remaining_steps([FIRST], noise_multiplier=1.0, alpha=alpha, epsilon=0.5, **query) == 0
-    assert remaining_steps([FIRST], noise_multiplier=0.0, alpha=alpha, epsilon=9.0, **query) == 0
-    assert adaptive_epsilon([FIRST, Segment(0.0, 0.01, 1)], alpha, DELTA) == math.inf
-    assert adaptive_epsilon([], alpha, DELTA) >= 0.0
-
-
-def test_mistakes_of_the_filter():
-    alpha = fix_order([FIRST], DELTA)
-    with pytest.raises(ValueError, match=r"privacy\.noise_multiplier"):
-        fix_order([Segment(0.0, 0.1, 5)], DELTA)
-    with pytest.raises(ValueError, match=r"privacy\.noise_multiplier"):
-        fix_order([], DELTA)
-    with pytest.raises(ValueError, match="alpha"):
-        adaptive_epsilon([FIRST], 7.77, DELTA)
-    with pytest.raises(ValueError, match=r"privacy\.delta"):
-        adaptive_epsilon([FIRST], alpha, 0.0)
-    with pytest.raises(ValueError, match=r"privacy\.target_epsilon"):
-        remaining_steps(
-            [], noise_multiplier=1.0, sample_rate=0.1, alpha=alpha, epsilon=math.inf, delta=DELTA
-        )
-    with pytest.raises(ValueError, match="spend nothing"):
-        remaining_steps(
-            [], noise_multiplier=1.0, sample_rate=0.0, alpha=alpha, epsilon=1.0, delta=DELTA
-        )
-
-
-def test_the_conversion_is_the_one_of_the_package():
-    alpha = float(rdp.ORDERS[40])
-    for segments in ([FIRST], [FIRST, SECOND]):
-        curve = rdp.to_epsilon(rdp.divergence(merged(segments)), DELTA)
-        assert adaptive_epsilon(segments, alpha, DELTA) == max(0.0, float(curve[40]))
 
 
 # --- ahead ----------------------------------------------------------------------------------------

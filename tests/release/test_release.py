@@ -33,7 +33,6 @@ from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.saved import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema
-from torchtitan_dp.ledger.caveats import assumptions
 from torchtitan_dp.ledger.initial import PUBLIC, inheritance
 from torchtitan_dp.ledger.settings import settings_of
 from torchtitan_dp.ledger.terms import earlier_ledger
@@ -290,24 +289,6 @@ def test_a_card_names_units_of_several_records_by_a_word(released, finished):
     assert "| units in training | 24, public |" in card
     assert "a unit that was trained on is recognised" in card
     assert "data.unit_field" not in card
-
-
-def test_an_adaptive_card_does_not_say_that_terms_were_fixed(released, finished):
-    terms, config = privacy(released), read_config(str(finished))
-    fixed = model_card(terms, config, shape(config))
-    chosen = Ledger(settings_of(config, 24, 1.0), adaptive=True)
-    card = model_card(
-        {**terms, "adaptive": True, "assumptions": assumptions(chosen)}, config, shape(config)
-    )
-    assert (
-        "The model, the terms of each step and the numbers of steps and runs were not chosen"
-        in fixed
-    )
-    assert "terms of each step" not in card
-    assert "without looking" not in card
-    assert "followed from weights alone" in card
-    assert "anybody can compute ε again" in fixed
-    assert "anybody can compute ε again" not in card
 
 
 @pytest.mark.parametrize("caveat", [PUBLIC, f"of the initial weights: {PUBLIC}"])

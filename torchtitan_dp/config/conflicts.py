@@ -193,11 +193,4 @@ def _of_estimated_norms(config: JobConfig) -> list[tuple[bool, str, object, str]
             f"{here} a unit moves the sum by more than C at times, for which fixed point has no "
             f"room; set it to false, {capped}",
         ),
-        (
-            accounted and privacy.new_segment == "adaptive",
-            "privacy.new_segment",
-            "'adaptive'",
-            f"{here} the Renyi filter would count every step as its worst; set it to 'planned' if "
-            f"the change was fixed before training, {capped}",
-        ),
     ]

@@ -44,12 +44,10 @@ class Privacy:
     """How epsilon is computed: `pld` (tight, pessimistic by construction; Google's dp-accounting),
     `prv` (the upper end of an error bar), `rdp` (looser); both from Opacus."""
 
-    new_segment: Literal["planned", "adaptive"] | None = None
+    new_segment: Literal["planned"] | None = None
     """A resumed run whose noise, rate, C or batch was changed is refused, unless this says how the
-    change came about. `planned`: it was fixed before training. `adaptive`: weights were seen (more
-    `training.steps` because of them, too); only within a budget fixed at the first start, and
-    counted by an RDP filter. It covers what was chosen from weights alone: not from losses, norms
-    or any other log of the run, nor from held-out loss, which no epsilon counts."""
+    change came about. `planned`: it was fixed before training. Where weights or results were seen
+    first, no epsilon of this run counts the choice: start a run of its own from these weights."""
 
     initial_weights_public: bool = False
     """The weights that the run starts from never saw private records. Needed where they come

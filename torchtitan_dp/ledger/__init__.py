@@ -34,7 +34,7 @@ from torchtitan_dp.ledger.files import (
     read_published,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.lineage import Budget, Ledger
+from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.program import versions
 from torchtitan_dp.ledger.settings import RunSegment, Settings
 
@@ -44,7 +44,6 @@ __all__ = [
     "PRIVACY_FILE",
     "STARTS_FILE",
     "Account",
-    "Budget",
     "ExecutedSteps",
     "Ledger",
     "RunSegment",

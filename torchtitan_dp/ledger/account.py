@@ -25,7 +25,7 @@ from torchtitan_dp.ledger.steps import terms_of
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.curve import EpsilonCurve
 from torchtitan_dp.privacy.events import dp_event
-from torchtitan_dp.privacy.meaning import Meaning, meaning, meaning_of
+from torchtitan_dp.privacy.meaning import Meaning, meaning
 from torchtitan_dp.privacy.segments import Segment
 
 
@@ -42,8 +42,6 @@ class Account:
 
     def epsilon(self) -> float:
         """Return what the lineage spent; infinite if it is not private."""
-        if self._ledger.adaptive:  # what was chosen may depend on abandoned steps as well
-            return self.epsilon_executed()
         return self._at(self._lineage_curve, self._ledger.taken_in_all)
 
     def beside_epsilon(self, target: float | None) -> str:
@@ -131,8 +129,6 @@ class Account:
         Args:
             lost: steps that count beside those of the lineage.
         """
-        if self._ledger.adaptive:  # a sum, which is quick
-            return None
         settings, own = self._ledger.settings, self._own_steps()
         beside = [
             dataclasses.replace(s, steps=s.steps - own) if s.terms == terms_of(settings) else s
@@ -199,8 +195,7 @@ def terms_in_words(ledger: Ledger, segments: list[Segment], epsilon: float) -> d
     what = explain(ledger, segments, epsilon)
     return {
         "meaning": what.to_json() if what is not None else None,
-        # Of adaptive segments the filter's budget is the epsilon, which no event tells of.
-        "dp_event": dp_event(segments) if ledger.composes and not ledger.adaptive else None,
+        "dp_event": dp_event(segments) if ledger.composes else None,
         "assumptions": assumptions(ledger),
         "segments": [dataclasses.asdict(segment) for segment in ledger.segments()],
         "step_names": " ".join(ledger.names()),
@@ -214,8 +209,6 @@ def explain(ledger: Ledger, segments: list[Segment], epsilon: float) -> Meaning 
     """Return what an epsilon means for one person; None where there is no privacy."""
     if not ledger.composes or not math.isfinite(epsilon):
         return None
-    if ledger.adaptive:  # only the budget holds, of whatever steps
-        return meaning_of(epsilon, ledger.settings.delta)
     return meaning(segments, ledger.settings.delta)
 
 

@@ -29,18 +29,13 @@ _FIXED = (
     "the model, the terms of each step and the numbers of steps and runs were not chosen by what "
     "the same records had shown; what several runs spend adds up (python -m torchtitan_dp.ledger)"
 )
-_FILTERED = (
-    "the model and the number of runs were not chosen by what the same records had shown, and the "
-    "terms and numbers of steps that were changed on the way followed from weights alone, from no "
-    "log of the run"
-)
 
 
 def assumptions(ledger: Ledger) -> list[str]:
     """Return what epsilon rests on in every run; nothing where there is no epsilon."""
     if not ledger.composes:
         return []
-    return [*_OF_EVERY_RUN, _FILTERED if ledger.adaptive else _FIXED]
+    return [*_OF_EVERY_RUN, _FIXED]
 
 
 STEPS_ELSEWHERE = (

@@ -78,7 +78,7 @@ def ledger_of(content: dict[str, Any]) -> Ledger:
     names = content.get("step_names")
     if names is None:  # version 0.1.0 listed them by start
         names = names_of_starts(content["starts"])
-    fields = schema.names(schema.Origin.LEDGER)
+    fields = (*schema.names(schema.Origin.LEDGER), "adaptive")  # of version 0.1.0
     ledger = Ledger.from_fields(
         {name: content[name] for name in fields if name in content}
         | {"settings": current["settings"], "finished": finished}

@@ -96,12 +96,6 @@ def _refuse_what_does_not_compose(config: JobConfig, earlier: Ledger, path: str)
     """Raise ValueError if no epsilon of this run could cover the earlier one's steps."""
     remedy = "start from other weights, or, if they never saw these records, from a folder of "
     remedy += f"safetensors without {PRIVACY_FILE}, with privacy.initial_weights_public = true"
-    if earlier.adaptive:
-        raise ValueError(
-            f"checkpoint.initial_load_path = '{path}': settings of the run it comes from were "
-            "chosen after results were seen, which no epsilon of a later run covers; go on with "
-            f"that run itself, {remedy}"
-        )
     unit, rate = privacy_unit(config), config.privacy.sample_rate
     before = (segment for ancestor in earlier.ancestors for segment in ancestor.segments)
     for segment in (*earlier.segments(), *before):

@@ -3,18 +3,15 @@
 Guarantee:
     `Ledger.epsilon` bounds what the weights at `steps` reveal: the composition of every segment of
     their own lineage, and of the lineage of the weights they started from, whatever records those
-    saw. A segment opened as "planned" assumes that the change was fixed before training; once one
-    was opened as "adaptive", `Account` tells of all steps ever begun, by a Renyi filter
-    (`privacy.filter`) at an order and against a budget fixed at the first start; it assumes that
-    what was chosen followed from weights alone. "Not private" is never undone.
+    saw. A new segment assumes that the change was fixed before training. "Not private" is never
+    undone.
 """
 
 import dataclasses
 import json
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from torchtitan_dp.ledger.settings import RunSegment, Settings
 from torchtitan_dp.ledger.steps import (
@@ -28,20 +25,10 @@ from torchtitan_dp.ledger.steps import (
     union,
     worst_terms,
 )
-from torchtitan_dp.privacy import accounting, filter
+from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.segments import Segment, merged
 
 FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
-
-NewSegment = Literal["planned", "adaptive"]
-
-
-@dataclass(frozen=True)
-class Budget:
-    """Bound what the Renyi filter lets adaptive segments spend; fixed at the first start."""
-
-    epsilon: float
-    order: float
 
 
 @dataclass(frozen=True)
@@ -88,8 +75,6 @@ class Ledger:
     finished: list[RunSegment] = field(default_factory=list)  # segments before this one
     step_names: str = ""  # of the steps before this start, in order, separated by spaces
     ancestors: list[Ancestor] = field(default_factory=list)
-    budget: Budget | None = None
-    adaptive: bool = False  # a segment was opened after weights were seen
     audit: Audit | None = None
     planned_steps: int = 0  # the most that training.steps was
     run: str = field(default_factory=new_name)  # random and public, of the folder
@@ -118,22 +103,13 @@ class Ledger:
         if caveat not in self.caveats:
             self.caveats.append(caveat)
 
-    def inherit(self, earlier: "Ledger", new_segment: NewSegment | None = None) -> None:
-        """Take over what was said of this run's earlier weights, from which these go on.
-
-        Args:
-            new_segment: how more steps than were planned came about, too.
-        """
+    def inherit(self, earlier: "Ledger") -> None:
+        """Take over the account of this run's earlier weights, from which these go on."""
         self.private = self.private and earlier.private
         self.caveats = list(dict.fromkeys([*self.caveats, *earlier.caveats]))
         self.ancestors = list(dict.fromkeys([*earlier.ancestors, *self.ancestors]))
-        self.adaptive = self.adaptive or earlier.adaptive
-        self.budget, self.run = earlier.budget, earlier.run
-        raised = self.planned_steps > earlier.planned_steps > 0
-        if raised and new_segment == "adaptive":
-            self.adaptive = True
-            self.add_caveat(_CAVEATS["adaptive"])
-        elif raised and not self.adaptive:
+        self.run = earlier.run
+        if self.planned_steps > earlier.planned_steps > 0:
             self.add_caveat(
                 f"training.steps was raised from {earlier.planned_steps} to {self.planned_steps} "
                 "after the first start, which is assumed not to follow from results"
@@ -141,16 +117,19 @@ class Ledger:
         self.planned_steps = max(self.planned_steps, earlier.planned_steps)
         self.audit = self.audit or earlier.audit
 
-    def resume_from(self, loaded: "Ledger", new_segment: NewSegment | None) -> None:
+    def resume_from(self, loaded: "Ledger", *, new_segment: bool) -> None:
         """Become the account of weights that were loaded, to be trained on with this one's terms.
 
         Exact norms may take the place of capped estimates, and these theirs, without a new segment
-        being asked for: that changes no epsilon. What each step had is told all the same.
+        being asked for: that changes no epsilon. The norms of each step are recorded all the same.
+
+        Args:
+            new_segment: whether the terms may differ, by a change that was fixed before training.
 
         Raises:
             ValueError: the terms differ, and no new segment was asked for or may change them.
         """
-        self.inherit(loaded, new_segment)
+        self.inherit(loaded)
         self.steps, self.finished = loaded.steps, list(loaded.finished)
         self.step_names = " ".join(loaded.names())
         now, then = self.settings, loaded.settings
@@ -162,11 +141,10 @@ class Ledger:
             )
             return
         if not now.same_terms(then):
-            if new_segment is None:
+            if not new_segment:
                 now.refuse_change(since=then)
             now.refuse_change_of_run(since=then)
-            self.adaptive = self.adaptive or new_segment == "adaptive"
-            self.add_caveat(_CAVEATS[new_segment or "planned"])
+            self.add_caveat(_CHANGED)
         self.finished = [segment for segment in loaded.segments() if segment.steps > 0]
 
     def segments(self, steps: int | None = None) -> list[RunSegment]:
@@ -267,12 +245,8 @@ class Ledger:
 
     def compose(self, segments: list[Segment]) -> float:
         """Return the epsilon of these segments one after the other, as this ledger accounts."""
-        delta = self.settings.delta
-        if self.adaptive and self.budget is not None:
-            # The theorem bounds what may be spent, not what was: how much that is tells of results.
-            spent = filter.adaptive_epsilon(segments, self.budget.order, delta)
-            return max(self.budget.epsilon, spent)
-        return accounting.compose(segments, delta=delta, accountant=self.settings.accountant)
+        terms = self.settings
+        return accounting.compose(segments, delta=terms.delta, accountant=terms.accountant)
 
     def to_json(self) -> str:
         """Write all of it, for a checkpoint."""
@@ -295,16 +269,26 @@ class Ledger:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Ledger":
-        """Build it from what `dataclasses.asdict` gives, here or in version 0.1.0."""
+        """Build it from the fields that `dataclasses.asdict` gives, here or in version 0.1.0.
+
+        Raises:
+            ValueError: it has segments that this version cannot account for.
+        """
         fields = dict(fields)
-        budget, audit, lost = (fields.pop(name, None) for name in ("budget", "audit", "lost"))
+        if fields.pop("adaptive", False):
+            raise ValueError(
+                "privacy.new_segment = 'adaptive' was set: settings that were chosen after weights "
+                "were seen are accounted for by version 0.1.0 alone; use that version, or start "
+                "afresh in another job.dump_folder"
+            )
+        fields.pop("budget", None)
+        audit, lost = (fields.pop(name, None) for name in ("audit", "lost"))
         if (starts := fields.pop("finished_starts", None)) is not None:
             fields["step_names"] = names_of_starts(starts)
         return cls(
             settings=Settings(**fields.pop("settings")),
             finished=_segments(fields.pop("finished")),
             ancestors=[_ancestor(ancestor) for ancestor in fields.pop("ancestors")],
-            budget=None if budget is None else Budget(**budget),
             audit=None if audit is None else Audit(**audit),
             lost=None if lost is None else Segment(**lost),
             **fields,
@@ -320,12 +304,7 @@ def _ancestor(fields: dict[str, Any]) -> Ancestor:
     return Ancestor(fields["run"], segments, names, fields["planned_steps"], lost)
 
 
-_CAVEATS = {
-    "planned": "the settings changed during training, in a way assumed to be fixed before it",
-    "adaptive": "settings were chosen after weights were seen: epsilon is that of a Renyi filter, "
-    "which covers choices made from weights alone, not from losses, norms, batch sizes or any "
-    "other log of the run, nor from held-out loss",
-}
+_CHANGED = "the settings changed during training, in a way assumed to be fixed before it"
 
 
 def _worst(segments: Sequence[RunSegment], steps: int) -> Segment | None:
@@ -340,13 +319,3 @@ def _worst(segments: Sequence[RunSegment], steps: int) -> Segment | None:
 def _segments(listed: list[dict[str, Any]]) -> list[RunSegment]:
     """Build segments from what `dataclasses.asdict` gives."""
     return [RunSegment(Settings(**segment["settings"]), segment["steps"]) for segment in listed]
-
-
-def fix_budget(settings: Settings, steps: int, before: list[Segment]) -> Budget | None:
-    """Return the filter's terms, from what is planned at the first start; None without noise."""
-    if settings.noise_multiplier == 0 or not all(s.noise_multiplier > 0 for s in before):
-        return None
-    planned = [*before, settings.spending(steps)]
-    order = filter.fix_order(planned, settings.delta)
-    epsilon = filter.adaptive_epsilon(planned, order, settings.delta)
-    return Budget(epsilon, order) if math.isfinite(epsilon) else None

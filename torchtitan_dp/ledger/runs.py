@@ -39,8 +39,6 @@ class Run:
     @property
     def epsilon(self) -> float | None:
         """Return what the weights spent; None if they are not private."""
-        if self.ledger.adaptive:
-            return self.epsilon_executed
         return self.ledger.epsilon() if self.ledger.private else None
 
     @property
@@ -89,8 +87,7 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
 
     Raises:
         ValueError: one line, if they are not on the same records and `overlapping` is not said, or
-            not of the same unit; or if `delta` was asked for of adaptive runs, whose budget holds
-            at their own.
+            not of the same unit.
     """
     if not overlapping:
         _require_common(
@@ -112,31 +109,16 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     steps = sum(segment.steps for segment in (*taken, *lost))
     relation = max(run.ledger.settings.neighbouring_relation for run in runs)
     assert relation in ("add_remove", "zero_out")  # whoever may be left out may be emptied
-    adaptive = any(run.ledger.adaptive for run in runs)
-    if adaptive and delta is not None:
-        raise ValueError(
-            f"--delta = {delta:g}: settings were chosen after results were seen, and the budget "
-            "fixed before holds at the run's own delta; leave it out"
-        )
     if delta is None:
         delta = min(deltas)
     if not all(run.ledger.composes for run in runs):
         return Total(None, None, delta, "none", steps, relation)
-    if adaptive and len(runs) > 1:
-        # Filters at different orders do not add up; their guarantees do.
-        spent = sum(run.epsilon_executed or 0.0 for run in runs)
-        planned = sum(run.epsilon_planned or 0.0 for run in runs)
-        how = "sum of the runs' epsilon and delta"
-        return Total(spent, planned, sum(deltas), how, steps, relation)
     segments = [
         *union([s for run in runs for s in (*run.ledger.taken_before(), *run.ledger.taken())]),
         *lost,
         *_lost_before(runs),
     ]
     coming = [spending for run in runs for spending in run.ledger.still_planned()]
-    if adaptive:
-        told = [runs[0].ledger.compose(parts) for parts in (segments, [*segments, *coming])]
-        return Total(told[0], told[1], delta, "rdp filter", steps, relation)
     names = {run.ledger.settings.accountant for run in runs}
     accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
     if any(segment.projections for segment in (*segments, *coming)):

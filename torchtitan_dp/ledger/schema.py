@@ -250,7 +250,7 @@ KEYS = (
         _ACCOUNT,
         "The steps that `epsilon_planned` (in a release: `epsilon`) counts, as an event of "
         "Google's dp-accounting (the fields of `DpEvent.to_named_tuple`), so that anybody can "
-        "account for them again. Null where a step has no noise, and for adaptive runs.",
+        "account for them again. Null where a step has no noise.",
     ),
     Key(
         "caveats",
@@ -278,18 +278,6 @@ KEYS = (
         list[dict],
         _LEDGER,
         "The runs that the initial weights come from, with their segments and step names.",
-    ),
-    Key(
-        "budget",
-        dict | None,
-        _LEDGER,
-        "The ε and the Renyi order, fixed at the first start, that adaptive segments stay within.",
-    ),
-    Key(
-        "adaptive",
-        bool,
-        _LEDGER,
-        "Whether a segment's terms were chosen after weights were seen; ε is then the budget.",
     ),
     Key(
         "audit",

@@ -1,4 +1,4 @@
-"""The terms on which a run trains, fixed at its first start: noise, sampling rate, budget.
+"""The terms on which a run trains, fixed at its first start: noise and sampling rate.
 
 They follow from the configuration, the number of units, and the ledgers of what the run's folder
 and its initial weights have spent already.
@@ -16,7 +16,7 @@ from torchtitan_dp.ledger.baseline import refuse_baseline_folder
 from torchtitan_dp.ledger.executed import EXECUTED_FILE, STARTS_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
 from torchtitan_dp.ledger.initial import InitialWeights, inheritance
-from torchtitan_dp.ledger.lineage import Ancestor, Ledger, fix_budget, taken_by
+from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by
 from torchtitan_dp.ledger.settings import Settings, sampling_of, settings_of
 from torchtitan_dp.ledger.steps import union
 from torchtitan_dp.privacy import accounting
@@ -84,12 +84,10 @@ def make_plan(
     if config.data.verify_records == "drawn":
         ledger.add_caveat(_DRAWN)
     if account is not None:
-        ledger.inherit(account, privacy.new_segment)
+        ledger.inherit(account)
     inherited.enter_into(ledger)
-    if before is None:
-        ledger.budget = fix_budget(ledger.settings, steps, ledger.before())
-    else:
-        ledger.resume_from(before, privacy.new_segment)
+    if before is not None:
+        ledger.resume_from(before, new_segment=privacy.new_segment is not None)
     if account is not None:
         ExecutedSteps(config.job.dump_folder).enter_lost(ledger)
     epsilon = refuse_overspending(config, ledger)
@@ -186,7 +184,7 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
     """Return the epsilon that a run will have spent at its last step.
 
     Raises:
-        ValueError: it is above the target, or above the budget that adaptive segments have.
+        ValueError: it is above the target.
     """
     privacy, steps = config.privacy, config.training.steps
     epsilon = ledger.epsilon(max(steps, ledger.steps))
@@ -196,25 +194,6 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
             f"its first start, and {steps} training.steps would spend "
             f"{accounting.rounded_up(epsilon)}; lower training.steps, raise the target, or "
             "start afresh in another job.dump_folder"
-        )
-    if not ledger.adaptive or ledger.budget is None:
-        return epsilon
-    # What was chosen may depend on lost and abandoned steps as well: the filter counts them.
-    executed = ExecutedSteps(config.job.dump_folder)
-    if unlogged := executed.unlogged(ledger.taken()):
-        raise ValueError(
-            f"privacy.new_segment = 'adaptive': {unlogged} steps of these weights were taken in "
-            f"another folder and came without its {EXECUTED_FILE}, so that the filter cannot count "
-            "what was lost there; copy that whole job.dump_folder, or start afresh"
-        )
-    to_come = ledger.settings.spending(max(steps - ledger.steps, 0))
-    epsilon = max(epsilon, ledger.compose([*ledger.executed(), to_come]))
-    if epsilon > ledger.budget.epsilon:
-        raise ValueError(
-            f"privacy.new_segment = 'adaptive': {steps} training.steps would spend "
-            f"{accounting.rounded_up(epsilon)} by the filter, more than the "
-            f"{ledger.budget.epsilon:.4g} fixed at the first start; lower training.steps, "
-            "or raise privacy.noise_multiplier"
         )
     return epsilon
 
@@ -240,11 +219,6 @@ def _noise_multiplier(
         terms = settings_of(config, units, kept)
         if privacy.new_segment is None or terms.same_terms(before.settings, targets_too=True):
             return kept
-        if privacy.new_segment == "adaptive":
-            raise ValueError(
-                "privacy.new_segment = 'adaptive' with privacy.target_epsilon: the filter's budget "
-                "was fixed at the first start; set privacy.noise_multiplier instead"
-            )
         steps -= before.steps
         spent = [*spent, *(segment.spending() for segment in before.segments())]
         if steps <= 0:

@@ -144,8 +144,7 @@ def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
     """Compute what planned segments mean, composed by PLD, RDP, and the Gaussian without sampling.
 
     Args:
-        segments: all fixed before training; without any, nothing is spent. For those chosen after
-            seeing results there is only `meaning_of` the filter's budget.
+        segments: all fixed before training; without any, nothing is spent.
         delta: of (epsilon, delta), in (0, 1): the probability of the exceptions.
 
     Returns:

@@ -212,8 +212,6 @@ def _not_said(terms: dict[str, Any], config: JobConfig) -> str:
 def _computation(terms: dict[str, Any]) -> str:
     unit = _unit(terms)
     accountant = f"`{terms['accountant']}`: {_ACCOUNTANTS[terms['accountant']]}"
-    if terms["adaptive"]:
-        accountant = "a Renyi filter, at an order and against a budget fixed at the first start"
     program = terms["source"]
     commit = program["commit"] or "unknown"
     changed = ", with changes" if program["modified"] else ""
@@ -238,7 +236,8 @@ def _computation(terms: dict[str, Any]) -> str:
 {_segments(terms)}
 In each step every {unit} takes part with probability q; {_clipped(terms)}; noise of
 standard deviation σC is added once to the sum, in every coordinate; and the sum is divided by a
-constant. {_again(terms)}
+constant. `privacy.json` has these steps as an event of Google's dp-accounting (`dp_event`), from
+which anybody can compute ε again.
 """
 
 
@@ -277,16 +276,6 @@ def _clipped(terms: dict[str, Any]) -> str:
     return (
         "its gradient is clipped by an\nestimate of its norm, so that it may count more than C (at "
         f"most {most} C), which ε includes"
-    )
-
-
-def _again(terms: dict[str, Any]) -> str:
-    """Say how somebody else can compute epsilon."""
-    if terms["adaptive"]:
-        return "ε is the budget that the filter kept to, not what these steps alone would spend."
-    return (
-        "`privacy.json` has these steps as an event of Google's dp-accounting (`dp_event`), from\n"
-        "which anybody can compute ε again."
     )
 
 
@@ -345,15 +334,8 @@ def _assumptions(terms: dict[str, Any], config: JobConfig) -> str:
 
 {listed}- The mathematics is that of real numbers; training used floating point. Attacks on timing,
   or on the machine that trained, are not covered.
-- What is told above (σ, q, C, batch, steps) is public{_origin(terms)}.
+- What is told above (σ, q, C, batch, steps) is public, and was fixed before training.
 {caveats}"""
-
-
-def _origin(terms: dict[str, Any]) -> str:
-    """Say what the terms follow from."""
-    if terms["adaptive"]:
-        return ", and followed from weights alone where it was chosen on the way"
-    return ", and was fixed before training"
 
 
 def _sentence(text: str) -> str:

@@ -9,6 +9,15 @@ VERIFY, CAVEATS = "ledger/runs.py", "ledger/caveats.py"
 
 MUTANTS = [
     Mutant(
+        51,
+        "a run whose terms followed from weights is resumed as a planned one",
+        "ledger/lineage.py",
+        '        if fields.pop("adaptive", False):\n',
+        '        if fields.pop("adaptive", False) and False:\n',
+        (f"{CLAIMS}test_row51_settings_that_followed_from_results_are_not_resumed",),
+        quick=True,
+    ),
+    Mutant(
         50,
         "the planned steps are not counted",
         LINEAGE,
@@ -42,24 +51,6 @@ MUTANTS = [
         '(False, False): ("planned_steps", account.planned()),',
         '(False, False): ("planned_steps", account.executed()),',
         (f"{RELEASE}test_a_run_that_stopped_early_claims_what_was_planned",),
-    ),
-    Mutant(
-        51,
-        "a filter said to cover logs",
-        LINEAGE,
-        "made from weights alone, not from losses, norms, batch",
-        "made from results, from losses, norms, batch",
-        (f"{CLAIMS}test_row51_adaptive_means_from_weights_alone",),
-        quick=True,
-    ),
-    Mutant(
-        51,
-        "terms said to be fixed that were chosen",
-        CAVEATS,
-        "_FILTERED if ledger.adaptive else _FIXED",
-        "_FIXED",
-        (f"{CLAIMS}test_row51_assumptions_of_an_adaptive_run_do_not_deny_it",),
-        quick=True,
     ),
     Mutant(
         52,
@@ -193,15 +184,6 @@ MUTANTS = [
         "    account.go_back_to(ledger)  # what",
         "    # what",
         (f"{RELEASE}test_older_weights_claim_what_was_begun_and_what_they_still_planned",),
-    ),
-    Mutant(
-        51,
-        "an event for adaptive runs",
-        ACCOUNT,
-        "if ledger.composes and not ledger.adaptive else None",
-        "if ledger.composes else None",
-        ("ledger/test_schema.py::test_an_adaptive_runs_meaning_is_of_its_budget_alone",),
-        quick=True,
     ),
     Mutant(
         53,

@@ -175,7 +175,7 @@ MUTANTS = [
         45,
         "not private undone by loading",
         LINEAGE,
-        "        self.inherit(loaded, new_segment)\n",
+        "        self.inherit(loaded)\n",
         "",
         (f"{LEDGERS}test_row45_not_private_is_loaded_with_the_weights",),
         quick=True,
