@@ -62,7 +62,7 @@ from torchtitan_dp.ledger import (
 from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
 from torchtitan_dp.ledger.files import to_bytes
 from torchtitan_dp.ledger.terms import earlier_ledger, most_lost, refuse_overspending
-from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics, is_true
+from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import FAMILIES
 from torchtitan_dp.models.first_update import FirstUpdate
@@ -71,6 +71,7 @@ from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
 from torchtitan_dp.preflight.check import check_run
+from torchtitan_dp.preflight.console import quiet
 from torchtitan_dp.preflight.notices import show
 from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.sampling import poisson_draw
@@ -366,7 +367,7 @@ def main(argv: list[str]) -> None:
         raise RuntimeError("assertions guard privacy here: unset PYTHONOPTIMIZE and -O")
     protect()
     init_logger()
-    logger.addFilter(is_true)
+    quiet(logger)
     open_records = OpenOnce()
     with mistakes_as_faults():
         require_usable_devices()

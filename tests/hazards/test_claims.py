@@ -48,7 +48,7 @@ def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
     assert told["epsilon_planned"] >= SETTINGS.epsilon(200) > 2 * told["epsilon"]
     assert (told["steps"], told["planned_steps"]) == (2, 200)
     (caveat,) = [c for c in told["caveats"] if "2 of 200" in c]
-    assert "is right if neither results nor a clock decided when to stop" in caveat
+    assert "applies if neither results nor a clock decided when to stop" in caveat
     assert verify(str(tmp_path)).faults == []
 
 
@@ -96,7 +96,7 @@ def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
     told = publish(tmp_path / "second", child)
     assert told["epsilon_planned"] >= SETTINGS.epsilon(2_001) > 2 * told["epsilon"]
     (caveat,) = [c for c in told["caveats"] if "2 of 2000 by run" in c]
-    assert "if weights alone did; no epsilon is if losses" in caveat
+    assert "applies if weights alone did; no epsilon applies if losses" in caveat
     found = verify(str(tmp_path / "second"))
     assert found.faults == []
     assert total([found]).epsilon_planned == pytest.approx(told["epsilon_planned"])
@@ -349,7 +349,7 @@ def test_row49_the_rounded_sum_is_a_caveat_that_grows(tmp_path):
         told = publish(tmp_path / str(place), Ledger(settings, steps=2))
         (caveat,) = [c for c in told["caveats"] if "the clipped sum is rounded" in c]
         assert f"up to {summands} records" in caveat
-        said.append(float(caveat.split("move the sum by ")[1].split(" C,")[0]))
+        said.append(float(caveat.split("move the sum by ")[1].split(" C instead")[0]))
     for bound, summands in zip(said, (8, 4096), strict=True):
         assert bound - 1 == pytest.approx(fp32_sum_excess(summands), rel=0.1)
         assert bound - 1 >= fp32_sum_excess(summands)

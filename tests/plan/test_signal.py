@@ -154,9 +154,11 @@ def test_the_plan_says_how_large_the_noise_is(planned):
     assert content["signal"]["noise_in_step"] == pytest.approx(in_step)
     assert content["signal"]["noise_over_run"] == pytest.approx(in_step / 2)  # 4 steps
     assert content["recommendation"] is None
-    assert f"noise: {in_step:.3g} C in a step, {in_step / 2:.3g} C averaged over the run" in said
-    assert f"in {trained:,} trained values" in said
-    assert "the gradient beside it is at most C\n" in said
+    assert (
+        f"noise: norm {in_step:.3g} C per step, {in_step / 2:.3g} C averaged over the run" in said
+    )
+    assert f"over {trained:,} trained values" in said
+    assert "a clipped gradient's norm is at most C\n" in said
 
 
 def test_noise_that_drowns_is_one_line_of_warning(planned):
@@ -177,7 +179,7 @@ def test_adapters_count_alone(planned):
 
 def test_clipping_by_layers_says_what_c_is(planned):
     said, _ = planned(*with_sigma(0.5), "--privacy.clipping=per_layer")
-    assert "the gradient beside it is at most C, with every group of layers at its bound" in said
+    assert "norm is at most C, with every group of layers at its bound" in said
 
 
 @pytest.fixture

@@ -227,7 +227,7 @@ def summary(spent: dict[str, Any]) -> list[str]:
     ]
     if spent["private"] and spent["steps_executed"] > spent["steps"]:
         lines.append(
-            f"with the steps that crashes lost: epsilon = "
+            f"with steps lost in crashes: epsilon = "
             f"{rounded_up(spent['epsilon_executed'])}, for {spent['steps_executed']} steps"
         )
     return [*lines, *(f"caveat: {caveat}" for caveat in spent["caveats"])]

@@ -77,12 +77,12 @@ def _plan(
     for warning in filter(None, (*plan.warnings, noise_warning(noise))):
         print(f"warning: {warning}", file=sys.stderr)
     if checked.start.resumes:
-        print(f"going on after step {checked.start.step} of {plan.steps}", file=sys.stderr)
+        print(f"resuming after step {checked.start.step} of {plan.steps}", file=sys.stderr)
     _show(config, plan, records)
     for notice in notices(config):
         print(f"      {notice}", file=sys.stderr)
     for caveat in plan.ledger.caveats:
-        print(f"      assumed or recorded: {caveat}", file=sys.stderr)
+        print(f"      caveat: {caveat}", file=sys.stderr)
     print(f"{model}\n      {noise_line(noise, plan.settings, trained)}", file=sys.stderr)
     count, rate = plan.settings.implied_units, plan.settings.sample_rate
     costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
@@ -130,12 +130,12 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"      sigma = {settings.noise_multiplier:.4g}, C = {settings.max_grad_norm:g}, "
         f"q = {settings.sample_rate:.4g} from {settings.sample_rate_source}",
         f"      {'' if settings.neighbouring_relation == 'zero_out' else 'not private: '}"
-        f"{len(records.train):,} {unit_word(config)}s to train on, "
+        f"{len(records.train):,} training {unit_word(config)}s, "
         f"{len(records.heldout):,} held out; "
-        f"{settings.expected_batch_size} expected in a step, "
-        f"of {_windows(settings.windows_per_draw)}at most {config.training.seq_len:,} tokens each; "
+        f"{settings.expected_batch_size} per step on average, "
+        f"{_windows(settings.windows_per_draw)}at most {config.training.seq_len:,} tokens each; "
         f"targets: {settings.targets}",
-        f"      gradients by {method}, which is for {METHODS[method].chosen_for}; "
+        f"      gradient method: {method} ({METHODS[method].chosen_for}); "
         f"clipping: {settings.clipping}",
         *_estimated(config, plan),
         *_lost_steps(config, plan),
@@ -144,7 +144,7 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
 
 
 def _windows(count: int) -> str:
-    return "" if count == 1 else f"{count} windows, averaged, of "
+    return "" if count == 1 else f"{count} averaged windows of "
 
 
 def _estimated(config: JobConfig, plan: Plan) -> list[str]:
@@ -154,12 +154,11 @@ def _estimated(config: JobConfig, plan: Plan) -> list[str]:
         return []
     norms = f"      norms: estimated ({privacy.norm_estimator}, {privacy.projections} projections)"
     if not settings.projections:
-        return [f"{norms}; a gradient that is longer counts as its estimate, C at most"]
+        return [f"{norms}; longer gradients are scaled down to their estimate: at most C"]
     exact = dataclasses.replace(settings, projections=0).epsilon(plan.steps)
     return [
-        f"{norms}, so that a gradient counts up to {rounded_up(settings.largest_share, digits=3)} "
-        "C; capped (privacy.underestimates) these steps would spend epsilon = "
-        f"{rounded_up(exact)}",
+        f"{norms}; a clipped gradient may reach {rounded_up(settings.largest_share, digits=3)} C; "
+        f"privacy.underestimates = 'capped' would spend epsilon = {rounded_up(exact)}",
     ]
 
 
@@ -169,7 +168,7 @@ def _lost_steps(config: JobConfig, plan: Plan) -> list[str]:
     if not (lost and plan.private):
         return []
     stated = f"a release will state epsilon = {rounded_up(plan.epsilon_stated)}"
-    lines = [f"      crashes lost steps, which count as {lost}: {stated}"]
+    lines = [f"      steps lost in crashes, counted as {lost}: {stated}"]
     if target is not None and plan.epsilon_stated > target:
         steps = steps_within(plan, target)
         shorter = f"training.steps = {steps} and release --stop_not_from_results, or "

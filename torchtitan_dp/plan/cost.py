@@ -23,8 +23,8 @@ class StepCost:
     def describe(self) -> str:
         """Put the cost into words, for people."""
         step = (
-            f"a step: {self.microbatches_per_step:.1f} microbatches a data-parallel rank, "
-            f"{self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs (expected)"
+            f"expected per step: {self.microbatches_per_step:.1f} microbatches per data-parallel "
+            f"rank, {self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs"
         )
         if self.seconds_per_step is None:
             return step

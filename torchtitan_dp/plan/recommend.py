@@ -53,8 +53,8 @@ def noise_line(noise: Noise, settings: Settings, trained: int) -> str:
     per_layer = settings.clipping.startswith("per_layer")
     most = "C, with every group of layers at its bound" if per_layer else "C"
     return (
-        f"noise: {noise.in_step:.3g} C in a step, {noise.over_run:.3g} C averaged over the run, "
-        f"in {trained:,} trained values; the gradient beside it is at most {most}"
+        f"noise: norm {noise.in_step:.3g} C per step, {noise.over_run:.3g} C averaged over the "
+        f"run, over {trained:,} trained values; a clipped gradient's norm is at most {most}"
     )
 
 

@@ -103,39 +103,33 @@ class Meaning:
 
         >>> for line in meaning([Segment(2.0, 1.0, 4)], 1e-5).sentences():
         ...     print(line)
-        At a false-alarm rate of 1%, a record that was trained on is recognised with a \
-probability of at most 9.24%: whoever names 1% of what was not trained on names at most 9.24% of \
-what was.
-        At a false-alarm rate of 0.1%, a record that was trained on is recognised with a \
-probability of at most 1.83%: whoever names 0.1% of what was not trained on names at most 1.83% of \
-what was.
-        Somebody who thinks it as likely as not (50%) that a certain record was trained on can be \
-at most 99.4% sure of the truth after seeing the model, except with a probability of 1 in \
-100,000.
-        Telling whether a record was trained on is at least as hard as telling from one draw of a \
-normal distribution of variance 1 whether its mean is 0 or 1 (1-Gaussian-DP).
+        A membership-inference attack with 1% false positives detects at most 9.24% of training \
+records.
+        A membership-inference attack with 0.1% false positives detects at most 1.83% of training \
+records.
+        An attacker who gives the membership of a record even odds is at most 99.4% sure of it \
+after seeing the model, except with a probability of 1 in 100,000.
+        To detect the membership of a record is at least as hard as to distinguish N(0, 1) from \
+N(1, 1) by one draw (1-Gaussian-DP).
         """
         if self.mu == math.inf:
-            return [f"No number here keeps anybody from telling whether a {unit} was trained on."]
+            return [f"Nothing bounds a membership-inference attack on a {unit}: there is no noise."]
         lines = [
-            f"At a false-alarm rate of {percent(alarms)}, a {unit} that was trained on is "
-            f"recognised with a probability of at most {percent(share)}: whoever names "
-            f"{percent(alarms)} of what was not trained on names at most {percent(share)} of what "
-            "was."
+            f"A membership-inference attack with {percent(alarms)} false positives detects at most "
+            f"{percent(share)} of training {unit}s."
             for alarms, share in self.detected
         ]
         lines.append(
-            f"Somebody who thinks it as likely as not (50%) that a certain {unit} was trained on "
-            f"can be at most {percent(self.posterior)} sure of the truth after seeing the "
+            f"An attacker who gives the membership of a {unit} even odds is at most "
+            f"{percent(self.posterior)} sure of it after seeing the "
             f"model{_except_for(self.posterior_but_for)}."
         )
         exception, mu = _except_for(self.mu_but_for), rounded_up(self.mu, digits=3)
         lines.append(
-            f"Telling whether a {unit} was trained on is at least as hard as telling from one draw "
-            f"of a normal distribution of variance 1 whether its mean is 0 or {mu}{exception} "
-            f"({mu}-Gaussian-DP)."
+            f"To detect the membership of a {unit} is at least as hard as to distinguish N(0, 1) "
+            f"from N({mu}, 1) by one draw{exception} ({mu}-Gaussian-DP)."
             if self.mu > 0
-            else f"No test of whether a {unit} was trained on beats guessing{exception}."
+            else f"No test of the membership of a {unit} beats guessing{exception}."
         )
         return lines
 

@@ -1,0 +1,71 @@
+"""Which lines of a run's console are shown."""
+
+import inspect
+import logging
+import warnings
+
+import pytest
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+import torchtitan.components.checkpoint
+import torchtitan.train
+from torchtitan.tools.utils import Color
+
+from torchtitan_dp.preflight.console import _NOTHING_TO_DO, is_shown, quiet
+
+OURS = "torchtitan_dp/metrics.py"
+THEIRS = torchtitan.train.__file__
+
+
+def shown(message: str, path: str = THEIRS, level: int = logging.INFO) -> bool:
+    return is_shown(logging.LogRecord("root", level, path, 0, message, None, None))
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        'Building llama3 1Bwith {\n  "dim": 64\n}',
+        f"{Color.blue}Model llama3 1B {Color.red}size: 963,456 total parameters{Color.reset}",
+        "Trainer is initialized with local batch size 1, global batch size 1, gradient "
+        "accumulation steps 1",
+        "Peak FLOPS used for computing MFU: inf",
+        "Destroying the purge thread.",
+    ],
+)
+def test_torchtitans_other_lines_are_hidden(message: str) -> None:
+    assert not shown(message)
+
+
+def test_steps_and_all_lines_of_ours_are_shown() -> None:
+    assert shown("model: 963,456 parameters", OURS)
+    assert shown("step: 12  epsilon: 3.1", OURS)
+    assert shown("Training starts at step 4")
+    assert shown("Finished saving the checkpoint (or staging if async is enabled)in 0.14 seconds.")
+    assert shown(f"{Color.red}step: 12  loss: 3.1")  # of a run without privacy
+
+
+def test_warnings_and_errors_are_shown() -> None:
+    assert shown("3 CUDA memory allocation retries.", level=logging.WARNING)
+    assert shown("ENV[OTHER] = 1 will be overridden", level=logging.WARNING)
+    assert shown("failed", level=logging.ERROR)
+
+
+def test_but_for_two_warnings_of_torchtitans_whose_words_these_are() -> None:
+    overridden = "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 1 will be overridden to 3 based on"
+    assert not shown(overridden, level=logging.WARNING)
+    resumed = "checkpoint.initial_load_in_hf is True but the checkpoint.folder exists. "
+    assert not shown(resumed, level=logging.WARNING)
+    source = inspect.getsource(torchtitan.components.checkpoint)
+    assert "checkpoint.initial_load_in_hf is True but the checkpoint.folder" in source
+    assert len(_NOTHING_TO_DO) == 2
+
+
+def test_debug_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    logger = logging.Logger("test")
+    with warnings.catch_warnings():
+        quiet(logger)
+        monkeypatch.setenv("LOGLEVEL", "debug")
+        quiet(verbose := logging.Logger("test"))
+    assert (len(logger.filters), len(verbose.filters)) == (1, 0)

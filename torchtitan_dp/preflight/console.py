@@ -1,0 +1,46 @@
+"""The console of a run: our lines, TorchTitan's step lines, and warnings that somebody can act on.
+
+`LOGLEVEL=DEBUG` in the environment shows all lines (the variable is torchrun's). Errors and all
+other warnings pass in any case.
+"""
+
+import logging
+import os
+import re
+import warnings
+from pathlib import Path
+
+import torchtitan
+
+_TORCHTITAN = str(Path(torchtitan.__file__).parent)
+# Of TorchTitan's own lines at the level of information; our trainer logs steps itself, a run
+# without privacy leaves that to TorchTitan.
+_SHOWN = re.compile(
+    r"(\x1b\[\S*?m)?(step: |Training starts|(Loading|Saving|Finished saving) the checkpoint)"
+)
+_NOTHING_TO_DO = (
+    r"ENV\[TORCH_NCCL_ASYNC_ERROR_HANDLING\]",  # set by torchrun, and overridden on purpose
+    r"checkpoint\.initial_load_in_hf is True but",  # of every resume, which is what is wanted
+)
+_WARNINGS = (
+    "DTensor random operators may not have complete support",  # no generator of DTensor's is used
+    r"DTensor manual_seed\(\) may not have complete support",
+    "Set timeout is now only supported for either nccl or gloo",  # of groups that have no backend
+)
+
+
+def quiet(logger: logging.Logger) -> None:
+    """Hide lines of TorchTitan's logger, and warnings of libraries, that nobody can act on."""
+    if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
+        return
+    logger.addFilter(is_shown)
+    for message in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def is_shown(record: logging.LogRecord) -> bool:
+    """Return whether a line is shown: a filter for `logging`."""
+    message = record.getMessage()
+    if record.levelno > logging.INFO:
+        return not any(re.match(pattern, message) for pattern in _NOTHING_TO_DO)
+    return not record.pathname.startswith(_TORCHTITAN) or bool(_SHOWN.match(message))
