@@ -4,7 +4,7 @@
 
 Makes jsonl lines and small text files in a folder of its own, and prints a table: GB/s, the best of
 the rounds, with the page cache cold (as far as the kernel drops what it is asked to) and warm, by
-the number of threads, beside plain reading in blocks of as many bytes; and GB per CPU second, which
+the number of threads; and GB per CPU second, which
 says more on a machine that others use too.
 """
 
@@ -43,10 +43,7 @@ def main() -> None:
         cores = range(1, len(os.sched_getaffinity(0)) + 1)
         for threads in [count for count in (1, 2, 4, 8) if count in cores]:
             for name, files, work in (
-                ("read alone, jsonl", lines, lambda f: contents.read_contents(f, hashed=False)),
-                ("lines", lines, lambda f: _lines(f, hashed=False)),
-                ("lines and hash", lines, lambda f: _lines(f, hashed=True)),
-                ("read alone, text", small, lambda f: contents.read_contents(f, hashed=False)),
+                ("lines and hash", lines, _lines),
                 ("hash, text", small, contents.read_contents),
             ):
                 cold, warm = (
@@ -58,8 +55,8 @@ def main() -> None:
                 print(f"| {name} | {threads} | {cells} |", flush=True)
 
 
-def _lines(files: Files, *, hashed: bool) -> object:
-    return contents.read_contents(files, hashed=hashed, scan=_newlines, take=lambda *_: None)
+def _lines(files: Files) -> object:
+    return contents.read_contents(files, scan=_newlines, take=lambda *_: None)
 
 
 def _rates(

@@ -10,14 +10,13 @@ import torch
 
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
 from tests.data.test_excerpts import rng
-from torchtitan_dp.data import chat_template, dialogs
 from torchtitan_dp.data.answers import Answers, Marked, cut
-from torchtitan_dp.data.chat_template import Message
-from torchtitan_dp.data.dialogs import MOST_MESSAGES, Chats, Prompts, Reading, reading
+from torchtitan_dp.data.dialogs import MOST_MESSAGES, Prompts, Reading, reading
 from torchtitan_dp.data.excerpts import most_bytes
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
+from torchtitan_dp.data.token_cache import TokenCache
 from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BOS, EOS, IGNORED = 256, 257, IGNORE_INDEX
@@ -292,50 +291,32 @@ def test_row48_kept_ids_keep_their_targets(tmp_path: Path, kind: str) -> None:
     rows += MALFORMED
     records = opened(tmp_path, rows, **fields)
 
-    def made(*, cached: bool) -> SampleStore:
-        cache = records.token_cache(
-            tokenizer, seq_len=T, unit_sampling="concat", most_gib=1.0, reading=how
-        )
-        assert cache is not None
-        return SampleStore(
-            records.store, tokenizer, T, reading=how, cache=cache if cached else None
-        )
+    def made(cache: TokenCache | None) -> SampleStore:
+        return SampleStore(records.store, tokenizer, T, reading=how, cache=cache)
 
-    plain, first, again = made(cached=False), made(cached=True), made(cached=True)
-    for store in (first, again):
+    plain, store = made(None), made(cache := TokenCache())
+    for _ in range(2):
         for unit in range(len(rows)):
             for one, other in zip(plain.sample(unit), store.sample(unit), strict=True):
                 assert torch.equal(one, other)
             assert plain.tokens(unit) == store.tokens(unit)
-    assert again._cache is not None
-    assert again._cache.get(8) is not None  # it was found there
+    assert cache.get(8) is not None  # it was found there
 
 
-def test_other_readings_are_other_caches_and_other_records(tmp_path: Path) -> None:
+def test_other_fields_are_other_records(tmp_path: Path) -> None:
     rows = [{"prompt": "p", "other": "o", "text": "a", "messages": chat("p", "a")}]
     opened(tmp_path, rows)
-    _, plain = chats(tmp_path / "a")
-    _, marked = chats(tmp_path / "b", MARKED)
-    tokenizer = ByteTokenizer()  # one and the same, so that the reading alone differs
-    hows: list[tuple[dict[str, str], Reading | None]] = [
-        ({}, None),
-        ({"prompt_field": "prompt"}, PROMPTS),
-        ({"prompt_field": "other"}, Prompts("other", "text")),
-        ({"messages_field": "messages"}, plain),
-        ({"messages_field": "messages"}, marked),
+    named: list[dict[str, str]] = [
+        {},
+        {"prompt_field": "prompt"},
+        {"prompt_field": "other"},
+        {"messages_field": "messages"},
     ]
-    paths, fingerprints = [], []
-    for fields, how in hows:
-        # The file stays as it is: another one would have another cache.
-        records = Records.open("jsonl", str(tmp_path / "d"), **fields)  # type: ignore[arg-type]
-        fingerprints.append(records.fingerprint)
-        cache = records.token_cache(
-            tokenizer, seq_len=T, unit_sampling="concat", most_gib=1.0, reading=how
-        )
-        assert cache is not None
-        paths.append(cache.path)
-    assert len(set(paths)) == 5
-    assert len(set(fingerprints)) == 4  # the tokenizer's template is not the records'
+    found = {
+        Records.open("jsonl", str(tmp_path / "d"), **fields).fingerprint  # type: ignore[arg-type]
+        for fields in named
+    }
+    assert len(found) == 4
 
 
 LATE = "{% if messages | length == 100 %}{{ raise_exception('no') }}{% endif %}"
@@ -406,23 +387,3 @@ def test_a_tokenizer_that_reads_a_turn_otherwise_alone_is_refused(tmp_path: Path
 def test_start_marks_are_single_tokens(tmp_path: Path) -> None:
     tokenizer, _ = chats(tmp_path)
     assert [len(tokenizer.encode(mark)) for mark in (START, END)] == [1, 1]  # type: ignore[arg-type]
-
-
-def test_row47_the_trial_of_a_template_looks_as_far_as_a_record_may_go(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A template that compares all messages with one another is slowest at the most of them."""
-    _, how = chats(tmp_path)
-    assert isinstance(how, Chats)
-    clock = [0.0]
-    render = chat_template._Rendering.render
-
-    def slower(self: Any, messages: list[Any], **options: Any) -> str:
-        clock[0] += len(messages) ** 2
-        return render(self, messages, **options)
-
-    monkeypatch.setattr(chat_template._Rendering, "render", slower)
-    monkeypatch.setattr(dialogs.time, "perf_counter", lambda: clock[0])
-    messages = [Message(role, "a") for role in ("user", "assistant") * (MOST_MESSAGES // 2)]
-    cost = how.template.render_once(messages)
-    assert how.slowest_seconds(cost) >= MOST_MESSAGES**2

@@ -119,11 +119,11 @@ def test_where_a_template_lies(tmp_path: Path) -> None:
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": PLAIN}]
     one = load_chat_template(folder(tmp_path, named))  # type: ignore[arg-type]
     assert one is not None
-    assert one.terms == ChatTemplate(PLAIN, one_mark(tmp_path)).terms
+    assert one.trial == ChatTemplate(PLAIN, one_mark(tmp_path)).trial
     (tmp_path / "chat_template.jinja").write_text(MARKED)
     other = load_chat_template(str(tmp_path))
     assert other is not None
-    assert other.terms != one.terms
+    assert other.trial != one.trial
 
 
 def one_mark(path: Path) -> dict[str, str]:

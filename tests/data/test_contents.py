@@ -122,16 +122,6 @@ def test_what_links_lead_to_is_hashed(tmp_path: Path, open_: Open) -> None:
     assert prints[0] == prints[1] != prints[2]
 
 
-def test_without_contents_names_and_sizes_are_compared_alone(tmp_path: Path, open_: Open) -> None:
-    for format in ("text", "jsonl"):
-        one, other = (
-            open_(format, write(tmp_path / place, {"a.jsonl": data}), contents=False).fingerprint
-            for place, data in (("one", b'{"text":"1"}'), ("other", b'{"text":"2"}'))
-        )
-        assert one == other
-        assert one != open_(format, tmp_path / "one").fingerprint
-
-
 # What cannot be read
 
 

@@ -62,10 +62,10 @@ def loader():
     return RecordLoader(samples, np.arange(1, 11), ranks=1, rank=0, batch_size=1)
 
 
-def feed(place=None):
+def feed():
     from torchtitan_dp.data.feed import Feed
 
-    return Feed(loader(), (32,), torch.device("cpu"), place=place)
+    return Feed(loader(), (32,), torch.device("cpu"))
 
 
 class Step:

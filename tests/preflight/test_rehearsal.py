@@ -490,36 +490,6 @@ def test_no_weights_stay_gathered_after_a_rehearsal_or_a_validation(tmp_path, ho
     assert on_ranks(1, gathered_after, argv) == [[]]
 
 
-def too_slow(argv: list[str], seconds: float) -> str:
-    from torchtitan_dp.preflight import rehearsal
-
-    asked = []
-
-    def estimated(tokenizer: Any, size: int) -> float:
-        asked.append(size)
-        return seconds
-
-    trainer = start(argv)
-    try:
-        with mock.patch.object(rehearsal, "slowest_seconds", estimated):
-            rehearsal.rehearse(trainer)
-    except SystemExit as fault:
-        return f"{fault} {asked}"
-    finally:
-        trainer.close()
-    return str(asked)
-
-
-def test_row47_text_that_may_keep_ranks_waiting_is_refused(tmp_path):
-    argv = command(tmp_path, "--training.local_batch_size=2", "--comm.train_timeout_seconds=80")
-    # of two samples, and of one that is counted for the next step
-    assert on_ranks(1, too_slow, argv, 20.0) == [f"[{3 * 2**17}]"]
-    (line,) = on_ranks(1, too_slow, argv, 20.5)
-    assert line.startswith("error: comm.train_timeout_seconds = 80: the slowest text may take ")
-    assert "about 20 s here to be parsed and tokenized, for 2 samples of 32 tokens" in line
-    assert "set it to 99, or lower training.local_batch_size" in line
-
-
 def audited(argv: list[str]) -> str:
     """A rehearsal of the audit's trainer: no canary is taken for padding, and none is left over."""
     from torchtitan_dp.audit.one_run import AuditTrainer

@@ -20,12 +20,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_dp.data.chat_template import MESSAGE_COST, Piece
+from torchtitan_dp.data.chat_template import Piece
 from torchtitan_dp.data.dialogs import Dialog, Reading
 from torchtitan_dp.data.excerpts import (
     EDGE_TOKENS,
     RECORD_BYTES,
-    RENDERED_BYTES,
     TOKEN_BYTES,
     Budget,
     Excerpt,
@@ -36,7 +35,6 @@ from torchtitan_dp.data.tokenizer import Tokenizer
 
 PROMPT_SHARE = 4
 """A prompt that is cut keeps one part in so many of the window, or what the answer leaves."""
-TERMS = (1, PROMPT_SHARE, RENDERED_BYTES, MESSAGE_COST)  # of heads, as `excerpts.TERMS`
 
 _NONE = np.empty(0, dtype=np.int64)
 
@@ -60,14 +58,6 @@ class Marked(NamedTuple):
 
     def part(self, start: int, stop: int) -> "Marked":
         return Marked(self.ids[start:stop], self.targets[start:stop])
-
-    def pack(self) -> np.ndarray:
-        """Write both as one number for each id, int64: below twice the vocabulary."""
-        return 2 * self.ids + self.targets
-
-    @classmethod
-    def unpack(cls, words: np.ndarray) -> "Marked":
-        return cls(words >> 1, (words & 1).astype(bool))
 
 
 def cut(whole: Marked, limit: int) -> Marked:

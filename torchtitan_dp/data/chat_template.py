@@ -88,7 +88,6 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"is not valid Jinja ({error})") from None
         self._marks = dict(marks)
-        self.terms = (1, source, tuple(sorted(marks.items())), jinja2.__version__)
         self.trial = self._try_out()
 
     def write(self, messages: Sequence[Message], most: int) -> Written:
@@ -109,16 +108,6 @@ class ChatTemplate:
         except Exception:  # of any kind: a template may do anything with a record's text
             pieces = None
         return Written(pieces, rendering.cost)
-
-    def render_once(self, messages: Sequence[Message]) -> int:
-        """Render a conversation whole, and return what that cost (`Written.cost`); 0 if the
-        template refuses it."""
-        rendering = _Rendering(self._template, self._marks)
-        try:
-            rendering.render(messages)
-        except Exception:  # as in `write`
-            return 0
-        return rendering.cost
 
     def _pieces(
         self, messages: Sequence[Message], most: int, rendering: "_Rendering"

@@ -45,7 +45,7 @@ Scan = Callable[[np.ndarray], np.ndarray]
 class Contents(NamedTuple):
     """Holds what a pass over all files found."""
 
-    digest: bytes  # DIGEST_BYTES; empty if it was not asked for. Private
+    digest: bytes  # DIGEST_BYTES. Private
     unreadable: list[int]  # which files could not be read, rising
 
 
@@ -65,7 +65,6 @@ class _Found(NamedTuple):
 def read_contents(
     files: Files,
     *,
-    hashed: bool = True,
     scan: Scan | None = None,
     take: Callable[[int, np.ndarray, bool], None] | None = None,
     skip_unreadable: bool = False,
@@ -75,7 +74,6 @@ def read_contents(
     A line on stderr tells how far it is, every 5 seconds after the first 5.
 
     Args:
-        hashed: whether the hash is wanted.
         scan: called on each leaf, in any thread.
         take: called in this thread, in order, with a file's index, what `scan` found in its next
             leaf (offsets in the file) and whether it was the file's last leaf.
@@ -92,7 +90,7 @@ def read_contents(
     last: tuple[int, tuple[int, ...] | None] = -1, None
 
     def work(leaves: list[_Leaf]) -> list[_Found]:
-        return [_read(files, leaf, hashed, scan, skip_unreadable) for leaf in leaves]
+        return [_read(files, leaf, scan, skip_unreadable) for leaf in leaves]
 
     for leaf, digest, stamp, offsets in _in_order(work, _tasks(files)):
         index = leaf.file_index
@@ -107,7 +105,7 @@ def read_contents(
             take(index, offsets, leaf.begin + leaf.size == end)
         progress.add(leaf.size)
     progress.end()
-    return Contents(root.digest() if hashed else b"", unreadable)
+    return Contents(root.digest(), unreadable)
 
 
 def is_readable(files: Files, index: int) -> bool:
@@ -193,9 +191,7 @@ def _in_order(
         pool.shutdown(cancel_futures=True)
 
 
-def _read(
-    files: Files, leaf: _Leaf, hashed: bool, scan: Scan | None, skip_unreadable: bool
-) -> _Found:
+def _read(files: Files, leaf: _Leaf, scan: Scan | None, skip_unreadable: bool) -> _Found:
     path = files.path(leaf.file_index)
     try:
         with open(path, "rb", buffering=0) as file:
@@ -212,9 +208,7 @@ def _read(
         if not skip_unreadable or error.errno in _OURS:
             raise
         return _Found(leaf, _UNREADABLE, None, None)
-    digest = b""
-    if hashed:
-        digest = hashlib.blake2b(block, digest_size=DIGEST_BYTES, person=b"leaf").digest()
+    digest = hashlib.blake2b(block, digest_size=DIGEST_BYTES, person=b"leaf").digest()
     offsets = None if scan is None else leaf.begin + scan(np.frombuffer(block, np.uint8))
     return _Found(leaf, digest, stamp, offsets)
 

@@ -10,7 +10,6 @@ Guarantee:
 """
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +18,6 @@ import numpy as np
 
 from torchtitan_dp.data.chat_template import (
     ASSISTANT,
-    MESSAGE_COST,
     ChatTemplate,
     Message,
     Piece,
@@ -29,8 +27,6 @@ from torchtitan_dp.data.tokenizer import Tokenizer
 
 MOST_MESSAGES = 256
 """Of a longer conversation these are looked at: the time to render it must be bounded."""
-
-_TRIAL_COST = 1_000_000
 
 Fields = Mapping[str, object]
 
@@ -57,11 +53,6 @@ class Prompts:
 
     has_marks = False
     """Whether texts have the marks of beginning and end already."""
-
-    @property
-    def terms(self) -> tuple[object, ...]:
-        """List all that pieces depend on, besides records."""
-        return ("prompt", 1, self.prompt_field, self.answer_field)
 
     def read(self, fields: Fields, most: int, most_cost: int) -> Dialog | None:
         """Read a record.
@@ -93,10 +84,6 @@ class Chats:
 
     has_marks = True
 
-    @property
-    def terms(self) -> tuple[object, ...]:
-        return ("messages", 1, self.messages_field, MOST_MESSAGES, self.template.terms)
-
     def read(self, fields: Fields, most: int, most_cost: int) -> Dialog | None:
         """Read a record, up to the last of the assistant's turns that is looked at.
 
@@ -116,25 +103,6 @@ class Chats:
         after, ends = _first_of(messages[answers[0] : answers[-1] + 1], most)
         written = self.template.write([*before, *after], most_cost)
         return Dialog(written.pieces, begins, ends, written.cost)
-
-    def slowest_seconds(self, cost: int) -> float:
-        """Estimate how long it takes here to render what costs so much, from made-up chats.
-
-        One of them is as long as any that is looked at: a template may take the longer for each
-        message, the more there are.
-        """
-        slowest = 0.0
-        for content in ("a", "a" * 10 * MESSAGE_COST):
-            chat = [Message(role, content) for role in ("user", ASSISTANT) * (MOST_MESSAGES // 2)]
-            begun = time.perf_counter()
-            cost_of_turns = self.template.write(chat[:32], _TRIAL_COST).cost
-            between = time.perf_counter()
-            cost_of_all = self.template.render_once(chat)
-            ended = time.perf_counter()
-            slowest = max(slowest, (between - begun) / max(cost_of_turns, 1))
-            if cost_of_all:
-                slowest = max(slowest, (ended - between) / cost_of_all)
-        return slowest * cost
 
 
 Reading = Prompts | Chats

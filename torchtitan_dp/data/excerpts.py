@@ -36,10 +36,6 @@ READ_BYTES = 64  # are read while one is tokenized
 PARSED_BYTES = 4  # are parsed as JSON while one is tokenized
 RENDERED_BYTES = 64  # are written by a chat template while one is tokenized
 WINDOW_LOOKS = 3  # the head, from a place on, the end
-_PARSING = (PARSED_BYTES, MAX_LINE_BYTES)
-# What a head depends on besides records, tokenizer and limit: another value, or another way to take
-# one (then another number in front), is another head, and none that was kept is used.
-TERMS = (1, EDGE_TOKENS, EDGE_BYTES, TOKEN_BYTES, LEAST_BYTES, RECORD_BYTES, READ_BYTES, *_PARSING)
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 
@@ -50,16 +46,6 @@ def most_bytes(limit: int) -> int:
     (131072, 3147288)
     """
     return max(LEAST_BYTES, TOKEN_BYTES * (limit + EDGE_TOKENS))
-
-
-def most_parsed(limit: int) -> int:
-    """Bound the bytes of JSON that one look parses, for `limit` ids.
-
-    >>> most_parsed(1025) // 2**20
-    48
-    """
-    lines = 3 * MAX_LINE_BYTES  # the longest line, that one again, and once for its size
-    return PARSED_BYTES * most_bytes(limit) + lines
 
 
 class Excerpt(NamedTuple):

@@ -22,7 +22,7 @@ from torchtitan_dp.data.contents import DIGEST_BYTES, is_readable, read_contents
 from torchtitan_dp.data.files import Files
 
 # Of the formats and of the names.
-LINES_VERSION, HASHED_LINES_VERSION, TEXTS_VERSION = "lines-2", "hashed-lines-1", "texts-1"
+LINES_VERSION, TEXTS_VERSION = "hashed-lines-1", "texts-1"
 _DIGEST_WORDS = DIGEST_BYTES // 8
 _POLL_S = 0.1
 _FIRST_LINE_S = 5.0
@@ -47,24 +47,19 @@ def writable_folder(folder: str | None) -> str:
         ) from error
 
 
-def line_bounds(files: Files, folder: str, *, hashed: bool) -> tuple[np.ndarray, str]:
+def line_bounds(files: Files, folder: str) -> tuple[np.ndarray, str]:
     """Find, in one pass, where lines begin and end, and what all of them hold.
-
-    Args:
-        hashed: whether the contents' hash is wanted: the same pass, with more to compute.
 
     Returns:
         (records + 1,) int64 bounds, as if all files lay one after the other; and the contents'
-        hash, hex, private; empty if not `hashed`.
+        hash, hex, private.
     """
-    tail = _DIGEST_WORDS if hashed else 0
-    version = HASHED_LINES_VERSION if hashed else LINES_VERSION
     words = cached_words(
-        os.path.join(folder, f"{version}-{files.place_hash}.npy"),
-        lambda write: _write_bounds(write, files, hashed),
-        lambda words: words[0] == 0 and words[len(words) - tail - 1] == files.starts[-1],
+        os.path.join(folder, f"{LINES_VERSION}-{files.place_hash}.npy"),
+        lambda write: _write_bounds(write, files),
+        lambda words: words[0] == 0 and words[-_DIGEST_WORDS - 1] == files.starts[-1],
     )
-    return words[: len(words) - tail], _hex(words[len(words) - tail :])
+    return words[:-_DIGEST_WORDS], _hex(words[-_DIGEST_WORDS:])
 
 
 def text_contents(files: Files, folder: str) -> tuple[str, np.ndarray]:
@@ -186,7 +181,7 @@ def _write_words(output: BinaryIO, build: Callable[[WriteWords], None]) -> None:
     assert write_header(count) == header_bytes
 
 
-def _write_bounds(write: WriteWords, files: Files, hashed: bool) -> None:
+def _write_bounds(write: WriteWords, files: Files) -> None:
     def take(index: int, newlines: np.ndarray, is_last: bool) -> None:
         begin, end = (int(x) for x in files.starts[index : index + 2])
         write(begin + 1 + newlines)
@@ -194,7 +189,7 @@ def _write_bounds(write: WriteWords, files: Files, hashed: bool) -> None:
             write(np.array([end]))  # a last line that no newline ends
 
     write(np.zeros(1))
-    contents = read_contents(files, hashed=hashed, scan=_newlines, take=take)
+    contents = read_contents(files, scan=_newlines, take=take)
     write(np.frombuffer(contents.digest, dtype="<i8"))
 
 

@@ -24,22 +24,12 @@ class JsonlRecords:
     reads_whole = True
 
     def __init__(
-        self,
-        files: Files,
-        text_field: str,
-        unit_field: str | None,
-        index_folder: str,
-        *,
-        contents: bool,
+        self, files: Files, text_field: str, unit_field: str | None, index_folder: str
     ) -> None:
-        """
-        Args:
-            contents: whether the fingerprint is of what the lines hold, too.
-        """
         self._files, self._text_field, self._unit_field = files, text_field, unit_field
         self._is_of: Callable[[int, str], bool] | None = None
         # (records + 1,)
-        self._bounds, hashed = line_bounds(files, index_folder, hashed=contents)
+        self._bounds, hashed = line_bounds(files, index_folder)
         self._first = np.searchsorted(self._bounds, files.starts)  # (files + 1,) first record
         lines = hashlib.sha256(self._bounds.data).hexdigest()  # in which order they are
         self.fingerprint = fingerprint("jsonl", files, lines, hashed)

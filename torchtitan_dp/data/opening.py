@@ -6,10 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_dp.data import answers, excerpts
 from torchtitan_dp.data.census import Census, Wanted, take_census
-from torchtitan_dp.data.console import say
-from torchtitan_dp.data.dialogs import Reading
 from torchtitan_dp.data.index import writable_folder
 from torchtitan_dp.data.readable import (
     refuse_unnamed,
@@ -20,12 +17,7 @@ from torchtitan_dp.data.readable import (
 from torchtitan_dp.data.records import format_named, open_store
 from torchtitan_dp.data.split import split
 from torchtitan_dp.data.store import Format, RecordStore
-from torchtitan_dp.data.token_cache import TokenCache
-from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import Units, open_units, word
-
-_LOOSE = "files in no folder read as nothing"
-"""Part of the key of token ids: ids that were kept when such files were still read are not used."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +30,6 @@ class Records:
     heldout: np.ndarray
     fingerprint: str  # private
     settings: Mapping[str, object]  # that the fingerprint depends on, by their keys
-    read_as: tuple[
-        object, ...
-    ]  # what a record's text depends on, of which unit it is part; private
     warnings: tuple[str, ...]  # of records that read as nothing; private
 
     @classmethod
@@ -53,7 +42,6 @@ class Records:
         prompt_field: str | None = None,
         messages_field: str | None = None,
         unit_field: str | None = None,
-        contents: bool = True,
         heldout_fraction: float = 0.0,
         needs_heldout: bool = False,
         number_is_secret: bool = False,
@@ -61,7 +49,7 @@ class Records:
         """Open records, group them by unit, and hold some units out.
 
         Args:
-            format, path, text_field, unit_field, contents: as of `records.open_store`.
+            format, path, text_field, unit_field: as of `records.open_store`.
             prompt_field, messages_field: the field beside the text, or in its place, that
                 `dialogs` reads; in a format whose records have fields.
             heldout_fraction: as of `split.split`.
@@ -88,9 +76,7 @@ class Records:
                     f"data.{key} = {field!r}: {format} files have no fields; use "
                     "training.dataset = 'jsonl', or remove it"
                 )
-        store = open_store(
-            format, path, text_field=text_field, unit_field=unit_field, contents=contents
-        )
+        store = open_store(format, path, text_field=text_field, unit_field=unit_field)
         wanted = wanted_fields(text_field, prompt_field, messages_field)
         units, census = _group(store, facts, unit_field, wanted)
         refuse_unnamed(store, units, unit_field, wanted, census)
@@ -111,10 +97,6 @@ class Records:
         terms: tuple[object, ...] = (store.fingerprint, heldout_fraction, *read_by)
         if unit_field is not None:
             terms += (unit_field, units.fingerprint)
-        # Its place, too: contents that changed while they were read are not taken for these.
-        read_as = store.place_hash, store.fingerprint, *read_by, unit_field, units.fingerprint
-        if unit_field is not None and not facts.has_fields:
-            read_as += (_LOOSE,)
         fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
         settings: dict[str, object] = {
             "data.unit_field": unit_field,
@@ -122,51 +104,10 @@ class Records:
             "data.text_field": text_field,
             "data.prompt_field": prompt_field,
             "data.messages_field": messages_field,
-            "data.verify_records": "contents" if contents else "drawn",
+            "data.verify_records": "contents",
         }
         told = warnings(store, facts, units, unit_field, wanted, census, len(train))
-        return cls(store, units, train, heldout, fingerprint, settings, read_as, told)
-
-    def token_cache(
-        self,
-        tokenizer: Tokenizer,
-        *,
-        seq_len: int,
-        unit_sampling: str,
-        most_gib: float,
-        reading: Reading | None = None,
-    ) -> TokenCache | None:
-        """Open what is kept of these records' token ids on this machine, beside their index.
-
-        Args:
-            tokenizer, seq_len, unit_sampling, reading: as of `samples.SampleStore`.
-            most_gib: as of `token_cache.TokenCache`; 0 keeps nothing. Nor is anything kept where
-                the file cannot be made, which a line on stderr tells.
-        """
-        if most_gib <= 0:
-            return None
-        by_record = unit_sampling == "random"
-        try:
-            return TokenCache(
-                writable_folder(None),
-                (
-                    self.read_as,
-                    tokenizer.fingerprint,
-                    tokenizer.bytes_per_token,
-                    by_record,
-                    excerpts.TERMS,
-                    *(() if reading is None else (answers.TERMS, reading.terms)),
-                ),
-                sources=len(self.store) if by_record else len(self.units),
-                limit=seq_len + 1,
-                # With targets, each id has a bit more (`answers.Marked.pack`).
-                vocab_size=tokenizer.get_vocab_size() * (1 if reading is None else 2),
-                most_bytes=int(most_gib * 2**30),
-            )
-        except OSError as error:
-            why = error.strerror or error
-            say(f"data.token_cache: it cannot be made ({why}); all is tokenized anew")
-            return None
+        return cls(store, units, train, heldout, fingerprint, settings, told)
 
 
 def _group(

@@ -39,7 +39,6 @@ def open_store(
     text_field: str = "text",
     unit_field: str | None = None,
     index_folder: str | None = None,
-    contents: bool = True,
 ) -> RecordStore:
     """Open the records of `training.dataset` = `format` at `training.dataset_path` = `path`.
 
@@ -57,8 +56,8 @@ def open_store(
     without wildcards). A file that lies in no folder there is a unit of its own and reads as
     `None`, too.
 
-    All files are read once: to find the lines of jsonl files and, with `contents`, to hash what
-    files hold (`data.contents`), so that the fingerprint tells which content stands under which
+    All files are read once: to find the lines of jsonl files and to hash what files hold
+    (`data.contents`), so that the fingerprint tells which content stands under which
     index. What was found is kept in `index_folder` (default: `$XDG_CACHE_HOME` or ~/.cache,
     torchtitan_dp/index) and found again while the files' absolute paths, sizes, times and inodes
     stay the same. A text file that cannot be read then (rights, a file that is gone) is a record
@@ -83,7 +82,7 @@ def open_store(
     try:
         root, names = locate(path, facts.below, has_stdlib=facts.has_stdlib)
         files = list_files(root, names, folder)
-        store = facts.open(files, text_field, unit_field, folder, contents=contents)
+        store = facts.open(files, text_field, unit_field, folder)
     except OSError as error:
         raise ValueError(
             f"training.dataset_path = {path!r} cannot be listed or indexed ({error}): check "

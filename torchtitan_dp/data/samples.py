@@ -15,16 +15,9 @@ from typing import Literal
 import numpy as np
 import torch
 
-from torchtitan_dp.data.answers import Answers, Marked
-from torchtitan_dp.data.dialogs import Chats, Reading
-from torchtitan_dp.data.excerpts import (
-    RENDERED_BYTES,
-    WINDOW_LOOKS,
-    Excerpt,
-    Excerpts,
-    most_bytes,
-    most_parsed,
-)
+from torchtitan_dp.data.answers import Answers
+from torchtitan_dp.data.dialogs import Reading
+from torchtitan_dp.data.excerpts import WINDOW_LOOKS, Excerpt, Excerpts, most_bytes
 from torchtitan_dp.data.store import RecordStore
 from torchtitan_dp.data.token_cache import TokenCache
 from torchtitan_dp.data.tokenizer import Tokenizer
@@ -60,7 +53,7 @@ class SampleStore:
                 or of one of them, each equally likely.
             long_records: of what is longer than a sample, the beginning or a random window.
             reading: how records with answers are read, which alone are targets then; needs "head".
-            cache: of the same records, tokenizer, `seq_len`, sources and reading.
+            cache: an empty one of this store's own; nothing is cached without.
         """
         assert reading is None or long_records == "head"
         self.records, self.tokenizer, self.seq_len = records, tokenizer, seq_len
@@ -75,29 +68,12 @@ class SampleStore:
         self.undecodable = 0
 
     @property
-    def looks(self) -> int:
-        """Count how often making one sample may look at its unit; `tokens` looks once."""
-        return WINDOW_LOOKS if self._window else 1
-
-    @property
     def most_bytes(self) -> int:
         """Bound the text that making one sample hands to the tokenizer: a function of `seq_len` and
         of how samples are made, whatever the records.
         """
-        return self.looks * most_bytes(self.seq_len + 1)
-
-    @property
-    def most_parsed(self) -> int:
-        """Bound the bytes of JSON that making one sample parses: 0 for other formats."""
-        if not self.records.reads_whole:
-            return 0
-        return self.looks * most_parsed(self.seq_len + 1)
-
-    def slowest_rendering_seconds(self) -> float:
-        """Estimate how long a chat template may take for one sample: 0 where there is none."""
-        if not isinstance(self.reading, Chats):
-            return 0.0
-        return self.reading.slowest_seconds(RENDERED_BYTES * self.most_bytes)
+        looks = WINDOW_LOOKS if self._window else 1
+        return looks * most_bytes(self.seq_len + 1)
 
     @property
     def sources(self) -> int:
@@ -244,20 +220,14 @@ class SampleStore:
 
     def _head(self, source: int) -> Excerpt:
         if self._cache is not None and (kept := self._cache.get(source)) is not None:
-            if self._answers is None:
-                return Excerpt(kept, 0)
-            ids, targets = Marked.unpack(kept)
-            return Excerpt(ids, 0, targets)
+            return kept
         members = self._members(source)
         head = (self._answers or self._excerpts).head(members)
         # A file that could not be read just now is taken for undecodable: it may be read again. And
         # one that was exchanged since it was listed may be another unit's: kept, it would be taken
-        # for this one's by a later run, long after the files were put back.
+        # for this one's long after the files were put back.
         if self._cache is None or head.undecodable:
             return head
         if self.records.are_as_listed(members[: self.seq_len + 1]):
-            words = head.ids
-            if head.targets is not None:
-                words = Marked(head.ids, head.targets).pack()
-            self._cache.put(source, words)
+            self._cache.put(source, head)
         return head

@@ -1,16 +1,10 @@
-"""Which rank makes which sample: one of the context-parallel (cp) group that it is dealt to.
-
-And, where machines compare (`comparison`), one on each machine that has no such rank.
-"""
+"""Which rank makes which sample: one of the context-parallel (cp) group that it is dealt to."""
 
 from typing import NamedTuple
 
 import numpy as np
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
-
-from torchtitan_dp.data.comparison import Place
-from torchtitan_dp.data.loading import RecordLoader
 
 
 class ContextGroup(NamedTuple):
@@ -44,32 +38,3 @@ class ContextGroup(NamedTuple):
 
 
 ALONE = ContextGroup()
-
-
-def made_again(
-    loader: RecordLoader,
-    cp: ContextGroup,
-    place: Place,
-    positions: np.ndarray,
-    lengths: np.ndarray,
-) -> list[tuple[int, int]]:
-    """List, by positions and lengths, what this rank makes of a draw only to compare it: its share
-    of all that no rank of its machine makes to compute on.
-
-    Args:
-        positions, lengths: as of `RecordLoader.microbatches`.
-    """
-    machine = place.machine
-    made_here = {
-        position
-        for rank in range(machine.start // cp.size, (machine.stop - 1) // cp.size + 1)
-        for number, dealt in enumerate(loader.deal(positions, lengths, rank))
-        for row, position in enumerate(dealt.slots.tolist())
-        if rank * cp.size + cp.maker(number, dealt.slots, row) in machine
-    }
-    missing = [
-        (position, length)
-        for position, length in zip(positions.tolist(), lengths.tolist(), strict=True)
-        if position not in made_here
-    ]
-    return missing[place.local_rank :: len(machine)]

@@ -18,8 +18,8 @@ class RecordStore(Protocol):
     """Offers records by position, 0 <= index < len(store); an index outside raises `IndexError`."""
 
     fingerprint: str
-    """SHA-256, hex, of the relative names, the sizes, where records begin and, unless the store was
-    opened without, the contents' hash: tells that a data set is the same one, wherever it lies.
+    """SHA-256, hex, of the relative names, the sizes, where records begin and of the contents'
+    hash: tells that a data set is the same one, wherever it lies.
     PRIVATE: never published, never logged."""
 
     place_hash: str
@@ -117,8 +117,6 @@ class OpenStore(Protocol):
         text_field: str,
         unit_field: str | None,
         index_folder: str,
-        *,
-        contents: bool,
     ) -> RecordStore:
         """Open a store.
 
@@ -126,7 +124,6 @@ class OpenStore(Protocol):
             text_field: the field that holds the text, in a format whose records have fields.
             unit_field: the field that says whose a record is, or None.
             index_folder: where what was found is kept.
-            contents: whether the fingerprint is of what the files hold, too.
         """
         ...
 

@@ -25,19 +25,14 @@ class TextRecords:
 
     reads_whole = False
 
-    def __init__(
-        self, files: Files, index_folder: str, *, contents: bool, by_folder: bool = False
-    ) -> None:
+    def __init__(self, files: Files, index_folder: str, *, by_folder: bool = False) -> None:
         """
         Args:
-            contents: whether the fingerprint is of what the files hold, too.
             by_folder: whether a file's unit is the folder that it lies in.
         """
-        self._files, self._by_folder, hashed = files, by_folder, ""
-        self._unreadable: frozenset[int] = frozenset()  # when they were hashed
-        if contents:
-            hashed, unreadable = text_contents(files, index_folder)
-            self._unreadable = frozenset(unreadable.tolist())
+        self._files, self._by_folder = files, by_folder
+        hashed, unreadable = text_contents(files, index_folder)
+        self._unreadable = frozenset(unreadable.tolist())  # when they were hashed
         self.fingerprint = fingerprint("text", files, str(len(files)), hashed)
         self.place_hash = f"text-{files.place_hash}"
 
@@ -117,11 +112,8 @@ def _folder(name: str) -> str | None:
     return folder.decode("utf-8", "surrogateescape") if slash else None
 
 
-def _open(
-    files: Files, text_field: str, unit_field: str | None, index_folder: str, *, contents: bool
-) -> TextRecords:
-    by_folder = unit_field is not None
-    return TextRecords(files, index_folder, contents=contents, by_folder=by_folder)
+def _open(files: Files, text_field: str, unit_field: str | None, index_folder: str) -> TextRecords:
+    return TextRecords(files, index_folder, by_folder=unit_field is not None)
 
 
 TEXT = Format(

@@ -1,189 +1,56 @@
-"""Token ids are kept after the first time: one private file beside the index, for all later draws.
+"""A bounded cache of token ids in memory: a unit that is drawn again needs no tokenizer.
 
-What is kept of a source (`samples`) is its head: at most seq_len + 1 ids. The file begins with a
-table, an entry a source: where the ids lie behind it, how many they are, and a CRC-32 of all this.
-A head is written first and its entry after it, so that an entry stands for a whole head or, by its
-checksum, for none: what a crash, a full disk or another program left is made anew. Several
-processes of a machine read and write one file; who writes holds a lock for as long as that takes.
+PRIVATE, like the records, which it spells out. It is never written anywhere, and ends with the
+process.
 
-Read and written by system calls and held in the kernel's page cache, in no process's own memory. It
-is not mapped into one: a disk that fails, or a file that is cut short, would end the process there.
-
-PRIVATE, like the records: it spells them out, and tells which were drawn, in the order of their
-first draws. Its folder is its owner's alone, as is the file.
+Guarantee:
+    `get` returns what was `put` for the same source, or nothing, so no sample depends on what is
+    cached. It takes at most `most_bytes`, a public bound; what was used longest ago gives way.
 """
 
-import contextlib
-import errno
-import fcntl
-import hashlib
-import os
-import struct
 import threading
-import time
-import zlib
-from collections.abc import Iterator
+from collections import OrderedDict
 
-import numpy as np
+from torchtitan_dp.data.excerpts import Excerpt
 
-from torchtitan_dp.data.console import say
-
-PREFIX = "tokens-1-"  # of the format
-_ENTRY = struct.Struct("<qII")  # where the ids are, how many, and the checksum
-_SOURCE = struct.Struct("<qqI")  # what the checksum is of, before the ids
-_LOCK_S, _POLL_S = 1.0, 0.001
+MOST_BYTES = 2**29
+"""Of one store of samples; training and validation have one each."""
+ENTRY_BYTES = 512
+"""An upper bound on what an entry takes beside its ids and targets."""
 
 
 class TokenCache:
-    """Keeps the ids of sources. Any thread may use it."""
+    """The heads of sources that were used last. Any thread may ask."""
 
-    def __init__(
-        self,
-        folder: str,
-        terms: tuple[object, ...],
-        *,
-        sources: int,
-        limit: int,
-        vocab_size: int,
-        most_bytes: int,
-    ) -> None:
-        """
-        Args:
-            folder: of `index.writable_folder`.
-            terms: all that ids depend on: records, tokenizer, what a source is. Others have another
-                file.
-            sources: how many there are.
-            limit: ids of a source, at most.
-            vocab_size: the largest id plus one.
-            most_bytes: of all such files in the folder, this one included, about: those that were
-                not opened for longest are removed. What does not fit is not kept.
-
-        Raises:
-            OSError: the file cannot be made or opened.
-        """
-        self._dtype = np.dtype("<u2" if vocab_size <= 2**16 else "<u4")
-        self._limit, self._data_begin = limit, sources * _ENTRY.size
-        name = hashlib.sha256(repr((terms, sources, limit, vocab_size)).encode()).hexdigest()
-        self.path = os.path.join(folder, f"{PREFIX}{name}.bin")
-        self._most_bytes = most_bytes - _make_room(folder, self.path, most_bytes // 2)
-        _require_private(folder)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        self._file = os.open(self.path, flags, 0o600)
-        os.fchmod(self._file, 0o600)  # fails if it is another user's
-        os.utime(self._file)
+    def __init__(self, most_bytes: int = MOST_BYTES) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
+        self._heads: OrderedDict[int, Excerpt] = OrderedDict()  # ids in int32; the latest last
         self._lock = threading.Lock()
-        self._writes = self._data_begin < self._most_bytes
 
-    def close(self) -> None:
-        """Close the file; the cache cannot be used any more."""
-        os.close(self._file)
-
-    def get(self, source: int) -> np.ndarray | None:
-        """Read a source's ids, int64; `None` if they are not kept, or damaged in any way."""
-        try:
-            raw = os.pread(self._file, _ENTRY.size, source * _ENTRY.size)
-            if len(raw) < _ENTRY.size:
-                return None
-            begin, count, checksum = _ENTRY.unpack(raw)
-            if begin < self._data_begin or count > self._limit:
-                return None
-            data = os.pread(self._file, count * self._dtype.itemsize, begin)
-        except OSError:
-            return None
-        if len(data) < count * self._dtype.itemsize:
-            return None
-        if _checksum(source, begin, count, data) != checksum:
-            return None
-        return np.frombuffer(data, dtype=self._dtype).astype(np.int64)
-
-    def put(self, source: int, ids: np.ndarray) -> None:
-        """Keep a source's ids, if there is room; whole, or not at all."""
-        largest = np.iinfo(self._dtype).max
-        if not self._writes or len(ids) > self._limit or ((ids < 0) | (ids > largest)).any():
-            return
-        data = ids.astype(self._dtype).tobytes()
-        try:
-            with self._alone() as is_mine:
-                if not is_mine or self.get(source) is not None:
-                    return
-                begin = max(os.fstat(self._file).st_size, self._data_begin)
-                if begin + len(data) > self._most_bytes:
-                    self._stop("has reached its bound, data.token_cache_gib")
-                    return
-                _write_all(self._file, data, begin)
-                entry = _ENTRY.pack(begin, len(ids), _checksum(source, begin, len(ids), data))
-                _write_all(self._file, entry, source * _ENTRY.size)
-        except OSError as error:
-            self._stop(f"cannot be written ({error.strerror})")
-
-    def _stop(self, why: str) -> None:
-        self._writes = False
-        say(f"data.token_cache: {why}; what it lacks is tokenized anew at each draw")
-
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[bool]:
-        """Hold the file's lock, which the kernel frees when this process ends; tell whether it
-        could be had in a second. On a file system without locks it always is, and what two write
-        over each other is found damaged.
-        """
-        deadline = time.monotonic() + _LOCK_S
+    def get(self, source: int) -> Excerpt | None:
+        """Return a copy of a source's head; None if it is not kept."""
         with self._lock:
-            while True:
-                try:
-                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        yield False
-                        return
-                    time.sleep(_POLL_S)
-                except OSError:
-                    break
-            try:
-                yield True
-            finally:
-                with contextlib.suppress(OSError):
-                    fcntl.flock(self._file, fcntl.LOCK_UN)
+            head = self._heads.get(source)
+            if head is None:
+                return None
+            self._heads.move_to_end(source)
+        targets = None if head.targets is None else head.targets.copy()
+        return Excerpt(head.ids.astype("int64"), head.undecodable, targets)
+
+    def put(self, source: int, head: Excerpt) -> None:
+        """Keep a copy of a source's head, if it has room at all."""
+        targets = None if head.targets is None else head.targets.copy()
+        kept = Excerpt(head.ids.astype("int32"), head.undecodable, targets)
+        if _size(kept) > self._most_bytes:
+            return
+        with self._lock:
+            if (before := self._heads.pop(source, None)) is not None:
+                self._bytes -= _size(before)
+            self._heads[source] = kept
+            self._bytes += _size(kept)
+            while self._bytes > self._most_bytes:
+                self._bytes -= _size(self._heads.popitem(last=False)[1])
 
 
-def _require_private(folder: str) -> None:
-    """Refuse a folder that others may look into, or put files in.
-
-    Raises:
-        OSError: it is another user's, or its mode lets others in.
-    """
-    status = os.stat(folder)
-    if status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise PermissionError(errno.EPERM, "its folder is not yours alone: chmod 700")
-
-
-def _checksum(source: int, begin: int, count: int, data: bytes) -> int:
-    return zlib.crc32(data, zlib.crc32(_SOURCE.pack(source, begin, count)))
-
-
-def _write_all(file: int, data: bytes, begin: int) -> None:
-    view = memoryview(data)
-    while view:
-        done = os.pwrite(file, view, begin)
-        view, begin = view[done:], begin + done
-
-
-def _make_room(folder: str, path: str, room: int) -> int:
-    """Remove other caches, those opened longest ago first, until they take at most `room` bytes;
-    return how many they take. Who has one open goes on using it.
-    """
-    others = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith(PREFIX) and entry.path != path:
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat()
-                    others.append((status.st_mtime_ns, status.st_size, entry.path))
-    total = sum(size for _, size, _ in others)
-    for _, size, other in sorted(others):
-        if total <= room:
-            break
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(other)
-        total -= size
-    return total
+def _size(head: Excerpt) -> int:
+    return ENTRY_BYTES + head.ids.nbytes + (0 if head.targets is None else head.targets.nbytes)

@@ -3,7 +3,6 @@
 The tokenizer is an input and is never learned from the private records (hazard row 34).
 """
 
-import hashlib
 import json
 import os
 import re
@@ -21,8 +20,6 @@ class Tokenizer(Protocol):
     eos_id: int | None
     bytes_per_token: int
     """How many bytes of text to read for a token, a first guess; exact if 1."""
-    fingerprint: str
-    """A hash of all that decides which ids a text has: what was kept of another one is not used."""
 
     def encode(self, text: str) -> np.ndarray | None:
         """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
@@ -46,7 +43,6 @@ class ByteTokenizer:
     bos_id: int | None = 256
     eos_id: int | None = 257
     bytes_per_token = 1
-    fingerprint = "bytes-1"
 
     def encode(self, text: str) -> np.ndarray:
         """Return the bytes, int64 (bytes,)."""
@@ -109,9 +105,6 @@ class HFTokenizer:
         self._backend = backend
         self.bos_id, self.eos_id = bos_id, eos_id
         self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        # Of what was loaded, as it is used, and of the library, which may mend its ways.
-        terms = tokenizers.__version__, bos_id, eos_id, backend.to_str()
-        self.fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
 
     def encode(self, text: str) -> np.ndarray | None:
         """Turn a text into token ids, int64 (tokens,), without beginning or end marks.

@@ -46,7 +46,6 @@ def open_records(config: JobConfig) -> Records:
         prompt_field=data.prompt_field,
         messages_field=data.messages_field,
         unit_field=data.unit_field,
-        contents=data.verify_records == "contents",
         heldout_fraction=data.heldout_fraction,
         needs_heldout=config.validation.enable,
         number_is_secret=privacy.enable and privacy.sample_rate is not None,

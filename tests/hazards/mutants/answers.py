@@ -117,19 +117,10 @@ MUTANTS = [
     Mutant(
         48,
         "ids are kept without their targets",
-        SAMPLES,
-        "                words = Marked(head.ids, head.targets).pack()\n",
-        "                words = Marked(head.ids, head.targets | True).pack()\n",
+        "data/token_cache.py",
+        '        return Excerpt(head.ids.astype("int64"), head.undecodable, targets)\n',
+        '        return Excerpt(head.ids.astype("int64"), head.undecodable)\n',
         (f"{DATA}test_row48_kept_ids_keep_their_targets[prompts]",),
-        quick=True,
-    ),
-    Mutant(
-        48,
-        "ids of another template are taken",
-        "data/opening.py",
-        "*(() if reading is None else (answers.TERMS, reading.terms)),",
-        "*(() if reading is None else (answers.TERMS,)),",
-        (f"{DATA}test_other_readings_are_other_caches_and_other_records",),
         quick=True,
     ),
     Mutant(

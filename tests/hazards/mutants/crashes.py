@@ -148,14 +148,6 @@ MUTANTS = [
     ),
     Mutant(
         47,
-        "slow text is not refused",
-        "preflight/rehearsal.py",
-        "    if seconds > _SHARE * timeout:\n",
-        "    if seconds > 4 * timeout:\n",
-        (f"{REHEARSAL}text_that_may_keep_ranks_waiting_is_refused",),
-    ),
-    Mutant(
-        47,
         "one line without the field refuses a start",
         "data/readable.py",
         "        if lacking + census.undecodable == census.lines:\n",

@@ -473,13 +473,4 @@ MUTANTS = [
         (f"{LOADER}test_row60_a_file_in_no_folder_reads_as_nothing",),
         quick=True,
     ),
-    Mutant(
-        60,
-        "token ids of files in no folder are used",
-        "data/opening.py",
-        "            read_as += (_LOOSE,)\n",
-        "            pass\n",
-        (f"{LOADER}test_row60_token_ids_kept_when_such_files_were_read_are_not_used",),
-        quick=True,
-    ),
 ]
