@@ -18,13 +18,12 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.lengths import ladder
-from torchtitan_dp.data.feed import Feed
-from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.opening import Records
-from torchtitan_dp.data.samples import SampleStore
-from torchtitan_dp.data.sharing import ContextGroup
-from torchtitan_dp.data.token_cache import TokenCache
-from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.feed import ContextGroup, Feed
+from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.metrics import PrivateMetricsProcessor
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape

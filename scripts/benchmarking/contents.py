@@ -1,4 +1,4 @@
-"""How fast the pass over all files is that finds lines and hashes contents (`data.contents`).
+"""How fast the pass over all files finds lines and hashes contents (`data.records.hashing`).
 
     python scripts/benchmarking/contents.py [--gigabytes 1] [--rounds 3] [--folder /tmp]
 
@@ -17,9 +17,9 @@ from unittest import mock
 
 import numpy as np
 
-from torchtitan_dp.data import contents
-from torchtitan_dp.data.files import Files, list_files, locate
-from torchtitan_dp.data.index import _newlines
+from torchtitan_dp.data.records import hashing
+from torchtitan_dp.data.records.files import Files, list_files, locate
+from torchtitan_dp.data.records.jsonl import _newlines
 
 LINE_BYTES, SMALL_FILE_BYTES = 240, 8192
 
@@ -44,7 +44,7 @@ def main() -> None:
         for threads in [count for count in (1, 2, 4, 8) if count in cores]:
             for name, files, work in (
                 ("lines and hash", lines, _lines),
-                ("hash, text", small, contents.read_contents),
+                ("hash, text", small, hashing.read_contents),
             ):
                 cold, warm = (
                     [_rates(files, work, threads, cold) for _ in range(options.rounds)]
@@ -56,7 +56,7 @@ def main() -> None:
 
 
 def _lines(files: Files) -> object:
-    return contents.read_contents(files, scan=_newlines, take=lambda *_: None)
+    return hashing.read_contents(files, scan=_newlines, take=lambda *_: None)
 
 
 def _rates(

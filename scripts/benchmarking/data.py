@@ -21,13 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp.data.feed import Draw, Feed
-from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.opening import Records
-from torchtitan_dp.data.samples import SampleStore
-from torchtitan_dp.data.sharing import ContextGroup
-from torchtitan_dp.data.token_cache import TokenCache
-from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
+from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 
 from .processes import on_processes
 

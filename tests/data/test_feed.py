@@ -14,18 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.data.test_excerpts import UNITS, samples
+from tests.data.samples.test_excerpts import UNITS, samples
 from tests.ranks import on_ranks
-from torchtitan_dp.data import contents, feed
-from torchtitan_dp.data.feed import SAMPLES_AHEAD, Draw, Feed
-from torchtitan_dp.data.loading import Microbatch, RecordLoader
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.samples import SampleStore
-from torchtitan_dp.data.sharing import ALONE, ContextGroup
-from torchtitan_dp.data.token_cache import TokenCache
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data import console, feed
+from torchtitan_dp.data.agreement import require_same_step
+from torchtitan_dp.data.batching import Microbatch, RecordLoader
+from torchtitan_dp.data.feed import ALONE, SAMPLES_AHEAD, ContextGroup, Draw, Feed
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units
-from torchtitan_dp.data.verdict import require_same_step
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import Fault
@@ -485,8 +484,8 @@ def test_validation_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Pa
 def test_a_long_first_draw_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(contents, "FIRST_LINE_S", 0.0)
-    monkeypatch.setattr(contents, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(console, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(console, "INTERVAL_S", 0.0)
     one = Feed(loader(store(tmp_path), batch_size=4), LADDERS[1], CPU)
     capfd.readouterr()
     list(one.microbatches(Draw(np.arange(8))))

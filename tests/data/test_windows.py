@@ -6,12 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.test_excerpts import IGNORED, T, ids, rng, samples
+from tests.data.samples.test_excerpts import IGNORED, T, ids, rng, samples
 from tests.data.test_feed import CPU, HOW, LADDERS, draws, fed, same, store
 from tests.ranks import on_ranks
-from torchtitan_dp.data.feed import Draw, Feed
-from torchtitan_dp.data.loading import Microbatch, RecordLoader
-from torchtitan_dp.data.sharing import ContextGroup
+from torchtitan_dp.data.batching import Microbatch, RecordLoader
+from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
 
 K = 3
 RANDOM = HOW[1:]  # those that choose

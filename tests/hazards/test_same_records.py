@@ -10,7 +10,7 @@ import pytest
 
 from tests import build
 from tests.ranks import on_ranks
-from torchtitan_dp.data.opening import Records
+from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.preflight.check import open_records
 
 LINES = [json.dumps({"who": who, "text": text}) for who, text in zip("aabb", "wxyz", strict=True)]

@@ -13,10 +13,10 @@ import torch
 from tests.launch import arguments
 from tests.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.records import FORMATS, open_store
-from torchtitan_dp.data.samples import SampleStore
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.records.formats import FORMATS, open_store
+from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger.settings import settings_of
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.preflight.check import open_records

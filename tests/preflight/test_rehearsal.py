@@ -302,7 +302,7 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     """Of each length: the peak bytes of a microbatch of padding, and of a full one; and whether
     both run the same operators on the same shapes."""
     from torchtitan_dp.config.lengths import ladder
-    from torchtitan_dp.data.loading import Microbatch
+    from torchtitan_dp.data.batching import Microbatch
     from torchtitan_dp.metrics import SampleStatistics
     from torchtitan_dp.plan.tracker import MemoryTracker
 

@@ -24,20 +24,53 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_dp.data.loading import EVER_SAME, Dealt, Microbatch, RecordLoader
-from torchtitan_dp.data.sharing import ALONE, ContextGroup
-from torchtitan_dp.data.verdict import NO_DRAW, require_same_step
+from torchtitan_dp.data.agreement import NO_DRAW, require_same_step
+from torchtitan_dp.data.batching import EVER_SAME, Dealt, Microbatch, RecordLoader
 
 T = TypeVar("T")
 
 SAMPLES_AHEAD = 2
 """How many samples a rank makes ahead of those that its step computes on, about: with the one that
-is used, it holds 8 bytes for each of their tokens."""
+is used, they take 8 bytes for each of their tokens."""
+
+
+class ContextGroup(NamedTuple):
+    """The ranks that share a sample; those of the world are numbered group by group."""
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    rank: int = 0  # this one's, within the group
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> "ContextGroup":
+        """Describe a process group; None is this rank alone."""
+        if group is None:
+            return cls()
+        return cls(group, dist.get_world_size(group), dist.get_rank(group))
+
+    @classmethod
+    def over(cls, mesh: DeviceMesh | None) -> "ContextGroup":
+        """Describe the ranks of a one-dimensional mesh; None is this rank alone."""
+        return cls.of(None if mesh is None else mesh.get_group())
+
+    def maker(self, number: int, slots: np.ndarray, row: int) -> int:
+        """Choose the rank of the group that makes a sample: all take turns, over the microbatches.
+
+        Args:
+            number: of the microbatch in its step.
+            slots: of the microbatch (`batching.Dealt`).
+            row: the sample's place among them.
+        """
+        return (number * len(slots) + row) % self.size
+
+
+ALONE = ContextGroup()
 
 
 class Draw(NamedTuple):
-    """Holds what one step draws, alike on all ranks."""
+    """The units that one step draws, the same on all ranks."""
 
     positions: np.ndarray  # int64 (n,), in the loader's `units`
     key: bytes = EVER_SAME  # 32 bytes, for the choice of records and windows

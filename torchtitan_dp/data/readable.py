@@ -5,10 +5,11 @@ Guarantee:
     refusals what names fields or values, is from private records and is labelled so.
 """
 
-from torchtitan_dp.data.census import Census, Wanted
-from torchtitan_dp.data.conversion import foreign
-from torchtitan_dp.data.dialogs import messages_of, text_of
-from torchtitan_dp.data.store import Format, RecordStore
+from torchtitan_dp.data.records.census import Census, Wanted
+from torchtitan_dp.data.records.conversion import foreign
+from torchtitan_dp.data.records.record_format import Format
+from torchtitan_dp.data.records.record_store import RecordStore, text_of
+from torchtitan_dp.data.samples.chat_template import messages_of
 from torchtitan_dp.data.units import Units
 
 

@@ -9,7 +9,7 @@ import sys
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.units import never_trained
 from torchtitan_dp.data.console import warn
-from torchtitan_dp.data.opening import Records
+from torchtitan_dp.data.dataset import Records
 
 
 def show(config: JobConfig, records: Records) -> None:

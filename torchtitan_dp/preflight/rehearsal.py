@@ -16,7 +16,7 @@ Assumed, as crashes that do not depend on records:
     - the memory that is free to this process stays as it is, and a device's allocator finds a place
       again for what it has placed before (the orders of lengths differ);
     - the host has room for what one sample is made of, in each of two threads: at most
-      `excerpts.most_bytes` of text or one JSON line (`jsonl_records.MAX_LINE_BYTES`), parsed, and
+      `excerpts.most_bytes` of text or one JSON line (`record_store.MAX_LINE_BYTES`), parsed, and
       some 200 bytes for each of its tokens; for the samples that lie ready, `feed.SAMPLES_AHEAD`
       and those of two microbatches, 8 bytes for each of their tokens, padding included; beside
       that, `token_cache.MOST_BYTES`; for the index, 4 bytes a unit (made here, by `TokenCounts`), a
@@ -42,8 +42,8 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.data.batching import Microbatch
 from torchtitan_dp.data.feed import Feed
-from torchtitan_dp.data.loading import Microbatch
 from torchtitan_dp.distributed.lost_ranks import is_lost_rank
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.gathered import free_gathered

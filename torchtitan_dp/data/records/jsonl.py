@@ -8,14 +8,14 @@ from typing import IO
 
 import numpy as np
 
-from torchtitan_dp.data.files import Files
-from torchtitan_dp.data.index import line_bounds
-from torchtitan_dp.data.record_bytes import checked, decode, fingerprint
-from torchtitan_dp.data.store import Format
+from torchtitan_dp.data.records.files import Files
+from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, read_contents
+from torchtitan_dp.data.records.index import WriteWords, cached_words
+from torchtitan_dp.data.records.record_format import Format, checked, decode, fingerprint
+from torchtitan_dp.data.records.record_store import MAX_LINE_BYTES
 
 CHUNK = 2**16
-MAX_LINE_BYTES = 16 * 2**20
-"""A longer line is undecodable: JSON is parsed whole, in up to 30 times its size."""
+LINES_VERSION = "hashed-lines-1"  # of the format and of the name
 
 
 class JsonlRecords:
@@ -147,6 +147,37 @@ def _unit_name(value: object) -> str | None:
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
     return value if isinstance(value, str) and _encode(value) else None
+
+
+def line_bounds(files: Files, folder: str) -> tuple[np.ndarray, str]:
+    """Find, in one pass, where lines begin and end, and what all of them hold.
+
+    Returns:
+        (records + 1,) int64 bounds, as if all files lay one after the other; and the contents'
+        hash, hex, private.
+    """
+    words = cached_words(
+        os.path.join(folder, f"{LINES_VERSION}-{files.place_hash}.npy"),
+        lambda write: _write_bounds(write, files),
+        lambda words: words[0] == 0 and words[-DIGEST_WORDS - 1] == files.starts[-1],
+    )
+    return words[:-DIGEST_WORDS], digest_hex(words[-DIGEST_WORDS:])
+
+
+def _write_bounds(write: WriteWords, files: Files) -> None:
+    def take(index: int, newlines: np.ndarray, is_last: bool) -> None:
+        begin, end = (int(x) for x in files.starts[index : index + 2])
+        write(begin + 1 + newlines)
+        if is_last and end > begin and (len(newlines) == 0 or newlines[-1] != end - begin - 1):
+            write(np.array([end]))  # a last line that no newline ends
+
+    write(np.zeros(1))
+    contents = read_contents(files, scan=_newlines, take=take)
+    write(np.frombuffer(contents.digest, dtype="<i8"))
+
+
+def _newlines(block: np.ndarray) -> np.ndarray:
+    return np.flatnonzero(block == 0x0A)
 
 
 JSONL = Format(

@@ -1,4 +1,4 @@
-"""What a store of records offers, and what its format states of itself.
+"""What a store of records offers.
 
 A record is a privacy unit, unless `units` groups them. One that cannot be decoded stays in the
 index and reads as `None`, so that its content changes nothing about who else can be drawn (hazard
@@ -6,12 +6,12 @@ row 42).
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from torchtitan_dp.data.files import Files
+MAX_LINE_BYTES = 16 * 2**20
+"""A longer line is undecodable: JSON is parsed whole, in up to 30 times its size."""
 
 
 class RecordStore(Protocol):
@@ -59,9 +59,9 @@ class RecordStore(Protocol):
         ...
 
     def are_as_listed(self, indices: np.ndarray) -> bool:
-        """Tell whether these records' files are those that were listed, by size, times and inode.
+        """Compare these records' files with those that were listed, by size, times and inode.
 
-        Asked after a read, it tells whether what was read may be kept for a later run.
+        Asked after a read: whether the result may be cached.
         """
         ...
 
@@ -108,51 +108,12 @@ class RecordStore(Protocol):
         ...
 
 
-class OpenStore(Protocol):
-    """Opens the records that files hold."""
-
-    def __call__(
-        self,
-        files: Files,
-        text_field: str,
-        unit_field: str | None,
-        index_folder: str,
-    ) -> RecordStore:
-        """Open a store.
-
-        Args:
-            text_field: the field that holds the text, in a format whose records have fields.
-            unit_field: the field that says whose a record is, or None.
-            index_folder: where what was found is kept.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class Format:
-    """States what the rest of the program must know of one value of `training.dataset`."""
-
-    open: OpenStore
-
-    below: tuple[str, ...]
-    """The pattern of the files that are meant by a folder, one component an item."""
-
-    has_stdlib: bool
-    """Whether "python-stdlib" names the running Python's own sources."""
-
-    row: str
-    """What holds one record, in a word."""
-
-    found_in: str
-    """What a place without a record would need at least one of."""
-
-    record: str
-    """What one record is, in a release card."""
-
-    has_fields: bool
-    """Whether a record has named fields: one is its text, another may say whose it is. Without
-    fields, the only unit is the folder that a file lies in."""
-
-    named_by_position: bool
-    """Whether a record is known by how many come before it, so that one record more gives others
-    another name. What depends on names, as being held out does, then depends on other records."""
+def text_of(value: object) -> str | None:
+    """Return a text that can be written as UTF-8: JSON can spell half a surrogate pair."""
+    if not isinstance(value, str):
+        return None
+    try:
+        value.encode("utf-8")
+    except UnicodeError:
+        return None
+    return value

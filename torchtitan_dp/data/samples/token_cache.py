@@ -11,7 +11,7 @@ Guarantee:
 import threading
 from collections import OrderedDict
 
-from torchtitan_dp.data.excerpts import Excerpt
+from torchtitan_dp.data.samples.excerpts import Excerpt
 
 MOST_BYTES = 2**29
 """Of one store of samples; training and validation have one each."""

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 
-from torchtitan_dp.data import contents, text_records
-from torchtitan_dp.data import index as kept
-from torchtitan_dp.data.files import list_files, locate
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.store import RecordStore
+from torchtitan_dp.data import console
+from torchtitan_dp.data.records import hashing, jsonl
+from torchtitan_dp.data.records import index as kept
+from torchtitan_dp.data.records import text as text_format
+from torchtitan_dp.data.records.files import list_files, locate
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.records.record_store import RecordStore
 
 Open = Callable[..., RecordStore]
 
@@ -60,13 +62,13 @@ def test_the_digest_is_that_of_the_leaves_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leaf: int
 ) -> None:
     """Against a loop that shares no code: what another release must get for the same files."""
-    monkeypatch.setattr(contents, "LEAF_BYTES", leaf)
+    monkeypatch.setattr(hashing, "LEAF_BYTES", leaf)
     root = hashlib.blake2b(digest_size=32, person=b"contents")
     for data in FILES.values():
         for begin in range(0, max(len(data), 1), leaf):
             part = data[begin : begin + leaf]
             root.update(hashlib.blake2b(part, digest_size=32, person=b"leaf").digest())
-    found = contents.read_contents(listed(write(tmp_path / "d", FILES)))
+    found = hashing.read_contents(listed(write(tmp_path / "d", FILES)))
     assert found == (root.digest(), [])
 
 
@@ -74,13 +76,13 @@ def test_another_size_of_leaf_or_number_of_threads_is_no_other_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The number of cores differs between nodes; the size of a leaf is fixed for all."""
-    assert contents.LEAF_BYTES == 2 * 2**20
+    assert hashing.LEAF_BYTES == 2 * 2**20
     files = listed(write(tmp_path / "d", {str(i): b"%d" % i * 1000 for i in range(300)}))
-    monkeypatch.setattr(contents, "LEAF_BYTES", 1500)
+    monkeypatch.setattr(hashing, "LEAF_BYTES", 1500)
     found = []
     for cores in (1, 2, 7, 100):
         monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: range(cores))
-        found.append(contents.read_contents(files))
+        found.append(hashing.read_contents(files))
     assert found == [found[0]] * 4
 
 
@@ -89,7 +91,7 @@ def test_order_within_a_file_is_told(
     tmp_path: Path, open_: Open, monkeypatch: pytest.MonkeyPatch, unit_field: str | None
 ) -> None:
     """Whole leaves that change places, too."""
-    monkeypatch.setattr(contents, "LEAF_BYTES", 25)
+    monkeypatch.setattr(hashing, "LEAF_BYTES", 25)
     lines = [b'{"who": "a", "text": "%d"}\n'[:24] + b'"}\n'[-2:] for _ in range(4)]
     lines = [b'{"who":"a","text":"%d"}  \n' % i for i in range(4)]
     assert {len(line) for line in lines} == {25}
@@ -134,7 +136,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, name: str, code: int) -> None:
             raise OSError(code, os.strerror(code), file)
         return real(file, *args, **kwargs)
 
-    for module in (contents, text_records):
+    for module in (hashing, text_format):
         monkeypatch.setattr(module, "open", opening, raising=False)
 
 
@@ -198,11 +200,11 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
     format: str,
     change: str,
 ) -> None:
-    monkeypatch.setattr(contents, "LEAF_BYTES", 20)
+    monkeypatch.setattr(hashing, "LEAF_BYTES", 20)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(1))
     data = b'{"text": "1"}\n{"text": "2"}\n'
     root = write(tmp_path / "d", {"a.jsonl": data})
-    scan, opened = contents._stamp, []
+    scan, opened = hashing._stamp, []
 
     def stamp(handle: int) -> tuple[int, ...]:
         opened.append(handle)
@@ -221,7 +223,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused(
                 return (len(data), 1, 1, 1)
         return scan(handle)
 
-    monkeypatch.setattr(contents, "_stamp", stamp)
+    monkeypatch.setattr(hashing, "_stamp", stamp)
     with pytest.raises(ValueError, match=r"training\.dataset_path: .*a\.jsonl' changed or shrank"):
         open_(format, root)
     assert list(index.iterdir()) == []
@@ -233,13 +235,14 @@ def test_a_file_that_changed_since_it_was_listed_is_refused(
     tmp_path: Path, open_: Open, monkeypatch: pytest.MonkeyPatch, format: str, size: int
 ) -> None:
     root = write(tmp_path / "d", {"a.jsonl": b'{"text": "1"}\n{"text": "2"}  '})
-    read = kept.read_contents
+    read = hashing.read_contents
 
     def change_and_read(*args: Any, **kwargs: Any) -> Any:
         os.truncate(root / "a.jsonl", size)
         return read(*args, **kwargs)
 
-    monkeypatch.setattr(kept, "read_contents", change_and_read)
+    for module in (jsonl, text_format):
+        monkeypatch.setattr(module, "read_contents", change_and_read)
     with pytest.raises(ValueError, match=r"training\.dataset_path: .*a\.jsonl' changed or shrank"):
         open_(format, root)
 
@@ -276,16 +279,16 @@ def test_what_is_kept_of_texts_is_its_owners_only(tmp_path: Path, open_: Open, i
 
 OPENING = """
 import sys, time
-from torchtitan_dp.data import contents, index, records
-read = index.read_contents
+from torchtitan_dp.data.records import formats, hashing, index, jsonl, text
+read = hashing.read_contents
 def reading(*args, **kwargs):
     with open(sys.argv[3], "a") as log:
         log.write("begin\\n")
     time.sleep(float(sys.argv[4]))
     return read(*args, **kwargs)
-index.read_contents = reading
+jsonl.read_contents = text.read_contents = reading
 index._FIRST_LINE_S = 0
-print(records.open_store(sys.argv[1], sys.argv[2], index_folder=sys.argv[5]).fingerprint)
+print(formats.open_store(sys.argv[1], sys.argv[2], index_folder=sys.argv[5]).fingerprint)
 """
 
 
@@ -353,8 +356,8 @@ def test_progress_tells_sizes_alone(
     root = write(tmp_path / "d", {f"secret{i}": b"hidden" * 100 for i in range(8)})
     open_("text", root)
     assert capfd.readouterr() == ("", "")  # done within five seconds
-    monkeypatch.setattr(contents, "FIRST_LINE_S", 0.0)
-    monkeypatch.setattr(contents, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(console, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(console, "INTERVAL_S", 0.0)
     open_("jsonl", write(tmp_path / "e", {f"secret{i}.jsonl": b"hidden\n" for i in range(4)}))
     out, err = capfd.readouterr()
     assert out == ""

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from torchtitan_dp.data import excerpts
-from torchtitan_dp.data.excerpts import Excerpts
-from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.samples import excerpts
+from torchtitan_dp.data.samples.excerpts import Excerpts
+from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import choices
@@ -166,7 +166,7 @@ def test_huge_text_is_read_in_part(
     with open(path, "wb") as file:
         file.write(b"abc")
         file.truncate(1 << 40)  # sparse: reading it whole could not end well
-    unread = "torchtitan_dp.data.text_records.text_contents"
+    unread = "torchtitan_dp.data.records.text.text_contents"
     monkeypatch.setattr(unread, lambda *_: ("", np.empty(0, np.int64)))
     folder = str(tmp_path / "index")
     store = open_store("text", str(path), index_folder=folder)

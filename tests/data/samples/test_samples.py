@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from torchtitan_dp.data.excerpts import scan_undecodable
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.samples.excerpts import scan_undecodable
+from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 
 BOS, EOS, IGNORED = 256, 257, IGNORE_INDEX
 
@@ -174,7 +174,7 @@ def test_huge_text_file_is_read_in_part(tmp_path: Any, monkeypatch: Any) -> None
     with open(path, "wb") as file:
         file.write(b"abc")
         file.truncate(1 << 40)  # sparse: reading it whole could not end well
-    unread = "torchtitan_dp.data.text_records.text_contents"
+    unread = "torchtitan_dp.data.records.text.text_contents"
     monkeypatch.setattr(unread, lambda *_: ("", np.empty(0, np.int64)))
     folder = str(tmp_path / "index")
     records = open_store("text", str(path), index_folder=folder)

@@ -17,7 +17,6 @@ import errno
 import hashlib
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -26,13 +25,13 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_dp.data.console import say
-from torchtitan_dp.data.files import Files
+from torchtitan_dp.data.console import Progress
+from torchtitan_dp.data.records.files import Files
 
 LEAF_BYTES = 2 * 2**20  # of the hash: another size is another hash
 DIGEST_BYTES = 32
 MOST_THREADS = 8
-FIRST_LINE_S = INTERVAL_S = 5.0
+DIGEST_WORDS = DIGEST_BYTES // 8
 _UNREADABLE = bytes(DIGEST_BYTES)
 _TASK_LEAVES = 64  # of small files, at most
 _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # say nothing about the file
@@ -108,6 +107,11 @@ def read_contents(
     return Contents(root.digest(), unreadable)
 
 
+def digest_hex(words: np.ndarray) -> str:
+    """Write a digest that was kept as int64 words in hex."""
+    return words.astype("<i8").tobytes().hex()
+
+
 def is_readable(files: Files, index: int) -> bool:
     """Tell whether a file can be opened."""
     try:
@@ -115,44 +119,6 @@ def is_readable(files: Files, index: int) -> bool:
             return True
     except OSError:
         return False
-
-
-class Progress:
-    """Tells on stderr how far long work is: nothing in its first 5 seconds, then every 5.
-
-    Sizes are those of private records: its lines are labelled not private.
-    """
-
-    def __init__(self, what: str, total: int, things: str = "") -> None:
-        """
-        Args:
-            what: is done, as a reader of the log is told.
-            total: bytes, or `things`.
-            things: what else is counted, in a word.
-        """
-        self._what, self._total, self._done = what, total, 0
-        self._scale, self._things = (1.0, things) if things else (1e9, "GB")
-        self._begin = time.monotonic()
-        self._next = self._begin + FIRST_LINE_S
-        self._told = False
-
-    def add(self, size: int) -> None:
-        """Count so many bytes, or things, more as done."""
-        self._done += size
-        now = time.monotonic()
-        if now >= self._next:
-            self._next, self._told = now + INTERVAL_S, True
-            self._tell(f"{100 * self._done // max(self._total, 1)}% of ", self._total, now)
-
-    def end(self) -> None:
-        """Say that all is done, if anything was said before."""
-        if self._told:
-            self._tell("all of ", self._total, time.monotonic())
-
-    def _tell(self, share: str, total: int, now: float) -> None:
-        rate, digits = self._done / max(now - self._begin, 1e-9), 2 if self._things == "GB" else 0
-        size = f"{total / self._scale:,.{digits}f} {self._things}"
-        say(f"{self._what}: {share}{size}, {rate / self._scale:,.2f} {self._things}/s")
 
 
 def _tasks(files: Files) -> Iterator[list[_Leaf]]:

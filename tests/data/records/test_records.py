@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from torchtitan_dp.data import contents, jsonl_records, text_records
-from torchtitan_dp.data import index as line_index
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.store import RecordStore
+from torchtitan_dp.data.records import hashing, jsonl
+from torchtitan_dp.data.records import text as text_format
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.records.record_store import RecordStore
 from torchtitan_dp.data.units import open_units
 
 Open = Callable[..., RecordStore]
@@ -257,7 +257,7 @@ def test_jsonl_only_newlines_and_empty_files(tmp_path: Path, open_: Open) -> Non
 def test_jsonl_lines_across_blocks(
     tmp_path: Path, open_: Open, monkeypatch: pytest.MonkeyPatch, block: int
 ) -> None:
-    monkeypatch.setattr(contents, "LEAF_BYTES", block)
+    monkeypatch.setattr(hashing, "LEAF_BYTES", block)
     lines = [json.dumps({"text": "x" * n}) for n in range(5)]
     root = write(tmp_path / "d", {f"{i}.jsonl": "\n".join(lines).encode() for i in range(2)})
     assert texts(open_("jsonl", root)) == ["x" * n for n in range(5)] * 2
@@ -391,7 +391,7 @@ def test_failed_build_leaves_nothing(
     def fail(*_: Any) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(line_index, "_write_bounds", fail)
+    monkeypatch.setattr(jsonl, "_write_bounds", fail)
     with pytest.raises(ValueError, match=r"training\.dataset_path.*no space left"):
         open_("jsonl", write(tmp_path / "d", {"a.jsonl": b"{}"}))
     assert saved(index) == []
@@ -518,14 +518,14 @@ def test_a_record_larger_than_memory_is_read_in_part(
     """Sparse: 100 GiB of zeros on disk take no space, in memory they would."""
     root = write(tmp_path / "data", {"huge.txt": b"begins"})
     os.truncate(root / "huge.txt", 100 * 2**30)
-    monkeypatch.setattr(text_records, "text_contents", lambda *_: ("", np.empty(0, np.int64)))
+    monkeypatch.setattr(text_format, "text_contents", lambda *_: ("", np.empty(0, np.int64)))
     assert open_("text", root).read(0, max_bytes=8) == "begins\0\0"
 
 
 def test_decodability_is_told_block_by_block(
     open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(text_records, "_BLOCK_BYTES", 3)  # cuts characters
+    monkeypatch.setattr(text_format, "_BLOCK_BYTES", 3)  # cuts characters
     files = {"a": "ünï ☃☃".encode(), "b": b"good, then \xff", "c": "cut ☃".encode()[:-1], "d": b""}
     store = open_("text", write(tmp_path / "data", files))
     found = [store.is_decodable(i) for i in range(4)]
@@ -549,7 +549,7 @@ def test_a_line_that_memory_does_not_hold_is_undecodable(
 def test_a_line_too_long_to_parse_is_undecodable(
     open_: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(jsonl_records, "MAX_LINE_BYTES", 20)
+    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 20)
     lines = b'{"text": "short"}\n{"text": "' + b"x" * 20 + b'"}\n{"text": "last"}\n'
     store = open_("jsonl", write(tmp_path / "data", {"a.jsonl": lines}))
     assert texts(store) == ["short", None, "last"]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from torchtitan_dp.data import census, jsonl_records
-from torchtitan_dp.data.opening import Records
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.records import census, jsonl
 
 NOTES = [{"patient_id": f"p{i % 5}", "date": "2020", "note": f"note {i}"} for i in range(20)]
 
@@ -163,13 +163,13 @@ def test_lines_are_parsed_once(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For their units and for what they lack; a second start parses none."""
-    parse, parsed = jsonl_records._parse, []
+    parse, parsed = jsonl._parse, []
 
     def counted(*args: Any) -> Any:
         parsed.append(1)
         return parse(*args)
 
-    monkeypatch.setattr(jsonl_records, "_parse", counted)
+    monkeypatch.setattr(jsonl, "_parse", counted)
     opened(tmp_path, NOTES, unit_field="patient_id")
     assert len(parsed) == len(NOTES)
     Records.open("jsonl", str(tmp_path / "notes.jsonl"), text_field="note", unit_field="patient_id")

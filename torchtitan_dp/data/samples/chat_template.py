@@ -26,10 +26,14 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from torchtitan_dp.data.records.record_store import text_of
+
 ASSISTANT = "assistant"
 # Unicode's noncharacters, which no text should have: one that has is refused.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _EITHER = re.compile(f"([{_OPEN}{_CLOSE}])")
+MOST_MESSAGES = 256
+"""Of a longer conversation these are looked at: the time to render it must be bounded."""
 MESSAGE_COST = 1000  # characters: about as many are copied while a template looks at a message
 _PROBE = (("user", "What?"), (ASSISTANT, "That."), ("user", "Why?"), (ASSISTANT, "Because."))
 
@@ -195,6 +199,21 @@ def _by_turns(rendering: _Rendering, messages: Sequence[Message], most: int) -> 
         if rendering.cost >= most:
             break
     return pieces
+
+
+def messages_of(value: object) -> list[Message] | None:
+    """Return the first messages, or None if one of them is none."""
+    if not isinstance(value, list):
+        return None
+    found = []
+    for one in value[:MOST_MESSAGES]:
+        if not isinstance(one, dict):
+            return None
+        role, content = text_of(one.get("role")), text_of(one.get("content"))
+        if role is None or content is None:
+            return None
+        found.append(Message(role, content))
+    return found
 
 
 def load_chat_template(assets_path: str) -> ChatTemplate | None:

@@ -19,10 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_dp.data.contents import Progress
-from torchtitan_dp.data.jsonl_records import MAX_LINE_BYTES
-from torchtitan_dp.data.store import RecordStore
-from torchtitan_dp.data.tokenizer import Tokenizer
+from torchtitan_dp.data.console import Progress
+from torchtitan_dp.data.records.record_store import MAX_LINE_BYTES, RecordStore
+from torchtitan_dp.data.samples.tokenizer import Tokenizer
 
 EDGE_TOKENS = 64  # the tokens next to a cut may differ from those of the whole text
 EDGE_BYTES = 8  # more than a byte order mark and a split character can take away

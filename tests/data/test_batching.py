@@ -14,12 +14,11 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config import lengths as lengths_module
 from torchtitan_dp.config.lengths import MOST_LENGTHS, ladder
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.data import buckets
-from torchtitan_dp.data.buckets import padded_lengths
-from torchtitan_dp.data.loading import Microbatch, RecordLoader
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data import batching
+from torchtitan_dp.data.batching import Microbatch, RecordLoader, padded_lengths
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 
@@ -274,14 +273,14 @@ def test_row47_nobody_waits_for_more_than_a_few_samples_of_another(
     tokens = one.samples.tokens
     one.samples.tokens = lambda index: asked.append(index) or tokens(index)  # type: ignore
     for name, value in (("is_initialized", True), ("get_world_size", 3), ("get_rank", 1)):
-        monkeypatch.setattr(buckets.dist, name, lambda value=value: value)
+        monkeypatch.setattr(batching.dist, name, lambda value=value: value)
 
     def all_reduce(found: torch.Tensor) -> None:
         sent.append((len(found), len(asked)))
         asked.clear()
 
-    monkeypatch.setattr(buckets.dist, "all_reduce", all_reduce)
-    buckets.TokenCounts(one.samples, at_once).of(np.arange(20), CPU)
+    monkeypatch.setattr(batching.dist, "all_reduce", all_reduce)
+    batching.TokenCounts(one.samples, at_once).of(np.arange(20), CPU)
     assert [size for size, _ in sent] == [3 * at_once] * (20 // (3 * at_once)) + [2]
     assert all(counted <= at_once for _, counted in sent)
     assert sum(counted for _, counted in sent) == 7  # records 1, 4, ..., 19

@@ -12,12 +12,13 @@ from itertools import repeat
 
 import numpy as np
 
-from torchtitan_dp.data.files import Files
-from torchtitan_dp.data.index import text_contents
-from torchtitan_dp.data.record_bytes import checked, decode, fingerprint
-from torchtitan_dp.data.store import Format
+from torchtitan_dp.data.records.files import Files
+from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, is_readable, read_contents
+from torchtitan_dp.data.records.index import WriteWords, cached_words
+from torchtitan_dp.data.records.record_format import Format, checked, decode, fingerprint
 
 _BLOCK_BYTES = 16 * 2**20
+TEXTS_VERSION = "texts-1"  # of the format and of the name
 
 
 class TextRecords:
@@ -110,6 +111,27 @@ def _folder(name: str) -> str | None:
     folder, slash, _ = os.fsencode(name).partition(b"/")
     # not as the locale reads it, on which the unit must not depend
     return folder.decode("utf-8", "surrogateescape") if slash else None
+
+
+def text_contents(files: Files, folder: str) -> tuple[str, np.ndarray]:
+    """Find what files hold: their contents' hash, hex, private, and which of them cannot be read.
+
+    The latter are int64 indices, rising. The hash takes all of them for the same. It is made anew
+    once one of them can be read.
+    """
+    words = cached_words(
+        os.path.join(folder, f"{TEXTS_VERSION}-{files.place_hash}.npy"),
+        lambda write: _write_texts(write, files),
+        lambda words: len(words) >= DIGEST_WORDS,
+        lambda words: not any(is_readable(files, int(i)) for i in words[DIGEST_WORDS:]),
+    )
+    return digest_hex(words[:DIGEST_WORDS]), words[DIGEST_WORDS:]
+
+
+def _write_texts(write: WriteWords, files: Files) -> None:
+    contents = read_contents(files, skip_unreadable=True)
+    write(np.frombuffer(contents.digest, dtype="<i8"))
+    write(np.array(contents.unreadable, dtype=np.int64))
 
 
 def _open(files: Files, text_field: str, unit_field: str | None, index_folder: str) -> TextRecords:

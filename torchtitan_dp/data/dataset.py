@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_dp.data.census import Census, Wanted, take_census
-from torchtitan_dp.data.index import writable_folder
 from torchtitan_dp.data.readable import (
     refuse_unnamed,
     refuse_unreadable,
     wanted_fields,
     warnings,
 )
-from torchtitan_dp.data.records import format_named, open_store
-from torchtitan_dp.data.split import split
-from torchtitan_dp.data.store import Format, RecordStore
-from torchtitan_dp.data.units import Units, open_units, word
+from torchtitan_dp.data.records.census import Census, Wanted, take_census
+from torchtitan_dp.data.records.formats import format_named, open_store
+from torchtitan_dp.data.records.index import writable_folder
+from torchtitan_dp.data.records.record_format import Format
+from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.units import Units, open_units, split, word
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class Records:
         """Open records, group them by unit, and hold some units out.
 
         Args:
-            format, path, text_field, unit_field: as of `records.open_store`.
+            format, path, text_field, unit_field: as of `formats.open_store`.
             prompt_field, messages_field: the field beside the text, or in its place, that
-                `dialogs` reads; in a format whose records have fields.
-            heldout_fraction: as of `split.split`.
+                `conversations` reads; in a format whose records have fields.
+            heldout_fraction: as of `units.split`.
             needs_heldout: whether it is a mistake if nothing is held out.
             number_is_secret: whether data sets that differ by one unit more or less are
                 neighbours, as with a public `privacy.sample_rate`.

@@ -1,4 +1,4 @@
-"""What one pass over the files found, kept on disk: where lines begin, and the contents' hash.
+"""What one pass over the files found, kept on disk: where lines begin, the contents' hash, units.
 
 A saved index is found again while the files' absolute paths, sizes, times and inodes stay the
 same, and is checked whole before it is used. It is private: it tells how long the records are, and
@@ -18,12 +18,7 @@ from typing import BinaryIO
 import numpy as np
 
 from torchtitan_dp.data.console import say
-from torchtitan_dp.data.contents import DIGEST_BYTES, is_readable, read_contents
-from torchtitan_dp.data.files import Files
 
-# Of the formats and of the names.
-LINES_VERSION, TEXTS_VERSION = "hashed-lines-1", "texts-1"
-_DIGEST_WORDS = DIGEST_BYTES // 8
 _POLL_S = 0.1
 _FIRST_LINE_S = 5.0
 
@@ -45,36 +40,6 @@ def writable_folder(folder: str | None) -> str:
             f"XDG_CACHE_HOME: the index of training.dataset_path cannot be written to {folder!r} "
             f"({error}): set it to a folder that you can write"
         ) from error
-
-
-def line_bounds(files: Files, folder: str) -> tuple[np.ndarray, str]:
-    """Find, in one pass, where lines begin and end, and what all of them hold.
-
-    Returns:
-        (records + 1,) int64 bounds, as if all files lay one after the other; and the contents'
-        hash, hex, private.
-    """
-    words = cached_words(
-        os.path.join(folder, f"{LINES_VERSION}-{files.place_hash}.npy"),
-        lambda write: _write_bounds(write, files),
-        lambda words: words[0] == 0 and words[-_DIGEST_WORDS - 1] == files.starts[-1],
-    )
-    return words[:-_DIGEST_WORDS], _hex(words[-_DIGEST_WORDS:])
-
-
-def text_contents(files: Files, folder: str) -> tuple[str, np.ndarray]:
-    """Find what files hold: their contents' hash, hex, private, and which of them cannot be read.
-
-    The latter are int64 indices, rising. The hash takes all of them for the same. It is made anew
-    once one of them can be read.
-    """
-    words = cached_words(
-        os.path.join(folder, f"{TEXTS_VERSION}-{files.place_hash}.npy"),
-        lambda write: _write_texts(write, files),
-        lambda words: len(words) >= _DIGEST_WORDS,
-        lambda words: not any(is_readable(files, int(i)) for i in words[_DIGEST_WORDS:]),
-    )
-    return _hex(words[:_DIGEST_WORDS]), words[_DIGEST_WORDS:]
 
 
 def cached_words(
@@ -179,32 +144,6 @@ def _write_words(output: BinaryIO, build: Callable[[WriteWords], None]) -> None:
     write(np.array([checksum]))
     output.seek(0)
     assert write_header(count) == header_bytes
-
-
-def _write_bounds(write: WriteWords, files: Files) -> None:
-    def take(index: int, newlines: np.ndarray, is_last: bool) -> None:
-        begin, end = (int(x) for x in files.starts[index : index + 2])
-        write(begin + 1 + newlines)
-        if is_last and end > begin and (len(newlines) == 0 or newlines[-1] != end - begin - 1):
-            write(np.array([end]))  # a last line that no newline ends
-
-    write(np.zeros(1))
-    contents = read_contents(files, scan=_newlines, take=take)
-    write(np.frombuffer(contents.digest, dtype="<i8"))
-
-
-def _newlines(block: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(block == 0x0A)
-
-
-def _write_texts(write: WriteWords, files: Files) -> None:
-    contents = read_contents(files, skip_unreadable=True)
-    write(np.frombuffer(contents.digest, dtype="<i8"))
-    write(np.array(contents.unreadable, dtype=np.int64))
-
-
-def _hex(words: np.ndarray) -> str:
-    return words.astype("<i8").tobytes().hex()
 
 
 def _replace(path: str, write: Callable[[BinaryIO], None]) -> None:

@@ -21,9 +21,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_dp.data.contents import Progress
-from torchtitan_dp.data.index import cached_words
-from torchtitan_dp.data.store import RecordStore
+from torchtitan_dp.data.console import Progress
+from torchtitan_dp.data.records.index import cached_words
+from torchtitan_dp.data.records.record_store import RecordStore
 
 VERSION = "census-1"
 PARSED_BYTES = 2**30

@@ -4,12 +4,13 @@ Stores keep offsets, never the records. `FORMATS` is the only place where format
 name: a new one is a file with a store and its `Format`, and a line here.
 """
 
-from torchtitan_dp.data.conversion import PLANNED
-from torchtitan_dp.data.files import list_files, locate
-from torchtitan_dp.data.index import writable_folder
-from torchtitan_dp.data.jsonl_records import JSONL
-from torchtitan_dp.data.store import Format, RecordStore
-from torchtitan_dp.data.text_records import TEXT
+from torchtitan_dp.data.records.conversion import PLANNED
+from torchtitan_dp.data.records.files import list_files, locate
+from torchtitan_dp.data.records.index import writable_folder
+from torchtitan_dp.data.records.jsonl import JSONL
+from torchtitan_dp.data.records.record_format import Format
+from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.records.text import TEXT
 
 FORMATS: dict[str, Format] = {"text": TEXT, "jsonl": JSONL}
 FOLDER = "folder"  # the unit field of records without fields
@@ -57,7 +58,7 @@ def open_store(
     `None`, too.
 
     All files are read once: to find the lines of jsonl files and to hash what files hold
-    (`data.contents`), so that the fingerprint tells which content stands under which
+    (`hashing`), so that the fingerprint tells which content stands under which
     index. What was found is kept in `index_folder` (default: `$XDG_CACHE_HOME` or ~/.cache,
     torchtitan_dp/index) and found again while the files' absolute paths, sizes, times and inodes
     stay the same. A text file that cannot be read then (rights, a file that is gone) is a record

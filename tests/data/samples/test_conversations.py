@@ -9,15 +9,15 @@ import pytest
 import torch
 
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
-from tests.data.test_excerpts import rng
-from torchtitan_dp.data.answers import Answers, Marked, cut
-from torchtitan_dp.data.dialogs import MOST_MESSAGES, Prompts, Reading, reading
-from torchtitan_dp.data.excerpts import most_bytes
-from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.opening import Records
-from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.data.token_cache import TokenCache
-from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from tests.data.samples.test_excerpts import rng
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.samples.chat_template import MOST_MESSAGES
+from torchtitan_dp.data.samples.conversations import Answers, Marked, Prompts, Reading, cut, reading
+from torchtitan_dp.data.samples.excerpts import most_bytes
+from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
+from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BOS, EOS, IGNORED = 256, 257, IGNORE_INDEX
 T = 16

@@ -1,4 +1,4 @@
-"""What ranks agree on before anything comes of a step: all samples were made, one draw is next."""
+"""Ranks agree, before the update, that all samples were made and which draw is next."""
 
 import os
 import traceback

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.test_excerpts import rng
-from torchtitan_dp.data.excerpts import Excerpt
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.samples import SampleStore
-from torchtitan_dp.data.token_cache import ENTRY_BYTES, TokenCache
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from tests.data.samples.test_excerpts import rng
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.samples.excerpts import Excerpt
+from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples.token_cache import ENTRY_BYTES, TokenCache
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 
 LIMIT = 17
 

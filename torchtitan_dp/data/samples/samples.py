@@ -15,12 +15,11 @@ from typing import Literal
 import numpy as np
 import torch
 
-from torchtitan_dp.data.answers import Answers
-from torchtitan_dp.data.dialogs import Reading
-from torchtitan_dp.data.excerpts import WINDOW_LOOKS, Excerpt, Excerpts, most_bytes
-from torchtitan_dp.data.store import RecordStore
-from torchtitan_dp.data.token_cache import TokenCache
-from torchtitan_dp.data.tokenizer import Tokenizer
+from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.samples.conversations import Answers, Reading
+from torchtitan_dp.data.samples.excerpts import WINDOW_LOOKS, Excerpt, Excerpts, most_bytes
+from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.tokenizer import Tokenizer
 from torchtitan_dp.data.units import RecordUnits, Units
 
 IGNORE_INDEX = -100  # the default of F.cross_entropy
@@ -171,8 +170,9 @@ class SampleStore:
         cut to seq_len + 1: tokens are all but the last id, labels all but the first; tokens are
         padded with eos (or 0), labels with `IGNORE_INDEX`. A unit without text tokens (empty,
         undecodable, or unit -1, which is the padding of a draw) has labels that are all ignored:
-        it contributes exactly 0. With a `reading`, ids and targets are those of `answers`, and
-        labels that are no targets are ignored; a unit without an answer contributes exactly 0.
+        it contributes exactly 0. With a `reading`, ids and targets are those of
+        `conversations`, and labels that are no targets are ignored; a unit without an answer
+        contributes exactly 0.
 
         Only about as much of a huge unit is read and tokenized as `seq_len` tokens need. Within
         that part the ids are those of the whole text, except that a tokenizer whose merges reach
