@@ -85,7 +85,7 @@ def _written(folder: str, sizes: list[int]) -> Files:
                 file.write(block[: size - begin])
             file.flush()
             os.fsync(file.fileno())
-    return list_files(*locate(folder), os.path.dirname(folder))
+    return list_files(*locate(folder))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ def texts(store: RecordStore) -> list[str | None]:
 
 
 def listed(root: Path) -> Any:
-    return list_files(*locate(str(root)), str(root.parent))
+    return list_files(*locate(str(root)))
 
 
 FILES = {"a": b"", "b": b"0123456789", "c": b"x" * 7, "d/e": b"\n\xff\n"}

@@ -1,9 +1,10 @@
-"""Which files a path names, and a list of them that is kept off the heap.
+"""Which files a path names, and a list of them in a few arrays.
 
-Names are relative to a root and sorted; the list is memory-mapped, so that ten million names cost
-no Python objects.
+Names are relative to a root and sorted; a file takes its name's bytes and 24 more, and no Python
+objects.
 """
 
+import array
 import fnmatch
 import glob
 import hashlib
@@ -11,7 +12,6 @@ import os
 import platform
 import struct
 import sysconfig
-import tempfile
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -53,51 +53,40 @@ def _stamp(status: os.stat_result) -> bytes:
     return hashlib.sha256(struct.pack("=qqqQQ", status.st_size, *times, *identity)).digest()
 
 
-def list_files(root: str, names: Iterator[str], folder: str) -> Files:
-    """Stream the names and sizes into unnamed temporary files and map those.
+def list_files(root: str, names: Iterator[str]) -> Files:
+    """List files with their sizes and what else tells that they are unchanged.
 
     A file that several links name, symbolic or hard, is taken once, by the first name. Nothing is
     saved for a later run: telling that the list is unchanged takes the same walk.
     """
     # Two machines may share a cache, and each have an image with the same inodes and times.
     listing, place = hashlib.sha256(), hashlib.sha256(platform.node().encode())
-    name_end = byte_end = 0
+    blob, ends, stamps, byte_end = bytearray(), array.array("q", (0, 0)), bytearray(), 0
     linked: set[tuple[int, int]] = set()  # files that may come again under another name
     real_root, folder_name, is_far = os.path.realpath(root), "", False
-    with (
-        tempfile.TemporaryFile(dir=folder) as blob,
-        tempfile.TemporaryFile(dir=folder) as spans,
-        tempfile.TemporaryFile(dir=folder) as stamps,
-    ):
-        spans.write(struct.pack("=qq", 0, 0))
-        for name in names:
-            path, raw = os.path.join(root, name), os.fsencode(name)
-            status = os.stat(path)
-            if os.path.dirname(name) != folder_name:
-                folder_name = os.path.dirname(name)
-                expected = os.path.join(real_root, folder_name)
-                is_far = os.path.realpath(expected) != expected
-            if is_far or status.st_nlink > 1 or os.path.islink(path):
-                if (status.st_dev, status.st_ino) in linked:
-                    continue
-                linked.add((status.st_dev, status.st_ino))
-            listing.update(raw + struct.pack("=xq", status.st_size))  # x is NUL: ends the name
-            stamp = _stamp(status)
-            place.update(os.fsencode(path) + b"\0" + stamp)
-            stamps.write(stamp[:8])
-            name_end, byte_end = name_end + len(raw), byte_end + status.st_size
-            blob.write(raw)
-            spans.write(struct.pack("=qq", name_end, byte_end))
-        blob.write(b"\0")  # an empty file cannot be mapped
-        stamps.write(bytes(8))
-        for file in (blob, spans, stamps):
-            file.flush()
-        # As plain arrays, whose items and slices come several times as fast.
-        span_array = np.asarray(np.memmap(spans, dtype=np.int64, mode="r")).reshape(-1, 2)
-        name_array = np.asarray(np.memmap(blob, dtype=np.uint8, mode="r"))
-        stamp_array = np.asarray(np.memmap(stamps, dtype=np.uint8, mode="r")).reshape(-1, 8)
+    for name in names:
+        path, raw = os.path.join(root, name), os.fsencode(name)
+        status = os.stat(path)
+        if os.path.dirname(name) != folder_name:
+            folder_name = os.path.dirname(name)
+            expected = os.path.join(real_root, folder_name)
+            is_far = os.path.realpath(expected) != expected
+        if is_far or status.st_nlink > 1 or os.path.islink(path):
+            if (status.st_dev, status.st_ino) in linked:
+                continue
+            linked.add((status.st_dev, status.st_ino))
+        listing.update(raw + struct.pack("=xq", status.st_size))  # x is NUL: ends the name
+        stamp = _stamp(status)
+        place.update(os.fsencode(path) + b"\0" + stamp)
+        stamps += stamp[:8]
+        blob += raw
+        byte_end += status.st_size
+        ends.extend((len(blob), byte_end))
+    spans = np.frombuffer(ends, dtype=np.int64).reshape(-1, 2)
+    name_array = np.frombuffer(blob, dtype=np.uint8)
+    stamp_array = np.frombuffer(stamps, dtype=np.uint8).reshape(-1, 8)
     hashes = listing.hexdigest(), place.hexdigest()
-    starts = span_array[:, 0], span_array[:, 1]
+    starts = spans[:, 0].copy(), spans[:, 1].copy()
     # Who points a link at the root elsewhere moves no open run to other files.
     return Files(real_root, name_array, *starts, *hashes, stamp_array)
 

@@ -82,7 +82,7 @@ def open_store(
     folder = writable_folder(index_folder)
     try:
         root, names = locate(path, facts.below, has_stdlib=facts.has_stdlib)
-        files = list_files(root, names, folder)
+        files = list_files(root, names)
         store = facts.open(files, text_field, unit_field, folder)
     except OSError as error:
         raise ValueError(
