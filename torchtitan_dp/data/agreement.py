@@ -16,7 +16,7 @@ def require_same_step(failure: BaseException | None, drawn: int, device: torch.d
     """Refuse the step on all ranks if one of them failed, or if they drew different units.
 
     Collective: an all-reduce of three int64 over the world, if there is a process group; read at
-    once, since what is sent next (lengths, samples) is as long as the draw.
+    once, since lengths and samples, which are sent next, are as long as the draw.
 
     Args:
         failure: why this rank could not make a sample; None if it made all of them.
@@ -25,7 +25,7 @@ def require_same_step(failure: BaseException | None, drawn: int, device: torch.d
         device: what the process group sends from.
 
     Raises:
-        Fault: on all ranks alike. The line of a rank that failed says why.
+        Fault: on all ranks alike. The line of the rank that failed has the reason.
 
     Guarantee:
         If no rank raises, all hold the same draw (two that differ pass with a probability of
@@ -34,10 +34,10 @@ def require_same_step(failure: BaseException | None, drawn: int, device: torch.d
         Integers of 62 bits are compared as such, exactly: the largest must be minus the largest of
         the negated ones.
     """
-    told = torch.tensor([failure is not None, drawn, -drawn], dtype=torch.int64, device=device)
+    mine = torch.tensor([failure is not None, drawn, -drawn], dtype=torch.int64, device=device)
     if dist.is_initialized():
-        dist.all_reduce(told, op=dist.ReduceOp.MAX)
-    failed, highest, negated_lowest = told.tolist()
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+    failed, highest, negated_lowest = mine.tolist()
     if failure is not None:
         # What is raised may speak of a record.
         raise Fault(f"a sample could not be made (not private: {_described(failure)})") from failure
@@ -52,7 +52,7 @@ def require_same_step(failure: BaseException | None, drawn: int, device: torch.d
 
 
 def _described(error: BaseException) -> str:
-    """Say on one line what was raised, and where."""
+    """Describe an exception and its place on one line."""
     last = traceback.extract_tb(error.__traceback__)[-1:]
     where = "".join(f" ({os.path.basename(frame.filename)}, line {frame.lineno})" for frame in last)
     return f"{type(error).__name__}: {error}{where}"

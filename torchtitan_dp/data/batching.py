@@ -1,4 +1,4 @@
-"""From a draw of units to the microbatches of one data-parallel rank: which, and what is in them.
+"""From a draw of units to the microbatches of one data-parallel rank.
 
 `feed` makes the same microbatches ahead of time, and once in a context-parallel group.
 
@@ -31,7 +31,7 @@ _UNKNOWN = -1
 
 
 class Window(NamedTuple):
-    """Holds one window of each of B units."""
+    """One window of each of B units."""
 
     tokens_BT: torch.Tensor  # int64
     labels_BT: torch.Tensor  # int64, shifted
@@ -45,7 +45,7 @@ class Window(NamedTuple):
 
 
 class Microbatch(NamedTuple):
-    """Holds the samples of B units; padding has `valid_B` False, labels that are all ignored, and a
+    """The samples of B units; padding has `valid_B` False, labels that are all ignored, and a
     position of -1.
 
     A unit has one, or K windows (`data.windows_per_draw`), one after the other in the first
@@ -79,7 +79,7 @@ class Microbatch(NamedTuple):
         ]
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Copy to a device what it computes on: pinned memory without a wait."""
+        """Copy all but the positions to a device: pinned memory without a wait."""
         tokens_BT, labels_BT, valid_B = (
             tensor.to(device, non_blocking=True)
             for tensor in (self.tokens_BT, self.labels_BT, self.valid_B)
@@ -96,7 +96,7 @@ class Microbatch(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """Tells what goes into a microbatch of one data-parallel rank."""
+    """The units and the length of one microbatch of one data-parallel rank."""
 
     length: int  # what its samples are padded to
     # int64 (B K,), positions in the loader's `units`, each K times in a row; -1 is padding
@@ -142,7 +142,7 @@ class RecordLoader:
         self._shuffle_seed = shuffle_seed
 
     def sources(self, draw: np.ndarray, key: bytes = EVER_SAME) -> np.ndarray:
-        """List what each drawn unit's samples are made of, int64 (n, at most K); -1: there are
+        """List the sources of each drawn unit's samples, int64 (n, at most K); -1: there are
         fewer (`SampleStore.chosen`).
         """
         units = ((int(self.units[p]), self.rng(key, p)) for p in draw)
@@ -163,7 +163,7 @@ class RecordLoader:
         the longest of its windows.
 
         Args:
-            key: as of `microbatches`, and the same.
+            key: of this step, the one that `microbatches` takes.
 
         Collective (of `TokenCounts`), unless `ladder` has one length.
         """
@@ -181,24 +181,25 @@ class RecordLoader:
         """Find what units with these `sources` are padded to.
 
         Args:
-            device, count: as of `TokenCounts.of`, whose collectives it has.
+            device, count: for `TokenCounts.of`, whose collectives it has.
         """
         is_one, counts = sources >= 0, np.zeros_like(sources)
         counts[is_one] = self.counts.of(sources[is_one], device, count)
         return padded_lengths(counts.max(axis=1, initial=0), ladder)
 
     def rng(self, key: bytes, position: int) -> np.random.Generator | None:
-        """Begin what is chosen at random for a unit, if anything is; None for padding."""
+        """Start a drawn unit's generator; None if nothing of it is random, and for padding."""
         is_needed = self.samples.is_random and position >= 0
         return choices(key, int(position)) if is_needed else None
 
     def deal(
         self, draw: np.ndarray, lengths: np.ndarray | None = None, rank: int | None = None
     ) -> list[Dealt]:
-        """Deal out a draw, as `microbatches` says.
+        """Deal out a draw over ranks and microbatches.
 
         Args:
-            draw, lengths: as of `microbatches`.
+            draw: global positions in `units`, the same on every rank.
+            lengths: to which each is padded, the same on every rank; `seq_len` if None.
             rank: the data-parallel rank that is dealt to; this one, if None.
 
         Every rank is dealt the same number of microbatches of the same lengths in the same order,
@@ -238,7 +239,7 @@ class RecordLoader:
     def __iter__(self) -> Iterator[Batch]:
         """Yield shuffled fixed-size batches without end, for the baseline WITHOUT privacy only.
 
-        Samples are `seq_len` long, whatever `data.length_buckets` says.
+        Samples are `seq_len` long, with any `data.length_buckets`.
         """
         rng = np.random.default_rng(self._shuffle_seed)
         stride = self.ranks * self.batch_size
@@ -292,8 +293,8 @@ class TokenCounts:
         of another, each of which takes a bounded time (`excerpts.most_bytes`).
 
         Collective: for every `at_once` samples a rank that are not known yet, an all-reduce of 4
-        bytes each over the world, if there is a process group. A line on stderr, of rank 0, tells
-        how far it is, every 5 seconds after the first 5.
+        bytes each over the world, if there is a process group. A line of rank 0 on stderr
+        reports progress, every 5 seconds after the first 5.
 
         Args:
             device: what the process group sends from.

@@ -21,7 +21,7 @@ def warn(text: str) -> None:
 
 
 class Progress:
-    """Tells on stderr how far long work is: nothing in its first 5 seconds, then every 5.
+    """Progress of long work, reported on stderr every 5 seconds after the first 5.
 
     Sizes are those of private records: its lines are labelled not private.
     """
@@ -29,9 +29,9 @@ class Progress:
     def __init__(self, what: str, total: int, things: str = "") -> None:
         """
         Args:
-            what: is done, as a reader of the log is told.
+            what: the work, in the words of the log.
             total: bytes, or `things`.
-            things: what else is counted, in a word.
+            things: a word for the things that are counted, if not bytes.
         """
         self._what, self._total, self._done = what, total, 0
         self._scale, self._things = (1.0, things) if things else (1e9, "GB")
@@ -48,7 +48,7 @@ class Progress:
             self._tell(f"{100 * self._done // max(self._total, 1)}% of ", self._total, now)
 
     def end(self) -> None:
-        """Say that all is done, if anything was said before."""
+        """Report the end, if progress was reported before."""
         if self._told:
             self._tell("all of ", self._total, time.monotonic())
 

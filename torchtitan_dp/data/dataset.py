@@ -22,7 +22,7 @@ from torchtitan_dp.data.units import Units, open_units, split, word
 
 @dataclass(frozen=True)
 class Records:
-    """Holds the data of a run: which units are trained on, which are held out."""
+    """The data of a run: records, their units, and which of these are trained on or held out."""
 
     store: RecordStore
     units: Units
@@ -49,10 +49,11 @@ class Records:
         """Open records, group them by unit, and hold some units out.
 
         Args:
-            format, path, text_field, unit_field: as of `formats.open_store`.
+            format, path: `training.dataset` and `training.dataset_path`.
+            text_field, unit_field: the fields of the text and of the unit (`formats.open_store`).
             prompt_field, messages_field: the field beside the text, or in its place, that
                 `conversations` reads; in a format whose records have fields.
-            heldout_fraction: as of `units.split`.
+            heldout_fraction: the share of units to hold out, by a hash of their ids.
             needs_heldout: whether it is a mistake if nothing is held out.
             number_is_secret: whether data sets that differ by one unit more or less are
                 neighbours, as with a public `privacy.sample_rate`.
@@ -106,8 +107,8 @@ class Records:
             "data.messages_field": messages_field,
             "data.verify_records": "contents",
         }
-        told = warnings(store, facts, units, unit_field, wanted, census, len(train))
-        return cls(store, units, train, heldout, fingerprint, settings, told)
+        found = warnings(store, facts, units, unit_field, wanted, census, len(train))
+        return cls(store, units, train, heldout, fingerprint, settings, found)
 
 
 def _group(

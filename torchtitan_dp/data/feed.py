@@ -1,4 +1,4 @@
-"""What a step is fed: its microbatches, made in the background while others are computed.
+"""Microbatches made in the background while others are computed.
 
 A sample is made on one rank of its context-parallel (cp) group, in turns, and sent to the others.
 While a step runs, one thread makes the samples of the microbatches ahead, and another counts the
@@ -147,13 +147,13 @@ class Feed:
 
     def padding(self, length: int) -> Microbatch:
         """Make a microbatch of padding alone, as a draw that leaves this rank nothing has it,
-        reading no record. Collective: one over cp, as of `microbatches`.
+        reading no record. Collective over cp: the all-reduce of one microbatch.
         """
         step, dealt = _Step(Draw(np.empty(0, np.int64))), Dealt(length, self._empty_slots())
         return self._put_together(dealt, self._begin_rows(step, 0, dealt))
 
     def make_room(self) -> None:
-        """Allocate what is kept of each unit, before any is drawn."""
+        """Allocate the token counts of all units, before any is drawn."""
         if len(self._ladder) > 1:
             self.loader.counts.share(np.empty(0, dtype=np.int64))
 
@@ -192,7 +192,7 @@ class Feed:
             self._end()
 
     def _begin(self, draw: Draw) -> _Step:
-        """Have the tokens counted of what is new in a draw and this rank's to count."""
+        """Start counting the tokens of this rank's share of the units that are new in a draw."""
         step = _Step(draw)
         if len(self._ladder) > 1:
             sources = self.loader.sources(*draw)
@@ -218,7 +218,7 @@ class Feed:
         step.dealt = self.loader.deal(positions, lengths)
 
     def _end(self) -> None:
-        """Agree with all ranks that none failed and what is drawn next, and begin that step's first
+        """Agree with all ranks that none failed and on the next draw, and begin that step's first
         microbatches.
         """
         drawn = NO_DRAW if self._next is None else self._next.draw.fingerprint()

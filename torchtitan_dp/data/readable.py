@@ -86,7 +86,7 @@ def refuse_unnamed(
 
 
 def _foreign(store: RecordStore, wanted: tuple[Wanted, ...]) -> str:
-    """Say what files are that hold no JSON object on any line."""
+    """Name the format of files without a JSON object on any line."""
     if found := foreign(store.file_of(0)):
         return f"training.dataset_path: {found}"
     return (
@@ -104,7 +104,7 @@ def warnings(
     census: Census | None,
     trained: int,
 ) -> tuple[str, ...]:
-    """Say which records read as nothing, and why. NOT PRIVATE: for `console.warn` alone.
+    """Describe the records that read as nothing, and why. NOT PRIVATE: for `console.warn` alone.
 
     Args:
         trained: the number of units to train on.
@@ -126,7 +126,7 @@ def warnings(
 
 
 def _of_lines(wanted: tuple[Wanted, ...], census: Census, lines: int) -> list[str]:
-    """Say which lines have no text."""
+    """Count the lines without a text."""
     first = "the first " if census.lines < lines else ""
     of = f"of {first}{census.lines} lines"
     found = [

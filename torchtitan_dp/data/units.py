@@ -10,8 +10,8 @@ Guarantee:
 
 Neighbours:
     Which units there are, and how many, is public: with `zero_out` one unit's records are replaced
-    by ones without text under the same name. Whoever groups by a private field publishes how
-    many different values it has (by way of the sampling rate), and nothing else of it. With a
+    by ones without text under the same name. Grouping by a private field publishes how many
+    different values it has (by way of the sampling rate), and nothing else of it. With a
     public `privacy.sample_rate` (`add_remove`) a unit's records are there or not, and the number
     is not published. Sampling is by the unit's position, whose order (by hash) says nothing of it.
 
@@ -45,12 +45,12 @@ _ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("record", "<i8")])
 
 
 def word(unit_field: str | None) -> str:
-    """Call what is drawn, clipped and protected by its name, in a word."""
+    """Return the word for the privacy unit, which is drawn, clipped and protected."""
     return "record" if unit_field is None else "unit"
 
 
 class UnitIndex(NamedTuple):
-    """Holds units in the order of their hashes, memory-mapped."""
+    """The units of a data set in the order of their hashes, memory-mapped."""
 
     members: np.ndarray  # (records,) int64: unit after unit, rising within one
     starts: np.ndarray  # (units + 1,) int64 into members
@@ -60,13 +60,13 @@ class UnitIndex(NamedTuple):
     fingerprint: str  # of all this; private
 
     def is_of(self, record: int, name: str) -> bool:
-        """Tell whether a record is of the unit of that name."""
+        """Check whether a record is of the unit of that name."""
         high = np.frombuffer(unit_hash(name), dtype="<u8")[0]
         return bool(self.hashes[self.owners[record]] == high)
 
 
 class Units(Protocol):
-    """Offers units by position, 0 <= unit < len(units), whose records lie in a row, unit by
+    """Units by position, 0 <= unit < len(units), whose records lie in a row, unit by
     unit.
     """
 
@@ -79,7 +79,7 @@ class Units(Protocol):
     def __len__(self) -> int: ...
 
     def places(self, unit: int) -> range:
-        """Tell where in the row of all units' records this unit's lie."""
+        """Return the places of a unit's records in the row of all units' records."""
         ...
 
     def record(self, place: int) -> int:
@@ -157,8 +157,8 @@ def open_units(
     """Open the units of a store that was opened with the same `unit_field`.
 
     Args:
-        index_folder: as of `formats.open_store`; where the grouping is kept, hashes and offsets
-            only, for the owner only.
+        index_folder: the folder of the grouping, hashes and offsets only, for the owner only; by
+            default that of `formats.open_store`.
         count: as in `RecordStore.unit_names`; not called where the grouping is found.
 
     Raises:

@@ -106,7 +106,7 @@ def take_census(
     folder: str,
     begun: Census,
 ) -> Census:
-    """Take what was counted of a store's lines, or count it.
+    """Read the counts of a store's lines that were kept, or count them.
 
     Args:
         unit_field: that the store was opened with.

@@ -19,7 +19,7 @@ PLANNED = {
 }
 """By names of formats that are not built yet."""
 
-# How a file of another format begins, what it is called, and what converts it.
+# The first bytes of another format, its name, and a command that converts it.
 _FOREIGN = (
     (b"PAR1", "Parquet", lambda name, stem: by_pandas(f"pd.read_parquet('{name}')", stem)),
     (b"\x1f\x8b", "gzip", lambda name, stem: f"gunzip -c '{name}' > '{stem}.jsonl'"),
@@ -29,7 +29,7 @@ _FOREIGN = (
 
 
 def foreign(path: str) -> str | None:
-    """Say of which other format a file is, by its first bytes, and how to convert it."""
+    """Recognise another format by a file's first bytes, and describe how to convert it."""
     try:
         with open(path, "rb") as file:
             head = file.read(4)

@@ -40,7 +40,7 @@ class Files(NamedTuple):
         return os.path.join(self.root, self.name(index))
 
     def is_as_listed(self, index: int) -> bool:
-        """Tell whether what lies at a file's path is still the file that was listed, unchanged."""
+        """Check that a file is still the one that was listed, unchanged."""
         try:
             return _stamp(os.stat(self.path(index)))[:8] == self.stamps[index].tobytes()
         except OSError:
@@ -54,7 +54,7 @@ def _stamp(status: os.stat_result) -> bytes:
 
 
 def list_files(root: str, names: Iterator[str]) -> Files:
-    """List files with their sizes and what else tells that they are unchanged.
+    """List files with their sizes, and hashes that change whenever a file does.
 
     A file that several links name, symbolic or hard, is taken once, by the first name. Nothing is
     saved for a later run: telling that the list is unchanged takes the same walk.
@@ -197,7 +197,7 @@ def _matches(parts: list[str], patterns: list[str]) -> bool:
 
 
 def _may_hold(parts: list[str], patterns: list[str]) -> bool:
-    """Tell whether a folder can hold a match: a glob does not walk what it does not name."""
+    """Check whether a match can lie in a folder: a glob does not walk folders it does not name."""
     for part, pattern in zip(parts, patterns, strict=False):
         if pattern == "**":
             return True

@@ -1,6 +1,6 @@
 """The formats of private text records, and how a store of them is opened.
 
-Stores keep offsets, never the records. `FORMATS` is the only place where formats are told apart by
+Stores keep offsets, never the records. `FORMATS` is the only place that knows formats by
 name: a new one is a file with a store and its `Format`, and a line here.
 """
 
@@ -50,7 +50,7 @@ def open_store(
     than once is listed once, by its own name if that is listed, else by the first; of hard links,
     by the first.
 
-    `unit_field` says whose record one is (`units`). For `jsonl` it is a field that holds a string
+    `unit_field` names a record's unit (`units`). For `jsonl` it is a field that holds a string
     or a whole number; 7 and "7" are one unit, else names must be equal character by character. A
     line where it is missing, empty or something else is a unit of its own and reads as `None`. For
     `text` it can only be "folder": the first folder below `path` (for a glob: below its part
@@ -58,7 +58,7 @@ def open_store(
     `None`, too.
 
     All files are read once: to find the lines of jsonl files and to hash what files hold
-    (`hashing`), so that the fingerprint tells which content stands under which
+    (`hashing`), so that the fingerprint depends on which content stands under which
     index. What was found is kept in `index_folder` (default: `$XDG_CACHE_HOME` or ~/.cache,
     torchtitan_dp/index) and found again while the files' absolute paths, sizes, times and inodes
     stay the same. A text file that cannot be read then (rights, a file that is gone) is a record

@@ -1,15 +1,15 @@
 """What files hold, in one hash: each byte is read once, by a few threads, and never kept.
 
 Files are cut into leaves of 2 MiB. The hash is BLAKE2b-256 of the leaves' BLAKE2b-256 digests, file
-after file in the order of their list, so that it tells which content stands under which name;
+after file in the order of their list, so that it depends on which content stands under which name;
 together with the sizes, which say how many leaves a file has, it stands for the contents whole. It
 depends on neither the number of threads nor the place. BLAKE2b needs no instructions that some
 processors lack (SHA-256 without them is slower), and `hashlib` lets other threads run meanwhile.
 
 Guarantee:
     No two lists of contents have the same hash, unless somebody breaks BLAKE2b. What a record holds
-    decides neither whether the pass ends nor what it says: text that is no text is hashed like any
-    other. What cannot be read has the digest 0, the same on every machine. The hash is PRIVATE: a
+    decides neither whether the pass ends nor its messages: invalid UTF-8 is hashed like any
+    text. What cannot be read has the digest 0, the same on every machine. The hash is PRIVATE: a
     guess of the records can be confirmed by it.
 """
 
@@ -38,11 +38,11 @@ _OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # say nothing about the file
 _buffers = threading.local()
 
 Scan = Callable[[np.ndarray], np.ndarray]
-"""Where something is in the bytes (uint8) of a leaf: int64 offsets."""
+"""A search in the bytes (uint8) of a leaf, which returns int64 offsets."""
 
 
 class Contents(NamedTuple):
-    """Holds what a pass over all files found."""
+    """The result of a pass over all files."""
 
     digest: bytes  # DIGEST_BYTES. Private
     unreadable: list[int]  # which files could not be read, rising
@@ -70,7 +70,7 @@ def read_contents(
 ) -> Contents:
     """Read all files once.
 
-    A line on stderr tells how far it is, every 5 seconds after the first 5.
+    A line on stderr reports progress, every 5 seconds after the first 5.
 
     Args:
         scan: called on each leaf, in any thread.
@@ -113,7 +113,7 @@ def digest_hex(words: np.ndarray) -> str:
 
 
 def is_readable(files: Files, index: int) -> bool:
-    """Tell whether a file can be opened."""
+    """Check that a file can be opened."""
     try:
         with open(files.path(index), "rb"):
             return True
@@ -127,7 +127,7 @@ def _tasks(files: Files) -> Iterator[list[_Leaf]]:
     room = LEAF_BYTES
     for index in range(len(files)):
         size = int(files.starts[index + 1] - files.starts[index])
-        # An empty file has a leaf too: that it cannot be read must be told.
+        # An empty file has a leaf too: it may be unreadable.
         for begin in range(0, max(size, 1), LEAF_BYTES):
             leaf = _Leaf(index, begin, min(LEAF_BYTES, size - begin))
             if leaf.size > room or len(task) == _TASK_LEAVES:
@@ -180,7 +180,7 @@ def _read(files: Files, leaf: _Leaf, scan: Scan | None, skip_unreadable: bool) -
 
 
 def _buffer() -> memoryview:
-    """Give this thread its own buffer."""
+    """Return this thread's own buffer."""
     if not hasattr(_buffers, "block"):
         _buffers.block = memoryview(bytearray(LEAF_BYTES))
     block: memoryview = _buffers.block

@@ -1,7 +1,7 @@
-"""What one pass over the files found, kept on disk: where lines begin, the contents' hash, units.
+"""The index: results of a pass over the files, kept on disk (line bounds, contents' hash, units).
 
 A saved index is found again while the files' absolute paths, sizes, times and inodes stay the
-same, and is checked whole before it is used. It is private: it tells how long the records are, and
+same, and is checked whole before it is used. It is private: it shows how long the records are, and
 guesses of what they say can be confirmed by the hash. Of several processes that look for the same
 index, one makes it and the others wait.
 """
@@ -48,14 +48,14 @@ def cached_words(
     fits: Callable[[np.ndarray], bool],
     holds: Callable[[np.ndarray], bool] = lambda words: True,
 ) -> np.ndarray:
-    """Take what `build` writes, int64, memory-mapped, from `path` if it is there and whole.
+    """Map the int64 values at `path`, or those that `build` writes there if it lacks whole ones.
 
-    One process builds at a time; whoever waited for it takes what it made.
+    One process builds at a time; those that waited for it use its result.
 
     Args:
         build: is handed a function that appends int64 values, any number of times.
-        fits: whether what was read back can be what is wanted; may raise.
-        holds: whether what was kept is still true.
+        fits: whether values that were read back have the right form; may raise.
+        holds: whether values that were kept are still true.
     """
 
     def kept() -> np.ndarray | None:

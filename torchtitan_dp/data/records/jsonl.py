@@ -133,7 +133,7 @@ def _parse(line: bytes, size: int) -> dict[str, object] | None:
 
 
 def _encode(value: object) -> bytes | None:
-    """Encode as UTF-8; return `None` for what is no text. JSON can spell half a surrogate pair,
+    """Encode as UTF-8; return `None` for other values. JSON can spell half a surrogate pair,
     which is none.
     """
     try:

@@ -12,7 +12,7 @@ _CONTINUATIONS = bytes(range(0x80, 0xC0))  # of a character's first byte
 
 
 class OpenStore(Protocol):
-    """Opens the records that files hold."""
+    """A function that opens the records of files."""
 
     def __call__(
         self,
@@ -25,15 +25,15 @@ class OpenStore(Protocol):
 
         Args:
             text_field: the field that holds the text, in a format whose records have fields.
-            unit_field: the field that says whose a record is, or None.
-            index_folder: where what was found is kept.
+            unit_field: the field that names a record's unit, or None.
+            index_folder: of the index.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Format:
-    """States what the rest of the program must know of one value of `training.dataset`."""
+    """The facts of one value of `training.dataset` that the rest of the program needs."""
 
     open: OpenStore
 
@@ -53,7 +53,7 @@ class Format:
     """What one record is, in a release card."""
 
     has_fields: bool
-    """Whether a record has named fields: one is its text, another may say whose it is. Without
+    """Whether a record has named fields: one is its text, another may name its unit. Without
     fields, the only unit is the folder that a file lies in."""
 
     named_by_position: bool

@@ -1,4 +1,4 @@
-"""What a store of records offers.
+"""The interface of a store of records.
 
 A record is a privacy unit, unless `units` groups them. One that cannot be decoded stays in the
 index and reads as `None`, so that its content changes nothing about who else can be drawn (hazard
@@ -15,18 +15,18 @@ MAX_LINE_BYTES = 16 * 2**20
 
 
 class RecordStore(Protocol):
-    """Offers records by position, 0 <= index < len(store); an index outside raises `IndexError`."""
+    """Records by position, 0 <= index < len(store); an index outside raises `IndexError`."""
 
     fingerprint: str
     """SHA-256, hex, of the relative names, the sizes, where records begin and of the contents'
-    hash: tells that a data set is the same one, wherever it lies.
+    hash: equal for two copies of one data set, wherever they lie.
     PRIVATE: never published, never logged."""
 
     place_hash: str
     """Of format, absolute paths, sizes, times and inodes."""
 
     reads_whole: bool
-    """Whether `read` goes through all that is stored of a record, whatever part is asked for."""
+    """Whether `read` parses a whole record, however small the part that is asked for."""
 
     def __len__(self) -> int:
         """Count the records, undecodable ones included."""
@@ -45,17 +45,17 @@ class RecordStore(Protocol):
         ...
 
     def fields(self, index: int) -> Mapping[str, object] | None:
-        """Read all that a record holds, by field, whole; `None` if it is undecodable, or nobody
+        """Read a whole record, by field; `None` if it is undecodable, or nobody
         knows whose it is, or its format has no fields. This never raises for what a record holds.
         """
         ...
 
     def is_decodable(self, index: int) -> bool:
-        """Tell whether all of a record reads as text, however large it is."""
+        """Check that all of a record reads as text, however large it is."""
         ...
 
     def size(self, index: int) -> int:
-        """Give the bytes of a record's text; 0 for one that is undecodable."""
+        """Count the bytes of a record's text; 0 for one that is undecodable."""
         ...
 
     def are_as_listed(self, indices: np.ndarray) -> bool:
@@ -66,11 +66,11 @@ class RecordStore(Protocol):
         ...
 
     def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
-        """Tell how many bytes records take in their files, int64, and read nothing."""
+        """Count the bytes that records take in their files, int64, reading nothing."""
         ...
 
     def all_fields(self) -> Iterator[Mapping[str, object] | None]:
-        """Yield what each record holds, by field, in index order; whose it is does not matter.
+        """Yield each record, by field, in index order; whose it is does not matter.
 
         `None`: it is undecodable, or its format has no fields.
         """
@@ -92,7 +92,7 @@ class RecordStore(Protocol):
         ...
 
     def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:
-        """Take the word on whether a record is of the unit of that name, once all are known.
+        """Take over the test of whether a record is of the unit of that name, once all are known.
 
         A store that reads the unit's name together with the record reads as `None` what names
         another unit by now; where the name is in the record's identity, it cannot change.

@@ -74,7 +74,7 @@ class TextRecords:
         return int(self.stored_bytes(np.array([index]))[0])
 
     def _is_silent(self, index: int) -> bool:
-        """Tell whether a file reads as nothing, whatever it holds."""
+        """Check whether a file reads as nothing, whatever its contents."""
         if index in self._unreadable:
             return True  # as the fingerprint has it, even if it can be read by now
         return self._by_folder and _folder(self._files.name(index)) is None

@@ -6,7 +6,7 @@ that changes with the day would not be a function of the record. No code but the
 
 Which text is the assistant's:
 
-- A template with `{% generation %}` blocks says so itself: what lies within them.
+- A template with `{% generation %}` blocks marks it: the text within them.
 - Any other is rendered turn by turn. What it writes for the messages before an answer, with the
   opening of the answer (`add_generation_prompt`), is not the assistant's; what it adds for the
   answer is, end mark included. So a model that is asked in the same way finds the text before its
@@ -39,21 +39,21 @@ _PROBE = (("user", "What?"), (ASSISTANT, "That."), ("user", "Why?"), (ASSISTANT,
 
 
 class Message(NamedTuple):
-    """Holds one turn of a conversation."""
+    """One turn of a conversation."""
 
     role: str
     content: str
 
 
 class Piece(NamedTuple):
-    """Holds a part of a text, and whether its tokens are targets."""
+    """A part of a text, and whether its tokens are targets."""
 
     text: str
     is_target: bool
 
 
 class Written(NamedTuple):
-    """Holds a conversation as text, and what it cost to write it."""
+    """A conversation as text, and the cost of writing it."""
 
     pieces: list[Piece] | None
     """None where the template refuses the conversation, where its turns cannot be told apart, and
@@ -67,7 +67,7 @@ class Written(NamedTuple):
 class ChatTemplate:
     """Writes conversations as a model was, or will be, taught to read them. Any thread may ask.
 
-    `trial` is what it makes of a conversation that is no record.
+    `trial` is its text of a conversation that is no record.
     """
 
     def __init__(self, source: str, marks: Mapping[str, str]) -> None:
@@ -77,7 +77,7 @@ class ChatTemplate:
             marks: what templates call special tokens (`bos_token`, …), and their texts.
 
         Raises:
-            ValueError: what is wrong with it, for the end of a message that names the file.
+            ValueError: the mistake, for the end of a message that names the file.
         """
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
@@ -124,7 +124,7 @@ class ChatTemplate:
         """Write a conversation that is no record, and look at what became of its turns.
 
         Raises:
-            ValueError: as of `__init__`.
+            ValueError: the mistake, for the end of a message that names the file.
         """
         probe = [Message(*turn) for turn in _PROBE]
         try:

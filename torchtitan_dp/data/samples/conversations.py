@@ -55,10 +55,10 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 class Dialog(NamedTuple):
-    """Holds what is read of a record, in pieces whose tokens are all targets, or none."""
+    """The text of a record, in pieces whose tokens are all targets, or none."""
 
     pieces: list[Piece] | None
-    """None where the template refused what was read."""
+    """None where the template refused the record."""
     begins: bool = True
     """Whether it begins where the record does; else it was cut."""
     ends: bool = True
@@ -114,7 +114,7 @@ class Chats:
             fields: of the record.
             most: bytes of UTF-8 to read of what comes before the assistant's first turn, and from
                 that on: the end of the one, and the beginning of the other.
-            most_cost: as of `ChatTemplate.write`.
+            most_cost: the most that rendering may cost (`ChatTemplate.write`).
         """
         messages = messages_of(fields.get(self.messages_field))
         if messages is None:
@@ -219,7 +219,7 @@ def _first_of(messages: Sequence[Message], most: int) -> tuple[list[Message], bo
 
 
 class Marked(NamedTuple):
-    """Holds ids, and which of them are targets."""
+    """Token ids, and which of them are targets."""
 
     ids: np.ndarray  # int64 (n,)
     targets: np.ndarray  # bool (n,)

@@ -5,7 +5,7 @@ A unit's ids are those of its records, one after the other, each with its marks:
 tokens, empty or undecodable, are left out; one that the tokenizer has no tokens for, in the part
 that is read, is undecodable too. Only about as much is read and tokenized as `limit` ids need,
 however large a record and however many there are: one look at a unit hands at most `most_bytes` to
-the tokenizer, over all its records and over what is read again.
+the tokenizer, over all its records and over text that is read again.
 
 Guarantee:
     An excerpt is a function of one unit's records and of one random number; its length is one of
@@ -48,7 +48,7 @@ def most_bytes(limit: int) -> int:
 
 
 class Excerpt(NamedTuple):
-    """Holds ids of a unit, and what was met on the way."""
+    """Token ids of a unit, and how many undecodable records were read for them."""
 
     ids: np.ndarray  # int64
     undecodable: int
@@ -59,7 +59,7 @@ class Excerpt(NamedTuple):
 
 
 class Budget:
-    """Keeps what a look may still cost."""
+    """The costs that a look may still have."""
 
     def __init__(self, limit: int, *, parses: bool) -> None:
         self.text = most_bytes(limit)
@@ -226,7 +226,7 @@ def scan_undecodable(
     "error". The count is not private: what depends on it (stopping) is outside the guarantee.
 
     Args:
-        is_decodable: tells it of a record, by its index.
+        is_decodable: the test of a record, by its index.
     """
     progress, bad = Progress("reading records", total, "records"), 0
     for index in indices:

@@ -50,7 +50,7 @@ class SampleStore:
             units: by default each record is one.
             unit_sampling: whether a sample is made of all of a unit's records, one after the other,
                 or of one of them, each equally likely.
-            long_records: of what is longer than a sample, the beginning or a random window.
+            long_records: of a longer text, the beginning or a random window.
             reading: how records with answers are read, which alone are targets then; needs "head".
             cache: an empty one of this store's own; nothing is cached without.
         """
@@ -69,7 +69,7 @@ class SampleStore:
     @property
     def most_bytes(self) -> int:
         """Bound the text that making one sample hands to the tokenizer: a function of `seq_len` and
-        of how samples are made, whatever the records.
+        of how samples are made, not of the records.
         """
         looks = WINDOW_LOOKS if self._window else 1
         return looks * most_bytes(self.seq_len + 1)
@@ -80,11 +80,11 @@ class SampleStore:
         return len(self.records) if self._one_record else len(self.units)
 
     def source(self, unit: int, rng: np.random.Generator | None = None) -> int:
-        """Give the number of what a sample of the unit is made of, where one is taken."""
+        """Return the source of a sample of the unit, where one is taken."""
         return int(self.chosen(unit, rng, 1)[0])
 
     def chosen(self, unit: int, rng: np.random.Generator | None, windows: int) -> np.ndarray:
-        """Give numbers to what samples of the unit are made of: all of the unit, or single records.
+        """Choose the sources of samples of the unit: all of the unit, or single records.
 
         Args:
             rng: of this unit and this draw, like new; needed if `is_random`.
@@ -180,7 +180,7 @@ class SampleStore:
 
         Args:
             rng: of this unit and this draw, like new; needed if `is_random`.
-            window, windows: as of `excerpt`.
+            window, windows: which of the unit's samples, of how many (`excerpt`).
 
         Raises `IndexError` for a unit below -1 or beyond the store.
         """

@@ -5,7 +5,7 @@ process.
 
 Guarantee:
     `get` returns what was `put` for the same source, or nothing, so no sample depends on what is
-    cached. It takes at most `most_bytes`, a public bound; what was used longest ago gives way.
+    cached. It takes at most `most_bytes`, a public bound; the least recently used give way.
 """
 
 import threading

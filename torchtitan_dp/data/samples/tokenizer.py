@@ -14,7 +14,7 @@ import tokenizers
 
 
 class Tokenizer(Protocol):
-    """Names what samples need of a tokenizer."""
+    """The interface of a tokenizer."""
 
     bos_id: int | None
     eos_id: int | None
@@ -133,7 +133,7 @@ class HFTokenizer:
 
 
 def from_hub(path: str) -> str | None:
-    """Say how to download a model, if a path is spelled like one of the Hugging Face hub's.
+    """Describe how to download a model, if a path is spelled like one of the Hugging Face hub's.
 
     >>> from_hub("meta-llama/Llama-3.2-1B")[:56]
     'if it is a model of the Hugging Face hub, run hf downloa'
