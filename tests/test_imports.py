@@ -30,6 +30,13 @@ FLOORS = [
     {"plan", "audit", "release", "selfcheck", "ledger.__main__"},
     {"launch"},
 ]
+STAGES = [  # of data/: each imports from itself and from those before
+    {"data.console"},
+    {"data.records"},
+    {"data.units"},
+    {"data.samples"},
+    {"data.batching", "data.agreement", "data.feed", "data.readable", "data.dataset"},
+]
 WITHOUT_TORCHTITAN = {"privacy", "process", "data", "gradients", "optimizer", "ledger"}
 WITHOUT_COLLECTIVES = {"privacy", "process", "config", "ledger"}
 
@@ -99,6 +106,32 @@ def test_there_is_no_circle() -> None:
     while free := {m for m, targets in left.items() if not targets & left.keys()}:
         left = {m: targets for m, targets in left.items() if m not in free}
     assert left == {}
+
+
+def test_data_is_made_in_three_stages_on_six_floors() -> None:
+    """From records, grouped into units, to samples, to batches."""
+
+    def stage(module: str) -> int:
+        (found,) = (n for n, names in enumerate(STAGES) if module.startswith(tuple(names)))
+        return found
+
+    left = {
+        module: {target for target in targets if target.startswith("data.")}
+        for module, targets in edges().items()
+        if module.startswith("data.") and module != "data.__init__"
+    }
+    assert [
+        f"{module} imports {target}"
+        for module, targets in left.items()
+        for target in targets
+        if stage(target) > stage(module)
+    ] == []
+    floors = 0
+    while left:
+        free = {module for module, targets in left.items() if not targets & left.keys()}
+        left = {module: targets for module, targets in left.items() if module not in free}
+        floors += 1
+    assert floors <= 6
 
 
 @pytest.mark.parametrize(

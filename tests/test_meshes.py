@@ -91,27 +91,6 @@ def test_row12_the_weights_change_alike_on_every_mesh(tmp_path, one, mesh):
 
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-@pytest.mark.parametrize("mesh", ["cp1", "cp2_dp_shard2"])
-def test_token_ids_that_were_kept_change_no_bit(tmp_path, mesh):
-    """Without any, with those of this run alone, and with those of a run before."""
-    ways = {"none": ["--data.no-token_cache"], "first": [], "again": []}
-    cache, data = {"XDG_CACHE_HOME": str(tmp_path / "cache")}, write_records(tmp_path / "data")
-    none, *others = (
-        weights_after_three_steps(
-            *(tmp_path / way, MESHES[mesh], "--privacy.debug_seed=1", *options),
-            data=data,
-            env=cache,
-        )
-        for way, options in ways.items()
-    )
-    assert len(list((tmp_path / "cache/torchtitan_dp/index").glob("tokens-*"))) == 1
-    for weights in others:
-        assert weights.keys() == none.keys()
-        assert all(torch.equal(value, none[name]) for name, value in weights.items())
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3000)
 @pytest.mark.parametrize("mesh", ["cp1", "cp2", "cp2_dp_shard2"])
 def test_weights_kept_gathered_change_no_bit_of_a_run(tmp_path, mesh):
     """With a held-out part evaluated and a checkpoint saved between steps."""

@@ -9,8 +9,8 @@ Guarantee:
     estimated norms, the mixture of Gaussians of `privacy.randomized`). It rests on the guarantees
     of `privacy.sampling`, `data.units`, `gradients`, `optimizer` and `privacy.accounting`, and on
     keys that leave this process's memory only to the other ranks. Control flow depends on records'
-    lengths (`data.buckets`) and on no other content. Whether and when a run ends does not depend on
-    records, as far as `rehearsal` can see to it.
+    lengths (`data.batching`) and on no other content. Whether and when a run ends does not depend
+    on records, as far as `rehearsal` can see to it.
 """
 
 import contextlib
@@ -37,8 +37,8 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.saved import write_config
+from torchtitan_dp.data.batching import Microbatch, RecordLoader
 from torchtitan_dp.data.feed import Draw, Feed
-from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.distributed.agreement import (
     broadcast_from_rank0,
     require_agreement,

@@ -2,11 +2,9 @@
 
 import contextlib
 import functools
-import os
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -20,13 +18,12 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.lengths import ladder
-from torchtitan_dp.data.comparison import Place
-from torchtitan_dp.data.feed import Feed
-from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.opening import Records
-from torchtitan_dp.data.samples import SampleStore
-from torchtitan_dp.data.sharing import ContextGroup
-from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.feed import ContextGroup, Feed
+from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.metrics import PrivateMetricsProcessor
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape
@@ -65,13 +62,7 @@ def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> 
         unit_sampling=data.unit_sampling,
         long_records=data.long_records,
         reading=how,
-        cache=records.token_cache(
-            tokenizer,
-            seq_len=config.training.seq_len,
-            unit_sampling=data.unit_sampling,
-            most_gib=data.token_cache_gib if data.token_cache else 0.0,
-            reading=how,
-        ),
+        cache=TokenCache(),
     )
 
 
@@ -102,25 +93,8 @@ def build_feed(
     loader: RecordLoader, config: JobConfig, parallel_dims: ParallelDims, device: torch.device
 ) -> Feed:
     """Build what steps are fed from `loader`, on this rank."""
-    return Feed(
-        loader,
-        ladder(config),
-        device,
-        ContextGroup.over(parallel_dims.get_optional_mesh("cp")),
-        place=compared(config),
-    )
-
-
-def compared(config: JobConfig) -> Place | None:
-    """Return where this rank stands if machines compare what they draw.
-
-    Without torchrun's word on which ranks share a machine, each is taken to have one for itself.
-    """
-    if config.data.verify_records != "drawn" or not config.privacy.enable:
-        return None
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    local_rank = int(os.environ["LOCAL_RANK"]) if ranks > 1 else 0
-    return Place.of(dist.get_rank(), local_rank, ranks)
+    group = ContextGroup.over(parallel_dims.get_optional_mesh("cp"))
+    return Feed(loader, ladder(config), device, group)
 
 
 def build_metrics(

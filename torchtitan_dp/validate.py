@@ -14,9 +14,8 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.feed import Draw, Feed
-from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.sharing import ContextGroup
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
 from torchtitan_dp.gradients.gathered import free_gathered
 from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.models.loss import SampleLosses

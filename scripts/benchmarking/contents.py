@@ -1,10 +1,10 @@
-"""How fast the pass over all files is that finds lines and hashes contents (`data.contents`).
+"""How fast the pass over all files finds lines and hashes contents (`data.records.hashing`).
 
     python scripts/benchmarking/contents.py [--gigabytes 1] [--rounds 3] [--folder /tmp]
 
 Makes jsonl lines and small text files in a folder of its own, and prints a table: GB/s, the best of
 the rounds, with the page cache cold (as far as the kernel drops what it is asked to) and warm, by
-the number of threads, beside plain reading in blocks of as many bytes; and GB per CPU second, which
+the number of threads; and GB per CPU second, which
 says more on a machine that others use too.
 """
 
@@ -17,9 +17,9 @@ from unittest import mock
 
 import numpy as np
 
-from torchtitan_dp.data import contents
-from torchtitan_dp.data.files import Files, list_files, locate
-from torchtitan_dp.data.index import _newlines
+from torchtitan_dp.data.records import hashing
+from torchtitan_dp.data.records.files import Files, list_files, locate
+from torchtitan_dp.data.records.jsonl import _newlines
 
 LINE_BYTES, SMALL_FILE_BYTES = 240, 8192
 
@@ -43,11 +43,8 @@ def main() -> None:
         cores = range(1, len(os.sched_getaffinity(0)) + 1)
         for threads in [count for count in (1, 2, 4, 8) if count in cores]:
             for name, files, work in (
-                ("read alone, jsonl", lines, lambda f: contents.read_contents(f, hashed=False)),
-                ("lines", lines, lambda f: _lines(f, hashed=False)),
-                ("lines and hash", lines, lambda f: _lines(f, hashed=True)),
-                ("read alone, text", small, lambda f: contents.read_contents(f, hashed=False)),
-                ("hash, text", small, contents.read_contents),
+                ("lines and hash", lines, _lines),
+                ("hash, text", small, hashing.read_contents),
             ):
                 cold, warm = (
                     [_rates(files, work, threads, cold) for _ in range(options.rounds)]
@@ -58,8 +55,8 @@ def main() -> None:
                 print(f"| {name} | {threads} | {cells} |", flush=True)
 
 
-def _lines(files: Files, *, hashed: bool) -> object:
-    return contents.read_contents(files, hashed=hashed, scan=_newlines, take=lambda *_: None)
+def _lines(files: Files) -> object:
+    return hashing.read_contents(files, scan=_newlines, take=lambda *_: None)
 
 
 def _rates(
@@ -88,7 +85,7 @@ def _written(folder: str, sizes: list[int]) -> Files:
                 file.write(block[: size - begin])
             file.flush()
             os.fsync(file.fileno())
-    return list_files(*locate(folder), os.path.dirname(folder))
+    return list_files(*locate(folder))
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ Records of about 90 kB are made of the texts at hand (the source of Python's sta
 a byte-level BPE of 32,000 tokens of the same texts. Each rank of one context-parallel group takes
 steps of 16 samples: each microbatch is fetched as training does, and then slept on, 150 ms for
 16,384 tokens, in proportion for others. An epoch draws every record once. In the first nothing is
-kept; the second finds token ids in their cache. The process group, the index and the tokenizer are
-there before; what is timed begins with the first step. Ranks that sleep do not wake at the same
-time, and wait for each other: the same steps with an all-reduce of zeros and no loader tell how
-much of the waiting is that.
+cached; in the second are the ids of what this rank tokenized. The process group, the index and the
+tokenizer are there before; what is timed begins with the first step. Ranks that sleep do not wake
+at the same time, and wait for each other: the same steps with an all-reduce of zeros and no loader
+tell how much of the waiting is that.
 """
 
 import os
@@ -21,12 +21,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp.data.feed import Draw, Feed
-from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.opening import Records
-from torchtitan_dp.data.samples import SampleStore
-from torchtitan_dp.data.sharing import ContextGroup
-from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
+from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 
 from .processes import on_processes
 
@@ -107,8 +107,7 @@ def _epochs(folder: str, scratch: str) -> list[float]:
     dist.init_process_group("gloo")
     records = Records.open("text", f"{folder}/records")
     tokenizer = load_tokenizer(f"{folder}/tokenizer")
-    cache = records.token_cache(tokenizer, seq_len=SEQ_LEN, unit_sampling="concat", most_gib=1.0)
-    samples = SampleStore(records.store, tokenizer, SEQ_LEN, records.units, cache=cache)
+    samples = SampleStore(records.store, tokenizer, SEQ_LEN, records.units, cache=TokenCache())
     loader = RecordLoader(samples, records.train, ranks=1, rank=0, batch_size=1)
     ladder = tuple(SEQ_LEN >> power for power in range(7, -1, -1))
     feed = Feed(loader, ladder, torch.device("cpu"), ContextGroup.of(dist.group.WORLD))

@@ -32,9 +32,9 @@ from torchtitan.components.lr_scheduler import build_lr_schedulers
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.data.opening import Records
-from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
+from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
 from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.models.parameters import trainable_parameters

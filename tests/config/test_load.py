@@ -1,5 +1,6 @@
 """A mistake in the input is one line on stderr that names the key, exit code 2, and no trace."""
 
+import json
 import os
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import torchtitan_dp.plan.__main__ as plan
 from tests import forks
 from tests.launch import CONFIG, ROOT, arguments, write_records
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.config.saved import RUN_CONFIG_FILE, read_config, write_config
 
 RECORDS = 24
 
@@ -121,13 +123,12 @@ BAD = {
         ],
         "data.windows_per_draw = 2: privacy.gradient_method = 'grad_sample'",
     ),
-    "windows that machines compare": (
-        [
-            *("--data.windows_per_draw=2", "--data.long_records=window"),
-            "--data.verify_records=drawn",
-        ],
-        "data.windows_per_draw = 2: data.verify_records = 'drawn'",
+    "samples compared": (
+        ["--data.verify_records=drawn"],
+        "data.verify_records = 'drawn': removed; omit it: all files are read and hashed",
     ),
+    "a token cache on disk": (["--data.no-token_cache"], "data.token_cache: removed, since"),
+    "its size": (["--data.token_cache_gib=3"], "data.token_cache_gib: removed, since token ids"),
     "tokenizer missing": (["--model.hf_assets_path=/nowhere"], "model.hf_assets_path = '/nowhere'"),
     "flavor": (["--model.flavor=9B"], "9B"),
     "model": (["--model.name=llama9"], "llama9"),
@@ -425,6 +426,21 @@ def test_command_line_over_toml_over_defaults(tmp_path, data):
     assert config.optimizer.lr == 1.2e-2  # the TOML's; TorchTitan's is 8e-4
     assert config.training.max_norm == 0  # ours; TorchTitan's is 1
     assert config.parallelism.context_parallel_degree == 2  # -1 in the TOML: all of them
+
+
+def test_a_removed_key_is_refused_in_a_toml_and_left_out_of_a_run_that_was_kept(tmp_path, data):
+    toml = tmp_path / "old.toml"
+    for line in ("token_cache = true", "token_cache_gib = 64.0", 'verify_records = "drawn"'):
+        toml.write_text(CONFIG.read_text().replace("[data]", f"[data]\n{line}"))
+        with pytest.raises(ValueError, match=f"data.{line.split()[0]}.* in .*old.toml: removed"):
+            load_config([f"--job.config_file={toml}"], 2)
+    config = load_config(arguments(tmp_path, data), 1)
+    write_config(config)
+    kept = tmp_path / RUN_CONFIG_FILE
+    values = json.loads(kept.read_text())
+    values["data"] |= {"token_cache": True, "token_cache_gib": 64.0}
+    kept.write_text(json.dumps(values))
+    assert read_config(str(tmp_path)).data == config.data
 
 
 def test_dashes_are_underscores_and_equals_is_space(tmp_path, data):

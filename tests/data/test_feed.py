@@ -5,7 +5,6 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,19 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.data.test_excerpts import UNITS, samples
+from tests.data.samples.test_excerpts import UNITS, samples
 from tests.ranks import on_ranks
-from torchtitan_dp.data import contents
-from torchtitan_dp.data.feed import SAMPLES_AHEAD, Draw, Feed
-from torchtitan_dp.data.loading import Microbatch, RecordLoader
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.samples import SampleStore
-from torchtitan_dp.data.sharing import ALONE, ContextGroup
-from torchtitan_dp.data.token_cache import TokenCache
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data import console, feed
+from torchtitan_dp.data.agreement import require_same_step
+from torchtitan_dp.data.batching import Microbatch, RecordLoader
+from torchtitan_dp.data.feed import ALONE, SAMPLES_AHEAD, ContextGroup, Draw, Feed
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units
-from torchtitan_dp.data.verdict import require_same_step
-from torchtitan_dp.data.worker import Worker
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import Fault
@@ -44,21 +41,6 @@ HOW: tuple[dict[str, Any], ...] = (
 RATES = (0.5, 0.0, 1.0, 0.05, 0.5)  # of the steps' draws, one of which is empty
 
 
-class Inline:
-    """Does each job at once, in the thread that asks for it."""
-
-    def submit(self, job: Callable[[], Any], *, urgent: bool) -> "Future[Any]":
-        future: Future[Any] = Future()
-        try:
-            future.set_result(job())
-        except BaseException as error:
-            future.set_exception(error)
-        return future
-
-    def close(self) -> None:
-        pass
-
-
 def store(folder: Path, *, cached: bool = False, **how: Any) -> SampleStore:
     """Twenty units, and one whose records cannot be decoded."""
     units: dict[str, list[str | None]] = {**UNITS, "nobody": [None, None]}
@@ -66,18 +48,9 @@ def store(folder: Path, *, cached: bool = False, **how: Any) -> SampleStore:
     if not (folder / "a.jsonl").exists():
         samples(folder, units, T)
     records = open_store("jsonl", str(folder), unit_field="who", index_folder=index)
-    made = SampleStore(
-        records, ByteTokenizer(), T, open_units(records, "who", index_folder=index), **how
-    )
-    if not cached:
-        return made
-    kept = folder / "kept"
-    kept.mkdir(mode=0o700, exist_ok=True)
-    terms = (sorted(how.items()),)
-    cache = TokenCache(
-        str(kept), terms, sources=made.sources, limit=T + 1, vocab_size=258, most_bytes=2**30
-    )
-    return SampleStore(made.records, made.tokenizer, T, made.units, cache=cache, **how)
+    units_of = open_units(records, "who", index_folder=index)
+    cache = TokenCache() if cached else None
+    return SampleStore(records, ByteTokenizer(), T, units_of, cache=cache, **how)
 
 
 def loader(of: SampleStore, ranks: int = 1, rank: int = 0, batch_size: int = 1) -> RecordLoader:
@@ -120,20 +93,14 @@ def same(found: list[Microbatch], wanted: list[Microbatch]) -> bool:
 def test_row19_a_step_is_fed_what_the_loader_makes(
     tmp_path: Path, how: dict[str, Any], ladder: tuple[int, ...], batch_size: int
 ) -> None:
-    """With and without threads, drawn ahead or not, with ids kept, twice, or not."""
+    """Drawn ahead or not, with token ids cached or not."""
     plain = loader(store(tmp_path, **how), batch_size=batch_size)
     steps = draws(len(plain.units))
     wanted = list(expected(plain, steps, ladder))
     assert plain.samples.undecodable > 0
-    for jobs, ahead, cached in (
-        (Inline(), True, False),
-        (Worker(), True, False),
-        (Worker(), False, False),
-        (Inline(), True, True),
-        (Worker(), True, True),
-    ):
+    for ahead, cached in ((True, False), (False, False), (True, True)):
         of = store(tmp_path, cached=cached, **how)
-        one = Feed(loader(of, batch_size=batch_size), ladder, CPU, jobs=jobs)
+        one = Feed(loader(of, batch_size=batch_size), ladder, CPU)
         for found, want in zip(fed(one, steps, ahead), wanted, strict=True):
             assert same(found, want)
         assert one.undecodable == plain.samples.undecodable
@@ -272,26 +239,42 @@ def test_the_next_step_is_counted_and_begun_while_this_one_is_computed(tmp_path:
     one.close()
 
 
-def test_what_a_step_waits_for_goes_first() -> None:
-    worker, done = Worker(), []
-    begun, go = threading.Event(), threading.Event()
+def test_samples_do_not_wait_for_what_the_next_step_counts(tmp_path: Path) -> None:
+    of = store(tmp_path)
+    begun, go, tokens = threading.Event(), threading.Event(), of.tokens
+    known = of.source(int(loader(of).units[0]))
 
-    def first() -> None:
-        begun.set()
-        go.wait()
+    def counted(source: int) -> int:
+        if source != known:
+            begun.set()
+            assert go.wait(30)
+        return tokens(source)
 
-    worker.submit(first, urgent=False)
-    begun.wait()
-    futures = [
-        worker.submit(lambda i=i: done.append(i), urgent=i % 2 == 0)  # type: ignore[misc]
-        for i in range(6)
-    ]
+    of.tokens = counted  # type: ignore[method-assign]
+    one = Feed(loader(of), LADDERS[1], CPU)
+    steps = one.microbatches(Draw(np.arange(1)), Draw(np.arange(1, 9)))
+    samples = one._begin_rows(feed._Step(Draw(np.arange(1))), 0, loader(of).deal(np.arange(1))[0])
+    one._counts.submit(counted, known + 1)
+    assert begun.wait(30)
+    assert samples[0].undecodable.result(30) == 0
     go.set()
-    for future in futures:
-        future.result(30)
-    assert done == [0, 2, 4, 1, 3, 5]
-    worker.close()
-    worker.close()
+    assert len(list(steps)) == 1
+    one.close()
+
+
+def test_a_feed_is_closed_without_waiting_and_what_was_not_begun_is_forgotten(
+    tmp_path: Path,
+) -> None:
+    of = store(tmp_path)
+    slow = Slow(of)
+    one = Feed(loader(of), (T,), CPU)
+    rows = [one._make(position, bytes(32), np.empty((2, T), np.int32), 0) for position in range(3)]
+    one.close()
+    one.close()
+    assert [row.cancelled() for row in rows] == [False, True, True]
+    slow.go.release(3)
+    rows[0].result(30)
+    assert len(slow.made) == 1
 
 
 def test_a_draw_that_was_not_prepared_is_fed_all_the_same(tmp_path: Path) -> None:
@@ -491,18 +474,18 @@ def test_validation_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Pa
         config: Any = SimpleNamespace(validation=SimpleNamespace(steps=steps))
         nothing: Any = None
         positions = HeldOutValidator(one, config, nothing, nothing, nothing)._positions()
-        feed = Feed(one, (T,), CPU)
-        found = list(feed.microbatches(Draw(positions)))
+        it = Feed(one, (T,), CPU)
+        found = list(it.microbatches(Draw(positions)))
         assert len(found) == count
         assert same(found, list(one.microbatches(np.arange(21)))[:count])
-        feed.close()
+        it.close()
 
 
 def test_a_long_first_draw_tells_how_far_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(contents, "FIRST_LINE_S", 0.0)
-    monkeypatch.setattr(contents, "INTERVAL_S", 0.0)
+    monkeypatch.setattr(console, "FIRST_LINE_S", 0.0)
+    monkeypatch.setattr(console, "INTERVAL_S", 0.0)
     one = Feed(loader(store(tmp_path), batch_size=4), LADDERS[1], CPU)
     capfd.readouterr()
     list(one.microbatches(Draw(np.arange(8))))

@@ -13,9 +13,8 @@ import pytest
 
 from tests import forks
 from torchtitan_dp.data import units as units_module
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.split import split
-from torchtitan_dp.data.units import RecordUnits
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.units import RecordUnits, split
 
 
 class Names:
@@ -102,8 +101,8 @@ def test_nothing_left_to_train_on() -> None:
 
 SIDES = """
 import json, os, sys
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.split import split
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.units import split
 from torchtitan_dp.data.units import open_units
 
 root, index = sys.argv[1:]

@@ -6,13 +6,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.test_excerpts import IGNORED, T, ids, rng, samples
+from tests.data.samples.test_excerpts import IGNORED, T, ids, rng, samples
 from tests.data.test_feed import CPU, HOW, LADDERS, draws, fed, same, store
 from tests.ranks import on_ranks
-from torchtitan_dp.data.feed import Draw, Feed
-from torchtitan_dp.data.loading import Microbatch, RecordLoader
-from torchtitan_dp.data.sharing import ContextGroup
-from torchtitan_dp.data.worker import Worker
+from torchtitan_dp.data.batching import Microbatch, RecordLoader
+from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
 
 K = 3
 RANDOM = HOW[1:]  # those that choose
@@ -79,7 +77,7 @@ def test_row19_a_step_is_fed_what_the_loader_makes(
         lengths = loader.lengths(positions, ladder, CPU, key)
         assert len(lengths) == len(positions)
         wanted.append(list(loader.microbatches(positions, lengths, key)))
-    feed = Feed(loader, ladder, CPU, jobs=Worker())
+    feed = Feed(loader, ladder, CPU)
     for found, expected in zip(fed(feed, steps), wanted, strict=True):
         assert same(found, expected)
         for microbatch in found:

@@ -14,10 +14,10 @@ import pytest
 import torch
 
 from tests.ranks import on_ranks
-from torchtitan_dp.data.dialogs import Prompts
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.samples import SampleStore
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.samples.conversations import Prompts
+from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 
 BOS, EOS = 256, 257
 # Answers of other sizes and places: in the first rank's part of a sample alone, in the last one's,

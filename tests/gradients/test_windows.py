@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from tests.ranks import on_ranks
-from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.records import open_store
-from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units
 from torchtitan_dp.privacy.sampling import choices
 

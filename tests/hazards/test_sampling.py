@@ -3,7 +3,6 @@
 The draw itself (rows 20, 40 and 41) is held by tests/privacy/test_sampling.py.
 """
 
-import dataclasses
 import hashlib
 import json
 
@@ -14,10 +13,10 @@ import torch
 from tests.launch import arguments
 from tests.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.data.loading import RecordLoader
-from torchtitan_dp.data.records import FORMATS, open_store
-from torchtitan_dp.data.samples import SampleStore
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.records.formats import FORMATS, open_store
+from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger.settings import settings_of
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.preflight.check import open_records
@@ -273,29 +272,6 @@ def test_row60_a_file_in_no_folder_reads_as_nothing(tmp_path):
     assert warning.startswith("1 of 4 files lie in no folder below training.dataset_path")
     assert "check are against 3 units" in warning
     assert store.read(0) == "one"
-
-
-def test_row60_token_ids_kept_when_such_files_were_read_are_not_used(tmp_path):
-    for name in ("ann/1", "loose"):
-        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "d" / name).write_text("text")
-    argv = arguments(tmp_path / "out", tmp_path / "d", "--data.unit_field=folder")
-    config = load_config(argv, world_size=1)
-    records, tokenizer = open_records(config), ByteTokenizer()
-    store, units = records.store, records.units
-    before = (store.place_hash, store.fingerprint, "text", "folder", units.fingerprint)
-    cache = dataclasses.replace(records, read_as=before).token_cache(
-        tokenizer,
-        seq_len=config.training.seq_len,
-        unit_sampling=config.data.unit_sampling,
-        most_gib=1.0,
-    )
-    for unit in range(2):
-        cache.put(unit, np.array([1, 2, 3]))
-    samples = build_samples(records, tokenizer, config)
-    names = [store.record_id(units.records(unit)[0]) for unit in range(2)]
-    assert samples.tokens(names.index("loose")) == 0
-    assert samples.tokens(names.index("ann/1")) == len("text") + 1  # and not of what was put there
 
 
 def test_row60_a_file_is_read_where_files_are_units(tmp_path):

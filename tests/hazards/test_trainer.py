@@ -54,18 +54,18 @@ class Texts:
 
 
 def loader():
-    from torchtitan_dp.data.loading import RecordLoader
-    from torchtitan_dp.data.samples import SampleStore
-    from torchtitan_dp.data.tokenizer import ByteTokenizer
+    from torchtitan_dp.data.batching import RecordLoader
+    from torchtitan_dp.data.samples.samples import SampleStore
+    from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 
     samples = SampleStore(Texts(), ByteTokenizer(), 32)
     return RecordLoader(samples, np.arange(1, 11), ranks=1, rank=0, batch_size=1)
 
 
-def feed(place=None):
+def feed():
     from torchtitan_dp.data.feed import Feed
 
-    return Feed(loader(), (32,), torch.device("cpu"), place=place)
+    return Feed(loader(), (32,), torch.device("cpu"))
 
 
 class Step:
@@ -134,7 +134,7 @@ def test_row21_and_46_a_step_is_begun_once_before_its_one_update(monkeypatch):
 @pytest.mark.parametrize("at", ["this draw", "the next one"])
 def test_row61_a_step_of_ranks_that_drew_otherwise_is_not_begun(monkeypatch, at):
     """No update, no noise, nothing recorded: gradients of the step go with the process."""
-    from torchtitan_dp.data import verdict
+    from torchtitan_dp.data import agreement
     from torchtitan_dp.process import Fault
 
     asked = []
@@ -147,7 +147,7 @@ def test_row61_a_step_of_ranks_that_drew_otherwise_is_not_begun(monkeypatch, at)
     world = SimpleNamespace(
         is_initialized=lambda: True, all_reduce=with_another_rank, ReduceOp=MagicMock()
     )
-    monkeypatch.setattr(verdict, "dist", world)
+    monkeypatch.setattr(agreement, "dist", world)
 
     class Stopped(Step):
         def __init__(self, *args, **options):
@@ -185,7 +185,7 @@ def test_row16_an_empty_draw_is_a_step(monkeypatch):
 
 def test_row19_a_step_whose_sample_cannot_be_made_is_not_begun(monkeypatch):
     """Else it would go on as if nobody had been drawn there."""
-    from torchtitan_dp.data.samples import SampleStore
+    from torchtitan_dp.data.samples.samples import SampleStore
     from torchtitan_dp.process import Fault
 
     monkeypatch.setattr(SampleStore, "excerpt", lambda *_: 1 // 0)

@@ -85,7 +85,6 @@ def test_what_lines_lack_is_told_by_plan_and_start(
     assert LACKING in planned(tmp_path, capsys)
     said = forks.call(start, command(tmp_path), str(cache))
     assert LACKING in said
-    assert "token ids of the records that are drawn are written to " in said
     assert said.endswith("built\n")
 
 
@@ -195,12 +194,3 @@ def test_what_no_sample_is_made_of_is_told(
     found = [line for line in lines if "are trained on" in line]
     assert len(found) == (said is not None)
     assert all(str(said) in line for line in found)
-
-
-def test_where_token_ids_are_written_is_told(
-    tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write(tmp_path / "notes.jsonl", NOTES)
-    line = f"written to {cache}/torchtitan_dp/index (data.token_cache = false writes none)"
-    assert line in planned(tmp_path, capsys)
-    assert "token ids" not in planned(tmp_path, capsys, "--data.no-token_cache")

@@ -302,7 +302,7 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     """Of each length: the peak bytes of a microbatch of padding, and of a full one; and whether
     both run the same operators on the same shapes."""
     from torchtitan_dp.config.lengths import ladder
-    from torchtitan_dp.data.loading import Microbatch
+    from torchtitan_dp.data.batching import Microbatch
     from torchtitan_dp.metrics import SampleStatistics
     from torchtitan_dp.plan.tracker import MemoryTracker
 
@@ -488,36 +488,6 @@ def test_no_weights_stay_gathered_after_a_rehearsal_or_a_validation(tmp_path, ho
     heldout = ("--validation.enable", "--validation.steps=1", "--data.heldout_fraction=0.3")
     argv = command(tmp_path, *HOW[how], *heldout)
     assert on_ranks(1, gathered_after, argv) == [[]]
-
-
-def too_slow(argv: list[str], seconds: float) -> str:
-    from torchtitan_dp.preflight import rehearsal
-
-    asked = []
-
-    def estimated(tokenizer: Any, size: int) -> float:
-        asked.append(size)
-        return seconds
-
-    trainer = start(argv)
-    try:
-        with mock.patch.object(rehearsal, "slowest_seconds", estimated):
-            rehearsal.rehearse(trainer)
-    except SystemExit as fault:
-        return f"{fault} {asked}"
-    finally:
-        trainer.close()
-    return str(asked)
-
-
-def test_row47_text_that_may_keep_ranks_waiting_is_refused(tmp_path):
-    argv = command(tmp_path, "--training.local_batch_size=2", "--comm.train_timeout_seconds=80")
-    # of two samples, and of one that is counted for the next step
-    assert on_ranks(1, too_slow, argv, 20.0) == [f"[{3 * 2**17}]"]
-    (line,) = on_ranks(1, too_slow, argv, 20.5)
-    assert line.startswith("error: comm.train_timeout_seconds = 80: the slowest text may take ")
-    assert "about 20 s here to be parsed and tokenized, for 2 samples of 32 tokens" in line
-    assert "set it to 99, or lower training.local_batch_size" in line
 
 
 def audited(argv: list[str]) -> str:

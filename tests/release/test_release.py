@@ -31,7 +31,7 @@ from tests.models.hugging_face import (
 from torchtitan_dp.checkpoint.average import UNRECORDED, Decay
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.saved import read_config, write_config
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema
 from torchtitan_dp.ledger.initial import PUBLIC, inheritance
 from torchtitan_dp.ledger.settings import settings_of

@@ -21,8 +21,8 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.config import Data
-from torchtitan_dp.data.excerpts import Excerpt
-from torchtitan_dp.data.samples import SampleStore
+from torchtitan_dp.data.samples.excerpts import Excerpt
+from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.privacy.clipping import Clip

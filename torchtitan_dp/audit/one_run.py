@@ -28,8 +28,8 @@ from torchtitan_dp.audit.canaries import (
     draw_coins,
 )
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.feed import Feed
-from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.train import DPTrainer

@@ -87,11 +87,6 @@ def check(config: JobConfig, world_size: int) -> None:
             "validation.enable = true but data.heldout_fraction = 0: nothing is held out; "
             "set data.heldout_fraction (0.05, say)"
         )
-    if config.data.token_cache_gib <= 0:
-        raise ValueError(
-            f"data.token_cache_gib = {config.data.token_cache_gib}: must be above 0; to keep no "
-            "token ids, set data.token_cache = false"
-        )
     _check_initial_weights(config)
     check_samples(config)
     _check_lora(config)

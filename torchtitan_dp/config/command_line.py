@@ -11,6 +11,8 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
+from torchtitan_dp.config.removed import refuse_removed
+
 _OTHER_NAMES = {"peft": "lora", "dp": "privacy"}
 """Sections, by what others call them."""
 _HELP = ("help", "h")
@@ -40,6 +42,7 @@ def check_command_line(argv: list[str], schema: Any) -> None:
             return
         last = key
         name = _switched(key)
+        refuse_removed(name, value)
         if keys.get(name) is bool:
             if equals:
                 raise ValueError(f"--{key} = {value!r}: {_switch(name)}")
@@ -49,6 +52,7 @@ def check_command_line(argv: list[str], schema: Any) -> None:
         given = value if equals else next(words, None)
         if given is None or (not equals and given.startswith("--")):
             raise ValueError(f"--{key}: its value is missing; give {describe(keys[key])}")
+        refuse_removed(key, given)
         if not _fits(given, keys[key]):
             raise ValueError(f"{key} = {given!r}: must be {describe(keys[key])}")
 

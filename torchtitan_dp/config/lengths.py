@@ -1,6 +1,6 @@
 """Which lengths a configuration pads samples to: `data.length_buckets`.
 
-`data.buckets` says what that means for privacy.
+`data.batching` says what that means for privacy.
 """
 
 from torchtitan_dp.config import JobConfig

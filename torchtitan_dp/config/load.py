@@ -27,6 +27,7 @@ from torchtitan.config import JobConfig as TorchTitanJobConfig
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check, resolve_degrees, resolve_gradient_method
 from torchtitan_dp.config.command_line import check_command_line, describe, other_section
+from torchtitan_dp.config.removed import KEYS, refuse_removed
 from torchtitan_dp.config.units import resolve_sampling
 
 if sys.version_info >= (3, 11):
@@ -61,14 +62,16 @@ def config_from_values(values: dict[str, Any], source: str, world_size: int) -> 
     """Return a configuration from the values of all its sections, checked as `load_config` does.
 
     Args:
+        values: those of an earlier version may have `removed.KEYS`, which are left out.
         source: the file that they come from, for messages.
 
     Raises:
         ValueError: one line for the user.
     """
     schema: Any = ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
-    _check_keys(values, schema, source)
-    return _checked(ConfigManager()._dict_to_dataclass(schema, values), world_size)
+    kept = _without_removed(values)
+    _check_keys(kept, schema, source)
+    return _checked(ConfigManager()._dict_to_dataclass(schema, kept), world_size)
 
 
 def _checked(config: Any, world_size: int) -> JobConfig:
@@ -138,6 +141,16 @@ def _read_toml(path: str) -> dict[str, Any]:
         raise ValueError(f"job.config_file = '{path}': not valid TOML: {error}") from error
 
 
+def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
+    """Leave out keys that are no longer there."""
+    return {
+        name: {key: value for key, value in section.items() if f"{name}.{key}" not in KEYS}
+        if isinstance(section, dict)
+        else section
+        for name, section in values.items()
+    }
+
+
 def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = "") -> None:
     """Refuse keys that no section has, and values of another type than their key's.
 
@@ -147,6 +160,7 @@ def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = ""
     fields = {f.name: f for f in dataclasses.fields(schema)}
     for name, value in values.items():
         key = prefix + name
+        refuse_removed(key, value, path)
         if name not in fields:
             close = difflib.get_close_matches(name, fields, n=1)
             hint = f"did you mean {prefix}{close[0]}?" if close else "remove it"

@@ -55,8 +55,6 @@ def _check_windows(config: JobConfig) -> None:
             "each unit has one sample; set data.long_records = 'window', or, with data.unit_field, "
             "data.unit_sampling = 'random'"
         )
-    elif data.verify_records == "drawn":
-        why = "data.verify_records = 'drawn' compares one sample a unit; set that to 'contents'"
     elif method in METHODS and not METHODS[method].averages_windows:
         why = (
             f"privacy.gradient_method = '{method}' clips what one backward pass finds; set it to "

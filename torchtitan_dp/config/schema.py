@@ -177,26 +177,12 @@ class Data:
     """What to do with a record that is no UTF-8 text (or no JSON with the field): `empty` keeps it
     as a record that contributes exactly nothing, and counts it; `error` refuses to start."""
 
-    verify_records: Literal["contents", "drawn"] = "contents"
+    verify_records: Literal["contents"] = "contents"
     """How ranks make sure that they hold the same records under the same indices; else one person
-    could enter twice. `contents`: all files are read and hashed before the first step, by one
-    process a machine, and again only where they have changed; other contents on another node, or
-    on resume, are refused. `drawn`, with privacy, for data too large to be read whole: names, sizes
-    and where lines begin are compared at the start; in each step every machine makes the sample of
-    every drawn unit, not of its share alone, and the step is refused, before anything comes of it,
-    if two differ (token ids, labels, padding or window). It does not see what was never drawn, nor,
-    on resume, contents that have changed everywhere. Both take it that the ranks of one machine
-    read the same files, and that nobody writes to them during the run."""
-
-    token_cache: bool = True
-    """Keep token ids after the first time, so that later draws and runs need no tokenizer: in
-    `$XDG_CACHE_HOME` (else `~/.cache`), under `torchtitan_dp/index`, in files `tokens-*` that are
-    the owner's alone and as PRIVATE as the records. Draws, samples and results are the same without
-    it."""
-
-    token_cache_gib: float = 64.0
-    """How large all these files of a machine may become, in GiB, about. Those that no run opened
-    for longest give way; what has no room is tokenized at each draw."""
+    could enter twice. All files are read and hashed before the first step, by one process a
+    machine, and again only where they have changed; other contents on another node, or on resume,
+    are refused. The ranks of one machine are assumed to read the same files, and nobody to write to
+    them during the run."""
 
     length_buckets: bool = True
     """With privacy: pad each sample to the smallest of a few public lengths that holds it (a power

@@ -1,7 +1,7 @@
-"""What a step is fed: its microbatches, made in the background while others are computed.
+"""Microbatches made in the background while others are computed.
 
 A sample is made on one rank of its context-parallel (cp) group, in turns, and sent to the others.
-While a step runs, a thread (`worker`) makes the samples of the microbatches ahead, and counts the
+While a step runs, one thread makes the samples of the microbatches ahead, and another counts the
 tokens of what the next step draws, so that its first microbatches are made before it begins.
 
 Guarantee:
@@ -18,28 +18,59 @@ import functools
 import hashlib
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from torchtitan_dp.data.comparison import Comparison, Place, digest
-from torchtitan_dp.data.loading import EVER_SAME, Dealt, Microbatch, RecordLoader
-from torchtitan_dp.data.sharing import ALONE, ContextGroup, made_again
-from torchtitan_dp.data.verdict import NO_DRAW, require_same_step
-from torchtitan_dp.data.worker import Jobs, Worker
+from torchtitan_dp.data.agreement import NO_DRAW, require_same_step
+from torchtitan_dp.data.batching import EVER_SAME, Dealt, Microbatch, RecordLoader
 
 T = TypeVar("T")
 
 SAMPLES_AHEAD = 2
 """How many samples a rank makes ahead of those that its step computes on, about: with the one that
-is used, it holds 8 bytes for each of their tokens."""
+is used, they take 8 bytes for each of their tokens."""
+
+
+class ContextGroup(NamedTuple):
+    """The ranks that share a sample; those of the world are numbered group by group."""
+
+    group: dist.ProcessGroup | None = None
+    size: int = 1
+    rank: int = 0  # this one's, within the group
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None) -> "ContextGroup":
+        """Describe a process group; None is this rank alone."""
+        if group is None:
+            return cls()
+        return cls(group, dist.get_world_size(group), dist.get_rank(group))
+
+    @classmethod
+    def over(cls, mesh: DeviceMesh | None) -> "ContextGroup":
+        """Describe the ranks of a one-dimensional mesh; None is this rank alone."""
+        return cls.of(None if mesh is None else mesh.get_group())
+
+    def maker(self, number: int, slots: np.ndarray, row: int) -> int:
+        """Choose the rank of the group that makes a sample: all take turns, over the microbatches.
+
+        Args:
+            number: of the microbatch in its step.
+            slots: of the microbatch (`batching.Dealt`).
+            row: the sample's place among them.
+        """
+        return (number * len(slots) + row) % self.size
+
+
+ALONE = ContextGroup()
 
 
 class Draw(NamedTuple):
-    """Holds what one step draws, alike on all ranks."""
+    """The units that one step draws, the same on all ranks."""
 
     positions: np.ndarray  # int64 (n,), in the loader's `units`
     key: bytes = EVER_SAME  # 32 bytes, for the choice of records and windows
@@ -54,26 +85,12 @@ class Draw(NamedTuple):
         return int.from_bytes(hashed.digest(), "little") >> 2
 
 
-class _Made(NamedTuple):
-    undecodable: int
-    words: np.ndarray | None  # of `comparison.digest`, where ranks compare
-
-
 class _Row(NamedTuple):
     """A sample that this rank makes of its microbatch."""
 
     row: int
     sample_2L: torch.Tensor  # int32: tokens and labels, to be filled in
-    made: "Future[_Made]"
-
-
-class _Ahead(NamedTuple):
-    """What this rank makes for a microbatch."""
-
-    rows: list[_Row]
-    compared: (
-        "list[tuple[int, Future[_Made]]]"  # positions whose samples only are held against others'
-    )
+    undecodable: "Future[int]"  # how many records, once it is made
 
 
 class _Step:
@@ -83,9 +100,8 @@ class _Step:
         self.draw = draw
         self.counts: dict[int, Future[int]] = {}  # by source, while they are not agreed on
         self.dealt: list[Dealt] | None = None
-        self.others: list[tuple[int, int]] = []  # to be compared: positions and lengths
         self.begun = 0  # microbatches that are being made, or were taken
-        self.ahead: deque[_Ahead] = deque()
+        self.ahead: deque[list[_Row]] = deque()
 
 
 class Feed:
@@ -97,9 +113,6 @@ class Feed:
         ladder: tuple[int, ...],
         device: torch.device,
         cp: ContextGroup = ALONE,
-        *,
-        place: Place | None = None,
-        jobs: Jobs | None = None,
     ) -> None:
         """
         Args:
@@ -107,19 +120,18 @@ class Feed:
             ladder: the lengths that samples are padded to, rising.
             device: what microbatches are put on, and the process groups send from.
             cp: the ranks that are fed the same.
-            place: this rank's; where it is given, machines compare what they make of each draw.
-            jobs: what makes samples; a thread, if None.
         """
         self.loader, self.device = loader, device
-        self._ladder, self._cp, self._place = ladder, cp, place
-        self._jobs = Worker() if jobs is None else jobs
+        self._ladder, self._cp = ladder, cp
+        # One thread each: of the texts of samples, one lies in memory at a time.
+        self._samples = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._counts = ThreadPoolExecutor(1, thread_name_prefix="counts")
         self._next: _Step | None = None
         self._failure: BaseException | None = None
         self._undecodable = torch.zeros((), dtype=torch.int64, device=device)
         # As many microbatches as hold SAMPLES_AHEAD samples of each rank.
         samples = loader.batch_size * loader.windows
         self._depth = max(1, -(-SAMPLES_AHEAD * cp.size // samples))
-        assert place is None or loader.windows == 1, "what machines compare is one sample a unit"
 
     @property
     def undecodable(self) -> int:
@@ -128,30 +140,20 @@ class Feed:
         """
         return int(self._undecodable.item())
 
-    @property
-    def at_once(self) -> int:
-        """Bound the samples that this rank makes while the others may wait for it: those of one
-        microbatch, and where machines compare, what it makes again meanwhile. Before them its
-        thread may have one more to count, which it has begun for the next step.
-        """
-        samples = self.loader.batch_size * self.loader.windows
-        if self._place is not None:
-            samples += -(-self.loader.ranks * self.loader.batch_size // len(self._place.machine))
-        return samples
-
     def close(self) -> None:
-        """End the thread."""
-        self._jobs.close()
+        """End the threads; what they have begun, a sample each, is not waited for."""
+        for thread in (self._samples, self._counts):
+            thread.shutdown(wait=False, cancel_futures=True)
 
     def padding(self, length: int) -> Microbatch:
         """Make a microbatch of padding alone, as a draw that leaves this rank nothing has it,
-        reading no record. Collective: one over cp, as of `microbatches`.
+        reading no record. Collective over cp: the all-reduce of one microbatch.
         """
         step, dealt = _Step(Draw(np.empty(0, np.int64))), Dealt(length, self._empty_slots())
         return self._put_together(dealt, self._begin_rows(step, 0, dealt))
 
     def make_room(self) -> None:
-        """Allocate what is kept of each unit, before any is drawn."""
+        """Allocate the token counts of all units, before any is drawn."""
         if len(self._ladder) > 1:
             self.loader.counts.share(np.empty(0, dtype=np.int64))
 
@@ -164,16 +166,13 @@ class Feed:
 
         Collective, on every rank alike: what `TokenCounts` sends over the world; for each
         microbatch an all-reduce over cp, where that is more than one rank, of its tokens and labels
-        (8 bytes a token; zeros but on the ranks that made them); before the last is yielded, and
-        before the first of a draw that is no step's `following`, three numbers over the world
-        (`require_same_step`); and, where machines compare, `Comparison`'s over the world when the
-        one after the last is asked for.
+        (8 bytes a token; zeros but on the ranks that made them); and before the last is yielded,
+        and before the first of a draw that is no step's `following`, three numbers over the world
+        (`require_same_step`).
 
         Raises:
             Fault: on all ranks, in the place of the first microbatch or of the last: they drew
-                different units for this step or the next, or one of them could not make a sample;
-                in the place of the one after the last: two machines made different samples of one
-                unit.
+                different units for this step or the next, or one of them could not make a sample.
         """
         step, self._next = self._next, None
         if step is None or step.draw is not draw:
@@ -183,26 +182,23 @@ class Feed:
         assert step.dealt is not None
         if following is not None:
             self._next = self._begin(following)
-        comparison = None if self._place is None else Comparison(draw.positions, self.device)
         for number, dealt in enumerate(step.dealt):
             self._make_ahead(step, number + 1 + self._depth)
-            microbatch = self._put_together(dealt, step.ahead.popleft(), comparison)
+            microbatch = self._put_together(dealt, step.ahead.popleft())
             if number + 1 == len(step.dealt):
                 self._end()
             yield microbatch
         if not step.dealt:
             self._end()
-        if comparison is not None:
-            comparison.require_alike()
 
     def _begin(self, draw: Draw) -> _Step:
-        """Have the tokens counted of what is new in a draw and this rank's to count."""
+        """Start counting the tokens of this rank's share of the units that are new in a draw."""
         step = _Step(draw)
         if len(self._ladder) > 1:
             sources = self.loader.sources(*draw)
             for source in self.loader.counts.share(sources[sources >= 0]).tolist():
                 count = functools.partial(self.loader.samples.tokens, source)
-                step.counts[source] = self._jobs.submit(count, urgent=False)
+                step.counts[source] = self._counts.submit(count)
         return step
 
     def _deal(self, step: _Step) -> None:
@@ -220,11 +216,9 @@ class Feed:
             )
             step.counts.clear()
         step.dealt = self.loader.deal(positions, lengths)
-        if self._place is not None:
-            step.others = made_again(self.loader, self._cp, self._place, positions, lengths)
 
     def _end(self) -> None:
-        """Agree with all ranks that none failed and what is drawn next, and begin that step's first
+        """Agree with all ranks that none failed and on the next draw, and begin that step's first
         microbatches.
         """
         drawn = NO_DRAW if self._next is None else self._next.draw.fingerprint()
@@ -240,57 +234,38 @@ class Feed:
             step.ahead.append(self._begin_rows(step, number, step.dealt[number]))
             step.begun = number + 1
 
-    def _begin_rows(self, step: _Step, number: int, dealt: Dealt) -> _Ahead:
-        rows, key = [], step.draw.key
+    def _begin_rows(self, step: _Step, number: int, dealt: Dealt) -> list[_Row]:
+        rows = []
         for row, position in enumerate(dealt.slots.tolist()):
             if self._cp.maker(number, dealt.slots, row) == self._cp.rank:
                 sample_2L = self._empty(dealt.length)
                 window = row % self.loader.windows
-                made = self._make(position, key, sample_2L.numpy(), window)
+                made = self._make(position, step.draw.key, sample_2L.numpy(), window)
                 rows.append(_Row(row, sample_2L, made))
-        # As many in each microbatch: nobody waits for many of them at once.
-        others = step.others[number :: len(step.dealt or [dealt])]
-        return _Ahead(
-            rows,
-            [
-                (position, self._make(position, key, np.empty((2, length), dtype=np.int32)))
-                for position, length in others
-            ],
-        )
+        return rows
 
-    def _make(
-        self, position: int, key: bytes, sample_2L: np.ndarray, window: int = 0
-    ) -> "Future[_Made]":
-        samples, compares = self.loader.samples, self._place is not None
+    def _make(self, position: int, key: bytes, sample_2L: np.ndarray, window: int) -> "Future[int]":
+        samples = self.loader.samples
         unit = int(self.loader.units[position]) if position >= 0 else -1
 
-        def make() -> _Made:
+        def make() -> int:
             rng = self.loader.rng(key, position)
             excerpt = samples.excerpt(unit, rng, window, self.loader.windows)
             samples.lay_out(excerpt, *sample_2L)
-            return _Made(excerpt.undecodable, digest(*sample_2L) if compares else None)
+            return excerpt.undecodable
 
-        return self._jobs.submit(make, urgent=True)
+        return self._samples.submit(make)
 
-    def _put_together(
-        self, dealt: Dealt, ahead: _Ahead, comparison: Comparison | None = None
-    ) -> Microbatch:
+    def _put_together(self, dealt: Dealt, rows: list[_Row]) -> Microbatch:
         """Wait for this rank's samples and take the others'. Collective over cp."""
         count, slots = len(dealt.slots), dealt.slots
         # In the last column, how many undecodable records were met.
         both_2BL = torch.zeros((2, count, dealt.length + 1), dtype=torch.int32, device=self.device)
-        for row, sample_2L, future in ahead.rows:
-            made = self._result(future)
-            if made is None:
-                continue
-            both_2BL[:, row, :-1].copy_(sample_2L, non_blocking=True)
-            both_2BL[0, row, -1] = made.undecodable
-            if comparison is not None and slots[row] >= 0 and made.words is not None:
-                comparison.add(int(slots[row]), made.words)
-        for position, future in ahead.compared:
-            made = self._result(future)
-            if comparison is not None and made is not None and made.words is not None:
-                comparison.add(position, made.words)
+        for row, sample_2L, future in rows:
+            undecodable = self._result(future)
+            if undecodable is not None:
+                both_2BL[:, row, :-1].copy_(sample_2L, non_blocking=True)
+                both_2BL[0, row, -1] = undecodable
         if self._cp.size > 1:
             dist.all_reduce(both_2BL, group=self._cp.group)
         tokens_BT, labels_BT = both_2BL[:, :, :-1].long()

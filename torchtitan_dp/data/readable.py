@@ -5,10 +5,11 @@ Guarantee:
     refusals what names fields or values, is from private records and is labelled so.
 """
 
-from torchtitan_dp.data.census import Census, Wanted
-from torchtitan_dp.data.conversion import foreign
-from torchtitan_dp.data.dialogs import messages_of, text_of
-from torchtitan_dp.data.store import Format, RecordStore
+from torchtitan_dp.data.records.census import Census, Wanted
+from torchtitan_dp.data.records.conversion import foreign
+from torchtitan_dp.data.records.record_format import Format
+from torchtitan_dp.data.records.record_store import RecordStore, text_of
+from torchtitan_dp.data.samples.chat_template import messages_of
 from torchtitan_dp.data.units import Units
 
 
@@ -85,7 +86,7 @@ def refuse_unnamed(
 
 
 def _foreign(store: RecordStore, wanted: tuple[Wanted, ...]) -> str:
-    """Say what files are that hold no JSON object on any line."""
+    """Name the format of files without a JSON object on any line."""
     if found := foreign(store.file_of(0)):
         return f"training.dataset_path: {found}"
     return (
@@ -103,7 +104,7 @@ def warnings(
     census: Census | None,
     trained: int,
 ) -> tuple[str, ...]:
-    """Say which records read as nothing, and why. NOT PRIVATE: for `console.warn` alone.
+    """Describe the records that read as nothing, and why. NOT PRIVATE: for `console.warn` alone.
 
     Args:
         trained: the number of units to train on.
@@ -125,7 +126,7 @@ def warnings(
 
 
 def _of_lines(wanted: tuple[Wanted, ...], census: Census, lines: int) -> list[str]:
-    """Say which lines have no text."""
+    """Count the lines without a text."""
     first = "the first " if census.lines < lines else ""
     of = f"of {first}{census.lines} lines"
     found = [

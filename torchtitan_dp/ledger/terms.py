@@ -21,11 +21,6 @@ from torchtitan_dp.ledger.settings import Settings, sampling_of, settings_of
 from torchtitan_dp.ledger.steps import union
 from torchtitan_dp.privacy import accounting
 
-_DRAWN = (
-    "machines compared the records of each draw, not all of them (data.verify_records = 'drawn'): "
-    "the ranks of one machine are assumed to read the same files"
-)
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -81,8 +76,6 @@ def make_plan(
         planned_steps=steps,
         config_hash=config_hash(config),
     )
-    if config.data.verify_records == "drawn":
-        ledger.add_caveat(_DRAWN)
     if account is not None:
         ledger.inherit(account)
     inherited.enter_into(ledger)

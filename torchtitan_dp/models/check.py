@@ -2,7 +2,7 @@
 
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import origin, shape

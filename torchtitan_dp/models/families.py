@@ -12,7 +12,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
-from torchtitan_dp.data.tokenizer import Tokenizer
+from torchtitan_dp.data.samples.tokenizer import Tokenizer
 from torchtitan_dp.models.llama3 import config_json
 from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama, LlamaArgs

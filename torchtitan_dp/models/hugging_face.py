@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan_dp.checkpoint.start import weights_folder
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.lora import trained
-from torchtitan_dp.data.tokenizer import load_tokenizer
+from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 from torchtitan_dp.models.families import (
     FAMILIES,
     Family,

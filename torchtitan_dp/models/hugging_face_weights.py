@@ -18,7 +18,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan_dp.checkpoint.adapters import without_adapters
 from torchtitan_dp.checkpoint.start import Start, Weights, check_start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.tokenizer import from_hub
+from torchtitan_dp.data.samples.tokenizer import from_hub
 from torchtitan_dp.models.adapter_export import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,

@@ -20,7 +20,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.config.units import unit_word
 from torchtitan_dp.data.console import warn
-from torchtitan_dp.data.opening import Records
+from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
 from torchtitan_dp.ledger.terms import Plan, steps_within

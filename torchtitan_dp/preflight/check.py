@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 from torchtitan_dp.checkpoint.start import Start, check_records, decide_start, plan_start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.dialogs import Reading, reading
-from torchtitan_dp.data.excerpts import scan_undecodable
-from torchtitan_dp.data.jsonl_records import MAX_LINE_BYTES
-from torchtitan_dp.data.opening import Records
-from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.records.record_store import MAX_LINE_BYTES
+from torchtitan_dp.data.samples.conversations import Reading, reading
+from torchtitan_dp.data.samples.excerpts import scan_undecodable
+from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.ledger.baseline import refuse_private_folder
 from torchtitan_dp.ledger.terms import Plan, earlier_ledger
 from torchtitan_dp.models.check import check_model
@@ -46,7 +46,6 @@ def open_records(config: JobConfig) -> Records:
         prompt_field=data.prompt_field,
         messages_field=data.messages_field,
         unit_field=data.unit_field,
-        contents=data.verify_records == "contents",
         heldout_fraction=data.heldout_fraction,
         needs_heldout=config.validation.enable,
         number_is_secret=privacy.enable and privacy.sample_rate is not None,

@@ -15,19 +15,18 @@ Guarantee:
 Assumed, as crashes that do not depend on records:
     - the memory that is free to this process stays as it is, and a device's allocator finds a place
       again for what it has placed before (the orders of lengths differ);
-    - the host has room for what one sample is made of, in one thread: at most
-      `excerpts.most_bytes` of text or one JSON line (`jsonl_records.MAX_LINE_BYTES`), parsed, and
+    - the host has room for what one sample is made of, in each of two threads: at most
+      `excerpts.most_bytes` of text or one JSON line (`record_store.MAX_LINE_BYTES`), parsed, and
       some 200 bytes for each of its tokens; for the samples that lie ready, `feed.SAMPLES_AHEAD`
-      and those of two microbatches, with what machines compare (`Feed.at_once`) for each, 8 bytes
-      for each of their tokens, padding included; beside that, for the index, 4 bytes a unit (made
-      here, by `TokenCounts`), a step's statistics, 32 bytes a sample, and for the next draw about
-      2,000 bytes for each unit that was never drawn before;
+      and those of two microbatches, 8 bytes for each of their tokens, padding included; beside
+      that, `token_cache.MOST_BYTES`; for the index, 4 bytes a unit (made here, by `TokenCounts`), a
+      step's statistics, 32 bytes a sample, and for the next draw about 2,000 bytes for each unit
+      that was never drawn before;
     - checkpoints, validation and `privacy.json` need what they need at the same steps of every
       run: their shapes are public;
-    - what takes time is waited for: one sample's text and JSON are bounded (`excerpts.most_bytes`,
-      `excerpts.most_parsed`), which is held here against `comm.train_timeout_seconds`, as the
-      longest microbatch's time on an accelerator is; files are opened and read in less than the
-      rest;
+    - what takes time is waited for: the longest microbatch's time on an accelerator is held here
+      against `comm.train_timeout_seconds`; one sample's text and JSON are bounded
+      (`excerpts.most_bytes`), and read, parsed and tokenized in less than the rest;
     - the machine: power, hardware, network, disks, drivers.
 """
 
@@ -43,9 +42,8 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.data.batching import Microbatch
 from torchtitan_dp.data.feed import Feed
-from torchtitan_dp.data.loading import Microbatch
-from torchtitan_dp.data.slowest import slowest_parse_seconds, slowest_seconds
 from torchtitan_dp.distributed.lost_ranks import is_lost_rank
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.gathered import free_gathered
@@ -54,8 +52,6 @@ from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.process import Fault
 
-# Of the time-out of collectives: the most that a rank may let others wait for its tokenizer.
-_SHARE = 0.25
 # How many microbatches a device may be behind its host: launches queue about 1,000 deep.
 _MICROBATCHES_BEHIND = 4
 _OUT_OF_MEMORY = (
@@ -107,7 +103,6 @@ def rehearse(trainer: Rehearsed) -> None:
     rungs = ladder(config)
     begun = time.perf_counter()
     logger.info(f"rehearsal: padding of {_listed(rungs)} tokens, before any record is drawn")
-    _check_tokenizer(trainer)
     feed.make_room()
     statistics = SampleStatistics()
     trainer.gradients.start_step(bytes(32))  # a public key: nothing comes of padding
@@ -131,25 +126,6 @@ def rehearse(trainer: Rehearsed) -> None:
     metrics.time_last_log += elapsed  # the first logged throughput is of training
     metrics.device_memory_monitor.reset_peak_stats()
     logger.info(f"rehearsal: done in {elapsed:.1f} s")
-
-
-def _check_tokenizer(trainer: Rehearsed) -> None:
-    """Refuse samples whose text may keep the other ranks waiting for too long."""
-    config, feed = trainer.job_config, trainer.feed
-    timeout = config.comm.train_timeout_seconds
-    samples = feed.loader.samples
-    looks = samples.looks * feed.at_once + 1  # and one of what is counted for the next step
-    seconds = slowest_seconds(samples.tokenizer, looks * samples.most_bytes // samples.looks)
-    seconds += slowest_parse_seconds(looks * samples.most_parsed // samples.looks)
-    seconds += looks * samples.slowest_rendering_seconds()
-    if seconds > _SHARE * timeout:
-        raise Fault(
-            f"comm.train_timeout_seconds = {timeout}: the slowest text may take about "
-            f"{seconds:.0f} s here to be parsed and tokenized, for {_samples(config)} of "
-            f"{config.training.seq_len:,} tokens, more than a quarter of it; set it to "
-            f"{math.ceil(1.2 * seconds / _SHARE)}, or lower training.local_batch_size or "
-            "training.seq_len"
-        )
 
 
 def _check_device(trainer: Rehearsed, length: int, statistics: SampleStatistics) -> None:

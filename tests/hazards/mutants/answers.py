@@ -2,15 +2,15 @@
 
 from tests.hazards.mutants.table import Mutant
 
-DATA = "data/test_answers.py::"
-TEMPLATE = "data/test_chat_template.py::"
+DATA = "data/samples/test_conversations.py::"
+TEMPLATE = "data/samples/test_chat_template.py::"
 GRADIENTS = "gradients/test_answers.py::test_row06_each_sample_is_divided_by_its_own_targets"
 ONE = f"{GRADIENTS}[(1, 1, 1)-microbatch-1]"
 CP = f"{GRADIENTS}[(1, 1, 2)-microbatch-1]"
 SEVERAL = f"{GRADIENTS}[(1, 1, 1)-ghost-3]"
 
-ANSWERS, DIALOGS = "data/answers.py", "data/dialogs.py"
-SAMPLES, CHATS = "data/samples.py", "data/chat_template.py"
+CONVERSATIONS = "data/samples/conversations.py"
+SAMPLES, CHATS = "data/samples/samples.py", "data/samples/chat_template.py"
 
 MUTANTS = [
     Mutant(
@@ -69,7 +69,7 @@ MUTANTS = [
     Mutant(
         42,
         "a record without an answer is not drawn",
-        "data/loading.py",
+        "data/batching.py",
         "            valid = slots >= 0\n",
         "            counts = [self.samples.tokens(int(self.units[slot])) for slot in slots]\n"
         "            valid = (slots >= 0) & (np.array(counts) > 0)\n"
@@ -81,7 +81,7 @@ MUTANTS = [
     Mutant(
         42,
         "a malformed record stops the run",
-        DIALOGS,
+        CONVERSATIONS,
         "        if prompt is None or answer is None:\n            return None\n",
         "        assert prompt is not None and answer is not None\n",
         (f"{DATA}test_row42_a_record_without_an_answer_contributes_nothing_and_stays[1]",),
@@ -99,7 +99,7 @@ MUTANTS = [
     Mutant(
         42,
         "a prompt without an answer is learned",
-        ANSWERS,
+        CONVERSATIONS,
         "        if not whole.targets.any():\n            return Marked.join([])\n",
         "",
         (f"{DATA}test_row42_a_record_without_an_answer_contributes_nothing_and_stays[0]",),
@@ -108,7 +108,7 @@ MUTANTS = [
     Mutant(
         47,
         "what templates render is not counted",
-        ANSWERS,
+        CONVERSATIONS,
         "        budget.rendered -= dialog.cost  # whether it was refused or not\n",
         "",
         (f"{DATA}test_row47_looking_is_bounded",),
@@ -117,25 +117,16 @@ MUTANTS = [
     Mutant(
         48,
         "ids are kept without their targets",
-        SAMPLES,
-        "                words = Marked(head.ids, head.targets).pack()\n",
-        "                words = Marked(head.ids, head.targets | True).pack()\n",
+        "data/samples/token_cache.py",
+        '        return Excerpt(head.ids.astype("int64"), head.undecodable, targets)\n',
+        '        return Excerpt(head.ids.astype("int64"), head.undecodable)\n',
         (f"{DATA}test_row48_kept_ids_keep_their_targets[prompts]",),
-        quick=True,
-    ),
-    Mutant(
-        48,
-        "ids of another template are taken",
-        "data/opening.py",
-        "*(() if reading is None else (answers.TERMS, reading.terms)),",
-        "*(() if reading is None else (answers.TERMS,)),",
-        (f"{DATA}test_other_readings_are_other_caches_and_other_records",),
         quick=True,
     ),
     Mutant(
         47,
         "a chat that is refused costs nothing",
-        ANSWERS,
+        CONVERSATIONS,
         "        budget.rendered -= dialog.cost  # whether",
         "        budget.rendered -= dialog.cost if dialog.pieces else 0  # whether",
         (f"{DATA}test_row47_looking_is_bounded[refused]",),

@@ -245,10 +245,10 @@ MUTANTS = [
     Mutant(
         6,
         "labels not shifted",
-        "data/samples.py",
+        "data/samples/samples.py",
         "labels_T[:count], labels_T[count:] = ids[1:], IGNORE_INDEX",
         "labels_T[:count], labels_T[count:] = ids[:-1], IGNORE_INDEX",
-        ("data/test_samples.py::test_labels_are_the_next_tokens_and_padding_is_ignored",),
+        ("data/samples/test_samples.py::test_labels_are_the_next_tokens_and_padding_is_ignored",),
         quick=True,
     ),
     Mutant(
@@ -280,11 +280,11 @@ MUTANTS = [
     Mutant(
         7,
         "records packed into one row",
-        "data/samples.py",
+        "data/samples/samples.py",
         " = self.sample(int(unit), length, rng, *which)\n",
         " = self.sample(int(unit), length, rng, *which)\n            if row:\n"
         "                tokens_BT[row - 1, -1] = tokens_BT[row, 1]\n",
-        ("data/test_samples.py::test_neighbours_in_a_batch_change_nothing",),
+        ("data/samples/test_samples.py::test_neighbours_in_a_batch_change_nothing",),
         quick=True,
     ),
     Mutant(

@@ -6,7 +6,7 @@ REHEARSAL = "preflight/test_rehearsal.py::test_row47_"
 NOTHING = f"{REHEARSAL}a_rehearsal_changes_nothing[microbatch]"
 MEMORY = f"{REHEARSAL}out_of_memory_is_one_line_before_step_1[cpu]"
 PATH = f"{REHEARSAL}padding_takes_the_path_and_the_memory_of_samples"
-EXCERPTS = "data/test_excerpts.py::test_row47_"
+EXCERPTS = "data/samples/test_excerpts.py::test_row47_"
 NEIGHBOURS = "hazards/test_crashes.py::test_row47_"
 
 MUTANTS = [
@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         47,
         "every record is read as far as one",
-        "data/excerpts.py",
+        "data/samples/excerpts.py",
         '            budget.text -= len(text.encode("utf-8"))\n',
         "            budget.text -= 0\n",
         (f"{EXCERPTS}a_sample_is_tokenized_from_bounded_text[many texts-16]",),
@@ -131,7 +131,7 @@ MUTANTS = [
     Mutant(
         47,
         "any number of lines is parsed",
-        "data/excerpts.py",
+        "data/samples/excerpts.py",
         "        return self.text <= 0 or self.read <= 0 or self.rendered <= 0\n",
         "        return self.text <= 0\n",
         (f"{EXCERPTS}lines_that_are_parsed_for_nothing_are_few",),
@@ -140,19 +140,11 @@ MUTANTS = [
     Mutant(
         47,
         "a rank counts its whole share at once",
-        "data/buckets.py",
+        "data/batching.py",
         "        self._samples, self._at_once = samples, at_once\n",
         "        self._samples, self._at_once = samples, 2**30\n",
-        ("data/test_buckets.py::test_row47_nobody_waits_for_more_than_a_few_samples_of_another",),
+        ("data/test_batching.py::test_row47_nobody_waits_for_more_than_a_few_samples_of_another",),
         quick=True,
-    ),
-    Mutant(
-        47,
-        "slow text is not refused",
-        "preflight/rehearsal.py",
-        "    if seconds > _SHARE * timeout:\n",
-        "    if seconds > 4 * timeout:\n",
-        (f"{REHEARSAL}text_that_may_keep_ranks_waiting_is_refused",),
     ),
     Mutant(
         47,
@@ -160,7 +152,7 @@ MUTANTS = [
         "data/readable.py",
         "        if lacking + census.undecodable == census.lines:\n",
         "        if lacking + census.undecodable:\n",
-        ("data/test_census.py::test_one_line_that_has_it_is_enough",),
+        ("data/records/test_census.py::test_one_line_that_has_it_is_enough",),
         quick=True,
     ),
 ]

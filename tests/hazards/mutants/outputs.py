@@ -92,7 +92,7 @@ MUTANTS = [
     Mutant(
         34,
         "the tokenizer trained on the records",
-        "data/tokenizer.py",
+        "data/samples/tokenizer.py",
         "        backend.no_padding()\n",
         "        backend.no_padding()\n        backend.train_from_iterator([])\n",
         (f"{OUTPUTS}test_row34_no_code_of_ours_trains_a_tokenizer",),
@@ -145,7 +145,7 @@ MUTANTS = [
     Mutant(
         44,
         "the loader saves its draws",
-        "data/loading.py",
+        "data/batching.py",
         "    def state_dict(self) -> dict[str, Any]:\n        return {}\n",
         "    def state_dict(self) -> dict[str, Any]:\n"
         '        return {"units": self.units.tolist()}\n',

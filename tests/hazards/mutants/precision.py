@@ -149,10 +149,12 @@ MUTANTS = [
     Mutant(
         22,
         "a text without tokens stops the run",
-        "data/tokenizer.py",
+        "data/samples/tokenizer.py",
         'isinstance(error, Exception) or type(error).__name__ == "PanicException"',
         'type(error).__name__ == "PanicException"',
-        ("data/test_tokenizer.py::test_a_text_that_it_has_no_tokens_for_is_none[WordLevel]",),
+        (
+            "data/samples/test_tokenizer.py::test_a_text_that_it_has_no_tokens_for_is_none[WordLevel]",
+        ),
         quick=True,
     ),
     Mutant(

@@ -3,16 +3,15 @@
 from tests.hazards.mutants.table import Mutant
 
 SAME = "hazards/test_same_records.py::"
-CONTENTS = "data/test_contents.py::"
-KEPT = "data/test_token_cache.py::"
-DRAWN = f"{SAME}test_row48_the_first_draw_that_meets_another_sample_is_refused"
+CONTENTS = "data/records/test_hashing.py::"
+KEPT = "data/samples/test_token_cache.py::"
 FIRST = "test_row48_other_contents_are_another_fingerprint"
 
 MUTANTS = [
     Mutant(
         48,
         "only the first leaf hashed",
-        "data/contents.py",
+        "data/records/hashing.py",
         "        root.update(digest)\n",
         "        if leaf.begin == 0:\n            root.update(digest)\n",
         (f"{CONTENTS}test_order_within_a_file_is_told[None]",),
@@ -21,7 +20,7 @@ MUTANTS = [
     Mutant(
         48,
         "the fingerprint is of names and sizes",
-        "data/record_bytes.py",
+        "data/records/record_format.py",
         "\\0{records}\\0{contents}",
         "\\0{records}\\0{len(contents)}",
         (f"{SAME}{FIRST}[files of equal size swapped]",),
@@ -29,17 +28,8 @@ MUTANTS = [
     ),
     Mutant(
         48,
-        "contents of lines not asked for",
-        "preflight/check.py",
-        'data.verify_records == "contents"',
-        'data.verify_records == "contents" and config.training.dataset == "text"',
-        (f"{SAME}{FIRST}[equal-length lines in another order]",),
-        quick=True,
-    ),
-    Mutant(
-        48,
         "the order of what is hashed does not count",
-        "data/contents.py",
+        "data/records/hashing.py",
         "        root.update(digest)\n",
         "        total = getattr(progress, 'total', 0) + int.from_bytes(digest, 'big')\n"
         "        progress.total = total\n"
@@ -50,7 +40,7 @@ MUTANTS = [
     Mutant(
         48,
         "an unreadable file has the digest of an empty one",
-        "data/contents.py",
+        "data/records/hashing.py",
         "_UNREADABLE = bytes(DIGEST_BYTES)\n",
         '_UNREADABLE = hashlib.blake2b(b"", digest_size=32, person=b"leaf").digest()\n',
         (f"{CONTENTS}test_an_unreadable_empty_file_is_told_too",),
@@ -59,7 +49,7 @@ MUTANTS = [
     Mutant(
         48,
         "an unreadable file stops the run",
-        "data/index.py",
+        "data/records/text.py",
         "read_contents(files, skip_unreadable=True)",
         "read_contents(files)",
         (f"{CONTENTS}test_an_unreadable_text_file_stops_nothing_and_is_one_constant[13]",),
@@ -68,7 +58,7 @@ MUTANTS = [
     Mutant(
         48,
         "a file that could not be hashed is read",
-        "data/text_records.py",
+        "data/records/text.py",
         "        if index in self._unreadable:\n",
         "        if index in self._unreadable and not path:\n",
         (f"{CONTENTS}test_an_unreadable_text_file_stops_nothing_and_is_one_constant[13]",),
@@ -77,7 +67,7 @@ MUTANTS = [
     Mutant(
         48,
         "a file that changes while it is hashed goes unnoticed",
-        "data/contents.py",
+        "data/records/hashing.py",
         "last[1] != stamp:\n",
         "last[1] is stamp:\n",
         (f"{CONTENTS}test_a_file_that_changes_while_it_is_read_is_refused[is rewritten-text]",),
@@ -86,75 +76,16 @@ MUTANTS = [
     Mutant(
         48,
         "a hash kept for other contents",
-        "data/index.py",
+        "data/records/text.py",
         '{TEXTS_VERSION}-{files.place_hash}.npy"',
         '{TEXTS_VERSION}-{files.listing_hash}.npy"',
         (f"{CONTENTS}test_contents_changed_under_the_old_size_and_time_are_hashed_anew[text]",),
         quick=True,
     ),
     Mutant(
-        48,
-        "samples not compared",
-        "data/feed.py",
-        "            comparison.require_alike()\n",
-        "            assert comparison\n",
-        (f"{DRAWN}[text-cp]",),
-    ),
-    Mutant(
-        48,
-        "samples compared within a cp group alone",
-        "data/sharing.py",
-        "        if position not in made_here\n",
-        "        if position not in made_here and position < 0\n",
-        (f"{DRAWN}[text-dp]",),
-    ),
-    Mutant(
-        48,
-        "only the first token compared",
-        "data/comparison.py",
-        "    for array_T in (tokens_T, labels_T):\n",
-        "    for array_T in (tokens_T[:1],):\n",
-        (f"{DRAWN}[text-cp]",),
-    ),
-    Mutant(
-        48,
-        "half of the digests compared",
-        "data/comparison.py",
-        "    return bool(((highest == -lowest) | is_unknown).all())\n",
-        "    return bool(((highest == -lowest) | is_unknown)[::2].all())\n",
-        (f"{SAME}test_row48_what_one_rank_does_not_know_is_no_difference",),
-    ),
-    Mutant(
-        48,
-        "a rank sees its own difference alone",
-        "data/comparison.py",
-        "    dist.all_reduce(both, op=dist.ReduceOp.MAX)\n    highest",
-        "    if dist.get_rank() == 0:\n        both[0], both[1] = 1, -1\n"
-        "    dist.all_reduce(both, op=dist.ReduceOp.MIN)\n    highest",
-        (f"{SAME}test_row48_what_one_rank_does_not_know_is_no_difference",),
-    ),
-    Mutant(
-        48,
-        "only empty draws compared",
-        "data/feed.py",
-        "            comparison.require_alike()\n",
-        "            assert len(draw.positions) > 0 or comparison.require_alike() is None\n",
-        (f"{SAME}test_row48_a_refused_step_is_not_begun_and_changes_no_weights",),
-        quick=True,
-    ),
-    Mutant(
-        48,
-        "damaged token ids are used",
-        "data/token_cache.py",
-        "        if _checksum(source, begin, count, data) != checksum:\n",
-        "        if _checksum(source, begin, count, data) == -checksum - 1:\n",
-        (f"{KEPT}test_any_damaged_bit_is_seen_and_the_entry_made_again",),
-        quick=True,
-    ),
-    Mutant(
         43,
         "token ids kept of exchanged files",
-        "data/samples.py",
+        "data/samples/samples.py",
         "        if self.records.are_as_listed(members[: self.seq_len + 1]):",
         "        if len(members):",
         (f"{KEPT}test_row43_what_is_read_of_exchanged_files_is_not_kept",),
@@ -162,26 +93,8 @@ MUTANTS = [
     ),
     Mutant(
         48,
-        "token ids kept of other contents",
-        "data/opening.py",
-        "        read_as = store.place_hash, store.fingerprint, *read_by",
-        "        read_as = path, len(store), *read_by",
-        (f"{KEPT}test_other_terms_are_another_cache",),
-        quick=True,
-    ),
-    Mutant(
-        48,
-        "token ids kept of another tokenizer",
-        "data/opening.py",
-        f"{20 * ' '}tokenizer.fingerprint,\n{20 * ' '}tokenizer.bytes_per_token,\n",
-        "",
-        (f"{KEPT}test_other_terms_are_another_cache",),
-        quick=True,
-    ),
-    Mutant(
-        48,
         "a record that cannot be read just now is kept as nothing",
-        "data/samples.py",
+        "data/samples/samples.py",
         "        if self._cache is None or head.undecodable:\n",
         "        if self._cache is None:\n",
         (f"{KEPT}test_what_cannot_be_read_just_now_is_not_kept_as_nothing",),

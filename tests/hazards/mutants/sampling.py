@@ -100,7 +100,7 @@ MUTANTS = [
     Mutant(
         19,
         "only the rank that failed is told",
-        "data/verdict.py",
+        "data/agreement.py",
         "    if failed:\n",
         "    if failed and failure is not None:\n",
         (f"{FEED}test_what_a_thread_raises_ends_the_step_on_all_ranks_in_one_line[excerpt]",),
@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant(
         61,
         "a rank with the higher fingerprint sees no difference",
-        "data/verdict.py",
+        "data/agreement.py",
         "    if highest != -negated_lowest:\n",
         "    if highest != drawn:\n",
         (f"{FEED}test_row61_fingerprints_are_compared_exactly[drawn3-True]",),
@@ -133,7 +133,7 @@ MUTANTS = [
     Mutant(
         61,
         "fingerprints that keep 53 bits",
-        "data/verdict.py",
+        "data/agreement.py",
         "dtype=torch.int64",
         "dtype=torch.float64",
         (f"{FEED}test_row61_fingerprints_are_compared_exactly[drawn2-True]",),
@@ -167,7 +167,7 @@ MUTANTS = [
     Mutant(
         32,
         "two ranks make one sample and none another",
-        "data/sharing.py",
+        "data/feed.py",
         "        return (number * len(slots) + row) % self.size\n",
         "        return (number * len(slots) + row + (self.rank == 1)) % self.size\n",
         (f"{FEED}test_row32_a_cp_group_is_fed_alike_and_each_sample_made_once[(1, 1, 2)]",),
@@ -289,7 +289,7 @@ MUTANTS = [
     Mutant(
         42,
         "undecodable records left out of the index",
-        "data/opening.py",
+        "data/dataset.py",
         "        train, heldout = split(units, heldout_fraction)\n",
         "        train, heldout = split(units, heldout_fraction)\n"
         "        train = np.array([i for i in train if store.read(int(i)) is not None])\n",
@@ -298,19 +298,19 @@ MUTANTS = [
     Mutant(
         42,
         "an undecodable record is an error",
-        "data/excerpts.py",
+        "data/samples/excerpts.py",
         "                undecodable += 1\n",
         "                raise ValueError(record)\n",
-        ("data/test_samples.py::test_bad_or_empty_record_is_all_ignored",),
+        ("data/samples/test_samples.py::test_bad_or_empty_record_is_all_ignored",),
         quick=True,
     ),
     Mutant(
         42,
         "an empty record has targets",
-        "data/excerpts.py",
+        "data/samples/excerpts.py",
         "            elif len(ids) > 0:\n",
         "            else:\n",
-        ("data/test_samples.py::test_bad_or_empty_record_is_all_ignored",),
+        ("data/samples/test_samples.py::test_bad_or_empty_record_is_all_ignored",),
         quick=True,
     ),
     Mutant(
@@ -325,7 +325,7 @@ MUTANTS = [
     Mutant(
         43,
         "held out records trained on",
-        "data/split.py",
+        "data/units.py",
         "    return np.flatnonzero(~mask), np.flatnonzero(mask)\n",
         "    return np.arange(len(mask)), np.flatnonzero(mask)\n",
         (f"{SPLIT}test_disjoint_complete_and_of_the_right_share",),
@@ -334,7 +334,7 @@ MUTANTS = [
     Mutant(
         43,
         "held out by place",
-        "data/split.py",
+        "data/units.py",
         "[hashes < threshold for hashes in units.hashes()]",
         "[np.roll(hashes, len(hashes) // 2) < threshold for hashes in units.hashes()]",
         (f"{SPLIT}test_depends_on_the_id_alone",),
@@ -377,7 +377,7 @@ MUTANTS = [
     Mutant(
         43,
         "a unit drawn by each of its records",
-        "data/opening.py",
+        "data/dataset.py",
         "        train, heldout = split(units, heldout_fraction)\n",
         "        train, heldout = split(units, heldout_fraction)\n"
         "        train = np.repeat(train, [len(units.places(int(unit))) for unit in train])\n",
@@ -387,7 +387,7 @@ MUTANTS = [
     Mutant(
         43,
         "a held out units neighbour held out",
-        "data/split.py",
+        "data/units.py",
         "    return np.flatnonzero(~mask), np.flatnonzero(mask)\n",
         "    held = [u for u in np.flatnonzero(mask) if u > 0]\n"
         "    return np.flatnonzero(~mask), np.array(held, dtype=np.int64) - 1\n",
@@ -406,7 +406,7 @@ MUTANTS = [
     Mutant(
         43,
         "a record without a unit used",
-        "data/jsonl_records.py",
+        "data/records/jsonl.py",
         "            if name is None or (self",
         "            if name is not None and (self",
         (f"{LOADER}test_row43_a_record_that_names_no_unit_contributes_nothing",),
@@ -415,7 +415,7 @@ MUTANTS = [
     Mutant(
         43,
         "a line that has become another's used",
-        "data/jsonl_records.py",
+        "data/records/jsonl.py",
         "not self._is_of(index, name)",
         "not name",
         ("data/test_units.py::test_a_line_that_has_become_anothers_reads_as_nothing",),
@@ -423,15 +423,15 @@ MUTANTS = [
     Mutant(
         43,
         "a linked folder's files in the link's unit",
-        "data/files.py",
+        "data/records/files.py",
         "if own is not None and is_listed(own):",
         "if own is not None and not own:",
-        ("data/test_records.py::test_a_file_in_a_linked_folder_goes_by_its_own_name",),
+        ("data/records/test_records.py::test_a_file_in_a_linked_folder_goes_by_its_own_name",),
     ),
     Mutant(
         43,
         "held out by position with a public rate",
-        "data/opening.py",
+        "data/dataset.py",
         "        if number_is_secret and heldout_fraction > 0 and unit_field is None:\n",
         "        if False:\n",
         (f"{LOADER}test_row43_held_out_by_position_with_a_public_rate_is_refused",),
@@ -449,7 +449,7 @@ MUTANTS = [
     Mutant(
         43,
         "lines said to have names of their own",
-        "data/jsonl_records.py",
+        "data/records/jsonl.py",
         "    named_by_position=True,\n",
         "    named_by_position=False,\n",
         (f"{LOADER}test_row43_a_format_says_whether_one_record_more_renames_others[jsonl]",),
@@ -458,7 +458,7 @@ MUTANTS = [
     Mutant(
         60,
         "a file in no folder is trained on",
-        "data/text_records.py",
+        "data/records/text.py",
         "        return self._by_folder and _folder(self._files.name(index)) is None\n",
         "        return False\n",
         (f"{LOADER}test_row60_a_file_in_no_folder_reads_as_nothing",),
@@ -471,15 +471,6 @@ MUTANTS = [
         "        self.unnamed = len(index.members) - index.named\n",
         "        self.unnamed = 0\n",
         (f"{LOADER}test_row60_a_file_in_no_folder_reads_as_nothing",),
-        quick=True,
-    ),
-    Mutant(
-        60,
-        "token ids of files in no folder are used",
-        "data/opening.py",
-        "            read_as += (_LOOSE,)\n",
-        "            pass\n",
-        (f"{LOADER}test_row60_token_ids_kept_when_such_files_were_read_are_not_used",),
         quick=True,
     ),
 ]

@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant(
         57,
         "windows added instead of averaged",
-        "data/loading.py",
+        "data/batching.py",
         "        return loss_B if self.share_B is None else loss_B * self.share_B\n",
         "        return loss_B\n",
         (f"{MOVES}[ann-1000000.0]",),
@@ -43,7 +43,7 @@ MUTANTS = [
     Mutant(
         57,
         "a record may be taken twice",
-        "data/samples.py",
+        "data/samples/samples.py",
         "size=count, replace=False)",
         "size=count, replace=True)",
         (f"{DATA}test_records_are_taken_without_replacement",),
@@ -52,7 +52,7 @@ MUTANTS = [
     Mutant(
         5,
         "windows counted over the microbatch",
-        "data/loading.py",
+        "data/batching.py",
         "has_target_BK.sum(dim=1).clamp(min=1)",
         "has_target_BK.sum(dim=1).clamp(min=1).float().mean().expand(len(has_target_BK))",
         (f"{DATA}test_row05_a_units_share_is_of_its_own_windows",),

@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 import torch
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-from torchtitan_dp.data.tokenizer import Tokenizer
+from torchtitan_dp.data.samples.tokenizer import Tokenizer
 from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
 
 # To TorchTitan, wavelengths below original / high_freq_factor are not scaled: here, all of them.

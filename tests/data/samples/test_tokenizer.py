@@ -1,0 +1,164 @@
+"""Tokenizers: bytes, and a Hugging Face tokenizer.json built here."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
+
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
+
+VOCABULARY = {"<unk>": 0, "one": 1, "two": 2, "<s>": 3, "</s>": 4}
+
+
+def save_tokenizer(folder: Path, **files: Any) -> str:
+    """A word tokenizer that, left to itself, adds <s>, cuts to 3 tokens and pads to 3."""
+    backend = tokenizers.Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens(["added"])  # id 5
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 3)]
+    )
+    backend.enable_truncation(3)
+    backend.enable_padding(length=3, pad_id=0)
+    backend.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def test_bytes() -> None:
+    tokenizer = ByteTokenizer()
+    text = "a\0ünï ☃"
+    ids = tokenizer.encode(text)
+    assert ids.dtype == np.int64
+    assert ids.tolist() == list(text.encode())
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.get_vocab_size()) == (256, 257, 258)
+    assert tokenizer.decode([256, *ids, 257]) == text
+    assert tokenizer.decode(ids[:-1]) == "a\0ünï \ufffd"
+    assert len(tokenizer.encode("")) == 0
+
+
+@pytest.mark.parametrize("path", ["", "{tmp}"])
+def test_bytes_without_tokenizer_json(tmp_path: Path, path: str) -> None:
+    assert isinstance(load_tokenizer(path.format(tmp=tmp_path)), ByteTokenizer)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel({"a": 0}),
+        models.WordPiece({"a": 0}, unk_token="?"),
+        models.Unigram([("a", -1.0)], None, False),
+        models.BPE({"a": 0}, [], unk_token="?"),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_text_that_it_has_no_tokens_for_is_none(tmp_path: Path, model: Any) -> None:
+    """`tokenizers` raises: what a record holds would stop the run."""
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("b") is None
+    known = tokenizer.encode("a")
+    assert known is not None
+    assert set(known.tolist()) <= {0}
+
+
+def test_a_text_has_the_same_tokens_each_time(tmp_path: Path) -> None:
+    """BPE dropout draws merges anew, unlike on each rank of a context-parallel group."""
+    model = models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    for _ in range(20):
+        ids = tokenizer.encode("ab" * 10)
+        assert ids is not None
+        assert ids.tolist() == [2] * 10
+
+
+@pytest.mark.parametrize("name, is_stopped", [("PanicException", False), ("Interrupt", True)])
+def test_a_panic_inside_the_library_is_none(name: str, is_stopped: bool) -> None:
+    """It arrives as a BaseException that nobody can import; others are none of its business."""
+
+    class Backend:
+        def encode_batch_fast(self, texts: list[str], **options: Any) -> None:
+            raise type(name, (BaseException,), {})(texts[0])
+
+        model = None
+
+        def __getattr__(self, _: str) -> Any:
+            return lambda **options: {}
+
+    tokenizer = HFTokenizer(Backend(), None, None)  # type: ignore[arg-type]
+    if is_stopped:
+        with pytest.raises(BaseException, match="text"):
+            tokenizer.encode("text")
+    else:
+        assert tokenizer.encode("text") is None
+
+
+def test_hugging_face_adds_cuts_and_pads_nothing(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
+    ids = tokenizer.encode("one two one two what")
+    assert ids.dtype == np.int64
+    assert ids.tolist() == [1, 2, 1, 2, 0]
+    assert tokenizer.encode("one").tolist() == [1]
+    assert tokenizer.encode("").tolist() == []
+    assert tokenizer.decode([3, 1, 2, 4]) == "one two"
+    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, None)
+
+
+def test_vocabulary_size_counts_added_tokens_and_holes(tmp_path: Path) -> None:
+    assert load_tokenizer(save_tokenizer(tmp_path)).get_vocab_size() == 6
+    path = tmp_path / "tokenizer.json"
+    content = json.loads(path.read_text())
+    content["model"]["vocab"]["far"] = 99
+    path.write_text(json.dumps(content))
+    assert load_tokenizer(str(tmp_path)).get_vocab_size() == 100
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({"tokenizer_config": {"bos_token": "<s>", "eos_token": "</s>"}}, (3, 4)),
+        ({"tokenizer_config": {"bos_token": {"content": "<s>"}, "eos_token": None}}, (3, None)),
+        ({"special_tokens_map": {"eos_token": {"content": "</s>"}}}, (None, 4)),
+        (
+            {
+                "tokenizer_config": {"bos_token": "<s>"},
+                "special_tokens_map": {"bos_token": "one", "eos_token": "</s>"},
+            },
+            (3, 4),
+        ),
+    ],
+)
+def test_marks(tmp_path: Path, files: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, **files))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == expected
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("tokenizer.json", "{", r"its tokenizer\.json cannot be loaded"),
+        ("tokenizer_config.json", "{", r"its tokenizer_config\.json is not a JSON object"),
+        ("tokenizer_config.json", "[]", r"its tokenizer_config\.json is not a JSON object"),
+        ("tokenizer_config.json", '{"eos_token": "<end>"}', r"eos_token '<end>', which"),
+        ("special_tokens_map.json", '{"bos_token": 3}', r"bos_token 3, which"),
+    ],
+)
+def test_broken_files(tmp_path: Path, name: str, content: str, message: str) -> None:
+    path = save_tokenizer(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=r"^model\.hf_assets_path = .*" + message) as caught:
+        load_tokenizer(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", Path(save_tokenizer(tmp_path)) / "tokenizer.json"):
+        with pytest.raises(ValueError, match=r"model\.hf_assets_path = .* is not an existing"):
+            load_tokenizer(str(path))

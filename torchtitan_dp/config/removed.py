@@ -1,0 +1,28 @@
+"""Keys and values that earlier versions had: each is refused in one line that names the remedy."""
+
+KEYS = {
+    "data.token_cache": "removed, since token ids are cached in memory and never written to disk; "
+    "omit it",
+    "data.token_cache_gib": "removed, since token ids are cached in memory, in bounded room; "
+    "omit it",
+}
+VALUES = {
+    ("data.verify_records", "drawn"): "removed; omit it: all files are read and hashed once a "
+    "machine ('contents'), and again only where they have changed",
+}
+
+
+def refuse_removed(key: str, value: object, source: str = "") -> None:
+    """Refuse a key or a value that is no longer there.
+
+    Args:
+        source: the file that it is in, for the message.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    place = f" in {source}" if source else ""
+    if key in KEYS:
+        raise ValueError(f"{key}{place}: {KEYS[key]}")
+    if isinstance(value, str) and (key, value) in VALUES:
+        raise ValueError(f"{key} = {value!r}{place}: {VALUES[key, value]}")

@@ -1,0 +1,345 @@
+"""From a draw of units to the microbatches of one data-parallel rank.
+
+`feed` makes the same microbatches ahead of time, and once in a context-parallel group.
+
+Guarantee, with `data.length_buckets`:
+    A sample's padded length is a public function of its own number of tokens, whatever else is
+    drawn and on whatever mesh: nothing is rounded up to a neighbour's length. That number depends
+    on the unit alone (with `data.unit_sampling = "random"`: on which of its records is taken, so
+    on its own randomness too; of several windows, the longest counts). What it leaves out is
+    padding behind the last token, which a causal model's earlier positions never see and whose
+    labels are ignored, so the sample's gradient is that of the sample padded to T, up to
+    rounding. Epsilon does not change. What does depend on the lengths of the records drawn is how
+    long a step takes, how many microbatches it has and in which order they are summed (rounding):
+    timing is labelled not private.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from torchtitan_dp.data.console import Progress
+from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
+from torchtitan_dp.privacy.sampling import choices, deal
+
+EVER_SAME = bytes(32)  # as a key: the same records and windows each time, to compare losses
+Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+_UNKNOWN = -1
+
+
+class Window(NamedTuple):
+    """One window of each of B units."""
+
+    tokens_BT: torch.Tensor  # int64
+    labels_BT: torch.Tensor  # int64, shifted
+    share_B: torch.Tensor | None  # fp32: of the unit's mean, 1 / its windows; None: it has one
+
+    def of_mean(self, loss_B: torch.Tensor) -> torch.Tensor:
+        """Scale the losses of these windows, so that those of a unit's windows add up to their
+        mean.
+        """
+        return loss_B if self.share_B is None else loss_B * self.share_B
+
+
+class Microbatch(NamedTuple):
+    """The samples of B units; padding has `valid_B` False, labels that are all ignored, and a
+    position of -1.
+
+    A unit has one, or K windows (`data.windows_per_draw`), one after the other in the first
+    dimension, which then is B K long.
+    """
+
+    tokens_BT: torch.Tensor  # int64
+    labels_BT: torch.Tensor  # int64, shifted
+    valid_B: torch.Tensor  # bool
+    positions_B: torch.Tensor  # int64, always on the CPU: as in `Dealt.slots`, and as private
+
+    @property
+    def windows_per_unit(self) -> int:
+        """Return K."""
+        return len(self.tokens_BT) // max(len(self.valid_B), 1)
+
+    def windows(self) -> list[Window]:
+        """Part it into the units' first windows, their second ones, and so on.
+
+        A unit's mean is over those of its windows that have a target: how many these are is a
+        function of that unit's windows alone.
+        """
+        count = self.windows_per_unit
+        if count == 1:
+            return [Window(self.tokens_BT, self.labels_BT, None)]
+        has_target_BK = (self.labels_BT != IGNORE_INDEX).any(dim=1).view(-1, count)
+        share_B = 1.0 / has_target_BK.sum(dim=1).clamp(min=1)
+        return [
+            Window(self.tokens_BT[k::count], self.labels_BT[k::count], share_B)
+            for k in range(count)
+        ]
+
+    def to(self, device: torch.device) -> "Microbatch":
+        """Copy all but the positions to a device: pinned memory without a wait."""
+        tokens_BT, labels_BT, valid_B = (
+            tensor.to(device, non_blocking=True)
+            for tensor in (self.tokens_BT, self.labels_BT, self.valid_B)
+        )
+        return Microbatch(tokens_BT, labels_BT, valid_B, self.positions_B)
+
+    def split(self, batch_size: int | None) -> Iterator["Microbatch"]:
+        """Yield parts of at most `batch_size` units, or all at once if it is None."""
+        size = batch_size or len(self.valid_B)
+        sizes = [len(tensor) // len(self.valid_B) * size for tensor in self]
+        split = (tensor.split(rows) for tensor, rows in zip(self, sizes, strict=True))
+        for parts in zip(*split, strict=True):
+            yield Microbatch(*parts)
+
+
+class Dealt(NamedTuple):
+    """The units and the length of one microbatch of one data-parallel rank."""
+
+    length: int  # what its samples are padded to
+    # int64 (B K,), positions in the loader's `units`, each K times in a row; -1 is padding
+    slots: np.ndarray
+
+
+class RecordLoader:
+    """Loads samples of the training units, for one data-parallel rank.
+
+    Stateless: which units a step uses is drawn afresh from secrets, so a checkpoint holds nothing
+    of it.
+    """
+
+    def __init__(
+        self,
+        samples: SampleStore,
+        units: np.ndarray,
+        *,
+        ranks: int,
+        rank: int,
+        batch_size: int,
+        windows: int = 1,
+        fingerprint: str = "",
+        settings: Mapping[str, object] | None = None,
+        shuffle_seed: int = 0,
+    ) -> None:
+        """
+        Args:
+            units: those of `samples` that may be trained on; positions in this array are what
+                is drawn.
+            ranks, rank: data-parallel degree and this rank's place in it; the ranks of one
+                context-parallel group have the same.
+            batch_size: B, units in a microbatch.
+            windows: K, samples of each unit.
+            fingerprint: of the data and how it was split; private.
+            settings: that the fingerprint depends on, by their keys.
+            shuffle_seed: of the baseline without privacy.
+        """
+        self.samples, self.units, self.fingerprint = samples, units, fingerprint
+        self.ranks, self.rank, self.batch_size, self.windows = ranks, rank, batch_size, windows
+        self.settings = settings or {}
+        self.counts = TokenCounts(samples, batch_size)
+        self._shuffle_seed = shuffle_seed
+
+    def sources(self, draw: np.ndarray, key: bytes = EVER_SAME) -> np.ndarray:
+        """List the sources of each drawn unit's samples, int64 (n, at most K); -1: there are
+        fewer (`SampleStore.chosen`).
+        """
+        units = ((int(self.units[p]), self.rng(key, p)) for p in draw)
+        rows = [self.samples.chosen(*unit, self.windows) for unit in units]
+        found = np.full((len(rows), max(map(len, rows), default=1)), -1, dtype=np.int64)
+        for row, sources in zip(found, rows, strict=True):
+            row[: len(sources)] = sources
+        return found
+
+    def lengths(
+        self,
+        draw: np.ndarray,
+        ladder: tuple[int, ...],
+        device: torch.device,
+        key: bytes = EVER_SAME,
+    ) -> np.ndarray:
+        """Find what each drawn unit is padded to: a function of its own number of tokens, that of
+        the longest of its windows.
+
+        Args:
+            key: of this step, the one that `microbatches` takes.
+
+        Collective (of `TokenCounts`), unless `ladder` has one length.
+        """
+        if len(ladder) == 1:
+            return np.full(len(draw), ladder[0])
+        return self.padded(self.sources(draw, key), ladder, device)
+
+    def padded(
+        self,
+        sources: np.ndarray,
+        ladder: tuple[int, ...],
+        device: torch.device,
+        count: Callable[[int], int] | None = None,
+    ) -> np.ndarray:
+        """Find what units with these `sources` are padded to.
+
+        Args:
+            device, count: for `TokenCounts.of`, whose collectives it has.
+        """
+        is_one, counts = sources >= 0, np.zeros_like(sources)
+        counts[is_one] = self.counts.of(sources[is_one], device, count)
+        return padded_lengths(counts.max(axis=1, initial=0), ladder)
+
+    def rng(self, key: bytes, position: int) -> np.random.Generator | None:
+        """Start a drawn unit's generator; None if nothing of it is random, and for padding."""
+        is_needed = self.samples.is_random and position >= 0
+        return choices(key, int(position)) if is_needed else None
+
+    def deal(
+        self, draw: np.ndarray, lengths: np.ndarray | None = None, rank: int | None = None
+    ) -> list[Dealt]:
+        """Deal out a draw over ranks and microbatches.
+
+        Args:
+            draw: global positions in `units`, the same on every rank.
+            lengths: to which each is padded, the same on every rank; `seq_len` if None.
+            rank: the data-parallel rank that is dealt to; this one, if None.
+
+        Every rank is dealt the same number of microbatches of the same lengths in the same order,
+        whatever was drawn; the rest is padding. Each length is dealt out by itself, the longest
+        first, so that ranks in lockstep compute equally much and no sample is padded for another's
+        sake. It costs at most one microbatch a length more, whose lengths together are below 2T.
+        """
+        if lengths is None:
+            lengths = np.full(len(draw), self.samples.seq_len)
+        rank = self.rank if rank is None else rank
+        return [
+            Dealt(int(length), np.repeat(slots, self.windows))
+            for length in np.unique(lengths)[::-1]
+            for slots in deal(
+                draw[lengths == length], ranks=self.ranks, rank=rank, batch_size=self.batch_size
+            )
+        ]
+
+    def microbatches(
+        self, draw: np.ndarray, lengths: np.ndarray | None = None, key: bytes = EVER_SAME
+    ) -> Iterator[Microbatch]:
+        """Yield this rank's share of a draw, each microbatch made when it is asked for.
+
+        Args:
+            draw: global positions in `units`, the same on every rank.
+            lengths: what each is padded to, the same on every rank; `seq_len` if None.
+            key: of this step, the same on every rank, for the choice of records and windows.
+        """
+        for length, slots in self.deal(draw, lengths):
+            valid = slots >= 0
+            rngs = [self.rng(key, slot) for slot in slots]
+            units = np.where(valid, self.units[slots], -1)
+            both = self.samples.batch(units, length, rngs, windows=self.windows)
+            positions_B = torch.from_numpy(slots[:: self.windows].copy())
+            yield Microbatch(*both, positions_B >= 0, positions_B)
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Yield shuffled fixed-size batches without end, for the baseline WITHOUT privacy only.
+
+        Samples are `seq_len` long, with any `data.length_buckets`.
+        """
+        rng = np.random.default_rng(self._shuffle_seed)
+        stride = self.ranks * self.batch_size
+        mine = slice(self.rank * self.batch_size, (self.rank + 1) * self.batch_size)
+        while True:
+            order, key = rng.permutation(len(self.units)), rng.bytes(32)
+            order = np.resize(order, max(len(order), stride))
+            for start in range(0, len(order) - stride + 1, stride):
+                slots = order[start : start + stride][mine]
+                rngs = [self.rng(key, slot) for slot in slots]
+                tokens_BT, labels_BT = self.samples.batch(self.units[slots], rngs=rngs)
+                yield {"input": tokens_BT}, labels_BT
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        assert not state_dict, "a loader keeps no state"
+
+
+class TokenCounts:
+    """Counts the tokens of samples when they are first drawn, alike on all ranks.
+
+    PRIVATE, like the records: in memory only, never logged, saved or put in a checkpoint.
+    """
+
+    def __init__(self, samples: SampleStore, at_once: int) -> None:
+        """
+        Args:
+            at_once: how many samples a rank counts, at most, while the others may wait for it.
+        """
+        self._samples, self._at_once = samples, at_once
+        self._counts: np.ndarray | None = None  # 4 bytes a source, once somebody asks
+
+    def share(self, sources: np.ndarray) -> np.ndarray:
+        """List those of `sources` that this rank counts when `of` is asked for them next."""
+        ranks, rank = _world()
+        return self._unknown(sources)[rank::ranks]
+
+    def of(
+        self,
+        sources: np.ndarray,
+        device: torch.device,
+        count: Callable[[int], int] | None = None,
+    ) -> np.ndarray:
+        """Count the tokens of `sources`, int64 and alike on every rank: what samples are made of.
+
+        Every rank counts its share of those not known yet, and all take the sum: if one could not
+        read a record that others can, they still agree on how to deal out the draw, so that no
+        record is processed twice. In rounds, so that nobody waits for more than `at_once` samples
+        of another, each of which takes a bounded time (`excerpts.most_bytes`).
+
+        Collective: for every `at_once` samples a rank that are not known yet, an all-reduce of 4
+        bytes each over the world, if there is a process group. A line of rank 0 on stderr
+        reports progress, every 5 seconds after the first 5.
+
+        Args:
+            device: what the process group sends from.
+            count: what counts the tokens of a source; `SampleStore.tokens`, if None.
+        """
+        count = count or self._samples.tokens
+        unknown, counts = self._unknown(sources), self._known()
+        if len(unknown):
+            ranks, rank = _world()
+            progress = Progress("tokenizing what was drawn", len(unknown), "samples")
+            for start in range(0, len(unknown), ranks * self._at_once):
+                asked = unknown[start : start + ranks * self._at_once]
+                found = np.zeros(len(asked), dtype=np.int32)
+                for place in range(rank, len(asked), ranks):
+                    found[place] = count(int(asked[place]))
+                if ranks > 1:
+                    summed = torch.from_numpy(found).to(device)
+                    dist.all_reduce(summed)
+                    found = summed.cpu().numpy()
+                counts[asked] = found
+                if rank == 0:
+                    progress.add(len(asked))
+            progress.end()
+        return counts[sources].astype(np.int64)
+
+    def _known(self) -> np.ndarray:
+        if self._counts is None:
+            self._counts = np.full(self._samples.sources, _UNKNOWN, dtype=np.int32)
+        return self._counts
+
+    def _unknown(self, sources: np.ndarray) -> np.ndarray:
+        return sources[self._known()[sources] == _UNKNOWN]
+
+
+def _world() -> tuple[int, int]:
+    """Return how many ranks there are, and which one this is."""
+    if dist.is_initialized():
+        return dist.get_world_size(), dist.get_rank()
+    return 1, 0
+
+
+def padded_lengths(counts: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
+    """Find the shortest length that holds each number of tokens, at most the last of `lengths`.
+
+    >>> padded_lengths(np.array([0, 4, 5, 100]), (4, 8, 100))
+    array([  4,   4,   8, 100])
+    """
+    return np.array(lengths)[np.searchsorted(lengths, counts)]

@@ -1,0 +1,139 @@
+"""The data of a run: records, their units, and which of these are trained on."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from torchtitan_dp.data.readable import (
+    refuse_unnamed,
+    refuse_unreadable,
+    wanted_fields,
+    warnings,
+)
+from torchtitan_dp.data.records.census import Census, Wanted, take_census
+from torchtitan_dp.data.records.formats import format_named, open_store
+from torchtitan_dp.data.records.index import writable_folder
+from torchtitan_dp.data.records.record_format import Format
+from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.units import Units, open_units, split, word
+
+
+@dataclass(frozen=True)
+class Records:
+    """The data of a run: records, their units, and which of these are trained on or held out."""
+
+    store: RecordStore
+    units: Units
+    train: np.ndarray
+    heldout: np.ndarray
+    fingerprint: str  # private
+    settings: Mapping[str, object]  # that the fingerprint depends on, by their keys
+    warnings: tuple[str, ...]  # of records that read as nothing; private
+
+    @classmethod
+    def open(
+        cls,
+        format: str,
+        path: str,
+        *,
+        text_field: str = "text",
+        prompt_field: str | None = None,
+        messages_field: str | None = None,
+        unit_field: str | None = None,
+        heldout_fraction: float = 0.0,
+        needs_heldout: bool = False,
+        number_is_secret: bool = False,
+    ) -> "Records":
+        """Open records, group them by unit, and hold some units out.
+
+        Args:
+            format, path: `training.dataset` and `training.dataset_path`.
+            text_field, unit_field: the fields of the text and of the unit (`formats.open_store`).
+            prompt_field, messages_field: the field beside the text, or in its place, that
+                `conversations` reads; in a format whose records have fields.
+            heldout_fraction: the share of units to hold out, by a hash of their ids.
+            needs_heldout: whether it is a mistake if nothing is held out.
+            number_is_secret: whether data sets that differ by one unit more or less are
+                neighbours, as with a public `privacy.sample_rate`.
+
+        Raises:
+            ValueError: one line, also if there is nothing to train on.
+        """
+        if not path:
+            raise ValueError(
+                "training.dataset_path is not set: give a file, a directory or a glob "
+                "('python-stdlib' to try)"
+            )
+        if number_is_secret and heldout_fraction > 0 and unit_field is None:
+            _refuse_names_by_position(format, heldout_fraction)
+        beside = {"prompt_field": prompt_field, "messages_field": messages_field}
+        fields = {key: field for key, field in beside.items() if field is not None}
+        facts = format_named(format)
+        for key, field in fields.items():
+            if not facts.has_fields:
+                raise ValueError(
+                    f"data.{key} = {field!r}: {format} files have no fields; use "
+                    "training.dataset = 'jsonl', or remove it"
+                )
+        store = open_store(format, path, text_field=text_field, unit_field=unit_field)
+        wanted = wanted_fields(text_field, prompt_field, messages_field)
+        units, census = _group(store, facts, unit_field, wanted)
+        refuse_unnamed(store, units, unit_field, wanted, census)
+        if census is not None:
+            refuse_unreadable(store, wanted, census)
+        train, heldout = split(units, heldout_fraction)
+        if len(train) == 0:
+            raise ValueError(
+                f"data.heldout_fraction = {heldout_fraction}: holds out all "
+                f"{len(units)} {word(unit_field)}s; lower it"
+            )
+        if needs_heldout and len(heldout) == 0:
+            raise ValueError(
+                f"data.heldout_fraction = {heldout_fraction}: holds out none of "
+                f"{len(units)} {word(unit_field)}s, but validation.enable = true; raise it"
+            )
+        read_by = (text_field, *(f"{key} {field}" for key, field in fields.items()))
+        terms: tuple[object, ...] = (store.fingerprint, heldout_fraction, *read_by)
+        if unit_field is not None:
+            terms += (unit_field, units.fingerprint)
+        fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
+        settings: dict[str, object] = {
+            "data.unit_field": unit_field,
+            "data.heldout_fraction": heldout_fraction,
+            "data.text_field": text_field,
+            "data.prompt_field": prompt_field,
+            "data.messages_field": messages_field,
+            "data.verify_records": "contents",
+        }
+        found = warnings(store, facts, units, unit_field, wanted, census, len(train))
+        return cls(store, units, train, heldout, fingerprint, settings, found)
+
+
+def _group(
+    store: RecordStore, facts: Format, unit_field: str | None, wanted: tuple[Wanted, ...]
+) -> tuple[Units, Census | None]:
+    """Group records by unit, and count what they have in the fields that are wanted."""
+    if not facts.has_fields:
+        return open_units(store, unit_field), None
+    folder, begun = writable_folder(None), Census()
+    units = open_units(store, unit_field, count=begun.counter(wanted, unit_field))
+    try:
+        return units, take_census(store, wanted, unit_field, folder, begun)
+    except OSError as error:
+        raise ValueError(
+            f"training.dataset_path: its lines cannot be counted ({error}): check the records' "
+            f"permissions and the space left in {folder!r}"
+        ) from error
+
+
+def _refuse_names_by_position(format: str, heldout_fraction: float) -> None:
+    """Refuse a format in which one record more would change which others are held out."""
+    facts = format_named(format)
+    if facts.named_by_position:
+        raise ValueError(
+            f"data.heldout_fraction = {heldout_fraction}: with a public privacy.sample_rate, one "
+            f"{format} {facts.row} more would change which {facts.row}s are held out; keep "
+            "held-out records in another file and set it to 0, or remove privacy.sample_rate"
+        )

@@ -1,0 +1,284 @@
+"""A tokenizer's own chat template: from messages to text, and which of it the assistant wrote.
+
+The template is Jinja. It comes with the tokenizer, is public like it, and is rendered in jinja2's
+sandbox with the names that Hugging Face's `apply_chat_template` gives it, but for the clock: text
+that changes with the day would not be a function of the record. No code but the template is run.
+
+Which text is the assistant's:
+
+- A template with `{% generation %}` blocks marks it: the text within them.
+- Any other is rendered turn by turn. What it writes for the messages before an answer, with the
+  opening of the answer (`add_generation_prompt`), is not the assistant's; what it adds for the
+  answer is, end mark included. So a model that is asked in the same way finds the text before its
+  answer as it was in training. It only works where each text begins with the one before: a template
+  that writes earlier turns otherwise later on is refused, and so is a conversation.
+"""
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jinja2
+from jinja2 import nodes
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from torchtitan_dp.data.records.record_store import text_of
+
+ASSISTANT = "assistant"
+# Unicode's noncharacters, which no text should have: one that has is refused.
+_OPEN, _CLOSE = "\ufdd0", "\ufdd1"
+_EITHER = re.compile(f"([{_OPEN}{_CLOSE}])")
+MOST_MESSAGES = 256
+"""Of a longer conversation these are looked at: the time to render it must be bounded."""
+MESSAGE_COST = 1000  # characters: about as many are copied while a template looks at a message
+_PROBE = (("user", "What?"), (ASSISTANT, "That."), ("user", "Why?"), (ASSISTANT, "Because."))
+
+
+class Message(NamedTuple):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+class Piece(NamedTuple):
+    """A part of a text, and whether its tokens are targets."""
+
+    text: str
+    is_target: bool
+
+
+class Written(NamedTuple):
+    """A conversation as text, and the cost of writing it."""
+
+    pieces: list[Piece] | None
+    """None where the template refuses the conversation, where its turns cannot be told apart, and
+    for what no text should hold."""
+
+    cost: int
+    """Characters that were rendered, over all renderings, refused ones too; a message stands for
+    `MESSAGE_COST`."""
+
+
+class ChatTemplate:
+    """Writes conversations as a model was, or will be, taught to read them. Any thread may ask.
+
+    `trial` is its text of a conversation that is no record.
+    """
+
+    def __init__(self, source: str, marks: Mapping[str, str]) -> None:
+        """
+        Args:
+            source: Jinja.
+            marks: what templates call special tokens (`bos_token`, …), and their texts.
+
+        Raises:
+            ValueError: the mistake, for the end of a message that names the file.
+        """
+        environment = ImmutableSandboxedEnvironment(
+            trim_blocks=True,
+            lstrip_blocks=True,
+            extensions=[_Generation, "jinja2.ext.loopcontrols"],
+        )
+        environment.filters["tojson"] = _to_json
+        environment.globals["raise_exception"] = _raise
+        try:
+            self._is_marked = environment.parse(source).find(nodes.ExtensionAttribute) is not None
+            self._template = environment.from_string(source)
+        except jinja2.TemplateError as error:
+            raise ValueError(f"is not valid Jinja ({error})") from None
+        self._marks = dict(marks)
+        self.trial = self._try_out()
+
+    def write(self, messages: Sequence[Message], most: int) -> Written:
+        """Write a conversation, in parts that are the assistant's or not.
+
+        Args:
+            messages: the last of them is the assistant's.
+            most: what rendering may cost (`Written.cost`). A template without marks is rendered
+                for each turn anew, until that is spent: later turns are left out.
+
+        It never raises for what messages hold.
+        """
+        rendering = _Rendering(self._template, self._marks)
+        if any(_EITHER.search(message.role + message.content) for message in messages):
+            return Written(None, rendering.cost)
+        try:
+            pieces = self._pieces(messages, most, rendering)
+        except Exception:  # of any kind: a template may do anything with a record's text
+            pieces = None
+        return Written(pieces, rendering.cost)
+
+    def _pieces(
+        self, messages: Sequence[Message], most: int, rendering: "_Rendering"
+    ) -> list[Piece] | None:
+        if self._is_marked:
+            return _by_marks(rendering, messages)
+        return _by_turns(rendering, messages, most)
+
+    def _try_out(self) -> list[Piece]:
+        """Write a conversation that is no record, and look at what became of its turns.
+
+        Raises:
+            ValueError: the mistake, for the end of a message that names the file.
+        """
+        probe = [Message(*turn) for turn in _PROBE]
+        try:
+            pieces = self._pieces(probe, 2**30, _Rendering(self._template, self._marks))
+        except Exception as error:
+            raise ValueError(f"cannot be rendered ({type(error).__name__}: {error})") from None
+        if pieces is None:
+            raise ValueError(
+                "writes earlier turns otherwise once there are later ones, so that the "
+                "assistant's cannot be told: mark them with {% generation %}"
+            )
+        answers = "".join(piece.text for piece in pieces if piece.is_target)
+        others = "".join(piece.text for piece in pieces if not piece.is_target)
+        for role, content in _PROBE:
+            here, there = (answers, others) if role == ASSISTANT else (others, answers)
+            if content not in here or content in there:
+                raise ValueError(
+                    f"does not keep the assistant's turns apart ({content!r} of the {role} in a "
+                    "trial): mark them with {% generation %}"
+                )
+        return pieces
+
+
+class _Rendering:
+    """Renders one conversation, whole or in part, and counts what that costs as it goes."""
+
+    def __init__(self, template: jinja2.Template, marks: Mapping[str, str]) -> None:
+        self._template, self._marks = template, marks
+        self.cost = 0
+
+    def render(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
+        # Before it is rendered: a template that refuses has worked as well.
+        given = sum(len(message.content) for message in messages)
+        self.cost += given + MESSAGE_COST * len(messages)
+        text = self._template.render(
+            **self._marks,
+            messages=[message._asdict() for message in messages],
+            add_generation_prompt=opens_answer,
+            tools=None,
+            documents=None,
+        )
+        self.cost += max(len(text) - given, 0)
+        return text
+
+
+def _by_marks(rendering: _Rendering, messages: Sequence[Message]) -> list[Piece] | None:
+    pieces, inside = [], False
+    for part in _EITHER.split(rendering.render(messages)):
+        if part in (_OPEN, _CLOSE):
+            if (part == _OPEN) == inside:
+                return None
+            inside = part == _OPEN
+        elif part:
+            pieces.append(Piece(part, inside))
+    return None if inside else pieces
+
+
+def _by_turns(rendering: _Rendering, messages: Sequence[Message], most: int) -> list[Piece] | None:
+    pieces: list[Piece] = []
+    done = ""
+    for end, message in enumerate(messages, start=1):
+        if message.role != ASSISTANT:
+            continue
+        before = rendering.render(messages[: end - 1], opens_answer=True)
+        after = rendering.render(messages[:end])
+        if not (before.startswith(done) and after.startswith(before)):
+            return None
+        pieces.append(Piece(before[len(done) :], False))
+        # An empty answer would teach to say nothing.
+        pieces.append(Piece(after[len(before) :], message.content.strip() != ""))
+        done = after
+        if rendering.cost >= most:
+            break
+    return pieces
+
+
+def messages_of(value: object) -> list[Message] | None:
+    """Return the first messages, or None if one of them is none."""
+    if not isinstance(value, list):
+        return None
+    found = []
+    for one in value[:MOST_MESSAGES]:
+        if not isinstance(one, dict):
+            return None
+        role, content = text_of(one.get("role")), text_of(one.get("content"))
+        if role is None or content is None:
+            return None
+        found.append(Message(role, content))
+    return found
+
+
+def load_chat_template(assets_path: str) -> ChatTemplate | None:
+    """Load the chat template of the folder `model.hf_assets_path`; None if it has none.
+
+    It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`: one template, or
+    several with names, of which "default" is taken.
+
+    Raises:
+        ValueError: one line for the user, for a template that cannot be used.
+    """
+    path = os.path.join(assets_path, "tokenizer_config.json")
+    settings: Any = {}
+    if os.path.isfile(path):
+        settings = json.loads(_read(path, assets_path))
+    name, template = "tokenizer_config.json", settings.get("chat_template")
+    if isinstance(template, list):
+        named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
+        template = named.get("default")
+    own = os.path.join(assets_path, "chat_template.jinja")
+    if os.path.isfile(own):
+        name, template = "chat_template.jinja", _read(own, assets_path)
+    if not isinstance(template, str):
+        return None
+    marks = {key: value for key, value in settings.items() if key.endswith("_token")}
+    # In the older form a mark is {"content": "<s>", "lstrip": false, ...}.
+    marks = {k: v.get("content") if isinstance(v, dict) else v for k, v in marks.items()}
+    try:
+        return ChatTemplate(template, {k: v for k, v in marks.items() if isinstance(v, str)})
+    except ValueError as error:
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: the chat template in its {name} {error}"
+        ) from None
+
+
+def _read(path: str, assets_path: str) -> str:
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, ValueError) as error:
+        name = os.path.basename(path)
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: its {name} cannot be read ({error}): "
+            "download it again"
+        ) from None
+
+
+class _Generation(Extension):
+    """Marks what lies in `{% generation %}` … `{% endgeneration %}`."""
+
+    tags = {"generation"}  # noqa: RUF012  as jinja2 has it
+
+    def parse(self, parser: Parser) -> nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return nodes.CallBlock(self.call_method("_mark"), [], [], body).set_lineno(line)
+
+    def _mark(self, caller: Callable[[], str]) -> str:
+        return f"{_OPEN}{caller()}{_CLOSE}"
+
+
+def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
+    """Write JSON as it is, where jinja2's own filter would write it for HTML."""
+    return json.dumps(value, ensure_ascii=False, indent=indent)
+
+
+def _raise(message: str) -> None:
+    raise jinja2.TemplateError(message)

@@ -1,0 +1,233 @@
+"""From one privacy unit to one sample: cut or padded, never packed with others, never split.
+
+Labels are shifted here, before any sharding over context-parallel ranks, so that no rank needs
+its neighbour's first token (hazard rows 6 and 7).
+
+Guarantee:
+    A draw of a unit gives one sample (or several, `windows`, of a number that is public), each a
+    function of that unit's records and of randomness that is independent of all records, whatever
+    the unit's number of records and their lengths.
+"""
+
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+
+from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.samples.conversations import Answers, Reading
+from torchtitan_dp.data.samples.excerpts import WINDOW_LOOKS, Excerpt, Excerpts, most_bytes
+from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.tokenizer import Tokenizer
+from torchtitan_dp.data.units import RecordUnits, Units
+
+IGNORE_INDEX = -100  # the default of F.cross_entropy
+_NOTHING = Excerpt(np.empty(0, dtype=np.int64), 0)
+
+
+class SampleStore:
+    """Makes samples of `seq_len` tokens from the units of a record store.
+
+    `undecodable` counts the undecodable records met in samples that were handed out, repeats
+    included. It is computed from private records: for the log, labelled not private.
+    """
+
+    def __init__(
+        self,
+        records: RecordStore,
+        tokenizer: Tokenizer,
+        seq_len: int,
+        units: Units | None = None,
+        *,
+        unit_sampling: Literal["concat", "random"] = "concat",
+        long_records: Literal["head", "window"] = "head",
+        reading: Reading | None = None,
+        cache: TokenCache | None = None,
+    ) -> None:
+        """
+        Args:
+            units: by default each record is one.
+            unit_sampling: whether a sample is made of all of a unit's records, one after the other,
+                or of one of them, each equally likely.
+            long_records: of a longer text, the beginning or a random window.
+            reading: how records with answers are read, which alone are targets then; needs "head".
+            cache: an empty one of this store's own; nothing is cached without.
+        """
+        assert reading is None or long_records == "head"
+        self.records, self.tokenizer, self.seq_len = records, tokenizer, seq_len
+        self.units = RecordUnits(records) if units is None else units
+        self.pad_id = tokenizer.eos_id or 0
+        self.is_random = unit_sampling == "random" or long_records == "window"
+        self._one_record, self._window = unit_sampling == "random", long_records == "window"
+        self._excerpts, self._cache = Excerpts(records, tokenizer, seq_len + 1), cache
+        self.reading, self._answers = reading, None
+        if reading is not None:
+            self._answers = Answers(records, tokenizer, seq_len + 1, reading)
+        self.undecodable = 0
+
+    @property
+    def most_bytes(self) -> int:
+        """Bound the text that making one sample hands to the tokenizer: a function of `seq_len` and
+        of how samples are made, not of the records.
+        """
+        looks = WINDOW_LOOKS if self._window else 1
+        return looks * most_bytes(self.seq_len + 1)
+
+    @property
+    def sources(self) -> int:
+        """Count the different `source`s."""
+        return len(self.records) if self._one_record else len(self.units)
+
+    def source(self, unit: int, rng: np.random.Generator | None = None) -> int:
+        """Return the source of a sample of the unit, where one is taken."""
+        return int(self.chosen(unit, rng, 1)[0])
+
+    def chosen(self, unit: int, rng: np.random.Generator | None, windows: int) -> np.ndarray:
+        """Choose the sources of samples of the unit: all of the unit, or single records.
+
+        Args:
+            rng: of this unit and this draw, like new; needed if `is_random`.
+            windows: how many samples are wanted.
+
+        Returns:
+            int64: one number, or, where a sample is one record, those of `windows` different
+            records, or of all where the unit has not more.
+        """
+        if not self._one_record:
+            return np.array([unit])
+        assert rng is not None
+        places = self.units.places(unit)
+        if windows == 1:
+            return np.array([places[int(rng.integers(len(places)))]])
+        count = min(windows, len(places))
+        return places.start + rng.choice(len(places), size=count, replace=False)
+
+    def tokens(self, source: int) -> int:
+        """Count the tokens, padding left out, of a sample made of `source`. Whatever the window, it
+        is the number of the source's tokens up to seq_len; 0 if it has no text tokens. Any thread
+        may ask.
+        """
+        return max(len(self._head(source).ids) - 1, 0)
+
+    def excerpt(
+        self,
+        unit: int,
+        rng: np.random.Generator | None = None,
+        window: int = 0,
+        windows: int = 1,
+    ) -> Excerpt:
+        """Take the ids of one sample, int64, at most seq_len + 1 with marks. Any thread may ask.
+
+        Args:
+            unit: -1 is padding, which has none.
+            rng: of this unit and this draw, like new; needed if `is_random`.
+            window: which of the unit's `windows` samples, from 0. Those of one long text begin each
+                in another of as many equal parts of it; a text that is no longer than one sample,
+                and a unit with fewer records, has fewer, and no ids for the last ones.
+
+        Raises `IndexError` for a unit below -1 or beyond the store.
+        """
+        if unit == -1:
+            return _NOTHING
+        sources = self.chosen(unit, rng, windows)
+        if self._one_record and window >= len(sources):
+            return _NOTHING
+        head = self._head(source := int(sources[window if self._one_record else 0]))
+        if not self._window or len(head.ids) <= self.seq_len:
+            return head if self._one_record or window == 0 else _NOTHING
+        assert rng is not None
+        place = float(rng.random(windows)[window])
+        if not self._one_record:
+            place = (window + place) / windows
+        return head._replace(ids=self._excerpts.window(self._members(source), place, head.ids))
+
+    def lay_out(self, excerpt: Excerpt, tokens_T: np.ndarray, labels_T: np.ndarray) -> None:
+        """Fill in a sample of these ids: tokens, and labels that are the tokens after them, where
+        these are targets.
+        """
+        ids = excerpt.ids[: len(tokens_T) + 1]
+        count = max(len(ids) - 1, 0)
+        tokens_T[:count], tokens_T[count:] = ids[:-1], self.pad_id
+        labels_T[:count], labels_T[count:] = ids[1:], IGNORE_INDEX
+        if excerpt.targets is not None:
+            labels_T[:count][~excerpt.targets[1 : count + 1]] = IGNORE_INDEX
+
+    def hand_out(self, units: np.ndarray) -> None:
+        """Take note that these units' samples, or padding (-1), go into the next microbatch."""
+
+    def sample(
+        self,
+        unit: int,
+        length: int | None = None,
+        rng: np.random.Generator | None = None,
+        window: int = 0,
+        windows: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make `(tokens_T, labels_T)` of one unit: int64 (seq_len,), or the first `length`.
+
+        With ids = [bos] + text + [eos] (marks that exist; of each record, if there are several),
+        cut to seq_len + 1: tokens are all but the last id, labels all but the first; tokens are
+        padded with eos (or 0), labels with `IGNORE_INDEX`. A unit without text tokens (empty,
+        undecodable, or unit -1, which is the padding of a draw) has labels that are all ignored:
+        it contributes exactly 0. With a `reading`, ids and targets are those of
+        `conversations`, and labels that are no targets are ignored; a unit without an answer
+        contributes exactly 0.
+
+        Only about as much of a huge unit is read and tokenized as `seq_len` tokens need. Within
+        that part the ids are those of the whole text, except that a tokenizer whose merges reach
+        more than 64 tokens ahead may choose others: still a fixed function of the unit.
+
+        Args:
+            rng: of this unit and this draw, like new; needed if `is_random`.
+            window, windows: which of the unit's samples, of how many (`excerpt`).
+
+        Raises `IndexError` for a unit below -1 or beyond the store.
+        """
+        both = np.empty((2, self.seq_len if length is None else length), dtype=np.int64)
+        excerpt = self.excerpt(unit, rng, window, windows)
+        self.undecodable += excerpt.undecodable
+        self.lay_out(excerpt, both[0], both[1])
+        tokens_T, labels_T = torch.from_numpy(both)
+        return tokens_T, labels_T
+
+    def batch(
+        self,
+        units: Sequence[int] | np.ndarray,
+        length: int | None = None,
+        rngs: Sequence[np.random.Generator | None] | None = None,
+        windows: int = 1,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make `(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`), of `sample`s.
+
+        Args:
+            windows: how many samples of each unit: `units` lists each as often, in a row.
+        """
+        shape = len(units), self.seq_len if length is None else length
+        tokens_BT = torch.empty(shape, dtype=torch.int64)
+        labels_BT = torch.empty_like(tokens_BT)
+        self.hand_out(np.asarray(units)[::windows])
+        for row, unit in enumerate(units):
+            rng = None if rngs is None else rngs[row]
+            which = row % windows, windows
+            tokens_BT[row], labels_BT[row] = self.sample(int(unit), length, rng, *which)
+        return tokens_BT, labels_BT
+
+    def _members(self, source: int) -> np.ndarray:
+        if self._one_record:
+            return np.array([self.units.record(source)])
+        return self.units.records(source)
+
+    def _head(self, source: int) -> Excerpt:
+        if self._cache is not None and (kept := self._cache.get(source)) is not None:
+            return kept
+        members = self._members(source)
+        head = (self._answers or self._excerpts).head(members)
+        # A file that could not be read just now is taken for undecodable: it may be read again. And
+        # one that was exchanged since it was listed may be another unit's: kept, it would be taken
+        # for this one's long after the files were put back.
+        if self._cache is None or head.undecodable:
+            return head
+        if self.records.are_as_listed(members[: self.seq_len + 1]):
+            self._cache.put(source, head)
+        return head

@@ -1,0 +1,205 @@
+"""Text to token ids: a Hugging Face tokenizer.json, or plain bytes.
+
+The tokenizer is an input and is never learned from the private records (hazard row 34).
+"""
+
+import json
+import os
+import re
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import tokenizers
+
+
+class Tokenizer(Protocol):
+    """The interface of a tokenizer."""
+
+    bos_id: int | None
+    eos_id: int | None
+    bytes_per_token: int
+    """How many bytes of text to read for a token, a first guess; exact if 1."""
+
+    def encode(self, text: str) -> np.ndarray | None:
+        """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
+
+        `None` for a text that it has no tokens for. Never raises for what a text holds.
+        """
+        ...
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Turn ids into text, special tokens left out."""
+        ...
+
+    def get_vocab_size(self) -> int:
+        """Return the largest id plus one, added tokens included."""
+        ...
+
+
+class ByteTokenizer:
+    """Makes ids 0..255 of the bytes of UTF-8: public, learned from nothing."""
+
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+    bytes_per_token = 1
+
+    def encode(self, text: str) -> np.ndarray:
+        """Return the bytes, int64 (bytes,)."""
+        return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Turn ids into text, with marks left out and broken UTF-8 replaced by U+FFFD."""
+        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
+
+    def get_vocab_size(self) -> int:
+        """Return 258."""
+        return 258
+
+
+def byte_tokenizer_files() -> dict[str, str]:
+    """Write `ByteTokenizer` as the files that `transformers` reads it from: name -> text.
+
+    The ids are the same, and a beginning mark comes first, as in training. A text that spells out
+    one of the two marks is read as that mark.
+    """
+    bos, eos = "<|begin_of_text|>", "<|end_of_text|>"
+    # The characters that tokenizers' ByteLevel writes bytes as: GPT-2's table.
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    characters = {chr(byte): byte for byte in printable}
+    characters |= {chr(256 + i): byte for i, byte in enumerate(others)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(characters, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.add_special_tokens([bos, eos])
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{bos} $A", special_tokens=[(bos, 256), (eos, 257)]
+    )
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": bos,
+        "eos_token": eos,
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        "tokenizer.json": backend.to_str(pretty=True) + "\n",
+        "tokenizer_config.json": json.dumps(settings, indent=2) + "\n",
+    }
+
+
+class HFTokenizer:
+    """Wraps a tokenizer.json without its truncation, padding, dropout and special-token
+    templates.
+    """
+
+    bytes_per_token = 8
+
+    def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None):
+        backend.no_truncation()  # both would otherwise hide the true length of a record
+        backend.no_padding()
+        if getattr(backend.model, "dropout", None):  # BPE's: other tokens each time, on each rank
+            backend.model.dropout = None
+        self._backend = backend
+        self.bos_id, self.eos_id = bos_id, eos_id
+        self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str) -> np.ndarray | None:
+        """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
+
+        `None` for a text with something that the vocabulary lacks, if it has no token for that.
+        """
+        try:
+            # `encode` keeps other threads waiting (the GIL) for as long as it takes.
+            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
+            ids = encoded.ids
+        except BaseException as error:
+            # The library raises plain Exception; a panic inside of it is a BaseException that
+            # cannot be imported. What a record holds must not stop the run.
+            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
+                return None
+            raise
+        return np.array(ids, dtype=np.int64)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Turn ids into text, special tokens left out."""
+        return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def get_vocab_size(self) -> int:
+        """Return the largest id plus one, added tokens included (holes are possible)."""
+        return self._vocab_size
+
+
+def from_hub(path: str) -> str | None:
+    """Describe how to download a model, if a path is spelled like one of the Hugging Face hub's.
+
+    >>> from_hub("meta-llama/Llama-3.2-1B")[:56]
+    'if it is a model of the Hugging Face hub, run hf downloa'
+    """
+    if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
+        return None
+    folder = f"models/{path.partition('/')[2]}"
+    return (
+        f"if it is a model of the Hugging Face hub, run hf download {path} --local-dir {folder} "
+        f"and name {folder}"
+    )
+
+
+def load_tokenizer(assets_path: str) -> Tokenizer:
+    """Load the tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, else bytes.
+
+    The beginning and end marks are those that tokenizer_config.json names, else
+    special_tokens_map.json, else none. An empty path means bytes.
+
+    Raises `ValueError` for a folder that does not exist, a broken file in it, a vocabulary without
+    a mark that is named.
+    """
+    if not assets_path:
+        return ByteTokenizer()
+    if not os.path.isdir(assets_path):
+        remedy = from_hub(assets_path) or (
+            "give one with a tokenizer.json, or one without for bytes"
+        )
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r} is not an existing folder: {remedy}"
+        )
+    path = os.path.join(assets_path, "tokenizer.json")
+    if not os.path.exists(path):
+        return ByteTokenizer()
+    try:
+        backend = tokenizers.Tokenizer.from_file(path)
+    except Exception as error:  # the library raises plain Exception
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: its tokenizer.json cannot be loaded "
+            f"({error}): download it again"
+        ) from error
+    return HFTokenizer(
+        backend, *(_mark_id(backend, assets_path, key) for key in ("bos_token", "eos_token"))
+    )
+
+
+def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int | None:
+    for file_name in ("tokenizer_config.json", "special_tokens_map.json"):
+        path = os.path.join(assets_path, file_name)
+        if not os.path.exists(path):
+            continue
+        problem = f"model.hf_assets_path = {assets_path!r}: its {file_name} "
+        try:
+            with open(path, encoding="utf-8") as file:
+                mark = json.load(file).get(key)
+        except (OSError, ValueError, AttributeError) as error:
+            raise ValueError(f"{problem}is not a JSON object: download it again") from error
+        if isinstance(mark, dict):  # the older form: {"content": "<s>", "lstrip": false, ...}
+            mark = mark.get("content")
+        if not mark:
+            continue
+        token_id = backend.token_to_id(mark) if isinstance(mark, str) else None
+        if token_id is None:
+            raise ValueError(
+                f"{problem}names the {key} {mark!r}, which tokenizer.json lacks: take both files "
+                "from one model"
+            )
+        return token_id
+    return None
