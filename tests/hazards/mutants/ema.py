@@ -2,7 +2,6 @@
 
 from tests.hazards.mutants.table import Mutant
 
-HERE = "models/test_ema.py::"
 RUN = "models/test_ema_run.py::"
 TRAINER = "hazards/test_trainer.py::"
 _UPDATE = (
@@ -34,33 +33,6 @@ MUTANTS = [
         "        self.dp_optimizer.step(total, self.noise_keys.take(self.step))\n"
         "        self.average.update(self.step)\n",
         (f"{RUN}test_row68_each_average_follows_from_released_weights_alone",),
-    ),
-    Mutant(
-        68,
-        "the average is of the start as it was drawn",
-        "models/ema.py",
-        "        if self.updates == 0:\n",
-        "        if self.updates < 0:\n",
-        (f"{HERE}test_it_begins_with_what_was_loaded",),
-        quick=True,
-    ),
-    Mutant(
-        68,
-        "weights stay averages after a validation",
-        "models/ema.py",
-        "        finally:\n            self._swap()\n",
-        "        finally:\n            self._swapped = False\n",
-        (f"{HERE}test_weights_and_average_are_given_back_bit_by_bit",),
-        quick=True,
-    ),
-    Mutant(
-        68,
-        "another decay is not written down",
-        "models/ema.py",
-        "return not self.decays or self.decays[-1].decay != self._decay",
-        "return not self.decays",
-        (f"{HERE}test_checkpoints_say_which_decay_held_from_which_step_on",),
-        quick=True,
     ),
     Mutant(
         68,

@@ -8,7 +8,7 @@ COMMAND = "ledger/test_command.py::"
 
 LINEAGE = "ledger/lineage.py"
 INITIAL, TERMS = "ledger/initial.py", "ledger/terms.py"
-EXECUTED, STEPS = "ledger/executed.py", "ledger/steps.py"
+STEPS = "ledger/steps.py"
 
 MUTANTS = [
     Mutant(
@@ -18,15 +18,6 @@ MUTANTS = [
         "        return [*found, RunSegment(self.settings, left)]\n",
         "        return [RunSegment(self.settings, sum(s.steps for s in found) + left)]\n",
         (f"{LEDGER_TEST}test_a_segment_starts_where_the_settings_change",),
-        quick=True,
-    ),
-    Mutant(
-        46,
-        "earlier segments dropped by a new one",
-        LINEAGE,
-        "        self.finished = [segment for segment in loaded.segments() if segment.steps > 0]\n",
-        "        self.finished = loaded.segments()[-1:]\n",
-        (f"{LEDGERS}test_row31_a_third_segment_keeps_the_first",),
         quick=True,
     ),
     Mutant(
@@ -44,15 +35,6 @@ MUTANTS = [
         INITIAL,
         "    if not config.privacy.initial_weights_public:\n",
         "    if not path:\n",
-        (f"{LEDGERS}test_row45_weights_without_a_ledger_must_be_said_to_be_public",),
-        quick=True,
-    ),
-    Mutant(
-        45,
-        "public weights not recorded as an assumption",
-        INITIAL,
-        "        return Inheritance((PUBLIC,))\n",
-        "        return Inheritance()\n",
         (f"{LEDGERS}test_row45_weights_without_a_ledger_must_be_said_to_be_public",),
         quick=True,
     ),
@@ -76,63 +58,11 @@ MUTANTS = [
     ),
     Mutant(
         45,
-        "an ancestors ancestors forgotten",
-        INITIAL,
-        "    lineage = (*earlier.ancestors, own, *initial.all_begun)\n",
-        "    lineage = (own, *initial.all_begun)\n",
-        (f"{LEDGERS}test_row45_initial_weights_bring_all_that_they_spent",),
-        quick=True,
-    ),
-    Mutant(
-        45,
-        "an ancestors steps forgotten",
-        LINEAGE,
-        "    return [step for ancestor in ancestors for step in ancestor.taken()]\n",
-        "    return []\n",
-        (f"{LEDGER_TEST}test_what_ancestors_spent_is_included",),
-        quick=True,
-    ),
-    Mutant(
-        45,
-        "an ancestors steps forgotten as the run goes on",
-        LINEAGE,
-        "        return union([*self.taken_before(), *self.taken()])\n",
-        "        return union(self.taken())\n",
-        (f"{LEDGER_TEST}test_what_ancestors_spent_is_included",),
-        quick=True,
-    ),
-    Mutant(
-        45,
-        "initial weights not asked about where steps were begun before",
-        "checkpoint/start.py",
-        "    return make_plan(config, units, account, resumed, start.initial)\n",
-        "    initial = start.initial if account is None else None\n"
-        "    return make_plan(config, units, account, resumed, initial)\n",
-        (f"{COMMAND}test_hazard_45_initial_weights_count_where_a_run_lost_its_own",),
-    ),
-    Mutant(
-        45,
         "weights of a run pass for public where no ledger lies beside them",
         INITIAL,
         "    for folder in (os.path.dirname(place), os.path.dirname(os.path.dirname(place))):\n",
         "    for folder in ():\n",
         (f"{COMMAND}test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun",),
-    ),
-    Mutant(
-        45,
-        "weights within a run charged what its last lineage says",
-        INITIAL,
-        "            return InitialWeights(path, published, (_all_begun(published, folder),))\n",
-        "            return InitialWeights(path, published)\n",
-        (f"{COMMAND}test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun",),
-    ),
-    Mutant(
-        45,
-        "a rate that followed from the number of records passes for a public one",
-        INITIAL,
-        '== "zero_out" and rate is not None:',
-        '== "zero_out" and rate is None:',
-        (f"{COMMAND}test_weights_whose_guarantee_is_of_another_kind_are_refused",),
     ),
     Mutant(
         46,
@@ -145,73 +75,10 @@ MUTANTS = [
     ),
     Mutant(
         46,
-        "a load goes on with the steps of the start before",
-        EXECUTED,
-        "        self._start = new_name()\n        return self._start\n",
-        "        return self._start\n",
-        (f"{LEDGER_TEST}test_each_load_is_a_start_of_its_own",),
-        quick=True,
-    ),
-    Mutant(
-        46,
         "a log that lost lines accepted",
         TERMS,
         "    if executed.missing(ledger.taken()) or ",
         "    if ",
         (f"{COMMAND}test_a_log_that_lost_lines_is_refused",),
-    ),
-    Mutant(
-        46,
-        "a checkpoint's steps not entered into a log that lacks them",
-        EXECUTED,
-        "        if missing:\n            self._append_steps",
-        "        if not missing:\n            self._append_steps",
-        (f"{LEDGER_TEST}test_a_checkpoint_without_its_log_brings_its_steps",),
-        quick=True,
-    ),
-    Mutant(
-        31,
-        "more steps than planned go unsaid",
-        LINEAGE,
-        "        if self.planned_steps > earlier.planned_steps > 0:\n",
-        "        if False:\n",
-        (f"{LEDGER_TEST}test_more_steps_than_planned_at_first_are_a_caveat",),
-        quick=True,
-    ),
-    Mutant(
-        46,
-        "two runs write one log",
-        EXECUTED,
-        "        if expected_size not in (None, os.fstat(file.fileno()).st_size):",
-        "        if False:",
-        (f"{LEDGER_TEST}test_a_log_that_another_run_writes_to_is_not_written_on",),
-        quick=True,
-    ),
-    Mutant(
-        46,
-        "torn lines of two copies taken for one",
-        EXECUTED,
-        "            so_far = os.path.realpath(self._path) + so_far\n",
-        "",
-        (f"{LEDGER_TEST}test_a_torn_line_has_one_name_in_a_folder_and_another_in_each_copy",),
-        quick=True,
-    ),
-    Mutant(
-        45,
-        "an ancestor edited out of the account is not missed",
-        "checkpoint/verify.py",
-        "        if lost:\n",
-        "        if lost is None:\n",
-        (f"{COMMAND}test_files_that_contradict_each_other",),
-    ),
-    Mutant(
-        45,
-        "initial weights loaded where a run has its own",
-        "checkpoint/start.py",
-        "    if steps := finished_checkpoints(folder):\n",
-        "    steps = finished_checkpoints(folder)\n"
-        "    if steps and not config.checkpoint.initial_load_path:\n",
-        ("checkpoint/test_start.py::test_a_checkpoint_of_its_own_comes_before_initial_weights",),
-        quick=True,
     ),
 ]

@@ -35,46 +35,11 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        2,
-        "groups by the bundles that gradients travel in",
-        "privacy/clip_groups.py",
-        'group = name.rpartition(".")[0]',
-        "group = name",
-        (f"{GROUPS}test_a_layer_is_a_module_that_holds_parameters",),
-        quick=True,
-    ),
-    Mutant(
-        4,
-        "the first groups factor for all",
-        SUM,
-        "self.accumulate_part(name, self.part(shards, name), factor_B, rejected_B)",
-        "self.accumulate_part(\n"
-        "                        name, self.part(shards, name), clipped.factor_B[0], rejected_B\n"
-        "                    )",
-        (f"{EVERY_MESH}[(1, 1, 1)-microbatch]",),
-    ),
-    Mutant(
-        4,
-        "the first groups factor for all that ghost adds",
-        "gradients/ghost.py",
-        "return clip.factor_B[group], clip.rejected_B[group]",
-        "return clip.factor_B[0], clip.rejected_B[group]",
-        (f"{EVERY_MESH}[(1, 1, 1)-ghost]",),
-    ),
-    Mutant(
         4,
         "the setting is not handed on",
         "gradients/step.py",
         "parameters, max_grad_norm, privacy.clipping, tuple(privacy.clipping_groups)",
         "parameters, max_grad_norm",
         (f"{PER_LAYER}test_it_is_not_flat[V2]",),
-    ),
-    Mutant(
-        28,
-        "a tied weight is whole after its first layer",
-        "gradients/grad_sample.py",
-        "sum(layers[name] for name in names)",
-        "len(names)",
-        (f"{PER_LAYER}test_tied_weights_and_long_layers[V2]",),
     ),
 ]

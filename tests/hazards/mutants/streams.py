@@ -13,28 +13,11 @@ MUTANTS = [
     ),
     Mutant(
         29,
-        "a gradient reduced into memory that is still read",
-        "gradients/reduction.py",
-        "        streams.current_stream().wait_stream(self._home)\n",
-        "",
-        ("gradients/test_streams.py::test_streams_leave_nothing_open[(1, 1, 2)]",),
-    ),
-    Mutant(
-        29,
         "an offloaded input overwritten while it is copied",
         "distributed/offload.py",
         "current_stream().wait_event(done)",
         "current_stream()",
         ("distributed/test_offload.py::test_streams_leave_nothing_open",),
-        quick=True,
-    ),
-    Mutant(
-        29,
-        "an offloaded input's place given to the next",
-        "distributed/offload.py",
-        "        weakref.finalize(self, inputs.return_buffer, buffer)\n",
-        "        inputs.return_buffer(buffer)\n",
-        ("distributed/test_offload.py::test_a_buffer_for_each_block_serves_every_length",),
         quick=True,
     ),
 ]

@@ -26,20 +26,4 @@ MUTANTS = [
         "        scale_B = torch.ones_like(norm_B)\n",
         (CLEAN,),
     ),
-    Mutant(
-        35,
-        "noise repeated across parameters",
-        "optimizer.py",
-        "key=key, name=name, start=",
-        'key=key, name="", start=',
-        (CLEAN,),
-    ),
-    Mutant(
-        35,
-        "bad samples kept",
-        "privacy/clipping.py",
-        "    rejected_B = ~(torch.isfinite(squared_norm_B) & valid_B & is_fine_B)\n",
-        "    rejected_B = ~valid_B\n",
-        (CLEAN,),
-    ),
 ]
