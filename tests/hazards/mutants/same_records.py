@@ -60,7 +60,7 @@ MUTANTS = [
         "a file that could not be hashed is read",
         "data/records/text.py",
         "        if index in self._unreadable:\n",
-        "        if index in self._unreadable and not path:\n",
+        "        if index in self._unreadable and index < 0:\n",
         (f"{CONTENTS}test_an_unreadable_text_file_stops_nothing_and_is_one_constant[13]",),
         quick=True,
     ),
