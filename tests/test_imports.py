@@ -35,7 +35,14 @@ STAGES = [  # of data/: each imports from itself and from those before
     {"data.records"},
     {"data.units"},
     {"data.samples"},
-    {"data.batching", "data.agreement", "data.feed", "data.readable", "data.dataset"},
+    {
+        "data.background",
+        "data.batching",
+        "data.agreement",
+        "data.feed",
+        "data.readable",
+        "data.dataset",
+    },
 ]
 WITHOUT_TORCHTITAN = {"privacy", "process", "data", "gradients", "optimizer", "ledger"}
 WITHOUT_COLLECTIVES = {"privacy", "process", "config", "ledger"}

@@ -2,6 +2,8 @@
 
 import hashlib
 import itertools
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,9 +16,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests import forks
 from tests.data.samples.test_excerpts import UNITS, samples
 from tests.ranks import on_ranks
-from torchtitan_dp.data import console, feed
+from torchtitan_dp.data import background, console, feed
 from torchtitan_dp.data.agreement import require_same_step
 from torchtitan_dp.data.batching import Microbatch, RecordLoader
 from torchtitan_dp.data.feed import ALONE, SAMPLES_AHEAD, ContextGroup, Draw, Feed
@@ -254,7 +257,7 @@ def test_samples_do_not_wait_for_what_the_next_step_counts(tmp_path: Path) -> No
     one = Feed(loader(of), LADDERS[1], CPU)
     steps = one.microbatches(Draw(np.arange(1)), Draw(np.arange(1, 9)))
     samples = one._begin_rows(feed._Step(Draw(np.arange(1))), 0, loader(of).deal(np.arange(1))[0])
-    one._counts.submit(counted, known + 1)
+    one._counts.submit(lambda: counted(known + 1))
     assert begun.wait(30)
     assert samples[0].undecodable.result(30) == 0
     go.set()
@@ -262,19 +265,41 @@ def test_samples_do_not_wait_for_what_the_next_step_counts(tmp_path: Path) -> No
     one.close()
 
 
-def test_a_feed_is_closed_without_waiting_and_what_was_not_begun_is_forgotten(
-    tmp_path: Path,
+def test_a_closed_feed_forgets_what_was_not_begun(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(background, "END_S", 0.1)
     of = store(tmp_path)
     slow = Slow(of)
     one = Feed(loader(of), (T,), CPU)
     rows = [one._make(position, bytes(32), np.empty((2, T), np.int32), 0) for position in range(3)]
+    until(lambda: one._samples._jobs.qsize() == 2)
     one.close()
     one.close()
-    assert [row.cancelled() for row in rows] == [False, True, True]
     slow.go.release(3)
-    rows[0].result(30)
+    assert rows[0].result(30) == 0
+    one._samples._thread.join(30)
     assert len(slow.made) == 1
+    assert not any(row.done() for row in rows[1:])
+
+
+HANGING = """
+import sys, threading
+from torchtitan_dp.data import background
+background.END_S = 0.1
+thread = background.Background("samples")
+thread.submit(threading.Event().wait)
+thread.close()
+sys.exit("error: the disk hangs")
+"""
+
+
+def test_a_process_ends_though_its_thread_hangs() -> None:
+    forks.need()
+    done = subprocess.run(
+        [sys.executable, "-c", HANGING], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stderr) == (1, "error: the disk hangs\n")
 
 
 def test_a_draw_that_was_not_prepared_is_fed_all_the_same(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import functools
 import hashlib
 from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -27,6 +27,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan_dp.data.agreement import NO_DRAW, require_same_step
+from torchtitan_dp.data.background import Background
 from torchtitan_dp.data.batching import EVER_SAME, Dealt, Microbatch, RecordLoader
 
 T = TypeVar("T")
@@ -124,8 +125,7 @@ class Feed:
         self.loader, self.device = loader, device
         self._ladder, self._cp = ladder, cp
         # One thread each: of the texts of samples, one lies in memory at a time.
-        self._samples = ThreadPoolExecutor(1, thread_name_prefix="samples")
-        self._counts = ThreadPoolExecutor(1, thread_name_prefix="counts")
+        self._samples, self._counts = Background("samples"), Background("counts")
         self._next: _Step | None = None
         self._failure: BaseException | None = None
         self._undecodable = torch.zeros((), dtype=torch.int64, device=device)
@@ -141,9 +141,9 @@ class Feed:
         return int(self._undecodable.item())
 
     def close(self) -> None:
-        """End the threads; what they have begun, a sample each, is not waited for."""
-        for thread in (self._samples, self._counts):
-            thread.shutdown(wait=False, cancel_futures=True)
+        """End the threads, after what they have begun, a sample each, or a few seconds."""
+        self._samples.close()
+        self._counts.close()
 
     def padding(self, length: int) -> Microbatch:
         """Make a microbatch of padding alone, as a draw that leaves this rank nothing has it,
