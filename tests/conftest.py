@@ -1,11 +1,11 @@
 """In which order files are tested, what is left out, and what all of a session's workers share."""
 
 import os
+from fnmatch import fnmatchcase
 
 import pytest
 
 from tests import forks
-from tests.thorough import is_thorough
 
 # The longest first, so that the workers end together; the fixtures of a file are made once.
 LONGEST = (
@@ -43,10 +43,8 @@ def hides_devices(marks: str) -> bool:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Put the longest files first, and leave the campaigns out."""
-    for item in items:
-        if is_thorough(item.nodeid):
-            item.add_marker("thorough")
     named = any("::" in argument for argument in config.args)
+    mark_thorough_cases(items, whole=not named)
     asked = str(config.getoption("markexpr"))
     left_out = [] if named else [name for name in CAMPAIGNS if name not in asked]
     out = {item for item in items if any(map(item.get_closest_marker, left_out))}
@@ -55,6 +53,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in out]
     rank = {file: place for place, file in enumerate(LONGEST)}
     items.sort(key=lambda item: rank.get(_file(item), len(rank)))  # the others stay as they are
+
+
+def mark_thorough_cases(items: list[pytest.Item], whole: bool) -> None:
+    """Add `thorough` to the cases, of a test with several parameters, that `thorough_cases` names.
+
+    Args:
+        whole: all cases of each test were collected, so that a pattern without a case is a mistake.
+    """
+    named: set[tuple[str, str]] = set()
+    used: set[tuple[str, str]] = set()
+    for item in items:
+        test, _, case = item.nodeid.partition("[")
+        patterns = [p for mark in item.iter_markers("thorough_cases") for p in mark.args]
+        matching = [p for p in patterns if fnmatchcase(case.removesuffix("]"), p)]
+        if matching:
+            item.add_marker("thorough")
+        named.update((test, p) for p in patterns)
+        used.update((test, p) for p in matching)
+    if whole and (stale := sorted(named - used)):
+        raise pytest.UsageError(f"thorough_cases without a case: {stale}")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

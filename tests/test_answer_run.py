@@ -24,6 +24,7 @@ def write_chats(path: Path) -> Path:
     return path
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_chats_are_trained_on_and_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -90,6 +91,7 @@ def loss_by_hand(argv: list[str]) -> float:
     return sum(losses) / len(losses)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("field", ["prompt_field", "messages_field"])
 def test_replicas_tell_the_held_out_loss_of_one_process(tmp_path: Path, field: str) -> None:
     """Each replica has other records, some without an answer, and one has padding."""

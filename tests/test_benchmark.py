@@ -65,6 +65,7 @@ def sent_by_plain_collectives() -> list[dict[str, int]]:
     return sent_by_step
 
 
+@pytest.mark.thorough
 def test_bytes_sent_by_each_collective():
     results = on_ranks(2, sent_by_plain_collectives)
     for rank, sent in enumerate(results):
@@ -362,6 +363,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.thorough
 def test_one_tiny_run(tmp_path):
     output, markdown = tmp_path / "b.json", tmp_path / "b.md"
     done = run(
@@ -411,6 +413,7 @@ def test_mistakes_are_one_line(arguments, message):
     assert message in line
 
 
+@pytest.mark.thorough
 def test_counts_of_both_methods_against_plain(monkeypatch):
     """No FLOP more than plain, and bytes within what docs/benchmarks/counts.md says of 1B."""
     monkeypatch.setattr(counts, "count", partial(forks.call, counts.count_here))

@@ -38,6 +38,7 @@ def test_without_a_device_each_part_says_so(tmp_path):
     assert "| train | no CUDA device | 0 |" in report
 
 
+@pytest.mark.thorough
 def test_what_is_done_is_not_run_again_and_all_parts_are_listed(tmp_path):
     (tmp_path / "profile.json").write_text(json.dumps({"status": "ok"}))
     done = run(tmp_path, "profile")

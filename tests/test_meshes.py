@@ -79,6 +79,7 @@ def one(tmp_path_factory) -> torch.Tensor:
     return change(weights_after_three_steps(folder, MESHES["cp1"], "--privacy.debug_seed=1"))
 
 
+@pytest.mark.thorough_cases("cp2", "cp2_dp_replicate2", "cp4")
 @pytest.mark.slow
 @pytest.mark.parametrize("mesh", [name for name in MESHES if name != "cp1"])
 def test_row12_the_weights_change_alike_on_every_mesh(tmp_path, one, mesh):
@@ -89,6 +90,7 @@ def test_row12_the_weights_change_alike_on_every_mesh(tmp_path, one, mesh):
     assert error < 1e-3
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 @pytest.mark.parametrize("mesh", ["cp1", "cp2", "cp2_dp_shard2"])
@@ -107,6 +109,7 @@ def test_weights_kept_gathered_change_no_bit_of_a_run(tmp_path, mesh):
     assert all(torch.equal(value, stock[name]) for name, value in kept.items())
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
 def test_row12_and_49_so_it_does_with_an_exact_sum(tmp_path, one):

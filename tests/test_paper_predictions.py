@@ -56,6 +56,7 @@ def with_real_tensors(overrides, world_size):
     return tracked, before + min(allocated_peak(step) for _ in range(3))
 
 
+@pytest.mark.thorough_cases("FSDP", "one rank")
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
@@ -93,6 +94,7 @@ def few_and_all(task):
     return few, whole
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("arm", "mesh", "local_batch_size"),
     [
@@ -132,6 +134,7 @@ def predicted_of(tasks):
     return [predict_here(task) for task in tasks]
 
 
+@pytest.mark.thorough
 def test_a_longer_sample_takes_more_and_the_longest_is_found():
     row = Task("debug", "V2", 2, CP, 2, 256)
     longer = dataclasses.replace(row, seq_len=512)
@@ -144,6 +147,7 @@ def test_a_longer_sample_takes_more_and_the_longest_is_found():
     assert longest["peak_memory_gib"] <= 76 < longest["peak_memory_gib_beyond"]
 
 
+@pytest.mark.thorough
 def test_a_tiny_table_of_the_paper_whole(tmp_path):
     forks.need()
     output, markdown = tmp_path / "t.json", tmp_path / "t.md"

@@ -139,6 +139,7 @@ def test_predictions_are_not_made_twice(tmp_path, monkeypatch):
     assert found == [(task, {"place": place}) for place, task in enumerate(tasks)]
 
 
+@pytest.mark.thorough
 def test_what_cannot_be_predicted_says_why():
     with pytest.raises(RuntimeError, match="could not be predicted"):
         list(predicting.predict([Task("9B", "V2", 1, CP, 1, 64)], Journal(), lambda _: None))

@@ -208,6 +208,7 @@ def steps_saved(folder):
     ]
 
 
+@pytest.mark.thorough_cases("kill_all", "kill_worker")
 @pytest.mark.parametrize("kill", [kill_launcher, kill_worker, kill_all])
 def test_killed_and_resumed(killed, kill, capsys):
     mode = "async" if kill is kill_launcher else "disabled"
@@ -245,6 +246,7 @@ def test_killed_in_its_first_save(finished, tmp_path):
     assert steps_saved(folder) == [2]
 
 
+@pytest.mark.thorough
 def test_a_run_with_a_debug_seed_stays_not_private(tmp_path):
     """Hazard 45: resumed without the seed, its weights still come of noise that can be redrawn."""
     folder = Folder(tmp_path, *with_sigma(1))

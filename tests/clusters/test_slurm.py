@@ -57,6 +57,7 @@ def stops(log: str, node: int) -> list[int]:
     return [int(n) for n in re.findall(rf"stopped by SIG\w+ at step (\d+) on node {node}", log)]
 
 
+@pytest.mark.thorough
 def test_the_time_limit_saves_and_queues_again_on_every_node(cluster, submit):
     job = submit(*TWO)
     cluster.wait_for_log(job, "training starts", 2)
@@ -71,6 +72,7 @@ def test_the_time_limit_saves_and_queues_again_on_every_node(cluster, submit):
     assert stat.S_IMODE((cluster.folder / f"{job}.out").stat().st_mode) == 0o600
 
 
+@pytest.mark.thorough
 def test_a_job_that_never_ends_is_given_up(cluster, submit):
     job = submit(*ONE, MAX_REQUEUES="0")
     cluster.wait_for_log(job, "training starts")
@@ -81,6 +83,7 @@ def test_a_job_that_never_ends_is_given_up(cluster, submit):
     assert "Queued again 0 times already (MAX_REQUEUES): giving up" in cluster.log(job)
 
 
+@pytest.mark.thorough
 def test_a_run_that_ends_at_the_limit_is_not_queued_again(cluster, submit):
     job = submit(*ONE, argv=("--deaf", "--steps", "40"))
     cluster.wait_for_log(job, "training starts")
@@ -89,6 +92,7 @@ def test_a_run_that_ends_at_the_limit_is_not_queued_again(cluster, submit):
     assert (fields["JobState"], fields["Restarts"]) == ("COMPLETED", "0")
 
 
+@pytest.mark.thorough
 def test_a_preemption_with_grace_saves_and_queues_again(cluster, submit):
     job = submit(*TWO)
     cluster.wait_for_log(job, "training starts", 2)
@@ -100,6 +104,7 @@ def test_a_preemption_with_grace_saves_and_queues_again(cluster, submit):
         assert starts(log, node) == [1, *(step + 1 for step in stops(log, node))]
 
 
+@pytest.mark.thorough
 def test_a_soft_stop_saves_and_ends_the_job(cluster, submit):
     job = submit(*ONE)
     cluster.wait_for_log(job, "training starts")
@@ -109,6 +114,7 @@ def test_a_soft_stop_saves_and_ends_the_job(cluster, submit):
     assert stops(cluster.log(job), 0)
 
 
+@pytest.mark.thorough
 def test_scancel_saves(cluster, submit):
     job = submit(*TWO)
     cluster.wait_for_log(job, "training starts", 2)
@@ -118,6 +124,7 @@ def test_scancel_saves(cluster, submit):
     cluster.wait_for_log(job, "saved", 2)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("before", ["--slow-plan", "--slow-check"])
 def test_a_limit_before_training_is_one_line(before, cluster, submit):
     job = submit(*ONE, argv=(before,), SELFCHECK="1")
@@ -129,12 +136,14 @@ def test_a_limit_before_training_is_one_line(before, cluster, submit):
     assert "training starts" not in cluster.log(job)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(("argument", "code"), [("--mistake", "2:0"), ("--fault", "1:0")])
 def test_mistakes_and_faults_are_not_queued_again(argument, code, cluster, submit):
     fields = cluster.wait_for_state(submit(*ONE, argv=(argument,)), *ENDED)
     assert (fields["JobState"], fields["ExitCode"], fields["Restarts"]) == ("FAILED", code, "0")
 
 
+@pytest.mark.thorough
 def test_a_lost_slurmstepd_does_not_keep_the_job(cluster, submit):
     """srun waits for its task for ever: the job is queued again 15 s before its limit."""
     job = submit(*ONE, "--time=1", "--signal=B:USR1@1")
@@ -146,6 +155,7 @@ def test_a_lost_slurmstepd_does_not_keep_the_job(cluster, submit):
     cluster.wait_for_log(job, "training starts", 2)
 
 
+@pytest.mark.thorough
 def test_the_debug_model_goes_on_from_what_its_time_limit_saved(cluster, tmp_path):
     """Two nodes of one process each, which share each sample; Slurm itself sends the signal."""
     data, out = write_records(tmp_path / "data"), tmp_path / "out"
@@ -180,6 +190,7 @@ def test_the_debug_model_goes_on_from_what_its_time_limit_saved(cluster, tmp_pat
     cluster.wait_for_state(job, *ENDED)
 
 
+@pytest.mark.thorough
 def test_a_lost_node_queues_the_job_again(cluster, submit):
     """srun waits until Slurm knows: `srun --wait` would end the job before."""
     job = submit(*TWO)

@@ -36,6 +36,7 @@ def errors(output: str) -> list[str]:
     return [line for line in lines if line.startswith("error:")]
 
 
+@pytest.mark.thorough
 def test_a_run_of_two_hosts_ends_well(hosts, argv, tmp_path):
     argv = [*argv, "--training.steps=3"]
     first, second = (hosts.start(number, argv, in_place_of={}) for number in (0, 1))
@@ -45,6 +46,7 @@ def test_a_run_of_two_hosts_ends_well(hosts, argv, tmp_path):
     assert "[rank0]:" not in second.output()
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_host_is_one_line_of_the_other(killed, hosts, argv, tmp_path):
     launchers = [hosts.start(number, argv, in_place_of={}) for number in (0, 1)]
@@ -57,6 +59,7 @@ def test_a_killed_host_is_one_line_of_the_other(killed, hosts, argv, tmp_path):
     assert line.startswith(GONE)
 
 
+@pytest.mark.thorough
 def test_a_host_whose_first_is_killed_before_training_is_one_line(hosts, argv):
     first, second = (hosts.start(number, argv, in_place_of={}) for number in (0, 1))
     first.wait_for("Starting job")
@@ -67,6 +70,7 @@ def test_a_host_whose_first_is_killed_before_training_is_one_line(hosts, argv):
     assert line.startswith((GONE, LAUNCHER_GONE))
 
 
+@pytest.mark.thorough
 def test_a_link_that_goes_down_ends_both(hosts, argv):
     """Nothing is reset: both wait for `comm.train_timeout_seconds`."""
     launchers = [hosts.start(number, argv, in_place_of={}) for number in (0, 1)]
@@ -78,6 +82,7 @@ def test_a_link_that_goes_down_ends_both(hosts, argv):
         assert any(line.startswith(GONE) for line in errors(launcher.output()))
 
 
+@pytest.mark.thorough
 def test_other_records_on_one_host_are_refused_by_both(hosts, argv, tmp_path):
     other = write_records(tmp_path / "other")
     changed = other / "record_003.txt"

@@ -247,6 +247,7 @@ MESHES: list[tuple[tuple[int, int, int], tuple[str, ...]]] = [
 ]
 
 
+@pytest.mark.thorough_cases("degrees3-*", "degrees4-*", "degrees5-*", "degrees6-*", "degrees8-*")
 @pytest.mark.parametrize("degrees, overrides", MESHES)
 def test_clipped_sum_is_the_same(
     folder: Path, degrees: tuple[int, int, int], overrides: tuple[str, ...]

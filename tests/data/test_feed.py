@@ -162,6 +162,7 @@ def on_mesh(folder: str, degrees: tuple[int, int, int]) -> list[Any]:
     return found
 
 
+@pytest.mark.thorough_cases("(1, 1, 4)", "(1, 2, 2)")
 @pytest.mark.parametrize(
     "degrees", [(1, 1, 2), (1, 2, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2)], ids=str
 )

@@ -20,6 +20,7 @@ def test_torchtitan_is_the_release_the_shim_was_written_for():
     assert importlib.metadata.version("torchtitan") == "0.2.2"
 
 
+@pytest.mark.thorough
 @without_accelerator
 def test_torchtitan_still_needs_it():
     """Without the shim the import fails where there is no triton, as with torch's CPU build; when

@@ -18,6 +18,7 @@ COMPILED = ("--compile.enable", "--compile.backend=aot_eager")  # what is saved,
 GRAD_SAMPLE = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
 
 
+@pytest.mark.thorough_cases("compiled-(1, 1, 1)")
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
 @pytest.mark.parametrize(
     "overrides", [(), COMPILED, GRAD_SAMPLE], ids=["microbatch", "compiled", "V2"]

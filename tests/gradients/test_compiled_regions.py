@@ -19,6 +19,7 @@ ONE = "--activation_checkpoint.selective_ac_option=1"
 ONE_RANK, CP, SHARDED = (1, 1, 1), (1, 1, 2), (1, 2, 2)
 
 
+@pytest.mark.thorough_cases("(1, 1, 1)-0", "(1, 1, 2)-0", "(1, 2, 2)-*", "*-2", "*-3")
 @pytest.mark.parametrize(
     ("degrees", "checkpointing"),
     [
@@ -49,10 +50,12 @@ def test_ghost():
     check(CP, *ghost, *COMPILED, FULL, samples=5, tie_embeddings=True, dim=96, vocab_size=101)
 
 
+@pytest.mark.thorough
 def test_inductor():
     check(CP, *METHOD, "--compile.enable", FULL, tolerance=2e-5)
 
 
+@pytest.mark.thorough
 def test_bf16_compute_with_fp32_reduction():
     bf16 = "--training.mixed_precision_param=bfloat16"
     check(CP, *METHOD, *COMPILED, bf16, tolerance=3e-2)

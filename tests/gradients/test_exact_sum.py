@@ -22,6 +22,7 @@ METHODS = {
 SAMPLES = 8
 
 
+@pytest.mark.thorough_cases("*-V1")
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
 def test_row49_the_exact_sum_is_the_loops(degrees, method):
@@ -54,6 +55,7 @@ def orders(count=4):
     ]
 
 
+@pytest.mark.thorough_cases("(1, 4, 1)", "(2, 2, 1)")
 @pytest.mark.parametrize(
     "degrees", [(1, 1, 1), (1, 2, 1), (2, 1, 1), (1, 4, 1), (2, 2, 1)], ids=str
 )
@@ -70,6 +72,7 @@ def test_row49_in_fp32_bits_do_change():
         assert not all(equal(found[0], other) for other in found[1:])
 
 
+@pytest.mark.thorough
 def test_row49_more_ranks_change_no_bit():
     """What replicas add up has one layout, so clipped too. `dp_shard` lays gradients out anew, and
     norms are summed in another order: unclipped, since a factor may differ in its last bit."""
@@ -111,6 +114,7 @@ def update(degrees, overrides):
     return seen
 
 
+@pytest.mark.thorough_cases("microbatch-(2, 1, 2)")
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 2), (2, 1, 2)], ids=str)
 @pytest.mark.parametrize("method", ["microbatch", "V2"])
 def test_row12_and_49_an_exact_step_is_a_secure_step_without_its_sums_rounding(degrees, method):

@@ -20,6 +20,7 @@ def test_tied_embeddings_count_once(degrees):
     check(degrees, tie_embeddings=True)
 
 
+@pytest.mark.thorough_cases("no_early_stop-*")
 @pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 2, 2)], ids=str)
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("early_stop", ["early_stop", "no_early_stop"])
@@ -41,6 +42,7 @@ def test_selective_op_checkpointing(degrees):
     )
 
 
+@pytest.mark.thorough_cases("4-*")
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
 @pytest.mark.parametrize("balancer", ["headtail", "None"])
 @pytest.mark.parametrize("cp", [2, 4])
@@ -67,6 +69,7 @@ def test_bf16_compute_with_fp32_reduction(degrees):
     check(degrees, "--training.mixed_precision_param=bfloat16", tolerance=3e-2)
 
 
+@pytest.mark.thorough_cases("inductor")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled_blocks(backend):
     check((1, 1, 2), "--compile.enable", f"--compile.backend={backend}", tolerance=2e-5)

@@ -158,6 +158,17 @@ def with_and_without(degrees, overrides, changes):
     return same, kept[1:], stock[1:]
 
 
+@pytest.mark.thorough_cases(
+    "grad_sample, dp_shard 2, cp 2",
+    "grad_sample, dp_shard 2, selective",
+    "grad_sample, offload",
+    "grad_sample, tied",
+    "microbatch, cp 2",
+    "microbatch, cp 2, always",
+    "microbatch, dp_replicate 2, cp 2, tied",
+    "microbatch, dp_shard 2, cp 2",
+    "microbatch, dp_shard 2, never",
+)
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_gathered_once_a_step_and_change_no_bit(way):
     degrees, overrides, changes = WAYS[way]

@@ -30,6 +30,15 @@ def ghost(passes: str = "one", samples: int = 2) -> list[str]:
     ]
 
 
+@pytest.mark.thorough_cases(
+    "(1, 4, 1)*",
+    "(2, 1, [12])*",
+    "(1, 2, 1)*",
+    "(1, 1, 2)-3-*",
+    "(1, 1, 2)-2-{'tie*",
+    "(1, 2, 2)-2-{'dim': 40*",
+    "(1, [12], 2)-*-two",
+)
 @both_passes
 @pytest.mark.parametrize(
     "degrees, batch_size, changes",
@@ -56,6 +65,7 @@ def test_every_mesh(degrees, batch_size, changes, passes):
     check(degrees, *ghost(passes, batch_size), samples=5, **changes)
 
 
+@pytest.mark.thorough_cases("(1, 2, 1)-*", "*-selective-two")
 @both_passes
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
@@ -90,6 +100,7 @@ def test_the_loss_head(changes, head, passes):
     check((1, 1, 1), *ghost(passes), head, **changes)
 
 
+@pytest.mark.thorough_cases("(1, 2, 2)-*")
 @both_passes
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 2)], ids=str)
 def test_bf16_compute_with_fp32_reduction(degrees, passes):
@@ -97,6 +108,7 @@ def test_bf16_compute_with_fp32_reduction(degrees, passes):
     check(degrees, *ghost(passes), bf16, tolerance=3e-2, **GHOST, **TIED)
 
 
+@pytest.mark.thorough_cases("(1, 2, 2)-two")
 @both_passes
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 2)], ids=str)
 def test_row49_the_exact_sum_is_the_loops(degrees, passes):
@@ -123,6 +135,7 @@ def automatic_norms(degrees, method):
     ]
 
 
+@pytest.mark.thorough_cases("2-*-two", "2-1-*")
 @both_passes
 @pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("cp", [1, 2])
@@ -191,6 +204,7 @@ def with_wrong_norms(degrees, method, scale, again):
         module.squared_norms, ghost.GhostGradients._form_some = norms, form
 
 
+@pytest.mark.thorough_cases("*-(1, 1, 2)-one")
 @both_passes
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
 @pytest.mark.parametrize(

@@ -112,6 +112,7 @@ def over_cp(kinds, block_elements):
     return found, true.flatten(1).square().sum(1), max(sizes)
 
 
+@pytest.mark.thorough_cases("*-200")
 @pytest.mark.parametrize("block_elements", [200, 2000, 2**24])
 @pytest.mark.parametrize("kinds", CASES, ids="+".join)
 def test_row01_pairs_across_ranks_belong_to_it(kinds, block_elements):

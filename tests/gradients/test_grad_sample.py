@@ -23,6 +23,12 @@ def mbs(samples: int) -> str:
     return f"--training.local_batch_size={samples}"
 
 
+@pytest.mark.thorough_cases(
+    "(1, 1, 4)-*-{'tie_embeddings': True}-*",
+    "(1, 2, 2)-*-{'tie_embeddings': True}-*",
+    "*-2-*-V1",
+    "*-4-{}-*",
+)
 @variants
 @pytest.mark.parametrize(
     "degrees, batch_size, changes",
@@ -46,6 +52,7 @@ def test_every_mesh(degrees, batch_size, changes, variant):
     check(degrees, METHOD, variant, mbs(batch_size), samples=5, **changes)
 
 
+@pytest.mark.thorough_cases("*-no_early_stop-*")
 @variants
 @pytest.mark.parametrize("early_stop", ["early_stop", "no_early_stop"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -110,6 +117,7 @@ def with_limit(transient_bytes, *arguments):
         grad_sample.reduce_scatter_sum = reduce
 
 
+@pytest.mark.thorough_cases("(1, 2, 2)-*")
 @pytest.mark.parametrize("changes", [UNTIED, TIED], ids=str)
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
 def test_large_layers_go_one_sample_at_a_time(degrees, changes):
@@ -140,6 +148,7 @@ def against_microbatch(degrees, variant):
         assert build.relative_error(actual, expected) < 1e-6
 
 
+@pytest.mark.thorough_cases("*-V1")
 @variants
 @pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 2, 2)], ids=str)
 def test_row04_equals_the_microbatch_method(degrees, variant):
@@ -183,6 +192,7 @@ def beside(degrees, method, slot, changes=UNTIED):
     return same, max((both[n] - own[n] - other[n]).abs().max().item() for n in both)
 
 
+@pytest.mark.thorough_cases("*-V1")
 @variants
 @pytest.mark.parametrize("slot", [0, 1])
 @pytest.mark.parametrize("cp", [1, 2])

@@ -32,6 +32,15 @@ def options(method: str) -> tuple[str, ...]:
     return (*METHODS[method], f"--training.local_batch_size={samples}")
 
 
+@pytest.mark.thorough_cases(
+    "(1, 1, 2)-V1",
+    "(1, 1, 2)-ghost two",
+    "(1, 2, 1)-V1",
+    "(1, 2, 1)-ghost",
+    "(1, 2, 1)-ghost two",
+    "(1, 2, 2)-*",
+    "(2, 1, 1)-*",
+)
 @by_method
 @pytest.mark.parametrize(
     "degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 2, 2)], ids=str
@@ -40,6 +49,7 @@ def test_every_mesh(degrees, method):
     check(degrees, *options(method), samples=5, lora=LORA)
 
 
+@pytest.mark.thorough_cases("*-V1", "*-ghost", "*-ghost two", "offload-*", "op-*", "selective-*")
 @by_method
 @pytest.mark.parametrize("mode", ["full", "selective", "op", "offload"])
 def test_activation_checkpointing(mode, method):
@@ -55,24 +65,28 @@ def test_activation_checkpointing(mode, method):
     check((1, 1, 2), *options(method), f"--activation_checkpoint.mode={mode}", *more, lora=LORA)
 
 
+@pytest.mark.thorough_cases("V1", "ghost", "ghost two")
 @by_method
 def test_tied_embeddings_and_few_targets(method):
     few = LoRA(rank=1, alpha=2.0, targets=("wv",))
     check((1, 1, 2), *options(method), tie_embeddings=True, lora=few)
 
 
+@pytest.mark.thorough_cases("V1", "V2", "ghost", "ghost two")
 @by_method
 def test_frozen_weights_of_16_bits(method):
     bf16 = "--training.mixed_precision_param=bfloat16"
     check((1, 1, 2), *options(method), bf16, tolerance=3e-2, lora=LORA)
 
 
+@pytest.mark.thorough
 @by_method
 def test_factors_clipped_apart(method):
     apart = "--privacy.clipping=per_layer"
     check((1, 1, 2), *options(method), apart, group_of=module, lora=LORA)
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["microbatch", "V2"])
 def test_compiled(method):
     compiled = ("--compile.enable", "--compile.backend=aot_eager")
@@ -123,6 +137,7 @@ def step_of_27M(degrees, overrides):
     )
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("method", ["microbatch", "V2"])
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 1), (1, 1, 2)], ids=str)
 def test_27M_parameters_at_rank_8(degrees, method):

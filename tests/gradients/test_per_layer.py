@@ -35,6 +35,15 @@ def block(name: str) -> str:
 BY_BLOCK = ["--privacy.clipping_groups=*.attention.*,*.feed_forward.*,*"]
 
 
+@pytest.mark.thorough_cases(
+    "(1, 1, 4)-*",
+    "(1, 2, 1)-*",
+    "(1, 2, 2)-ghost",
+    "(1, 4, 1)-*",
+    "(2, 1, 1)-*",
+    "*-V1",
+    "*-ghost_two",
+)
 @every_method
 @pytest.mark.parametrize("degrees", MESHES, ids=str)
 def test_every_mesh(degrees, method):
@@ -42,6 +51,7 @@ def test_every_mesh(degrees, method):
     check(degrees, *method, PER_LAYER, samples=5, group_of=module)
 
 
+@pytest.mark.thorough_cases("V1", "ghost_two")
 @every_method
 def test_tied_weights_and_long_layers(method):
     """The first layer to form gradients of a tied weight is not the last one."""
@@ -49,12 +59,14 @@ def test_tied_weights_and_long_layers(method):
     check((1, 1, 2), *method, PER_LAYER, samples=5, group_of=module, **changes)
 
 
+@pytest.mark.thorough_cases("(1, 2, 2)-ghost", "*-V1", "*-ghost_two")
 @every_method
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 2)], ids=str)
 def test_groups_that_the_user_names(degrees, method):
     check(degrees, *method, PER_LAYER, *BY_BLOCK, samples=5, group_of=block)
 
 
+@pytest.mark.thorough_cases("*-V1", "*-ghost_two", "*-microbatch", "selective-*")
 @every_method
 @pytest.mark.parametrize("mode", ["full", "selective"])
 def test_activation_checkpointing(mode, method):
@@ -63,6 +75,7 @@ def test_activation_checkpointing(mode, method):
     check((1, 1, 2), *method, PER_LAYER, *checkpointing, group_of=module)
 
 
+@pytest.mark.thorough_cases("(1, 2, 2)-ghost", "(1, 2, 2)-microbatch", "*-V1", "*-ghost_two")
 @every_method
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 2, 2)], ids=str)
 def test_row49_an_exact_sum(degrees, method):
@@ -84,6 +97,7 @@ def differs(degrees, method):
     return build.relative_error(by_layer, flat)
 
 
+@pytest.mark.thorough_cases("V1", "ghost_two")
 @every_method
 def test_it_is_not_flat(method):
     """So that the loop above could tell."""
@@ -107,6 +121,7 @@ def large_in_every_layer(degrees, method):
     return square.sqrt().item(), [tensor.tolist() for tensor in clip]
 
 
+@pytest.mark.thorough_cases("*-V1", "*-ghost_two")
 @every_method
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
 def test_row02_the_whole_gradient_is_bound_by_C(degrees, method):

@@ -108,6 +108,13 @@ def check(degrees, *method, samples=3, **changes):
         assert error < 2e-5  # clip() aims at C (1 - 1e-5)
 
 
+@pytest.mark.thorough_cases(
+    "(1, 1, 2)-*-one-*-hutch++",
+    "(1, 2, 2)-*-two-*",
+    "*-one-{'tie_embeddings': True}-*",
+    "*-two-*-hutchinson",
+    "*-two-{}-*",
+)
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
 @pytest.mark.parametrize(
     "degrees, batch_size, passes, changes",
@@ -129,6 +136,7 @@ def test_every_mesh(degrees, batch_size, passes, changes, estimator):
     check(degrees, *randomized(batch_size, passes, estimator), samples=5, **changes)
 
 
+@pytest.mark.thorough_cases("(1, 1, 2)-*", "*-one", "*-selective-*")
 @pytest.mark.parametrize("passes", ["one", "two"])
 @pytest.mark.parametrize("mode", ["full", "selective"])
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
@@ -140,6 +148,7 @@ def test_activation_checkpointing(degrees, mode, passes):
     check(degrees, *randomized(2, passes), *options, **TIED)
 
 
+@pytest.mark.thorough_cases("(1, 2, 1)-*-one-*", "*-2-*-hutch++-*")
 @pytest.mark.parametrize(
     "degrees, batch_size, passes, estimator, changes",
     [
@@ -449,6 +458,7 @@ def shrunk(k, estimator):
     return lengths, cosines
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
 @pytest.mark.parametrize("k, least", [(8, 0.96), (32, 0.99)])
 def test_a_cap_takes_next_to_nothing(k, least, estimator):

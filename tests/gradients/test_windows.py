@@ -106,6 +106,7 @@ def accumulated(
 EVERYBODY = tuple(UNITS)
 
 
+@pytest.mark.thorough_cases("(1, 2, 2)-*")
 @pytest.mark.parametrize(
     "degrees, options",
     [

@@ -215,6 +215,18 @@ FAULTS = {
 }
 
 
+@pytest.mark.thorough_cases(
+    "capped estimates",
+    "exact",
+    "exact ghost, two passes",
+    "exact grad_sample",
+    "ghost",
+    "grad_sample",
+    "per layer",
+    "per layer, ghost",
+    "per layer, microbatch",
+    "secure",
+)
 @pytest.mark.parametrize(
     "method, batch_size, summed",
     [
@@ -257,6 +269,7 @@ ADAPTERS = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "degrees, method",
     [*(((1, 1, 1), method) for method in ADAPTERS), ((1, 1, 2), "V2"), ((1, 2, 1), "microbatch")],
@@ -316,6 +329,7 @@ def test_row35_and_56_adapters_left_out_of_the_norm_are_flagged(factors, fault):
     assert (bound > 1 / SIGMA) == (fault is not None)
 
 
+@pytest.mark.thorough_cases("*-None", "hutch++-*")
 @pytest.mark.parametrize("fault", [None, "half the noise"])
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
 def test_row35_and_67_with_estimated_norms_the_claim_is_a_mixtures(estimator, fault):
@@ -424,6 +438,14 @@ def test_row35_flags(fault, case, trials):
     assert bounds[case] > 1 / SIGMA
 
 
+@pytest.mark.thorough_cases(
+    "*-300",
+    "*-not_a_number-*",
+    "no clipping-*",
+    "no noise-*",
+    "noise named by layer-*",
+    "noise repeated across parameters-*",
+)
 @pytest.mark.parametrize(
     "fault, case, trials",
     [
@@ -441,6 +463,7 @@ def test_row35_and_56_flags_in_adapters(fault, case, trials):
     assert bounds[case] > 1 / SIGMA
 
 
+@pytest.mark.thorough_cases("*-50-*", "*-norm_C-*-summed0")
 @pytest.mark.parametrize(
     "fault, case, trials, summed",
     [
@@ -464,12 +487,14 @@ def bounds_on_two_ranks(fault, degrees, case, trials, adapters=False):
     return clean[0][case], bounds[0][case]
 
 
+@pytest.mark.thorough_cases("*-degrees1-*")
 @pytest.mark.parametrize("fault, degrees, case, trials", FLAGGED_ON_TWO_RANKS)
 def test_row35_flags_on_two_ranks(fault, degrees, case, trials):
     clean, planted = bounds_on_two_ranks(fault, degrees, case, trials)
     assert clean <= 1 / SIGMA < planted
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("fault, degrees, case, trials", FLAGGED_ON_TWO_RANKS)
 def test_row35_and_56_flags_in_adapters_on_two_ranks(fault, degrees, case, trials):
     clean, planted = bounds_on_two_ranks(fault, degrees, case, trials, adapters=True)
@@ -523,6 +548,7 @@ def canary_scores(degrees, method, options, adapters=False):
     return (keeper.scores(degrees[0]) * 4.0 / sums.clipping.bound).tolist(), canaries.names
 
 
+@pytest.mark.thorough_cases("(1, 2, 2)-microbatch-*", "(2, 1, 2)-*")
 @pytest.mark.parametrize(
     "options",
     [(), ("--privacy.secure_noise", "--privacy.exact_sum"), ("--privacy.clipping=per_layer",)],
@@ -539,6 +565,7 @@ def test_an_included_canary_adds_C_at_its_place_and_an_excluded_one_nothing(
         assert len(set(names)) > 2
 
 
+@pytest.mark.thorough_cases("(1, 1, 1)-microbatch", "(1, 1, 2)-grad_sample", "(1, 2, 1)-*")
 @pytest.mark.parametrize("method", ["microbatch", "grad_sample"])
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 1)], ids=str)
 def test_canaries_lie_in_adapters(degrees, method):
@@ -618,6 +645,7 @@ def audits(tmp_path_factory):
     return audited_runs(tmp_path_factory.mktemp("audit"), ("clean", *CLEAN), ("planted", *PLANTED))
 
 
+@pytest.mark.thorough
 def test_canaries_in_adapters_of_a_run(tmp_path):
     """A run with [lora] is audited as any: it stays under its claim, and little noise is found."""
     lora = ["--lora.rank=8"]

@@ -75,6 +75,7 @@ def norms_and_true_norms(degrees, method):
     return norms, [build.norm(g) for g in gradients]
 
 
+@pytest.mark.thorough_cases("V1-*", "ghost_two-1", "ghost_two-4", "microbatch-4")
 @pytest.mark.parametrize("cp", [1, 2, 4])
 @by_way
 def test_row01_norms_are_of_the_whole_gradient(cp, method):
@@ -102,6 +103,9 @@ def norm_of_each_parameter(degrees, method):
     return parts, norms[0]
 
 
+@pytest.mark.thorough_cases(
+    "(1, 1, 4)-ghost_two", "(1, 1, 4)-microbatch", "(1, 2, 2)-ghost_two", "(1, 2, 2)-microbatch"
+)
 @by_method
 @pytest.mark.parametrize("degrees", [(1, 1, 2), (1, 1, 4), (1, 2, 2)], ids=str)
 def test_row02_every_parameter_counts_once(degrees, method):
@@ -168,6 +172,7 @@ def test_row03_opposite_samples_cancel_after_clipping(degrees):
         assert norm < 1e-4  # unclipped they would leave 9
 
 
+@pytest.mark.thorough_cases("(1, 1, 2)-V1", "(1, 2, 2)-V1")
 @by_way_of_several
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
 def test_row04_opposite_samples_in_one_microbatch_cancel_after_clipping(degrees, method):
@@ -261,6 +266,7 @@ def small_adds(degrees, method):
     return build.norm({n: built.whole(n, t) for n, t in total.items()}), dtypes
 
 
+@pytest.mark.thorough_cases("ghost", "ghost_two", "grad_sample")
 @by_method
 def test_row13_hundreds_of_small_adds(method):
     norm, dtypes = on_ranks(1, small_adds, (1, 1, 1), method)[0]
@@ -315,6 +321,7 @@ def uneven_draws(degrees, counts, method):
     return errors
 
 
+@pytest.mark.thorough_cases("(1, 2, 1)-ghost_two", "(2, 1, 2)-ghost")
 @by_method
 @pytest.mark.parametrize("degrees", [(1, 2, 1), (2, 1, 2)], ids=str)
 def test_row17_draws_of_any_size_keep_ranks_in_lockstep(degrees, method):
@@ -364,6 +371,15 @@ def poisoned(degrees, value, method):
     return equal(with_poison, without)
 
 
+@pytest.mark.thorough_cases(
+    "(1, 1, 2)-*-V1",
+    "(1, 1, 2)-*-ghost",
+    "(1, 1, 2)-inf-*",
+    "(1, 2, 2)-*-V1",
+    "(1, 2, 2)-*-ghost",
+    "(1, 2, 2)-inf-*",
+    "(1, 2, 2)-nan-*",
+)
 @by_way
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e38], ids=str)
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
@@ -414,6 +430,7 @@ def live_tensors(degrees, mode, method):
     return counts
 
 
+@pytest.mark.thorough_cases("none-*", "selective-*")
 @pytest.mark.parametrize(
     "method, ranks",
     # only V2 starts collectives that nobody awaits at once

@@ -109,6 +109,7 @@ def published(folder: Path) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_row47_without_a_rehearsal_neighbours_end_differently(ended):
     """What the other tests would not see if the limit did not separate the two."""

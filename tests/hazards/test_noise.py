@@ -50,6 +50,7 @@ def flat(gradients: dict[str, torch.Tensor]) -> torch.Tensor:
     return torch.cat([gradients[n].flatten() for n in sorted(gradients)]).double()
 
 
+@pytest.mark.thorough_cases("(1, 1, 2)-0", "(1, 1, 2)-3", "(2, 1, 2)-0", "(2, 1, 2)-3")
 @pytest.mark.parametrize("microbatches", [0, 1, 3, 8])
 @pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
 def test_row08_variance_is_sigma_C_over_batch(degrees, microbatches):

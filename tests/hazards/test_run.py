@@ -232,6 +232,7 @@ def compiled_noise(folder):
     return flat.std().item()
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_hazard_30_no_compile_cache_holds_a_key(tmp_path):
     from torchtitan_dp.privacy.noise import cipher_key

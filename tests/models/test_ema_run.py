@@ -176,6 +176,7 @@ def test_it_goes_on_bit_by_bit_as_if_it_had_not_stopped(place, seeded, tmp_path)
     assert_same(found, expected)
 
 
+@pytest.mark.thorough
 def test_it_changes_no_bit_of_the_run(place, seeded, tmp_path):
     """Though validation has the model hold averages after each step."""
     out = tmp_path / "out"
@@ -189,6 +190,7 @@ def test_it_changes_no_bit_of_the_run(place, seeded, tmp_path):
     assert_same(state(seeded, STEPS), without)
 
 
+@pytest.mark.thorough
 def test_another_decay_is_gone_on_with_and_told(place, finished, tmp_path):
     """Steps 3 and 4 by another one, of a checkpoint of before decays were kept, too."""
     out = tmp_path / "out"
@@ -230,6 +232,7 @@ def test_it_is_switched_off_and_on_without_a_new_segment(place, finished, tmp_pa
     assert len(privacy(out)["segments"]) == 1
 
 
+@pytest.mark.thorough
 def test_another_mesh_goes_on_with_it(place, finished, tmp_path):
     """From two shards to context parallelism, whose shards are others."""
     out = tmp_path / "out"
@@ -243,6 +246,7 @@ def test_another_mesh_goes_on_with_it(place, finished, tmp_path):
             torch.testing.assert_close(found, expected[name])
 
 
+@pytest.mark.thorough
 def test_with_adapters_it_is_of_these_alone(place, tmp_path):
     """On replicas, each of which has made its own from weights that are the same."""
     replicas = "--parallelism.data_parallel_replicate_degree=2"
@@ -259,6 +263,7 @@ def test_with_adapters_it_is_of_these_alone(place, tmp_path):
     assert moved.abs().max() > 1e-4
 
 
+@pytest.mark.thorough
 def test_without_privacy(place, tmp_path):
     off = ("--privacy.no-enable", "--training.global_batch_size=2", "--training.steps=2")
     out = tmp_path / "out"

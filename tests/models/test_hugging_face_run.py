@@ -52,6 +52,7 @@ def untied(tmp_path_factory):
     return write_llama(place / "given", tied=False, rope=PLAIN, eps=1e-6)
 
 
+@pytest.mark.thorough_cases("untied-*")
 @pytest.mark.parametrize("name, degrees", [("tied", (1, 2)), ("untied", (1, 2))])
 def test_a_step_at_lr_0_changes_nothing(name, degrees, tmp_path, request):
     llama = request.getfixturevalue(name)
@@ -84,6 +85,7 @@ def test_a_tied_weight_has_one_optimizer_state(on_cp_4):
     assert not [key for key in state if key.startswith("optimizer.") and "output" in key]
 
 
+@pytest.mark.thorough
 def test_saved_at_cp_4_resumed_at_cp_2_dp_shard_2(on_cp_4, tied, tmp_path):
     """The step-4 weights, moments and logits are those of the run that was not interrupted."""
     overrides, original = on_cp_4

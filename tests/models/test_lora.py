@@ -297,6 +297,7 @@ def test_adapters_merged_by_hand_as_peft_does_give_the_same_logits(given):
     assert (merged_by_hand(place) - expected).abs().max() < 1e-4
 
 
+@pytest.mark.thorough
 def test_27M_parameters_with_adapters_merged_by_hand_give_the_same_logits(given_27M):
     place, expected = given_27M
     assert 0.3 < expected.std() < 3
@@ -305,6 +306,7 @@ def test_27M_parameters_with_adapters_merged_by_hand_give_the_same_logits(given_
     assert (transformers_logits(place / "given") - expected).abs().max() > 0.1
 
 
+@pytest.mark.thorough_cases("given_27M")
 @pytest.mark.parametrize("size", ["given", "given_27M"])
 def test_peft_loads_the_folder(size, request):
     """Where it is installed: CONTRIBUTING.md says why it is no dependency."""

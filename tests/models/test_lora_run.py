@@ -99,6 +99,7 @@ def test_it_goes_on_from_its_own_checkpoint(finished, place, tmp_path):
             assert torch.equal(value, before[name]) != is_adapter(name), name
 
 
+@pytest.mark.thorough
 def test_it_goes_on_as_if_it_had_not_stopped(place, tmp_path):
     """Of A's one row, one of two ranks has none."""
     options = ("--privacy.debug_seed=1", "--lora.rank=1")
@@ -133,6 +134,7 @@ def with_a_fault(argv):
     return ""
 
 
+@pytest.mark.thorough_cases("no-*")
 @pytest.mark.parametrize("switch", ["enable", "no-enable"])
 def test_row56_a_run_whose_frozen_weights_move_ends(place, tmp_path, switch):
     out, alone = tmp_path / "out", "--parallelism.context_parallel_degree=1"
@@ -219,6 +221,7 @@ def test_a_merged_release_is_a_whole_model(finished, tmp_path):
     assert "| trained | LoRA of rank 4" in card
 
 
+@pytest.mark.thorough
 def test_a_checkpoint_with_adapters_is_taken_whole(finished, place, tmp_path):
     begun = f"--checkpoint.initial_load_path={finished / 'checkpoint' / 'step-4'}"
     overrides = command(place, tmp_path / "out", begun, "--training.steps=1", "--optimizer.lr=0")
@@ -232,6 +235,7 @@ def test_a_checkpoint_with_adapters_is_taken_whole(finished, place, tmp_path):
         assert torch.equal(value, after[name]), name
 
 
+@pytest.mark.thorough
 def test_adapters_begin_beside_a_checkpoint_without_any(place, tmp_path):
     """Weights that full training saved; the adapters are those of the seed."""
     full = (*FROM_HF, "--lora.rank=0", "--training.steps=1")
@@ -248,6 +252,7 @@ def test_adapters_begin_beside_a_checkpoint_without_any(place, tmp_path):
             assert torch.equal(value, before[name].bfloat16()), name
 
 
+@pytest.mark.thorough
 def test_without_privacy(place, tmp_path):
     off = ("--privacy.no-enable", "--training.global_batch_size=2", *FROM_HF)
     train(command(place, tmp_path / "out", *off), log=tmp_path / "log", world_size=2)

@@ -94,6 +94,7 @@ def test_bf16(method):
     )
 
 
+@pytest.mark.thorough
 def test_compiled_blocks():
     check((1, 1, 2), CHUNK, "--compile.enable", tolerance=2e-5)
 
@@ -177,6 +178,7 @@ def test_both_ways_to_losses_and_gradients(dtype, vocabulary):
         assert grad[5:9].abs().max() == 0
 
 
+@pytest.mark.thorough
 def test_losses_and_gradients_compile_into_one_kernel():
     """As far as a CPU can tell: Inductor fuses all of it, in place."""
     from torch._inductor.utils import run_and_get_code

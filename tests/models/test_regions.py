@@ -73,6 +73,7 @@ def test_values_are_torchtitans(dtype, near, positions):
     assert set(sink.gradients) == {name for name, _ in plain.named_parameters()}
 
 
+@pytest.mark.thorough_cases("inductor")
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_row04_each_samples_gradient_is_its_own(backend):
@@ -126,6 +127,7 @@ def test_no_parameter_enters_a_graph():
     assert all(len(x) == B or x.shape[-1] == 2 for x in tensors)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_lengths_and_validation_stay_within_the_limit_of_graphs():
     """All rungs of a ladder, with and without gradients: else `fullgraph` would end the run."""
@@ -180,6 +182,7 @@ def kernels(function, *inputs):
     return [len(set(re.findall(r"cpp_fused_\w+", code))) for code in codes]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_regions_are_single_kernels():
     """As far as a CPU can tell: Inductor makes one kernel of each, forward and backward."""

@@ -83,6 +83,14 @@ def allocated_peak(step):
     return peak
 
 
+@pytest.mark.thorough_cases(
+    "adapters",
+    "average",
+    "ghost norms",
+    "ghost norms, two passes",
+    "one rank",
+    "two samples, exact sum",
+)
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [
@@ -178,6 +186,7 @@ def test_room_is_left_for_each_communicator():
     assert "of 80 GiB less 7: largest part" in memory_report.misfit(more, config)
 
 
+@pytest.mark.thorough
 def test_frozen_weights_are_kept_once_in_16_bits_and_nothing_else_of_them():
     given = small("--lora.rank=4", "--training.mixed_precision_param=bfloat16")
     _, parts = forks.call(with_fake_tensors, given, 1)
@@ -189,6 +198,7 @@ def test_frozen_weights_are_kept_once_in_16_bits_and_nothing_else_of_them():
     assert parts["accumulator"] == pytest.approx(4 * trained, rel=0.01)
 
 
+@pytest.mark.thorough
 def test_an_average_takes_four_bytes_a_trained_value():
     given = small("--ema.enable")
     _, parts = forks.call(with_fake_tensors, given, 2)
@@ -221,6 +231,7 @@ def test_the_tracker_counts_a_kernels_workspace_in_the_peak_alone():
     assert 10**6 < tracker.peak_bytes < 10**6 + 1000
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "parameters"),
@@ -236,6 +247,7 @@ def test_the_longest_configs_fit_four_ranks_of_80_gib(name, parameters):
     assert memory.parts["accumulator"] == pytest.approx(parameters * 4 / 4, rel=0.01)
 
 
+@pytest.mark.thorough_cases("--training.local_batch_size=2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "method", ["--training.local_batch_size=1", "--training.local_batch_size=2"]
@@ -249,6 +261,7 @@ def test_row49_an_exact_sum_takes_eight_bytes_a_value(method):
     assert units == 2 * fp32 > 0
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_windows_hold_one_more_gradient():
     """Of however many windows: each is added to what is held of those before."""

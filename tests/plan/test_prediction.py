@@ -35,6 +35,7 @@ def whole_and_extrapolated(overrides, mode):
         return whole.estimate(*LENGTHS), Extrapolated(whole, 80 * GIB, UNIT).estimate(*LENGTHS)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "full"])
 @pytest.mark.parametrize(
@@ -84,6 +85,7 @@ def kept_gathered(overrides, world_size):
     return found
 
 
+@pytest.mark.thorough_cases("*-overrides0", "1-*")
 @pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",)])
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_weights_kept_gathered_are_all_in_the_peak_and_bounded_without_them(world_size, overrides):
@@ -155,6 +157,7 @@ def answered_with_a_bend(overrides, tolerance):
     return plan.longest_seq_len, few
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_what_bends_is_predicted_with_all_layers():
     overrides = small("--training.seq_len=8192", "--activation_checkpoint.mode=full")

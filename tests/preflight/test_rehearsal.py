@@ -149,6 +149,7 @@ def trained(argv: list[str], rehearsed: bool) -> tuple[dict[str, Any], list[torc
             trainer.close()
 
 
+@pytest.mark.thorough_cases("compile", "compile grad_sample", "offload", "one length", "secure")
 @pytest.mark.parametrize(
     "how",
     [
@@ -171,6 +172,7 @@ def test_row47_a_rehearsal_changes_nothing(tmp_path, how):
     assert all(same(outcomes[0], outcome) for outcome in outcomes)
 
 
+@pytest.mark.thorough_cases("microbatch")
 @pytest.mark.parametrize("how", ["microbatch", "grad_sample"])
 def test_row47_a_resumed_run_is_the_same_with_a_rehearsal(tmp_path, how):
     outcomes = []
@@ -188,6 +190,7 @@ def test_row47_a_resumed_run_is_the_same_with_a_rehearsal(tmp_path, how):
     assert same(*outcomes)
 
 
+@pytest.mark.thorough_cases("microbatch")
 @pytest.mark.parametrize("how", ["microbatch", "grad_sample"])
 def test_row47_ranks_of_one_cp_group_rehearse_alike(tmp_path, how):
     argv = command(tmp_path, *HOW[how], "--parallelism.context_parallel_degree=2")
@@ -350,6 +353,7 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     return found
 
 
+@pytest.mark.thorough_cases("offload", "selective")
 @pytest.mark.parametrize("how", ["microbatch", "selective", "offload", "grad_sample"])
 def test_row47_padding_takes_the_path_and_the_memory_of_samples(tmp_path, how):
     """No operator is left out where all labels are ignored."""

@@ -36,6 +36,7 @@ def google(sigma: float, q: float, steps: int, delta: float, interval: float) ->
     return accountant.get_epsilon(delta)
 
 
+@pytest.mark.thorough_cases("*-1e-06", "1.0-*", "1.5-*")
 @pytest.mark.slow
 @pytest.mark.parametrize("sigma, q, steps, delta", GRID)
 def test_hazard_37_every_accountant_is_its_library_and_none_flatters(sigma, q, steps, delta):

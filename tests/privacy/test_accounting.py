@@ -203,6 +203,7 @@ TARGETS = [
 ]
 
 
+@pytest.mark.thorough_cases("*-prv")
 @pytest.mark.parametrize("target, q, steps, accountant", TARGETS)
 def test_sigma_never_overshoots_the_target(target, q, steps, accountant):
     query = {"sample_rate": q, "steps": steps, "delta": 1e-6, "accountant": accountant}

@@ -184,6 +184,7 @@ def test_views_are_added_to_with_one_rounding(threads, rejected):
     assert torch.equal(gradient_DN, before)
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_clip_and_add_compiles_into_one_kernel():
     """As far as a CPU can tell: Inductor makes one kernel of it, which writes the sum alone."""

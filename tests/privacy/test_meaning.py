@@ -67,6 +67,7 @@ def test_one_step_against_neyman_and_pearson_in_closed_form(sigma, q, delta):
     check(meaning([Segment(sigma, q, 1)], delta), gaussian_step(sigma, q), delta)
 
 
+@pytest.mark.thorough_cases("half", "long")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", RUNS)
 def test_hazard_37_compositions_against_an_independent_fourier_transform(name):
@@ -227,6 +228,7 @@ def test_nothing_spent_no_noise_and_no_bound():
         meaning([Segment(1.0, 0.1, 1)], 1.0)
 
 
+@pytest.mark.thorough_cases("*-1000000-*", "10000.0-*-1e-*")
 @pytest.mark.parametrize(
     "sigma, q, steps, delta",
     [

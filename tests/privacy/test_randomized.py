@@ -50,6 +50,7 @@ def simulated_delta(sigma, q, steps, k, epsilon, present, trials, seed=0):
     return gain.mean(), gain.std() / math.sqrt(trials)
 
 
+@pytest.mark.thorough_cases("*-8-*", "*-False")
 @pytest.mark.parametrize("present", [True, False])
 @pytest.mark.parametrize(
     "sigma, q, steps, k", [(1.0, 0.05, 40, 32), (2.0, 1.0, 4, 32), (0.8, 0.02, 25, 8)]
@@ -141,6 +142,7 @@ def shown(sigma, q, steps, k, delta=DELTA, interval=2.0**-11):
     return float(whole.self_compose(steps, 1e-10).get_epsilon_for_delta(delta))
 
 
+@pytest.mark.thorough
 def test_the_papers_pair_of_noise_multipliers():
     """4.073 with exact norms against 4.354 with 32 projections: epsilon 0.7 over 60 steps.
 
@@ -168,6 +170,7 @@ def pair(q):
     return found
 
 
+@pytest.mark.thorough
 def test_hidden_projections_cost_less_than_shown_ones():
     hidden, seen, exact = (
         epsilon(1.0, 0.05, 40),
@@ -208,6 +211,7 @@ def test_its_meaning_is_worse_than_that_of_exact_norms():
         assert all(a[1] < b[1] for a, b in zip(exact.detected, estimated.detected, strict=True))
 
 
+@pytest.mark.thorough
 def test_its_event_gives_another_program_the_same_epsilon():
     from dp_accounting import dp_event as events
     from dp_accounting.pld.pld_privacy_accountant import PLDAccountant

@@ -55,6 +55,7 @@ def on_cuda(folder, processes, *arguments):
     return [check["name"] for check in result["checks"]]
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_two_ranks_on_a_backend_by_name(tmp_path):
     """The start that the tests on one device make, without it."""

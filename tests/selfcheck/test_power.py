@@ -36,6 +36,7 @@ SUMS = "clipped sum, microbatch, float32"
 SEVERAL = "clipped sum, grad_sample, float32"
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("world_size", "only", "at_least"), [(1, "", 40), (2, "", 40), (4, SUMS, 4)]
 )
@@ -75,6 +76,7 @@ FAULTS = [  # the fault, on how many ranks, which checks, which of their measure
 ]
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("only", "world_size"), sorted({(only, ranks) for _, ranks, only, _ in FAULTS})
 )
@@ -83,6 +85,19 @@ def test_what_a_fault_fails_passes_without(only, world_size):
         assert failed(found) == []
 
 
+@pytest.mark.thorough_cases(
+    "own_tokens*",
+    "sums_of_partial*",
+    "noise_without*",
+    "noise_shared_by_par*",
+    "chunk_edge_lost-1-clipped*",
+    "adamw*",
+    "checkpoint_without*",
+    "bad_samples_kept-1-*grad_sample*",
+    "another_samples*",
+    "keys_of*",
+    "noise_not_added*",
+)
 @pytest.mark.parametrize(("fault", "world_size", "only", "expected"), FAULTS)
 def test_a_fault_fails_it(fault, world_size, only, expected):
     """By what it measures, and not because the fault cannot run."""
@@ -95,6 +110,15 @@ OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload
 BF16 = ("--training.mixed_precision_param=bfloat16", "--training.local_batch_size=3")
 
 
+@pytest.mark.thorough_cases(
+    "adapters",
+    "automatic",
+    "compile",
+    "compile bf16 grad_sample",
+    "dp_replicate",
+    "offload",
+    "offload bf16",
+)
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
     [

@@ -130,6 +130,7 @@ def one_mark(path: Path) -> dict[str, str]:
     return {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 
 
+@pytest.mark.thorough_cases("template0")
 @pytest.mark.slow
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
 def test_texts_and_marks_are_those_of_transformers(tmp_path: Path, template: str) -> None:
