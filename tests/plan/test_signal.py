@@ -11,9 +11,6 @@ import pytest
 import torchtitan_dp.plan.__main__ as plan
 from tests.launch import ROOT, arguments, with_sigma, write_records
 from torchtitan_dp.plan.signal import (
-    DROWNS,
-    Row,
-    Rows,
     Target,
     noise_of,
     rows_of,
@@ -126,15 +123,6 @@ def test_what_is_recommended(target, batch, steps, best):
 def test_who_follows_a_recommendation_is_recommended_the_same(batch, steps):
     found = rows(formula(10_000), batch, steps)
     assert (found.best.batch, found.best.steps) == (512, 25)
-
-
-def test_enough_units_are_enough():
-    """One step over all of them is in closed form, and no other way to train has less noise."""
-    row = Row(10_000, 1, 1.0, TEN_THOUSAND.noise_multiplier(10_000, 1))
-    found = Rows((row,), row, None, least=row.noise(1).over_run)
-    units = found.enough_units(FULL_8B, 10_000)
-    sigma = Target(8.0, 1e-6, "pld", units).noise_multiplier(units, 1)
-    assert noise(sigma, FULL_8B, units, 1).over_run == pytest.approx(DROWNS, rel=1e-3)
 
 
 def test_estimated_norms_scale_the_other_rows():

@@ -20,10 +20,7 @@ from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.plan.signal import (
     DROWNS,
     FEWEST_STEPS,
-    LARGEST_RATE,
-    WORTH,
     Noise,
-    Row,
     Rows,
     Target,
     noise_of,
@@ -93,7 +90,7 @@ def refuse(config: JobConfig) -> None:
 
 @dataclass(frozen=True)
 class Variant:
-    """Names what is trained, and counts it."""
+    """A set of trained parameters: all weights, or adapters."""
 
     rank: int  # of adapters; 0: all weights
     trained: int
@@ -104,7 +101,7 @@ class Variant:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Holds ways to spend the compute asked for, and the one that is recommended."""
+    """Ways to spend the compute asked for, and the one that is recommended."""
 
     rows: Rows
     own: Variant  # what the configuration trains
@@ -115,7 +112,7 @@ class Recommendation:
 
     @property
     def variant(self) -> Variant:
-        """Return what to train: the configuration's own, unless only others are not drowned."""
+        """The parameters to train: the configuration's own, unless noise drowns only these."""
         best = self.rows.best
         if best is None or not best.noise(self.own.trained).drowns:
             return self.own
@@ -123,59 +120,26 @@ class Recommendation:
         return good[0] if good else self.own
 
     def sentence(self) -> str:
-        """Say what is recommended, and why."""
+        """Return the recommended settings, and the noise over the run beside that of those asked
+        for."""
         best, asked, own = self.rows.best, self.rows.asked, self.own
         if best is None:
             return (
                 f"recommended: none: {asked.batch * asked.steps:,} {self.word}s in all do not "
                 f"suffice for {FEWEST_STEPS} steps (a heuristic); raise training.steps"
             )
-        before, after = asked.noise(own.trained).over_run, best.noise(own.trained).over_run
-        if best is asked:
-            why = f"as it is asked for, since {self._why_not_more(best)}"
-        elif best.batch > asked.batch:
-            why = (
-                f"at the same compute the noise over the run falls from {before:.3g} C to "
-                f"{after:.3g} C, and {self._why_not_more(best)}"
-            )
-        elif asked.steps < FEWEST_STEPS:
-            why = f"{asked.steps} steps are fewer than {FEWEST_STEPS}"
-        else:
-            why = (
-                f"{asked.sample_rate:.0%} of all {self.word}s in a step are more than "
-                f"{LARGEST_RATE:.0%}"
-            )
-        rank = "" if self.variant == own else f", lora.rank = {self.variant.rank}"
-        rate = f", privacy.sample_rate = {best.sample_rate:.6g}" if self.rate_is_set else ""
+        keys = f"training.global_batch_size = {best.batch}, training.steps = {best.steps}"
+        if self.rate_is_set:
+            keys += f", privacy.sample_rate = {best.sample_rate:.6g}"
+        if self.variant != own:
+            keys += f", lora.rank = {self.variant.rank}"
+        noise = best.noise(self.variant.trained)
+        remedy = "more records, fewer trained values or a larger epsilon have less"
+        drowns = f", still above {DROWNS:g} C: {remedy}" if noise.drowns else ""
         return (
-            f"recommended: training.global_batch_size = {best.batch}, training.steps = "
-            f"{best.steps}{rate}{rank}: {why}{self._hint(best)} "
-            "(bounds are heuristics: docs/tuning.md)"
-        )
-
-    def _why_not_more(self, best: Row) -> str:
-        if 2 * best.sample_rate > LARGEST_RATE:
-            return f"twice the batch would draw more than {LARGEST_RATE:.0%} of all in a step"
-        if best.steps // 2 < FEWEST_STEPS:
-            return f"twice the batch would leave fewer than {FEWEST_STEPS} steps"
-        return f"twice the batch would take less than {1 - WORTH:.0%} off it"
-
-    def _hint(self, best: Row) -> str:
-        """Say what to do where all of this leaves too much noise."""
-        own, variant = self.own, self.variant
-        noise = best.noise(own.trained)
-        if not noise.drowns:
-            return ""
-        still = f"; {noise.over_run:.3g} C are more than {DROWNS:g} C"
-        if variant != own:
-            return f"{still}, {variant} has {best.noise(variant.trained).over_run:.3g} C"
-        least = self.rows.least_noise(own.trained)
-        if least <= DROWNS:
-            return f"{still}: more compute, in a larger batch, brings it down, to {least:.3g} C"
-        return (
-            f"{still}, and no compute brings it below {least:.3g} C: it takes "
-            f"{self.rows.enough_units(own.trained, self.units):,} {self.word}s or more, fewer "
-            "trained values, or a larger epsilon"
+            f"recommended: {keys}: noise {noise.over_run:.3g} C averaged over the run, where the "
+            f"settings asked for have {asked.noise(own.trained).over_run:.3g} C{drowns} "
+            "(heuristics: docs/tuning.md)"
         )
 
     def table(self) -> Table:

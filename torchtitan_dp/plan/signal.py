@@ -143,10 +143,6 @@ class Rows:
         units do not allow less at this epsilon."""
         return self.least * math.sqrt(trained)
 
-    def enough_units(self, trained: int, units: int) -> int:
-        """Return from how many units on the noise could fall to `DROWNS`, if compute were free."""
-        return math.ceil(units * self.least_noise(trained) / DROWNS)
-
 
 def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) -> Rows:
     """Work out batches of powers of two times the one asked for, batch x steps staying the same.
