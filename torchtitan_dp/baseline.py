@@ -23,7 +23,6 @@ from torchtitan_dp.ledger import Ledger
 from torchtitan_dp.ledger.baseline import baseline_ledger, published_baseline
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.ema import ema_of
-from torchtitan_dp.models.first_update import FirstUpdate
 from torchtitan_dp.models.hugging_face import origin
 from torchtitan_dp.validate import HeldOutValidator
 
@@ -39,13 +38,12 @@ class BaselineTrainer(Trainer):
         # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
         job_config.training.max_norm = job_config.training.max_norm or math.inf
         inspect.unwrap(Trainer.__init__)(self, job_config)
-        (model,), (inner,) = self.model_parts, self.optimizers.optimizers
+        (model,) = self.model_parts
         self.average = ema_of(job_config, model)
         if job_config.validation.enable:
             self.validator.compare(self.average)
         start = decide_start(job_config)
         self.checkpointer = Checkpointer(self, start, origin(job_config), self.average)
-        FirstUpdate(model, inner, noised=False)
         self.ledger = baseline_ledger(job_config, len(self.dataloader.units))
         self._publish()
 

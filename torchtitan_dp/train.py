@@ -65,7 +65,6 @@ from torchtitan_dp.ledger.terms import earlier_ledger, most_lost, refuse_overspe
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import FAMILIES
-from torchtitan_dp.models.first_update import FirstUpdate
 from torchtitan_dp.models.hugging_face import describe, origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.loss import SampleLosses
@@ -124,8 +123,6 @@ class DPTrainer(Trainer):
             noise_multiplier=settings.noise_multiplier,
             expected_batch_size=settings.expected_batch_size,
         )
-        (inner,) = self.optimizers.optimizers
-        FirstUpdate(model, inner, noised=settings.noise_multiplier > 0)
         self.sample_losses = SampleLosses(
             model,
             self.device,

@@ -14,7 +14,6 @@ from tests.ranks import on_ranks
 from torchtitan_dp.checkpoint.adapters import is_adapter
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import on_meta, without_lora
-from torchtitan_dp.models.first_update import FirstUpdate, bit_sum
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
@@ -105,79 +104,6 @@ def test_row56_what_is_frozen_is_not_paid_for_and_does_not_move(method):
         assert stored == {getattr(torch, dtype)}
         assert trained == {torch.float32}
         assert all(true), true
-
-
-def first_update(what, noised, lr):
-    """Steps AdamW as a fault would have it; what is said."""
-    built = build.build(args=ARGS)
-    model = built.model
-    trained = trainable_parameters(model)
-    stepped = dict(trained)
-    if what == "left out":
-        stepped.pop("layers.1.attention.wo.lora_a.weight")
-    adamw = torch.optim.AdamW(stepped.values(), lr=lr, weight_decay=0.0)
-    FirstUpdate(model, adamw, noised=noised)
-    base = model.layers["1"].feed_forward.w2.weight
-    if what == "trained along":
-        adamw.register_step_post_hook(lambda *_: base.to_local().view(-1)[3:4].add_(1e-3))
-        adamw._optimizer_step_post_hooks.move_to_end(next(iter(adamw._optimizer_step_post_hooks)))
-    for name, parameter in stepped.items():
-        parameter.grad = torch.zeros_like(parameter)
-        if what != "no gradient" and (noised or ".lora_b." in name):
-            parameter.grad += 1.0
-    with torch.no_grad():
-        try:
-            adamw.step()
-        except SystemExit as fault:
-            return str(fault)
-    adamw.step()  # nothing watches any more
-    return ""
-
-
-@pytest.mark.parametrize(
-    ("what", "noised", "lr", "said"),
-    [
-        ("", True, 0.1, ""),
-        ("", False, 0.1, ""),  # B is 0: A has no gradient, and need not move
-        ("no gradient", False, 0.1, ""),  # an empty draw
-        ("no gradient", True, 0.1, "left layers.0.attention.wq.lora_a.weight as it was"),
-        ("left out", True, 0.1, "left layers.1.attention.wo.lora_a.weight as it was"),
-        ("left out", True, 0.0, ""),  # nothing was to move
-        ("trained along", True, 0.1, "changed layers.1.feed_forward.w2.weight, which lora.rank"),
-        ("trained along", False, 0.1, "changed layers.1.feed_forward.w2.weight, which lora.rank"),
-    ],
-    ids=[
-        "right",
-        "right without noise",
-        "empty without noise",
-        "no noise",
-        "left out",
-        "rate 0",
-        "trained along",
-        "trained along without noise",
-    ],
-)
-def test_row56_the_first_update_is_held(what, noised, lr, said):
-    (found,) = on_ranks(1, first_update, what, noised, lr)
-    assert said in found
-    assert bool(said) == bool(found)
-    assert "\n" not in found
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_changed_bit_changes_the_sum(dtype):
-    values = torch.randn(3 * 2**18 + 5).to(dtype)
-    before = bit_sum(values)
-    assert bit_sum(values.clone()) == before
-    for place in (0, 2**18 - 1, 2**18, 3 * 2**18 + 4):
-        other = values.clone()
-        bits = other.view(torch.int16 if dtype == torch.bfloat16 else torch.int32)
-        bits[place] ^= 1
-        assert bit_sum(other) != before, place
-    swapped = values.clone()
-    swapped[[7, 8]] = swapped[[8, 7]]
-    assert bit_sum(swapped) != before
-    assert bit_sum(values[:0]) == 0
 
 
 def refusals(starts):

@@ -214,6 +214,20 @@ def adamw_forgets():
     return wrapped(OptimizersContainer, "step", step)
 
 
+def frozen_weight_moves():
+    """A step changes a weight that is not trained."""
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    def step(original, self):
+        original(self)
+        for model in self.model_parts:
+            frozen = next(p for p in model.parameters() if not p.requires_grad)
+            with torch.no_grad():
+                frozen.to_local().add_(1e-3)
+
+    return wrapped(OptimizersContainer, "step", step)
+
+
 def checkpoint_loses_a_tensor():
     from torchtitan_dp.checkpoint import safe_load
 

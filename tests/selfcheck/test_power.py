@@ -151,3 +151,9 @@ def test_replicas_that_differ_are_seen():
     config = ("--job.config_file", str(CONFIG), "--parallelism.data_parallel_replicate_degree=2")
     for found in on_ranks(2, outcomes, "weights_differ", "update", config):
         assert any("ranks with other weights" in name for name, _, _ in failed(found)), found
+
+
+def test_row56_a_frozen_weight_that_moves_is_seen():
+    adapters = (f"--job.config_file={CONFIG}", "--lora.rank=4")
+    (found,) = on_ranks(1, outcomes, "frozen_weight_moves", "update", adapters)
+    assert [name for name, *_ in failed(found) if "frozen weights" in name]

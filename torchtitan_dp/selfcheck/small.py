@@ -121,6 +121,11 @@ class Small:
         """Copy whole weights, by name. Collective: an all-gather over dp_shard x cp."""
         return {name: _whole(p.detach()).clone() for name, p in self.parameters.items()}
 
+    def frozen(self) -> dict[str, torch.Tensor]:
+        """Copy this rank's shards of the weights that are not trained, by name."""
+        weights = {n: p.detach() for n, p in self.model.named_parameters() if not p.requires_grad}
+        return {n: w.to_local().clone() for n, w in weights.items() if isinstance(w, DTensor)}
+
     def noise(self, name: str, *, sigma: float, batch: float, key: bytes) -> torch.Tensor:
         """Draw one parameter's noise whole, as a single rank that held all of it would."""
         shape, summation = self.parameters[name].shape, self.step.summation

@@ -68,7 +68,7 @@ def updates(ranks: Ranks, terms: Terms, loops: Loops) -> Sequence[Measured]:
     small = Small(terms, ranks.device, max_grad_norm=reference.max_grad_norm)
     keys = RootKey.from_debug_seed(1).stream("noise")
     noise = {"sigma": reference.values**-0.5, "batch": _BATCH}
-    before, handed = _on_cpu(small.weights()), []
+    before, frozen, handed = _on_cpu(small.weights()), small.frozen(), []
     expected: dict[str, torch.Tensor] = {}
     for step in range(_STEPS):
         small.accumulate(samples)
@@ -83,11 +83,13 @@ def updates(ranks: Ranks, terms: Terms, loops: Loops) -> Sequence[Measured]:
     by_hand = _adamw(before, handed, small)
     should = {name: by_hand[name] - w.double() for name, w in before.items()}
     hashes = ranks.gather(_hash(weights))
+    changed = sum(not torch.equal(w, frozen[name]) for name, w in small.frozen().items())
     return (
         Measured("sum + noise", relative_error(handed[0], expected), 1e-5 + _SAFETY),
         # The weights are rounded to fp32: 6e-8 of 1, over a change of 1e-2.
         Measured("AdamW's weights", relative_error(moved, should), 1e-4),
         Measured("ranks with other weights", sum(h != hashes[0] for h in hashes), 0),
+        Measured("frozen weights that changed", sum(ranks.gather(changed)), 0),
     )
 
 
