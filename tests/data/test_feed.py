@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tests.data.test_excerpts import UNITS, samples
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.data import contents
 from torchtitan_dp.data.feed import SAMPLES_AHEAD, Draw, Feed
 from torchtitan_dp.data.loading import Microbatch, RecordLoader

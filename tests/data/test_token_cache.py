@@ -12,7 +12,7 @@ import pytest
 
 from tests.data.test_excerpts import rng
 from tests.data.test_tokenizer import save_tokenizer
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.data import token_cache
 from torchtitan_dp.data.opening import Records
 from torchtitan_dp.data.records import open_store

@@ -8,7 +8,7 @@ import torch
 
 from tests.data.test_excerpts import IGNORED, T, ids, rng, samples
 from tests.data.test_feed import CPU, HOW, LADDERS, draws, fed, same, store
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.feed import Draw, Feed
 from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.data.sharing import ContextGroup

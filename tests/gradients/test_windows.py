@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.loading import RecordLoader
 from torchtitan_dp.data.records import open_store
 from torchtitan_dp.data.samples import IGNORE_INDEX, SampleStore
