@@ -3,7 +3,8 @@
     python scripts/count.py [--room data] [--word projections --word max_grad_norm]
 
 A line of code has a token other than a comment, and is part of neither a docstring nor an import;
-imports have a column of their own. A room's floors are the longest chain of imports among its own modules.
+imports have a column of their own. A room has as many floors as the longest chain of imports among
+its own modules is long.
 """
 
 import argparse
