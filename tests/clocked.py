@@ -1,6 +1,6 @@
 """Runs one job of a scheduler under a fake clock, which advances by the tokens that are trained on.
 
-In a process that `tests.forks` has forked for it, as `tests.neighbours` does.
+In a process that `tests.processes.forks` has forked for it, as `tests.neighbours` does.
 """
 
 import os

@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 import pytest
 
-from tests import forks
+from tests.processes import forks
 
 # The longest first, so that the workers end together; the fixtures of a file are made once.
 LONGEST = (

@@ -1,5 +1,5 @@
-"""Runs a data set under a memory limit, in a process that `tests.forks` has forked for it and that
-is given what torchrun would give it.
+"""Runs a data set under a memory limit, in a process that `tests.processes.forks`
+has forked for it, with the environment that torchrun would give it.
 """
 
 import os

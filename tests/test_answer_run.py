@@ -7,8 +7,8 @@ import pytest
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.data.chats import chat, folder
-from tests.launch import arguments, privacy, train, with_sigma
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import arguments, privacy, train, with_sigma
 
 USERS, STEPS = 6, 2
 

@@ -30,8 +30,8 @@ from scripts.benchmarking.memory import live_tensor_bytes
 from scripts.benchmarking.opacus_arms import OpacusTrainer
 from scripts.benchmarking.results import GIB, arm_rows, length_rows, rank_rows
 from scripts.benchmarking.tables import arms_tables, lengths_table, ranks_table
-from tests import forks
-from tests.ranks import on_ranks
+from tests.processes import forks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
 
 ROOT = Path(__file__).parent.parent

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forks
+from tests.processes import forks
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -13,7 +13,7 @@ import time
 import pytest
 
 from tests.checkpoint.test_resume import STEPS, Folder, steps_saved
-from tests.launch import TIMEOUT_S, parent, privacy, with_sigma
+from tests.processes.runs import TIMEOUT_S, parent, privacy, with_sigma
 from torchtitan_dp.checkpoint.folder import damage, finished_checkpoints
 from torchtitan_dp.checkpoint.safe_load import entries, read_metadata
 from torchtitan_dp.launch import EXIT_STOPPED

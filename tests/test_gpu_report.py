@@ -11,7 +11,7 @@ import torch
 
 from scripts.benchmarking import gpu_parts, gpu_table
 from scripts.benchmarking.worker import _eagerly
-from tests.launch import ROOT
+from tests.processes.runs import ROOT
 from torchtitan_dp.plan import memory as plan_memory
 from torchtitan_dp.plan.memory import GIB, MemoryPlan
 from torchtitan_dp.privacy import fixed_point, noise

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import forks
+from tests.processes import forks
 
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [

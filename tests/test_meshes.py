@@ -11,7 +11,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.launch import arguments, train, with_sigma, write_records
+from tests.processes.runs import arguments, train, with_sigma, write_records
 
 MESHES = {  # dp_replicate, dp_shard, cp
     "cp1": (1, 1, 1),

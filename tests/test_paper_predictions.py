@@ -14,10 +14,10 @@ import torchtitan_dp.distributed  # noqa: F401
 # isort: split
 from scripts.benchmarking.counts import Case, count_here
 from scripts.benchmarking.paper_predictions import CP, FSDP, Task, peak_bytes, predict_here, work
-from tests import forks
-from tests.launch import ROOT
 from tests.plan.test_memory import allocated_peak, small
-from tests.ranks import on_ranks
+from tests.processes import forks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import ROOT
 from tests.test_paper_tables import check_marks
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.hugging_face import shape

@@ -13,10 +13,9 @@ from scripts.benchmarking import crossover, paper_figures, wanted
 from scripts.benchmarking.arms import ARMS
 from scripts.benchmarking.journal import Journal
 from scripts.benchmarking.measure import Measured
-from scripts.benchmarking.paper_cells import MEASURED, PAPER, PREDICTED, Column, table_of
-from scripts.benchmarking.paper_pages import page
+from scripts.benchmarking.paper_pages import MEASURED, PAPER, PREDICTED, Column, page, table_of
 from scripts.benchmarking.paper_predictions import CP, FSDP, Task
-from scripts.benchmarking.paper_shapes import (
+from scripts.benchmarking.paper_tables import (
     MANY,
     paper_shapes,
     predicted_tasks,

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.processes.runs import ROOT
 from torchtitan_dp.process import LOCK_FILE, forbid_core_dumps, lock_folder
 
 HOLD = (

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.launch import ROOT
+from tests.processes.runs import ROOT
 
 (PIN,) = re.findall(r"^torch==(.*)$", (ROOT / "constraints.txt").read_text(), re.M)
 # It makes a copy of itself in place of a venv; its pip lists what it is given, and fetches nothing.

@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 
-from tests import forks
-from tests.launch import ROOT
+from tests.processes import forks
+from tests.processes.runs import ROOT
 from torchtitan_dp.launch import EXIT_STOPPED
 
 HEAVY = (

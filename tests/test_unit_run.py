@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import torchtitan_dp.plan.__main__ as plan
-from tests.launch import arguments, privacy, train
+from tests.processes.runs import arguments, privacy, train
 
 pytestmark = pytest.mark.smoke  # the one whole run of `run_tests.sh fast`
 

@@ -5,27 +5,23 @@ holds one kind alone, says which in its head, and writes it in a way that the ot
 """
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from . import paper_figures, paper_scaled
+from . import paper_figures
 from .arms import ARMS, label
-from .paper_cells import (
-    MEASURED,
-    PAPER,
-    PREDICTED,
-    Column,
-    Key,
-    Row,
-    figure,
-    of_longest,
-    of_row,
-    table_of,
-    thousands,
-)
 from .paper_figures import INFINITE, OOM, Figure
-from .paper_shapes import ARMS_OF, COUNTED, MANY, PAPER_DEVICES
-from .paper_tables import TABLES
+from .paper_tables import ARMS_OF, COUNTED, MANY, PAPER_DEVICES, TABLES
+from .tables import markdown
 
+Row = dict[str, Any]
+Key = tuple[Any, ...]
+PAPER, MEASURED, PREDICTED = "paper", "measured", "predicted"
+_WRITTEN: dict[str, Callable[[str], str]] = {
+    PAPER: lambda text: text,
+    MEASURED: lambda text: f"**{text}**",
+    PREDICTED: lambda text: f"*≈ {text}*",
+}
 _TITLES = {
     "2": "Table 2: the longest samples by FSDP alone",
     "3": "Table 3: ghost norms (ZeRO-DP+) by FSDP alone",
@@ -87,7 +83,7 @@ def _section(table: str, entries: dict[str, Any]) -> list[str]:
     for kind in ("cpu", "cuda"):
         for model, entry in entries.get(kind, {}).items():
             if entry["grid"] == "scaled":
-                parts += paper_scaled.section(table, model, entry)
+                parts += _on_another_machine(table, model, entry)
     return parts
 
 
@@ -246,3 +242,112 @@ def _rows(table: int, found: _Found) -> list[str]:
 
 def _papers_name(arm: str) -> str:
     return {"ghost": "ZeRO-DP+", "V2 + AC": "V3"}.get(arm, arm)
+
+
+def _on_another_machine(table: str, model: str, entry: Row) -> list[str]:
+    """Write what was measured on a machine other than the paper's, in shapes of its own."""
+    rows = entry["rows"]
+    parts = [
+        f"### Measured on another machine, scaled: Table {table}, model {model}",
+        f"{entry['machine']}. `{entry['command']}`",
+    ]
+    if table == "2":
+        parts.append(_scaled_longest(rows))
+        return parts
+    by_line = {(r["local_batch_size"], r["seq_len"], r["name"]): r for r in rows}
+    keys: list[Key] = sorted({line[:2] for line in by_line})
+    arms = [name for name in ARMS if any(line[2] == name for line in by_line)]
+    private = [arm for arm in arms if arm != ARMS[arm].baseline]
+
+    def column(head: str, arm: str, name: str, form: str, factor: float = 1.0) -> Column:
+        def of(key: Key) -> str | None:
+            row = by_line.get((*key, arm))
+            return None if row is None else of_row(row, name, form, factor)
+
+        return Column(MEASURED, f"{label(arm)}{head}", of)
+
+    speed = [column("", arm, "tokens_per_second_per_device", ",.0f") for arm in arms]
+    speed += [column(" gap", arm, "gap_to_non_dp", ".2f") for arm in private]
+    memory = [column(", MiB", arm, "peak_allocated_gib", ",.1f", 1024) for arm in arms]
+    sizes = sorted({row["world_size"] for row in rows})
+    mesh = " and ".join(sorted({row["mesh"] for row in rows}))
+    return [
+        *parts,
+        f"{entry['rounds']} rounds, medians; {mesh} over {', '.join(map(str, sizes))} processes. "
+        "Tokens/s per process; a gap is non-DP's over the arm's, both with or both without AC:",
+        table_of(["MBS", "T"], keys, speed),
+        "Allocated by PyTorch at the peak of a step, a process:",
+        table_of(["MBS", "T"], keys, memory),
+    ]
+
+
+def _scaled_longest(rows: list[Row]) -> str:
+    by_line = {(r["world_size"], r["local_batch_size"], r["name"]): r for r in rows}
+    keys: list[Key] = sorted({line[:2] for line in by_line})
+    budget = rows[0]["budget_mib"]
+    within = "memory" if budget is None else f"{budget:.0f} MiB that PyTorch may allocate"
+
+    def column(arm: str) -> Column:
+        def of(key: Key) -> str | None:
+            return of_longest(by_line.get((*key, arm)))
+
+        return Column(MEASURED, label(arm), of)
+
+    arms = [name for name in ARMS if any(line[2] == name for line in by_line)]
+    return (
+        f"The longest T, a power of two times the first one tried, within {within} a process:\n\n"
+        + table_of(["processes", "MBS"], keys, [column(arm) for arm in arms])
+    )
+
+
+@dataclass(frozen=True)
+class Column:
+    """Figures of one kind, by the line's key; None where there is none."""
+
+    kind: str
+    head: str
+    figure: Callable[[Key], str | None]
+
+    def cells(self, keys: Iterable[Key]) -> list[str]:
+        """Write each figure as its kind is written."""
+        found = [self.figure(key) for key in keys]
+        return ["" if one is None else _WRITTEN[self.kind](one) for one in found]
+
+
+def table_of(names: list[str], keys: list[Key], columns: list[Column]) -> str:
+    """A table in Markdown: the line's key, then columns that say of which kind they are."""
+    head = [*names, *(f"{column.kind}: {column.head}" for column in columns)]
+    cells = [column.cells(keys) for column in columns]
+    lines = [
+        [*(f"{part:,}" if isinstance(part, int) else str(part) for part in key), *line]
+        for key, *line in zip(keys, *cells, strict=True)
+    ]
+    return markdown(head, lines)
+
+
+def of_row(row: Row, name: str, form: str, factor: float = 1.0) -> str | None:
+    """A measured figure, or why there is none."""
+    if row.get(name) is None:
+        return None if row["status"] == "ok" else str(row["status"])
+    return format(row[name] * factor, form)
+
+
+def of_longest(row: Row | None) -> str | None:
+    """Table 2's figure: the longest sample in tokens, or that not even the shortest fits."""
+    if row is None:
+        return None
+    return OOM if row["longest_seq_len"] is None else f"{row['longest_seq_len']:,}"
+
+
+def figure(one: Figure, form: str) -> str | None:
+    """A figure of the paper; None where it has none."""
+    return format(one, form) if isinstance(one, float) else one
+
+
+def thousands(one: Figure) -> str | None:
+    """Throughput as the paper writes it.
+
+    >>> thousands(5950.0), thousands(28800.0), thousands("OOM")
+    ('5.95k', '28.8k', 'OOM')
+    """
+    return f"{one / 1000:#.3g}k" if isinstance(one, float) else one

@@ -7,7 +7,7 @@ import signal
 import time
 from pathlib import Path
 
-from tests.launch import Run, arguments, privacy, with_sigma, write_records
+from tests.processes.runs import Run, arguments, privacy, with_sigma, write_records
 from torchtitan_dp import ledger
 from torchtitan_dp.checkpoint.folder import damaged_entry, finished_checkpoints
 from torchtitan_dp.checkpoint.verify import verify

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import torchtitan_dp.plan.__main__ as plan
-from tests.launch import (
+from tests.processes.runs import (
     TIMEOUT_S,
     Run,
     arguments,

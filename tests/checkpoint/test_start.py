@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from tests import build
 from tests.accounts import account
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.safe_load import entries, read_metadata
 from torchtitan_dp.checkpoint.start import Start, Weights, check_start, decide_start, plan_start
 from torchtitan_dp.ledger import ExecutedSteps, Ledger

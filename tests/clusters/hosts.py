@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.processes.runs import ROOT
 
 PROGRAMS = ("ip", "unshare", "mount")
 PORT = 29400

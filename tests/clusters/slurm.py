@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launch import ROOT
+from tests.processes.runs import ROOT
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "unshare")
 KILL_WAIT_S = 30

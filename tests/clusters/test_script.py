@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from tests.clusters import stub
-from tests.launch import ROOT
+from tests.processes.runs import ROOT
 
 WAIT_S = 40  # for failing only
 _SRUN = """#!{python}

@@ -16,7 +16,7 @@ import pytest
 
 from tests.clusters import stub
 from tests.clusters.slurm import Cluster
-from tests.launch import parent, write_records
+from tests.processes.runs import parent, write_records
 
 SCRIPT = "scripts/slurm/train.sbatch"
 ONE = ("--gpus-per-node=0", "--cpus-per-task=1")

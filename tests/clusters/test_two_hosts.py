@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.clusters.hosts import TwoHosts
-from tests.launch import arguments, with_sigma, write_records
+from tests.processes.runs import arguments, with_sigma, write_records
 
 GONE = "error: another rank is gone or hangs ("
 LAUNCHER_GONE = "error: another node's launcher is gone, or cannot be reached ("

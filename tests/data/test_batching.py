@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.launch import CONFIG
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import CONFIG
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config import lengths as lengths_module
 from torchtitan_dp.config.lengths import MOST_LENGTHS, ladder

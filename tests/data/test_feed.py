@@ -16,9 +16,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests import forks
 from tests.data.samples.test_excerpts import UNITS, samples
-from tests.ranks import on_ranks
+from tests.processes import forks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.data import background, console, feed
 from torchtitan_dp.data.agreement import require_same_step
 from torchtitan_dp.data.batching import Microbatch, RecordLoader

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests import forks
+from tests.processes import forks
 from torchtitan_dp.data import units as units_module
 from torchtitan_dp.data.records.formats import open_store
 from torchtitan_dp.data.units import RecordUnits, split

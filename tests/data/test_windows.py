@@ -8,7 +8,7 @@ import torch
 
 from tests.data.samples.test_excerpts import IGNORED, T, ids, rng, samples
 from tests.data.test_feed import CPU, HOW, LADDERS, draws, fed, same, store
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.batching import Microbatch, RecordLoader
 from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
 

@@ -6,7 +6,7 @@ import os
 import pytest
 
 from tests import build
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 
 def agreement(differing: tuple[str, ...]) -> str:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import torchtitan_dp.distributed.cpu as cpu
-from tests import forks
-from tests.ranks import on_ranks
+from tests.processes import forks
+from tests.processes.ranks import on_ranks
 
 without_accelerator = pytest.mark.skipif(cpu.has_accelerator(), reason="the shim is for CPU")
 

@@ -11,9 +11,9 @@ import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
 from tests.conftest import hides_devices
-from tests.launch import ROOT, arguments, write_records
 from tests.preflight.test_rehearsal import command
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import ROOT, arguments, write_records
 from torchtitan_dp import launch
 from torchtitan_dp import train as training
 from torchtitan_dp.distributed import devices

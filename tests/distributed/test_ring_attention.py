@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 
 def test_the_private_names_are_where_we_use_them():

@@ -11,7 +11,7 @@ from torch.distributed import distributed_c10d
 from torchtitan.distributed import ParallelDims
 
 from tests import build
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.distributed.stop import shorten_timeouts
 from torchtitan_dp.gradients.reduction import ReductionGroups
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 
 def error_on_this_rank(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.records.formats import open_store
 from torchtitan_dp.data.samples.conversations import Prompts
 from torchtitan_dp.data.samples.samples import SampleStore

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 
 def sum_of(value):

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gradients.loop import check
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 EXACT = ("--privacy.secure_noise", "--privacy.exact_sum")
 GRAD_SAMPLE = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")

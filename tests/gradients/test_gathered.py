@@ -14,7 +14,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 KEEP = "--parallelism.keep_weights_gathered"
 MICROBATCH = ("--privacy.gradient_method=microbatch",)

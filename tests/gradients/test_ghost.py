@@ -12,7 +12,7 @@ import torch
 
 from tests.gradients.loop import check
 from tests.gradients.test_grad_sample import beside
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 METHOD = "--privacy.gradient_method=ghost"
 DENSE, GHOST, MIXED = {}, {"dim": 96, "vocab_size": 101}, {"dim": 40, "vocab_size": 101}

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.gradients.ghost_norm import is_cheaper, squared_norms
 from torchtitan_dp.gradients.operands import Products, Rows
 

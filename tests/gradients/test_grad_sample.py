@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.gradients.loop import check, error_on_this_rank
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 METHOD = "--privacy.gradient_method=grad_sample"
 V1, V2 = "--privacy.no-shard_grad_samples", "--privacy.shard_grad_samples"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 WAITS = {
     "aten::_local_scalar_dense",  # item(), bool(tensor), an index that is a tensor

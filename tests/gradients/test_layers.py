@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.gradients.layers import connect, per_sample_layers
 from torchtitan_dp.gradients.rows import RowLayout
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.gradients.loop import check, norm_error
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.models.lora import LoRA
 
 ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")

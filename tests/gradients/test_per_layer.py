@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gradients.loop import check
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 PER_LAYER = "--privacy.clipping=per_layer"
 MICROBATCH = ["--privacy.gradient_method=microbatch"]

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 METHOD = "--privacy.gradient_method=randomized"
 ACCOUNTED = "--privacy.underestimates=accounted"

@@ -11,8 +11,7 @@ import weakref
 import pytest
 import torch
 
-from tests.ranks import on_ranks
-from tests.threads import let_go
+from tests.processes.ranks import let_go, on_ranks
 
 V1 = ("--privacy.gradient_method=grad_sample", "--privacy.no-shard_grad_samples")
 V2 = ("--privacy.gradient_method=grad_sample", "--privacy.shard_grad_samples")

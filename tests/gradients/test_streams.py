@@ -7,8 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.launch import ROOT
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import ROOT
 from tests.streams import watched
 
 REDUCTION = "gradients/reduction.py"

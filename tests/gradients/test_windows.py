@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.records.formats import open_store
 from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore

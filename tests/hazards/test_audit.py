@@ -17,9 +17,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests import forks
-from tests.launch import CONFIG, write_records
-from tests.ranks import on_ranks
+from tests.processes import forks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import CONFIG, write_records
 
 SIGMA = 1.0
 

@@ -12,7 +12,7 @@ import pytest
 from tests import build
 from tests.accounts import account
 from tests.hazards.test_trainer import SETTINGS
-from tests.launch import arguments, privacy, train, with_sigma, write_records
+from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import read_ledger
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.checkpoint.verify import verify

@@ -13,7 +13,7 @@ import math
 import pytest
 import torch
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 MICROBATCH = ["--privacy.gradient_method=microbatch"]
 V2 = ["--privacy.gradient_method=grad_sample", "--training.local_batch_size=2"]
@@ -405,7 +405,7 @@ def live_tensors(degrees, mode, method):
     import gc
 
     from tests import build
-    from tests.threads import let_go
+    from tests.processes.ranks import let_go
 
     built = build.build(
         degrees,

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests import clocked, forks
+from tests import clocked
 from tests.hazards.test_crashes import LONG, records
-from tests.launch import arguments
+from tests.processes import forks
+from tests.processes.runs import arguments
 from torchtitan_dp.release.__main__ import release
 
 STEPS = 8

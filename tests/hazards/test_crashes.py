@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests import forks, neighbours
-from tests.launch import arguments, with_sigma
+from tests import neighbours
+from tests.processes import forks
+from tests.processes.runs import arguments, with_sigma
 
 LONG = "long " * 2000  # more than seq_len tokens
 SEED = 3  # draws the last file within the three steps, but not in the first

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.hazards.test_trainer import SETTINGS, STEP, loader
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.steps import step_names

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 
 KEY = bytes(range(32))
 

@@ -18,8 +18,8 @@ import torch.nn as nn
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.accounts import account
-from tests.launch import ROOT
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import ROOT
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, Settings
 
 CONTRACT = {

@@ -10,7 +10,7 @@ import pytest
 
 from tests import accounts
 from tests.hazards.test_trainer import SETTINGS, Step
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.verify import _begins_as as begins_as
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, RunSegment, schema
 from torchtitan_dp.ledger.caveats import caveats

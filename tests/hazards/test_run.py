@@ -21,8 +21,17 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests import forks
-from tests.launch import Run, arguments, load, privacy, train, weights, with_sigma, write_records
+from tests.processes import forks
+from tests.processes.runs import (
+    Run,
+    arguments,
+    load,
+    privacy,
+    train,
+    weights,
+    with_sigma,
+    write_records,
+)
 from torchtitan_dp.ledger import Ledger, schema
 from torchtitan_dp.ledger.steps import step_names
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests import build
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.preflight.check import open_records
 

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.launch import arguments
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import arguments
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.records.formats import FORMATS, open_store

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.ledger import Ledger, Settings
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.privacy.keys import RootKey

@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from tests.accounts import account
-from tests.launch import arguments, privacy, train, with_sigma, write_records
+from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config

@@ -1,6 +1,6 @@
 """What a start is told of its model."""
 
-from tests.launch import CONFIG
+from tests.processes.runs import CONFIG
 
 
 def mistake(*options: str) -> str:

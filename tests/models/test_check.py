@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests import forks
 from tests.models.check import mistake
+from tests.processes import forks
 
 
 @pytest.mark.parametrize(

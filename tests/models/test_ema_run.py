@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from tests.launch import arguments, load, privacy, train, with_sigma, write_records
 from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
+from tests.processes.runs import arguments, load, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.adapters import is_adapter
 from torchtitan_dp.checkpoint.average import average_name
 from torchtitan_dp.config.saved import read_config

@@ -7,10 +7,11 @@ import json
 import pytest
 import torch
 
-from tests import build, forks
+from tests import build
 from tests.models.check import mistake
 from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
-from tests.ranks import on_ranks
+from tests.processes import forks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.adapters import is_adapter
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import on_meta, without_lora

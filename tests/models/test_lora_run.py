@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 
-from tests import forks
-from tests.launch import arguments, load, privacy, train, weights, with_sigma, write_records
 from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
+from tests.processes import forks
+from tests.processes.runs import arguments, load, privacy, train, weights, with_sigma, write_records
 from torchtitan_dp.checkpoint.adapters import is_adapter
 from torchtitan_dp.config.saved import read_config
 from torchtitan_dp.models.hugging_face import shape

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import torchtitan_dp.plan.__main__ as plan
-from tests.launch import arguments, write_records
+from tests.processes.runs import arguments, write_records
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
 import torchtitan_dp.plan.__main__ as plan
-from tests import forks
-from tests.launch import CONFIG, ROOT, arguments, write_records
-from tests.ranks import on_ranks
+from tests.processes import forks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import CONFIG, ROOT, arguments, write_records
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.offload import page_locked_bytes
 from torchtitan_dp.models.families import parameter_count, trained_count

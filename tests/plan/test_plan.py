@@ -11,7 +11,7 @@ import pytest
 
 import torchtitan_dp.plan.__main__ as plan
 from tests.accounts import account
-from tests.launch import ROOT, arguments, with_sigma, write_records
+from tests.processes.runs import ROOT, arguments, with_sigma, write_records
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import ExecutedSteps
 from torchtitan_dp.ledger.terms import make_plan

@@ -8,8 +8,8 @@ import pytest
 import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
-from tests import forks
 from tests.plan.test_memory import small
+from tests.processes import forks
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import parameter_count
 from torchtitan_dp.models.hugging_face import shape

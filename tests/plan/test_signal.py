@@ -9,7 +9,7 @@ import sys
 import pytest
 
 import torchtitan_dp.plan.__main__ as plan
-from tests.launch import ROOT, arguments, with_sigma, write_records
+from tests.processes.runs import ROOT, arguments, with_sigma, write_records
 from torchtitan_dp.plan.signal import (
     Target,
     noise_of,

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from tests import forks
 from tests.accounts import account
-from tests.launch import arguments, with_sigma
+from tests.processes import forks
+from tests.processes.runs import arguments, with_sigma
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import ExecutedSteps, write_fingerprint
 from torchtitan_dp.ledger.terms import make_plan

@@ -11,8 +11,8 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.launch import arguments, with_sigma, write_records
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import arguments, with_sigma, write_records
 from torchtitan_dp.config.load import load_config
 
 STEPS = 3

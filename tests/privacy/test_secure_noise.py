@@ -9,7 +9,7 @@ import pytest
 import torch
 from scipy import stats
 
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
 from torchtitan_dp.privacy import noise, secure_noise
 from torchtitan_dp.privacy.noise import BLOCK
 

@@ -2,7 +2,7 @@
 
     python -m tests.references.runs FILE.json [CASE …]      with PYTHONPATH at the tree to look at
 
-Weights are compared as bits, so a file is of one version of PyTorch and one kind of CPU; their
+At commit 82bacc4 `tests.processes.runs` is `tests.launch`. Weights are compared as bits, so a file is of one version of PyTorch and one kind of CPU; their
 projection on a fixed vector is there as well, in six digits.
 """
 
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.launch import train, with_sigma, write_records
+from tests.processes.runs import train, with_sigma, write_records
 from tests.test_meshes import arguments, read_weights
 
 MESHES = {"1": (1, 1), "cp2": (1, 2), "dp2_cp2": (2, 2)}  # dp_shard, cp

@@ -36,6 +36,7 @@ def test_weights_after_three_noisy_steps(case: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("case", SPENDINGS)
 def test_epsilon_to_the_last_digit(case: str) -> None:
     found, expected = epsilon_of(case), REFERENCE["epsilons"][case]
-    assert float(found) == pytest.approx(float(expected), rel=1e-9)
-    if machine() == REFERENCE["machine"]:
-        assert found == expected
+    # The sums of `prv` depend on the number of threads, in the last digit.
+    is_exact = machine() == REFERENCE["machine"] and not case.startswith("prv")
+    assert float(found) == pytest.approx(float(expected), rel=1e-14 if is_exact else 1e-9)
+    assert found == expected or not is_exact

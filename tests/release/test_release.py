@@ -20,7 +20,6 @@ import torchtitan_dp.release.__main__ as release_module
 import torchtitan_dp.release.card as card_module
 from tests.accounts import account
 from tests.build import config as small_config
-from tests.launch import arguments, privacy, train, weights, with_sigma, write_records
 from tests.models.hugging_face import (
     SCALED,
     edit_config,
@@ -28,6 +27,7 @@ from tests.models.hugging_face import (
     transformers_logits,
     write_llama,
 )
+from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
 from torchtitan_dp.checkpoint.average import UNRECORDED, Decay
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config.saved import read_config, write_config

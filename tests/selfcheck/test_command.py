@@ -8,8 +8,8 @@ from contextlib import redirect_stderr
 
 import pytest
 
-from tests import forks
-from tests.launch import CONFIG, ROOT, Run
+from tests.processes import forks
+from tests.processes.runs import CONFIG, ROOT, Run
 
 QUICK = ("--config", str(CONFIG), "--training.seq_len=64")
 PROGRAM = ("-m", "torchtitan_dp.selfcheck.__main__")

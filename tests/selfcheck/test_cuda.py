@@ -13,7 +13,7 @@ import sys
 import pytest
 import torch
 
-from tests.launch import CONFIG, ROOT
+from tests.processes.runs import CONFIG, ROOT
 
 cuda = [
     pytest.mark.cuda,

@@ -5,8 +5,8 @@ import contextlib
 import pytest
 import torch
 
-from tests.launch import CONFIG
-from tests.ranks import on_ranks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import CONFIG
 from tests.selfcheck import faults
 
 

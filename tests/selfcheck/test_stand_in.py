@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch._dynamo
 
-from tests.launch import ROOT, Run
+from tests.processes.runs import ROOT, Run
 from torchtitan_dp.privacy.kernels import LAYOUTS
 
 PROGRAM = (str(ROOT / "tests" / "selfcheck" / "stand_in.py"),)

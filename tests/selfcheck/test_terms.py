@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 
-from tests.launch import ROOT
+from tests.processes.runs import ROOT
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.families import parameter_count
 from torchtitan_dp.selfcheck.terms import default_terms, given_terms

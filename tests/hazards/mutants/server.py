@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from tests import forks
+from tests.processes import forks
 
 OURS = ("torchtitan_dp", "tests")
 PRELOADED = (
@@ -80,7 +80,7 @@ def fork(job: dict[str, Any]) -> dict[str, Any]:
         os.environ["PYTHONPATH"] = root
         code = 125
         try:
-            with importlib.import_module("tests.forks").forked_server(job["place"]):
+            with importlib.import_module("tests.processes.forks").forked_server(job["place"]):
                 code = run_tests(root, job["tests"], job["report"])
         except SystemExit:  # a process that the server forked has done its job
             raise

@@ -1,4 +1,4 @@
-"""Stands in for torchrun and `torchtitan_dp.launch`: ranks forked from `tests.forks`.
+"""Stands in for torchrun and `torchtitan_dp.launch`: ranks forked from `tests.processes.forks`.
 
 What a rank can tell is the same: its environment, a session and a log of its own, a launcher that
 it dies with, a store at MASTER_ADDR. So is what the caller can tell: the prefixed output, SIGTERM

@@ -1,7 +1,7 @@
 """Starts real training runs as `run_train.sh` does: a launcher, its workers, one folder a run.
 
 The runs are tiny: 4 steps of about 3 short records. Their processes are forked from one that has
-imported everything (`tests.forks`), except in the few tests that are about the launcher itself
+imported everything (`forks`), except in the few tests that are about the launcher itself
 (`Run(…, real=True)`).
 """
 
@@ -20,9 +20,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from tests import forks, launcher
+from tests.processes import forks, launcher
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "train_configs" / "llama3_debug.toml"
 TIMEOUT_S = 500  # for failing only: less than a test has, which then tells what was said
 _MARK = "TORCHTITAN_DP_TEST_RUN"
@@ -79,7 +79,7 @@ class Run:
         Args:
             program: what torchrun starts on each rank.
             log: file for the output of all ranks.
-            real: start `torchtitan_dp.launch` as a user does, and not `tests.launcher`.
+            real: start `torchtitan_dp.launch` as a user does, and not `tests.processes.launcher`.
         """
         self.log = log
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -156,7 +156,7 @@ class Run:
 
 
 class _Forked:
-    """Processes of `tests.launcher`: each rank and the launcher has a session of its own."""
+    """Processes of `launcher`: each rank and the launcher has a session of its own."""
 
     def __init__(
         self,

@@ -1,25 +1,30 @@
 """Runs a function on several gloo ranks: processes that are forked once and reused.
 
 `on_ranks(4, function, *args)` returns each rank's result. Functions must be importable (defined at
-a module's top level). A rank that raises, or silence, ends the pool and fails the test.
+a module's top level). A rank that raises, or silence, ends the pool and fails the test. `let_go`
+waits for the other threads of the process that calls it.
 """
 
 import os
 import pickle
 import signal
+import threading
 import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tests import forks
+from tests.processes import forks
 
 TIMEOUT_S = 400  # less than a test has, more than a compilation on a busy machine takes
+ASLEEP_LIMIT_S = 60.0
+_ROUNDS = 3
 _pools: dict[int, "_Pool"] = {}
 
 
@@ -112,3 +117,33 @@ def _work(connection: "Connection[Any, Any]", rank: int, world_size: int, port: 
         except BaseException:
             answer = pickle.dumps((None, traceback.format_exc()))
         connection.send_bytes(answer)
+
+
+def let_go() -> None:
+    """Return when every other thread was seen asleep (Linux), with its work done, and again.
+
+    gloo's threads hold what they sent until after it has arrived: a collective is done before the
+    thread that ran it lets go of its tensors, on a busy machine long before. Tests that count
+    tensors wait for that. While this thread sleeps, those that need the interpreter to free a
+    tensor can have it.
+    """
+    deadline = time.monotonic() + ASLEEP_LIMIT_S
+    for _ in range(_ROUNDS):
+        awake = _others()
+        while awake:
+            assert time.monotonic() < deadline, f"{len(awake)} threads never sleep"
+            time.sleep(0.002)
+            awake = {task for task in awake & _others() if _state(task) != "S"}
+
+
+def _others() -> set[Path]:
+    return {
+        t for t in Path("/proc/self/task").iterdir() if int(t.name) != threading.get_native_id()
+    }
+
+
+def _state(task: Path) -> str:
+    try:
+        return (task / "stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:  # it ended meanwhile
+        return "S"

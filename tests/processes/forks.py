@@ -27,7 +27,7 @@ from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 offered = True
 """Whether the running test may have other processes; else it is skipped where it asks for one."""
 ADDRESS = "TORCHTITAN_DP_TEST_FORKS"
@@ -41,7 +41,12 @@ THIRD_PARTY = (
     "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
 )
-OURS = ("torchtitan_dp.train", "torchtitan_dp.audit.__main__", "tests.launcher", "tests.ranks")
+OURS = (
+    "torchtitan_dp.train",
+    "torchtitan_dp.audit.__main__",
+    "tests.processes.launcher",
+    "tests.processes.ranks",
+)
 
 
 def need() -> None:
@@ -131,7 +136,7 @@ def address() -> str:
     }
     environment.pop("TORCHTITAN_DP_LAUNCHER_PID", None)
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.forks", path],
+        [sys.executable, "-m", "tests.processes.forks", path],
         cwd=ROOT,
         env=environment,
         stdout=subprocess.PIPE,
@@ -158,7 +163,7 @@ def preload(*modules: str) -> None:
 
 
 def _search_for_noise() -> None:
-    """Find what most runs of `tests.launch` look for: the divergences are kept, and forked."""
+    """Find the noise that most runs need: the divergences are kept, and forked."""
     from torchtitan_dp.privacy.accounting import noise_multiplier
 
     noise_multiplier(target_epsilon=8.0, delta=1e-3, sample_rate=3 / 24, steps=4, accountant="rdp")
@@ -260,6 +265,6 @@ def main(path: str) -> None:
 
 
 if __name__ == "__main__":
-    from tests import forks  # the module whose classes are pickled, not __main__
+    from tests.processes import forks  # the module whose classes are pickled, not __main__
 
     forks.main(sys.argv[1])
