@@ -324,7 +324,7 @@ def test_undecodable_records(tmp_path, data, capsys):
     (data / "binary").write_bytes(b"\xff\xfe\x00\xff")
     line = refused(tmp_path, data, capsys, "--data.on_undecodable=error")
     assert "data.on_undecodable = 'error': 1 of 25 records" in line
-    assert "25 records to train on" in accepted(tmp_path, data, capsys)  # by default it stays
+    assert "25 training records" in accepted(tmp_path, data, capsys)  # by default it stays
 
 
 def test_a_tokenizer_larger_than_the_vocabulary(tmp_path, data, capsys):

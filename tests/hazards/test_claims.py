@@ -49,7 +49,7 @@ def test_row50_a_run_that_stopped_early_tells_what_was_planned(tmp_path):
     assert told["epsilon_planned"] >= SETTINGS.epsilon(200) > 2 * told["epsilon"]
     assert (told["steps"], told["planned_steps"]) == (2, 200)
     (caveat,) = [c for c in told["caveats"] if "2 of 200" in c]
-    assert "is right if neither results nor a clock decided when to stop" in caveat
+    assert "is valid if neither results nor a clock decided when to stop" in caveat
     assert verify(str(tmp_path)).faults == []
 
 
@@ -105,7 +105,7 @@ def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
 
 def test_row49_what_initial_weights_were_summed_in_is_told(tmp_path):
     told = publish(tmp_path / "second", stopped(tmp_path / "first", exact_sum=True))
-    assert any("adds up to 4096 records" in caveat for caveat in told["caveats"])
+    assert any("with up to 4096 records per rank" in caveat for caveat in told["caveats"])
 
 
 @pytest.mark.slow

@@ -85,7 +85,7 @@ def test_what_lines_lack_is_told_by_plan_and_start(
     assert LACKING in planned(tmp_path, capsys)
     said = forks.call(start, command(tmp_path), str(cache))
     assert LACKING in said
-    assert "token ids of the records that are drawn are written to " in said
+    assert "token ids of drawn records are cached in " in said
     assert said.endswith("built\n")
 
 
@@ -179,20 +179,20 @@ CONCAT, HEAD = "--data.unit_sampling=concat", "--data.long_records=head"
 @pytest.mark.parametrize(
     "overrides, said",
     [
-        ((), "32 tokens of a record is never trained on; data.long_records = 'window'"),
+        ((), "32 tokens of a record are trained on; data.long_records = 'window'"),
         ((UNIT,), None),
-        ((UNIT, HEAD), "32 tokens of a unit is never trained on; data.long_records = 'window'"),
-        ((UNIT, HEAD, "--data.unit_sampling=random"), "tokens of a record is never trained on"),
+        ((UNIT, HEAD), "32 tokens of a unit are trained on; data.long_records = 'window'"),
+        ((UNIT, HEAD, "--data.unit_sampling=random"), "tokens of a record are trained on"),
         (("--data.prompt_field=q",), None),
         ((UNIT, "--data.prompt_field=q"), None),
-        ((UNIT, CONCAT, "--data.prompt_field=q"), "of a unit is never trained on; data.unit_samp"),
+        ((UNIT, CONCAT, "--data.prompt_field=q"), "of a unit are trained on; data.unit_samp"),
     ],
 )
 def test_what_no_sample_is_made_of_is_told(
     tmp_path: Path, overrides: tuple[str, ...], said: str | None
 ) -> None:
     lines = notices(load_config(command(tmp_path, *overrides), 1))
-    found = [line for line in lines if "never trained on" in line]
+    found = [line for line in lines if "are trained on; " in line]
     assert len(found) == (said is not None)
     assert all(str(said) in line for line in found)
 

@@ -31,12 +31,12 @@ def never_trained(config: JobConfig) -> str | None:
     has_answers = data.prompt_field is not None or data.messages_field is not None
     if data.long_records != "head" or (has_answers and not takes_all):
         return None  # with answers, a sample of one record lies where the answer is
-    remedy = "data.long_records = 'window' takes a part chosen anew at each draw"
+    remedy = "data.long_records = 'window' draws a random part each time"
     if has_answers:
-        remedy = "data.unit_sampling = 'random' takes one record chosen anew at each draw"
+        remedy = "data.unit_sampling = 'random' draws a random record each time"
     return (
-        f"what is beyond the first {config.training.seq_len:,} tokens of a "
-        f"{'unit' if takes_all else 'record'} is never trained on; {remedy}"
+        f"only the first {config.training.seq_len:,} tokens of a "
+        f"{'unit' if takes_all else 'record'} are trained on; {remedy}"
     )
 
 

@@ -79,7 +79,7 @@ class Comparison:
             raise Fault(
                 "data.verify_records = 'drawn': ranks made different samples of one drawn unit, "
                 "and the step was not taken: training.dataset_path and model.hf_assets_path must "
-                "hold the same on every node, and stay so; mend the copies, and start again"
+                "be identical on every node and stay unchanged; fix the copies, and start again"
             )
 
 

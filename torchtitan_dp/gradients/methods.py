@@ -158,7 +158,7 @@ def _ghost_passes(terms: MethodTerms) -> int:
 METHODS: dict[str, Method] = {
     "microbatch": Method(
         _microbatch,
-        "microbatches of one sample, whose reduced gradient is the sample's",
+        "one sample per microbatch; FSDP2's reduced gradient is already per-sample",
         per_sample_layers=False,
         compiles="blocks",
         averages_windows=True,
@@ -166,13 +166,13 @@ METHODS: dict[str, Method] = {
     # Per-sample layers hand over what they have, or start collectives, within backward.
     "grad_sample": Method(
         _grad_sample,
-        "microbatches of several samples, whose gradients fit beside each other",
+        "several samples per microbatch, whose per-sample gradients fit in memory",
         per_sample_layers=True,
         compiles="regions",
     ),
     "ghost": Method(
         _ghost,
-        "short contexts, where gradients of several samples do not fit beside each other",
+        "short contexts, where per-sample gradients do not fit in memory",
         per_sample_layers=True,
         compiles="regions",
         backward_passes=_ghost_passes,
@@ -180,7 +180,7 @@ METHODS: dict[str, Method] = {
     ),
     "randomized": Method(
         _randomized,
-        "long contexts and several samples, where gradients do not fit beside each other",
+        "long contexts, where per-sample gradients do not fit in memory",
         per_sample_layers=True,
         compiles="regions",
         backward_passes=_ghost_passes,

@@ -15,19 +15,19 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.summation import fp32_sum_excess
 
 _OF_EVERY_RUN = (
-    "whoever trained saw the records: the guarantee is towards everybody who gets the weights",
-    "whether, and when, the machine fails does not depend on what records hold: a run that does "
-    "not fit its memory, or whose kernels are missing, ends before it draws a record, whatever the "
-    "records are",
-    "nobody but the owner sees losses, gradient norms, batch sizes, timing or other logs of the "
-    "run, which are made from records without noise",
+    "the guarantee covers everyone who receives the weights, not the operator of the run, who has "
+    "the records",
+    "whether and when the machine fails does not depend on the content of records: a run that does "
+    "not fit in memory, or lacks a kernel, ends before it draws a record",
+    "only the owner sees losses, gradient norms, batch sizes, timing and other logs of the run, "
+    "which are computed from records without noise",
     "draws, projections and noise, from counter-based generators with secret 128-bit keys of the "
-    "operating system, cannot be told from random",
-    "the program does what it says: it is tested, not proven",
+    "operating system, are indistinguishable from random",
+    "the program is correct: it is tested, not proven",
 )
 _FIXED = (
-    "the model, the terms of each step and the numbers of steps and runs were not chosen by what "
-    "the same records had shown; what several runs spend adds up (python -m torchtitan_dp.ledger)"
+    "the model, the terms of each step and the numbers of steps and runs were not chosen by "
+    "earlier results on the same records; several runs compose (python -m torchtitan_dp.ledger)"
 )
 _FILTERED = (
     "the model and the number of runs were not chosen by what the same records had shown, and the "
@@ -51,8 +51,8 @@ _EARLY = "not all planned steps were taken: "
 _LOST = "steps were lost: "
 _ROUNDED = "the clipped sum is rounded: "
 _ESTIMATED = (
-    "norms were estimated from random projections: the estimates' errors, which epsilon counts, "
-    "are taken to be those of real numbers"
+    "norms were estimated from random projections: epsilon counts the estimates' errors as if "
+    "computed in real numbers"
 )
 
 
@@ -70,18 +70,18 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
             stopped.append(f"{done} of {ancestor.planned_steps} by run {ancestor.run}")
     if ledger.composes and stopped:
         told.append(
-            f"{_EARLY}{', '.join(stopped)}; epsilon = {rounded_up(epsilon)}, for the steps that "
-            "were taken, is right if neither results nor a clock decided when to stop, and "
-            f"epsilon_planned = {rounded_up(epsilon_planned)} if weights alone did; no epsilon is "
+            f"{_EARLY}{', '.join(stopped)}; epsilon = {rounded_up(epsilon)}, for the steps taken, "
+            "is valid if neither results nor a clock decided when to stop; "
+            f"epsilon_planned = {rounded_up(epsilon_planned)} if only weights did; no epsilon is "
             "if losses, norms or other logs did, or a clock (a time limit, a preemption, an "
-            "owner's patience): how many steps fit into a time follows from the lengths of records"
+            "owner's patience), since the steps per hour depend on the lengths of records"
         )
     by_ancestors = sum(segment.steps for segment in ledger.lost_before())
     if ledger.composes and (lost := ledger.published_lost().steps + by_ancestors):
         told.append(
-            f"{_LOST}{lost} steps are counted for them, as many for each crash as it could lose, "
-            "since how many it did lose follows from the lengths of records; that the machine "
-            "failed, and how often, is assumed not to"
+            f"{_LOST}{lost} steps are counted for them, the most that each crash could lose, since "
+            "the actual number depends on the lengths of records; that the machine failed, and how "
+            "often, is assumed not to"
         )
     before = [segment for ancestor in ledger.ancestors for segment in ancestor.segments]
     segments = [*before, *ledger.segments()]
@@ -91,14 +91,14 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
         worst = max(rounded, key=_rounds_by)
         excess = _rounds_by(worst)
         told.append(
-            f"{_ROUNDED}each rank adds up to {worst.summands} {worst.unit}s of a step in fp32, so "
-            "that gradients made for it, in an order made for it, could let one of them move the "
+            f"{_ROUNDED}with up to {worst.summands} {worst.unit}s per rank and step added in fp32, "
+            "adversarial gradients could move the sum by "
             + (
-                f"sum by {rounded_up(excess, digits=2)} C more than epsilon counts; exact norms "
-                "with privacy.exact_sum rule that out"
+                f"{rounded_up(excess, digits=2)} C more than epsilon counts; exact norms with "
+                "privacy.exact_sum rule this out"
                 if worst.projections
-                else f"sum by {rounded_up(1 + excess, digits=_digits(excess))} C, while epsilon "
-                "counts C; privacy.exact_sum rules that out"
+                else f"{rounded_up(1 + excess, digits=_digits(excess))} C instead of C; "
+                "privacy.exact_sum rules this out"
             )
         )
     if ledger.composes and any(settings.projections for settings in taken):

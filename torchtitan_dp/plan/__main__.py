@@ -1,4 +1,4 @@
-"""What a configuration will spend and run, said before anything is started.
+"""Predicts what a configuration will spend and need, before anything is started.
 
     python -m torchtitan_dp.plan --job.config_file FILE [--section.key value …] [--world_size N]
                                  [--memory_gib G] [--json FILE] [--plot FILE.png] [--recommend]
@@ -70,19 +70,19 @@ def _plan(
     if plan is None:
         print(f"plan: without privacy (privacy.enable = false)\n{model}", file=sys.stderr)
         if options.memory_gib is not None or options.json or options.plot:
-            print("      nothing more is predicted without privacy", file=sys.stderr)
+            print("      without privacy, memory and cost are not predicted", file=sys.stderr)
         return
     trained = trained_count(args)
     noise = plan_noise(plan, trained)
     for warning in filter(None, (*plan.warnings, noise_warning(noise))):
         print(f"warning: {warning}", file=sys.stderr)
     if checked.start.resumes:
-        print(f"going on after step {checked.start.step} of {plan.steps}", file=sys.stderr)
+        print(f"resuming after step {checked.start.step} of {plan.steps}", file=sys.stderr)
     _show(config, plan, records)
     for notice in notices(config):
         print(f"      {notice}", file=sys.stderr)
     for caveat in plan.ledger.caveats:
-        print(f"      assumed or recorded: {caveat}", file=sys.stderr)
+        print(f"      caveat: {caveat}", file=sys.stderr)
     print(f"{model}\n      {noise_line(noise, plan.settings, trained)}", file=sys.stderr)
     count, rate = plan.settings.implied_units, plan.settings.sample_rate
     costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
@@ -130,12 +130,12 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"      sigma = {settings.noise_multiplier:.4g}, C = {settings.max_grad_norm:g}, "
         f"q = {settings.sample_rate:.4g} from {settings.sample_rate_source}",
         f"      {'' if settings.neighbouring_relation == 'zero_out' else 'not private: '}"
-        f"{len(records.train):,} {unit_word(config)}s to train on, "
+        f"{len(records.train):,} training {unit_word(config)}s, "
         f"{len(records.heldout):,} held out; "
-        f"{settings.expected_batch_size} expected in a step, "
-        f"of {_windows(settings.windows_per_draw)}at most {config.training.seq_len:,} tokens each; "
+        f"expected batch: {settings.expected_batch_size}, "
+        f"{_windows(settings.windows_per_draw)}up to {config.training.seq_len:,} tokens each; "
         f"targets: {settings.targets}",
-        f"      gradients by {method}, which is for {METHODS[method].chosen_for}; "
+        f"      gradient method: {method} ({METHODS[method].chosen_for}); "
         f"clipping: {settings.clipping}",
         *_estimated(config, plan),
         *_lost_steps(config, plan),
@@ -144,7 +144,7 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
 
 
 def _windows(count: int) -> str:
-    return "" if count == 1 else f"{count} windows, averaged, of "
+    return "" if count == 1 else f"the mean over {count} windows of "
 
 
 def _estimated(config: JobConfig, plan: Plan) -> list[str]:
@@ -154,11 +154,11 @@ def _estimated(config: JobConfig, plan: Plan) -> list[str]:
         return []
     norms = f"      norms: estimated ({privacy.norm_estimator}, {privacy.projections} projections)"
     if not settings.projections:
-        return [f"{norms}; a gradient that is longer counts as its estimate, C at most"]
+        return [f"{norms}, capped: no sample contributes more than C"]
     exact = dataclasses.replace(settings, projections=0).epsilon(plan.steps)
     return [
-        f"{norms}, so that a gradient counts up to {rounded_up(settings.largest_share, digits=3)} "
-        "C; capped (privacy.underestimates) these steps would spend epsilon = "
+        f"{norms}; a sample may contribute up to {rounded_up(settings.largest_share, digits=3)} C; "
+        "with privacy.underestimates = 'capped' these steps would spend epsilon = "
         f"{rounded_up(exact)}",
     ]
 
@@ -169,14 +169,14 @@ def _lost_steps(config: JobConfig, plan: Plan) -> list[str]:
     if not (lost and plan.private):
         return []
     stated = f"a release will state epsilon = {rounded_up(plan.epsilon_stated)}"
-    lines = [f"      crashes lost steps, which count as {lost}: {stated}"]
+    lines = [f"      lost in crashes, counted as {lost} steps: {stated}"]
     if target is not None and plan.epsilon_stated > target:
         steps = steps_within(plan, target)
         shorter = f"training.steps = {steps} and release --stop_not_from_results, or "
         lines.append(
             f"      above privacy.target_epsilon = {target:g}; to keep that: "
-            f"{'' if steps is None else shorter}release --lost_steps_not_seen, if nobody saw "
-            "anything of the lost steps"
+            f"{'' if steps is None else shorter}release --lost_steps_not_seen, if nobody saw any "
+            "output of the lost steps"
         )
     return lines
 

@@ -23,15 +23,13 @@ class StepCost:
     def describe(self) -> str:
         """Put the cost into words, for people."""
         step = (
-            f"a step: {self.microbatches_per_step:.1f} microbatches a data-parallel rank, "
-            f"{self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs (expected)"
+            f"per step (expected): {self.microbatches_per_step:.1f} microbatches per data-parallel "
+            f"rank, {self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs"
         )
         if self.seconds_per_step is None:
             return step
         hours = self.seconds_per_step * self.steps / 3600
-        return (
-            f"{step}; at the stated rate about {self.seconds_per_step:.3g} s, {hours:.3g} h in all"
-        )
+        return f"{step}; at --tflops about {self.seconds_per_step:.3g} s, {hours:.3g} h in all"
 
 
 def step_cost(

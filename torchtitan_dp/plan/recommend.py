@@ -1,4 +1,4 @@
-"""Signal and noise for people: the plan's line, its warning, and the table of `--recommend`."""
+"""The plan's noise line and warning, and the table of `--recommend`."""
 
 import copy
 import sys
@@ -11,7 +11,6 @@ from rich.table import Column, Table
 
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.units import unit_word
 from torchtitan_dp.ledger import ExecutedSteps
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.terms import Plan
@@ -20,10 +19,7 @@ from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.plan.signal import (
     DROWNS,
     FEWEST_STEPS,
-    LARGEST_RATE,
-    WORTH,
     Noise,
-    Row,
     Rows,
     Target,
     noise_of,
@@ -32,13 +28,13 @@ from torchtitan_dp.plan.signal import (
 
 _LOG_WIDTH = 160  # where there is no terminal that a table could be too wide for
 _TITLE = (  # a table's own is cut to its width
-    "      the noise's norm over C, at the compute asked for: in a step, and averaged over the run"
+    "      noise norm / C at equal compute: in one step, and averaged over the run"
 )
 _RANKS = (16, 8)  # of the adapters that a full run is compared with, the larger first
 
 
 def plan_noise(plan: Plan, trained: int) -> Noise:
-    """Return the noise of a run that takes all its steps on the terms that it has now."""
+    """Return the noise of a run with all its steps on the current terms."""
     settings = plan.settings
     return noise_of(
         noise_multiplier=settings.noise_multiplier,
@@ -49,51 +45,50 @@ def plan_noise(plan: Plan, trained: int) -> Noise:
 
 
 def noise_line(noise: Noise, settings: Settings, trained: int) -> str:
-    """Put the noise beside the largest signal that there can be."""
+    """Compare the noise with the largest possible gradient, in one line."""
     per_layer = settings.clipping.startswith("per_layer")
-    most = "C, with every group of layers at its bound" if per_layer else "C"
+    most = "C, reached if every clip group is at its bound" if per_layer else "C"
     return (
         f"noise: {noise.in_step:.3g} C in a step, {noise.over_run:.3g} C averaged over the run, "
-        f"in {trained:,} trained values; the gradient beside it is at most {most}"
+        f"over {trained:,} trained parameters; the mean gradient's norm is at most {most}"
     )
 
 
 def noise_warning(noise: Noise) -> str | None:
-    """Say in one line that noise drowns the signal, if it seems to."""
+    """Return a one-line warning if the noise is above `DROWNS`."""
     if not noise.drowns:
         return None
     return (
-        f"the noise is {noise.over_run:.3g} C even averaged over the run, more than {DROWNS:g} C "
-        "(a heuristic): it may drown what could be learned; python -m torchtitan_dp.plan "
-        "… --recommend shows by which batch and steps there is less, and, of weights that are "
-        "loaded, by which adapters"
+        f"noise averaged over the run is {noise.over_run:.3g} C, above {DROWNS:g} C (a heuristic): "
+        "training may learn little; python -m torchtitan_dp.plan … --recommend compares batch "
+        "sizes, steps and, for loaded weights, adapters"
     )
 
 
 def refuse(config: JobConfig) -> None:
-    """Raise ValueError, one line, if nothing can be recommended to this run."""
+    """Raise ValueError if nothing can be recommended for this configuration."""
     privacy = config.privacy
     if not privacy.enable:
         raise ValueError(
-            "--recommend with privacy.enable = false: without noise there is nothing to weigh; "
-            "leave one of the two out"
+            "--recommend with privacy.enable = false: there is no noise to compare; omit one of "
+            "the two"
         )
     if privacy.target_epsilon is None:
         raise ValueError(
-            f"--recommend with privacy.noise_multiplier = {privacy.noise_multiplier}: each batch "
-            "needs the noise that keeps one promise; give it, as --privacy.noise_multiplier None "
+            f"--recommend with privacy.noise_multiplier = {privacy.noise_multiplier}: batch sizes "
+            "are compared at one epsilon; set --privacy.noise_multiplier None "
             "--privacy.target_epsilon 8"
         )
     if ExecutedSteps(config.job.dump_folder).count:
         raise ValueError(
             f"--recommend with job.dump_folder = '{config.job.dump_folder}': the run in it has "
-            "fixed its terms; name another folder to plan another run"
+            "fixed its terms; to plan another run, name another folder"
         )
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Names what is trained, and counts it."""
+    """A choice of trained parameters: all weights, or adapters of one rank."""
 
     rank: int  # of adapters; 0: all weights
     trained: int
@@ -104,82 +99,38 @@ class Variant:
 
 @dataclass(frozen=True)
 class Recommendation:
-    """Holds ways to spend the compute asked for, and the one that is recommended."""
+    """Splits of one compute budget into batch and steps, and the recommended one."""
 
     rows: Rows
     own: Variant  # what the configuration trains
     others: tuple[Variant, ...]
     units: int
-    word: str  # for a unit
     rate_is_set: bool  # by `privacy.sample_rate`, which another batch must change too
 
     @property
     def variant(self) -> Variant:
-        """Return what to train: the configuration's own, unless only others are not drowned."""
+        """The recommended trained parameters: the configuration's own, unless only others have
+        noise below `DROWNS`."""
         best = self.rows.best
         if best is None or not best.noise(self.own.trained).drowns:
             return self.own
         good = [v for v in self.others if not best.noise(v.trained).drowns]
         return good[0] if good else self.own
 
-    def sentence(self) -> str:
-        """Say what is recommended, and why."""
-        best, asked, own = self.rows.best, self.rows.asked, self.own
+    def summary(self) -> str:
+        """Name the recommended settings in one line."""
+        best = self.rows.best
         if best is None:
-            return (
-                f"recommended: none: {asked.batch * asked.steps:,} {self.word}s in all do not "
-                f"suffice for {FEWEST_STEPS} steps (a heuristic); raise training.steps"
-            )
-        before, after = asked.noise(own.trained).over_run, best.noise(own.trained).over_run
-        if best is asked:
-            why = f"as it is asked for, since {self._why_not_more(best)}"
-        elif best.batch > asked.batch:
-            why = (
-                f"at the same compute the noise over the run falls from {before:.3g} C to "
-                f"{after:.3g} C, and {self._why_not_more(best)}"
-            )
-        elif asked.steps < FEWEST_STEPS:
-            why = f"{asked.steps} steps are fewer than {FEWEST_STEPS}"
-        else:
-            why = (
-                f"{asked.sample_rate:.0%} of all {self.word}s in a step are more than "
-                f"{LARGEST_RATE:.0%}"
-            )
-        rank = "" if self.variant == own else f", lora.rank = {self.variant.rank}"
+            return f"recommended: none, with fewer than {FEWEST_STEPS} steps; raise training.steps"
         rate = f", privacy.sample_rate = {best.sample_rate:.6g}" if self.rate_is_set else ""
+        rank = "" if self.variant == self.own else f", lora.rank = {self.variant.rank}"
         return (
             f"recommended: training.global_batch_size = {best.batch}, training.steps = "
-            f"{best.steps}{rate}{rank}: {why}{self._hint(best)} "
-            "(bounds are heuristics: docs/tuning.md)"
-        )
-
-    def _why_not_more(self, best: Row) -> str:
-        if 2 * best.sample_rate > LARGEST_RATE:
-            return f"twice the batch would draw more than {LARGEST_RATE:.0%} of all in a step"
-        if best.steps // 2 < FEWEST_STEPS:
-            return f"twice the batch would leave fewer than {FEWEST_STEPS} steps"
-        return f"twice the batch would take less than {1 - WORTH:.0%} off it"
-
-    def _hint(self, best: Row) -> str:
-        """Say what to do where all of this leaves too much noise."""
-        own, variant = self.own, self.variant
-        noise = best.noise(own.trained)
-        if not noise.drowns:
-            return ""
-        still = f"; {noise.over_run:.3g} C are more than {DROWNS:g} C"
-        if variant != own:
-            return f"{still}, {variant} has {best.noise(variant.trained).over_run:.3g} C"
-        least = self.rows.least_noise(own.trained)
-        if least <= DROWNS:
-            return f"{still}: more compute, in a larger batch, brings it down, to {least:.3g} C"
-        return (
-            f"{still}, and no compute brings it below {least:.3g} C: it takes "
-            f"{self.rows.enough_units(own.trained, self.units):,} {self.word}s or more, fewer "
-            "trained values, or a larger epsilon"
+            f"{best.steps}{rate}{rank} (a heuristic: docs/tuning.md)"
         )
 
     def table(self) -> Table:
-        """List the rows; the last one is the limit of what these units allow."""
+        """Build the table; its last row is the limit with all units in each step."""
         variants = (self.own, *self.others)
         heads = ["batch", "steps", "q", "passes", "sigma", f"a step,\n{self.own}"]
         heads += [f"the run,\n{variant}" for variant in variants]
@@ -210,21 +161,21 @@ class Recommendation:
         return table
 
     def show(self) -> None:
-        """Print the table and the sentence, on stderr."""
+        """Print the table and the recommended settings on stderr."""
         width = None if sys.stderr.isatty() else _LOG_WIDTH
         console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
         table = Padding.indent(self.table(), 6)
-        console.print(_TITLE, table, self.sentence(), sep="\n", markup=False)
+        console.print(_TITLE, table, self.summary(), sep="\n", markup=False)
 
     def for_programs(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the recommendation for the plan's JSON."""
         best = self.rows.best
         return {
             "global_batch_size": best and best.batch,
             "steps": best and best.steps,
             "sample_rate": best and best.sample_rate,
             "lora_rank": self.variant.rank,
-            "reason": self.sentence(),
+            "reason": self.summary(),
             "rows": [
                 {
                     "global_batch_size": row.batch,
@@ -241,17 +192,16 @@ class Recommendation:
 
 
 def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> Recommendation:
-    """Weigh batch against steps, and all weights against adapters, at the compute asked for.
+    """Compare batch sizes, and all weights with adapters, at the configured compute.
 
-    Adapters are offered beside weights that are loaded, never beside drawn ones: what is frozen
-    would stay random.
+    Adapters are compared for loaded weights only: frozen random weights would stay random.
 
     Args:
-        config: one that `refuse` lets pass.
+        config: accepted by `refuse`.
         start: how the run starts.
 
     Raises:
-        ValueError: one line for the user; the target is out of the accountant's range.
+        ValueError: the target is out of the accountant's range.
     """
     settings, epsilon = plan.settings, config.privacy.target_epsilon
     assert epsilon is not None
@@ -269,7 +219,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> R
     others = tuple(Variant(rank, trained_count(_with_rank(config, args, rank))) for rank in ranks)
     own = Variant(config.lora.rank, trained_count(args))
     rate_is_set = config.privacy.sample_rate is not None
-    return Recommendation(rows, own, others, units, unit_word(config), rate_is_set)
+    return Recommendation(rows, own, others, units, rate_is_set)
 
 
 def _with_rank(config: JobConfig, args: ModelArgs, rank: int) -> ModelArgs:

@@ -1,4 +1,4 @@
-"""How large the noise is beside what is learned, and which batch and steps make it smaller.
+"""The noise norm relative to the gradient, and batch sizes and steps that reduce it.
 
 In a step, noise of standard deviation sigma C in each of the d trained parameters is divided by the
 expected batch B, so that its norm is about sigma sqrt(d) / B, in units of C. The mean gradient that
@@ -38,18 +38,18 @@ over the run, a heuristic: steps are worth something too."""
 
 @dataclass(frozen=True)
 class Noise:
-    """Holds the expected norm of the noise in what the optimizer is handed, in units of C."""
+    """The expected norm of the noise in the optimizer's gradient, in units of C."""
 
     in_step: float
     over_run: float  # of its mean over all steps; settings are ranked by it
 
     @property
     def drowns(self) -> bool:
-        """Tell whether little can be learned, as far as this number knows."""
+        """Whether the noise is above `DROWNS`."""
         return self.over_run > DROWNS
 
     def for_programs(self) -> dict[str, float | bool]:
-        """Return it as the plan's JSON has it; settings are ranked by `noise_over_run`."""
+        """Return the noise for the plan's JSON; settings are ranked by `noise_over_run`."""
         return {
             "noise_in_step": self.in_step,
             "noise_over_run": self.over_run,
@@ -76,7 +76,7 @@ def noise_of(*, noise_multiplier: float, trained: int, batch: float, steps: int)
 
 @dataclass(frozen=True)
 class Target:
-    """Holds what stays the same when batch and steps are exchanged: the promise, and the units."""
+    """The fixed terms of a comparison: privacy target, accountant and population."""
 
     epsilon: float
     delta: float
@@ -85,10 +85,10 @@ class Target:
     before: tuple[Segment, ...] = ()  # what initial weights had spent
 
     def noise_multiplier(self, batch: int, steps: int) -> float:
-        """Find the sigma that keeps the promise.
+        """Find the sigma that meets the target.
 
         Raises:
-            ValueError: one line; there is none.
+            ValueError: there is none.
         """
         return accounting.noise_multiplier(
             target_epsilon=self.epsilon,
@@ -102,7 +102,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """Holds one way of dividing the same compute into a batch and steps."""
+    """One split of the compute into batch and steps."""
 
     batch: int
     steps: int
@@ -111,16 +111,16 @@ class Row:
 
     @property
     def passes(self) -> float:
-        """Return how often a unit is expected to be drawn in the run."""
+        """The expected number of draws of one unit in the run."""
         return self.sample_rate * self.steps
 
     @property
     def within_bounds(self) -> bool:
-        """Tell whether it has enough steps, and draws few enough of the units, to recommend it."""
+        """Whether steps and sampling rate are within the heuristic bounds."""
         return self.steps >= FEWEST_STEPS and self.sample_rate <= LARGEST_RATE
 
     def noise(self, trained: int) -> Noise:
-        """Return its noise, where so many parameters are trained."""
+        """Return the noise with `trained` parameters."""
         return noise_of(
             noise_multiplier=self.noise_multiplier,
             trained=trained,
@@ -131,7 +131,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """Holds the rows of a compute, by rising batch, the one asked for and the one recommended."""
+    """Rows of equal compute by rising batch, the configured one and the recommended one."""
 
     rows: tuple[Row, ...]
     asked: Row
@@ -139,17 +139,13 @@ class Rows:
     least: float  # over the run, for one trained parameter, whatever is computed
 
     def least_noise(self, trained: int) -> float:
-        """Return the noise over the run with all units in each step, however many there are: these
-        units do not allow less at this epsilon."""
+        """Return the least noise over the run at this epsilon: with all units in each step, for any
+        number of steps."""
         return self.least * math.sqrt(trained)
-
-    def enough_units(self, trained: int, units: int) -> int:
-        """Return from how many units on the noise could fall to `DROWNS`, if compute were free."""
-        return math.ceil(units * self.least_noise(trained) / DROWNS)
 
 
 def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) -> Rows:
-    """Work out batches of powers of two times the one asked for, batch x steps staying the same.
+    """Compute rows for the configured batch times powers of two, with batch x steps constant.
 
     Less noise over the run is what a larger batch gains, and steps are what it costs. The best row
     has the largest batch that is within bounds, and that is worth doubling to. A smaller batch than
@@ -161,7 +157,7 @@ def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) 
             estimated, that of other rows is scaled alike, which is quick, and close.
 
     Raises:
-        ValueError: one line; the target is out of the accountant's range.
+        ValueError: the target is out of the accountant's range.
     """
     asked = Row(batch, steps, batch / target.units, noise_multiplier)
     scale = noise_multiplier / target.noise_multiplier(batch, steps)

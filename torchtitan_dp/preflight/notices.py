@@ -1,7 +1,7 @@
-"""What the owner of the records should know of a run before it starts: printed by plan and start.
+"""Notices to the owner of the records, printed by the plan and at the start of a run.
 
-What depends on records goes through `data.console`, which labels it. The rest follows from the
-configuration.
+Notices that depend on records go through `data.console`, which labels them. The others follow from
+the configuration.
 """
 
 import sys
@@ -14,7 +14,7 @@ from torchtitan_dp.data.opening import Records
 
 
 def show(config: JobConfig, records: Records) -> None:
-    """Print warnings of records that read as nothing, and where samples come from and go to."""
+    """Print warnings about unreadable records, and the configuration's notices."""
     for warning in records.warnings:
         warn(warning)
     for line in notices(config):
@@ -22,13 +22,13 @@ def show(config: JobConfig, records: Records) -> None:
 
 
 def notices(config: JobConfig) -> list[str]:
-    """List what is never trained on, and where token ids are written."""
+    """List the parts of records that are never trained on, and the folder of cached token ids."""
     lines = []
     if (unread := never_trained(config)) is not None:
         lines.append(unread)
     if config.data.token_cache:
         lines.append(
-            f"token ids of the records that are drawn are written to {writable_folder(None)} "
-            "(data.token_cache = false writes none)"
+            f"token ids of drawn records are cached in {writable_folder(None)} (private; "
+            "data.token_cache = false disables it)"
         )
     return lines

@@ -106,7 +106,7 @@ def rehearse(trainer: Rehearsed) -> None:
     config, feed, metrics = trainer.job_config, trainer.feed, trainer.metrics_processor
     rungs = ladder(config)
     begun = time.perf_counter()
-    logger.info(f"rehearsal: padding of {_listed(rungs)} tokens, before any record is drawn")
+    logger.info(f"rehearsal: {_listed(rungs)} tokens of padding, before any record is drawn")
     _check_tokenizer(trainer)
     feed.make_room()
     statistics = SampleStatistics()

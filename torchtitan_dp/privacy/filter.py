@@ -130,7 +130,7 @@ def _spent(segments: Sequence[Segment], alpha: float) -> float:
     at = np.flatnonzero(np.asarray(ORDERS) == alpha)
     if len(at) == 0:
         raise ValueError(
-            f"alpha = {alpha} is no order of this package; take it from the first start's ledger"
+            f"alpha = {alpha} is not one of our orders; take it from the first start's ledger"
         )
     fewest = merged(segments)
     if fewest and fewest[0].noise_multiplier == 0:

@@ -103,39 +103,33 @@ class Meaning:
 
         >>> for line in meaning([Segment(2.0, 1.0, 4)], 1e-5).sentences():
         ...     print(line)
-        At a false-alarm rate of 1%, a record that was trained on is recognised with a \
-probability of at most 9.24%: whoever names 1% of what was not trained on names at most 9.24% of \
-what was.
-        At a false-alarm rate of 0.1%, a record that was trained on is recognised with a \
-probability of at most 1.83%: whoever names 0.1% of what was not trained on names at most 1.83% of \
-what was.
-        Somebody who thinks it as likely as not (50%) that a certain record was trained on can be \
-at most 99.4% sure of the truth after seeing the model, except with a probability of 1 in \
-100,000.
-        Telling whether a record was trained on is at least as hard as telling from one draw of a \
-normal distribution of variance 1 whether its mean is 0 or 1 (1-Gaussian-DP).
+        A membership-inference attack with 1% false positives detects at most 9.24% of training \
+records.
+        A membership-inference attack with 0.1% false positives detects at most 1.83% of training \
+records.
+        An attacker with even odds (50%) on whether one record was trained on is at most 99.4% \
+sure after seeing the model, except with a probability of 1 in 100,000.
+        Membership inference of one record is at least as hard as distinguishing N(0, 1) from \
+N(1, 1) by a single draw (1-Gaussian-DP).
         """
         if self.mu == math.inf:
-            return [f"No number here keeps anybody from telling whether a {unit} was trained on."]
+            return [f"Nothing here bounds membership inference of one {unit}."]
         lines = [
-            f"At a false-alarm rate of {percent(alarms)}, a {unit} that was trained on is "
-            f"recognised with a probability of at most {percent(share)}: whoever names "
-            f"{percent(alarms)} of what was not trained on names at most {percent(share)} of what "
-            "was."
+            f"A membership-inference attack with {percent(alarms)} false positives detects at most "
+            f"{percent(share)} of training {unit}s."
             for alarms, share in self.detected
         ]
         lines.append(
-            f"Somebody who thinks it as likely as not (50%) that a certain {unit} was trained on "
-            f"can be at most {percent(self.posterior)} sure of the truth after seeing the "
+            f"An attacker with even odds (50%) on whether one {unit} was trained on is at most "
+            f"{percent(self.posterior)} sure after seeing the "
             f"model{_except_for(self.posterior_but_for)}."
         )
         exception, mu = _except_for(self.mu_but_for), rounded_up(self.mu, digits=3)
         lines.append(
-            f"Telling whether a {unit} was trained on is at least as hard as telling from one draw "
-            f"of a normal distribution of variance 1 whether its mean is 0 or {mu}{exception} "
-            f"({mu}-Gaussian-DP)."
+            f"Membership inference of one {unit} is at least as hard as distinguishing N(0, 1) "
+            f"from N({mu}, 1) by a single draw{exception} ({mu}-Gaussian-DP)."
             if self.mu > 0
-            else f"No test of whether a {unit} was trained on beats guessing{exception}."
+            else f"No membership-inference attack on one {unit} beats guessing{exception}."
         )
         return lines
 
