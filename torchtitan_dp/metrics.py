@@ -1,17 +1,11 @@
-"""What a private run logs, with everything that is computed from records labelled not private.
+"""Metrics of a private run, with every value computed from records labelled not private.
 
 Step, learning rate, sigma, epsilon and the configuration may be published with the weights. All
 else (loss, norms, batch size, tokens, throughput, memory) depends on records without noise: its
 TensorBoard tags and its part of the console line begin with `not_private`.
-
-What TorchTitan logs of each run and is untrue of ours is left out: `model.flavor` is not the model
-where a `config.json` decides its shape, and the global batch size is an expectation, which
-TorchTitan does not know.
 """
 
-import logging
 import os
-import re
 import shlex
 import time
 from dataclasses import dataclass, field
@@ -30,14 +24,6 @@ from torchtitan_dp.privacy.clipping import Clip
 
 PUBLIC = frozenset({"lr", "epsilon", "noise_multiplier"})
 _PREFIX = "not_private/"
-_UNTRUE = re.compile(
-    r"Building \S+ \S*with \{|Model \S+ \S+ (\x1b\[\S+m)?size: |Trainer is initialized with "
-)
-
-
-def is_true(record: logging.LogRecord) -> bool:
-    """Tell whether a line of TorchTitan's is to be shown: a filter for `logging`."""
-    return not _UNTRUE.search(record.getMessage())
 
 
 class LabellingLogger(BaseLogger):

@@ -37,6 +37,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.saved import write_config
+from torchtitan_dp.console import silence
 from torchtitan_dp.data.feed import Draw, Feed
 from torchtitan_dp.data.loading import Microbatch, RecordLoader
 from torchtitan_dp.distributed.agreement import (
@@ -62,7 +63,7 @@ from torchtitan_dp.ledger import (
 from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
 from torchtitan_dp.ledger.files import to_bytes
 from torchtitan_dp.ledger.terms import earlier_ledger, most_lost, refuse_overspending
-from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics, is_true
+from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import FAMILIES
 from torchtitan_dp.models.first_update import FirstUpdate
@@ -199,8 +200,8 @@ class DPTrainer(Trainer):
                 logger.info(f"to publish: python -m torchtitan_dp.release {folder} NEW_FOLDER")
             if count := self.feed.undecodable:
                 logger.info(
-                    f"not private: {count} draws of records that cannot be decoded, on this rank; "
-                    "they contributed nothing"
+                    f"not private: {count} draws of undecodable records on this rank, which "
+                    "contributed nothing"
                 )
         if saved and dist.get_rank() == 0:
             self.executed.end_start()
@@ -365,7 +366,7 @@ def main(argv: list[str]) -> None:
         raise RuntimeError("assertions guard privacy here: unset PYTHONOPTIMIZE and -O")
     protect()
     init_logger()
-    logger.addFilter(is_true)
+    silence(logger)
     open_records = OpenOnce()
     with mistakes_as_faults():
         require_usable_devices()
@@ -388,7 +389,7 @@ def main(argv: list[str]) -> None:
             average = trainer.average
             with average.in_place_of_weights() if average else contextlib.nullcontext():
                 folder = export(trainer.model_parts[0], config, beside=terms)
-            which = " (the average of weights)" if average else ""
+            which = " (averaged weights)" if average else ""
             logger.info(f"Hugging Face folder: {folder}/{which}")
     finally:
         trainer.close()
