@@ -97,7 +97,7 @@ def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
     told = publish(tmp_path / "second", child)
     assert told["epsilon_planned"] >= SETTINGS.epsilon(2_001) > 2 * told["epsilon"]
     (caveat,) = [c for c in told["caveats"] if "2 of 2000 by run" in c]
-    assert "if weights alone did; no epsilon is if losses" in caveat
+    assert "if only weights did; no epsilon is if losses" in caveat
     found = verify(str(tmp_path / "second"))
     assert found.faults == []
     assert total([found]).epsilon_planned == pytest.approx(told["epsilon_planned"])
@@ -267,7 +267,7 @@ def test_row54_the_command_takes_the_flag(tmp_path, capsys):
         main(folders)
     assert stop.value.code == 2
     assert main([*folders, "--overlapping"]) == 0
-    assert "a unit pays whose records are in all of them" in capsys.readouterr().err
+    assert "the cost to a unit with records in all of them" in capsys.readouterr().err
 
 
 # Row 55: delta against the number of units; terms that were toggled.
@@ -352,7 +352,7 @@ def test_row49_the_rounded_sum_is_a_caveat_that_grows(tmp_path):
         told = publish(tmp_path / str(place), Ledger(settings, steps=2))
         (caveat,) = [c for c in told["caveats"] if "the clipped sum is rounded" in c]
         assert f"up to {summands} records" in caveat
-        said.append(float(caveat.split("move the sum by ")[1].split(" C,")[0]))
+        said.append(float(caveat.split("move the sum by ")[1].split(" C ")[0]))
     for bound, summands in zip(said, (8, 4096), strict=True):
         assert bound - 1 == pytest.approx(fp32_sum_excess(summands), rel=0.1)
         assert bound - 1 >= fp32_sum_excess(summands)

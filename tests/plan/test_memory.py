@@ -164,7 +164,7 @@ def test_the_hosts_memory_is_said_for_a_rank_and_a_node():
     assert not any("pinned host memory" in line for line in memory_report.advice(memory, config))
     memory = dataclasses.replace(memory, host_bytes=16 * GIB)
     (line,) = (x for x in memory_report.advice(memory, config) if "pinned host memory" in x)
-    assert line.endswith("(predicted): 16.0 GiB a rank, 64.0 GiB where all 4 are on one node")
+    assert line.endswith("(predicted): 16.0 GiB per rank, 64.0 GiB with all 4 on one node")
 
 
 def test_room_is_left_for_each_communicator():
@@ -313,7 +313,7 @@ def test_the_table_says_that_it_predicts(capsys):
     memory = plan_of(config, none=None, full=LONGEST)
     memory_report.report(memory, config, limited=False)
     lines = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
-    assert "(predicted): 96.0 GiB, which does NOT fit 80 GiB" in lines[0]
+    assert "(predicted): 96.0 GiB: does NOT fit in 80 GiB" in lines[0]
     assert [word for word in lines[4].split() if word[0].isalnum()] == [
         "activations",
         "90.00",
@@ -327,7 +327,7 @@ def test_it_is_said_whether_weights_could_stay_gathered():
     config = load_config(small(), 4)
     parts = dict.fromkeys(CATEGORIES, GIB)
     fitting = MemoryPlan(4, 1024, parts, 80, {}, kept_gathered_bytes=76 * GIB)
-    said = "keeping the weights gathered within a step would need at most "
+    said = "keeping the weights gathered within a step needs at most "
     (line,) = (x.strip() for x in memory_report.advice(fitting, config) if "gathered" in x)
     assert line == f"{said}76.0 GiB: it fits; set parallelism.keep_weights_gathered = true"
     larger = dataclasses.replace(fitting, kept_gathered_bytes=76 * GIB + 1)

@@ -201,6 +201,6 @@ def test_where_token_ids_are_written_is_told(
     tmp_path: Path, cache: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "notes.jsonl", NOTES)
-    line = f"written to {cache}/torchtitan_dp/index (data.token_cache = false writes none)"
+    line = f"cached in {cache}/torchtitan_dp/index (private; data.token_cache = false disables it)"
     assert line in planned(tmp_path, capsys)
     assert "token ids" not in planned(tmp_path, capsys, "--data.no-token_cache")
