@@ -100,7 +100,10 @@ def test_sigterm_saves_a_checkpoint_and_stops(stopped):
     assert "Training starts at step 3" in output  # what the hung run had saved
     last = max(steps_saved(folder))
     assert last > HUNG_AT
-    assert f"stopped at step {last} of {STEPS_TO_COME}, as asked, saved: the same command" in output
+    assert (
+        f"stopped at step {last} of {STEPS_TO_COME}, as requested, saved: the same command"
+        in output
+    )
     spent = privacy(folder.out)
     assert (spent["private"], spent["steps"]) == (True, last)
     assert spent["steps_executed"] >= folder.steps_begun() >= last
@@ -125,7 +128,7 @@ def test_ctrl_c_saves_a_checkpoint_and_stops(stopped):
     assert last > before
     assert folder.steps_begun() - begun == last - before  # no step is lost
     assert run.output().count("\nCtrl-C: finishing the step and saving; press it again") == 1
-    assert f"stopped at step {last} of {STEPS_TO_COME}, as asked, saved: the" in run.output()
+    assert f"stopped at step {last} of {STEPS_TO_COME}, as requested, saved: the" in run.output()
     assert "Traceback" not in run.output()
 
 
@@ -170,7 +173,7 @@ def test_a_damaged_checkpoint_gives_way_to_the_one_before(finished, tmp_path):
     output = folder.train()
     (told,) = [line for line in output.splitlines() if "is damaged" in line]
     assert "checkpoint step-4 is damaged (" in told
-    assert "the run goes on from step-2" in told
+    assert "the run resumes from step-2" in told
     assert "Training starts at step 3" in output
     assert sorted(steps_saved(folder)) == [2, STEPS]
     assert (folder.out / "checkpoint.damaged" / "step-4" / ".metadata").exists()

@@ -166,14 +166,14 @@ def pressed(connection, worker, times, log, saves):
             [
                 "Ctrl-C: finishing the step and saving; press it again to stop at once (loses the "
                 "steps since step-6)",
-                *("asked", "", "Ctrl-C: stopped at once; the same command goes on from step-6"),
+                *("asked", "", "Ctrl-C: stopped at once; the same command resumes from step-6"),
             ],
         ),
         (
             STARTING,
             1,
             EXIT_STOPPED,
-            ["Ctrl-C: stopped; the same command goes on from step-6"],
+            ["Ctrl-C: stopped; the same command resumes from step-6"],
         ),
     ],
     ids=["in a step", "twice", "while starting"],

@@ -146,7 +146,7 @@ def _newest(saves: str) -> str:
 
 def _goes_on(saves: str) -> str:
     newest = _newest(saves)
-    return f"the same command goes on from {newest}" if newest else "the same command begins again"
+    return f"the same command resumes from {newest}" if newest else "the same command starts again"
 
 
 def _end(workers: list[int], code: int) -> NoReturn:

@@ -32,7 +32,7 @@ from torchtitan_dp.validate import HeldOutValidator
 
 
 class OpenOnce:
-    """Opens a configuration's records, and keep them for whoever asks for the same again."""
+    """Opens a configuration's records once, and returns them again for the same configuration."""
 
     def __init__(self) -> None:
         self._terms: object = None

@@ -63,7 +63,7 @@ class HeldOutValidator:
         if self._average is not None:
             with self._average.in_place_of_weights():
                 losses["heldout_loss_ema"] = self._mean_loss(model)
-            told += f", of the average of weights: {losses['heldout_loss_ema']:.4f}"
+            told += f", averaged weights: {losses['heldout_loss_ema']:.4f}"
         self._metrics.logger.log(losses, step)
         logger.info(f"step: {step:3}  not private: held-out loss: {told}")
         return loss

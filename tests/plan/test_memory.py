@@ -169,10 +169,10 @@ def test_the_hosts_memory_is_predicted_as_it_is_taken(samples):
 def test_the_hosts_memory_is_said_for_a_rank_and_a_node():
     config = load_config(small(), 4)
     memory = plan_of(config)
-    assert not any("page-locked" in line for line in memory_report.advice(memory, config))
+    assert not any("pinned host memory" in line for line in memory_report.advice(memory, config))
     memory = dataclasses.replace(memory, host_bytes=16 * GIB)
-    (line,) = (x for x in memory_report.advice(memory, config) if "page-locked" in x)
-    assert line.endswith("(predicted): 16.0 GiB a rank, 64.0 GiB where all 4 are on one node")
+    (line,) = (x for x in memory_report.advice(memory, config) if "pinned host memory" in x)
+    assert line.endswith("(predicted): 16.0 GiB per rank, 64.0 GiB with all 4 on one node")
 
 
 def test_room_is_left_for_each_communicator():
@@ -180,10 +180,10 @@ def test_room_is_left_for_each_communicator():
     parts = dict.fromkeys(CATEGORIES, 0) | {"activations": int(73.5 * GIB)}
     memory = MemoryPlan(4, 1024, parts, 80, {}, communicators=5)
     assert memory.fits
-    assert "fits 80 GiB with 6.5 GiB left free" in memory_report.verdict(memory)
+    assert "fits in 80 GiB with 6.5 GiB left free" in memory_report.verdict(memory)
     more = dataclasses.replace(memory, communicators=6)
     assert not more.fits
-    assert "of 80 GiB less 7: largest part" in memory_report.misfit(more, config)
+    assert "in 80 GiB less 7: largest part" in memory_report.misfit(more, config)
 
 
 @pytest.mark.thorough
@@ -309,7 +309,9 @@ def plan_of(config, **longest):
 def test_a_misfit_names_the_largest_part_and_what_fits():
     config = load_config(small(), 4)
     memory = dataclasses.replace(plan_of(config, none=1024, full=4096), fitting_world_size=8)
-    with pytest.raises(ValueError, match="activations; shrunk by activation_checkpoint") as error:
+    with pytest.raises(
+        ValueError, match="activations; to shrink it: activation_checkpoint"
+    ) as error:
         memory_report.report(memory, config, limited=True)
     line = str(error.value)
     assert "\n" not in line
@@ -324,7 +326,7 @@ def test_the_table_says_that_it_predicts(capsys):
     memory = plan_of(config, none=None, full=LONGEST)
     memory_report.report(memory, config, limited=False)
     lines = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
-    assert "(predicted): 96.0 GiB, which does NOT fit 80 GiB" in lines[0]
+    assert "(predicted): 96.0 GiB: does NOT fit in 80 GiB" in lines[0]
     assert [word for word in lines[4].split() if word[0].isalnum()] == [
         "activations",
         "90.00",
@@ -338,7 +340,7 @@ def test_it_is_said_whether_weights_could_stay_gathered():
     config = load_config(small(), 4)
     parts = dict.fromkeys(CATEGORIES, GIB)
     fitting = MemoryPlan(4, 1024, parts, 80, {}, kept_gathered_bytes=76 * GIB)
-    said = "keeping the weights gathered within a step would need at most "
+    said = "keeping the weights gathered within a step needs at most "
     (line,) = (x.strip() for x in memory_report.advice(fitting, config) if "gathered" in x)
     assert line == f"{said}76.0 GiB: it fits; set parallelism.keep_weights_gathered = true"
     larger = dataclasses.replace(fitting, kept_gathered_bytes=76 * GIB + 1)
@@ -357,7 +359,7 @@ def test_every_category_has_a_remedy():
         ["--parallelism.keep_weights_gathered"],
     ):
         config = load_config(small(*overrides), 4)
-        assert all("shrunk by" in memory_report.shrink(name, config) for name in CATEGORIES)
+        assert all("to shrink it: " in memory_report.shrink(name, config) for name in CATEGORIES)
 
 
 def test_the_page_is_of_the_projects_configurations():

@@ -2,8 +2,9 @@
 
     python -m tests.references.runs FILE.json [CASE …]      with PYTHONPATH at the tree to look at
 
-At commit 82bacc4 `tests.processes.runs` is `tests.launch`. Weights are compared as bits, so a file is of one version of PyTorch and one kind of CPU; their
-projection on a fixed vector is there as well, in six digits.
+At commit 82bacc4 `tests.processes.runs` is `tests.launch`. Weights are compared as bits, so a file
+is of one version of PyTorch and one kind of CPU; their projection on a fixed vector is there as
+well, in six digits.
 """
 
 import dataclasses

@@ -5,7 +5,7 @@
         [--folder DIR] [--json FILE] [--plot FILE.png]
 
 In one plain process, or in several under torchrun. `game` plays single steps of a tiny model on the
-configuration's terms (`auditing.game`); `canaries` trains the configured model once, in a folder of
+configuration's terms (`audit.game`); `canaries` trains the configured model once, in a folder of
 its own, on the records and on canaries (`auditing.one_run`). Exit code 1 if more leaked than is
 claimed, 2 for a user's mistake.
 """

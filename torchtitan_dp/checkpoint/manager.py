@@ -93,8 +93,8 @@ class Checkpointer(CheckpointManager):
         if OPTIMIZER in state_dict and not safe_load.holds(checkpoint_id, OPTIMIZER):
             raise Fault(
                 f"checkpoint {checkpoint_id} holds weights only (checkpoint.last_save_model_only), "
-                "which cannot go on: start from it as checkpoint.initial_load_path in another "
-                "job.dump_folder"
+                "so that training cannot resume from it: name it as checkpoint.initial_load_path, "
+                "with another job.dump_folder"
             )
         if self.start.resumes:
             state_dict = self._with_average_if_any(state_dict, checkpoint_id)
@@ -103,7 +103,7 @@ class Checkpointer(CheckpointManager):
         except CheckpointException as error:
             raise Fault(
                 f"checkpoint {checkpoint_id} cannot be loaded ({_first_line(error)}): move it "
-                "away, and the run goes on from the one before"
+                "away, and the run resumes from the one before"
             ) from error
         # As TorchTitan does: the model's states were flattened.
         self.states[MODEL].load_state_dict(state_dict)
@@ -136,7 +136,7 @@ class Checkpointer(CheckpointManager):
             self._tell_unsaved(step, error)
         kept = "saved" if saves else "not saved, since checkpoint.enable is false"
         logger.info(
-            f"stopped at step {step} of {steps}, as asked, {kept}: the same command goes on"
+            f"stopped at step {step} of {steps}, as requested, {kept}: the same command resumes"
         )
         return saves
 
@@ -147,7 +147,7 @@ class Checkpointer(CheckpointManager):
         free = shutil.disk_usage(self.folder).free / 2**30
         raise Fault(
             f"checkpoint step-{step} was not saved in {self.folder}, where {free:.2f} GiB are free "
-            f"({_first_line(error)}): mend that and run the same command; the last whole one is "
+            f"({_first_line(error)}): fix this and run the same command; the last complete one is "
             f"{whole}"
         ) from error
 
@@ -173,7 +173,7 @@ class Checkpointer(CheckpointManager):
             return own_checkpoint(self.folder, step)
         if start.weights is Weights.INITIAL_DCP and (problem := _damage_on_any_rank(start.place)):
             raise Fault(
-                f"{start.key} = '{start.place}': it is damaged ({problem}); take a whole copy"
+                f"{start.key} = '{start.place}': it is damaged ({problem}); use an intact copy"
             )
         return start
 
@@ -191,8 +191,8 @@ class Checkpointer(CheckpointManager):
             for broken, problem in damaged:
                 kept = set_aside(self.folder, broken)
                 logger.warning(
-                    f"checkpoint step-{broken} is damaged ({problem}): kept as {kept}, and the run "
-                    f"goes on from step-{step}"
+                    f"checkpoint step-{broken} is damaged ({problem}): moved to {kept}; the run "
+                    f"resumes from step-{step}"
                 )
         dist.barrier()
         return step
@@ -204,7 +204,7 @@ class Checkpointer(CheckpointManager):
             logger.info(f"ema: {checkpoint} holds no average; it begins with the weights there")
             return {name: value for name, value in state_dict.items() if name != AVERAGE}
         if there and not wanted:
-            logger.info(f"ema.enable = false: the average in {checkpoint} is not gone on with")
+            logger.info(f"ema.enable = false: the average in {checkpoint} is not continued")
         if wanted and not has_decays(checkpoint):
             return {**state_dict, AVERAGE: WithoutDecays(state_dict[AVERAGE])}
         return state_dict

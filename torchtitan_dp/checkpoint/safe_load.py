@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Make the records in `_ALLOWED`, and takes no more memory than its file does.
+    """Makes only the records in `_ALLOWED`, and takes no more memory than its file does.
 
     Python's own implementation: the one in C reserves whatever a damaged byte asks for (24 GiB).
     """

@@ -148,7 +148,7 @@ def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: st
     if problem := damage(start.place):
         if start.resumes:
             raise ValueError(none_whole(os.path.dirname(start.place), start.step, problem))
-        raise ValueError(f"{at}: it is damaged ({problem}); take a whole copy")
+        raise ValueError(f"{at}: it is damaged ({problem}); use an intact copy")
     has_all = start.resumes or has_adapters(start.place)
     wanted = state_dict if has_all else without_adapters(state_dict)
     refuse_another_model(start.place, wanted, origin)
@@ -202,6 +202,6 @@ def _refuse_to_leave_checkpoints(config: JobConfig, start: Start) -> None:
     if not config.checkpoint.enable:
         key, value = "checkpoint.enable", "false"
     raise ValueError(
-        f"{key} = {value}: this run has checkpoints in '{name}', from which it goes on; set it "
+        f"{key} = {value}: this run has checkpoints in '{name}', from which it resumes; set it "
         "back, or start afresh in another job.dump_folder"
     )

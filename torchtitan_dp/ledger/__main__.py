@@ -80,7 +80,7 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
         for caveat in run.caveats():
             console.print(f"assumed: {run.folder}: {caveat}", markup=False)
     if spent is None:
-        console.print("nothing is added up while files contradict each other")
+        console.print("runs are not composed while their files contradict each other")
         return
     many = f"all {len(runs)} runs together" if len(runs) > 1 else "the run"
     console.print(
@@ -91,7 +91,7 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
     if spent.epsilon != spent.epsilon_planned:
         console.print(
             f"with the planned steps that were not taken: {_epsilon(spent.epsilon_planned)}, which "
-            "holds if weights decided when to stop"
+            "is valid if only weights decided when to stop"
         )
     if len(runs) > 1:
         console.print(
@@ -99,7 +99,7 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
             "private results"
         )
     if len(runs) > 1 and overlapping:
-        console.print("this is what a unit pays whose records are in all of them")
+        console.print("this is the cost to a unit with records in all of them")
     if any(run.ledger.audit is not None for run in runs):
         console.print(
             "of an audited run this counts the audit's published result; its weights stay NOT "

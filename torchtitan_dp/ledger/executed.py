@@ -198,8 +198,8 @@ class ExecutedSteps:
             self._adopted += int(step) == 0
         except ValueError:
             raise ValueError(
-                f"{self._path}, line {number}: '{line[:40]}' is no step; restore the file, or use "
-                "another job.dump_folder"
+                f"{self._path}, line {number}: '{line[:40]}' is not a step; restore the file, or "
+                "use another job.dump_folder"
             ) from None
         if start.startswith(_NAMED):
             name = start.removeprefix(_NAMED)

@@ -48,7 +48,7 @@ def read_published_fields(folder: str) -> dict[str, Any] | None:
     except (ValueError, KeyError, TypeError, IndexError, AssertionError) as error:
         why = error if isinstance(error, ValueError) else repr(error)
         raise ValueError(
-            f"{path} cannot be read ({why}): restore it, go on with the version of torchtitan_dp "
+            f"{path} cannot be read ({why}): restore it, use the version of torchtitan_dp "
             "that wrote it, or use another job.dump_folder"
         ) from error
     return content

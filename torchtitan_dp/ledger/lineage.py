@@ -262,8 +262,8 @@ class Ledger:
         fields = json.loads(text)
         if (found := fields.pop("format", None)) != FORMAT:
             raise ValueError(
-                f"a ledger of format {found}, and this version of torchtitan_dp reads {FORMAT}: go "
-                "on with the version that wrote it"
+                f"a ledger of format {found}, and this version of torchtitan_dp reads {FORMAT}: "
+                "use the version that wrote it"
             )
         return cls.from_fields(fields)
 

@@ -347,7 +347,7 @@ def check(content: Any) -> None:
         ValueError: what is wrong with it, for the end of a message that names the file.
     """
     if not isinstance(content, dict):
-        raise ValueError("it is no JSON object")
+        raise ValueError("it is not a JSON object")
     if content.get("format") != FORMAT:
         found = content.get("format", "one that had no number yet")
         raise ValueError(

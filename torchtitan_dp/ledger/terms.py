@@ -251,7 +251,7 @@ def earlier_ledger(folder: str) -> Ledger | None:
             return None
         raise ValueError(
             f"job.dump_folder = '{folder}': {begun} steps were begun here, but {PRIVACY_FILE}, "
-            "which says on what terms, is gone; restore it, or use another folder"
+            "which records their terms, is missing; restore it, or use another folder"
         )
     if said["audit"] is not None:
         raise ValueError(

@@ -118,7 +118,7 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
         start = config.checkpoint.initial_load_path or drawn
     return (
         f"model: {parameter_count(args):,} parameters ({args.n_layers} layers of {args.dim:,}, "
-        f"{args.n_heads} heads, {args.vocab_size:,} tokens{tied}) as in {origin(config)}; "
+        f"{args.n_heads} heads, vocabulary {args.vocab_size:,}{tied}), from {origin(config)}; "
         f"{of_these}initial weights: {start}"
     )
 

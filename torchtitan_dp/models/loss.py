@@ -42,7 +42,7 @@ def per_sample_loss(
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """Calls a Llama on whole samples: shard them over `cp_mesh`, and return `per_sample_loss`."""
+    """Calls a Llama on whole samples: shards them over `cp_mesh`, and returns `per_sample_loss`."""
 
     model: nn.Module
     device: torch.device

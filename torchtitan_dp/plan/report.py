@@ -52,9 +52,9 @@ def report(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None:
 def verdict(memory: MemoryPlan) -> str:
     """Say how much a rank takes, and whether it fits."""
     return (
-        f"memory of a rank of {memory.world_size}, at its peak (predicted): "
-        f"{memory.peak_bytes / GIB:.1f} GiB, which {'fits' if memory.fits else 'does NOT fit'} "
-        f"{memory.memory_gib:g} GiB with {memory.headroom_gib:g} GiB left free"
+        f"peak memory per rank, of {memory.world_size} (predicted): "
+        f"{memory.peak_bytes / GIB:.1f} GiB: {'fits' if memory.fits else 'does NOT fit'} "
+        f"in {memory.memory_gib:g} GiB with {memory.headroom_gib:g} GiB left free"
     )
 
 
@@ -87,17 +87,15 @@ def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
 def _on_the_host(memory: MemoryPlan) -> str:
     rank, ranks = memory.host_bytes / GIB, memory.world_size
     return (
-        f"page-locked memory of the host for offloaded inputs (predicted): {rank:.1f} GiB a rank, "
-        f"{ranks * rank:.1f} GiB where all {ranks} are on one node"
+        f"pinned host memory for offloaded inputs (predicted): {rank:.1f} GiB per rank, "
+        f"{ranks * rank:.1f} GiB with all {ranks} on one node"
     )
 
 
 def _if_kept_gathered(memory: MemoryPlan, size: int) -> str:
     fits = size <= memory.limit_bytes
-    return (
-        "keeping the weights gathered within a step would need at most "
-        f"{size / GIB:.1f} GiB: "
-        + ("it fits; set parallelism.keep_weights_gathered = true" if fits else "it does not fit")
+    return f"keeping the weights gathered within a step needs at most {size / GIB:.1f} GiB: " + (
+        "it fits; set parallelism.keep_weights_gathered = true" if fits else "it does not fit"
     )
 
 
@@ -107,14 +105,14 @@ def shrink(category: str, config: JobConfig) -> str:
         "parameters": "more ranks in parallelism.context_parallel_degree or data_parallel_shard",
         "optimizer": "more ranks in parallelism.context_parallel_degree or data_parallel_shard",
         "accumulator": "a larger parallelism.context_parallel_degree (data_parallel_shard_degree "
-        "does not shrink it)",
+        "does not help)",
         "per_sample_shards": "a smaller training.local_batch_size, or privacy.gradient_method = "
         "'ghost' with ghost_passes = 'two'",
         "activations": _shrink_activations(config),
-        "loss_head": "a smaller training.loss_chunk_tokens (0 is no chunks)",
+        "loss_head": "a smaller training.loss_chunk_tokens (0 disables chunks)",
         "communication": _shrink_communication(config),
     }
-    return f"{category.replace('_', ' ')}; shrunk by {settings[category]}"
+    return f"{category.replace('_', ' ')}; to shrink it: {settings[category]}"
 
 
 def _shrink_communication(config: JobConfig) -> str:
@@ -149,9 +147,9 @@ def misfit(memory: MemoryPlan, config: JobConfig) -> str:
     if memory.fitting_world_size is not None:
         nearest.append(f"{memory.fitting_world_size} ranks")
     return (
-        f"{memory.peak_bytes / GIB:.1f} GiB a rank predicted, of {memory.memory_gib:g} GiB less "
-        f"{memory.headroom_gib:g}: largest part {shrink(memory.largest, config)}; fits: "
-        + (", or ".join(nearest) or "nothing near")
+        f"predicted {memory.peak_bytes / GIB:.1f} GiB per rank do not fit in "
+        f"{memory.memory_gib:g} GiB less {memory.headroom_gib:g}: largest part: "
+        f"{shrink(memory.largest, config)}; would fit: " + (", or ".join(nearest) or "nothing near")
     )
 
 

@@ -42,7 +42,7 @@ def poisson_draw(key: bytes, population: int, sample_rate: float) -> Indices:
     """
     if not 0.0 <= sample_rate <= 1.0:
         raise ValueError(
-            f"privacy.sample_rate = {sample_rate} is no probability; choose one between 0 and 1"
+            f"privacy.sample_rate = {sample_rate} is not a probability; choose one between 0 and 1"
         )
     assert len(key) == 32, "the key of a step has 32 bytes"
     assert population >= 0

@@ -36,8 +36,8 @@ class Segment:
     def __post_init__(self) -> None:
         if not 0 <= self.sample_rate <= 1:
             raise ValueError(
-                f"privacy.sample_rate = {self.sample_rate} is no probability; choose one between "
-                "0 and 1"
+                f"privacy.sample_rate = {self.sample_rate} is not a probability; choose one "
+                "between 0 and 1"
             )
         if self.steps < 0:
             raise ValueError(f"training.steps = {self.steps} is negative; choose 0 or more")

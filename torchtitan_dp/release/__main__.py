@@ -100,7 +100,7 @@ def release(
         config = read_config(run)
         if merge and not config.lora.rank:
             raise ValueError(
-                f"--merged: RUN = '{run}' trained no adapters (lora.rank = 0); leave it away"
+                f"--merged: RUN = '{run}' trained no adapters (lora.rank = 0); omit it"
             )
         merge = merge or config.lora.export == "merged"
         checkpoint = _newest_checkpoint(run, config)
@@ -159,7 +159,7 @@ def _check_names(base_model: str | None, unit_name: str | None) -> None:
     """Refuse what would publish a path, or break the card."""
     if base_model is not None and not _PUBLIC_NAME.fullmatch(base_model):
         raise ValueError(
-            f"--base_model = '{base_model}': it would be published, and is no name on Hugging "
+            f"--base_model = '{base_model}': it would be published, and is not a name on Hugging "
             "Face's hub; give the one under which others find the model, such as "
             "meta-llama/Llama-3.2-1B"
         )
@@ -237,7 +237,7 @@ def _takes_average(checkpoint: str, wanted: bool | None) -> bool:
     if wanted and not there:
         raise ValueError(
             f"--ema: {checkpoint} holds no average of weights, since it was saved with ema.enable "
-            "= false; leave it away, and the weights after its last step are released"
+            "= false; omit --ema to release the weights after its last step"
         )
     return there if wanted is None else wanted
 

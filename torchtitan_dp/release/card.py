@@ -66,7 +66,7 @@ def model_card(
     """Write Markdown with Hugging Face's front matter.
 
     Args:
-        terms: as `releasing.claims.claims` returns them.
+        terms: as `release.claims.claims` returns them.
         config: the run's, of which public settings are told.
         args: of the model that is released: with `lora`, its adapters alone are.
         decays: of the average of weights, if that is released; None: the last step's weights are.

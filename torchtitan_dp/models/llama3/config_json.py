@@ -46,7 +46,7 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> LlamaArgs:
 
 
 class _Reader:
-    """Reads one `config.json`, and refuse by name what our Llama cannot follow."""
+    """Reads one `config.json`, and refuses by name each key that our Llama does not support."""
 
     def __init__(self, settings: dict[str, Any], path: str, key: str) -> None:
         self.settings, self.path, self.key = settings, path, key
