@@ -16,7 +16,7 @@ from tests import forks
 
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
-    {"privacy", "process", "console"},
+    {"privacy", "process"},
     {"distributed", "optimizer"},
     {"data", "gradients"},
     {"config"},

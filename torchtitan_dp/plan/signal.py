@@ -172,7 +172,7 @@ def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) 
             return None
         try:
             sigma = scale * target.noise_multiplier(size, count)
-        except ValueError:  # beyond what accountants can tell: no row to recommend
+        except ValueError:  # out of the accountants' range
             return None
         return Row(size, count, size / target.units, sigma)
 

@@ -91,7 +91,7 @@ def remaining_steps(
 
     Args:
         segments: all that ran, chosen however.
-        noise_multiplier, sample_rate: of the steps to come, as of `Segment`.
+        noise_multiplier, sample_rate: of the steps to come, as in `Segment`.
         alpha, epsilon, delta: the order and the budget, both fixed at the first start.
 
     Returns:

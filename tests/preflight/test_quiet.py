@@ -14,7 +14,7 @@ from torchtitan.components import checkpoint
 from torchtitan.distributed import utils
 from torchtitan.tools.utils import Color
 
-from torchtitan_dp.console import silence
+from torchtitan_dp.preflight.quiet import silence
 
 
 @pytest.fixture
