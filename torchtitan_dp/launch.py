@@ -59,7 +59,7 @@ def main(argv: list[str]) -> None:
     if processes is not None:
         _say("checking the configuration and the data…")
         argv, saves = _checked(processes, argv)
-    # Imported here: whoever waits for PyTorch has been told why.
+    # Imported here, after the line above: importing PyTorch takes seconds.
     from torch.distributed import DistNetworkError, DistStoreError, run
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -164,7 +164,7 @@ def _send(pids: list[int], number: int) -> None:
 
 
 def _listens(pid: int) -> bool:
-    """Tell whether a process has a handler for `STOP_SIGNAL`, which would kill it else (Linux)."""
+    """Return whether a process handles `STOP_SIGNAL`, which would kill it otherwise (Linux)."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:  # it ended meanwhile

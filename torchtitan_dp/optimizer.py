@@ -75,7 +75,7 @@ class DPOptimizer:
         it has one, it is left alone.
 
         Args:
-            clipped_sum: as of `step`; overwritten.
+            clipped_sum: as in `step`; overwritten.
         """
         self._prepare(clipped_sum, bytes(32))
         for optimizer in self._inner():

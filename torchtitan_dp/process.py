@@ -21,7 +21,7 @@ _CORE_FILTER = "/proc/self/coredump_filter"
 
 
 class Fault(SystemExit):
-    """Tells what went wrong outside of this program, and the remedy, in one line for the user.
+    """An error outside of this program, with its remedy, in one line for the user.
 
     Python prints it and exits with code 1; torchrun's `record` keeps no traceback of it.
     """
@@ -110,7 +110,7 @@ def pass_over_closed_files() -> None:
 
 
 def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
-    """Hold the run's folder for as long as the returned file is open; the kernel frees it at death.
+    """Lock the run's folder for as long as the returned file is open; the kernel frees it at death.
 
     Waits a little for the workers of a run that was just killed.
 

@@ -164,16 +164,16 @@ class DPTrainer(Trainer):
         """
         for part in microbatch.to(self.device).split(self.gradients.batch_size):
             *earlier, last = part.windows()
-            told_B: torch.Tensor | float = 0.0
+            earlier_B: torch.Tensor | float = 0.0
             for window in earlier:  # as many on every rank, whatever it was dealt
                 loss_B = window.of_mean(self.sample_losses(window.tokens_BT, window.labels_BT))
                 self.gradients.hold(loss_B)
-                told_B = told_B + loss_B.detach()
+                earlier_B = earlier_B + loss_B.detach()
             loss_B = last.of_mean(self.sample_losses(last.tokens_BT, last.labels_BT))
             clip = self.gradients.accumulate_clipped(
                 loss_B, part.valid_B, part.positions_B.tolist()
             )
-            loss_B = loss_B + told_B  # the mean over a unit's windows
+            loss_B = loss_B + earlier_B  # the mean over a unit's windows
             statistics.add(loss_B, part.valid_B, clip)
 
     def should_continue_training(self) -> bool:
@@ -242,10 +242,10 @@ class DPTrainer(Trainer):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from what a checkpoint holds besides weights.
+        """Restore step, ledger and token count from a checkpoint.
 
-        The plan has merged the ledger of the checkpoint that was decided on, so that a mistake is
-        told before the model is built; here counts the one that was loaded, which may be older.
+        The plan has merged the ledger of the chosen checkpoint, so that a mistake is reported
+        before the model is built; the ledger that is loaded here may be older, and counts.
         """
         loaded = Ledger.from_json(state_dict["ledger"])
         self._ledger_loaded = True
@@ -261,10 +261,10 @@ class DPTrainer(Trainer):
     # Secrets, ledger, logs.
 
     def _draw(self, step: int) -> Draw:
-        """Draw units, and the key of what is chosen of each, with a step's keys, which serve once.
+        """Draw a step's units, and take its window key. Each key is used once.
 
-        A draw that is made ahead depends on the step's own keys alone, as one that is made in time
-        does; of one that is never used, because the run stops, nothing comes.
+        A draw made ahead of time depends on its step's keys alone. If the run stops before that
+        step, the draw is discarded.
         """
         settings, population = self.ledger.settings, len(self.feed.loader.units)
         units = poisson_draw(self.sampling_keys.take(step), population, settings.sample_rate)
@@ -280,7 +280,7 @@ class DPTrainer(Trainer):
         self.coin_keys = root.stream("coin")  # of audits
 
     def _open_ledger(self, start: Start) -> tuple[Ledger, ExecutedSteps]:
-        """Open the account to keep, on terms fixed at this folder's first start."""
+        """Load or create the ledger. Its terms are fixed the first time this folder is used."""
         config = self.job_config
         folder = config.job.dump_folder
         fingerprint, units = self.dataloader.fingerprint, self.dataloader.units
@@ -307,7 +307,7 @@ class DPTrainer(Trainer):
         return ledger, executed
 
     def _open_account(self) -> None:
-        """Begin to tell what is spent, again after each load: for the steps ahead of here.
+        """Rebuild the account for the remaining steps, at the start and after each checkpoint load.
 
         Collective over the world: any rank may write the ledger into a checkpoint.
         """
@@ -338,13 +338,13 @@ class DPTrainer(Trainer):
         )
 
     def _should_publish(self, step: int) -> bool:
-        """Tell whether `privacy.json` is renewed: before each checkpoint, when logging, at the
+        """Return whether to write `privacy.json`: before each checkpoint, when logging, at the
         end."""
         config, last = self.job_config.checkpoint, step == self.job_config.training.steps
         return last or step % config.interval == 0 or self.metrics_processor.should_log(step)
 
     def _publish(self) -> dict[str, Any] | None:
-        """Renew `privacy.json`; return what it says, on rank 0."""
+        """Write `privacy.json` on rank 0, and return its content there."""
         if dist.get_rank() != 0:
             return None
         return self.account.publish(self.job_config.job.dump_folder)

@@ -59,13 +59,13 @@ class HeldOutValidator:
         """
         (model,) = model_parts
         loss = self._mean_loss(model)
-        losses, told = {"heldout_loss": loss}, f"{loss:.4f}"
+        losses, shown = {"heldout_loss": loss}, f"{loss:.4f}"
         if self._average is not None:
             with self._average.in_place_of_weights():
                 losses["heldout_loss_ema"] = self._mean_loss(model)
-            told += f", averaged weights: {losses['heldout_loss_ema']:.4f}"
+            shown += f", averaged weights: {losses['heldout_loss_ema']:.4f}"
         self._metrics.logger.log(losses, step)
-        logger.info(f"step: {step:3}  not private: held-out loss: {told}")
+        logger.info(f"step: {step:3}  not private: held-out loss: {shown}")
         return loss
 
     def _mean_loss(self, model: nn.Module) -> float:

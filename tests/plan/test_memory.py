@@ -316,7 +316,7 @@ def test_a_misfit_names_the_largest_part_and_what_fits():
     line = str(error.value)
     assert "\n" not in line
     assert (
-        "fits: activation_checkpoint.mode = 'full', or training.seq_len = 1024, or 8 ranks" in line
+        "fit: activation_checkpoint.mode = 'full', or training.seq_len = 1024, or 8 ranks" in line
     )
     memory_report.report(memory, config, limited=False)  # a warning
 

@@ -2,7 +2,7 @@
 
 This is the package's one documented change of other people's globals: on a machine with an
 accelerator `install()` changes gloo's groups alone. Each item below is a function that says what
-is missing and `tests/distributed/test_cpu.py` tells when a new TorchTitan makes it unnecessary.
+is missing and `tests/distributed/test_cpu.py` shows when a new TorchTitan makes it unnecessary.
 """
 
 import functools
@@ -21,7 +21,7 @@ import torch.distributed as dist
 
 
 def has_accelerator() -> bool:
-    """Tell whether PyTorch sees a device other than the CPU."""
+    """Return whether PyTorch sees a device other than the CPU."""
     return torch.accelerator.is_available()
 
 

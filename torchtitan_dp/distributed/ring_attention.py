@@ -9,7 +9,7 @@ CUDA's memory-efficient kernels, the only ones for fp32, pad logsumexp to 32 row
 merge does not know: here their ring cuts it to the rows there are, and pads it again for backward.
 
 Every private name of PyTorch's context parallelism that this package uses is in this file;
-`tests/distributed/test_ring_attention.py` tells when a new version moves one.
+`tests/distributed/test_ring_attention.py` shows when a new version moves one.
 """
 
 from typing import Any, Literal
@@ -48,7 +48,7 @@ _CUDNN_FOR_RINGS = (9, 5, 1)
 def configure_ring(
     device_type: str, *, load_balancer: LoadBalancer, rotate_method: RotateMethod
 ) -> None:
-    """Tell PyTorch's ring how sequences are dealt out and rotated, for this process.
+    """Configure how PyTorch's ring distributes and rotates sequences, for this process.
 
     Args:
         device_type: "cpu" or an accelerator's.

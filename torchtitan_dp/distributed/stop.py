@@ -51,7 +51,9 @@ class StopRequest:
             os._exit(128 + signal.SIGTERM)
 
     def is_agreed(self, device: torch.device) -> bool:
-        """Tell whether any rank was asked; the same on all. Collective: one number over the world.
+        """Return whether any rank was asked; the same on all.
+
+        Collective: one number over the world.
 
         It depends on signals alone. Where a clock sends them, the step at which a run stops follows
         from how long steps take, and so from the lengths of records: `ledger.steps` keeps that out

@@ -12,7 +12,7 @@ from torchtitan_dp.models.families import ModelArgs, on_meta
 
 @dataclass(frozen=True)
 class StepCost:
-    """Holds expectations over the draw, of one step."""
+    """The expected cost of one step, over the draw."""
 
     microbatches_per_step: float  # of each data-parallel rank
     tokens_per_step: float  # padding included

@@ -226,7 +226,7 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         stack.callback(dist.destroy_process_group)
         # Nothing is drawn or converted, in small parts that take next to no memory; and where a
-        # storage would lie only tells storages apart.
+        # storage would lie only distinguishes storages.
         for name in (
             "add_gaussian_noise_",
             "add_secure_gaussian_noise_",
@@ -243,7 +243,7 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
         if like_cuda:
             stack.enter_context(mock.patch.object(rms_norm, "use_lean_norms", _nothing))
             stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm.rms_norm))
-        # Parameters are on the meta device until they are told to be fake.
+        # Parameters are on the meta device until they are made fake.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
 

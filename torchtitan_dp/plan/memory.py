@@ -37,7 +37,7 @@ CATEGORIES = (
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Holds what a rank is predicted to hold at the moment when it holds most."""
+    """The predicted memory of a rank at its peak."""
 
     world_size: int
     seq_len: int
@@ -55,7 +55,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Tell whether what no tensor shows stays free."""
+        """Whether the peak leaves the headroom free."""
         return self.peak_bytes <= self.limit_bytes
 
     @property

@@ -1,8 +1,8 @@
-"""Peaks of memory by length of samples: of a whole model, or told from few of its layers.
+"""Peak memory by sequence length, of the full model or extrapolated from a few layers.
 
 Layers are alike, so what is alive in a stretch of the step (the loss head's, the last block's
 backward, the first one's) grows by the same bytes with each, and so it does with each token: two
-models of few layers, at two lengths, tell of any. The peak is that of the highest stretch, which
+models of few layers, at two lengths, determine any. The peak is that of the highest stretch, which
 need not be the highest of few layers or tokens. What comes close to the limit, and what is shorter,
 is predicted with all layers.
 """
@@ -20,12 +20,12 @@ from torchtitan_dp.plan.labels import GATHERED, tracking
 from torchtitan_dp.plan.tracker import MemoryTracker
 
 FEW_LAYERS = (4, 5)  # so that each stretch of a deeper model is there (`fake_step`)
-LONG = 4096  # tokens a rank, from which on few layers tell
+LONG = 4096  # tokens per rank, from which few layers suffice
 CLOSE = 0.03  # of the limit: nearer to it, an extrapolation does not decide
 
 
 class Microbatch(NamedTuple):
-    """Holds what is predicted of a microbatch."""
+    """The predicted memory of a microbatch."""
 
     peak: tuple[int, dict[str, int]]  # bytes, and what they are of
     bytes_without_gathered: int  # at the peak of all but gathered weights
@@ -224,5 +224,5 @@ def shortest(config: JobConfig) -> int:
 
 
 def line(unit: int) -> tuple[int, int]:
-    """Return two lengths from which others are told."""
+    """Return the two lengths to extrapolate from."""
     return unit * 2**13, unit * 2**14

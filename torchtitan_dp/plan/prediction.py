@@ -79,7 +79,7 @@ def measure(config: JobConfig, args: ModelArgs, world_size: int, memory_gib: flo
 
 
 class Found(NamedTuple):
-    """Holds what a search for the longest sample ends with."""
+    """The result of a search for the longest sample."""
 
     seq_len: int | None
     guess: float | None  # by few layers, of the run's own length: to be held against all layers
@@ -94,8 +94,8 @@ def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit
     with fake_world(world_size):
         peaks = _peaks(config, args, mode, limit)
         found = longest(peaks, limit, shortest(config))
-        tells = isinstance(peaks, Extrapolated) and own >= peaks.short
-        return Found(found, peaks.estimate(own)[0] if tells else None)
+        estimated = isinstance(peaks, Extrapolated) and own >= peaks.short
+        return Found(found, peaks.estimate(own)[0] if estimated else None)
 
 
 def _peaks(config: JobConfig, args: ModelArgs, mode: str, limit: int) -> Peaks:
@@ -106,7 +106,7 @@ def _peaks(config: JobConfig, args: ModelArgs, mode: str, limit: int) -> Peaks:
 
 
 def bends(guess: float | None, whole: float) -> bool:
-    """Tell whether few layers said something else than all."""
+    """Return whether the estimate from few layers differs from the full model's."""
     return guess is not None and abs(guess - whole) > TOLERANCE * whole
 
 

@@ -38,14 +38,14 @@ over the run, a heuristic: steps are worth something too."""
 
 @dataclass(frozen=True)
 class Noise:
-    """Holds the expected norm of the noise in what the optimizer is handed, in units of C."""
+    """The expected norm of the noise in what the optimizer is handed, in units of C."""
 
     in_step: float
     over_run: float  # of its mean over all steps; settings are ranked by it
 
     @property
     def drowns(self) -> bool:
-        """Tell whether little can be learned, as far as this number knows."""
+        """Whether little can be learned, judged by this number alone."""
         return self.over_run > DROWNS
 
     def for_programs(self) -> dict[str, float | bool]:
@@ -76,7 +76,7 @@ def noise_of(*, noise_multiplier: float, trained: int, batch: float, steps: int)
 
 @dataclass(frozen=True)
 class Target:
-    """Holds what stays the same when batch and steps are exchanged: the promise, and the units."""
+    """The terms that stay when batch and steps are exchanged: the promise, and the units."""
 
     epsilon: float
     delta: float
@@ -102,7 +102,7 @@ class Target:
 
 @dataclass(frozen=True)
 class Row:
-    """Holds one way of dividing the same compute into a batch and steps."""
+    """One way to divide the same compute into a batch and steps."""
 
     batch: int
     steps: int
@@ -111,12 +111,12 @@ class Row:
 
     @property
     def passes(self) -> float:
-        """Return how often a unit is expected to be drawn in the run."""
+        """The expected number of draws of a unit in the run."""
         return self.sample_rate * self.steps
 
     @property
     def within_bounds(self) -> bool:
-        """Tell whether it has enough steps, and draws few enough of the units, to recommend it."""
+        """Whether it has enough steps, and draws few enough of the units, to recommend it."""
         return self.steps >= FEWEST_STEPS and self.sample_rate <= LARGEST_RATE
 
     def noise(self, trained: int) -> Noise:
@@ -131,7 +131,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Rows:
-    """Holds the rows of a compute, by rising batch, the one asked for and the one recommended."""
+    """The rows of a compute, by rising batch, the one asked for and the one recommended."""
 
     rows: tuple[Row, ...]
     asked: Row
@@ -172,7 +172,7 @@ def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) 
             return None
         try:
             sigma = scale * target.noise_multiplier(size, count)
-        except ValueError:  # beyond what accountants can tell: no row to recommend
+        except ValueError:  # out of the accountants' range
             return None
         return Row(size, count, size / target.units, sigma)
 

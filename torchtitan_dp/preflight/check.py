@@ -1,7 +1,7 @@
-"""What is checked before anything is started: by the plan, and by every worker of a run.
+"""Checks before anything is started, by the plan and by every worker of a run.
 
 `torchrun -m torchtitan_dp.train` is a way to start a run too, without a plan, and a mistake that a
-record brings to light after some steps would tell of that record (hazard row 47).
+record brings to light after some steps would reveal that record (hazard row 47).
 """
 
 from collections.abc import Callable
@@ -24,7 +24,7 @@ _WHOLE = MAX_LINE_BYTES, 2**62  # more than a record's text can have, or cost
 
 @dataclass(frozen=True)
 class Checked:
-    """Holds what was found out of a run that may start."""
+    """The start, model, records and plan of a checked configuration."""
 
     start: Start
     args: ModelArgs

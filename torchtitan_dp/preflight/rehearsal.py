@@ -2,7 +2,7 @@
 
 Memory that runs out on the longest sample only, a kernel that is missing or a compilation that
 fails would end a run when the first record of that length is drawn; the number of steps, which is
-published, would tell that it was (hazard row 47). So each length of `config.lengths.ladder` is run
+published, would reveal that it was (hazard row 47). So each length of `config.lengths.ladder` runs
 first, on padding: no record is read for it, and what fails, fails whatever the records hold.
 
 Guarantee:

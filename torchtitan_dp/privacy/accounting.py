@@ -139,7 +139,7 @@ def noise_multiplier(
 ) -> float:
     """Find the sigma that spends `target_epsilon` in `steps` steps: never more, at least 99% of it.
 
-    Args: as of `epsilon`; `target_epsilon` > 0, and
+    Args: those of `epsilon`; `target_epsilon` > 0, and
         before: planned segments that ran on the same data; the target is for them and the `steps`
             to come together.
 
@@ -251,7 +251,7 @@ def _rounded(value: float, digits: int, rounding: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Round a probability up for people to read, to as many digits as tell it from 100%.
+    """Round a probability up for people to read, with enough digits to differ from 100%.
 
     >>> percent(0.3652), percent(0.999637), percent(0.001), percent(0.5), percent(1.0)
     ('36.6%', '99.97%', '0.1%', '50%', '100%')

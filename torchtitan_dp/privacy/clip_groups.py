@@ -23,7 +23,7 @@ Clipping = Literal["flat", "per_layer"]
 
 @dataclass(frozen=True)
 class ClipGroups:
-    """Holds the groups, by the canonical names of their parameters."""
+    """The clip groups, by the canonical names of their parameters."""
 
     members: tuple[tuple[str, ...], ...]
     max_grad_norm: float  # C: of a whole gradient
@@ -87,7 +87,7 @@ def clip_groups(
 def patterns_in_use(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     """Return the patterns that some parameter belongs to: those that a part of a model needs.
 
-    Args: as of `clip_groups`.
+    Args: those of `clip_groups`.
 
     >>> patterns_in_use(["layers.0.w", "layers.1.w"], ["layers.0.*", "layers.7.*", "*", "layers.*"])
     ['layers.0.*', '*']

@@ -133,7 +133,7 @@ def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected
 def _add_scaled_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
     """Do it in one kernel on CUDA and on CPU.
 
-    It is one operator, so that whoever counts operations counts what is run.
+    It is one operator, so that a count of operations matches the run.
     """
     if accumulator.device.type == "cpu":
         if rejected:  # the same operation, on zeros: nothing of the sample is read

@@ -17,7 +17,7 @@ _POINTS: dict[Accountant, int] = {"pld": 20, "prv": 5, "rdp": 100}
 
 
 class EpsilonCurve:
-    """Tells what a run has spent after so many of its steps.
+    """The epsilon of a run after each number of its steps.
 
     >>> curve = EpsilonCurve((), 1.0, 0.01, delta=1e-5, accountant="rdp", total_steps=1_000)
     >>> round(curve.at(1_000), 3), curve.at(949) == curve.at(950) < curve.at(951)
@@ -40,8 +40,8 @@ class EpsilonCurve:
         """
         Args:
             before: planned segments that ran on the same data; they count from step 0.
-            noise_multiplier, sample_rate, projections: of the segment to come, as of `Segment`.
-            delta, accountant: as of `accounting.compose`.
+            noise_multiplier, sample_rate, projections: of the segment to come, as in `Segment`.
+            delta, accountant: those of `accounting.compose`.
             total_steps: of the segment to come.
             first_step: of the queries, all of which are for this step or a later one. The computed
                 points do not depend on it, but those before it are left out.

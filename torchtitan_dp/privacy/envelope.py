@@ -7,7 +7,7 @@ over the true square, is distributed as
     Q = sum_i w_i X_i,   w >= 0, sum_i w_i = 1,   X_i independent, each chi-square(k) / k,
 
 for Hutchinson's estimator. What is measured exactly adds its share as a constant, and so does the
-head of Hutch++ for whoever knows it. w is the record's, and nothing is known of it.
+head of Hutch++ for anyone who knows it. w is the record's, and nothing is known of it.
 
 Guarantee
 ---------
@@ -50,7 +50,7 @@ _BEYOND = 1e-6  # P[X_1 <= x] at the largest ratio
 
 @dataclass(frozen=True, eq=False)
 class Ratios:
-    """Holds a discrete distribution of true norm over estimate.
+    """A discrete distribution of true norm over estimate.
 
     Args:
         values: (n,) float64, rising, from 1 to the largest.

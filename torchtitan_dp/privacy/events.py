@@ -2,7 +2,7 @@
 
 Guarantee
 ---------
-`dp_event` tells every step that it is given, once, with its noise and its sampling rate, so that an
+`dp_event` lists every given step once, with its noise and its sampling rate, so that an
 accountant of another program, given the event and delta, bounds the same run.
 """
 
@@ -24,8 +24,8 @@ def dp_event(segments: Sequence[Segment]) -> dict[str, Any] | None:
     Returns:
         A `ComposedDpEvent` of one `SelfComposedDpEvent` for each segment with steps, of Poisson
         sampled Gaussian events whose noise is in units of C, or, where norms were estimated, of
-        mixtures of Gaussians, which hold the sampling; None if a step has no noise, which no
-        event of theirs tells of.
+        mixtures of Gaussians, which hold the sampling; None if a step has no noise, for which
+        dp-accounting has no event.
 
     >>> event = dp_event([Segment(2.0, 0.1, 5)])["events"][0]
     >>> event["class_name"], event["count"], event["event"]["event"]["noise_multiplier"]

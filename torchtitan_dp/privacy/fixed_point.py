@@ -152,7 +152,7 @@ def add_noise_units_(
     Args:
         flat: int64, shape (n,): positions [start, start + n) of the parameter's sum, in units.
         unit: h, of `unit`.
-        std, key, name, start: as of `noise.add_gaussian_noise_`.
+        std, key, name, start: those of `noise.add_gaussian_noise_`.
 
     Raises:
         ValueError: `flat` is not a vector of int64, or `std` is not finite or too large for it.

@@ -3,7 +3,7 @@
     root key (32 bytes, from the OS) -> stream key, by label -> 32-byte key of one step
 
 Rank 0 draws the root key at each start and at each checkpoint load and sends it to all ranks. It
-lives in memory only: whoever has it and the published weights can subtract the noise.
+lives in memory only: anyone with it and the published weights can subtract the noise.
 
 Guarantee
 ---------
@@ -28,7 +28,7 @@ _DEBUG_DOMAIN = b"torchtitan_dp/debug_seed/"
 
 
 class _Secret:
-    """Holds what must not be printed, pickled, copied or changed."""
+    """A secret that must not be printed, pickled, copied or changed."""
 
     __slots__ = ()
 
@@ -72,7 +72,7 @@ class KeyStream(_Secret):
 
 
 class RootKey(_Secret):
-    """Holds the 32 secret bytes from which every key of this start is derived.
+    """The 32 secret bytes from which every key of this start is derived.
 
     >>> RootKey.from_os()
     <RootKey: secret>

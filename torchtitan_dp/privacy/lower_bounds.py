@@ -189,7 +189,7 @@ def one_run_epsilon(
 ) -> float:
     """Find the epsilon below which these guesses are too good to be believed.
 
-    Args: as of `one_run_p_value`; `confidence` in (0, 1).
+    Args: those of `one_run_p_value`; `confidence` in (0, 1).
 
     Returns:
         The largest epsilon such that it and all smaller ones are rejected; 0.0 if none is.

@@ -1,10 +1,10 @@
-"""What a run's epsilon means for a person: how well anybody can tell that their data was used.
+"""What a run's epsilon means for a person: a bound on membership inference.
 
 Guarantee
 ---------
 Call a person a member if their data was trained on, and take any two neighbouring data sets, one
-with the member and one without. Whoever sees all that the run puts out, or anything made from it,
-whatever else they know and however much they compute, does no better than `Meaning` says. All
+with the member and one without. An attacker who sees all outputs of the run, or their results, with
+any side knowledge and computing power, does no better than `Meaning` says. All
 numbers are upper bounds, float64's rounding allowed for, under the same assumptions and for the
 same neighbours as `accounting`'s epsilon.
 
@@ -23,7 +23,7 @@ the member and t with the member, says
   profile D(epsilon), since G's trade-off is symmetric. So delta(epsilon) <= D(epsilon) + x for all
   epsilon >= 0 is enough: it raises the first bound by x and the second by e^-epsilon x <= x.
   Gomez et al. 2025 propose to report such a mu. Without the exception only sqrt(sum of
-  steps / sigma^2) holds, which is told where it is the smaller: sampling does not lower it, as
+  steps / sigma^2) holds, which is returned where it is smaller: sampling does not lower it, as
   with probability q^steps the member is in every draw, and that share of the Gaussian without
   sampling decides the far tail of the privacy loss.
 - `posterior`: let S be "the output is such that the posterior odds of a member are above e^L", from
@@ -160,8 +160,9 @@ def meaning_of(epsilon: float, delta: float) -> Meaning:
 
     A pair's trade-off is, but for delta, at least that of (epsilon, 0), which is two straight lines
     that meet where both errors are 1 / (1 + e^epsilon). The Gaussian whose trade-off passes through
-    that corner lies below both lines, since it is convex: its mu is told. The posterior is bounded
-    but for 2 delta, not delta: there L = epsilon + ln 2, and but for delta one pair bounds nothing.
+    that corner lies below both lines, since it is convex: its mu is returned. The posterior is
+    bounded but for 2 delta, not delta: there L = epsilon + ln 2, and but for delta one pair bounds
+    nothing.
 
     Args:
         epsilon: at least 0; inf: no bound.

@@ -21,8 +21,8 @@ steps, parameters and purposes never shares a counter stream, and a position has
 default, seeded or DTensor generator is involved, and a key reaches compiled code as a tensor,
 never as a number that a compile cache would keep.
 
-Assumptions: the ciphers' output cannot be told from random. They pass all known statistical tests
-and no attack on them is known, but they are not proven, nor reviewed as cryptography is. Not
+Assumptions: the ciphers' output is indistinguishable from random. They pass all known statistical
+tests and no attack on them is known, but they are not proven, nor reviewed as cryptography is. Not
 resisted: attacks on floating-point noise (Mironov, CCS 2012: fp32 values have gaps, so that the
 sum's low bits can betray the sensitive term), which `secure_noise` is for, at about five times the
 time; and timing. The tails end at 8.2 standard deviations

@@ -7,7 +7,7 @@ not by an error bar: each step's distribution is replaced by one on a grid that 
 (connect the dots: Doroshenko, Ghazi, Kamath, Kumar & Manurangsi 2022), what the tails of steps and
 of their composition lose counts as infinite loss, and delta is lowered by what Fourier transforms
 in float64 may add to it. Add-or-remove and zero-out neighbours have the same distributions, of
-which both directions are composed and the worse one is told. Where these numbers cannot be had,
+which both directions are composed and the worse one is returned. Where these numbers cannot be had,
 the answer is infinity. `gaussian_epsilon` is exact but for float64's rounding, allowed for.
 
 A step of estimated norms has the distribution of `randomized`.
@@ -78,7 +78,7 @@ def pld_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
 
 
 def is_one_gaussian(segments: tuple[Segment, ...]) -> bool:
-    """Tell whether merged segments are one Gaussian mechanism, whose profile is in closed form."""
+    """Return whether merged segments are one Gaussian mechanism, with a closed-form profile."""
     return [(s.sample_rate, s.projections) for s in segments] == [(1.0, 0)]
 
 

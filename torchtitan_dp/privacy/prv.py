@@ -29,7 +29,7 @@ _PRV_MAX_LOSS = 600.0  # exp() of the privacy loss must stay finite
 
 
 class _Truncated(prv.TruncatedPrivacyRandomVariable):  # type: ignore[misc]
-    """Gives Opacus' truncated privacy loss a mean precise enough to be multiplied by 100,000 steps.
+    """Opacus' truncated privacy loss, with a mean precise enough to be multiplied by 100,000 steps.
 
     Opacus integrates the CDF, to 1e-7 at worst: 0.01 of epsilon after 100,000 steps.
     """

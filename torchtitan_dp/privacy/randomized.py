@@ -6,7 +6,7 @@ estimate, is random (`envelope`).
 
 Guarantee
 ---------
-`mixture_distribution` dominates one step, in both directions, for neighbours as of `accounting`, if
+`mixture_distribution` dominates one step, in both directions, for neighbours as in `accounting`, if
 the projections behind each unit's estimate are drawn afresh at each step, independent of those of
 all other units, of the draws and of the noise, and are never shown. For take one unit, and hold
 fixed the results before this step and the draws, projections and contributions of all others:
@@ -28,7 +28,7 @@ sees Z: it is in the output as a part of the mixture alone. So
 - the next step's randomness is fresh, so steps compose, also adaptively.
 
 That c is independent of the others needs projections of each unit's own. If units shared them, the
-others' contributions would tell of Z, and it would have to be accounted for as shown, which costs
+others' contributions would depend on Z, and it would have to be accounted for as shown, which costs
 more; so does the paper. Norms that are exact are a Z of 1.
 
 Float64: losses are inverted to about 1e-12, which moves delta by its square; what lies beyond

@@ -11,7 +11,7 @@ a record's content, so every rank computes the same one, and `deal` neither drop
 truncates. This is the sampling that `accounting` assumes; both must be given the one q.
 
 Assumptions: keys of different steps are independent and secret (`keys`), and numpy's
-Philox4x64-10, to which 128 bits of the key arrive, cannot be told from random. Binomial's and
+Philox4x64-10, to which 128 bits of the key arrive, is indistinguishable from random. Binomial's and
 choice's float64 arithmetic is exact to about 1e-9 of the probabilities even at q = 1e-7.
 """
 
@@ -59,7 +59,7 @@ def choices(key: bytes, position: int) -> np.random.Generator:
 
     The unit at `position` has a part of the key's Philox stream for itself (2^128 blocks), so what
     is chosen for it is the same on every rank and mesh and does not depend on who else is drawn.
-    Asked for again, it begins anew: whoever needs a choice twice gets the same one.
+    Each call begins anew, so that a choice can be repeated.
 
     Args:
         key: the 32 bytes of this step's "window" key; the first 16 are used.
@@ -90,9 +90,9 @@ def deal(draw: Indices, *, ranks: int, rank: int, batch_size: int) -> list[Indic
         without a record, whose sample must count as zero. Together the ranks hold each drawn
         index once. Every rank gets equally many, so that no collective waits for ever.
 
-    The number of microbatches tells n, roughly. That is fine: the guarantee is about what is
+    The number of microbatches reveals n, roughly. That is fine: the guarantee is about what is
     published (weights, step, configuration), and n, like time and tokens, is labelled not private
-    and never published. Nor does n depend on what any record holds. Whoever watches the machines
+    and never published. Nor does n depend on what any record holds. An observer of the machines
     sees the records themselves, so there is nothing to hide from them.
 
     >>> draw = np.array([3, 5, 8, 9, 20])

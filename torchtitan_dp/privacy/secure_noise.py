@@ -71,7 +71,7 @@ def add_secure_gaussian_noise_(
 ) -> None:
     """Add N(0, std^2) in place to one shard of a parameter's gradient, and round to `grid(std)`.
 
-    Args, Raises: as of `noise.add_gaussian_noise_`. The device must know fp64: CPU or CUDA.
+    Args, Raises: those of `noise.add_gaussian_noise_`. The device must know fp64: CPU or CUDA.
 
     >>> whole, shard = torch.zeros(5), torch.zeros(2)
     >>> add_secure_gaussian_noise_(whole, std=1.0, key=bytes(32), name="w", start=0)
@@ -92,7 +92,7 @@ def add_draws(flat: Tensor, add: Add, *, key: bytes, name: str, start: int) -> N
         flat: shape (n,): positions [start, start + n) of the whole flattened parameter.
         add: adds `noise` to `part`, a view of `flat`, in place. `noise`: fp64, of the same shape,
             sums of `DRAWS` unit normals, hence of standard deviation 2; it may be overwritten.
-        key, name, start: as of `noise.add_gaussian_noise_`.
+        key, name, start: those of `noise.add_gaussian_noise_`.
     """
     if flat.numel() == 0:
         return

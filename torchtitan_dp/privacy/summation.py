@@ -56,7 +56,7 @@ class Summation(Protocol):
 
         Args:
             flat: `dtype`, shape (n,); overwritten.
-            std, key, name, start: as of `noise.add_gaussian_noise_`; a std of 0 adds nothing.
+            std, key, name, start: those of `noise.add_gaussian_noise_`; a std of 0 adds nothing.
 
         Returns:
             The noised sum, fp32, shape (n,), in the memory of `flat`.
