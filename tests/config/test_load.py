@@ -127,6 +127,10 @@ BAD = {
         ["--data.verify_records=drawn"],
         "data.verify_records = 'drawn': removed; omit it: all files are read and hashed",
     ),
+    "adaptive segments": (
+        ["--privacy.new_segment=adaptive"],
+        "privacy.new_segment = 'adaptive': removed; set it to 'planned' if the change was fixed",
+    ),
     "a token cache on disk": (["--data.no-token_cache"], "data.token_cache: removed, since"),
     "its size": (["--data.token_cache_gib=3"], "data.token_cache_gib: removed, since token ids"),
     "tokenizer missing": (["--model.hf_assets_path=/nowhere"], "model.hf_assets_path = '/nowhere'"),

@@ -228,6 +228,20 @@ def frozen_weight_moves():
     return wrapped(OptimizersContainer, "step", step)
 
 
+def adapter_stays():
+    """A step leaves one adapter as it was."""
+    from torchtitan.components.optimizer import OptimizersContainer
+
+    def step(original, self):
+        stays = self.model_parts[0].layers["1"].attention.wo.lora_a.weight
+        before = stays.to_local().clone()
+        original(self)
+        with torch.no_grad():
+            stays.to_local().copy_(before)
+
+    return wrapped(OptimizersContainer, "step", step)
+
+
 def checkpoint_loses_a_tensor():
     from torchtitan_dp.checkpoint import safe_load
 

@@ -277,9 +277,8 @@ class Ledger:
         fields = dict(fields)
         if fields.pop("adaptive", False):
             raise ValueError(
-                "privacy.new_segment = 'adaptive' was set: settings that were chosen after weights "
-                "were seen are accounted for by version 0.1.0 alone; use that version, or start "
-                "afresh in another job.dump_folder"
+                "its run had privacy.new_segment = 'adaptive', which this version does not account "
+                "for"
             )
         fields.pop("budget", None)
         audit, lost = (fields.pop(name, None) for name in ("audit", "lost"))
