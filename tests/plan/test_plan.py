@@ -226,7 +226,7 @@ def test_steps_that_a_crash_lost_are_said_with_what_keeps_the_target(tmp_path, c
     executed.begin(1, ledger.settings)
     plan.main(command)
     said = capsys.readouterr().err
-    assert "crashes lost steps, which count as 2: a release will state epsilon = " in said
+    assert "lost in crashes, counted as 2 steps: a release will state epsilon = " in said
     stated = float(re.search(r"will state epsilon = ([0-9.]+)", said)[1])
     assert stated > 8
     steps = int(re.search(r"to keep that: training\.steps = (\d+) and", said)[1])
