@@ -148,7 +148,7 @@ def test_a_full_disk_is_one_line_and_costs_no_checkpoint(stopped):
     assert f"Training starts at step {last + 1}" in run.output()  # stopped, and gone on
     (told,) = [line for line in run.output().splitlines() if line.startswith("[rank0]:error: ")]
     assert f"checkpoint step-{last + 1} was not saved in {folder.out}/checkpoint, where " in told
-    assert f"the last whole one is step-{last}" in told
+    assert f"the last complete one is step-{last}" in told
     assert "Traceback" not in run.output()
     assert max(steps_saved(folder)) == last
     assert damage(str(folder.checkpoint(last))) == ""

@@ -264,7 +264,7 @@ def test_row54_the_command_takes_the_flag(tmp_path, capsys):
         main(folders)
     assert stop.value.code == 2
     assert main([*folders, "--overlapping"]) == 0
-    assert "a unit pays whose records are in all of them" in capsys.readouterr().err
+    assert "the cost to a unit with records in all of them" in capsys.readouterr().err
 
 
 # Row 55: delta against the number of units; terms that were toggled.

@@ -184,7 +184,7 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         HeldOutValidator.validate(validator, [nn.Linear(2, 2)], 3)
     line = caplog.records[-1].getMessage()
-    assert line == "step:   3  not private: held-out loss: nan, of the average of weights: nan"
+    assert line == "step:   3  not private: held-out loss: nan, averaged weights: nan"
 
 
 def test_row34_no_code_of_ours_trains_a_tokenizer():

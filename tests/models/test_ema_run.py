@@ -106,7 +106,7 @@ def test_it_begins_with_the_weights_that_were_given(finished, place):
 
 def test_validation_tells_both_losses(place, finished):
     said = re.findall(
-        r"not private: held-out loss: ([\d.]+), of the average of weights: ([\d.]+)",
+        r"not private: held-out loss: ([\d.]+), averaged weights: ([\d.]+)",
         (place / "log").read_text(),
     )
     assert len(set(said)) == 2  # at steps 1 and 4, told by both ranks

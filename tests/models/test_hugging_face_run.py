@@ -117,7 +117,7 @@ def test_the_plan_reads_the_same_shape(tied, tmp_path, capsys):
     said = capsys.readouterr().err
     count = sum(p.numel() for p in on_hugging_face(tied).parameters())
     assert f"model: {count:,} parameters" in said
-    assert f"tied embeddings) as in {tied}/config.json" in said
+    assert f"tied embeddings), from {tied}/config.json" in said
     assert f"initial weights: {tied}\n" in said
     assert "the initial weights are assumed to be public" in said
 
