@@ -1,6 +1,6 @@
 """What a run is told: the sections this project adds (`schema`), read and checked.
 
-`load` reads a TOML and the command line, `checks` and `conflicts` refuse what cannot work,
+`load` reads a TOML and the command line; `checks`, `conflicts` and `supported` refuse settings;
 `saved` keeps a run's configuration in its folder, `reference` writes the documentation.
 TorchTitan's `job.custom_config_module = "torchtitan_dp.config"` finds `JobConfig` here.
 """

@@ -3,6 +3,7 @@
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.conflicts import check_conflicts
 from torchtitan_dp.config.samples import check_samples
+from torchtitan_dp.config.supported import check_supported
 from torchtitan_dp.gradients.methods import METHODS, automatic
 from torchtitan_dp.privacy.envelope import FEWEST, MOST
 from torchtitan_dp.privacy.fixed_point import MAX_EXPECTED_BATCH, MAX_NOISE_MULTIPLIER
@@ -99,6 +100,7 @@ def check(config: JobConfig, world_size: int) -> None:
     if config.privacy.enable:
         _check_privacy(config)
         check_conflicts(config)
+        check_supported(config)
 
 
 def _check_lora(config: JobConfig) -> None:
