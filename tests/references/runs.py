@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy
+import scipy
 import torch
 
 from tests.processes.runs import train, with_sigma, write_records
@@ -82,9 +84,11 @@ SPENDINGS: dict[str, tuple[str, float, list[tuple[float, float, int, int]]]] = {
 
 
 def machine() -> str:
-    """The machine, as far as the last bit of a product depends on it."""
+    """The machine and the packages, as far as the last bit of a result depends on them."""
     cpu = torch.backends.cpu.get_cpu_capability()
-    return f"{platform.machine()}, {cpu}, torch {torch.__version__.split('+')[0]}"
+    packages = {"torch": torch, "numpy": numpy, "scipy": scipy}
+    versions = ", ".join(f"{n} {p.__version__.split('+')[0]}" for n, p in packages.items())
+    return f"{platform.machine()}, {cpu}, {versions}"
 
 
 def write_lines(path: Path) -> Path:
