@@ -1,4 +1,4 @@
-"""The reference of the configuration, from the docstrings in `schema`, as Markdown."""
+"""The reference of the configuration, as Markdown: the docstrings of its fields."""
 
 import ast
 import dataclasses

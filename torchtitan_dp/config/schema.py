@@ -8,7 +8,9 @@ here needs only the fields that are new or whose default differs.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-if TYPE_CHECKING:  # At run time the sections are merged by name, and this file imports nothing.
+from torchtitan_dp.privacy.settings import Privacy
+
+if TYPE_CHECKING:  # At run time the sections are merged by name.
     from torchtitan.config.job_config import ActivationCheckpoint as _ActivationCheckpoint
     from torchtitan.config.job_config import Checkpoint as _Checkpoint
     from torchtitan.config.job_config import JobConfig as _JobConfig
@@ -17,111 +19,6 @@ if TYPE_CHECKING:  # At run time the sections are merged by name, and this file 
     from torchtitan.config.job_config import Training as _Training
 else:
     _JobConfig = _Training = _Checkpoint = _Model = _ActivationCheckpoint = _Parallelism = object
-
-
-@dataclass
-class Privacy:
-    """Differential privacy. The unit is one record, or what `data.unit_field` groups; the
-    assumptions are in docs/privacy.md."""
-
-    enable: bool = True
-    """Train with differential privacy. False is plain TorchTitan on the same data."""
-
-    target_epsilon: float | None = None
-    """The epsilon to reach at the last step; the noise follows from it. This or
-    `noise_multiplier`, not both."""
-
-    noise_multiplier: float | None = None
-    """sigma: the noise's standard deviation over `max_grad_norm`. 0 is allowed, and not private."""
-
-    delta: float | None = None
-    """Probability that the guarantee may fail; well below 1 / number of records. Required."""
-
-    max_grad_norm: float = 1.0
-    """C: the norm that each unit's gradient is clipped to."""
-
-    accountant: Literal["prv", "rdp", "pld"] = "pld"
-    """How epsilon is computed: `pld` (tight, pessimistic by construction; Google's dp-accounting),
-    `prv` (the upper end of an error bar), `rdp` (looser); both from Opacus."""
-
-    new_segment: Literal["planned"] | None = None
-    """A resumed run whose noise, rate, C or batch was changed is refused, unless this says how the
-    change came about. `planned`: it was fixed before training. Where weights or results were seen
-    first, no epsilon of this run counts the choice: start a run of its own from these weights."""
-
-    initial_weights_public: bool = False
-    """The weights that the run starts from never saw private records. Needed where they come
-    without a ledger of what they spent, and recorded as an assumption; where they have one, it
-    counts whatever is said here."""
-
-    sample_rate: float | None = None
-    """q: the public probability that a unit (by default a record) takes part in a step. By default
-    `training.global_batch_size` / number of training units, which makes that number public."""
-
-    secure_noise: bool = False
-    """Resist attacks on the low bits of floating-point noise: four fp64 draws a value, rounded to a
-    fixed grid (`privacy/secure_noise.py`). Drawing noise then takes about five
-    times as long."""
-
-    exact_sum: bool = False
-    """Add clipped gradients up in integers, without rounding, so that one unit moves the sum by at
-    most C however many are added (`privacy/fixed_point.py`). An fp32 sum of n units on a rank can
-    be moved by up to n^2 / 2^24 of C more, by gradients and an order made for it. Needs
-    `secure_noise`; the accumulator takes 8 instead of 4 bytes a trainable value."""
-
-    clipping: Literal["flat", "per_layer"] = "flat"
-    """`flat`: one norm over the whole gradient. `per_layer` (DP-ZeRO): each of the M modules that
-    hold parameters, or each of `clipping_groups`, by a norm of its own, to C / sqrt(M). The same
-    noise gives the same epsilon. A layer's gradients can be freed within backward (`grad_sample`),
-    but small ones keep their size: the noise is as large as M layers at their bounds."""
-
-    clipping_groups: list[str] = field(default_factory=list)
-    """For `per_layer`: what is clipped together, by patterns of parameters' names, as
-    `["layers.*.attention.*", "*"]`. A parameter belongs to the first that fits."""
-
-    clip_function: Literal["vanilla", "automatic"] = "vanilla"
-    """How a gradient g is scaled: `vanilla` by min(1, C / |g|), `automatic` (Bu et al. 2023) by
-    C / (|g| + 0.01)."""
-
-    gradient_method: Literal["auto", "microbatch", "grad_sample", "ghost", "randomized"] = "auto"
-    """`microbatch`: each sample has a backward pass of its own, whose reduced gradient is the
-    per-sample gradient. `grad_sample`: one backward pass for a microbatch, in which every layer
-    forms its samples' gradients (LongShield). `ghost`: norms from each layer's inputs and outputs'
-    gradients where that is the cheaper way, as short contexts have it, so that per-sample gradients
-    exist one layer at a time (ZeRO-DP+). `auto`: `microbatch` if `training.local_batch_size` is 1,
-    else `grad_sample`. `randomized` (DP-SGD-RC): as `ghost`, but the norms of large layers are
-    estimated from `projections`, without T^2 products, also across context-parallel ranks;
-    `underestimates` says what becomes of the estimates' errors."""
-
-    ghost_passes: Literal["one", "two"] = "one"
-    """For `ghost` and `randomized`, backward passes over a microbatch. `one` keeps every layer's
-    input and its output's gradient, also of layers that are checkpointed, and of the output layer
-    for all tokens at once (book-keeping). `two` keeps none and finds them in a second pass (fast
-    gradient clipping); then `activation_checkpoint.selective_ac_option` cannot be `op`."""
-
-    projections: int = 32
-    """For `randomized`, from how many random projections (k, from 8 to 4,096) a layer's norm is
-    estimated. More cost time and memory, and err less."""
-
-    norm_estimator: Literal["hutchinson", "hutch++"] = "hutchinson"
-    """For `randomized`: `hutchinson`, or `hutch++`, which finds the largest directions of a
-    gradient by as many projections again, and estimates the rest. It takes three times the
-    products, and errs less."""
-
-    underestimates: Literal["capped", "accounted"] = "capped"
-    """For `randomized`, what becomes of a layer's gradient that is longer than its estimate.
-    `capped`: it is scaled down to the estimate when it is added, so that a unit counts at most C,
-    and epsilon is that of exact norms. `accounted` (DP-SGD-RC as published): it is added as it is,
-    up to a bound (2.13 times the estimate, for 32 projections), and epsilon counts the errors: the
-    same noise gives a larger one. Needs `accountant = "pld"` and `clipping = "flat"`."""
-
-    shard_grad_samples: bool = True
-    """For `grad_sample`: sum per-sample gradients over the context-parallel ranks during backward,
-    so that each rank keeps its share (LongShield V2). False keeps them whole (V1): to compare."""
-
-    debug_seed: int | None = None
-    """Derive the run's secrets from this number, so that it can be repeated. Such a run is NOT
-    private, and its outputs say so for good."""
 
 
 @dataclass

@@ -13,11 +13,12 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.ghost import GhostGradients, Passes
+from torchtitan_dp.gradients.ghost import GhostGradients
 from torchtitan_dp.gradients.grad_sample import GradSampleGradients
 from torchtitan_dp.gradients.microbatch import MicrobatchGradients
-from torchtitan_dp.gradients.randomized_norm import NormEstimator, RandomizedNorms
+from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
 from torchtitan_dp.privacy.clipping import Clip
+from torchtitan_dp.privacy.settings import Privacy
 
 
 class GradientMethod(Protocol):
@@ -55,37 +56,9 @@ class GradientMethod(Protocol):
         """
 
 
-class MethodTerms(Protocol):
-    """Names the settings of `[privacy]` that methods are built by."""
-
-    @property
-    def gradient_method(self) -> str:
-        """Name a method of `METHODS`: `auto` has been resolved."""
-
-    @property
-    def shard_grad_samples(self) -> bool:
-        """Tell whether `grad_sample` reduces within backward (V2) or after it (V1)."""
-
-    @property
-    def ghost_passes(self) -> Passes:
-        """Name how often `ghost` and `randomized` run backward over a microbatch."""
-
-    @property
-    def projections(self) -> int:
-        """Give k, from which `randomized` estimates norms."""
-
-    @property
-    def norm_estimator(self) -> NormEstimator:
-        """Name how `randomized` estimates them."""
-
-    @property
-    def underestimates(self) -> Literal["capped", "accounted"]:
-        """Name what becomes of a gradient that is longer than `randomized` estimated."""
-
-
 # Builds a method on a model that is laid over the mesh already. The modules are one of each FSDP2
 # group that holds a trainable parameter.
-Build = Callable[[nn.Module, list[FSDPModule], ClippedSum, MethodTerms], GradientMethod]
+Build = Callable[[nn.Module, list[FSDPModule], ClippedSum, Privacy], GradientMethod]
 
 
 @dataclass(frozen=True)
@@ -103,7 +76,7 @@ class Method:
     compiles: Literal["blocks", "regions"]
     """What may be compiled: blocks as a whole, or only what lies between their layers."""
 
-    backward_passes: Callable[[MethodTerms], int] = lambda _: 1
+    backward_passes: Callable[[Privacy], int] = lambda _: 1
     """How often backward runs over a microbatch."""
 
     whole_gradients: bool = True
@@ -115,44 +88,44 @@ class Method:
     estimates_norms: bool = False
     """Whether norms are estimated from `projections`."""
 
-    smallest_layer: Callable[[MethodTerms], tuple[int, int, int]] = lambda _: (1, 1, 1)
+    smallest_layer: Callable[[Privacy], tuple[int, int, int]] = lambda _: (1, 1, 1)
     """(T, P, D): from how many tokens, rows and columns on a layer shows what the method does."""
 
 
 def _microbatch(
-    _: nn.Module, fsdp_modules: list[FSDPModule], clipped_sum: ClippedSum, __: MethodTerms
+    _: nn.Module, fsdp_modules: list[FSDPModule], clipped_sum: ClippedSum, __: Privacy
 ) -> GradientMethod:
     return MicrobatchGradients(fsdp_modules, clipped_sum)
 
 
 def _grad_sample(
-    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, terms: MethodTerms
+    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, privacy: Privacy
 ) -> GradientMethod:
-    return GradSampleGradients(model, clipped_sum, shard_grad_samples=terms.shard_grad_samples)
+    return GradSampleGradients(model, clipped_sum, shard_grad_samples=privacy.shard_grad_samples)
 
 
 def _ghost(
-    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, terms: MethodTerms
+    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, privacy: Privacy
 ) -> GradientMethod:
-    return GhostGradients(model, clipped_sum, passes=terms.ghost_passes)
+    return GhostGradients(model, clipped_sum, passes=privacy.ghost_passes)
 
 
 def _randomized(
-    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, terms: MethodTerms
+    model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, privacy: Privacy
 ) -> GradientMethod:
-    cp, capped = clipped_sum.groups.cp, terms.underestimates == "capped"
-    norms = RandomizedNorms(terms.projections, terms.norm_estimator, cp, capped=capped)
-    return GhostGradients(model, clipped_sum, passes=terms.ghost_passes, norms=norms)
+    cp, capped = clipped_sum.groups.cp, privacy.underestimates == "capped"
+    norms = RandomizedNorms(privacy.projections, privacy.norm_estimator, cp, capped=capped)
+    return GhostGradients(model, clipped_sum, passes=privacy.ghost_passes, norms=norms)
 
 
-def _smallest_estimated(terms: MethodTerms) -> tuple[int, int, int]:
+def _smallest_estimated(privacy: Privacy) -> tuple[int, int, int]:
     """Return a square layer that is large enough: 3 k n < min(2 n^2, n^2)."""
-    size = 4 * terms.projections
+    size = 4 * privacy.projections
     return size, size, size
 
 
-def _ghost_passes(terms: MethodTerms) -> int:
-    return 2 if terms.ghost_passes == "two" else 1
+def _ghost_passes(privacy: Privacy) -> int:
+    return 2 if privacy.ghost_passes == "two" else 1
 
 
 METHODS: dict[str, Method] = {
@@ -191,14 +164,14 @@ METHODS: dict[str, Method] = {
 }
 
 
-def accounted_projections(terms: MethodTerms) -> int:
+def accounted_projections(privacy: Privacy) -> int:
     """Return from how many projections norms are estimated whose errors epsilon has to count.
 
     It is 0 where a sample moves the sum by at most C, whatever its norm was taken for: with every
     method of exact norms, and with estimates that are capped.
     """
-    estimated = METHODS[terms.gradient_method].estimates_norms
-    return terms.projections if estimated and terms.underestimates == "accounted" else 0
+    estimated = METHODS[privacy.gradient_method].estimates_norms
+    return privacy.projections if estimated and privacy.underestimates == "accounted" else 0
 
 
 def automatic(samples: int) -> Literal["microbatch", "grad_sample"]:

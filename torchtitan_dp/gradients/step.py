@@ -11,7 +11,6 @@ Guarantee:
 
 import functools
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
@@ -19,37 +18,13 @@ from torch.optim import Optimizer
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.gathered import free_gathered
-from torchtitan_dp.gradients.methods import METHODS, GradientMethod, MethodTerms
+from torchtitan_dp.gradients.methods import METHODS, GradientMethod
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.optimizer import DPOptimizer
-from torchtitan_dp.privacy.clip_groups import Clipping, clip_groups
-from torchtitan_dp.privacy.clipping import ClipFunction
+from torchtitan_dp.privacy.clip_groups import clip_groups
 from torchtitan_dp.privacy.fixed_point import unit
+from torchtitan_dp.privacy.settings import Privacy
 from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, Summation
-
-
-class PrivacyTerms(MethodTerms, Protocol):
-    """Names the settings of `[privacy]` that a step is built by; `config.Privacy` has them all."""
-
-    @property
-    def clipping(self) -> Clipping:
-        """Tell whether a gradient is clipped as a whole, or group by group."""
-
-    @property
-    def clipping_groups(self) -> list[str]:
-        """List the patterns of groups of parameters that are clipped apart."""
-
-    @property
-    def clip_function(self) -> ClipFunction:
-        """Name the function that scales a gradient by its norm."""
-
-    @property
-    def secure_noise(self) -> bool:
-        """Tell whether noise resists attacks on its low bits."""
-
-    @property
-    def exact_sum(self) -> bool:
-        """Tell whether samples are added up in integers."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +60,7 @@ class PrivateStep:
 
 
 def build_step(
-    privacy: PrivacyTerms,
+    privacy: Privacy,
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     fsdp_modules: list[FSDPModule],
@@ -121,7 +96,7 @@ def build_step(
 
 
 def build_summation(
-    privacy: PrivacyTerms, parameters: dict[str, nn.Parameter], max_grad_norm: float
+    privacy: Privacy, parameters: dict[str, nn.Parameter], max_grad_norm: float
 ) -> Summation:
     """Choose what clipped gradients are added up in, and how noise is added to them.
 

@@ -32,28 +32,7 @@ class Microbatch(NamedTuple):
     stretches: dict[str, int]  # the peak bytes of each
 
 
-class TrackedStep(Protocol):
-    """Names what is predicted of: a step on one rank, under the tracker that it was made with."""
-
-    @property
-    def gathered_bytes(self) -> int:
-        """Give the size of all weights when gathered."""
-
-    @property
-    def host_bytes(self) -> int:
-        """The host's page-locked memory that the microbatches so far have taken."""
-
-    def microbatch(self, seq_len: int) -> None:
-        """Run forward and backward, and keep what a step keeps of them."""
-
-    def free_gathered(self) -> None:
-        """Start the next microbatch as the first of a step."""
-
-    def update(self) -> None:
-        """Update the weights."""
-
-
-MakeStep = Callable[[JobConfig, ModelArgs, MemoryTracker], TrackedStep]
+MakeStep = Callable[[JobConfig, ModelArgs, MemoryTracker], Step]
 
 
 class Model:

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torchtitan.components.loss import IGNORE_INDEX
 
-from torchtitan_dp.gradients.step import PrivacyTerms
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.privacy.clip_groups import clip_groups
+from torchtitan_dp.privacy.settings import Privacy
 
 # What each sample's loss is multiplied by: the first is not clipped, the second is, the third is
 # small, one is no number (it must count nothing), and the rest are as they come.
@@ -71,7 +71,7 @@ class Reference:
         return sum(g.numel() for g in self.total.values())
 
 
-def reference_sum(args: ModelArgs, samples: Samples, privacy: PrivacyTerms) -> Reference:
+def reference_sum(args: ModelArgs, samples: Samples, privacy: Privacy) -> Reference:
     """Clip the gradient of one sample after the other, as Algorithm 1 says, and add them up.
 
     Args:
