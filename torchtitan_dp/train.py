@@ -120,7 +120,7 @@ class DPTrainer(Trainer):
         self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
         self.dp_optimizer = step.optimizer(
             self.optimizers,
-            noise_multiplier=settings.noise_multiplier,
+            noise_multiplier=settings.mechanism.noise_multiplier,
             expected_batch_size=settings.expected_batch_size,
         )
         self.sample_losses = SampleLosses(
@@ -267,7 +267,9 @@ class DPTrainer(Trainer):
         step, the draw is discarded.
         """
         settings, population = self.ledger.settings, len(self.feed.loader.units)
-        units = poisson_draw(self.sampling_keys.take(step), population, settings.sample_rate)
+        units = poisson_draw(
+            self.sampling_keys.take(step), population, settings.mechanism.sample_rate
+        )
         return Draw(units, self.window_keys.take(step))
 
     def _draw_secrets(self) -> None:
@@ -328,7 +330,7 @@ class DPTrainer(Trainer):
         public = {
             "lr": lr,
             "epsilon": self.account.epsilon(),
-            "noise_multiplier": settings.noise_multiplier,
+            "noise_multiplier": settings.mechanism.noise_multiplier,
         }
         self.metrics_processor.log_step(
             self.step,

@@ -427,7 +427,7 @@ def test_too_few_trials_are_refused_with_a_number_that_suffices(sigma, enough):
     with pytest.raises(ValueError, match=f"^{said}$"):
         check_power(options(30), None, settings)
     check_power(options(enough), None, settings)
-    settings.noise_multiplier = 1e4
+    settings.mechanism.noise_multiplier = 1e4
     with pytest.raises(ValueError, match="; audit another noise "):
         check_power(options(enough), None, settings)
 

@@ -10,7 +10,7 @@ import math
 import pytest
 
 from tests import build
-from tests.accounts import account
+from tests.accounts import account, with_terms
 from tests.hazards.test_trainer import SETTINGS
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import read_ledger
@@ -109,7 +109,7 @@ def test_row49_what_initial_weights_were_summed_in_is_told(tmp_path):
 
 @pytest.mark.slow
 def test_row50_terms_that_were_made_better_do_not_lower_what_was_planned(tmp_path):
-    quieter = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=100.0), planned_steps=200)
+    quieter = Ledger(with_terms(SETTINGS, noise_multiplier=100.0), planned_steps=200)
     quieter.resume_from(Ledger(SETTINGS, steps=2, planned_steps=200), new_segment=True)
     told = publish(tmp_path, quieter)
     assert told["epsilon_planned"] >= SETTINGS.epsilon(200)
@@ -126,7 +126,7 @@ def test_row50_no_epsilon_is_said_to_cover_a_stop_by_logs():
 
 
 def test_row51_a_change_that_follows_from_results_has_no_epsilon(tmp_path):
-    later = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=2.0))
+    later = Ledger(with_terms(SETTINGS, noise_multiplier=2.0))
     later.resume_from(Ledger(SETTINGS, steps=2), new_segment=True)
     (caveat,) = later.caveats
     assert "assumed to be fixed before it" in caveat

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.accounts import with_terms
 from tests.hazards.test_trainer import SETTINGS, STEP, loader
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment
@@ -215,11 +216,11 @@ def test_row23_no_noise_is_not_private(tmp_path):
 def test_row31_a_third_segment_keeps_the_first():
     weights = Ledger(SETTINGS, steps=30)
     for sigma in (2.0, 3.0):
-        later = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=sigma))
+        later = Ledger(with_terms(SETTINGS, noise_multiplier=sigma))
         later.resume_from(weights, new_segment=True)
         later.steps += 10
         weights = later
-    taken = [(s.settings.noise_multiplier, s.steps) for s in weights.segments()]
+    taken = [(s.settings.mechanism.noise_multiplier, s.steps) for s in weights.segments()]
     assert taken == [(1.0, 30), (2.0, 10), (3.0, 10)]
 
 
@@ -259,7 +260,7 @@ def test_row45_not_private_sticks_to_initial_weights(tmp_path):
 
 def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
     """Their own steps, and those of the weights that they had started from."""
-    louder = RunSegment(dataclasses.replace(SETTINGS, noise_multiplier=4.0), 7)
+    louder = RunSegment(with_terms(SETTINGS, noise_multiplier=4.0), 7)
     earlier = Ledger(
         SETTINGS, steps=STEP, ancestors=[Ancestor("first", (louder,), " ".join(step_names("f", 7)))]
     )

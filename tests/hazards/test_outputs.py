@@ -17,7 +17,7 @@ import torch
 import torch.nn as nn
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-from tests.accounts import account
+from tests.accounts import account, mechanism
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, Settings
@@ -102,7 +102,9 @@ def test_row24_the_console_line_labels_what_is_not(logged):
 
 
 def test_row23_and_24_privacy_json_holds_the_contract_alone(tmp_path):
-    settings = Settings(1.0, 0.01, 0.5, 1e-5, 32, "rdp", "privacy.sample_rate", "add_remove")
+    settings = Settings(
+        mechanism(1.0, 0.01), 0.5, 1e-5, 32, "rdp", "privacy.sample_rate", "add_remove"
+    )
     executed = ExecutedSteps(str(tmp_path))
     executed.begin(3, settings)  # lost: the start that is told of has begun three of its own
     ledger = Ledger(settings, steps=3, start=executed.new_start())

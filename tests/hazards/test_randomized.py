@@ -9,6 +9,7 @@ import json
 import pytest
 
 from tests import accounts
+from tests.accounts import steps_of, with_terms
 from tests.hazards.test_trainer import SETTINGS, Step
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.verify import _begins_as as begins_as
@@ -19,9 +20,8 @@ from torchtitan_dp.ledger.initial import InitialWeights, _all_begun
 from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.ledger.settings import RANDOMIZED
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.segments import Segment
 
-EXACT = dataclasses.replace(SETTINGS, accountant="pld", sample_rate=0.05)
+EXACT = with_terms(SETTINGS, accountant="pld", sample_rate=0.05)
 ESTIMATED = dataclasses.replace(
     EXACT, mechanism=RANDOMIZED, projections=32, norm_estimator="hutchinson"
 )
@@ -66,7 +66,7 @@ def test_row67_what_is_accounted_is_what_is_drawn(k, estimator):
     assert found == ((k, estimator, k), (k, estimator))
 
 
-CAPPED_TERMS = dataclasses.replace(EXACT, capped_projections=32, norm_estimator="hutchinson")
+CAPPED_TERMS = with_terms(EXACT, capped_projections=32, norm_estimator="hutchinson")
 
 
 @pytest.mark.parametrize(
@@ -87,9 +87,7 @@ def test_row67_steps_that_a_log_tells_of_have_no_norms_but_those_that_count(tmp_
     assert {(one.capped_projections, one.norm_estimator) for one in told} == {(0, "not recorded")}
 
 
-@pytest.mark.parametrize(
-    "said", [EXACT, dataclasses.replace(CAPPED_TERMS, norm_estimator="hutch++")]
-)
+@pytest.mark.parametrize("said", [EXACT, with_terms(CAPPED_TERMS, norm_estimator="hutch++")])
 def test_row67_a_file_that_says_other_norms_than_the_checkpoint_is_reported(said):
     truth = Ledger(CAPPED_TERMS, steps=5, planned_steps=5)
     assert begins_as(truth.segments(), truth.segments())
@@ -139,7 +137,7 @@ def test_row55_and_67_a_file_that_does_not_tell_of_capped_norms_is_read(tmp_path
     schema.check(told)
     published = read_published(str(tmp_path))
     assert published.settings == EXACT
-    capped = dataclasses.replace(EXACT, capped_projections=32, norm_estimator="hutchinson")
+    capped = with_terms(EXACT, capped_projections=32, norm_estimator="hutchinson")
     ledger = Ledger(capped)
     ledger.resume_from(published, new_segment=False)
     assert [segment.settings for segment in ledger.segments()] == [EXACT, capped]
@@ -154,7 +152,7 @@ def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
     from torchtitan_dp.ledger import summary
     from torchtitan_dp.release.card import _clipped, _clipping, _segments
 
-    capped = dataclasses.replace(EXACT, capped_projections=32, norm_estimator="hutch++")
+    capped = with_terms(EXACT, capped_projections=32, norm_estimator="hutch++")
     before = [RunSegment(capped, 1), RunSegment(EXACT, 1)]
     ledger = Ledger(capped, steps=3, planned_steps=3, finished=before)
     told = account(tmp_path, ledger).publish(str(tmp_path))
@@ -258,7 +256,7 @@ def test_row45_and_67_initial_weights_bring_their_norms(tmp_path):
 
 def test_row50_and_67_planned_steps_are_on_the_worst_terms():
     ledger = Ledger(EXACT, steps=3, planned_steps=10, finished=[RunSegment(ESTIMATED, 2)])
-    assert ledger.still_planned() == [Segment(1.0, 0.05, 7, 32)]
+    assert ledger.still_planned() == [steps_of(1.0, 0.05, 7, 32)]
 
 
 def test_row67_several_runs_add_up_by_pld(tmp_path):

@@ -171,7 +171,7 @@ def test_row43_no_unit_is_in_training_and_in_validation(users, fraction):
 def test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit(users):
     config, records = by_user(users, "--training.global_batch_size=3")
     settings = settings_of(config, len(records.train), 1.0)
-    assert settings.sample_rate == 3 / USERS
+    assert settings.mechanism.sample_rate == 3 / USERS
     assert settings.privacy_unit == "unit of data.unit_field 'user'"
     assert "number of training units" in settings.sample_rate_source
 

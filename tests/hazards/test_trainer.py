@@ -4,7 +4,6 @@ What whole runs show of the same (test_run.py, ../test_resume.py) takes half a m
 order of a step, what it draws and divides by are looked at directly.
 """
 
-import dataclasses
 import functools
 import hashlib
 import math
@@ -17,14 +16,14 @@ import pytest
 import torch
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+from tests.accounts import mechanism, with_terms
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.ledger import Ledger, Settings
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.privacy.keys import RootKey
 
 SETTINGS = Settings(
-    noise_multiplier=1.0,
-    sample_rate=0.5,
+    mechanism(1.0, 0.5),
     max_grad_norm=0.5,
     delta=1e-5,
     expected_batch_size=6,
@@ -77,7 +76,7 @@ class Step:
 
         self.did, self.drawn, self.draws, self.positions, self.feed = [], [], [], [], feed()
         root, draw = RootKey(ROOT), train.poisson_draw
-        settings = dataclasses.replace(SETTINGS, sample_rate=sample_rate)
+        settings = with_terms(SETTINGS, sample_rate=sample_rate)
         trainer = self.trainer = MagicMock()
         trainer.step, trainer.device = STEP, torch.device("cpu")
         trainer.job_config = build.config(f"--training.steps={planned}")

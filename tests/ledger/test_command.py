@@ -6,7 +6,7 @@ import shutil
 
 import pytest
 
-from tests.accounts import account
+from tests.accounts import account, steps_of, with_terms
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.checkpoint.verify import verify
@@ -19,7 +19,6 @@ from torchtitan_dp.ledger.settings import settings_of
 from torchtitan_dp.ledger.steps import step_names
 from torchtitan_dp.ledger.terms import earlier_ledger
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.segments import Segment
 
 SIGMA, DELTA = 1.0, 1e-3
 RATE = 3 / 24
@@ -27,7 +26,7 @@ PUBLIC_OPTION = "--privacy.initial_weights_public"
 
 
 def spends(*steps_by_sigma):
-    segments = [Segment(sigma, RATE, steps) for sigma, steps in steps_by_sigma]
+    segments = [steps_of(sigma, RATE, steps) for sigma, steps in steps_by_sigma]
     return accounting.compose(segments, delta=DELTA, accountant="rdp")
 
 
@@ -265,7 +264,7 @@ def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):
     write_fingerprint(str(tmp_path), "theirs", {})
     later = starting_from(hf, PUBLIC_OPTION)
     assert [ancestor.run for ancestor in later.ancestors] == [kept.run]
-    assert later.before() == [Segment(SIGMA, RATE, 4)]
+    assert later.before() == [steps_of(SIGMA, RATE, 4)]
 
 
 @pytest.mark.parametrize(
@@ -295,7 +294,7 @@ def test_weights_within_a_run_without_a_ledger_are_charged_all_that_was_begun(fi
     (tmp_path / "link").symlink_to(run / "hf")
     for place in (run / "hf", run / "checkpoint" / "step-9", tmp_path / "link"):
         later = starting_from(place, PUBLIC_OPTION)
-        assert later.before() == [Segment(SIGMA, RATE, 5)], place
+        assert later.before() == [steps_of(SIGMA, RATE, 5)], place
 
 
 def test_hazard_45_initial_weights_count_where_a_run_lost_its_own(first, data, tmp_path):
@@ -397,7 +396,7 @@ def test_weights_in_the_runs_own_folder_are_its_own(tmp_path):
 
 def test_a_plot_of_two_segments(copy, data, tmp_path):
     kept = make_plan_of(copy)
-    later = Ledger(dataclasses.replace(kept.settings, noise_multiplier=2.0))
+    later = Ledger(with_terms(kept.settings, noise_multiplier=2.0))
     later.resume_from(kept, new_segment=True)
     later.steps = 6
     executed = ExecutedSteps(str(copy))

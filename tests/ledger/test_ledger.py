@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.accounts import account
+from tests.accounts import account, mechanism, steps_of, with_terms
 from torchtitan_dp import ledger
 from torchtitan_dp.ledger import (
     Account,
@@ -27,11 +27,9 @@ from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.ledger.steps import NamedStep, name_steps, new_name, step_names, union
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.segments import Segment
 
 SETTINGS = Settings(
-    noise_multiplier=1.0,
-    sample_rate=0.01,
+    mechanism(1.0, 0.01),
     max_grad_norm=0.5,
     delta=1e-5,
     expected_batch_size=32,
@@ -43,7 +41,8 @@ SETTINGS = Settings(
 
 def publish(folder, kept, begun):
     """What a process that starts with `begun` steps in the folder's log publishes."""
-    line = f"1 {kept.settings.noise_multiplier} {kept.settings.sample_rate} {kept.start}\n"
+    of = kept.settings.mechanism
+    line = f"1 {of.noise_multiplier} {of.sample_rate} {kept.start}\n"
     (folder / "steps_executed.log").write_text(begun * line)
     return account(kept, ExecutedSteps(str(folder)), total_steps=1000).publish(str(folder))
 
@@ -88,7 +87,7 @@ def test_content_is_synced_before_it_replaces(tmp_path, monkeypatch):
 
 def test_read_back_what_was_published(tmp_path):
     assert read_published(str(tmp_path)) is None
-    later = dataclasses.replace(SETTINGS, noise_multiplier=2.0)
+    later = with_terms(SETTINGS, noise_multiplier=2.0)
     kept = Ledger(
         later,
         steps=7,
@@ -146,7 +145,7 @@ def test_a_changed_neighbouring_relation_is_refused():
 
 def test_a_batch_size_that_moves_q_is_refused_by_the_key_that_was_changed():
     terms = dataclasses.replace(SETTINGS, sample_rate_source="training.global_batch_size / records")
-    changed = dataclasses.replace(terms, expected_batch_size=64, sample_rate=0.02)
+    changed = with_terms(terms, expected_batch_size=64, sample_rate=0.02)
     with pytest.raises(ValueError, match=r"^training\.global_batch_size = 64.*32"):
         changed.refuse_change(since=terms)
 
@@ -286,7 +285,7 @@ def test_fingerprint_is_not_published(tmp_path):
 
 def test_executed_steps_are_never_fewer_than_the_lineages(tmp_path):
     """A checkpoint copied from elsewhere comes without its log."""
-    settings = Settings(1.0, 0.01, 1.0, 1e-5, 4, "rdp", "test", "zero_out")
+    settings = Settings(mechanism(1.0, 0.01), 1.0, 1e-5, 4, "rdp", "test", "zero_out")
     told = publish(tmp_path, Ledger(settings, steps=60), 10)
     assert told["steps_executed"] == 60
     assert told["epsilon_executed"] >= told["epsilon"]
@@ -309,7 +308,7 @@ def test_a_log_that_another_run_writes_to_is_not_written_on(tmp_path):
 
 
 def test_a_segment_starts_where_the_settings_change():
-    loaded, quieter = Ledger(SETTINGS, steps=30), dataclasses.replace(SETTINGS, noise_multiplier=2)
+    loaded, quieter = Ledger(SETTINGS, steps=30), with_terms(SETTINGS, noise_multiplier=2)
     with pytest.raises(ValueError, match=r"open a new segment with privacy\.new_segment"):
         Ledger(quieter).resume_from(loaded, new_segment=False)
     kept = Ledger(quieter)
@@ -375,12 +374,12 @@ def test_epsilon_does_not_show_where_a_start_began():
 
 
 def test_the_steps_of_a_lineage_have_its_terms_in_order():
-    louder = dataclasses.replace(SETTINGS, noise_multiplier=0.5)
+    louder = with_terms(SETTINGS, noise_multiplier=0.5)
     segments = [RunSegment(SETTINGS, 2), RunSegment(louder, 1)]
     assert name_steps(segments, ["a", "b", "c"]) == [
-        NamedStep("a", 1.0, 0.01),
-        NamedStep("b", 1.0, 0.01),
-        NamedStep("c", 0.5, 0.01),
+        NamedStep("a", mechanism(1.0, 0.01).as_logged()),
+        NamedStep("b", mechanism(1.0, 0.01).as_logged()),
+        NamedStep("c", mechanism(0.5, 0.01).as_logged()),
     ]
     with pytest.raises(ValueError, match="zip"):
         name_steps(segments, ["a", "b"])
@@ -388,12 +387,14 @@ def test_the_steps_of_a_lineage_have_its_terms_in_order():
 
 def test_a_step_counts_once_and_others_add_up():
     one, more, other = (
-        [NamedStep(name, 1.0, 0.01) for name in step_names(start, steps)]
+        [NamedStep(name, mechanism(1.0, 0.01).as_logged()) for name in step_names(start, steps)]
         for start, steps in (("a", 5), ("a", 8), ("b", 5))
     )
     assert union([*one, *more, *other]) == [SETTINGS.spending(13)]
-    elsewhere = NamedStep(one[0].name, 2.0, 0.01)  # on other terms it is another
-    assert union([*one, elsewhere]) == [SETTINGS.spending(5), Segment(2.0, 0.01, 1)]
+    elsewhere = NamedStep(
+        one[0].name, mechanism(2.0, 0.01).as_logged()
+    )  # on other terms it is another
+    assert union([*one, elsewhere]) == [SETTINGS.spending(5), steps_of(2.0, 0.01, 1)]
 
 
 def test_names_hide_the_start_and_are_each_their_own():
@@ -442,7 +443,7 @@ def test_the_log_and_the_lineage_name_a_step_alike(tmp_path):
 
 def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
     executed = ExecutedSteps(str(tmp_path))
-    lineage = [NamedStep(name, 1.0, 0.01) for name in step_names("a", 3)]
+    lineage = [NamedStep(name, mechanism(1.0, 0.01).as_logged()) for name in step_names("a", 3)]
     executed.begin(1, SETTINGS)
     executed.adopt(lineage)
     executed.adopt(lineage)  # they are there already
@@ -525,16 +526,16 @@ def test_a_torn_line_of_a_start_is_a_crash_and_swallows_nothing(tmp_path, torn):
 
 def test_lost_steps_count_on_the_worst_terms_ever_begun(tmp_path):
     executed = started(tmp_path, block=4)
-    executed.begin(1, dataclasses.replace(SETTINGS, noise_multiplier=0.5, sample_rate=0.001))
-    executed.begin(2, dataclasses.replace(SETTINGS, noise_multiplier=2.0, sample_rate=0.02))
+    executed.begin(1, with_terms(SETTINGS, noise_multiplier=0.5, sample_rate=0.001))
+    executed.begin(2, with_terms(SETTINGS, noise_multiplier=2.0, sample_rate=0.02))
     kept = Ledger(SETTINGS, steps=1)
     ExecutedSteps(str(tmp_path)).enter_lost(kept)
-    assert kept.published_lost() == Segment(0.5, 0.02, 4)
+    assert kept.published_lost() == steps_of(0.5, 0.02, 4)
 
 
 def crashed_run(folder, lost):
     """A run of 60 and 40 steps on two terms, whose second start crashed; its ledger."""
-    quieter = dataclasses.replace(SETTINGS, noise_multiplier=2.0)
+    quieter = with_terms(SETTINGS, noise_multiplier=2.0)
     kept = Ledger(SETTINGS, planned_steps=100)
     for settings, steps, more in ((SETTINGS, 60, 0), (quieter, 20, lost), (quieter, 20, 0)):
         executed = ExecutedSteps(str(folder))
@@ -565,7 +566,7 @@ def test_a_descendant_counts_and_hides_the_steps_that_its_ancestor_lost(tmp_path
         (folder / "hf").mkdir()
         files.write_published(str(folder / "hf"), exported)
         of_export, of_run = (ledger_beside(str(folder / name)) for name in ("hf", "weights"))
-        assert of_export.ledger.published_lost() == Segment(1.0, 0.01, 50)
+        assert of_export.ledger.published_lost() == steps_of(1.0, 0.01, 50)
         own = Ancestor(
             kept.run,
             tuple(kept.segments()),
@@ -573,7 +574,7 @@ def test_a_descendant_counts_and_hides_the_steps_that_its_ancestor_lost(tmp_path
             100,
             of_export.ledger.lost,
         )
-        child = Ledger(dataclasses.replace(SETTINGS, noise_multiplier=8.0), ancestors=[own, own])
+        child = Ledger(with_terms(SETTINGS, noise_multiplier=8.0), ancestors=[own, own])
         child = Ledger.from_json(child.to_json())
         assert child.compose(child.executed()) == pytest.approx(exported["epsilon"])
         assert child.compose(child.planned()) == pytest.approx(exported["epsilon"])

@@ -7,6 +7,7 @@ import dp_accounting
 import pytest
 from dp_accounting.pld import PLDAccountant
 
+from tests.accounts import mechanism
 from torchtitan_dp.ledger import (
     Account,
     ExecutedSteps,
@@ -20,7 +21,7 @@ from torchtitan_dp.ledger.schema import Origin, names
 from torchtitan_dp.privacy.meaning import Meaning
 
 TERMS = ("privacy.sample_rate", "add_remove")
-SETTINGS = Settings(1.0, 0.02, 0.5, 1e-5, 32, "pld", *TERMS)
+SETTINGS = Settings(mechanism(1.0, 0.02), 0.5, 1e-5, 32, "pld", *TERMS)
 
 
 def publish(folder, ledger, *, total_steps=0):
@@ -110,7 +111,7 @@ def named_tuple(value):
 @pytest.mark.slow
 @pytest.mark.parametrize("planned", [30, 400])
 def test_dp_accounting_alone_gives_the_same_epsilon(tmp_path, planned):
-    louder = Settings(2.0, 0.1, 0.5, 1e-5, 32, "pld", *TERMS)
+    louder = Settings(mechanism(2.0, 0.1), 0.5, 1e-5, 32, "pld", *TERMS)
     ledger = Ledger(SETTINGS, steps=30, planned_steps=planned, finished=[RunSegment(louder, 10)])
     publish(tmp_path, ledger)
     told = json.loads((tmp_path / "privacy.json").read_text())
@@ -121,7 +122,7 @@ def test_dp_accounting_alone_gives_the_same_epsilon(tmp_path, planned):
 
 
 def test_without_noise_there_is_no_event(tmp_path):
-    silent = Ledger(Settings(0.0, 0.02, 0.5, 1e-5, 32, "pld", *TERMS), steps=1)
+    silent = Ledger(Settings(mechanism(0.0, 0.02), 0.5, 1e-5, 32, "pld", *TERMS), steps=1)
     silent.mark_not_private("no noise")
     told = publish(tmp_path, silent)
     assert (told["dp_event"], told["meaning"], told["epsilon"]) == (None, None, None)

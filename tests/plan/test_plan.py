@@ -10,7 +10,7 @@ import sys
 import pytest
 
 import torchtitan_dp.plan.__main__ as plan
-from tests.accounts import account
+from tests.accounts import account, with_terms
 from tests.processes.runs import ROOT, arguments, with_sigma, write_records
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import ExecutedSteps
@@ -139,8 +139,10 @@ def test_hazard_15_and_31_terms_are_the_ledgers_once_a_step_was_begun(tmp_path, 
     first = planned()
     config = load_config(arguments(tmp_path / "out", tmp_path / "data"), 2)
     kept = make_plan(config, 24)
-    sigma = kept.settings.noise_multiplier * 1.001  # as another version would have found it
-    settings = dataclasses.replace(kept.settings, noise_multiplier=sigma)
+    sigma = (
+        kept.settings.mechanism.noise_multiplier * 1.001
+    )  # as another version would have found it
+    settings = with_terms(kept.settings, noise_multiplier=sigma)
     out, ledger = str(tmp_path / "out"), dataclasses.replace(kept.ledger, settings=settings)
     account(ledger, ExecutedSteps(out), total_steps=4).publish(out)
     assert planned()["noise_multiplier"] == first["noise_multiplier"]  # no step was begun

@@ -13,9 +13,9 @@ from opacus.accountants.analysis import prv as opacus_prv
 from scipy import optimize
 from scipy.stats import norm
 
+from tests.accounts import gaussian_steps
 from torchtitan_dp.privacy import pld, prv, rdp
 from torchtitan_dp.privacy.accounting import epsilon, noise_multiplier
-from torchtitan_dp.privacy.segments import Segment
 
 NOISE = [(0.6, 1e-5), (0.8, 1e-6), (1.0, 1e-5), (1.5, 1e-7), (2.0, 1e-5), (4.0, 1e-6)]
 SAMPLING = [(0.001, 2_000), (0.004, 1_000), (0.01, 1_000), (0.05, 200), (0.3, 20)]
@@ -40,7 +40,7 @@ def google(sigma: float, q: float, steps: int, delta: float, interval: float) ->
 @pytest.mark.slow
 @pytest.mark.parametrize("sigma, q, steps, delta", GRID)
 def test_hazard_37_every_accountant_is_its_library_and_none_flatters(sigma, q, steps, delta):
-    segments = (Segment(sigma, q, steps),)
+    segments = (gaussian_steps(sigma, q, steps),)
     loose = rdp.rdp_epsilon(segments, delta)
     middle = prv.prv_epsilon(segments, delta)
     tight = pld.pld_epsilon(segments, delta)  # each before the minimum with RDP is taken
@@ -79,7 +79,7 @@ def test_pld_takes_the_worse_of_both_directions():
     total = one.self_compose(3)
     both = [pmf.get_epsilon_for_delta(1e-5) for pmf in (total._pmf_remove, total._pmf_add)]
     assert min(both) < 0.9 * max(both)
-    told = pld.pld_epsilon((Segment(1.0, 0.3, 3),), 1e-5)
+    told = pld.pld_epsilon((gaussian_steps(1.0, 0.3, 3),), 1e-5)
     assert told == pytest.approx(max(both), rel=1e-3)
 
 
@@ -108,7 +108,7 @@ def test_small_epsilons_have_small_errors(monkeypatch, sigma, q, steps, least, m
 
     monkeypatch.setattr(opacus_prv.DiscretePRV, "compute_epsilon", spy)
     prv.prv_epsilon.cache_clear()
-    segments = (Segment(sigma, q, steps),)
+    segments = (gaussian_steps(sigma, q, steps),)
     spent, tight = prv.prv_epsilon(segments, 1e-6), pld.pld_epsilon(segments, 1e-6)
     assert least < tight < most
     if tight > 0.01:
@@ -129,7 +129,7 @@ def test_small_epsilons_have_small_errors(monkeypatch, sigma, q, steps, least, m
 def test_pld_answers_within_seconds_where_it_is_hard(sigma, q, steps, delta):
     pld.pld_epsilon.cache_clear()
     begun = time.process_time()
-    spent = pld.pld_epsilon((Segment(sigma, q, steps),), delta)
+    spent = pld.pld_epsilon((gaussian_steps(sigma, q, steps),), delta)
     assert time.process_time() - begun < 5
     assert math.isfinite(spent)
 

@@ -10,9 +10,9 @@ from opacus.accountants.analysis import prv as opacus_prv
 from scipy import optimize
 from scipy.stats import norm
 
+from tests.accounts import gaussian_steps
 from torchtitan_dp.privacy import prv, rdp
 from torchtitan_dp.privacy.accounting import epsilon, noise_multiplier
-from torchtitan_dp.privacy.segments import Segment
 
 REFERENCE = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1_000, "delta": 1e-5}
 GRID = [
@@ -86,7 +86,7 @@ def test_rdp_is_opacus_rdp_or_tighter_only_by_its_wider_orders(sigma, q, steps):
 def test_rdp_is_never_below_prv(sigma, q, steps, delta):
     if q == 1:
         sigma, steps = sigma / math.sqrt(steps), 1
-    segments = (Segment(sigma, q, steps),)
+    segments = (gaussian_steps(sigma, q, steps),)
     tight = prv.prv_epsilon(segments, delta)  # before the minimum is taken
     loose = rdp.rdp_epsilon(segments, delta)
     assert 0 < tight <= loose < 2 * tight + 1
@@ -122,7 +122,7 @@ def test_prv_reports_the_upper_end_of_a_narrow_error_bar(monkeypatch):
 
     monkeypatch.setattr(opacus_prv.DiscretePRV, "compute_epsilon", spy)
     prv.prv_epsilon.cache_clear()
-    spent = prv.prv_epsilon((Segment(1.0, 0.01, 1_000),), 1e-5)
+    spent = prv.prv_epsilon((gaussian_steps(1.0, 0.01, 1_000),), 1e-5)
     delta_error, eps_error, low, middle, high = asked[-1]
     assert low < middle < high == spent
     assert high - middle >= eps_error
@@ -146,7 +146,7 @@ class _AddedPRV:
 @pytest.mark.parametrize("sigma, q, steps", [case for case in GRID if case[1] < 1])
 def test_the_other_direction_spends_no_more(sigma, q, steps):
     delta, error = 1e-5, 0.01
-    segments = (Segment(sigma, q, steps),)
+    segments = (gaussian_steps(sigma, q, steps),)
     loss, mesh = prv._prv_domain(segments, delta, error)
     domain = opacus_prv.Domain.create_aligned(-loss, loss, mesh)
     cut = opacus_prv.TruncatedPrivacyRandomVariable(_AddedPRV(q, sigma), domain.t_min, domain.t_max)

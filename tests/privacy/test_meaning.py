@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 from scipy.stats import norm
 
+from tests.accounts import gaussian_steps, steps_of
 from tests.privacy.tradeoffs import Roc, composed, gaussian_step
 from torchtitan_dp.privacy import meaning as module
 from torchtitan_dp.privacy import pld
 from torchtitan_dp.privacy.accounting import compose, percent
 from torchtitan_dp.privacy.meaning import FALSE_ALARMS, Meaning, meaning, meaning_of
 from torchtitan_dp.privacy.rdp import rdp_delta, rdp_epsilon
-from torchtitan_dp.privacy.segments import Segment
 
 DELTA = 1e-5
 # (sigma, q, steps) of each segment; delta; half-width and points of the independent grid.
@@ -35,7 +35,7 @@ def truth(name: str) -> Roc:
 
 
 def claim(name: str) -> Meaning:
-    return meaning([Segment(*part) for part in RUNS[name][0]], RUNS[name][1])
+    return meaning([steps_of(*part) for part in RUNS[name][0]], RUNS[name][1])
 
 
 def check(claimed: Meaning, roc: Roc, delta: float, slack: float = 1e-7) -> None:
@@ -64,7 +64,7 @@ def check(claimed: Meaning, roc: Roc, delta: float, slack: float = 1e-7) -> None
 
 @pytest.mark.parametrize("sigma, q, delta", ONE_STEP)
 def test_one_step_against_neyman_and_pearson_in_closed_form(sigma, q, delta):
-    check(meaning([Segment(sigma, q, 1)], delta), gaussian_step(sigma, q), delta)
+    check(meaning([steps_of(sigma, q, 1)], delta), gaussian_step(sigma, q), delta)
 
 
 @pytest.mark.thorough_cases("half", "long")
@@ -87,7 +87,7 @@ def test_the_independent_transform_is_the_closed_form_for_one_step_and_for_gauss
 @pytest.mark.parametrize("sigma, steps, delta", [(2.0, 4, 1e-5), (50.0, 10, 1e-9), (0.3, 7, 1e-3)])
 def test_without_sampling_the_gaussians_own_trade_off(sigma, steps, delta):
     mu = math.sqrt(steps) / sigma
-    claimed = meaning([Segment(sigma, 1.0, steps)], delta)
+    claimed = meaning([steps_of(sigma, 1.0, steps)], delta)
     assert claimed.mu == pytest.approx(mu, rel=1e-12)
     assert claimed.mu_but_for == 0.0
     for alarms, at_most in claimed.detected:
@@ -100,8 +100,8 @@ def test_without_sampling_the_gaussians_own_trade_off(sigma, steps, delta):
 @pytest.mark.parametrize("delta", [1e-3, 1e-9])
 def test_sampling_all_but_surely_is_hardly_other_than_the_gaussian(delta):
     """The general way, where the exact one is known: it takes over at q = 1."""
-    exact = meaning([Segment(2.0, 1.0, 9)], delta)
-    near = meaning([Segment(2.0, 1 - 1e-9, 9)], delta)
+    exact = meaning([steps_of(2.0, 1.0, 9)], delta)
+    near = meaning([steps_of(2.0, 1 - 1e-9, 9)], delta)
     assert dict(near.detected) == pytest.approx(dict(exact.detected), rel=5e-4)
     assert near.posterior == pytest.approx(exact.posterior, abs=1e-4)
     assert 0.99 * exact.mu < near.mu <= exact.mu * (1 + 1e-9)
@@ -110,7 +110,7 @@ def test_sampling_all_but_surely_is_hardly_other_than_the_gaussian(delta):
 def test_who_sees_less_does_not_reach_a_posterior_more_often():
     """The tail of the whole output's privacy loss would be broken by who sees one bit of it."""
     mu, delta = 1.0, 1e-3
-    claimed = meaning([Segment(1 / mu, 1.0, 1)], delta).posterior
+    claimed = meaning([steps_of(1 / mu, 1.0, 1)], delta).posterior
     threshold = norm.isf(delta, mu)  # what is seen: whether the output is above it
     odds = norm.sf(threshold, mu) / norm.sf(threshold)
     tail_of_the_loss = mu * threshold - mu**2 / 2
@@ -122,8 +122,8 @@ def test_who_sees_less_does_not_reach_a_posterior_more_often():
 @pytest.mark.parametrize("name", RUNS)
 def test_the_profile_contains_epsilon_and_is_never_below_the_truth(name):
     parts, delta, *_ = RUNS[name]
-    segments = tuple(Segment(*part) for part in parts)
-    epsilon = compose(segments, delta=delta, accountant="pld")
+    segments = tuple(gaussian_steps(*part) for part in parts)
+    epsilon = compose([steps_of(*part) for part in parts], delta=delta, accountant="pld")
     profile = pld.pld_profile(segments, delta)
     assert float(profile.at(np.array([epsilon]))[0]) == pytest.approx(delta, rel=2e-3)
     epsilons = np.linspace(0, 1.1 * epsilon, 8)
@@ -138,7 +138,7 @@ def test_the_profile_contains_epsilon_and_is_never_below_the_truth(name):
 
 
 def test_the_profile_is_the_librarys_in_both_directions():
-    segments = (Segment(1.0, 0.3, 3), Segment(2.0, 0.2, 5))
+    segments = (gaussian_steps(1.0, 0.3, 3), gaussian_steps(2.0, 0.2, 5))
     profile = pld.pld_profile(segments, DELTA)
     *_, (_, library) = pld._attempts(segments, DELTA)
     at = np.array([0.0, 0.01, 0.77, 2.5, 5.0, 30.0])
@@ -152,7 +152,7 @@ def test_the_profile_is_the_librarys_in_both_directions():
 
 
 def test_rdps_delta_is_its_epsilon_turned_round():
-    segments = (Segment(1.0, 0.01, 1_000),)
+    segments = (gaussian_steps(1.0, 0.01, 1_000),)
     for delta in (1e-3, 1e-6, 1e-12):
         epsilon = np.array([rdp_epsilon(segments, delta)])
         assert float(rdp_delta(segments, epsilon)[0]) == pytest.approx(delta, rel=1e-6)
@@ -161,14 +161,14 @@ def test_rdps_delta_is_its_epsilon_turned_round():
 def test_mu_is_no_smaller_than_epsilon_at_delta_asks_for():
     """delta(e) <= D(e) + delta: at 2 delta, the run's epsilon is at most mu's own at delta."""
     claimed = claim("half")
-    segments = [Segment(*part) for part in RUNS["half"][0]]
+    segments = [steps_of(*part) for part in RUNS["half"][0]]
     epsilon = compose(segments, delta=2 * claimed.mu_but_for, accountant="pld")
     assert epsilon <= pld.gaussian_epsilon(claimed.mu, claimed.mu_but_for) * 1.001
 
 
 def test_mu_of_the_example_that_gdpnum_publishes():
     """1.56856, with a misfit of 0.001, for noise of 9.4, a rate of 0.328 and 2,000 steps."""
-    assert meaning([Segment(9.4, 0.328, 2_000)], 1e-9).mu == pytest.approx(1.56856, rel=1e-3)
+    assert meaning([steps_of(9.4, 0.328, 2_000)], 1e-9).mu == pytest.approx(1.56856, rel=1e-3)
 
 
 # --- one pair, and what cannot be had -------------------------------------------------------------
@@ -202,7 +202,7 @@ def test_a_pair_by_itself(epsilon, delta):
 
 def test_a_pair_is_never_better_than_the_run():
     for name, (parts, delta, *_) in RUNS.items():
-        epsilon = compose([Segment(*p) for p in parts], delta=delta, accountant="pld")
+        epsilon = compose([steps_of(*p) for p in parts], delta=delta, accountant="pld")
         pair, run = meaning_of(epsilon, delta), claim(name)
         assert run.mu < pair.mu
         assert all(
@@ -213,10 +213,10 @@ def test_a_pair_is_never_better_than_the_run():
 def test_nothing_spent_no_noise_and_no_bound():
     nothing = Meaning(0.0, 0.0, ((0.01, 0.01), (0.001, 0.001)), 0.5, 0.0)
     assert meaning([], DELTA) == nothing
-    assert meaning([Segment(1.0, 0.1, 0), Segment(math.inf, 0.1, 5)], DELTA) == nothing
+    assert meaning([steps_of(1.0, 0.1, 0), steps_of(math.inf, 0.1, 5)], DELTA) == nothing
     assert "guessing" in " ".join(nothing.sentences())
     for none in (
-        meaning([Segment(1.0, 0.1, 9), Segment(0.0, 0.1, 1)], DELTA),
+        meaning([steps_of(1.0, 0.1, 9), steps_of(0.0, 0.1, 1)], DELTA),
         meaning_of(math.inf, DELTA),
     ):
         assert none.mu == math.inf
@@ -225,7 +225,7 @@ def test_nothing_spent_no_noise_and_no_bound():
         assert json.loads(json.dumps(none.to_json(), allow_nan=False))["gaussian_dp_mu"] is None
         assert len(none.sentences()) == 1
     with pytest.raises(ValueError, match=r"privacy\.delta"):
-        meaning([Segment(1.0, 0.1, 1)], 1.0)
+        meaning([steps_of(1.0, 0.1, 1)], 1.0)
 
 
 @pytest.mark.thorough_cases("*-1000000-*", "10000.0-*-1e-*")
@@ -242,7 +242,7 @@ def test_nothing_spent_no_noise_and_no_bound():
     ],
 )
 def test_extremes_have_numbers(sigma, q, steps, delta):
-    claimed = meaning([Segment(sigma, q, steps)], delta)
+    claimed = meaning([steps_of(sigma, q, steps)], delta)
     assert 0 <= claimed.mu < math.inf
     assert all(alarms <= share <= 1 for alarms, share in claimed.detected)
     assert 0.5 <= claimed.posterior <= 1
@@ -274,7 +274,7 @@ def test_a_worthless_profile_bounds_nothing(monkeypatch, worthless):
     monkeypatch.setattr(module, "rdp_delta", lambda _, at: np.full_like(at, worthless))
     monkeypatch.setattr(module, "gaussian_delta", lambda _, at: (np.full_like(at, worthless), 0.0))
     monkeypatch.setattr(module, "pld_profile", lambda *_: None)
-    claimed = meaning([Segment(2.0, 0.5, 4)], DELTA)
+    claimed = meaning([steps_of(2.0, 0.5, 4)], DELTA)
     assert (claimed.mu, claimed.mu_but_for) == (1.0, 0.0)  # without sampling
     assert [share for _, share in claimed.detected] == [1.0, 1.0]
     assert claimed.posterior == 1.0
@@ -284,7 +284,7 @@ def test_a_worthless_profile_bounds_nothing(monkeypatch, worthless):
 def test_more_steps_more_sampling_and_less_noise_tell_more():
     base = (1.0, 0.01, 400)
     for more in [(1.0, 0.01, 800), (1.0, 0.02, 400), (0.8, 0.01, 400)]:
-        less, grown = (meaning([Segment(*run)], DELTA) for run in (base, more))
+        less, grown = (meaning([steps_of(*run)], DELTA) for run in (base, more))
         assert less.mu < grown.mu
         assert less.posterior < grown.posterior
         assert all(a[1] < b[1] for a, b in zip(less.detected, grown.detected, strict=True))

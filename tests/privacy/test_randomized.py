@@ -7,20 +7,21 @@ import numpy as np
 import pytest
 from scipy import stats
 
+from tests.accounts import gaussian_steps, mechanism, steps_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.envelope import largest_ratio, ratios
 from torchtitan_dp.privacy.events import dp_event
 from torchtitan_dp.privacy.meaning import meaning
+from torchtitan_dp.privacy.mechanism import composition
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.randomized import Mixture, mixture_distribution
-from torchtitan_dp.privacy.segments import Segment, merged
+from torchtitan_dp.privacy.segments import merged
 
 DELTA = 1e-5
 
 
 def epsilon(sigma, q, steps, k=32):
-    query = dict(noise_multiplier=sigma, sample_rate=q, steps=steps, accountant="pld")
-    return accounting.epsilon(**query, delta=DELTA, projections=k)
+    return accounting.compose([steps_of(sigma, q, steps, k)], delta=DELTA, accountant="pld")
 
 
 # An independent simulation, of Z that is not rounded.
@@ -59,8 +60,8 @@ def test_a_simulation_agrees(sigma, q, steps, k, present):
     """The bound at an epsilon where delta is about 1e-2: no less than what is seen, and near it."""
     from torchtitan_dp.privacy.pld import pld_profile
 
-    at = np.array([pld_epsilon(merged([Segment(sigma, q, steps, k)]), 1e-2)])
-    profile = pld_profile(merged([Segment(sigma, q, steps, k)]), 1e-2)
+    at = np.array([pld_epsilon(merged([gaussian_steps(sigma, q, steps, k)]), 1e-2)])
+    profile = pld_profile(merged([gaussian_steps(sigma, q, steps, k)]), 1e-2)
     bound = float(profile.at(at)[0])
     seen, error = simulated_delta(sigma, q, steps, k, at[0], present, trials=200_000)
     assert seen <= bound + 4 * error
@@ -71,7 +72,7 @@ def test_a_simulation_agrees(sigma, q, steps, k, present):
 def test_one_step_is_the_hockey_stick_of_both_directions():
     """By numerical integration over the output."""
     sigma, q, k = 1.3, 0.2, 32
-    found = mixture_distribution(sigma, q, k, interval=2.0**-8, log_tail=-40)
+    found = mixture_distribution(sigma, q, ratios(k), interval=2.0**-8, log_tail=-40)
     z, p = ratios(k).values, ratios(k).probabilities
     x = np.linspace(-15, 18, 100_001)
     absent = stats.norm.pdf(x, scale=sigma)
@@ -183,14 +184,14 @@ def test_hidden_projections_cost_less_than_shown_ones():
 
 
 def test_the_search_for_noise_counts_estimates():
-    query = dict(target_epsilon=2.0, sample_rate=0.05, steps=40, delta=DELTA, accountant="pld")
-    sigma = accounting.noise_multiplier(**query, projections=32)
+    query = dict(steps=40, target_epsilon=2.0, delta=DELTA, accountant="pld")
+    sigma = accounting.noise_for(mechanism(1.0, 0.05, 32), **query)
     assert 0.99 * 2.0 <= epsilon(sigma, 0.05, 40) <= 2.0
-    assert sigma > 1.02 * accounting.noise_multiplier(**query)
+    assert sigma > 1.02 * accounting.noise_for(mechanism(1.0, 0.05), **query)
 
 
 def test_segments_of_both_kinds_compose():
-    both = [Segment(1.0, 0.05, 20, 32), Segment(1.0, 0.05, 20)]
+    both = [steps_of(1.0, 0.05, 20, 32), steps_of(1.0, 0.05, 20)]
     mixed = accounting.compose(both, delta=DELTA, accountant="pld")
     assert epsilon(1.0, 0.05, 40, 0) < mixed < epsilon(1.0, 0.05, 40)
     for accountant in ("rdp", "prv"):  # bounds, and loose ones
@@ -198,14 +199,16 @@ def test_segments_of_both_kinds_compose():
 
 
 def test_merged_keeps_them_apart_and_closed_forms_are_of_exact_norms():
-    found = merged([Segment(1.0, 1.0, 3, 32), Segment(1.0, 1.0, 4), Segment(1.0, 1.0, 2, 32)])
-    assert found == (Segment(0.5, 1.0, 1), Segment(1.0, 1.0, 5, 32))
-    assert pld_epsilon((Segment(2.0, 1.0, 4, 32),), DELTA) > 1.05 * epsilon(2.0, 1.0, 4, 0)
+    found = composition(
+        [steps_of(1.0, 1.0, 3, 32), steps_of(1.0, 1.0, 4), steps_of(1.0, 1.0, 2, 32)]
+    )
+    assert found == (gaussian_steps(0.5, 1.0, 1), gaussian_steps(1.0, 1.0, 5, 32))
+    assert pld_epsilon((gaussian_steps(2.0, 1.0, 4, 32),), DELTA) > 1.05 * epsilon(2.0, 1.0, 4, 0)
 
 
 def test_its_meaning_is_worse_than_that_of_exact_norms():
     for q in (0.05, 1.0):
-        exact, estimated = (meaning([Segment(2.0, q, 10, k)], DELTA) for k in (0, 32))
+        exact, estimated = (meaning([steps_of(2.0, q, 10, k)], DELTA) for k in (0, 32))
         assert exact.mu < estimated.mu
         assert exact.posterior < estimated.posterior
         assert all(a[1] < b[1] for a, b in zip(exact.detected, estimated.detected, strict=True))
@@ -216,7 +219,7 @@ def test_its_event_gives_another_program_the_same_epsilon():
     from dp_accounting import dp_event as events
     from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 
-    segment = Segment(1.0, 0.05, 10, 32)
+    segment = steps_of(1.0, 0.05, 10, 32)
     told = dp_event([segment])["events"][0]
     assert (told["class_name"], told["count"]) == ("SelfComposedDpEvent", 10)
     terms = {k: v for k, v in told["event"].items() if k not in ("module_name", "class_name")}
@@ -229,4 +232,4 @@ def test_its_event_gives_another_program_the_same_epsilon():
 @pytest.mark.parametrize("k", [1, 7, 5_000])
 def test_numbers_of_projections_that_are_refused(k):
     with pytest.raises(ValueError, match=f"privacy.projections = {k}: choose 8 to 4096"):
-        Segment(1.0, 0.1, 1, k)
+        steps_of(1.0, 0.1, 1, k)

@@ -4,12 +4,13 @@ import math
 
 import pytest
 
+from tests.accounts import gaussian_steps, mechanism, steps_of
 from torchtitan_dp.privacy.accounting import compose, epsilon, noise_multiplier
 from torchtitan_dp.privacy.curve import EpsilonCurve
-from torchtitan_dp.privacy.segments import Segment, merged
+from torchtitan_dp.privacy.segments import merged
 
 DELTA = 1e-5
-FIRST, SECOND = Segment(1.0, 0.01, 600), Segment(1.4, 0.02, 300)
+FIRST, SECOND = steps_of(1.0, 0.01, 600), steps_of(1.4, 0.02, 300)
 every = pytest.mark.parametrize("accountant", ["rdp", "prv", "pld"])
 
 
@@ -21,7 +22,7 @@ def test_one_segment_is_epsilon_and_two_halves_are_the_whole(accountant):
     whole = epsilon(
         noise_multiplier=1.0, sample_rate=0.01, steps=600, delta=DELTA, accountant=accountant
     )
-    half = Segment(1.0, 0.01, 300)
+    half = steps_of(1.0, 0.01, 300)
     assert compose([FIRST], delta=DELTA, accountant=accountant) == whole
     assert compose([half, half], delta=DELTA, accountant=accountant) == whole
 
@@ -32,7 +33,7 @@ def test_composition_is_more_than_each_less_than_the_sum_and_grows(accountant):
     both = compose([FIRST, SECOND], delta=DELTA, accountant=accountant)
     assert max(one, two) < both < one + two  # far from the ends: subadditive up to delta
     assert compose([SECOND, FIRST], delta=DELTA, accountant=accountant) == both
-    longer = [FIRST, Segment(1.4, 0.02, 330)]
+    longer = [FIRST, steps_of(1.4, 0.02, 330)]
     assert compose(longer, delta=DELTA, accountant=accountant) > both
 
 
@@ -41,13 +42,13 @@ def test_unlike_segments_compose_as_one_where_they_nearly_are():
     query = {"delta": DELTA, "accountant": "prv"}
     for accountant in ("prv", "pld"):
         query["accountant"] = accountant
-        whole = compose([Segment(1.0, 0.01, 1_000)], **query)
-        almost = [Segment(1.0, 0.01, 500), Segment(1.0 + 1e-9, 0.01, 499), Segment(1.0, 0.01, 1)]
+        whole = compose([steps_of(1.0, 0.01, 1_000)], **query)
+        almost = [steps_of(1.0, 0.01, 500), steps_of(1.0 + 1e-9, 0.01, 499), steps_of(1.0, 0.01, 1)]
         assert compose(almost, **query) == pytest.approx(whole, rel=1e-3)
 
 
 def test_rdp_at_least_pld_and_pld_close_below_prv_for_unlike_segments():
-    segments = [FIRST, SECOND, Segment(20.0, 1.0, 9)]
+    segments = [FIRST, SECOND, steps_of(20.0, 1.0, 9)]
     loose, middle, tight = (
         compose(segments, delta=DELTA, accountant=name) for name in ("rdp", "prv", "pld")
     )
@@ -56,7 +57,9 @@ def test_rdp_at_least_pld_and_pld_close_below_prv_for_unlike_segments():
 
 
 def test_without_sampling_variances_add():
-    parts = merged([Segment(3.0, 1.0, 9), Segment(4.0, 1.0, 16), Segment(2.0, 0.1, 0)])
+    parts = merged(
+        [gaussian_steps(3.0, 1.0, 9), gaussian_steps(4.0, 1.0, 16), gaussian_steps(2.0, 0.1, 0)]
+    )
     assert len(parts) == 1
     assert parts[0].noise_multiplier == pytest.approx(math.sqrt(0.5))
     assert parts[0].steps == 1
@@ -65,11 +68,11 @@ def test_without_sampling_variances_add():
 @every
 def test_edges(accountant):
     query = {"delta": DELTA, "accountant": accountant}
-    nothing = [Segment(1.0, 0.0, 5), Segment(0.0, 0.5, 0), Segment(math.inf, 1.0, 3)]
+    nothing = [steps_of(1.0, 0.0, 5), steps_of(0.0, 0.5, 0), steps_of(math.inf, 1.0, 3)]
     assert compose([], **query) == compose(nothing, **query) == 0.0
     assert compose([FIRST, *nothing], **query) == compose([FIRST], **query)
-    assert compose([FIRST, Segment(0.0, 1.0, 1)], **query) == math.inf
-    assert compose([FIRST, Segment(0.0, 0.1, 1)], **query) == math.inf
+    assert compose([FIRST, steps_of(0.0, 1.0, 1)], **query) == math.inf
+    assert compose([FIRST, steps_of(0.0, 0.1, 1)], **query) == math.inf
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_edges(accountant):
 )
 def test_mistakes_name_the_key(values, key):
     with pytest.raises(ValueError, match=key):
-        Segment(*values)
+        steps_of(*values)
 
 
 @every
@@ -92,7 +95,7 @@ def test_the_noise_to_come_makes_the_total_meet_the_target(accountant):
     sigma = noise_multiplier(
         target_epsilon=target, sample_rate=0.02, steps=500, before=[FIRST], **query
     )
-    assert 0.99 * target <= compose([FIRST, Segment(sigma, 0.02, 500)], **query) <= target
+    assert 0.99 * target <= compose([FIRST, steps_of(sigma, 0.02, 500)], **query) <= target
 
 
 def test_noise_cannot_undo_what_was_spent_before():
@@ -109,14 +112,19 @@ def test_noise_cannot_undo_what_was_spent_before():
 @every
 def test_the_curve_is_an_upper_bound_and_exact_at_its_points(accountant):
     curve = EpsilonCurve(
-        (SECOND,), 1.0, 0.01, delta=DELTA, accountant=accountant, total_steps=95, points=4
+        (SECOND,),
+        mechanism(1.0, 0.01),
+        delta=DELTA,
+        accountant=accountant,
+        total_steps=95,
+        points=4,
     )
     points = curve.points()
     assert [steps for steps, _ in points] == [0, 24, 48, 72, 95]
     assert [e for _, e in points] == sorted(e for _, e in points)
 
     def exact(steps: int) -> float:
-        coming = Segment(1.0, 0.01, steps)
+        coming = steps_of(1.0, 0.01, steps)
         return compose([SECOND, coming], delta=DELTA, accountant=accountant)
 
     for steps, at_point in points:
@@ -137,7 +145,7 @@ def test_a_query_computes_nothing_up_to_the_last_step_and_beyond_it_once(monkeyp
         return compose(segments, **settings)
 
     monkeypatch.setattr(module, "compose", spy)
-    curve = EpsilonCurve((), 1.0, 0.01, delta=DELTA, accountant="rdp", total_steps=7)
+    curve = EpsilonCurve((), mechanism(1.0, 0.01), delta=DELTA, accountant="rdp", total_steps=7)
     assert sorted(computed) == [0, 1, 2, 3, 4, 5, 6, 7]  # no more points than steps
     del computed[:]
     assert curve.at(0) == 0.0
@@ -149,5 +157,7 @@ def test_a_query_computes_nothing_up_to_the_last_step_and_beyond_it_once(monkeyp
 
 
 def test_a_run_without_noise_has_an_infinite_curve():
-    curve = EpsilonCurve((), 0.0, 0.01, delta=DELTA, accountant="pld", total_steps=10, points=2)
+    curve = EpsilonCurve(
+        (), mechanism(0.0, 0.01), delta=DELTA, accountant="pld", total_steps=10, points=2
+    )
     assert (curve.at(0), curve.at(3), curve.at(11)) == (0.0, math.inf, math.inf)

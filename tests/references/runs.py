@@ -134,11 +134,11 @@ def weights_of(case: str, folder: Path) -> dict[str, str]:
 
 def epsilon_of(case: str) -> str:
     """Return an accountant's epsilon, to the last digit."""
+    from tests.accounts import steps_of
     from torchtitan_dp.privacy.accounting import compose
-    from torchtitan_dp.privacy.segments import Segment
 
     accountant, delta, segments = SPENDINGS[case]
-    composed = compose([Segment(*s) for s in segments], delta=delta, accountant=accountant)
+    composed = compose([steps_of(*s) for s in segments], delta=delta, accountant=accountant)
     return repr(composed)
 
 

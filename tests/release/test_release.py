@@ -540,7 +540,7 @@ def test_tied_weights_and_a_given_tokenizer(tmp_path):
     caveat = "the initial weights are assumed to be public"
     ledger = Ledger(settings_of(config, 100, 1.0), steps=1, caveats=[caveat])
     (run / "steps_executed.log").write_text(
-        f"1 {ledger.settings.noise_multiplier} 0.01 {ledger.start}\n"
+        f"1 {ledger.settings.mechanism.noise_multiplier} 0.01 {ledger.start}\n"
     )
     account(ledger, ExecutedSteps(str(run)), 1).publish(str(run))
     torch.manual_seed(1)

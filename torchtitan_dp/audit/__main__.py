@@ -47,7 +47,7 @@ from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.preflight.check import open_records
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.privacy.lower_bounds import claimed_mu, expected_mu
+from torchtitan_dp.privacy.lower_bounds import expected_mu
 from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
 from torchtitan_dp.train_spec import register
 
@@ -64,12 +64,12 @@ def play_game(
 
     Collective over the world.
     """
-    sigma, degrees = plan.settings.noise_multiplier, mesh_degrees(config)
+    degrees = mesh_degrees(config)
     dims = ParallelDims(*degrees, 1, 1, 1, 1, dist.get_world_size())
     dims.build_mesh()
     game = Game(
         config.privacy,
-        noise_multiplier=sigma,
+        mechanism=plan.settings.mechanism,
         batch_size=config.training.local_batch_size,
         degrees=degrees,
         mesh=fsdp_mesh(dims),
@@ -110,12 +110,12 @@ def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings
                 f"trains {values:,}; ask for fewer"
             )
         return
-    sigma, k = settings.noise_multiplier, settings.projections
+    sigma = settings.mechanism.noise_multiplier
     confidence = share_of(options.confidence)
 
     def suffice(trials: int) -> bool:
         expected = expected_mu(2 / sigma, trials, confidence)
-        return expected > claimed_mu(sigma, k, trials=trials, confidence=confidence)
+        return expected > settings.mechanism.claimed_mu(trials=trials, confidence=confidence)
 
     if not suffice(options.trials):
         enough = next((trials for trials in _TRIALS if suffice(trials)), None)
@@ -171,7 +171,7 @@ def main(argv: list[str]) -> None:
             prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
         records = open_records(config)
         plan = plan_start(config, len(records.train), decide_start(config), None)
-        if plan.settings.noise_multiplier == 0:
+        if plan.settings.mechanism.noise_multiplier == 0:
             raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
         check_power(options, args, plan.settings)
     _start_ranks()

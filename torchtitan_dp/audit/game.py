@@ -20,7 +20,7 @@ the other layer and of the other factor in its own, so that noise shared with ei
 
 Guarantee:
     A step of the claimed mechanism is 1/sigma-Gaussian-DP for each case (with estimated norms, as
-    `lower_bounds.claimed_mu` says), so `Game.play` of it returns more than the claim with
+    `Mechanism.claimed_mu` says), so `Game.play` of it returns more than the claim with
     probability at most 1 - confidence, over all cases together (each has its share of the risk).
     Thresholds are fixed by the claim, before any trial.
 """
@@ -39,14 +39,15 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.gradients.layers import per_sample_layers
-from torchtitan_dp.gradients.methods import METHODS, accounted_projections
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.lora import LoRA, add_adapters
 from torchtitan_dp.models.parameters import copy_slice_, trainable_parameters
 from torchtitan_dp.privacy.keys import KeyStream
-from torchtitan_dp.privacy.lower_bounds import claimed_mu, gaussian_mu
+from torchtitan_dp.privacy.lower_bounds import gaussian_mu
+from torchtitan_dp.privacy.mechanism import Mechanism
 from torchtitan_dp.privacy.sampling import deal
 
 _ROWS = 8  # of each parameter on each rank
@@ -195,7 +196,7 @@ class Game:
         self,
         privacy: Privacy,
         *,
-        noise_multiplier: float,
+        mechanism: Mechanism,
         batch_size: int,
         degrees: tuple[int, int, int],
         mesh: DeviceMesh,
@@ -206,7 +207,7 @@ class Game:
         """
         Args:
             privacy: C, the clip function, the gradient method, and how is summed and noised.
-            noise_multiplier: sigma > 0, the claim.
+            mechanism: the claim, with noise.
             batch_size: MBS.
             degrees: dp_replicate, dp_shard, cp.
             mesh: of dp_shard x cp, also of one rank.
@@ -215,10 +216,9 @@ class Game:
 
         Collective over the world.
         """
-        self._C, self._sigma, self._batch_size = privacy.max_grad_norm, noise_multiplier, batch_size
+        self._C, self._mechanism, self._batch_size = privacy.max_grad_norm, mechanism, batch_size
         self._keys, self._projection_keys, self._trial = noise_keys, projection_keys, 0
         method = METHODS[privacy.gradient_method]
-        self._projections = accounted_projections(privacy)
         replicate, shard, self._cp = degrees
         self._dp, self._dp_rank = replicate * shard, dist.get_rank() // self._cp
         self._mesh = mesh
@@ -239,12 +239,12 @@ class Game:
         dials = [parameters[name] for name in model.dials]
         self._observer = _Observer(parameters, dials, mesh)
         self._optimizer = step.optimizer(
-            self._observer, noise_multiplier=self._sigma, expected_batch_size=1
+            self._observer, noise_multiplier=mechanism.noise_multiplier, expected_batch_size=1
         )
 
     def claim(self, *, trials: int, confidence: float) -> float:
         """Return the mu that `play` with these arguments must not exceed."""
-        return claimed_mu(self._sigma, self._projections, trials=trials, confidence=confidence)
+        return self._mechanism.claimed_mu(trials=trials, confidence=confidence)
 
     def play(self, case: Case, *, trials: int, confidence: float) -> Outcome:
         """Guess in `trials` steps with the unit and as many without.

@@ -25,6 +25,7 @@ from torchtitan_dp.ledger.files import (
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.runs import Run
 from torchtitan_dp.ledger.settings import RunSegment
+from torchtitan_dp.privacy.mechanism import NoMechanism
 
 _TERMS = schema.names(schema.Origin.SETTINGS)
 _SLACK = 1e-6  # relative: of the accountants' arithmetic on another machine
@@ -41,7 +42,7 @@ def verify(folder: str) -> Run:
         raise ValueError(f"'{folder}' holds no {PRIVACY_FILE}: name the job.dump_folder of a run")
     if schema.is_release(said):
         raise ValueError(f"'{folder}' is a release: name the job.dump_folder of the run it is of")
-    if said["mechanism"] == "none":
+    if said["mechanism"] == NoMechanism.name:
         raise ValueError(f"'{folder}' holds a run without privacy, which no epsilon covers")
     ledger, executed = ledger_of(said), ExecutedSteps(folder)
     begun = [*ledger.taken(), *executed.begun(ledger.settings)]
@@ -49,8 +50,9 @@ def verify(folder: str) -> Run:
     for checkpoints in checkpoint_folders(folder):
         for step in finished_checkpoints(checkpoints):
             check_checkpoint(run, step, step_folder(checkpoints, step))
+    terms = ledger.settings.fields()
     for name in _TERMS:
-        term = getattr(ledger.settings, name)
+        term = terms[name]
         if said.get(name, term) != term:  # what a file of before lacks is the default
             run.faults.append(f"{PRIVACY_FILE}: {name} is not that of its last segment")
     if missing := executed.missing(ledger.taken()):

@@ -4,7 +4,8 @@ They read, move or clip gradients, change who is sampled, lose the ledger, or te
 """
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.gradients.methods import METHODS, accounted_projections
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.privacy.mechanism import mechanism_of
 
 
 def check_conflicts(config: JobConfig) -> None:
@@ -19,7 +20,7 @@ def check_conflicts(config: JobConfig) -> None:
     checkpointing = config.activation_checkpoint
     by_operation = checkpointing.mode == "selective" and checkpointing.selective_ac_option == "op"
     conflicts: list[tuple[bool, str, object, str]] = [
-        *_of_estimated_norms(config),
+        *_of_mechanism(config),
         (
             config.training.max_norm != 0,
             "training.max_norm",
@@ -165,32 +166,10 @@ def check_conflicts(config: JobConfig) -> None:
             raise ValueError(f"{key} = {shown}: {remedy}")
 
 
-def _of_estimated_norms(config: JobConfig) -> list[tuple[bool, str, object, str]]:
-    """List what the accounting of estimated norms (`privacy.randomized`) does not cover."""
-    privacy = config.privacy
-    accounted = accounted_projections(privacy) > 0
-    here = "with privacy.underestimates = 'accounted'"
-    capped = "or privacy.underestimates = 'capped'"
-    return [
-        (
-            accounted and privacy.accountant != "pld",
-            "privacy.accountant",
-            f"'{privacy.accountant}'",
-            f"{here} a step is a mixture of Gaussians, which only PLD tells closely; set "
-            f"privacy.accountant = 'pld', {capped}",
-        ),
-        (
-            accounted and privacy.clipping != "flat",
-            "privacy.clipping",
-            f"'{privacy.clipping}'",
-            f"{here} the norms of several groups err apart, which is not accounted for; set it to "
-            f"'flat', {capped}",
-        ),
-        (
-            accounted and privacy.exact_sum,
-            "privacy.exact_sum",
-            True,
-            f"{here} a unit moves the sum by more than C at times, for which fixed point has no "
-            f"room; set it to false, {capped}",
-        ),
-    ]
+def _of_mechanism(config: JobConfig) -> list[tuple[bool, str, object, str]]:
+    """List what the accounting of the mechanism does not cover."""
+    estimates = METHODS[config.privacy.gradient_method].estimates_norms
+    mechanism = mechanism_of(
+        config.privacy, noise_multiplier=1.0, sample_rate=1.0, estimates_norms=estimates
+    )
+    return mechanism.refusals(config.privacy)

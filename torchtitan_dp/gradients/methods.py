@@ -164,16 +164,6 @@ METHODS: dict[str, Method] = {
 }
 
 
-def accounted_projections(privacy: Privacy) -> int:
-    """Return from how many projections norms are estimated whose errors epsilon has to count.
-
-    It is 0 where a sample moves the sum by at most C, whatever its norm was taken for: with every
-    method of exact norms, and with estimates that are capped.
-    """
-    estimated = METHODS[privacy.gradient_method].estimates_norms
-    return privacy.projections if estimated and privacy.underestimates == "accounted" else 0
-
-
 def automatic(samples: int) -> Literal["microbatch", "grad_sample"]:
     """Name the method that `auto` stands for, which depends on the size of microbatches alone."""
     return "microbatch" if samples == 1 else "grad_sample"

@@ -10,7 +10,6 @@ Guarantee:
     depends on how often the run was started, or on how many steps each start took or lost.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Sequence
@@ -21,12 +20,11 @@ from torchtitan_dp.ledger.caveats import assumptions, caveats
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.program import source, versions
-from torchtitan_dp.ledger.steps import terms_of
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.curve import EpsilonCurve
 from torchtitan_dp.privacy.events import dp_event
 from torchtitan_dp.privacy.meaning import Meaning, meaning
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.mechanism import Segment, from_fields
 
 
 class Account:
@@ -130,25 +128,25 @@ class Account:
             lost: steps that count beside those of the lineage.
         """
         settings, own = self._ledger.settings, self._own_steps()
+        present = settings.mechanism.as_logged()
         beside = [
-            dataclasses.replace(s, steps=s.steps - own) if s.terms == terms_of(settings) else s
+            settings.spending(s.steps - own) if s.mechanism == present else s
             for s in self._ledger.taken_in_all()
         ]
         return EpsilonCurve(
             [*beside, *lost],
-            noise_multiplier=settings.noise_multiplier,
-            sample_rate=settings.sample_rate,
+            present,
             delta=settings.delta,
             accountant=settings.accountant,
             total_steps=own + max(self._total - self._ledger.steps, 0),
             first_step=own,
-            projections=settings.projections,
         )
 
     def _own_steps(self) -> int:
         """Count this run's steps on the present terms."""
-        present = terms_of(self._ledger.settings)
-        return sum(s.steps for s in self._ledger.segments() if terms_of(s.settings) == present)
+        present = self._ledger.settings.mechanism.as_logged()
+        spent = (segment.spending() for segment in self._ledger.segments())
+        return sum(s.steps for s in spent if s.mechanism == present)
 
 
 def released(
@@ -197,7 +195,7 @@ def terms_in_words(ledger: Ledger, segments: list[Segment], epsilon: float) -> d
         "meaning": what.to_json() if what is not None else None,
         "dp_event": dp_event(segments) if ledger.composes else None,
         "assumptions": assumptions(ledger),
-        "segments": [dataclasses.asdict(segment) for segment in ledger.segments()],
+        "segments": [segment.fields() for segment in ledger.segments()],
         "step_names": " ".join(ledger.names()),
         "steps_executed": ledger.steps_executed,
         "versions": versions(),
@@ -215,14 +213,12 @@ def explain(ledger: Ledger, segments: list[Segment], epsilon: float) -> Meaning 
 def summary(spent: dict[str, Any]) -> list[str]:
     """Say for people what `privacy.json` holds."""
     epsilon = f"epsilon = {rounded_up(spent['epsilon'])}" if spent["private"] else "NOT private"
-    k, capped = spent["projections"], spent["capped_projections"]
-    norms = f"norms from {k or capped} projections, " if k or capped else ""
-    norms += "capped, " if capped else ""
+    norms = from_fields(spent).norms
     lines = [
         f"done: {spent['steps']} steps",
         f"privacy: {epsilon}, delta = {spent['delta']:g} "
         f"(sigma = {spent['noise_multiplier']:.4f}, q = {spent['sample_rate']:.5f}, "
-        f"C = {spent['max_grad_norm']:g}, {norms}{spent['accountant']}; unit: one "
+        f"C = {spent['max_grad_norm']:g}, {norms and norms + ', '}{spent['accountant']}; unit: one "
         f"{spent['privacy_unit']}; neighbours: {spent['neighbouring_relation']})",
     ]
     if spent["private"] and spent["steps_executed"] > spent["steps"]:

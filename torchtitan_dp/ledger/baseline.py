@@ -17,8 +17,8 @@ from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published_fields
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.privacy.mechanism import NoMechanism
 
-NO_MECHANISM = "none"
 WHY = "trained without privacy (privacy.enable = false)"
 
 
@@ -26,15 +26,13 @@ def baseline_ledger(config: JobConfig, units: int) -> Ledger:
     """Return the ledger of a run without privacy on so many training units."""
     batch = config.training.global_batch_size
     settings = Settings(
-        noise_multiplier=0.0,
-        sample_rate=min(max(batch, 1) / units, 1.0),
+        NoMechanism(0.0, min(max(batch, 1) / units, 1.0)),
         max_grad_norm=0.0,  # none
         delta=config.privacy.delta or 0.0,
         expected_batch_size=batch,
         accountant=config.privacy.accountant,
         sample_rate_source="shuffled batches of one size",
         neighbouring_relation="none",
-        mechanism=NO_MECHANISM,
         sampling="shuffled",
         clipping="none",
         clip_function="none",
@@ -85,5 +83,5 @@ def _is_baseline(folder: str) -> bool:
     """Tell whether its `privacy.json` is of a run without privacy; one that is broken is not."""
     with contextlib.suppress(ValueError):
         said = read_published_fields(folder)
-        return said is not None and said["mechanism"] == NO_MECHANISM
+        return said is not None and said["mechanism"] == NoMechanism.name
     return False

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.mechanism import MECHANISMS
 from torchtitan_dp.privacy.summation import fp32_sum_excess
 
 _OF_EVERY_RUN = (
@@ -44,10 +45,6 @@ STEPS_ELSEWHERE = (
 _EARLY = "not all planned steps were taken: "
 _LOST = "steps were lost: "
 _ROUNDED = "the clipped sum is rounded: "
-_ESTIMATED = (
-    "norms were estimated from random projections: the estimates' errors, which epsilon counts, "
-    "are taken to be those of real numbers"
-)
 
 
 def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]:
@@ -90,26 +87,26 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
             + (
                 f"{rounded_up(excess, digits=2)} C more than epsilon counts; exact norms with "
                 "privacy.exact_sum rule this out"
-                if worst.projections
+                if worst.mechanism.largest_share > 1
                 else f"{rounded_up(1 + excess, digits=_digits(excess))} C instead of C; "
                 "privacy.exact_sum rules this out"
             )
         )
-    if ledger.composes and any(settings.projections for settings in taken):
-        told.append(_ESTIMATED)
+    if ledger.composes:
+        told += dict.fromkeys(filter(None, (settings.mechanism.caveat for settings in taken)))
     return told
 
 
 def recorded(told: Iterable[str]) -> list[str]:
     """Return those caveats that hold for weights that go on from these, too."""
-    told_anew = (_EARLY, _LOST, _ROUNDED, _ESTIMATED)
+    told_anew = (_EARLY, _LOST, _ROUNDED, *(kind.caveat for kind in MECHANISMS if kind.caveat))
     return [caveat for caveat in told if not caveat.startswith(told_anew)]
 
 
 def _rounds_by(settings: Settings) -> float:
     """Return by how much of C a unit may move the rounded sum beside what it adds."""
     excess = fp32_sum_excess(settings.summands, settings.ranks_added_up)
-    return settings.largest_share * excess
+    return settings.mechanism.largest_share * excess
 
 
 def _digits(excess: float) -> int:

@@ -16,15 +16,8 @@ from dataclasses import dataclass
 
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.ledger.steps import (
-    NamedStep,
-    new_name,
-    step_name,
-    step_names,
-    terms_of,
-    worst_terms,
-)
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.ledger.steps import NamedStep, new_name, step_name, step_names
+from torchtitan_dp.privacy.mechanism import Segment, from_log, worst
 from torchtitan_dp.process import Fault, private_opener
 
 EXECUTED_FILE = "steps_executed.log"
@@ -36,8 +29,8 @@ _NAMED = "="  # before the name of a step itself, where its start is not known
 class ExecutedSteps:
     """Every step begun in a folder, a line `step sigma rate start` each, appended only.
 
-    The line of a step of estimated norms ends in the number of projections. A step that was begun
-    elsewhere, and is known from its checkpoint, has the number 0 and `=name` for a start.
+    Further words of its mechanism may follow. A step that was begun elsewhere, and is known from
+    its checkpoint, has the number 0 and `=name` for a start.
     """
 
     def __init__(self, folder: str) -> None:
@@ -88,7 +81,7 @@ class ExecutedSteps:
     def begin(self, step: int, settings: Settings) -> None:
         """Record, durably, that `step`'s update is about to happen. Call on one rank."""
         number = self._taken[self._start] + 1
-        begun = NamedStep(step_name(self._start, number), *terms_of(settings))
+        begun = NamedStep(step_name(self._start, number), settings.mechanism.as_logged())
         self._append_steps(step, [(self._start, begun)])
         self._taken[self._start] = number
 
@@ -112,13 +105,13 @@ class ExecutedSteps:
     def begun(self, settings: Settings) -> list[NamedStep]:
         """Return all steps ever begun.
 
-        Torn lines are taken for steps of a start of their own, on the worst of all known terms and
-        of `settings`.
+        Torn lines are taken for steps of a start of their own, of the worst mechanism that is
+        known, that of `settings` included.
         """
         found = list(self._begun)
-        worst = worst_terms({terms_of(settings), *(step.terms for step in found)})
+        of_torn = worst({settings.mechanism.as_logged(), *(step.mechanism for step in found)})
         torn = step_names(self._torn_name, self._torn)
-        return [*found, *(NamedStep(name, *worst) for name in torn)]
+        return [*found, *(NamedStep(name, of_torn) for name in torn)]
 
     def enter_lost(self, ledger: Ledger, also: Iterable[NamedStep] = ()) -> None:
         """Enter into a ledger the steps that were begun in this folder and are not of its lineage.
@@ -127,12 +120,12 @@ class ExecutedSteps:
             also: steps that are known to have been begun here, whatever the log has.
         """
         lineage = set(ledger.taken())
+        present = ledger.settings.mechanism.as_logged()
         begun = {*self.begun(ledger.settings), *also}
-        terms = [terms_of(ledger.settings), *(step.terms for step in begun | lineage)]
-        sigma, rate, k = worst_terms(terms)
+        of_lost = worst({present, *(step.mechanism for step in begun | lineage)})
         lost = begun - lineage
         counted = self._by_blocks(lost)
-        ledger.lost = Segment(sigma, rate, counted, k) if counted else None
+        ledger.lost = Segment(of_lost, counted) if counted else None
         ledger.lost_exactly = len(lost)
 
     def _by_blocks(self, lost: Iterable[NamedStep]) -> int:
@@ -150,7 +143,7 @@ class ExecutedSteps:
         """Name steps that were never begun, the same ones each time; nobody else can name them."""
         start = next(iter(self._taken), self._start)
         secret = f"spare {os.path.realpath(self._folder)} {start}"
-        return [NamedStep(name, *steps.terms) for name in step_names(secret, steps.steps)]
+        return [NamedStep(name, steps.mechanism) for name in step_names(secret, steps.steps)]
 
     def _append_start(self, line: str) -> None:
         """Write and sync a line; on a new one, whatever a crash has left of the line before."""
@@ -160,8 +153,9 @@ class ExecutedSteps:
         """Write and sync a line for each step; `step` is 0 where it was begun elsewhere."""
         lines = ""
         for start, taken in steps:
-            sigma, rate, k = taken.terms
-            lines += f"{step} {sigma!r} {rate!r} {start}{f' {k}' if k else ''}\n"
+            of = taken.mechanism
+            words = (str(step), f"{of.noise_multiplier!r}", f"{of.sample_rate!r}", start)
+            lines += " ".join((*words, *of.logged)) + "\n"
         # A torn last line was begun too, and must neither swallow the next nor pass for whole.
         content = (f" {_TORN}\n" * self._tail_is_torn + lines).encode()
         _append(self._path, content, expected_size=self._size)
@@ -193,8 +187,7 @@ class ExecutedSteps:
         """Add the step of a line; raise ValueError, with the line's number, if it is none."""
         try:
             step, sigma, rate, start, *rest = line.split()
-            (projections,) = rest or ("0",)
-            terms = float(sigma), float(rate), int(projections)
+            mechanism = from_log(float(sigma), float(rate), rest)
             self._adopted += int(step) == 0
         except ValueError:
             raise ValueError(
@@ -206,7 +199,7 @@ class ExecutedSteps:
         else:
             self._taken[start] += 1
             name = step_name(start, self._taken[start])
-        self._begun[NamedStep(name, *terms)] = "" if step == "0" else start
+        self._begun[NamedStep(name, mechanism)] = "" if step == "0" else start
 
 
 @dataclass

@@ -17,8 +17,9 @@ from torchtitan_dp.config.units import privacy_unit
 from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger
-from torchtitan_dp.ledger.settings import NOT_RECORDED, RANDOMIZED, SAMPLED_GAUSSIAN, RunSegment
+from torchtitan_dp.ledger.settings import RunSegment
 from torchtitan_dp.ledger.steps import NamedStep
+from torchtitan_dp.privacy.mechanism import Segment
 
 PUBLIC = "the initial weights are assumed to be public"
 _NOT_PRIVATE = "the initial weights are not private"
@@ -137,20 +138,12 @@ def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
     executed = ExecutedSteps(folder)
     executed.enter_lost(ledger)
     begun = executed.begun(ledger.settings)
-    kept, worst = set(ledger.taken()), ledger.published_lost().terms
-    begun = [step if step in kept else NamedStep(step.name, *worst) for step in begun]
+    kept, worst = set(ledger.taken()), ledger.published_lost().mechanism
+    begun = [step if step in kept else NamedStep(step.name, worst) for step in begun]
     begun += executed.spare(ledger.spare())
-    begun.sort(key=lambda step: (step.terms, step.name))
+    begun.sort(key=lambda step: (Segment(step.mechanism, 1).order, step.name))
     segments = []
-    for (sigma, rate, k), steps in itertools.groupby(begun, key=lambda step: step.terms):
-        terms = dataclasses.replace(
-            ledger.settings,
-            noise_multiplier=sigma,
-            sample_rate=rate,
-            projections=k,
-            capped_projections=0,
-            norm_estimator=NOT_RECORDED,
-            mechanism=RANDOMIZED if k else SAMPLED_GAUSSIAN,
-        )
+    for mechanism, steps in itertools.groupby(begun, key=lambda step: step.mechanism):
+        terms = dataclasses.replace(ledger.settings, mechanism=mechanism)
         segments.append(RunSegment(terms, len(list(steps))))
     return Ancestor(ledger.run, tuple(segments), " ".join(step.name for step in begun))

@@ -16,17 +16,14 @@ from typing import Any
 from torchtitan_dp.ledger.settings import RunSegment, Settings
 from torchtitan_dp.ledger.steps import (
     NamedStep,
-    Terms,
     name_steps,
     names_of_starts,
     new_name,
     step_names,
-    terms_of,
     union,
-    worst_terms,
 )
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.segments import Segment, merged
+from torchtitan_dp.privacy.mechanism import Mechanism, Segment, from_fields, worst
 
 FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
 
@@ -57,6 +54,26 @@ class Ancestor:
     def taken(self) -> list[NamedStep]:
         """Return the steps that made the weights."""
         return name_steps(self.segments, self.step_names.split())
+
+    def fields(self) -> dict[str, Any]:
+        """Return it as `privacy.json` and checkpoints record it."""
+        return {
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+            "segments": [segment.fields() for segment in self.segments],
+            "lost": _lost_fields(self.lost),
+        }
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "Ancestor":
+        """Build it from what `fields` gives, here or in version 0.1.0."""
+        names = fields.get("step_names")
+        return cls(
+            fields["run"],
+            tuple(RunSegment.from_fields(segment) for segment in fields["segments"]),
+            names_of_starts(fields["starts"]) if names is None else names,
+            fields["planned_steps"],
+            _lost_of(fields.get("lost")),
+        )
 
 
 def taken_by(ancestors: Iterable[Ancestor]) -> list[NamedStep]:
@@ -195,12 +212,12 @@ class Ledger:
 
     def lost_before(self) -> list[Segment]:
         """Return the lost steps of the runs behind the initial weights, as they were published."""
-        most: dict[tuple[str, Terms], Segment] = {}
+        most: dict[tuple[str, Mechanism], int] = {}
         for ancestor in self.ancestors:
-            if ancestor.lost is not None:
-                which = ancestor.run, ancestor.lost.terms
-                most[which] = max(ancestor.lost, most.get(which, ancestor.lost))
-        return list(most.values())
+            if (lost := ancestor.lost) is not None:
+                which = ancestor.run, lost.mechanism
+                most[which] = max(lost.steps, most.get(which, 0))
+        return [Segment(mechanism, steps) for (_, mechanism), steps in most.items()]
 
     def spare(self) -> Segment:
         """Return the steps by which the published number of lost steps is above the true one."""
@@ -219,11 +236,11 @@ class Ledger:
 
     def planned(self) -> list[Segment]:
         """Return the same steps, and those that are still planned."""
-        return list(merged([*self.executed(), *self.still_planned()]))
+        return [*self.executed(), *self.still_planned()]
 
     def kept_and_planned(self) -> list[Segment]:
         """Return the steps of the lineage, and those that are still planned: without lost ones."""
-        return list(merged([*self.taken_in_all(), *self.still_planned()]))
+        return [*self.taken_in_all(), *self.still_planned()]
 
     @property
     def left(self) -> int:
@@ -234,9 +251,8 @@ class Ledger:
         """Return the steps that this run and those behind its initial weights planned but did not
         take, on the worst terms that each run had: terms that were made better on the way count
         from there on only for steps that were taken."""
-        own = _worst(self.segments(), self.left)
-        told = [own, *(_worst(a.segments, a.left) for a in self.ancestors)]
-        return [spending for spending in told if spending is not None and spending.steps > 0]
+        behind = [segment for a in self.ancestors for segment in _worst(a.segments, a.left)]
+        return [*_worst(self.segments(), self.left), *behind]
 
     def epsilon(self, steps: int | None = None) -> float:
         """Return what is spent after `steps` steps of this lineage."""
@@ -250,7 +266,18 @@ class Ledger:
 
     def to_json(self) -> str:
         """Write all of it, for a checkpoint."""
-        return json.dumps({"format": FORMAT, **dataclasses.asdict(self)})
+        return json.dumps({"format": FORMAT, **self.fields()})
+
+    def fields(self) -> dict[str, Any]:
+        """Return all of it, as `privacy.json` and checkpoints record it."""
+        return {
+            **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
+            "settings": self.settings.fields(),
+            "finished": [segment.fields() for segment in self.finished],
+            "ancestors": [ancestor.fields() for ancestor in self.ancestors],
+            "audit": None if self.audit is None else dataclasses.asdict(self.audit),
+            "lost": _lost_fields(self.lost),
+        }
 
     @classmethod
     def from_json(cls, text: str) -> "Ledger":
@@ -269,7 +296,7 @@ class Ledger:
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Ledger":
-        """Build it from the fields that `dataclasses.asdict` gives, here or in version 0.1.0.
+        """Build it from what `fields` gives, here or in version 0.1.0.
 
         Raises:
             ValueError: it has segments that this version cannot account for.
@@ -285,36 +312,30 @@ class Ledger:
         if (starts := fields.pop("finished_starts", None)) is not None:
             fields["step_names"] = names_of_starts(starts)
         return cls(
-            settings=Settings(**fields.pop("settings")),
-            finished=_segments(fields.pop("finished")),
-            ancestors=[_ancestor(ancestor) for ancestor in fields.pop("ancestors")],
+            settings=Settings.from_fields(fields.pop("settings")),
+            finished=[RunSegment.from_fields(segment) for segment in fields.pop("finished")],
+            ancestors=[Ancestor.from_fields(ancestor) for ancestor in fields.pop("ancestors")],
             audit=None if audit is None else Audit(**audit),
-            lost=None if lost is None else Segment(**lost),
+            lost=_lost_of(lost),
             **fields,
         )
 
 
-def _ancestor(fields: dict[str, Any]) -> Ancestor:
-    """Build an ancestor from what `dataclasses.asdict` gives, here or in version 0.1.0."""
-    names = fields["step_names"] if "step_names" in fields else names_of_starts(fields["starts"])
-    segments = tuple(_segments(fields["segments"]))
-    lost = fields.get("lost")
-    lost = None if lost is None else Segment(**lost)
-    return Ancestor(fields["run"], segments, names, fields["planned_steps"], lost)
+def _lost_fields(lost: Segment | None) -> dict[str, Any] | None:
+    """Return lost steps as `privacy.json` and checkpoints record them."""
+    return None if lost is None else {**lost.mechanism.fields(), "steps": lost.steps}
+
+
+def _lost_of(fields: dict[str, Any] | None) -> Segment | None:
+    """Build lost steps from what `_lost_fields` gives."""
+    return None if fields is None else Segment(from_fields(fields), fields["steps"])
 
 
 _CHANGED = "the settings changed during training, in a way assumed to be fixed before it"
 
 
-def _worst(segments: Sequence[RunSegment], steps: int) -> Segment | None:
-    """Return so many steps with the worst terms that any segment has."""
-    if not segments:
-        return None
-    terms = [segment.settings for segment in segments]
-    sigma, rate, k = worst_terms(map(terms_of, terms))
-    return Segment(sigma, rate, steps, k)
-
-
-def _segments(listed: list[dict[str, Any]]) -> list[RunSegment]:
-    """Build segments from what `dataclasses.asdict` gives."""
-    return [RunSegment(Settings(**segment["settings"]), segment["steps"]) for segment in listed]
+def _worst(segments: Sequence[RunSegment], steps: int) -> list[Segment]:
+    """Return so many steps of the worst mechanism that any segment has, if there are any."""
+    if not segments or steps == 0:
+        return []
+    return [Segment(worst(segment.settings.mechanism for segment in segments), steps)]

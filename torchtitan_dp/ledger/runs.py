@@ -17,7 +17,7 @@ from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.steps import NamedStep, union
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.mechanism import Segment, composition
 
 
 @dataclass
@@ -121,8 +121,8 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     coming = [spending for run in runs for spending in run.ledger.still_planned()]
     names = {run.ledger.settings.accountant for run in runs}
     accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
-    if any(segment.projections for segment in (*segments, *coming)):
-        accountant = "pld"  # no other tells estimated norms closely
+    if any(part.ratios is not None for part in composition([*segments, *coming])):
+        accountant = "pld"  # no other is tight for estimated norms
     told = [
         accounting.compose(parts, delta=delta, accountant=accountant)
         for parts in (segments, [*segments, *coming])
@@ -141,9 +141,9 @@ def _lost_before(runs: Sequence[Run]) -> list[Segment]:
     }
     return [
         lost
-        for name, lost in sorted(found)
+        for name, lost in sorted(found, key=lambda item: (item[0], item[1].order, item[1].steps))
         if name not in counted
-        or counted[name].terms != lost.terms
+        or counted[name].mechanism != lost.mechanism
         or counted[name].steps < lost.steps
     ]
 

@@ -8,7 +8,6 @@ Guarantee:
     is not described here; a release leaves out those that are not `released`.
 """
 
-import dataclasses
 import enum
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -327,7 +326,7 @@ def assemble(
     told = {**computed, "format": FORMAT}
     expected = set(names(_ACCOUNT, _RELEASE) if release else names(_ACCOUNT))
     assert set(told) == expected, set(told) ^ expected
-    kept = dataclasses.asdict(ledger)
+    kept = ledger.fields()
     found = {_SETTINGS: kept["settings"], _LEDGER: kept, _ACCOUNT: told, _RELEASE: told}
     content = {}
     for key in KEYS:

@@ -1,29 +1,25 @@
 """The terms that steps are taken on, segments of such steps, and which terms may change."""
 
+import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.config.lora import ALL, trained
 from torchtitan_dp.config.units import privacy_unit, targets, unit_word
-from torchtitan_dp.gradients.methods import METHODS, accounted_projections
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.envelope import largest_ratio
-from torchtitan_dp.privacy.segments import Segment
-
-SAMPLED_GAUSSIAN = "poisson_sampled_gaussian"
-RANDOMIZED = "poisson_sampled_gaussian_of_randomized_norms"  # a mixture of Gaussians
-NOT_RECORDED = "not recorded"  # how norms were found, of steps that a log alone tells of
+from torchtitan_dp.privacy.mechanism import Mechanism, Segment, from_fields, mechanism_of
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Hold what the guarantee depends on, which stays the same within a segment."""
+    """What the guarantee depends on, the same within a segment."""
 
-    noise_multiplier: float
-    sample_rate: float
+    mechanism: Mechanism
     max_grad_norm: float
     delta: float
     expected_batch_size: int
@@ -34,114 +30,108 @@ class Settings:
     targets: str = "every token"
     windows_per_draw: int = 1
     target_epsilon: float | None = None  # from which the noise followed, if it did
-    mechanism: str = SAMPLED_GAUSSIAN
     sampling: str = "poisson"
     clipping: str = "flat"
     clip_function: str = "vanilla"
     secure_noise: bool = False
     exact_sum: bool = False
-    projections: int = 0  # that norms are estimated from, whose errors epsilon counts; 0: none
-    capped_projections: int = 0  # the same, where what is longer counts as its estimate; 0: none
-    norm_estimator: str = "exact"
     trained: str = ALL
     units: int | None = None  # where their number is public
     samples_per_rank: int | None = None  # hardly ever exceeded in a step, whatever is drawn
     ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
 
     def spending(self, steps: int) -> Segment:
-        """Return what an accountant needs to know of `steps` steps on these terms."""
-        return Segment(self.noise_multiplier, self.sample_rate, steps, self.projections)
-
-    @property
-    def method(self) -> str:
-        """Name the gradient method as far as epsilon depends on it."""
-        accounted = "'randomized' with underestimates = 'accounted'"
-        return accounted if self.projections else "one of exact or capped norms"
-
-    @property
-    def norms(self) -> tuple[int, int, str]:
-        """Return all that tells how norms are found."""
-        return self.projections, self.capped_projections, self.norm_estimator
-
-    @property
-    def accounted_estimator(self) -> str:
-        """Name the estimator of norms as far as epsilon depends on it."""
-        return self.norm_estimator if self.projections else "exact"
+        """Return `steps` steps on these terms for an accountant."""
+        return Segment(self.mechanism.as_logged(), steps)
 
     @property
     def unit(self) -> str:
-        """Name in one word what is drawn, clipped and protected: a record, or a unit of several."""
+        """One word for what is drawn, clipped and protected: a record, or a unit of several."""
         return self.privacy_unit.split()[0]
 
     @property
     def implied_units(self) -> int:
-        """Return how many units the public rate stands for; their number need not be public."""
-        return round(self.expected_batch_size / self.sample_rate)
+        """The number of units that the public rate stands for; their number need not be public."""
+        return round(self.expected_batch_size / self.mechanism.sample_rate)
 
     @property
     def summands(self) -> int:
-        """Return the most samples that one rank adds up in a step, guessed where it is unknown."""
+        """The most samples that one rank adds up in a step, guessed where it is unknown."""
         return self.samples_per_rank or 2 * self.expected_batch_size
 
     def epsilon(self, steps: int) -> float:
-        """Return what `steps` optimizer steps spend alone; it is infinite without noise."""
-        return accounting.epsilon(
-            noise_multiplier=self.noise_multiplier,
-            sample_rate=self.sample_rate,
-            steps=steps,
-            delta=self.delta,
-            accountant=self.accountant,
-            projections=self.projections,
+        """Compute the epsilon of `steps` optimizer steps alone; it is infinite without noise."""
+        return accounting.compose(
+            [self.spending(steps)], delta=self.delta, accountant=self.accountant
         )
 
-    @property
-    def largest_share(self) -> float:
-        """Return the most that a unit can move the sum by, over C."""
-        return largest_ratio(self.projections)
-
     def same_terms(self, other: "Settings", *, targets_too: bool = False) -> bool:
-        """Tell whether a step on these terms spends what one on the others does."""
+        """Return whether a step on these terms spends as much as one on the others."""
         if targets_too and self.target_epsilon != other.target_epsilon:
             return False
-        return not _changes(self, other, {**_OF_A_SEGMENT, **_OF_A_RUN})
+        return not [*_changes(self, other, of_a_run=False), *_changes(self, other, of_a_run=True)]
 
     def same_segment(self, other: "Settings") -> bool:
-        """Tell whether steps on both are told as one segment: the terms are the same, and how norms
-        are found, which is told although it may change no epsilon."""
-        return self.same_terms(other) and self.norms == other.norms
+        """Return whether steps on both are recorded as one segment: the terms are the same, and how
+        norms were found, which is recorded although it may change no epsilon."""
+        return self.same_terms(other) and self.mechanism.fields() == other.mechanism.fields()
 
     def refuse_change(self, since: "Settings") -> None:
         """Raise ValueError, naming both values, if the guarantee's terms differ from `since`."""
-        for key, now, before in _changes(self, since, {**_OF_A_SEGMENT, **_OF_A_RUN}):
-            remedy = (
-                ", or open a new segment with privacy.new_segment"
-                if key in _OF_A_SEGMENT.values()
-                else ""
-            )
-            raise ValueError(
-                f"{key} = {now}: this run was started with {before}; set it back, start afresh "
-                f"in another job.dump_folder{remedy}"
-            )
+        for of_a_run, remedy in (
+            (False, ", or open a new segment with privacy.new_segment"),
+            (True, ""),
+        ):
+            for key, now, before in _changes(self, since, of_a_run=of_a_run):
+                raise ValueError(
+                    f"{key} = {now}: this run was started with {before}; set it back, start afresh "
+                    f"in another job.dump_folder{remedy}"
+                )
 
     def refuse_change_of_run(self, since: "Settings") -> None:
-        """Raise the same for what no new segment may change."""
-        for key, now, before in _changes(self, since, _OF_A_RUN):
+        """Raise the same for terms that no new segment may change."""
+        for key, now, before in _changes(self, since, of_a_run=True):
             raise ValueError(
                 f"{key} = {now}: this run was started with {before}, which no new segment may "
                 "change; set it back, or start afresh in another job.dump_folder"
             )
 
+    def fields(self) -> dict[str, Any]:
+        """Return the terms as `privacy.json` and checkpoints record them."""
+        own = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return {**own, **self.mechanism.fields()}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "Settings":
+        """Build them from what `fields` gives.
+
+        Raises:
+            KeyError, TypeError, ValueError: a key is missing, unknown or out of its range.
+        """
+        mechanism = from_fields(fields)
+        own = {name: value for name, value in fields.items() if name not in mechanism.fields()}
+        return cls(mechanism, **own)
+
 
 @dataclass(frozen=True)
 class RunSegment:
-    """Say how many steps a run took one after the other on the same terms."""
+    """Steps that a run took one after the other on the same terms."""
 
     settings: Settings
     steps: int
 
     def spending(self) -> Segment:
-        """Return what an accountant needs to know of them."""
+        """Return these steps for an accountant."""
         return self.settings.spending(self.steps)
+
+    def fields(self) -> dict[str, Any]:
+        """Return them as `privacy.json` and checkpoints record them."""
+        return {"settings": self.settings.fields(), "steps": self.steps}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "RunSegment":
+        """Build them from what `fields` gives."""
+        return cls(Settings.from_fields(fields["settings"]), fields["steps"])
 
 
 @dataclass(frozen=True)
@@ -153,35 +143,43 @@ class Sampling:
     neighbouring_relation: str
 
 
-_OF_A_SEGMENT = {
-    "noise_multiplier": "privacy.noise_multiplier",
-    # Before the rate, which may follow from it: the key that was edited is named.
-    "expected_batch_size": "training.global_batch_size",
-    "sample_rate": "privacy.sample_rate",
-    "max_grad_norm": "privacy.max_grad_norm",
-    "clipping": "privacy.clipping",
-    "clip_function": "privacy.clip_function",
-    "secure_noise": "privacy.secure_noise",
-    "exact_sum": "privacy.exact_sum",
-    "method": "privacy.gradient_method",  # as far as epsilon depends on it
-    "projections": "privacy.projections",
-    "accounted_estimator": "privacy.norm_estimator",
-    "windows_per_draw": "data.windows_per_draw",
-}
 _OF_A_RUN = {
-    "delta": "privacy.delta",
-    "neighbouring_relation": "privacy.sample_rate",
-    "privacy_unit": "data.unit_field",
-    "trained": "lora",
+    "privacy.delta": "delta",
+    "privacy.sample_rate": "neighbouring_relation",
+    "data.unit_field": "privacy_unit",
+    "lora": "trained",
 }
+
+
+def _of_a_segment(settings: Settings) -> dict[str, object]:
+    """Return the terms that a new segment may change, by keys of the configuration."""
+    return {
+        "privacy.noise_multiplier": settings.mechanism.noise_multiplier,
+        # Before the rate, which may follow from it: the key that was edited is named.
+        "training.global_batch_size": settings.expected_batch_size,
+        "privacy.sample_rate": settings.mechanism.sample_rate,
+        "privacy.max_grad_norm": settings.max_grad_norm,
+        "privacy.clipping": settings.clipping,
+        "privacy.clip_function": settings.clip_function,
+        "privacy.secure_noise": settings.secure_noise,
+        "privacy.exact_sum": settings.exact_sum,
+        **settings.mechanism.terms(),
+        "data.windows_per_draw": settings.windows_per_draw,
+    }
 
 
 def _changes(
-    now: Settings, before: Settings, keys: dict[str, str]
+    now: Settings, before: Settings, *, of_a_run: bool
 ) -> list[tuple[str, object, object]]:
     """Return the keys of the configuration whose values differ, with both values."""
-    values = [(key, getattr(now, name), getattr(before, name)) for name, key in keys.items()]
-    return [change for change in values if change[1] != change[2]]
+    ours, theirs = (
+        {key: getattr(settings, name) for key, name in _OF_A_RUN.items()}
+        if of_a_run
+        else _of_a_segment(settings)
+        for settings in (now, before)
+    )
+    changes = [(key, ours.get(key), theirs.get(key)) for key in ours | theirs]
+    return [change for change in changes if change[1] != change[2]]
 
 
 def sampling_of(config: JobConfig, units: int) -> Sampling:
@@ -221,11 +219,14 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
     assert privacy.delta is not None
     replicate, shard, _ = mesh_degrees(config)
     ranks = max(replicate, 1) * max(shard, 1)
-    projections = accounted_projections(privacy)
-    estimated = METHODS[privacy.gradient_method].estimates_norms
-    return Settings(
+    mechanism = mechanism_of(
+        privacy,
         noise_multiplier=float(noise_multiplier),
         sample_rate=sampling.rate,
+        estimates_norms=METHODS[privacy.gradient_method].estimates_norms,
+    )
+    return Settings(
+        mechanism,
         max_grad_norm=float(privacy.max_grad_norm),
         delta=privacy.delta,
         expected_batch_size=batch,
@@ -236,10 +237,6 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         targets=targets(config),
         windows_per_draw=config.data.windows_per_draw,
         target_epsilon=privacy.target_epsilon,
-        mechanism=RANDOMIZED if projections else SAMPLED_GAUSSIAN,
-        projections=projections,
-        capped_projections=privacy.projections if estimated and not projections else 0,
-        norm_estimator=privacy.norm_estimator if estimated else "exact",
         clipping=_clipping(privacy.clipping, privacy.clipping_groups),
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,

@@ -18,11 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_dp.ledger.settings import RunSegment, Settings
-from torchtitan_dp.privacy.segments import Segment
-
-Terms = tuple[float, float, int]
-"""Noise multiplier, sample rate and projections of a step: its spending."""
+from torchtitan_dp.ledger.settings import RunSegment
+from torchtitan_dp.privacy.mechanism import Mechanism, Segment
 
 
 def new_name() -> str:
@@ -52,48 +49,24 @@ def names_of_starts(starts: Iterable[dict[str, Any]]) -> str:
 
 @dataclass(frozen=True)
 class NamedStep:
-    """A step, with its terms."""
+    """A step, with its mechanism as a log records it."""
 
     name: str
-    noise_multiplier: float
-    sample_rate: float
-    projections: int = 0
-
-    @property
-    def terms(self) -> Terms:
-        """The spending of this step."""
-        return self.noise_multiplier, self.sample_rate, self.projections
+    mechanism: Mechanism
 
 
 def name_steps(segments: Sequence[RunSegment], names: Sequence[str]) -> list[NamedStep]:
-    """Return the steps of a lineage, with their terms.
+    """Return the steps of a lineage, with their mechanisms.
 
     Args:
         segments: its steps by terms, in order.
         names: of the same steps, in the same order.
     """
-    terms = [terms_of(s.settings) for s in segments for _ in range(s.steps)]
-    return [NamedStep(name, *which) for name, which in zip(names, terms, strict=True)]
+    mechanisms = [s.settings.mechanism.as_logged() for s in segments for _ in range(s.steps)]
+    return [NamedStep(name, which) for name, which in zip(names, mechanisms, strict=True)]
 
 
 def union(steps: Iterable[NamedStep]) -> list[Segment]:
-    """Return all steps, each once, by terms."""
-    counts = Counter(step.terms for step in set(steps))
-    return [Segment(sigma, q, count, k) for (sigma, q, k), count in sorted(counts.items())]
-
-
-def terms_of(settings: Settings) -> Terms:
-    """Return what an accountant needs to know of a step on these settings."""
-    return settings.noise_multiplier, settings.sample_rate, settings.projections
-
-
-def worst_terms(known: Iterable[Terms]) -> Terms:
-    """Return the least noise, the highest rate and the worst norms: of the fewest projections.
-
-    Fewer projections are worse at every value (`privacy.envelope`), and exact norms are best.
-
-    >>> worst_terms([(2.0, 0.1, 0), (1.0, 0.2, 64), (3.0, 0.1, 32)])
-    (1.0, 0.2, 32)
-    """
-    noise, rates, projections = zip(*known, strict=True)
-    return min(noise), max(rates), min((k for k in projections if k), default=0)
+    """Return all steps, each once, by mechanism."""
+    counts = Counter(step.mechanism for step in set(steps))
+    return sorted((Segment(*item) for item in counts.items()), key=lambda segment: segment.order)

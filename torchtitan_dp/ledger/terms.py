@@ -17,7 +17,7 @@ from torchtitan_dp.ledger.executed import EXECUTED_FILE, STARTS_FILE, ExecutedSt
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
 from torchtitan_dp.ledger.initial import InitialWeights, inheritance
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by
-from torchtitan_dp.ledger.settings import Settings, sampling_of, settings_of
+from torchtitan_dp.ledger.settings import Settings, settings_of
 from torchtitan_dp.ledger.steps import union
 from torchtitan_dp.privacy import accounting
 
@@ -205,10 +205,9 @@ def _noise_multiplier(
         return privacy.noise_multiplier
     assert privacy.target_epsilon is not None
     assert privacy.delta is not None
-    rate = sampling_of(config, units).rate
     steps, spent = config.training.steps, union(taken_by(ancestors))
     if before is not None:
-        kept = before.settings.noise_multiplier
+        kept = before.settings.mechanism.noise_multiplier
         terms = settings_of(config, units, kept)
         if privacy.new_segment is None or terms.same_terms(before.settings, targets_too=True):
             return kept
@@ -216,14 +215,13 @@ def _noise_multiplier(
         spent = [*spent, *(segment.spending() for segment in before.segments())]
         if steps <= 0:
             return kept
-    return accounting.noise_multiplier(
+    return accounting.noise_for(
+        settings_of(config, units, 0.0).mechanism,
+        steps,
         target_epsilon=privacy.target_epsilon,
         delta=privacy.delta,
-        sample_rate=rate,
-        steps=steps,
         accountant=privacy.accountant,
         before=spent,
-        projections=settings_of(config, units, 0.0).projections,
     )
 
 

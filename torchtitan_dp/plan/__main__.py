@@ -40,6 +40,7 @@ from torchtitan_dp.plan.report import plot, report
 from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.preflight.notices import notices
 from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.process import lock_folder
 
 
@@ -84,7 +85,7 @@ def _plan(
     for caveat in plan.ledger.caveats:
         print(f"      caveat: {caveat}", file=sys.stderr)
     print(f"{model}\n      {noise_line(noise, plan.settings, trained)}", file=sys.stderr)
-    count, rate = plan.settings.implied_units, plan.settings.sample_rate
+    count, rate = plan.settings.implied_units, plan.settings.mechanism.sample_rate
     costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
     print(f"      {costs.describe()}", file=sys.stderr)
     _explain(plan)
@@ -127,8 +128,8 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"plan: {spent} at delta = {settings.delta:g} after {plan.steps} steps "
         f"({settings.accountant}; unit: one {settings.privacy_unit}; "
         f"neighbours: {settings.neighbouring_relation})",
-        f"      sigma = {settings.noise_multiplier:.4g}, C = {settings.max_grad_norm:g}, "
-        f"q = {settings.sample_rate:.4g} from {settings.sample_rate_source}",
+        f"      sigma = {settings.mechanism.noise_multiplier:.4g}, C = {settings.max_grad_norm:g}, "
+        f"q = {settings.mechanism.sample_rate:.4g} from {settings.sample_rate_source}",
         f"      {'' if settings.neighbouring_relation == 'zero_out' else 'not private: '}"
         f"{len(records.train):,} training {unit_word(config)}s, "
         f"{len(records.heldout):,} held out; "
@@ -148,17 +149,18 @@ def _windows(count: int) -> str:
 
 
 def _estimated(config: JobConfig, plan: Plan) -> list[str]:
-    """Say what becomes of the errors of estimated norms, where they are."""
-    privacy, settings = config.privacy, plan.settings
-    if not METHODS[privacy.gradient_method].estimates_norms:
+    """Return a line on the errors of estimated norms, where norms are estimated."""
+    if not METHODS[config.privacy.gradient_method].estimates_norms:
         return []
-    norms = f"      norms: estimated ({privacy.norm_estimator}, {privacy.projections} projections)"
-    if not settings.projections:
+    settings, mechanism = plan.settings, plan.settings.mechanism
+    norms = f"      norms: estimated by {config.privacy.norm_estimator} ({mechanism.norms})"
+    if mechanism.largest_share == 1:
         return [f"{norms}; longer gradients are scaled down to their estimate: at most C"]
-    exact = dataclasses.replace(settings, projections=0).epsilon(plan.steps)
+    exact = PoissonGaussian(mechanism.noise_multiplier, mechanism.sample_rate)
+    capped = dataclasses.replace(settings, mechanism=exact).epsilon(plan.steps)
     return [
-        f"{norms}; a clipped gradient may reach {rounded_up(settings.largest_share, digits=3)} C; "
-        f"privacy.underestimates = 'capped' would spend epsilon = {rounded_up(exact)}",
+        f"{norms}; a clipped gradient may reach {rounded_up(mechanism.largest_share, digits=3)} C; "
+        f"privacy.underestimates = 'capped' would spend epsilon = {rounded_up(capped)}",
     ]
 
 

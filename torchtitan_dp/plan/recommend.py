@@ -38,7 +38,7 @@ def plan_noise(plan: Plan, trained: int) -> Noise:
     """Return the noise of a run that takes all its steps on the terms that it has now."""
     settings = plan.settings
     return noise_of(
-        noise_multiplier=settings.noise_multiplier,
+        noise_multiplier=settings.mechanism.noise_multiplier,
         trained=trained,
         batch=settings.expected_batch_size,
         steps=plan.steps,
@@ -227,7 +227,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> R
         target,
         batch=settings.expected_batch_size,
         steps=plan.steps,
-        noise_multiplier=settings.noise_multiplier,
+        noise_multiplier=settings.mechanism.noise_multiplier,
     )
     ranks = (0,) if config.lora.rank else _RANKS if start.loads else ()
     others = tuple(Variant(rank, trained_count(_with_rank(config, args, rank))) for rank in ranks)

@@ -5,9 +5,8 @@ Guarantee
 `epsilon` is an upper bound: `steps` times the Poisson-subsampled Gaussian mechanism (each unit in
 with probability `sample_rate`; sum of contributions of norm at most C; noise of standard deviation
 `noise_multiplier` * C, fresh each step) is (epsilon, delta)-DP, also when each step is chosen after
-seeing the ones before. With `projections`, contributions have a norm of at most C times a random
-number, which `randomized` bounds and argues for. Steps are optimizer steps, empty draws included,
-never microbatches.
+seeing the ones before. Steps are optimizer steps, empty draws included, never microbatches. Other
+mechanisms (`mechanism`) are dominated by such steps, as they prove.
 
 Neighbours: `add_remove` (one unit more or less; needs a public sample rate and divisor) and
 `zero_out` (one unit's content replaced by an empty unit, which contributes 0; the number of units
@@ -17,8 +16,7 @@ moved by at most C on the other, and both directions are covered. Replacing one 
 *not* covered by this number.
 
 `compose` is the same of several segments, one after the other on the same data and with the same
-neighbours, if their noise, rates and steps were all fixed before training ("planned"). Where a
-segment was chosen after seeing results, only `filter` counts it soundly.
+neighbours, if their mechanisms and steps were all fixed before training ("planned").
 
 Accountants, of which a valid bound is always the answer:
 
@@ -46,9 +44,9 @@ from collections.abc import Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal, get_args
 
+from torchtitan_dp.privacy.mechanism import Mechanism, PoissonGaussian, Segment, composition
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.rdp import rdp_epsilon
-from torchtitan_dp.privacy.segments import Segment, merged
 
 Accountant = Literal["prv", "rdp", "pld"]
 
@@ -63,9 +61,8 @@ def epsilon(
     steps: int,
     delta: float,
     accountant: Accountant,
-    projections: int = 0,
 ) -> float:
-    """Compute the epsilon spent after `steps` steps.
+    """Compute the epsilon spent after `steps` steps of the Poisson-subsampled Gaussian mechanism.
 
     Args:
         noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
@@ -73,7 +70,6 @@ def epsilon(
         steps: optimizer steps.
         delta: of (epsilon, delta), in (0, 1).
         accountant: "pld" (tightest), "prv" or "rdp".
-        projections: k, that norms are estimated from; 0: they are exact.
 
     Returns:
         epsilon >= 0; 0.0 without steps or with sample_rate 0; inf without noise.
@@ -87,7 +83,7 @@ def epsilon(
     >>> round(epsilon(**query, accountant="pld"), 3)
     1.828
     """
-    segment = Segment(noise_multiplier, sample_rate, steps, projections)
+    segment = Segment(PoissonGaussian(noise_multiplier, sample_rate), steps)
     return compose([segment], delta=delta, accountant=accountant)
 
 
@@ -97,8 +93,8 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
     Args:
         segments: all fixed before training; without any, nothing is spent.
         delta: of (epsilon, delta), in (0, 1).
-        accountant: "pld" and "prv" compose distributions, "rdp" adds curves. Where norms were
-            estimated only "pld" is tight, and "prv" is "rdp".
+        accountant: "pld" and "prv" compose distributions, "rdp" adds curves. Where a unit adds a
+            random share of C only "pld" is tight, and "prv" is "rdp".
 
     Returns:
         epsilon >= 0; inf if a step has no noise.
@@ -106,18 +102,18 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
     Raises:
         ValueError: an argument is out of its range.
 
-    >>> halves = [Segment(1.0, 0.01, 500), Segment(1.0, 0.01, 500)]
-    >>> round(compose(halves, delta=1e-5, accountant="rdp"), 3)
+    >>> half = Segment(PoissonGaussian(1.0, 0.01), 500)
+    >>> round(compose([half, half], delta=1e-5, accountant="rdp"), 3)
     2.101
     """
     _check(delta=delta, accountant=accountant)
-    fewest = merged(segments)
+    fewest = composition(segments)
     if not fewest:
         return 0.0
     if fewest[0].noise_multiplier == 0:  # they are sorted
         return math.inf
     bound = rdp_epsilon(fewest, delta)
-    if accountant == "prv" and not any(segment.projections for segment in fewest):
+    if accountant == "prv" and all(part.ratios is None for part in fewest):
         # It needs Opacus' package, whose training engine takes a second or two to import.
         from torchtitan_dp.privacy.prv import prv_epsilon
 
@@ -135,11 +131,40 @@ def noise_multiplier(
     steps: int,
     accountant: Accountant,
     before: Sequence[Segment] = (),
-    projections: int = 0,
+) -> float:
+    """Find the sigma that spends `target_epsilon` in `steps` steps of the Poisson-subsampled
+    Gaussian mechanism: `noise_for` it.
+
+    >>> query = dict(sample_rate=0.01, steps=1_000, delta=1e-5)
+    >>> sigma = noise_multiplier(target_epsilon=3.0, accountant="rdp", **query)
+    >>> 2.97 <= epsilon(noise_multiplier=sigma, accountant="rdp", **query) <= 3.0
+    True
+    """
+    return noise_for(
+        PoissonGaussian(1.0, sample_rate),
+        steps,
+        target_epsilon=target_epsilon,
+        delta=delta,
+        accountant=accountant,
+        before=before,
+    )
+
+
+def noise_for(
+    mechanism: Mechanism,
+    steps: int,
+    *,
+    target_epsilon: float,
+    delta: float,
+    accountant: Accountant,
+    before: Sequence[Segment] = (),
 ) -> float:
     """Find the sigma that spends `target_epsilon` in `steps` steps: never more, at least 99% of it.
 
-    Args: those of `epsilon`; `target_epsilon` > 0, and
+    Args:
+        mechanism: of the steps to come, whatever its noise.
+        target_epsilon: above 0.
+        delta, accountant: those of `compose`.
         before: planned segments that ran on the same data; the target is for them and the `steps`
             to come together.
 
@@ -149,13 +174,8 @@ def noise_multiplier(
     Raises:
         ValueError: an argument is out of its range, `before` alone exceeds the target, or no sigma
             up to 1e4 reaches it.
-
-    >>> query = dict(sample_rate=0.01, steps=1_000, delta=1e-5)
-    >>> sigma = noise_multiplier(target_epsilon=3.0, accountant="rdp", **query)
-    >>> 2.97 <= epsilon(noise_multiplier=sigma, accountant="rdp", **query) <= 3.0
-    True
     """
-    Segment(1.0, sample_rate, steps, projections)  # checks them
+    Segment(mechanism, steps)  # checks their number
     if not 0 < target_epsilon < math.inf:
         raise ValueError(
             f"privacy.target_epsilon = {target_epsilon} is not positive and finite; "
@@ -167,11 +187,11 @@ def noise_multiplier(
             f"privacy.target_epsilon = {target_epsilon}: the steps before have spent "
             f"{already:.4g}; raise it"
         )
-    if steps == 0 or sample_rate == 0:
+    if steps == 0 or mechanism.sample_rate == 0:
         return 0.0
 
     def excess(log_sigma: float) -> float:  # falls with sigma; aims at the middle of [0.99, 1]
-        coming = Segment(math.exp(log_sigma), sample_rate, steps, projections)
+        coming = Segment(mechanism.with_noise(math.exp(log_sigma)), steps)
         spent = compose([*before, coming], delta=delta, accountant=accountant)
         return math.log(max(spent, 1e-300) / (0.995 * target_epsilon))
 

@@ -11,7 +11,7 @@ import bisect
 from collections.abc import Sequence
 
 from torchtitan_dp.privacy.accounting import Accountant, compose
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.mechanism import Mechanism, Segment
 
 _POINTS: dict[Accountant, int] = {"pld": 20, "prv": 5, "rdp": 100}
 
@@ -19,7 +19,9 @@ _POINTS: dict[Accountant, int] = {"pld": 20, "prv": 5, "rdp": 100}
 class EpsilonCurve:
     """The epsilon of a run after each number of its steps.
 
-    >>> curve = EpsilonCurve((), 1.0, 0.01, delta=1e-5, accountant="rdp", total_steps=1_000)
+    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
+    >>> coming = PoissonGaussian(1.0, 0.01)
+    >>> curve = EpsilonCurve((), coming, delta=1e-5, accountant="rdp", total_steps=1_000)
     >>> round(curve.at(1_000), 3), curve.at(949) == curve.at(950) < curve.at(951)
     (2.101, True)
     """
@@ -27,20 +29,18 @@ class EpsilonCurve:
     def __init__(
         self,
         before: Sequence[Segment],
-        noise_multiplier: float,
-        sample_rate: float,
+        mechanism: Mechanism,
         *,
         delta: float,
         accountant: Accountant,
         total_steps: int,
         first_step: int = 0,
-        projections: int = 0,
         points: int | None = None,
     ) -> None:
         """
         Args:
             before: planned segments that ran on the same data; they count from step 0.
-            noise_multiplier, sample_rate, projections: of the segment to come, as in `Segment`.
+            mechanism: of the segment to come.
             delta, accountant: those of `accounting.compose`.
             total_steps: of the segment to come.
             first_step: of the queries, all of which are for this step or a later one. The computed
@@ -54,8 +54,7 @@ class EpsilonCurve:
         points = _POINTS[accountant] if points is None else points
         assert points >= 1
         self._before = tuple(before)
-        self._noise_multiplier, self._sample_rate = noise_multiplier, sample_rate
-        self._projections = projections
+        self._mechanism = mechanism
         self._delta, self._accountant = delta, accountant
         parts = max(1, min(points, total_steps))
         even = sorted({0, *(-(-total_steps * i // parts) for i in range(1, parts + 1))})
@@ -80,5 +79,5 @@ class EpsilonCurve:
         return list(zip(self._steps, self._epsilons, strict=True))
 
     def _compute(self, steps: int) -> float:
-        coming = Segment(self._noise_multiplier, self._sample_rate, steps, self._projections)
+        coming = Segment(self._mechanism, steps)
         return compose([*self._before, coming], delta=self._delta, accountant=self._accountant)

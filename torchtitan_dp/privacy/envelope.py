@@ -60,6 +60,19 @@ class Ratios:
     values: np.ndarray
     probabilities: np.ndarray
 
+    @property
+    def largest(self) -> float:
+        """The largest value."""
+        return float(self.values[-1])
+
+
+def refuse_projections(projections: int) -> None:
+    """Raise ValueError unless norms may be estimated from so many random projections."""
+    if not FEWEST <= projections <= MOST:
+        raise ValueError(
+            f"privacy.projections = {projections}: choose {FEWEST} to {MOST}; 32 is usual"
+        )
+
 
 def largest_ratio(projections: int) -> float:
     """Return how many times its estimated norm a gradient may count for at most.
@@ -67,13 +80,11 @@ def largest_ratio(projections: int) -> float:
     What is larger is scaled down to it, which happens to one estimate in a million at most.
 
     Args:
-        projections: k; 0 for norms that are not estimated.
+        projections: k.
 
-    >>> largest_ratio(0), round(largest_ratio(32), 3), round(largest_ratio(256), 3)
-    (1.0, 2.131, 1.255)
+    >>> round(largest_ratio(32), 3), round(largest_ratio(256), 3)
+    (2.131, 1.255)
     """
-    if projections == 0:
-        return 1.0
     assert FEWEST <= projections <= MOST, projections
     return math.sqrt(projections / chdtri(projections, 1 - _BEYOND))
 
@@ -92,7 +103,7 @@ def survival(values: np.ndarray, projections: int) -> np.ndarray:
     return np.where(values > largest_ratio(projections), 0.0, bound)
 
 
-@functools.lru_cache(maxsize=16)
+@functools.cache  # one object for each k: they are compared by identity
 def ratios(projections: int) -> Ratios:
     """Return the envelope, rounded up to values that lie closest where the most of it is.
 

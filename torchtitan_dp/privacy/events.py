@@ -6,53 +6,55 @@ Guarantee
 accountant of another program, given the event and delta, bounds the same run.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
-from torchtitan_dp.privacy.envelope import ratios
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.envelope import Ratios
+from torchtitan_dp.privacy.mechanism import Segment, composition
+from torchtitan_dp.privacy.segments import GaussianSteps
 
 _MODULE = "dp_accounting.dp_event"
 
 
-def dp_event(segments: Sequence[Segment]) -> dict[str, Any] | None:
+def dp_event(segments: Iterable[Segment]) -> dict[str, Any] | None:
     """Return what `dp_accounting.DpEvent.to_named_tuple` gives for these steps, as a dictionary.
 
     Args:
         segments: planned segments on the same data.
 
     Returns:
-        A `ComposedDpEvent` of one `SelfComposedDpEvent` for each segment with steps, of Poisson
+        A `ComposedDpEvent` of one `SelfComposedDpEvent` for all steps on the same terms, of Poisson
         sampled Gaussian events whose noise is in units of C, or, where norms were estimated, of
         mixtures of Gaussians, which hold the sampling; None if a step has no noise, for which
         dp-accounting has no event.
 
-    >>> event = dp_event([Segment(2.0, 0.1, 5)])["events"][0]
+    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
+    >>> event = dp_event([Segment(PoissonGaussian(2.0, 0.1), 5)])["events"][0]
     >>> event["class_name"], event["count"], event["event"]["event"]["noise_multiplier"]
     ('SelfComposedDpEvent', 5, 2.0)
     """
-    taken = [segment for segment in segments if segment.steps > 0]
-    if any(segment.noise_multiplier == 0 for segment in taken):
+    parts = composition(segments)
+    if any(part.noise_multiplier == 0 for part in parts):
         return None
-    return _event("ComposedDpEvent", events=[_steps(segment) for segment in taken])
+    return _event("ComposedDpEvent", events=[_steps(part) for part in parts])
 
 
-def _steps(segment: Segment) -> dict[str, Any]:
-    if segment.projections:
-        return _event("SelfComposedDpEvent", event=_mixture(segment), count=segment.steps)
-    gaussian = _event("GaussianDpEvent", noise_multiplier=segment.noise_multiplier)
-    step = _event("PoissonSampledDpEvent", sampling_probability=segment.sample_rate, event=gaussian)
-    return _event("SelfComposedDpEvent", event=step, count=segment.steps)
+def _steps(part: GaussianSteps) -> dict[str, Any]:
+    if part.ratios is not None:
+        return _event("SelfComposedDpEvent", event=_mixture(part, part.ratios), count=part.steps)
+    gaussian = _event("GaussianDpEvent", noise_multiplier=part.noise_multiplier)
+    step = _event("PoissonSampledDpEvent", sampling_probability=part.sample_rate, event=gaussian)
+    return _event("SelfComposedDpEvent", event=step, count=part.steps)
 
 
-def _mixture(segment: Segment) -> dict[str, Any]:
-    q, envelope = segment.sample_rate, ratios(segment.projections)
+def _mixture(part: GaussianSteps, ratios: Ratios) -> dict[str, Any]:
+    q = part.sample_rate
     absent = ([0.0], [1 - q]) if q < 1 else ([], [])
     return _event(
         "MixtureOfGaussiansDpEvent",
-        standard_deviation=segment.noise_multiplier,
-        sensitivities=[*absent[0], *envelope.values.tolist()],
-        sampling_probs=[*absent[1], *(q * envelope.probabilities).tolist()],
+        standard_deviation=part.noise_multiplier,
+        sensitivities=[*absent[0], *ratios.values.tolist()],
+        sampling_probs=[*absent[1], *(q * ratios.probabilities).tolist()],
     )
 
 

@@ -8,7 +8,7 @@ Guarantee
 If the audited program is (epsilon, delta)-DP for the attacked units, `one_run_epsilon` returns more
 than epsilon with probability at most 1 - confidence, whatever the attack. If it is mu-Gaussian-DP,
 `gaussian_mu` returns more than mu with probability at most 1 - confidence. If it is one step of
-estimated norms, of all units, that holds of `claimed_mu`, which is of the same trials. So a bound
+estimated norms, of all units, that holds of `mixture_mu`, which is of the same trials. So a bound
 above the claim is evidence of a fault; one below it proves nothing: a better attack may exist.
 
 Assumptions: for `one_run_epsilon`, each canary's coin is fair, independent of all else and unknown
@@ -26,7 +26,7 @@ import math
 import numpy as np
 from scipy import optimize, special, stats
 
-from torchtitan_dp.privacy.envelope import ratios
+from torchtitan_dp.privacy.envelope import Ratios
 
 _SCAN = 0.05  # epsilon is scanned upwards in steps of this, then refined
 _PRECISION = 1e-4
@@ -98,30 +98,27 @@ def expected_mu(mu: float, trials: int, confidence: float) -> float:
     )
 
 
-def claimed_mu(sigma: float, projections: int, *, trials: int, confidence: float) -> float:
-    """Return what `gaussian_mu` exceeds with probability at most 1 - confidence, of one whole step.
+def mixture_mu(sigma: float, ratios: Ratios, *, trials: int, confidence: float) -> float:
+    """Return what `gaussian_mu` exceeds with probability at most 1 - confidence, of one whole step
+    of estimated norms.
 
-    With exact norms it is 1 / sigma. With estimated ones the best test detects, at false alarms a,
-    the share G(a) = E Phi(Phi^-1(a) + Z / sigma), Z of the envelope (`privacy.randomized`), and
+    With exact norms it would be 1 / sigma. Here the best test detects, at false alarms a, the share
+    G(a) = E Phi(Phi^-1(a) + Z / sigma), Z of the envelope (`privacy.randomized`), and
     misses 1 - G(a). No bound on a rate is below that of no error, e. So, unless a bound on a rate
     failed, gaussian_mu is at most the largest -Phi^-1(max(1 - G(a), e)) - Phi^-1(a) with a >= e.
 
     Args:
         sigma: above 0.
-        projections: k; 0 for exact norms.
+        ratios: of what a unit adds, over C.
         trials: with the unit, and as many without.
 
-    >>> round(claimed_mu(2.0, 0, trials=2000, confidence=0.99), 3)
-    0.5
-    >>> 0.5 < claimed_mu(2.0, 32, trials=2000, confidence=0.99) < 0.56
+    >>> from torchtitan_dp.privacy.envelope import ratios
+    >>> 0.5 < mixture_mu(2.0, ratios(32), trials=2000, confidence=0.99) < 0.56
     True
     """
-    if projections == 0:
-        return 1 / sigma
-    envelope = ratios(projections)
     least = rate_upper_bound(0, trials, 1 - (1 - confidence) / 2)
     place = np.linspace(special.ndtri(least), -special.ndtri(least), 4001)  # Phi^-1(a)
-    missed = special.ndtr(-(place[:, None] + envelope.values / sigma)) @ envelope.probabilities
+    missed = special.ndtr(-(place[:, None] + ratios.values / sigma)) @ ratios.probabilities
     found = -special.ndtri(np.maximum(missed, least)) - place
     return float(found.max()) * (1 + 1e-4)  # between the places
 

@@ -47,9 +47,10 @@ import numpy as np
 from scipy.special import expit, log_expit, log_ndtr, ndtr, ndtri, ndtri_exp
 
 from torchtitan_dp.privacy.accounting import percent, rounded_up
+from torchtitan_dp.privacy.mechanism import Segment, composition
 from torchtitan_dp.privacy.pld import gaussian_delta, is_one_gaussian, pld_profile
 from torchtitan_dp.privacy.rdp import rdp_delta, rdp_epsilon
-from torchtitan_dp.privacy.segments import Segment, merged
+from torchtitan_dp.privacy.segments import GaussianSteps
 
 FALSE_ALARMS = (0.01, 0.001)
 _POINTS = 2**13  # epsilons at which the profile is looked at
@@ -101,7 +102,8 @@ class Meaning:
     def sentences(self, unit: str = "record") -> list[str]:
         """Say it in plain English, with each number rounded up.
 
-        >>> for line in meaning([Segment(2.0, 1.0, 4)], 1e-5).sentences():
+        >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
+        >>> for line in meaning([Segment(PoissonGaussian(2.0, 1.0), 4)], 1e-5).sentences():
         ...     print(line)
         A membership-inference attack with 1% false positives detects at most 9.24% of training \
 records.
@@ -147,12 +149,13 @@ def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
     Raises:
         ValueError: delta is no probability.
 
-    >>> run = meaning([Segment(1.0, 0.01, 1_000)], 1e-5)
+    >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
+    >>> run = meaning([Segment(PoissonGaussian(1.0, 0.01), 1_000)], 1e-5)
     >>> round(run.mu, 2), [round(share, 3) for _, share in run.detected], round(run.posterior, 3)
     (0.45, [0.029, 0.004], 0.903)
     """
     _check(delta)
-    return _meaning(merged(segments), delta)
+    return _meaning(composition(segments), delta)
 
 
 def meaning_of(epsilon: float, delta: float) -> Meaning:
@@ -188,7 +191,7 @@ def meaning_of(epsilon: float, delta: float) -> Meaning:
 
 
 @functools.lru_cache(maxsize=64)
-def _meaning(segments: tuple[Segment, ...], delta: float) -> Meaning:
+def _meaning(segments: tuple[GaussianSteps, ...], delta: float) -> Meaning:
     if not segments:
         return Meaning(0.0, 0.0, tuple((a, a) for a in FALSE_ALARMS), 0.5, 0.0)
     if segments[0].noise_multiplier == 0:  # they are sorted
@@ -224,19 +227,19 @@ def _gaussian(mu: float, delta: float) -> Meaning:
     )
 
 
-def _unsampled_mu(segments: Sequence[Segment]) -> float:
+def _unsampled_mu(segments: Sequence[GaussianSteps]) -> float:
     """Return the mu that holds without any exception, as if every unit were in every draw."""
     return math.sqrt(sum(s.steps / s.least_noise**2 for s in segments))
 
 
-def _epsilons(segments: tuple[Segment, ...], delta: float) -> np.ndarray:
+def _epsilons(segments: tuple[GaussianSteps, ...], delta: float) -> np.ndarray:
     """Choose where to look at the profile: rising float64, from 0 to where it is far below
     delta."""
     top = rdp_epsilon(segments, 1e-3 * min(delta, 1e-3)) + 1e-12
     return np.union1d(np.linspace(0, top, _POINTS), np.geomspace(1e-6 * top, top, _POINTS))
 
 
-def _profile(segments: tuple[Segment, ...], delta: float, epsilons: np.ndarray) -> np.ndarray:
+def _profile(segments: tuple[GaussianSteps, ...], delta: float, epsilons: np.ndarray) -> np.ndarray:
     """Return the smallest bound on delta(epsilon) that is available at each epsilon: float64,
     falling."""
     best, rounding = gaussian_delta(_up(_unsampled_mu(segments)), epsilons)
@@ -263,7 +266,7 @@ def _posterior(epsilons: np.ndarray, profile: np.ndarray, but_for: float) -> flo
     return _from_odds(float(log_odds.min()))
 
 
-def _mu(segments: tuple[Segment, ...], delta: float, last: float) -> float:
+def _mu(segments: tuple[GaussianSteps, ...], delta: float, last: float) -> float:
     """Find the least mu whose Gaussian's profile, plus delta, is nowhere below the run's.
 
     Checked for all epsilons by finitely many: profiles fall, so between two neighbouring points

@@ -26,9 +26,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import log_ndtr, ndtr
 
+from torchtitan_dp.privacy.envelope import Ratios
 from torchtitan_dp.privacy.randomized import mixture_distribution
 from torchtitan_dp.privacy.rdp import loss_bound, rdp_epsilon
-from torchtitan_dp.privacy.segments import Segment, fft_noise
+from torchtitan_dp.privacy.segments import GaussianSteps, fft_noise
 
 if TYPE_CHECKING:  # imported when it is used: it takes a second
     from dp_accounting.pld.pld_pmf import PLDPmf
@@ -53,7 +54,7 @@ class _Grid:
 
 
 @functools.lru_cache(maxsize=1024)
-def pld_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
+def pld_epsilon(segments: tuple[GaussianSteps, ...], delta: float) -> float:
     """Compute PLD's upper bound; it is inf, with a log line, where its numbers cannot be had.
 
     Args:
@@ -77,9 +78,9 @@ def pld_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
     return math.inf
 
 
-def is_one_gaussian(segments: tuple[Segment, ...]) -> bool:
+def is_one_gaussian(segments: tuple[GaussianSteps, ...]) -> bool:
     """Return whether merged segments are one Gaussian mechanism, with a closed-form profile."""
-    return [(s.sample_rate, s.projections) for s in segments] == [(1.0, 0)]
+    return [(s.sample_rate, s.ratios) for s in segments] == [(1.0, None)]
 
 
 def gaussian_epsilon(mu: float, delta: float) -> float:
@@ -146,7 +147,7 @@ class Profile:
 
 
 @functools.lru_cache(maxsize=16)
-def pld_profile(segments: tuple[Segment, ...], delta: float) -> Profile | None:
+def pld_profile(segments: tuple[GaussianSteps, ...], delta: float) -> Profile | None:
     """Compute PLD's upper bound on delta(epsilon) for all epsilons; None where it cannot be had.
 
     Args:
@@ -200,12 +201,12 @@ def _profile(pmf: "PLDPmf") -> np.ndarray:
     return np.cumsum(rises)[::-1]
 
 
-def _compose(segments: tuple[Segment, ...], delta: float) -> float:
+def _compose(segments: tuple[GaussianSteps, ...], delta: float) -> float:
     return min(bound for bound, _ in _attempts(segments, delta))
 
 
 def _attempts(
-    segments: tuple[Segment, ...], delta: float
+    segments: tuple[GaussianSteps, ...], delta: float
 ) -> "Iterator[tuple[float, PrivacyLossDistribution]]":
     """Yield epsilon at `delta` and the distribution behind it, on finer and finer grids."""
     rough, least = rdp_epsilon(segments, delta), math.inf
@@ -222,7 +223,7 @@ def _attempts(
 
 
 def _compose_on(
-    grid: _Grid, segments: tuple[Segment, ...], delta: float
+    grid: _Grid, segments: tuple[GaussianSteps, ...], delta: float
 ) -> "PrivacyLossDistribution":
     total = None
     for s in segments:
@@ -232,7 +233,7 @@ def _compose_on(
     return total
 
 
-def _grid(segments: tuple[Segment, ...], delta: float, rough: float) -> _Grid:
+def _grid(segments: tuple[GaussianSteps, ...], delta: float, rough: float) -> _Grid:
     """Choose the grid for an epsilon of about `rough`.
 
     An interval d adds at most d^2 / 4 to the variance of one step's loss. Over all steps that may
@@ -261,12 +262,15 @@ def _one_step_loss(sigma: float, q: float, log_tail: float) -> float:
 
 
 @functools.lru_cache(maxsize=16)
-def _one_step(sigma: float, q: float, k: int, grid: _Grid) -> "PrivacyLossDistribution":
+def _one_step(
+    sigma: float, q: float, ratios: Ratios | None, grid: _Grid
+) -> "PrivacyLossDistribution":
     from dp_accounting.pld import privacy_loss_distribution
 
-    if k:
-        return mixture_distribution(sigma, q, k, interval=grid.interval, log_tail=grid.log_tail)
-
+    if ratios is not None:
+        return mixture_distribution(
+            sigma, q, ratios, interval=grid.interval, log_tail=grid.log_tail
+        )
     return privacy_loss_distribution.from_gaussian_mechanism(
         sigma,
         sampling_prob=q,
@@ -278,8 +282,8 @@ def _one_step(sigma: float, q: float, k: int, grid: _Grid) -> "PrivacyLossDistri
 
 
 @functools.lru_cache(maxsize=8)
-def _steps(segment: Segment, grid: _Grid, tail: float) -> "PrivacyLossDistribution":
+def _steps(segment: GaussianSteps, grid: _Grid, tail: float) -> "PrivacyLossDistribution":
     """Compose all steps of a segment; kept, since questions about later segments come back to
     it."""
-    one = _one_step(segment.noise_multiplier, segment.sample_rate, segment.projections, grid)
+    one = _one_step(segment.noise_multiplier, segment.sample_rate, segment.ratios, grid)
     return one.self_compose(segment.steps, tail) if segment.steps > 1 else one

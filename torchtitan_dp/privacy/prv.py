@@ -18,7 +18,7 @@ import numpy as np
 from opacus.accountants.analysis import prv
 
 from torchtitan_dp.privacy.rdp import loss_bound, rdp_epsilon
-from torchtitan_dp.privacy.segments import Segment, fft_noise
+from torchtitan_dp.privacy.segments import GaussianSteps, fft_noise
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +56,7 @@ class _Truncated(prv.TruncatedPrivacyRandomVariable):  # type: ignore[misc]
 
 
 @functools.lru_cache(maxsize=1024)
-def prv_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
+def prv_epsilon(segments: tuple[GaussianSteps, ...], delta: float) -> float:
     """Compute PRV's upper bound; it is inf, with a log line, where its numbers cannot be
     trusted."""
     rough, best, last_error = rdp_epsilon(segments, delta), math.inf, math.inf
@@ -81,7 +81,9 @@ def prv_epsilon(segments: tuple[Segment, ...], delta: float) -> float:
     return best
 
 
-def _prv_eps_error(segments: tuple[Segment, ...], delta: float, allowed: float) -> float | None:
+def _prv_eps_error(
+    segments: tuple[GaussianSteps, ...], delta: float, allowed: float
+) -> float | None:
     """Choose the half-width of the error bar to ask for; None if it is out of reach."""
     if fft_noise(segments) > delta / 20:
         return None
@@ -94,7 +96,7 @@ def _prv_eps_error(segments: tuple[Segment, ...], delta: float, allowed: float) 
 
 
 def _prv_domain(
-    segments: tuple[Segment, ...], delta: float, eps_error: float
+    segments: tuple[GaussianSteps, ...], delta: float, eps_error: float
 ) -> tuple[float, float]:
     """Choose half-width and mesh of the grid of privacy losses (Gopi et al., theorem 5.5, remark
     5.6)."""
@@ -108,7 +110,7 @@ def _prv_domain(
     return loss, mesh
 
 
-def _prv_compose(segments: tuple[Segment, ...], delta: float, eps_error: float) -> float:
+def _prv_compose(segments: tuple[GaussianSteps, ...], delta: float, eps_error: float) -> float:
     loss, mesh = _prv_domain(segments, delta, eps_error)
     domain = prv.Domain.create_aligned(-loss, loss, mesh)
     losses = [prv.PoissonSubsampledGaussianPRV(s.sample_rate, s.noise_multiplier) for s in segments]

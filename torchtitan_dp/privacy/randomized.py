@@ -42,7 +42,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from scipy.special import ndtr
 
-from torchtitan_dp.privacy.envelope import ratios
+from torchtitan_dp.privacy.envelope import Ratios
 
 if TYPE_CHECKING:  # imported when it is used: it takes a second
     from dp_accounting.pld.pld_pmf import PLDPmf
@@ -52,20 +52,20 @@ _ROWS = 2**12  # outputs times values of Z that exist at once
 
 
 def mixture_distribution(
-    sigma: float, q: float, projections: int, *, interval: float, log_tail: float
+    sigma: float, q: float, ratios: Ratios, *, interval: float, log_tail: float
 ) -> "PrivacyLossDistribution":
     """Compute the privacy loss distribution of one step, pessimistically, by connecting the dots.
 
     Args:
         sigma: the noise multiplier, above 0.
         q: the sample rate, in (0, 1].
-        projections: k.
+        ratios: of what a drawn unit adds, over C.
         interval: of the grid of losses.
         log_tail: ln of the mass that may count as infinite loss.
     """
     from dp_accounting.pld import privacy_loss_distribution
 
-    mixture = Mixture(sigma, q, ratios(projections).values, ratios(projections).probabilities)
+    mixture = Mixture(sigma, q, ratios.values, ratios.probabilities)
     reach = sigma * math.sqrt(-2 * log_tail)
     present = _distribution(
         mixture.delta_present, mixture.loss(-reach), mixture.loss(mixture.largest + reach), interval

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
-from torchtitan_dp.privacy.segments import Segment
+from torchtitan_dp.privacy.segments import GaussianSteps
 
 # Renyi orders: near 1 for a large epsilon, far for a small one. Above 1,000 binomials overflow.
 ORDERS = np.array(
@@ -72,7 +72,7 @@ def _rdp(sigma: float, q: float) -> np.ndarray:
     return divergence
 
 
-def divergence(segments: Sequence[Segment]) -> np.ndarray:
+def divergence(segments: Sequence[GaussianSteps]) -> np.ndarray:
     """Compute the Renyi divergence of all segments together at each of `ORDERS`: float64."""
     total = np.zeros_like(ORDERS)
     for segment in segments:
@@ -88,13 +88,13 @@ def to_epsilon(divergence: np.ndarray, delta: float, orders: np.ndarray = ORDERS
     return divergence + np.log1p(-1 / orders) - (math.log(delta) + np.log(orders)) / (orders - 1)
 
 
-def rdp_epsilon(segments: Sequence[Segment], delta: float) -> float:
+def rdp_epsilon(segments: Sequence[GaussianSteps], delta: float) -> float:
     """Compute RDP's bound, which is that of the best order; the segments, fixed beforehand,
     decide it."""
     return max(0.0, float(to_epsilon(divergence(segments), delta).min()))
 
 
-def rdp_delta(segments: Sequence[Segment], epsilons: np.ndarray) -> np.ndarray:
+def rdp_delta(segments: Sequence[GaussianSteps], epsilons: np.ndarray) -> np.ndarray:
     """Compute RDP's bound on delta at each epsilon: `to_epsilon` solved for delta, of the best
     order."""
     log_delta = np.zeros_like(epsilons)
@@ -105,7 +105,7 @@ def rdp_delta(segments: Sequence[Segment], epsilons: np.ndarray) -> np.ndarray:
     return np.exp(log_delta)
 
 
-def loss_bound(segments: Sequence[Segment], probability: float) -> float:
+def loss_bound(segments: Sequence[GaussianSteps], probability: float) -> float:
     """Return what the privacy loss of all segments exceeds, up or down, with at most `probability`.
 
     Chernoff: E[exp((order - 1) * loss)] = exp((order - 1) * divergence).

@@ -1,89 +1,73 @@
-"""A run as a sequence of segments: so many steps with the same noise, sample rate and norms.
+"""The steps of a run as the accountants see them: Poisson-subsampled Gaussians, and nothing else.
 
 Guarantee
 ---------
-`merged` changes nothing about what the segments spend: their order is irrelevant to composition,
-steps that draw nobody or are infinitely noisy spend nothing, and Gaussian mechanisms without
-sampling, of exact norms, compose exactly into one, whose 1 / sigma^2 is the sum of theirs.
+`merged` changes nothing about what the steps spend: their order is irrelevant to composition, steps
+that draw nobody or are infinitely noisy spend nothing, and Gaussian mechanisms without sampling, of
+exact norms, compose exactly into one, whose 1 / sigma^2 is the sum of theirs.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from torchtitan_dp.privacy.envelope import FEWEST, MOST, largest_ratio
+from torchtitan_dp.privacy.envelope import Ratios
 
 
-@dataclass(frozen=True, order=True)
-class Segment:
-    """Describes `steps` optimizer steps on the same data and with the same neighbouring relation.
+@dataclass(frozen=True)
+class GaussianSteps:
+    """Steps of the Poisson-subsampled Gaussian mechanism, on the same terms.
 
     Args:
         noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
         sample_rate: q, the probability with which each unit is drawn at each step.
-        steps: optimizer steps.
-        projections: k, that a gradient's norm is estimated from (`randomized`); 0: norms are exact.
-
-    Raises:
-        ValueError: a value is out of its range.
+        steps: their number.
+        ratios: the distribution of what a drawn unit adds, over C; None: at most 1.
     """
 
     noise_multiplier: float
     sample_rate: float
     steps: int
-    projections: int = 0
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sample_rate <= 1:
-            raise ValueError(
-                f"privacy.sample_rate = {self.sample_rate} is not a probability; choose one "
-                "between 0 and 1"
-            )
-        if self.steps < 0:
-            raise ValueError(f"training.steps = {self.steps} is negative; choose 0 or more")
-        if not self.noise_multiplier >= 0:
-            raise ValueError(
-                f"privacy.noise_multiplier = {self.noise_multiplier} is negative; choose 0 or more"
-            )
-        if self.projections and not FEWEST <= self.projections <= MOST:
-            raise ValueError(
-                f"privacy.projections = {self.projections}: choose {FEWEST} to {MOST}; 32 is usual"
-            )
-
-    @property
-    def terms(self) -> tuple[float, float, int]:
-        """The spending of one of these steps: noise multiplier, sample rate and projections."""
-        return self.noise_multiplier, self.sample_rate, self.projections
+    ratios: Ratios | None = None
 
     @property
     def least_noise(self) -> float:
-        """Return the noise over the most that a unit can ever add: sigma, where norms are exact."""
-        return self.noise_multiplier / largest_ratio(self.projections)
+        """The noise over the most that a unit can ever add: sigma, where norms are exact."""
+        return self.noise_multiplier / (1.0 if self.ratios is None else self.ratios.largest)
+
+    @property
+    def order(self) -> tuple[float, float, int, float]:
+        """The key that steps are sorted by: the least noise first, exact norms first."""
+        rarity = 0.0 if self.ratios is None else 1 / self.ratios.largest
+        return self.noise_multiplier, self.sample_rate, self.steps, rarity
 
 
-def merged(segments: Sequence[Segment]) -> tuple[Segment, ...]:
-    """Merge segments into the fewest that spend the same, sorted: for computing, and to look
-    results up by.
+def merged(steps: Iterable[GaussianSteps]) -> tuple[GaussianSteps, ...]:
+    """Merge steps into the fewest that spend the same, sorted: for computing, and to look results
+    up by.
 
-    >>> merged([Segment(2.0, 0.1, 5), Segment(1.0, 1.0, 4), Segment(2.0, 0.1, 7)])
-    (Segment(noise_multiplier=0.5, sample_rate=1.0, steps=1, projections=0), \
-Segment(noise_multiplier=2.0, sample_rate=0.1, steps=12, projections=0))
+    >>> merged([GaussianSteps(2.0, 0.1, 5), GaussianSteps(1.0, 1.0, 4), GaussianSteps(2.0, 0.1, 7)])
+    (GaussianSteps(noise_multiplier=0.5, sample_rate=1.0, steps=1, ratios=None), \
+GaussianSteps(noise_multiplier=2.0, sample_rate=0.1, steps=12, ratios=None))
     """
-    steps: dict[tuple[float, float, int], int] = {}
+    counts: dict[tuple[float, float, Ratios | None], int] = {}
     precision = 0.0  # 1 / sigma^2 of all steps without sampling
-    for segment in segments:
-        sigma, q, k = segment.noise_multiplier, segment.sample_rate, segment.projections
-        if segment.steps == 0 or q == 0 or sigma == math.inf:
+    for part in steps:
+        sigma, q, ratios = part.noise_multiplier, part.sample_rate, part.ratios
+        if part.steps == 0 or q == 0 or sigma == math.inf:
             continue
-        if q == 1 and sigma > 0 and k == 0:
-            precision += segment.steps / sigma**2
+        if q == 1 and sigma > 0 and ratios is None:
+            precision += part.steps / sigma**2
         else:
-            steps[sigma, q, k] = steps.get((sigma, q, k), 0) + segment.steps
+            counts[sigma, q, ratios] = counts.get((sigma, q, ratios), 0) + part.steps
     if precision > 0:
-        steps[1 / math.sqrt(precision), 1.0, 0] = 1
-    return tuple(sorted(Segment(sigma, q, count, k) for (sigma, q, k), count in steps.items()))
+        counts[1 / math.sqrt(precision), 1.0, None] = 1
+    fewest = [
+        GaussianSteps(sigma, q, count, ratios) for (sigma, q, ratios), count in counts.items()
+    ]
+    return tuple(sorted(fewest, key=lambda part: part.order))
 
 
-def fft_noise(segments: Sequence[Segment]) -> float:
+def fft_noise(parts: Sequence[GaussianSteps]) -> float:
     """Bound what float64 may add to or take from delta in the powers of Fourier transforms."""
-    return sum(segment.steps for segment in segments) * 4e-15
+    return sum(part.steps for part in parts) * 4e-15

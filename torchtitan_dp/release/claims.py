@@ -15,7 +15,6 @@ from torchtitan_dp.ledger.account import released
 from torchtitan_dp.ledger.caveats import recorded
 from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.ledger.files import read_published_fields
-from torchtitan_dp.privacy.segments import merged
 
 STOP_STATED = "the owner states that neither results nor a clock decided when to stop"
 LOST_STATED = (
@@ -73,9 +72,9 @@ def claims(
     stated += [LOST_STATED] if lost_steps_not_seen and account.published_lost().steps else []
     counts, steps = {
         (False, False): ("planned_steps", account.planned()),
-        (True, False): ("executed_steps", list(merged(account.executed()))),
+        (True, False): ("executed_steps", account.executed()),
         (False, True): ("kept_and_planned_steps", account.kept_and_planned()),
-        (True, True): ("kept_steps", list(merged(account.taken_in_all()))),
+        (True, True): ("kept_steps", account.taken_in_all()),
     }[stop_not_from_results, lost_steps_not_seen]
     return released(
         account,
