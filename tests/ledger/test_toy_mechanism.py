@@ -134,9 +134,7 @@ def test_lost_steps_are_of_it(tmp_path):
 def test_a_resume_with_another_parameter_is_refused_or_a_segment():
     before, wider = Ledger(SETTINGS, steps=3), replace(TOY, spread=1.5)
     now = Ledger(replace(SETTINGS, mechanism=wider))
-    with pytest.raises(
-        ValueError, match=r"privacy\.spread = 1\.5: this run was started with 1\.25"
-    ):
+    with pytest.raises(ValueError, match=r"privacy\.spread = 1\.5: .* started with 1\.25"):
         now.resume_from(before, new_segment=False)
     now.resume_from(before, new_segment=True)
     assert now.finished == [RunSegment(SETTINGS, 3)]
@@ -154,7 +152,7 @@ def test_a_mechanism_that_is_no_longer_known_is_refused(tmp_path, monkeypatch):
     ledger = Ledger(SETTINGS, steps=2)
     account(ledger, taken(tmp_path, ledger), 2).publish(str(tmp_path))
     monkeypatch.undo()
-    with pytest.raises(ValueError, match="line 1: '0 1.0 0.05 .*' is not a step"):
+    with pytest.raises(ValueError, match=r"line 1: '0 1.0 0.05 .*' is not a step"):
         ExecutedSteps(str(tmp_path))
     with pytest.raises(ValueError, match=r"privacy\.json"):
         read_published(str(tmp_path))
