@@ -9,11 +9,13 @@ Guarantee:
 """
 
 import enum
+import math
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_dp.ledger.json_types import fits
 from torchtitan_dp.ledger.lineage import FORMAT, Ledger
 from torchtitan_dp.privacy.mechanism import MECHANISMS, Mechanism
 
@@ -352,3 +354,21 @@ def check(content: Any) -> None:
 def is_release(content: Mapping[str, Any]) -> bool:
     """Tell a release's file from a run's."""
     return any(name in content for name in names(_RELEASE))
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Tell whether a value, as JSON or as Python has it, is of a type.
+
+    >>> fits(1, int | float), fits(True, int), fits(None, str | None), fits([1], list[str])
+    (True, False, True, False)
+    """
+    if isinstance(kind, types.UnionType):
+        return any(fits(value, one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        (inside,) = typing.get_args(kind)
+        return isinstance(value, list | tuple) and all(fits(one, inside) for one in value)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    if kind is float and isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, kind)

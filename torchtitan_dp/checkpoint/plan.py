@@ -6,18 +6,17 @@ and its initial weights have spent already.
 
 import bisect
 import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
 
+from torchtitan_dp.checkpoint.baseline import refuse_baseline_folder
+from torchtitan_dp.checkpoint.initial import InitialWeights, inheritance
+from torchtitan_dp.checkpoint.terms import config_hash, settings_of
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.units import unit_word
-from torchtitan_dp.ledger.baseline import refuse_baseline_folder
 from torchtitan_dp.ledger.executed import EXECUTED_FILE, STARTS_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
-from torchtitan_dp.ledger.initial import InitialWeights, inheritance
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by
-from torchtitan_dp.ledger.settings import Settings, settings_of
+from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.steps import union
 from torchtitan_dp.privacy import accounting
 
@@ -266,13 +265,3 @@ def earlier_ledger(folder: str) -> Ledger | None:
             "them, or use another folder"
         )
     return ledger if begun > 0 else None
-
-
-def config_hash(config: JobConfig) -> str:
-    """Return the SHA-256 of what is trained and how, without where records and outputs lie."""
-    sections = dataclasses.asdict(config)
-    sections["training"].pop("dataset_path")
-    sections["job"].pop("dump_folder")
-    sections["job"].pop("config_file")
-    text = json.dumps(sections, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
