@@ -24,9 +24,9 @@ from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.curve import EpsilonCurve
-from torchtitan_dp.privacy.events import dp_event
 from torchtitan_dp.privacy.meaning import Meaning, meaning
-from torchtitan_dp.privacy.mechanism import Segment, from_fields
+from torchtitan_dp.privacy.mechanism import Segment, composition, from_fields
+from torchtitan_dp.privacy.segments import dp_event
 
 
 class Account:
@@ -195,7 +195,7 @@ def terms_in_words(ledger: Ledger, segments: list[Segment], epsilon: float) -> d
     what = explain(ledger, segments, epsilon)
     return {
         "meaning": what.to_json() if what is not None else None,
-        "dp_event": dp_event(segments) if ledger.composes else None,
+        "dp_event": dp_event(composition(segments)) if ledger.composes else None,
         "assumptions": assumptions(ledger),
         "segments": [segment.fields() for segment in ledger.segments()],
         "step_names": " ".join(ledger.names()),

@@ -89,20 +89,6 @@ def largest_ratio(projections: int) -> float:
     return math.sqrt(projections / chdtri(projections, 1 - _BEYOND))
 
 
-def survival(values: np.ndarray, projections: int) -> np.ndarray:
-    """Bound P[Z >= z] from above, for every gradient: float64, of the shape of `values`.
-
-    Args:
-        values: z, float64 above 0.
-        projections: k.
-
-    >>> survival(np.array([1.0, 1.2, 1.5, 2.0, 2.2]), 32).round(6).tolist()
-    [1.0, 0.098652, 0.002799, 5e-06, 0.0]
-    """
-    bound = np.where(values <= 1, 1.0, chdtr(projections, projections / values**2))
-    return np.where(values > largest_ratio(projections), 0.0, bound)
-
-
 @functools.cache  # one object for each k: they are compared by identity
 def ratios(projections: int) -> Ratios:
     """Return the envelope, rounded up to values that lie closest where the most of it is.

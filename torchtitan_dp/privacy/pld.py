@@ -89,8 +89,10 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     >>> round(gaussian_epsilon(1.0, 1e-5), 4)
     4.3772
     """
-
     from scipy.optimize import brentq  # half a second to import
+
+    if mu in (0, math.inf):
+        return mu
 
     def excess(epsilon: float) -> float:
         value, rounding = gaussian_delta(mu, np.asarray(epsilon))
