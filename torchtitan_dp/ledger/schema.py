@@ -21,7 +21,7 @@ from torchtitan_dp.privacy.mechanism import MECHANISMS, Mechanism
 
 
 class Origin(enum.Enum):
-    """Say where the value of a key comes from."""
+    """Where the value of a key comes from."""
 
     SETTINGS = "an attribute of the last segment's `Settings`"
     MECHANISM = "one of its mechanism's own `keys`; files of other mechanisms lack it"
@@ -32,7 +32,7 @@ class Origin(enum.Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """Describe one key of `privacy.json`."""
+    """One key of `privacy.json`."""
 
     name: str
     type: Any  # of the value as JSON has it
@@ -307,12 +307,12 @@ def assemble(
             `Origin.RELEASE`), and of no other.
         release: whether it is a release's file.
     """
-    told = {**computed, "format": FORMAT}
+    values = {**computed, "format": FORMAT}
     expected = set(names(_ACCOUNT, _RELEASE) if release else names(_ACCOUNT))
-    assert set(told) == expected, set(told) ^ expected
+    assert set(values) == expected, set(values) ^ expected
     kept = ledger.fields()
     terms = kept["settings"]
-    found = {_SETTINGS: terms, _MECHANISM: terms, _LEDGER: kept, _ACCOUNT: told, _RELEASE: told}
+    found = {_SETTINGS: terms, _MECHANISM: terms, _LEDGER: kept, _ACCOUNT: values, _RELEASE: values}
     content = {}
     for key in KEYS:
         if key.origin is _RELEASE and not release:
@@ -327,10 +327,10 @@ def assemble(
 
 
 def check(content: Any) -> None:
-    """Refuse what is no `privacy.json` of this format.
+    """Refuse the content of a file that is no `privacy.json` of this format.
 
     Raises:
-        ValueError: what is wrong with it, for the end of a message that names the file.
+        ValueError: the fault, for the end of a message that names the file.
     """
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
@@ -352,12 +352,12 @@ def check(content: Any) -> None:
 
 
 def is_release(content: Mapping[str, Any]) -> bool:
-    """Tell a release's file from a run's."""
+    """Return whether this is the content of a release's file, not of a run's."""
     return any(name in content for name in names(_RELEASE))
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Tell whether a value, as JSON or as Python has it, is of a type.
+    """Return whether a value, as JSON or as Python has it, is of a type.
 
     >>> fits(1, int | float), fits(True, int), fits(None, str | None), fits([1], list[str])
     (True, False, True, False)

@@ -10,7 +10,7 @@ from torchtitan_dp.privacy.mechanism import Mechanism, Segment, from_fields
 
 @dataclass(frozen=True)
 class Settings:
-    """What the guarantee depends on, the same within a segment."""
+    """The terms that the guarantee depends on, the same within a segment."""
 
     mechanism: Mechanism
     max_grad_norm: float
@@ -39,7 +39,7 @@ class Settings:
 
     @property
     def unit(self) -> str:
-        """One word for what is drawn, clipped and protected: a record, or a unit of several."""
+        """One word for the privacy unit: a record, or a unit of several."""
         return self.privacy_unit.split()[0]
 
     @property

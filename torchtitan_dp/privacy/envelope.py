@@ -1,4 +1,4 @@
-"""How much an estimated norm may fall short: the worst distribution of true norm over estimate.
+"""The worst distribution of true norm over estimated norm.
 
 `gradients.randomized_norm` estimates the squared norm of a gradient by k random projections. Let w
 be the eigenvalues of the gradients' G G^T, of all layers together, over their sum: the estimate,
@@ -77,7 +77,7 @@ def refuse_projections(projections: int) -> None:
 def largest_ratio(projections: int) -> float:
     """Return how many times its estimated norm a gradient may count for at most.
 
-    What is larger is scaled down to it, which happens to one estimate in a million at most.
+    A larger one is scaled down to that, which happens to one estimate in a million at most.
 
     Args:
         projections: k.

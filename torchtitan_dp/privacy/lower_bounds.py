@@ -1,4 +1,4 @@
-"""What an attack's successes prove: lower bounds on epsilon, at a stated confidence.
+"""Lower bounds on epsilon from the successes of an attack, at a stated confidence.
 
 Accounting (`accounting`) bounds a mechanism's leakage from above, by proof. An audit attacks the
 program that claims to be the mechanism; what the attack achieves bounds the leakage from below.

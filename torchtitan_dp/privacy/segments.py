@@ -1,4 +1,4 @@
-"""The steps of a run as the accountants see them: Poisson-subsampled Gaussians, and nothing else.
+"""The steps of a run as accountants see them: Poisson-subsampled Gaussians, and nothing else.
 
 Guarantee
 ---------
@@ -79,7 +79,7 @@ def fft_noise(parts: Sequence[GaussianSteps]) -> float:
 
 
 def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
-    """Return what `dp_accounting.DpEvent.to_named_tuple` gives for these steps, as a dictionary.
+    """Return these steps as a `dp_accounting.DpEvent`, the fields of `to_named_tuple` in a dict.
 
     Args:
         parts: all steps on the same data, as `merged` gives them.
