@@ -72,7 +72,7 @@ class RandomizedNorms:
             capped: a gradient counts for no more than was estimated.
         """
         self.projections, self.estimator = projections, estimator
-        self._largest_ratio = largest_ratio(0 if capped else projections)
+        self._largest_ratio = 1.0 if capped else largest_ratio(projections)
         self._estimated: set[str] = set()  # parameters, in this microbatch
         self._cp, self._cp_size = cp, 1 if cp is None else dist.get_world_size(cp)
         self._key: bytes | None = None
