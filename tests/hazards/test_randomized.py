@@ -55,7 +55,7 @@ def accounted_and_drawn(options):
     settings = settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
     return (
         (settings.projections, settings.norm_estimator, settings.spending(7).projections),
-        (norms.projections, norms.estimator),
+        (norms.k, norms.estimator),
     )
 
 
