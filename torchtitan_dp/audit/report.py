@@ -1,4 +1,4 @@
-"""An audit's result: for people, for programs, as a picture."""
+"""The result of an audit: lines for people, JSON for programs, plots."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ _LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may 
 def game_for_programs(
     outcomes: list[Outcome], *, mu_claimed: float, delta: float, trials: int, confidence: float
 ) -> dict[str, Any]:
-    """Put together what `--json` says of a game."""
+    """Return the content of `--json` for a game."""
     worst = max(outcomes, key=lambda outcome: outcome.mu)
     return {
         "instrument": "game",
@@ -40,7 +40,7 @@ def game_for_programs(
 
 
 def canaries_for_programs(audit: CanaryAudit, confidence: float) -> dict[str, Any]:
-    """Put together what `--json` says of a canary audit."""
+    """Return the content of `--json` for a canary audit."""
     return {
         "instrument": "canaries",
         "epsilon_lower_bound": audit.epsilon_lower_bound,
@@ -57,12 +57,12 @@ def canaries_for_programs(audit: CanaryAudit, confidence: float) -> dict[str, An
 
 
 def _down(lower_bound: float, decimals: int) -> str:
-    """Round a lower bound down for people to read: it never says more than was shown."""
+    """Format a lower bound, rounded down: never more than was shown."""
     return f"{math.floor(lower_bound * 10**decimals) / 10**decimals:.{decimals}f}"
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Write the result's lines."""
+    """Return the lines of the result."""
     exceeds = result["exceeds_claim"]
     lines = [
         f"audit ({result['instrument']}): epsilon >= {_down(result['epsilon_lower_bound'], 2)} "
@@ -99,7 +99,7 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def plot_canaries(audit: CanaryAudit, path: str) -> None:
-    """Plot histograms of the scores, by coin, and where guesses were made."""
+    """Plot histograms of the scores by coin, and the edges of the guesses."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 3.4), layout="constrained")
@@ -129,7 +129,7 @@ def plot_canaries(audit: CanaryAudit, path: str) -> None:
 
 
 def plot_game(result: dict[str, Any], path: str) -> None:
-    """Plot a bar for each case, its bound on mu, and the claim."""
+    """Plot each case's bound on mu, and the claim."""
     from matplotlib.figure import Figure
 
     cases = result["cases"]
