@@ -138,7 +138,7 @@ def test_row51_a_change_that_follows_from_results_has_no_epsilon(tmp_path):
 
 def test_row51_settings_that_followed_from_results_are_not_resumed():
     """A filter accounted for them once; no composition here does."""
-    fields = {**dataclasses.asdict(Ledger(SETTINGS, steps=2)), "budget": None}
+    fields = {**Ledger(SETTINGS, steps=2).fields(), "budget": None}
     Ledger.from_fields({**fields, "adaptive": False})
     with pytest.raises(ValueError, match=r"privacy\.new_segment = 'adaptive', .* not account"):
         Ledger.from_fields({**fields, "adaptive": True})

@@ -3,7 +3,6 @@
 Called on stand-ins; ../test_resume.py shows the same on whole runs.
 """
 
-import dataclasses
 import json
 import re
 from types import SimpleNamespace
@@ -103,7 +102,7 @@ def test_row31_a_checkpoint_under_other_terms_is_not_loaded(change):
     from torchtitan_dp.train import DPTrainer
 
     (changed,) = change.values()
-    _, trainer = loading(Ledger(dataclasses.replace(SETTINGS, **change)))
+    _, trainer = loading(Ledger(with_terms(SETTINGS, **change)))
     with pytest.raises(ValueError, match=rf"= {changed}: this run was started with"):
         DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
 
@@ -266,7 +265,7 @@ def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
     )
     stopped_after_a_step(tmp_path, earlier)
     spent = starting_from(tmp_path).before()
-    assert sorted(spent) == sorted([louder.spending(), SETTINGS.spending(STEP)])
+    assert set(spent) == {louder.spending(), SETTINGS.spending(STEP)}
 
 
 def test_row45_what_initial_weights_showed_and_their_units_are_assumptions(tmp_path):

@@ -2,14 +2,14 @@
 told; and what the accounting does not cover is refused.
 """
 
-import dataclasses
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 
 from tests import accounts
-from tests.accounts import steps_of, with_terms
+from tests.accounts import steps_of
 from tests.hazards.test_trainer import SETTINGS, Step
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.verify import _begins_as as begins_as
@@ -18,26 +18,17 @@ from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import ledger_of, read_published, read_published_fields
 from torchtitan_dp.ledger.initial import InitialWeights, _all_begun
 from torchtitan_dp.ledger.runs import Run, total
-from torchtitan_dp.ledger.settings import RANDOMIZED
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.mechanism import EstimatedNorms, PoissonGaussian, Segment
 
-EXACT = with_terms(SETTINGS, accountant="pld", sample_rate=0.05)
-ESTIMATED = dataclasses.replace(
-    EXACT, mechanism=RANDOMIZED, projections=32, norm_estimator="hutchinson"
-)
+EXACT = replace(SETTINGS, accountant="pld", mechanism=PoissonGaussian(1.0, 0.05))
+ESTIMATED = replace(EXACT, mechanism=EstimatedNorms(1.0, 0.05, 32, "hutchinson"))
 CAPPED = ["--privacy.gradient_method=randomized", "--training.local_batch_size=2"]
 METHOD = [*CAPPED, "--privacy.underestimates=accounted"]
 
 
 def spent(steps, k, noise=1.0):
-    return accounting.epsilon(
-        noise_multiplier=noise,
-        sample_rate=0.05,
-        steps=steps,
-        delta=1e-5,
-        accountant="pld",
-        projections=k,
-    )
+    return accounting.compose([steps_of(noise, 0.05, steps, k)], delta=1e-5, accountant="pld")
 
 
 def account(folder, ledger, total_steps=0):
@@ -53,8 +44,9 @@ def accounted_and_drawn(options):
     overrides = [*METHOD, *options]
     norms = build.build((1, 1, 1), *overrides).gradients.norms
     settings = settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
+    mechanism = settings.mechanism
     return (
-        (settings.projections, settings.norm_estimator, settings.spending(7).projections),
+        (mechanism.projections, mechanism.estimator, settings.spending(7).mechanism.projections),
         (norms.k, norms.estimator),
     )
 
@@ -66,7 +58,7 @@ def test_row67_what_is_accounted_is_what_is_drawn(k, estimator):
     assert found == ((k, estimator, k), (k, estimator))
 
 
-CAPPED_TERMS = with_terms(EXACT, capped_projections=32, norm_estimator="hutchinson")
+CAPPED_TERMS = replace(EXACT, mechanism=PoissonGaussian(1.0, 0.05, 32, "hutchinson"))
 
 
 @pytest.mark.parametrize(
@@ -82,16 +74,21 @@ def test_row67_steps_that_a_log_tells_of_have_no_norms_but_those_that_count(tmp_
     begun = _all_begun(kept, str(tmp_path))
     told = {segment.settings for segment in begun.segments}
     assert sum(segment.steps for segment in begun.segments) == 2
-    assert {one.projections for one in told} == {then.projections, now.projections}
-    assert {one.mechanism for one in told} == {then.mechanism, now.mechanism}
-    assert {(one.capped_projections, one.norm_estimator) for one in told} == {(0, "not recorded")}
+    assert {one.mechanism for one in told} == {
+        then.mechanism.as_logged(),
+        now.mechanism.as_logged(),
+    }
+    assert {one.mechanism.estimator for one in told} == {"not recorded"}
 
 
-@pytest.mark.parametrize("said", [EXACT, with_terms(CAPPED_TERMS, norm_estimator="hutch++")])
+HUTCH = replace(EXACT, mechanism=PoissonGaussian(1.0, 0.05, 32, "hutch++"))
+
+
+@pytest.mark.parametrize("said", [EXACT, HUTCH])
 def test_row67_a_file_that_says_other_norms_than_the_checkpoint_is_reported(said):
     truth = Ledger(CAPPED_TERMS, steps=5, planned_steps=5)
     assert begins_as(truth.segments(), truth.segments())
-    assert not begins_as(dataclasses.replace(truth, settings=said).segments(), truth.segments())
+    assert not begins_as(replace(truth, settings=said).segments(), truth.segments())
 
 
 def terms_of(*overrides):
@@ -104,12 +101,12 @@ def terms_of(*overrides):
 def test_row67_exact_and_capped_norms_may_take_each_others_place():
     """Which of them it is changes no epsilon, and is told of each step."""
     ghost, other = terms_of("--privacy.gradient_method=ghost"), terms_of("--privacy.projections=64")
-    assert ghost.norms == (0, 0, "exact")
+    assert ghost.mechanism == PoissonGaussian(1.0, ghost.mechanism.sample_rate)
     assert ghost == other
     capped = terms_of(*CAPPED)
     more = terms_of(*CAPPED, "--privacy.projections=64", "--privacy.norm_estimator=hutch++")
-    assert capped.norms == (0, 32, "hutchinson")
-    assert more.norms == (0, 64, "hutch++")
+    assert (capped.mechanism.capped, capped.mechanism.estimator) == (32, "hutchinson")
+    assert (more.mechanism.capped, more.mechanism.estimator) == (64, "hutch++")
     for one, to_come in itertools.permutations((ghost, capped, more), 2):
         assert one.same_terms(to_come)
         assert one.spending(7) == to_come.spending(7)
@@ -117,9 +114,9 @@ def test_row67_exact_and_capped_norms_may_take_each_others_place():
         ledger = Ledger(to_come)
         ledger.resume_from(Ledger(one, steps=3), new_segment=False)
         ledger.steps = 5
-        assert [(s.settings.norms, s.steps) for s in ledger.segments()] == [
-            (one.norms, 3),
-            (to_come.norms, 2),
+        assert [(s.settings.mechanism, s.steps) for s in ledger.segments()] == [
+            (one.mechanism, 3),
+            (to_come.mechanism, 2),
         ]
         assert ledger.epsilon() == Ledger(one, steps=5).epsilon()
         assert not ledger.caveats
@@ -137,10 +134,9 @@ def test_row55_and_67_a_file_that_does_not_tell_of_capped_norms_is_read(tmp_path
     schema.check(told)
     published = read_published(str(tmp_path))
     assert published.settings == EXACT
-    capped = with_terms(EXACT, capped_projections=32, norm_estimator="hutchinson")
-    ledger = Ledger(capped)
+    ledger = Ledger(CAPPED_TERMS)
     ledger.resume_from(published, new_segment=False)
-    assert [segment.settings for segment in ledger.segments()] == [EXACT, capped]
+    assert [segment.settings for segment in ledger.segments()] == [EXACT, CAPPED_TERMS]
     older = json.loads(Ledger(EXACT, steps=3).to_json())
     del older["settings"]["capped_projections"]
     assert Ledger.from_json(json.dumps(older)).settings == EXACT
@@ -152,13 +148,12 @@ def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
     from torchtitan_dp.ledger import summary
     from torchtitan_dp.release.card import _clipped, _clipping, _segments
 
-    capped = with_terms(EXACT, capped_projections=32, norm_estimator="hutch++")
-    before = [RunSegment(capped, 1), RunSegment(EXACT, 1)]
-    ledger = Ledger(capped, steps=3, planned_steps=3, finished=before)
+    before = [RunSegment(HUTCH, 1), RunSegment(EXACT, 1)]
+    ledger = Ledger(HUTCH, steps=3, planned_steps=3, finished=before)
     told = account(tmp_path, ledger).publish(str(tmp_path))
     assert (told["projections"], told["capped_projections"]) == (0, 32)
     assert told["norm_estimator"] == "hutch++"
-    assert told["mechanism"] == EXACT.mechanism
+    assert told["mechanism"] == EXACT.mechanism.name
     assert told["epsilon"] == pytest.approx(spent(3, 0), rel=1e-6)
     assert not any("norms were estimated" in caveat for caveat in told["caveats"])
     assert "norms from 32 projections, capped, pld" in " ".join(summary(told))
@@ -172,14 +167,13 @@ def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
     assert read_published(str(tmp_path)).segments() == ledger.segments()
 
 
-@pytest.mark.parametrize("options, counted", [(CAPPED, 0), (METHOD, 32)], ids=["capped", "counted"])
-def test_row67_what_is_capped_is_what_is_accounted_as_exact(options, counted):
+@pytest.mark.parametrize("options, kind", [(CAPPED, PoissonGaussian), (METHOD, EstimatedNorms)])
+def test_row67_what_is_capped_is_what_is_accounted_as_exact(options, kind):
     """The step's own cap, beside the terms of the ledger."""
-    from torchtitan_dp.privacy.envelope import largest_ratio
-
     (cap,) = on_ranks(1, cap_of_an_estimate, options)
-    assert terms_of(*options).projections == counted
-    assert cap == largest_ratio(counted)
+    mechanism = terms_of(*options).mechanism
+    assert type(mechanism) is kind
+    assert cap == mechanism.largest_share
 
 
 def cap_of_an_estimate(options):
@@ -205,7 +199,7 @@ def test_row31_and_67_a_resume_that_changes_norms_is_refused_or_a_new_segment(op
         Ledger(now).resume_from(Ledger(before, steps=3), new_segment=False)
     ledger = Ledger(now)
     ledger.resume_from(Ledger(before, steps=3), new_segment=True)
-    assert [s.spending().projections for s in ledger.segments()] == [32, now.projections]
+    assert [s.settings.mechanism for s in ledger.segments()] == [before.mechanism, now.mechanism]
 
 
 def test_row67_every_epsilon_of_a_run_counts_estimates(tmp_path):
@@ -217,7 +211,7 @@ def test_row67_every_epsilon_of_a_run_counts_estimates(tmp_path):
     assert told["epsilon_planned"] == pytest.approx(spent(40, 32), rel=1e-6)
     assert told["epsilon"] > 1.1 * spent(30, 0)
     assert (told["projections"], told["norm_estimator"]) == (32, "hutchinson")
-    assert told["mechanism"] == RANDOMIZED
+    assert told["mechanism"] == EstimatedNorms.name
     (event,) = told["dp_event"]["events"]
     assert event["event"]["class_name"] == "MixtureOfGaussiansDpEvent"
     assert any("norms were estimated" in caveat for caveat in told["caveats"])
@@ -239,29 +233,29 @@ def test_row46_and_67_begun_steps_are_read_with_their_norms(tmp_path):
     lines = (tmp_path / "steps_executed.log").read_text().splitlines()
     assert [len(line.split()) for line in lines] == [4, 5]  # as ever, where norms are exact
     again = ExecutedSteps(str(tmp_path)).begun(EXACT)
-    assert sorted(s.projections for s in again) == [0, 32]
+    assert [s.mechanism for s in again] == [s.mechanism.as_logged() for s in (EXACT, ESTIMATED)]
     with open(tmp_path / "steps_executed.log", "a") as file:
         file.write("3 1.0")  # torn: on the worst terms
     torn = ExecutedSteps(str(tmp_path)).begun(EXACT)
-    assert sorted(s.projections for s in torn) == [0, 32, 32]
+    assert [isinstance(s.mechanism, EstimatedNorms) for s in torn] == [False, True, True]
 
 
 def test_row45_and_67_initial_weights_bring_their_norms(tmp_path):
     executed = ExecutedSteps(str(tmp_path))
     executed.begin(1, ESTIMATED)
     ancestor = _all_begun(Ledger(EXACT), str(tmp_path))
-    assert [s.settings.projections for s in ancestor.segments] == [32]
+    assert [s.settings.mechanism for s in ancestor.segments] == [ESTIMATED.mechanism.as_logged()]
     assert InitialWeights("w").all_begun == ()
 
 
 def test_row50_and_67_planned_steps_are_on_the_worst_terms():
     ledger = Ledger(EXACT, steps=3, planned_steps=10, finished=[RunSegment(ESTIMATED, 2)])
-    assert ledger.still_planned() == [steps_of(1.0, 0.05, 7, 32)]
+    assert ledger.still_planned() == [Segment(ESTIMATED.mechanism, 7)]
 
 
 def test_row67_several_runs_add_up_by_pld(tmp_path):
     runs = [
-        Run("a", Ledger(dataclasses.replace(s, accountant=a), run=a), [], "f")
+        Run("a", Ledger(replace(s, accountant=a), run=a), [], "f")
         for s, a in ((EXACT, "rdp"), (ESTIMATED, "pld"))
     ]
     for run in runs:
@@ -283,7 +277,7 @@ def test_row55_and_67_an_older_privacy_json_is_of_exact_norms(tmp_path):
     (tmp_path / "privacy.json").write_text(json.dumps(told))
     schema.check(told)
     assert read_published(str(tmp_path)).settings == EXACT
-    assert ledger_of(read_published_fields(str(tmp_path))).settings.projections == 0
+    assert ledger_of(read_published_fields(str(tmp_path))).settings == EXACT
 
 
 def test_a_ledger_with_estimates_is_read_as_it_was_written():
@@ -294,8 +288,8 @@ def test_a_ledger_with_estimates_is_read_as_it_was_written():
 def test_row49_and_67_rounding_is_told_beside_what_epsilon_counts():
     (rounded,) = [c for c in caveats(Ledger(ESTIMATED, steps=1), 1.0, 1.0) if "rounded" in c]
     assert "C more than epsilon counts" in rounded
-    assert ESTIMATED.largest_share > 2
-    assert EXACT.largest_share == 1
+    assert ESTIMATED.mechanism.largest_share > 2
+    assert EXACT.mechanism.largest_share == 1
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from tests.accounts import with_terms
 from tests.processes import forks
 from tests.processes.runs import (
     Run,
@@ -448,7 +449,7 @@ def test_hazard_31_a_checkpoint_under_other_terms_is_not_loaded(probed):
     DPTrainer.load_state_dict(trainer, state)
     assert (trainer.step, trainer.ledger.steps, drawn) == (STEPS, STEPS, [1])
     for change in ({"delta": 1e-4}, {"noise_multiplier": 9.0}, {"sample_rate": 0.5}):
-        trainer.ledger = Ledger(dataclasses.replace(kept.settings, **change))
+        trainer.ledger = Ledger(with_terms(kept.settings, **change))
         with pytest.raises(ValueError, match="this run was started with"):
             DPTrainer.load_state_dict(trainer, state)
     assert drawn == [1]

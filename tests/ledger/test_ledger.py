@@ -130,11 +130,11 @@ def test_a_file_that_is_no_text_is_refused(tmp_path):
 )
 def test_a_changed_term_is_refused_with_both_values(attribute, key, value):
     SETTINGS.refuse_change(since=SETTINGS)
-    changed = dataclasses.replace(SETTINGS, **{attribute: value})
+    changed = with_terms(SETTINGS, **{attribute: value})
     with pytest.raises(ValueError, match=f"^{re.escape(key)} = ") as refusal:
         changed.refuse_change(since=SETTINGS)
     assert str(value) in str(refusal.value)
-    assert str(getattr(SETTINGS, attribute)) in str(refusal.value)
+    assert str(SETTINGS.fields()[attribute]) in str(refusal.value)
 
 
 def test_a_changed_neighbouring_relation_is_refused():
@@ -192,12 +192,11 @@ def test_a_torn_line_was_begun_too_and_on_the_worst_terms(tmp_path, torn):
     assert executed.count == 3
     executed.begin(10, SETTINGS)
     for read in (executed, ExecutedSteps(str(tmp_path))):  # it does not swallow the next
-        found = union(read.begun(SETTINGS))
-        assert [(s.noise_multiplier, s.sample_rate, s.steps) for s in found] == [
-            (0.5, 0.001, 1),
-            (0.5, 0.5, 1),
-            (1.0, 0.01, 1),
-            (2.0, 0.5, 1),
+        assert union(read.begun(SETTINGS)) == [
+            steps_of(0.5, 0.001, 1),
+            steps_of(0.5, 0.5, 1),
+            steps_of(1.0, 0.01, 1),
+            steps_of(2.0, 0.5, 1),
         ]
 
 

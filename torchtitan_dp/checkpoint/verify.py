@@ -51,7 +51,7 @@ def verify(folder: str) -> Run:
         for step in finished_checkpoints(checkpoints):
             check_checkpoint(run, step, step_folder(checkpoints, step))
     terms = ledger.settings.fields()
-    for name in _TERMS:
+    for name in (*_TERMS, *(ledger.settings.mechanism.fields().keys() - set(_TERMS))):
         term = terms[name]
         if said.get(name, term) != term:  # what a file of before lacks is the default
             run.faults.append(f"{PRIVACY_FILE}: {name} is not that of its last segment")

@@ -15,12 +15,14 @@ from typing import Any
 
 from torchtitan_dp.ledger.json_types import fits
 from torchtitan_dp.ledger.lineage import FORMAT, Ledger
+from torchtitan_dp.privacy.mechanism import MECHANISMS, Mechanism
 
 
 class Origin(enum.Enum):
     """Say where the value of a key comes from."""
 
     SETTINGS = "an attribute of the last segment's `Settings`"
+    MECHANISM = "one of its mechanism's own `keys`; files of other mechanisms lack it"
     LEDGER = "an attribute of the `Ledger`"
     ACCOUNT = "computed when the file is written"
     RELEASE = "computed when a release is made; a run's own file lacks it"
@@ -38,8 +40,14 @@ class Key:
     added: bool = False  # to format 1 after files of it were written, which lack it
 
 
-_SETTINGS, _LEDGER, _ACCOUNT, _RELEASE = Origin
+_SETTINGS, _MECHANISM, _LEDGER, _ACCOUNT, _RELEASE = Origin
 _NUMBER = int | float
+
+
+def keys_of(kind: type[Mechanism]) -> tuple[Key, ...]:
+    """Return the keys of one kind of mechanism: files of others lack them."""
+    return tuple(Key(name, of, _MECHANISM, meaning) for name, of, meaning in kind.keys)
+
 
 KEYS = (
     Key("format", int, _ACCOUNT, f"The version of this table: {FORMAT}."),
@@ -112,35 +120,9 @@ KEYS = (
         "max_grad_norm",
         _NUMBER,
         _SETTINGS,
-        "C: the norm that a unit's gradient is clipped to; with `projections`, the estimate of it.",
+        "C: the norm that a unit's gradient is clipped to, or the estimate of this norm.",
     ),
-    Key(
-        "projections",
-        int,
-        _SETTINGS,
-        "From how many random projections norms were estimated, whose errors ε counts; 0: they "
-        "were exact, or errors were capped, so that a unit counts C at most; as in every file that "
-        "lacks this key.",
-        added=True,
-    ),
-    Key(
-        "capped_projections",
-        int,
-        _SETTINGS,
-        "From how many random projections norms were estimated, where a gradient that is longer "
-        "than its estimate is scaled down to it: a unit counts C at most whatever the errors are, "
-        "so that ε is that of exact norms. 0: none were, ε counts their errors, or the steps were "
-        "taken by a version that did not tell.",
-        added=True,
-    ),
-    Key(
-        "norm_estimator",
-        str,
-        _SETTINGS,
-        "How: `hutchinson`, `hutch++`, or, where both numbers are 0, `exact`; `not recorded` of "
-        "steps that a log alone tells of.",
-        added=True,
-    ),
+    *dict.fromkeys(key for kind in MECHANISMS for key in keys_of(kind)),
     Key(
         "clipping",
         str,
@@ -327,10 +309,13 @@ def assemble(
     expected = set(names(_ACCOUNT, _RELEASE) if release else names(_ACCOUNT))
     assert set(told) == expected, set(told) ^ expected
     kept = ledger.fields()
-    found = {_SETTINGS: kept["settings"], _LEDGER: kept, _ACCOUNT: told, _RELEASE: told}
+    terms = kept["settings"]
+    found = {_SETTINGS: terms, _MECHANISM: terms, _LEDGER: kept, _ACCOUNT: told, _RELEASE: told}
     content = {}
     for key in KEYS:
         if key.origin is _RELEASE and not release:
+            continue
+        if key.origin is _MECHANISM and key.name not in terms:
             continue
         value = found[key.origin][key.name]
         assert fits(value, key.type), (key.name, value)
@@ -356,7 +341,7 @@ def check(content: Any) -> None:
     for key in KEYS:
         if key.origin is _RELEASE or (release and not key.released):
             continue
-        if key.added and key.name not in content:
+        if (key.added or key.origin is _MECHANISM) and key.name not in content:
             continue
         if key.name not in content:
             raise ValueError(f"it lacks '{key.name}'")

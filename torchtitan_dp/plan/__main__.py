@@ -198,7 +198,7 @@ def _for_programs(
         "epsilon": plan.epsilon if plan.private else None,
         "epsilon_stated": plan.epsilon_stated if plan.private else None,
         "private": plan.private,
-        **dataclasses.asdict(plan.settings),
+        **plan.settings.fields(),
         "steps": plan.steps,
         "parameters": parameter_count(args),
         "trained_parameters": trained_count(args),

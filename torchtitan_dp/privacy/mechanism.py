@@ -24,6 +24,30 @@ from torchtitan_dp.privacy.settings import Privacy
 
 NOT_RECORDED = "not recorded"  # the estimator, where a log is the only record of a step
 
+_OF_NORMS = (
+    (
+        "projections",
+        int,
+        "From how many random projections norms were estimated, whose errors ε counts; 0: they "
+        "were exact, or errors were capped, so that a unit counts C at most; as in every file that "
+        "lacks this key.",
+    ),
+    (
+        "capped_projections",
+        int,
+        "From how many random projections norms were estimated, where a gradient that is longer "
+        "than its estimate is scaled down to it: a unit counts C at most whatever the errors are, "
+        "so that ε is that of exact norms. 0: none were, ε counts their errors, or the steps were "
+        "taken by a version that did not record it.",
+    ),
+    (
+        "norm_estimator",
+        str,
+        "How: `hutchinson`, `hutch++`, or, where both numbers are 0, `exact`; `not recorded` where "
+        "a log is the only record of the steps.",
+    ),
+)
+
 
 @dataclass(frozen=True)
 class Mechanism(ABC):
@@ -45,6 +69,9 @@ class Mechanism(ABC):
 
     caveat: ClassVar[str] = ""
     """An assumption that epsilon rests on with this mechanism; empty if there is none."""
+
+    keys: ClassVar[tuple[tuple[str, type, str], ...]] = ()
+    """Its own keys of `privacy.json`: name, type and meaning of each that `fields` adds."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.sample_rate <= 1:
@@ -102,8 +129,14 @@ class Mechanism(ABC):
 
     @property
     def logged(self) -> tuple[str, ...]:
-        """The words that follow sigma, q and the start on a line of the log of steps."""
-        return ()
+        """The words that follow sigma, q and the start on a line of the log of steps: its name and
+        all else that epsilon depends on. (Those of version 0.1.0 are without a name.)"""
+        return (self.name,)
+
+    @classmethod
+    def from_logged(cls, noise_multiplier: float, sample_rate: float, *words: str) -> "Mechanism":
+        """Build it from a line of the log of steps; `words` follow its name there."""
+        return cls(noise_multiplier, sample_rate, *words)
 
     def as_logged(self) -> "Mechanism":
         """Return it without all that the log of steps, and hence epsilon, knows nothing of."""
@@ -152,6 +185,7 @@ class PoissonGaussian(Mechanism):
     estimator: str = "exact"
 
     name = "poisson_sampled_gaussian"
+    keys = _OF_NORMS
 
     def composition(self, steps: int) -> tuple[GaussianSteps, ...]:
         return (GaussianSteps(self.noise_multiplier, self.sample_rate, steps),)
@@ -173,6 +207,10 @@ class PoissonGaussian(Mechanism):
             fields.get("norm_estimator", "exact"),
         )
 
+    @property
+    def logged(self) -> tuple[str, ...]:
+        return ()
+
 
 @dataclass(frozen=True)
 class EstimatedNorms(Mechanism):
@@ -188,6 +226,7 @@ class EstimatedNorms(Mechanism):
     estimator: str = NOT_RECORDED
 
     name = "poisson_sampled_gaussian_of_randomized_norms"
+    keys = _OF_NORMS
     caveat = (
         "norms were estimated from random projections: the estimates' errors, which epsilon "
         "counts, are taken to be those of real numbers"
@@ -311,8 +350,13 @@ def from_log(noise_multiplier: float, sample_rate: float, words: Sequence[str]) 
     """
     if not words:
         return PoissonGaussian(noise_multiplier, sample_rate, estimator=NOT_RECORDED)
-    (projections,) = words
-    return EstimatedNorms(noise_multiplier, sample_rate, int(projections))
+    name, *others = words
+    if name.isdecimal():
+        return EstimatedNorms(noise_multiplier, sample_rate, int(name), *others)
+    kinds = {kind.name: kind for kind in MECHANISMS}
+    if name not in kinds:
+        raise ValueError(f"{name} is no mechanism of this version")
+    return kinds[name].from_logged(noise_multiplier, sample_rate, *others)
 
 
 def worst(known: Iterable[Mechanism]) -> Mechanism:
@@ -325,6 +369,8 @@ def worst(known: Iterable[Mechanism]) -> Mechanism:
     EstimatedNorms(noise_multiplier=1.0, sample_rate=0.2, projections=8, estimator='not recorded')
     """
     known = list(known)
+    kinds = {type(mechanism) for mechanism in known}
+    assert len(kinds) == 1 or kinds <= {PoissonGaussian, EstimatedNorms}, "none dominates the rest"
     return dataclasses.replace(
         max(known, key=lambda mechanism: mechanism.largest_share),
         noise_multiplier=min(mechanism.noise_multiplier for mechanism in known),

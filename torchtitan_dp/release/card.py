@@ -22,6 +22,7 @@ from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count,
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.envelope import largest_ratio
 from torchtitan_dp.privacy.meaning import Meaning
+from torchtitan_dp.privacy.mechanism import from_fields
 from torchtitan_dp.release.owner import owner_section
 from torchtitan_dp.release.use import use_section
 
@@ -296,10 +297,8 @@ def _segments(terms: dict[str, Any]) -> str:
 
 
 def _projected(settings: dict[str, Any]) -> str:
-    if count := settings.get("projections", 0):
-        return f", norms from {count} projections"
-    count = settings.get("capped_projections", 0)
-    return f", norms from {count} projections, capped" if count else ""
+    norms = from_fields(settings).norms
+    return f", {norms}" if norms else ""
 
 
 def _assumptions(terms: dict[str, Any], config: JobConfig) -> str:

@@ -1,0 +1,172 @@
+"""A mechanism that nobody knows but its class: ledger, log, `privacy.json`, epsilon and card."""
+
+import json
+import math
+from dataclasses import dataclass, replace
+
+import dp_accounting
+import pytest
+from dp_accounting.pld import PLDAccountant
+
+from tests.accounts import account
+from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.ledger import ExecutedSteps, Ledger, RunSegment, Settings, schema, summary
+from torchtitan_dp.ledger.files import read_published
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy import mechanism as mechanisms
+from torchtitan_dp.privacy.mechanism import Mechanism, PoissonGaussian, worst
+from torchtitan_dp.privacy.segments import GaussianSteps
+
+
+@dataclass(frozen=True)
+class Twice(Mechanism):
+    """Two draws a step, of noise sqrt(2) * sigma times and by `spread`."""
+
+    spread: float = 1.0
+
+    keys = (("spread", float, "What the two noise multipliers differ by."),)
+    name = "two_draws_a_step"
+    caveat = "each step drew twice"
+
+    def composition(self, steps):
+        noise = math.sqrt(2) * self.noise_multiplier
+        return tuple(
+            GaussianSteps(sigma, self.sample_rate, steps)
+            for sigma in (noise * self.spread, noise / self.spread)
+        )
+
+    @property
+    def norms(self):
+        return f"two draws, spread {self.spread}"
+
+    def terms(self):
+        return {"privacy.spread": self.spread}
+
+    def fields(self):
+        return {**super().fields(), "spread": self.spread}
+
+    @classmethod
+    def from_fields(cls, fields):
+        return cls(fields["noise_multiplier"], fields["sample_rate"], fields["spread"])
+
+    @property
+    def logged(self):
+        return (self.name, str(self.spread))
+
+    @classmethod
+    def from_logged(cls, noise_multiplier, sample_rate, *words):
+        return cls(noise_multiplier, sample_rate, float(words[0]))
+
+
+TOY = Twice(1.0, 0.05, 1.25)
+SETTINGS = Settings(TOY, 0.5, 1e-5, 5, "pld", "privacy.sample_rate", "add_remove")
+
+
+@pytest.fixture(autouse=True)
+def known(monkeypatch):
+    monkeypatch.setattr(mechanisms, "MECHANISMS", (*mechanisms.MECHANISMS, Twice))
+    monkeypatch.setattr(schema, "KEYS", (*schema.KEYS, *schema.keys_of(Twice)))
+
+
+def by_dp_accounting(steps):
+    accountant = PLDAccountant(dp_accounting.NeighboringRelation.ADD_OR_REMOVE_ONE, 1e-4)
+    for part in TOY.composition(steps):
+        step = dp_accounting.GaussianDpEvent(part.noise_multiplier)
+        step = dp_accounting.PoissonSampledDpEvent(part.sample_rate, step)
+        accountant.compose(dp_accounting.SelfComposedDpEvent(step, part.steps))
+    return accountant.get_epsilon(1e-5)
+
+
+def taken(folder, ledger):
+    """The ledger after as many steps as were begun in the folder."""
+    executed = ExecutedSteps(str(folder))
+    executed.new_start()
+    for step in range(ledger.steps):
+        executed.begin(step, ledger.settings)
+    ledger.start = executed._start
+    return ExecutedSteps(str(folder))
+
+
+def test_epsilon_is_that_of_its_composition():
+    found = Ledger(SETTINGS, steps=40).epsilon()
+    assert found == pytest.approx(by_dp_accounting(40), rel=2e-3)
+    once = replace(SETTINGS, mechanism=PoissonGaussian(1.0, 0.05))
+    assert found < 0.9 * Ledger(once, steps=40).epsilon()
+
+
+def test_its_noise_follows_from_a_target():
+    sigma = accounting.noise_for(TOY, 40, target_epsilon=3.0, delta=1e-5, accountant="pld")
+    settings = replace(SETTINGS, mechanism=TOY.with_noise(sigma))
+    assert 2.9 < settings.epsilon(40) <= 3.0
+    assert settings.mechanism.spread == TOY.spread
+
+
+def test_its_run_is_logged_published_verified_and_read(tmp_path):
+    ledger = Ledger(SETTINGS, steps=4, planned_steps=9)
+    executed = taken(tmp_path, ledger)
+    assert {step.mechanism for step in executed.begun(SETTINGS)} == {TOY}
+    published = account(ledger, executed, 9).publish(str(tmp_path))
+    schema.check(published)
+    assert published["mechanism"] == "two_draws_a_step"
+    assert published["epsilon"] == pytest.approx(by_dp_accounting(4), rel=2e-3)
+    assert published["epsilon_planned"] == pytest.approx(by_dp_accounting(9), rel=2e-3)
+    assert len(published["dp_event"]["events"]) == 2
+    assert any("drew twice" in caveat for caveat in published["caveats"])
+    assert "two draws, spread 1.25" in " ".join(summary(published))
+    assert verify(str(tmp_path)).faults == []
+    assert read_published(str(tmp_path)).segments() == ledger.segments()
+    assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+def test_lost_steps_are_of_it(tmp_path):
+    ledger = Ledger(SETTINGS, steps=6)
+    executed = taken(tmp_path, ledger)
+    resumed = Ledger(SETTINGS)
+    resumed.resume_from(Ledger(SETTINGS, steps=2, start=ledger.start), new_segment=False)
+    published = account(resumed, executed, 6).publish(str(tmp_path))
+    assert resumed.lost.mechanism == TOY
+    assert resumed.lost.steps >= 4
+    assert published["epsilon_executed"] >= by_dp_accounting(6) * 0.998
+    again = read_published(str(tmp_path))
+    assert again.lost == resumed.lost
+
+
+def test_a_resume_with_another_parameter_is_refused_or_a_segment():
+    before, wider = Ledger(SETTINGS, steps=3), replace(TOY, spread=1.5)
+    now = Ledger(replace(SETTINGS, mechanism=wider))
+    with pytest.raises(ValueError, match=r"privacy\.spread = 1\.5: .* started with 1\.25"):
+        now.resume_from(before, new_segment=False)
+    now.resume_from(before, new_segment=True)
+    assert now.finished == [RunSegment(SETTINGS, 3)]
+
+
+def test_its_card_states_it(tmp_path):
+    from torchtitan_dp.release.card import _segments
+
+    ledger = Ledger(SETTINGS, steps=4, finished=[RunSegment(SETTINGS, 1)])
+    published = account(ledger, taken(tmp_path, ledger), 4).publish(str(tmp_path))
+    assert "two draws, spread 1.25" in _segments(published)
+
+
+def test_a_mechanism_that_is_no_longer_known_is_refused(tmp_path, monkeypatch):
+    ledger = Ledger(SETTINGS, steps=2)
+    account(ledger, taken(tmp_path, ledger), 2).publish(str(tmp_path))
+    monkeypatch.undo()
+    with pytest.raises(ValueError, match=r"line 1: '0 1.0 0.05 .*' is not a step"):
+        ExecutedSteps(str(tmp_path))
+    with pytest.raises(ValueError, match=r"privacy\.json"):
+        read_published(str(tmp_path))
+    with pytest.raises((ValueError, KeyError)):
+        Ledger.from_json(ledger.to_json())
+
+
+def test_the_worst_of_it_and_another_is_not_guessed():
+    assert worst([TOY, TOY.with_noise(0.5)]) == TOY.with_noise(0.5)
+    with pytest.raises(AssertionError, match="none dominates"):
+        worst([TOY, PoissonGaussian(1.0, 0.05)])
+
+
+def test_the_file_has_its_parameter(tmp_path):
+    ledger = Ledger(SETTINGS, steps=1)
+    account(ledger, taken(tmp_path, ledger), 1).publish(str(tmp_path))
+    assert json.loads((tmp_path / "privacy.json").read_text())["spread"] == 1.25
