@@ -175,11 +175,8 @@ class ScoreKeeper:
             mesh = parameter.device_mesh
             chunk = RowLayout(parameter.shape, mesh.size(), 1).chunk_numel
             here = (names == name) & (positions // chunk == mesh.get_local_rank())
-            which, where = np.flatnonzero(here), positions[here] % chunk
-            self._mine[name] = (
-                torch.tensor(which, device=device),
-                torch.tensor(where, device=device),
-            )
+            which = torch.from_numpy(np.flatnonzero(here)).to(device)
+            self._mine[name] = which, torch.from_numpy(positions[here] % chunk).to(device)
         self._sums = torch.zeros(len(canaries), dtype=torch.float64, device=device)
         optimizer.register_step_pre_hook(self._add)
 

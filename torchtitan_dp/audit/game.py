@@ -10,7 +10,7 @@ a pair of batches that differ in one unit, and shows one kind of fault:
 | `norm_C` | a gradient of norm C | noise that is missing or too small | A |
 | `norm_100C` | one of norm 100 C | no clipping, or by a part of the norm | B |
 | `neighbour` | -10 C u instead of C u | clipping after samples are added | A |
-| `twin_halves` | u on one half of a parameter, -u on the other | noise repeated across shards | both |
+| `twin_halves` | u on half a parameter, -u on the rest | noise repeated across shards | both |
 | `twin_parameters` | u on one parameter, -u on its twin | noise repeated across parameters | both |
 | `not_a_number` | a gradient of NaN | a bad sample that makes the sum NaN | both |
 
@@ -289,13 +289,12 @@ class Game:
 
     def _step(self, units_UPN: torch.Tensor) -> None:
         """Step as `DPTrainer.train_step` does: draw, deal out, clip, sum, and add noise."""
-        units, MBS = np.arange(len(units_UPN)), self._batch_size
-        dealt = deal(units, ranks=self._dp, rank=self._dp_rank, batch_size=MBS)
+        units, size = np.arange(len(units_UPN)), self._batch_size
+        dealt = deal(units, ranks=self._dp, rank=self._dp_rank, batch_size=size)
         self._gradients.start_step(self._norm_keys.take(self._trial))
         for slots in dealt:
-            for slot_B in (
-                torch.from_numpy(slots).to(self._device).split(self._gradients.batch_size or MBS)
-            ):
+            at_once = self._gradients.batch_size or size
+            for slot_B in torch.from_numpy(slots).to(self._device).split(at_once):
                 valid_B = slot_B >= 0
                 unit_BPN = units_UPN[slot_B].masked_fill(~valid_B[:, None, None], 0.0)
                 loss_B = self._model(unit_BPN)

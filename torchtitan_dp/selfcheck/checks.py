@@ -19,29 +19,22 @@ from torchtitan_dp.selfcheck.run import Check, Measured, Ranks
 from torchtitan_dp.selfcheck.steps import Loops, checkpoint, clipped_sum, updates
 from torchtitan_dp.selfcheck.terms import Terms
 
+_Measure = Callable[..., Sequence[Measured]]
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"
 _GIB = 2**30
 
 
 def machine_checks(ranks: Ranks) -> list[Check]:
     """List the checks of the machine, which do not depend on what is trained."""
+    update = "the driver is too old for this torch, or broken: update it"
+    free = "other programs hold it: end them, or choose other devices (CUDA_VISIBLE_DEVICES)"
+    install = "install one environment on all nodes (scripts/setup.sh)"
+    network = f"{_DO_NOT_TRAIN}; broadcasts between these ranks are wrong (NCCL, the network)"
     return [
-        Check("devices", "the driver is too old for this torch, or broken: update it", _devices),
-        Check(
-            "memory",
-            "other programs hold it: end them, or choose other devices (CUDA_VISIBLE_DEVICES)",
-            functools.partial(_memory, ranks),
-        ),
-        Check(
-            "versions",
-            "install one environment on all nodes (scripts/setup.sh)",
-            functools.partial(_same_versions, ranks),
-        ),
-        Check(
-            "root key",
-            f"{_DO_NOT_TRAIN}; broadcasts between these ranks are wrong (NCCL, the network)",
-            functools.partial(_one_key, ranks),
-        ),
+        Check("devices", update, _devices),
+        Check("memory", free, functools.partial(_memory, ranks)),
+        Check("versions", install, functools.partial(_same_versions, ranks)),
+        Check("root key", network, functools.partial(_one_key, ranks)),
     ]
 
 
@@ -95,39 +88,29 @@ def checks_of(
     loops = Loops()
     met = set()
     for terms in all_terms:
-        check = functools.partial(_check, ranks, terms)
         if (terms.dtype, terms.degrees) not in met:  # these depend on no gradient method
             met.add((terms.dtype, terms.degrees))
             yield from _attention_checks(ranks, terms, every)
             if terms.config.training.loss_chunk_tokens:
                 remedy = "training.loss_chunk_tokens = 0 trains without it"
-                yield check("loss head", remedy, loss_head)
+                yield _check(ranks, terms, "loss head", remedy, loss_head)
             if terms.dtype == torch.float32:
-                yield check("noise", _DO_NOT_TRAIN, noise)
+                kinds = {"noise": terms}
                 if every:
-                    secure, exact = (
-                        {"secure_noise": True},
-                        {"secure_noise": True, "exact_sum": True},
-                    )
-                    for kind, how in (("secure noise", secure), ("noise of exact sums", exact)):
-                        yield _check(ranks, terms.but(**how), kind, _DO_NOT_TRAIN, noise)
-                yield check(
-                    "checkpoint",
+                    kinds["secure noise"] = terms.but(secure_noise=True)
+                    kinds["noise of exact sums"] = terms.but(secure_noise=True, exact_sum=True)
+                for kind, of in kinds.items():
+                    yield _check(ranks, of, kind, _DO_NOT_TRAIN, noise)
+                remedy = (
                     f"checkpoints cannot be trusted where they were tried ({place}): another "
-                    "job.dump_folder, on a file system that all nodes share",
-                    checkpoint,
-                    place,
+                    "job.dump_folder, on a file system that all nodes share"
                 )
+                yield _check(ranks, terms, "checkpoint", remedy, checkpoint, place)
         yield from _sum_checks(ranks, terms, loops, every)
 
 
 def _check(
-    ranks: Ranks,
-    terms: Terms,
-    name: str,
-    remedy: str,
-    measure: Callable[..., Sequence[Measured]],
-    *arguments: object,
+    ranks: Ranks, terms: Terms, name: str, remedy: str, measure: _Measure, *arguments: object
 ) -> Check:
     bound = functools.partial(measure, ranks, terms, *arguments)
     return Check(f"{name}, {terms.place}", remedy, bound)

@@ -99,15 +99,11 @@ def _attention_error(
 
 
 def _textbook_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Attend causally, one head at a time."""
-    shared = q.shape[1] // k.shape[1]
+    """Attend causally."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
-    heads = []
-    for head in range(q.shape[1]):
-        scores = q[:, head] @ k[:, head // shared].mT * q.shape[-1] ** -0.5
-        weights = F.softmax(scores.masked_fill(future, -torch.inf), dim=-1)
-        heads.append(weights @ v[:, head // shared])
-    return torch.stack(heads, dim=1)
+    scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
+    return F.softmax(scores, dim=-1) @ v
 
 
 def loss_head(ranks: Ranks, terms: Terms) -> Sequence[Measured]:

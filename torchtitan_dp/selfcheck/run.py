@@ -114,7 +114,11 @@ def run(
     """
     outcomes: list[Outcome] = []
     for check in checks:
-        mine = _measure(check)
+        mine: Sequence[Measured] | str
+        try:
+            mine = tuple(check.measure())
+        except (Exception, SystemExit) as error:  # a `Fault` is a SystemExit
+            mine = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         found = _gather_or_end(ranks, check, mine)
         for outcome in merged(check, found):
             outcomes.append(outcome)
@@ -123,14 +127,6 @@ def run(
         if 0 < errors < len(found):
             break
     return outcomes
-
-
-def _measure(check: Check) -> Sequence[Measured] | str:
-    """Return the check's measurements on this rank, or its error in one line."""
-    try:
-        return tuple(check.measure())
-    except (Exception, SystemExit) as error:  # a `Fault` is a SystemExit
-        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
 
 
 def _gather_or_end(

@@ -61,12 +61,8 @@ class Loops:
         key = repr((terms.args, replicate * shard, *how))
         if key not in self._known:
             samples = make_samples(terms.args, ranks=replicate * shard)
-            loop = (
-                reference_model(terms.args).double(),
-                samples.tokens_NT,
-                samples.labels_NT,
-                samples.weight_N,
-            )
+            model = reference_model(terms.args).double()
+            loop = model, samples.tokens_NT, samples.labels_NT, samples.weight_N
             # Twice, because the gradients of all samples together are many times the model.
             norms = [norm(gradient) for gradient in reference_gradients(*loop)]
             C = 1.5 * norms[0]
@@ -118,7 +114,8 @@ def updates(ranks: Ranks, terms: Terms, loops: Loops) -> Sequence[Measured]:
     weights, by_hand = small.weights(), _adamw(before, handed, small)
     moved = {name: weights[name].double() - w.double() for name, w in before.items()}
     should = {name: by_hand[name] - w.double() for name, w in before.items()}
-    hashes = ranks.gather(_hash(weights))
+    content = b"".join(weights[name].contiguous().numpy().tobytes() for name in sorted(weights))
+    hashes = ranks.gather(hashlib.sha256(content).hexdigest())
     changed = sum(not torch.equal(w, frozen[name]) for name, w in small.frozen().items())
     return (
         Measured("sum + noise", relative_error(handed[0], expected), 1e-5 + _SAFETY),
@@ -131,28 +128,18 @@ def updates(ranks: Ranks, terms: Terms, loops: Loops) -> Sequence[Measured]:
 
 def _adamw(weights: Gradient, gradients: list[Gradient], small: Small) -> Gradient:
     """Take AdamW's steps in fp64 on the CPU."""
-    settings = small.terms.config.optimizer
+    config = small.terms.config.optimizer
     by_hand = {name: w.double().requires_grad_() for name, w in weights.items()}
-    make = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[settings.name]
+    make = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.name]
+    betas, decay = (config.beta1, config.beta2), config.weight_decay
     optimizer = make(
-        by_hand.values(),
-        lr=settings.lr,
-        betas=(settings.beta1, settings.beta2),
-        eps=settings.eps,
-        weight_decay=settings.weight_decay,
+        by_hand.values(), lr=config.lr, betas=betas, eps=config.eps, weight_decay=decay
     )
     for gradient in gradients:
         for name, weight in by_hand.items():
             weight.grad = gradient[name].double()
         optimizer.step()
     return {name: weight.detach() for name, weight in by_hand.items()}
-
-
-def _hash(tensors: Gradient) -> str:
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        digest.update(tensors[name].contiguous().numpy().tobytes())
-    return digest.hexdigest()
 
 
 def checkpoint(ranks: Ranks, terms: Terms, place: str) -> Sequence[Measured]:

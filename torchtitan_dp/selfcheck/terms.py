@@ -96,18 +96,14 @@ def default_terms(world_size: int) -> list[Terms]:
         cp = world_size // shards
         for dtype in ("float32", "bfloat16"):
             for method in METHODS:
-                overrides = [
-                    "--privacy.noise_multiplier=1",
-                    "--privacy.delta=1e-5",
-                    f"--privacy.gradient_method={method}",
-                    "--training.global_batch_size=4",
-                    "--training.local_batch_size=2",
-                    f"--training.seq_len={512 * cp}",
-                    f"--training.mixed_precision_param={dtype}",
-                    "--activation_checkpoint.mode=none",
-                    f"--parallelism.context_parallel_degree={cp}",
-                    f"--parallelism.data_parallel_shard_degree={shards}",
-                ]
+                overrides = (
+                    "--privacy.noise_multiplier=1 --privacy.delta=1e-5 "
+                    f"--privacy.gradient_method={method} --training.seq_len={512 * cp} "
+                    "--training.global_batch_size=4 --training.local_batch_size=2 "
+                    f"--training.mixed_precision_param={dtype} --activation_checkpoint.mode=none "
+                    f"--parallelism.context_parallel_degree={cp} "
+                    f"--parallelism.data_parallel_shard_degree={shards}"
+                ).split()
                 config = load_config(overrides, world_size)
                 args = shape(config)
                 if dtype == "bfloat16":  # as in Llama 3.2 1B
