@@ -14,6 +14,10 @@ from typing import Any
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_dp.models.families import ModelArgs, family_of
