@@ -49,13 +49,19 @@ from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomical
 from torchtitan_dp.train_spec import register
 
 RESULT_FILE = "audit.json"
-_TRIALS, _CANARIES = 2000, 1000
-_GUESSES = 0.2  # of the canaries: near the best for claims from 3 to 12
+_CANARIES = 1000
+_OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (  # of one instrument alone
+    ("trials", int, "N", 2000, "game", "steps with the unit, and as many without"),
+    ("canaries", int, "N", _CANARIES, "canaries", "how many"),
+    # The default share is near the best for claims from 3 to 12.
+    ("guesses", float, "F", 0.2, "canaries", "the share to guess at"),
+    ("folder", str, "DIR", None, "canaries", "of the audited run (<job.dump_folder>_audit)"),
+)
+"""Name, type, metavar, default, instrument and meaning."""
+
 # A correct step meets a game's claim exactly, so that its bound exceeds it with the whole risk; the
 # canaries' bound is far below a true claim.
 _CONFIDENCE = {"game": 0.999, "canaries": 0.95}
-_ROUND = [digit * 10**power for power in range(1, 6) for digit in range(1, 10)]
-"""The numbers of trials to propose, ascending."""
 
 
 def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[str]]:
@@ -73,16 +79,13 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
         help="game: single steps of a tiny model, with a unit and without; canaries: one training "
         "run of the configured model with units that are included by chance (default)",
     )
-    for name, kind, metavar, meaning in (
-        ("--trials", int, "N", f"game: steps with the unit, and as many without ({_TRIALS})"),
-        ("--canaries", int, "N", f"canaries: how many ({_CANARIES})"),
-        ("--guesses", float, "F", f"canaries: the share to guess at ({_GUESSES})"),
-        ("--confidence", float, "P", f"of the bound ({_CONFIDENCE})"),
-        ("--folder", str, "DIR", "canaries: of the audited run (<job.dump_folder>_audit)"),
-        ("--json", str, "FILE", "write the result there; - is stdout"),
-        ("--plot", str, "FILE.png", "draw it"),
-    ):
-        parser.add_argument(name, type=kind, metavar=metavar, help=meaning)
+    for name, kind, metavar, default, of, meaning in _OPTIONS:
+        text = f"{of}: {meaning}" + (f" ({default})" if default is not None else "")
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+    text = f"of the bound ({_CONFIDENCE})"
+    parser.add_argument("--confidence", type=float, metavar="P", help=text)
+    parser.add_argument("--json", metavar="FILE", help="write the result there; - is stdout")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw it")
     return parse_known(parser, argv)
 
 
@@ -92,18 +95,13 @@ def check(options: argparse.Namespace) -> None:
     Raises:
         ValueError: one line for the user.
     """
-    instrument = options.instrument
-    for name, of, default in (
-        ("trials", "game", _TRIALS),
-        ("canaries", "canaries", _CANARIES),
-        ("guesses", "canaries", _GUESSES),
-        ("folder", "canaries", None),
-        ("confidence", instrument, _CONFIDENCE[instrument]),
-    ):
+    for name, _, _, default, of, _ in _OPTIONS:
         if (given := getattr(options, name)) is None:
             setattr(options, name, default)
-        elif of != instrument:
+        elif of != options.instrument:
             raise ValueError(f"--{name} = {given}: only --instrument {of} has it; remove it")
+    if options.confidence is None:
+        options.confidence = _CONFIDENCE[options.instrument]
     if not 0 < options.confidence < 1:
         raise ValueError(f"--confidence = {options.confidence}: must be between 0 and 1 (0.95)")
     if options.trials < 1:
@@ -137,7 +135,8 @@ def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings
         return expected > settings.mechanism.claimed_mu(trials=trials, confidence=confidence)
 
     if not suffice(options.trials):
-        enough = next((trials for trials in _ROUND if suffice(trials)), None)
+        proposed = (digit * 10**power for power in range(1, 6) for digit in range(1, 10))
+        enough = next((trials for trials in proposed if suffice(trials)), None)
         remedy = (
             f"{enough:,} suffice"
             if enough is not None
@@ -204,7 +203,7 @@ def main(argv: list[str]) -> None:
         result = play_game(config, plan, root, trials=options.trials, confidence=options.confidence)
     else:
         canaries = train_with_canaries(options, config)
-        result = report.canaries_for_programs(canaries, options.confidence)
+        result = canaries.result
     if dist.get_rank() == 0:
         if options.instrument == "canaries":
             _publish(config.job.dump_folder, result)

@@ -16,6 +16,7 @@ import json
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -42,14 +43,10 @@ GUESSES_FILE = "audit_guesses.json"
 class CanaryAudit:
     """The guesses, and the bound that the right ones prove."""
 
-    epsilon_lower_bound: float
-    most: float  # the bound if every guess had been right
-    epsilon_claimed: float
-    delta: float
-    correct: int
-    guesses: np.ndarray  # int8 (canaries,): 1 included, -1 excluded, 0 no guess
     scores: np.ndarray  # fp64 (canaries,)
+    guesses: np.ndarray  # int8 (canaries,): 1 included, -1 excluded, 0 no guess
     included: np.ndarray  # bool (canaries,)
+    result: dict[str, Any]  # the content of `--json`
 
 
 class AuditTrainer(DPTrainer):
@@ -146,17 +143,22 @@ def audit(config: JobConfig, *, canaries: int, guesses: int, confidence: float) 
     settings = trainer.ledger.settings
     correct = int(np.sum((guessed == 1) & included) + np.sum((guessed == -1) & ~included))
     terms = {"canaries": canaries, "guesses": guesses}
-    bounds = [
+    bound, most = (
         one_run_epsilon(**terms, correct=right, delta=settings.delta, confidence=confidence)
         for right in (correct, guesses)
-    ]
-    return CanaryAudit(
-        epsilon_lower_bound=bounds[0],
-        most=bounds[1],
-        epsilon_claimed=settings.epsilon(trainer.step),
-        delta=settings.delta,
-        correct=correct,
-        guesses=guessed,
-        scores=scores,
-        included=included,
     )
+    claimed = settings.epsilon(trainer.step)
+    result = {
+        "instrument": "canaries",
+        "epsilon_lower_bound": bound,
+        "epsilon_claimed": claimed,
+        "confidence": confidence,
+        "exceeds_claim": bound > claimed,
+        "delta": settings.delta,
+        "epsilon_lower_bound_if_all_right": most,
+        "canaries": canaries,
+        "included": int(included.sum()),
+        "guesses": guesses,
+        "correct": correct,
+    }
+    return CanaryAudit(scores, guessed, included, result)
