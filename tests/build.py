@@ -1,4 +1,4 @@
-"""Small Llamas laid over a mesh as training does, and the one-process loop they are held against.
+"""Small Llamas laid over a mesh as training does, and selfcheck's one-process loop for them.
 
 Import it in worker processes only (it builds process groups), except for `reference_*`.
 """
@@ -6,13 +6,11 @@ Import it in worker processes only (it builds process groups), except for `refer
 import copy
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 
 import torchtitan_dp.distributed  # noqa: F401
 
@@ -29,9 +27,13 @@ from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
 from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_fsdp_modules
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
-from torchtitan_dp.models.parameters import canonical_name, trainable_parameters
+from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.privacy.summation import FixedPointSum, Summation
+from torchtitan_dp.selfcheck import reference
+from torchtitan_dp.selfcheck.reference import norm as norm
+from torchtitan_dp.selfcheck.reference import reference_sum as reference_sum
+from torchtitan_dp.selfcheck.reference import relative_error as relative_error
 
 T = 32
 VOCABULARY = 37  # no mesh divides it
@@ -217,63 +219,11 @@ def data(
 
 def reference_model(args: LlamaArgs = ARGS, adapter_std: float = 0.5) -> Llama:
     """The same weights in one process, without any parallelism."""
-    model = Llama(copy.deepcopy(args))
-    model.init_weights()
-    fill_adapters(model, std=adapter_std)
-    return model
+    return reference.reference_model(args, adapter_std)
 
 
 def reference_gradients(
     model: nn.Module, tokens_NT: torch.Tensor, labels_NT: torch.Tensor
 ) -> list[dict[str, torch.Tensor]]:
-    """The one-process loop of single samples: each sample's whole gradient, by name."""
-    gradients = []
-    for tokens_T, labels_T in zip(tokens_NT, labels_NT, strict=True):
-        model.zero_grad()
-        loss = F.cross_entropy(model(tokens_T[None])[0], labels_T, ignore_index=-100)
-        if (labels_T >= 0).any():
-            loss.backward()
-        gradients.append(
-            {
-                canonical_name(name): torch.zeros_like(p) if p.grad is None else p.grad.clone()
-                for name, p in model.named_parameters()
-                if p.requires_grad
-            }
-        )
-    return gradients
-
-
-def norm(gradient: dict[str, torch.Tensor]) -> float:
-    return torch.cat([g.flatten().double() for g in gradient.values()]).norm().item()
-
-
-def reference_sum(
-    gradients: list[dict[str, torch.Tensor]],
-    max_grad_norm: float,
-    group_of: Callable[[str], str] = lambda _: "",
-) -> dict[str, torch.Tensor]:
-    """The sum of gradients clipped to `max_grad_norm`, in fp64.
-
-    Args:
-        group_of: which parameters are clipped by one norm, each group to an equal share of C^2;
-            by default all.
-    """
-    total: dict[str, torch.Tensor] = {}
-    for gradient in gradients:
-        groups: dict[str, dict[str, torch.Tensor]] = {}
-        for name, g in gradient.items():
-            groups.setdefault(group_of(name), {})[name] = g
-        bound = max_grad_norm / len(groups) ** 0.5
-        for group in groups.values():
-            factor = min(1.0, bound / max(norm(group), 1e-30))
-            for name, g in group.items():
-                total[name] = total.get(name, 0) + factor * g.double()
-    return total
-
-
-def relative_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Of the concatenated whole, in l2."""
-    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
-    a = torch.cat([actual[name].flatten().double() for name in sorted(actual)])
-    e = torch.cat([expected[name].flatten().double() for name in sorted(expected)])
-    return ((a - e).norm() / e.norm()).item()
+    """Each sample's whole gradient, by name, of selfcheck's one-process loop."""
+    return list(reference.reference_gradients(model, tokens_NT, labels_NT))

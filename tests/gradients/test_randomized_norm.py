@@ -49,7 +49,7 @@ def reference_squares(norms, gradient, layers, tokens, position, key):
     from torchtitan_dp.gradients.randomized_norm import first_number
     from torchtitan_dp.privacy.noise import standard_normal
 
-    k, total, estimated = norms.projections, 0.0, {}
+    k, total, estimated = norms.k, 0.0, {}
     for name, g_PD in gradient.items():
         exact = g_PD.double().square().sum().item()
         if g_PD.dim() == 1 or not norms.estimates(tokens * layers[name], g_PD.shape):

@@ -35,26 +35,29 @@ def new_game(degrees, method, batch_size, summed, adapters=False):
     import torchtitan_dp.distributed  # noqa: F401
 
     # isort: split
-    from torchtitan.distributed import ParallelDims
-
     from torchtitan_dp.audit.game import Game
     from torchtitan_dp.config import Privacy
-    from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
     from torchtitan_dp.models.lora import LoRA
     from torchtitan_dp.privacy.keys import RootKey
 
-    dims = ParallelDims(*degrees, 1, 1, 1, 1, math.prod(degrees))
-    dims.build_mesh()
+    privacy = Privacy(gradient_method=method, max_grad_norm=0.5, **summed)
     return Game(
-        Privacy(gradient_method=method, max_grad_norm=0.5, **summed),
-        noise_multiplier=SIGMA,
+        privacy,
+        mechanism(privacy),
         batch_size=batch_size,
         degrees=degrees,
-        mesh=fsdp_mesh(dims),
-        noise_keys=RootKey.from_debug_seed(7).stream("noise"),
-        projection_keys=RootKey.from_debug_seed(7).stream("projection"),
+        root=RootKey.from_debug_seed(7),
         lora=LoRA(8, 24.0, ("wq",)) if adapters else None,
     )
+
+
+def mechanism(privacy):
+    """What the game's steps are accounted for as."""
+    from torchtitan_dp.gradients.methods import METHODS
+    from torchtitan_dp.privacy.mechanism import mechanism_of
+
+    estimates = METHODS[privacy.gradient_method].estimates_norms
+    return mechanism_of(privacy, noise_multiplier=SIGMA, sample_rate=1.0, estimates_norms=estimates)
 
 
 def play(
@@ -293,9 +296,10 @@ def adapters_of_the_command(*options):
     from tests import build
     from torchtitan_dp.privacy.keys import RootKey
 
-    plan = SimpleNamespace(settings=SimpleNamespace(noise_multiplier=SIGMA, delta=1e-5))
+    config, root = build.config(*options), RootKey.from_debug_seed(7)
+    settings = SimpleNamespace(mechanism=mechanism(config.privacy), delta=1e-5)
+    plan = SimpleNamespace(settings=settings)
     with mock.patch.object(audit, "Game", wraps=audit.Game) as game:
-        config, root = build.config(*options), RootKey.from_debug_seed(7)
         audit.play_game(config, plan, root, trials=2, confidence=0.9)
     return game.call_args.kwargs["lora"]
 
@@ -334,14 +338,15 @@ def test_row35_and_56_adapters_left_out_of_the_norm_are_flagged(factors, fault):
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
 def test_row35_and_67_with_estimated_norms_the_claim_is_a_mixtures(estimator, fault):
     """On gradients of rank one, whose estimates err most: above 1 / sigma, and not by much."""
-    from torchtitan_dp.privacy.lower_bounds import claimed_mu
+    from torchtitan_dp.config import Privacy
 
     terms = {"norm_estimator": estimator, "projections": 16, "underestimates": "accounted"}
     names = ["norm_100C"] if fault else ["norm_C", "norm_100C", "not_a_number"]
     trials, confidence = (150, 0.95) if fault else (300, 0.999)
     arguments = (1, 1, 1), names, trials, fault, "randomized", 2, confidence, terms
     (bounds,) = on_ranks(1, play, *arguments)
-    claim = claimed_mu(SIGMA, 16, trials=trials, confidence=confidence)
+    claimed = mechanism(Privacy(gradient_method="randomized", **terms))
+    claim = claimed.claimed_mu(trials=trials, confidence=confidence)
     assert 1 / SIGMA < claim < 1.4 / SIGMA
     if fault is None:
         assert max(bounds.values()) <= claim
@@ -418,16 +423,17 @@ def test_too_few_trials_are_refused_with_a_number_that_suffices(sigma, enough):
 
     # isort: split
     from torchtitan_dp.audit.__main__ import check_power
+    from torchtitan_dp.privacy.mechanism import PoissonGaussian
 
     def options(trials):
         return SimpleNamespace(instrument="game", trials=trials, confidence=0.95)
 
-    settings = SimpleNamespace(noise_multiplier=sigma, projections=0)
+    settings = SimpleNamespace(mechanism=PoissonGaussian(sigma, 1.0))
     said = f"--trials = 30: too few to tell sigma = {sigma:.4g} from half of it; {enough} suffice"
     with pytest.raises(ValueError, match=f"^{said}$"):
         check_power(options(30), None, settings)
     check_power(options(enough), None, settings)
-    settings.mechanism.noise_multiplier = 1e4
+    settings.mechanism = settings.mechanism.with_noise(1e4)
     with pytest.raises(ValueError, match="; audit another noise "):
         check_power(options(enough), None, settings)
 

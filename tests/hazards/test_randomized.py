@@ -47,7 +47,7 @@ def accounted_and_drawn(options):
     mechanism = settings.mechanism
     return (
         (mechanism.projections, mechanism.estimator, settings.spending(7).mechanism.projections),
-        (norms.projections, norms.estimator),
+        (norms.k, norms.estimator),
     )
 
 

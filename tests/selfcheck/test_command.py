@@ -103,7 +103,7 @@ SCRIPT = """
     import os, sys
     from unittest import mock
     import torch.distributed as dist
-    from torchtitan_dp.selfcheck import checks, ranks
+    from torchtitan_dp.selfcheck import checks, run
     from torchtitan_dp.selfcheck.__main__ import main
 
     real = checks.noise
@@ -114,7 +114,7 @@ SCRIPT = """
         {others}
         return real(here, terms)
 
-    with mock.patch.object(checks, "noise", broken), mock.patch.object(ranks, "_GRACE_S", 1):
+    with mock.patch.object(checks, "noise", broken), mock.patch.object(run, "_GRACE_S", 1):
         main(sys.argv[1:])
 """
 
@@ -152,7 +152,7 @@ def test_a_rank_that_cannot_go_on_ends_all_with_a_line(tmp_path, fault, others, 
 
 
 def test_both_ways_to_name_the_file():
-    from torchtitan_dp.selfcheck.options import parse
+    from torchtitan_dp.selfcheck.__main__ import parse
 
     for name in ("--config", "--job.config_file"):
         options, overrides = parse([name, "a.toml", "--training.steps=2", "--json", "-"], "")

@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from torchtitan_dp.selfcheck.report import failure, for_programs, row
-from torchtitan_dp.selfcheck.result import Check, Measured, Outcome, merged, worst
+from torchtitan_dp.selfcheck.__main__ import failure, for_programs, row
+from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, merged, worst
 
 CHECK = Check("noise", "do not train", lambda: ())
 

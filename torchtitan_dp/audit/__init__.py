@@ -1,1 +1,1 @@
-"""Attacks on the trainer by its own makers: `python -m torchtitan_dp.audit`."""
+"""Attacks on the trainer by its own authors: `python -m torchtitan_dp.audit`."""

@@ -1,4 +1,4 @@
-"""Attack the trainer, and say how much leaked at the least.
+"""Attack the trainer, and report a lower bound on how much it leaks.
 
     python -m torchtitan_dp.audit --job.config_file FILE [--section.key value …]
         [--instrument game|canaries] [--canaries N] [--guesses F] [--trials N] [--confidence P]
@@ -6,7 +6,7 @@
 
 In one plain process, or in several under torchrun. `game` plays single steps of a tiny model on the
 configuration's terms (`audit.game`); `canaries` trains the configured model once, in a folder of
-its own, on the records and on canaries (`auditing.one_run`). Exit code 1 if more leaked than is
+its own, on the records and on canaries (`audit.one_run`). Exit code 1 if more leaks than is
 claimed, 2 for a user's mistake.
 """
 
@@ -23,26 +23,23 @@ import torch.distributed as dist
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
 # isort: split
-from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.audit import report
 from torchtitan_dp.audit.game import Game, cases
 from torchtitan_dp.audit.one_run import CanaryAudit, audit
-from torchtitan_dp.audit.options import check, parse
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
+from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps, Settings
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs, trained_count
-from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.preflight.check import open_records
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -52,53 +49,74 @@ from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomical
 from torchtitan_dp.train_spec import register
 
 RESULT_FILE = "audit.json"
+_CANARIES = 1000
+_OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (  # of one instrument alone
+    ("trials", int, "N", 2000, "game", "steps with the unit, and as many without"),
+    ("canaries", int, "N", _CANARIES, "canaries", "how many"),
+    # The default share is near the best for claims from 3 to 12.
+    ("guesses", float, "F", 0.2, "canaries", "the share to guess at"),
+    ("folder", str, "DIR", None, "canaries", "of the audited run (<job.dump_folder>_audit)"),
+)
+"""Name, type, metavar, default, instrument and meaning."""
+
+# A correct step meets a game's claim exactly, so that its bound exceeds it with the whole risk; the
+# canaries' bound is far below a true claim.
+_CONFIDENCE = {"game": 0.999, "canaries": 0.95}
 
 
-def play_game(
-    config: JobConfig, plan: Plan, root: RootKey, *, trials: int, confidence: float
-) -> dict[str, Any]:
-    """Play all cases of the game on the terms of `config`, and return what `--json` says.
+def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the audit's own options, and return the configuration's command line too."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_dp.audit",
+        description=description,
+        epilog="Any --section.key value of the configuration is taken too.",
+        allow_abbrev=False,
+    )
+    parser.add_argument(
+        "--instrument",
+        choices=("game", "canaries"),
+        default="canaries",
+        help="game: single steps of a tiny model, with a unit and without; canaries: one training "
+        "run of the configured model with units that are included by chance (default)",
+    )
+    for name, kind, metavar, default, of, meaning in _OPTIONS:
+        text = f"{of}: {meaning}" + (f" ({default})" if default is not None else "")
+        parser.add_argument(f"--{name}", type=kind, metavar=metavar, help=text)
+    text = f"of the bound ({_CONFIDENCE})"
+    parser.add_argument("--confidence", type=float, metavar="P", help=text)
+    parser.add_argument("--json", metavar="FILE", help="write the result there; - is stdout")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw it")
+    return parse_known(parser, argv)
 
-    Args:
-        root: the same on all ranks; its keys of noise and projections are used up.
 
-    Collective over the world.
+def check(options: argparse.Namespace) -> None:
+    """Check the options, and set those that were not given to their defaults, in place.
+
+    Raises:
+        ValueError: one line for the user.
     """
-    degrees = mesh_degrees(config)
-    dims = ParallelDims(*degrees, 1, 1, 1, 1, dist.get_world_size())
-    dims.build_mesh()
-    game = Game(
-        config.privacy,
-        mechanism=plan.settings.mechanism,
-        batch_size=config.training.local_batch_size,
-        degrees=degrees,
-        mesh=fsdp_mesh(dims),
-        noise_keys=root.stream("noise"),
-        projection_keys=root.stream("projection"),
-        lora=lora_of(config),
-    )
-    each = share_of(confidence)
-    outcomes = [game.play(case, trials=trials, confidence=each) for case in game.cases]
-    return report.game_for_programs(
-        outcomes,
-        mu_claimed=game.claim(trials=trials, confidence=each),
-        delta=plan.settings.delta,
-        trials=trials,
-        confidence=confidence,
-    )
-
-
-def share_of(confidence: float) -> float:
-    """Give one case its confidence, so that all together have `confidence`."""
-    return 1 - (1 - confidence) / len(cases(2))
-
-
-_TRIALS = [digit * 10**power for power in range(1, 6) for digit in range(1, 10)]
-"""Numbers of trials that are proposed, rising."""
+    for name, _, _, default, of, _ in _OPTIONS:
+        if (given := getattr(options, name)) is None:
+            setattr(options, name, default)
+        elif of != options.instrument:
+            raise ValueError(f"--{name} = {given}: only --instrument {of} has it; remove it")
+    if options.confidence is None:
+        options.confidence = _CONFIDENCE[options.instrument]
+    if not 0 < options.confidence < 1:
+        raise ValueError(f"--confidence = {options.confidence}: must be between 0 and 1 (0.95)")
+    if options.trials < 1:
+        raise ValueError(f"--trials = {options.trials}: must be at least 1")
+    if not 0 < options.guesses <= 1:
+        raise ValueError(f"--guesses = {options.guesses}: a share, above 0 and at most 1")
+    if round(options.guesses * options.canaries) < 1:
+        raise ValueError(
+            f"--canaries = {options.canaries}: with --guesses = {options.guesses} none would be "
+            f"guessed at; plant more (the default is {_CANARIES})"
+        )
 
 
 def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings) -> None:
-    """Refuse an audit that could not show anything, or not be run.
+    """Refuse an audit that could not detect a fault, or not be run.
 
     Raises:
         ValueError: one line for the user.
@@ -110,15 +128,15 @@ def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings
                 f"trains {values:,}; ask for fewer"
             )
         return
-    sigma = settings.mechanism.noise_multiplier
-    confidence = share_of(options.confidence)
+    sigma, confidence = settings.mechanism.noise_multiplier, share_of(options.confidence)
 
     def suffice(trials: int) -> bool:
         expected = expected_mu(2 / sigma, trials, confidence)
         return expected > settings.mechanism.claimed_mu(trials=trials, confidence=confidence)
 
     if not suffice(options.trials):
-        enough = next((trials for trials in _TRIALS if suffice(trials)), None)
+        proposed = (digit * 10**power for power in range(1, 6) for digit in range(1, 10))
+        enough = next((trials for trials in proposed if suffice(trials)), None)
         remedy = (
             f"{enough:,} suffice"
             if enough is not None
@@ -130,11 +148,16 @@ def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings
         )
 
 
+def share_of(confidence: float) -> float:
+    """Return the confidence of each case with which all cases together have `confidence`."""
+    return 1 - (1 - confidence) / len(cases(2))
+
+
 def prepare_run(config: JobConfig, folder: str) -> None:
-    """Make `config` that of the audited run, in place: a folder of its own, nothing beside weights.
+    """Make `config` the audited run's, in place: a folder of its own, no output but the weights.
 
     Raises:
-        ValueError: one line for the user, if something ran in that folder.
+        ValueError: one line for the user, if a run lives in that folder.
     """
     if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or ExecutedSteps(folder).count > 0:
         raise ValueError(
@@ -175,32 +198,25 @@ def main(argv: list[str]) -> None:
             raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
         check_power(options, args, plan.settings)
     _start_ranks()
-    result, canaries = _run(options, config, plan)
+    if options.instrument == "game":
+        root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
+        result = play_game(config, plan, root, trials=options.trials, confidence=options.confidence)
+    else:
+        canaries = train_with_canaries(options, config)
+        result = canaries.result
     if dist.get_rank() == 0:
-        _tell(options, config, result, canaries)
+        if options.instrument == "canaries":
+            _publish(config.job.dump_folder, result)
+        print("\n".join(report.table(result)), file=sys.stderr)
+        if options.json:
+            write_json(options.json, result)
+        if options.plot and options.instrument == "game":
+            report.plot_game(result, options.plot)
+        elif options.plot:
+            report.plot_canaries(canaries, options.plot)
     dist.destroy_process_group()
     if result["exceeds_claim"]:
         raise SystemExit(1)
-
-
-def _run(
-    options: argparse.Namespace, config: JobConfig, plan: Plan
-) -> tuple[dict[str, Any], CanaryAudit | None]:
-    terms = {"confidence": options.confidence}
-    if options.instrument == "game":
-        root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
-        return play_game(config, plan, root, trials=options.trials, **terms), None
-    register(config)
-    lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # of a process group that exists already
-    try:
-        guesses = round(options.guesses * options.canaries)
-        canaries = audit(config, canaries=options.canaries, guesses=guesses, **terms)
-    finally:
-        logger.setLevel(level)
-        del lock
-    return report.canaries_for_programs(canaries, options.confidence), canaries
 
 
 def _start_ranks() -> None:
@@ -214,33 +230,65 @@ def _start_ranks() -> None:
     dist.init_process_group(store=dist.HashStore(), rank=0, world_size=1)
 
 
-def _tell(
-    options: argparse.Namespace,
-    config: JobConfig,
-    result: dict[str, Any],
-    canaries: CanaryAudit | None,
-) -> None:
-    if canaries is not None:
-        folder = config.job.dump_folder
-        text = json.dumps(result, indent=2) + "\n"
-        write_atomically(os.path.join(folder, RESULT_FILE), text.encode())
-        spent = read_published_fields(folder)
-        assert spent is not None
-        cost = spent["epsilon_executed"]
-        price = "has no epsilon" if cost is None else f"spends epsilon = {rounded_up(cost)}"
-        for line in (
-            f"publishing this result {price} on the records; python -m torchtitan_dp.ledger adds "
-            f"it up, from {folder}/",
-            "the weights there are not private, for good: delete them",
-        ):
-            print(f"audit: {line}", file=sys.stderr)
-    print("\n".join(report.table(result)), file=sys.stderr)
-    if options.json:
-        write_json(options.json, result)
-    if options.plot and canaries is not None:
-        report.plot_canaries(canaries, options.plot)
-    elif options.plot:
-        report.plot_game(result, options.plot)
+def play_game(
+    config: JobConfig, plan: Plan, root: RootKey, *, trials: int, confidence: float
+) -> dict[str, Any]:
+    """Play all cases of the game on the terms of `config`, and return the content of `--json`.
+
+    Args:
+        root: the same on all ranks; its keys of noise and of norms are used up.
+
+    Collective over the world.
+    """
+    game = Game(
+        config.privacy,
+        plan.settings.mechanism,
+        batch_size=config.training.local_batch_size,
+        degrees=mesh_degrees(config),
+        root=root,
+        lora=lora_of(config),
+    )
+    each = share_of(confidence)
+    outcomes = [game.play(case, trials=trials, confidence=each) for case in game.cases]
+    return report.game_for_programs(
+        outcomes,
+        mu_claimed=game.claim(trials=trials, confidence=each),
+        delta=plan.settings.delta,
+        trials=trials,
+        confidence=confidence,
+    )
+
+
+def train_with_canaries(options: argparse.Namespace, config: JobConfig) -> CanaryAudit:
+    """Run the canary audit in its own folder, locked. Collective over the world."""
+    register(config)
+    lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
+    level = logger.level
+    logger.setLevel(logging.ERROR)  # no warning that the process group exists already
+    try:
+        guesses = round(options.guesses * options.canaries)
+        return audit(
+            config, canaries=options.canaries, guesses=guesses, confidence=options.confidence
+        )
+    finally:
+        logger.setLevel(level)
+        del lock
+
+
+def _publish(folder: str, result: dict[str, Any]) -> None:
+    """Write the result beside the audited weights, and print the cost of publishing it."""
+    text = json.dumps(result, indent=2) + "\n"
+    write_atomically(os.path.join(folder, RESULT_FILE), text.encode())
+    spent = read_published_fields(folder)
+    assert spent is not None
+    cost = spent["epsilon_executed"]
+    price = "has no epsilon" if cost is None else f"spends epsilon = {rounded_up(cost)}"
+    for line in (
+        f"publishing this result {price} on the records; python -m torchtitan_dp.ledger adds it "
+        f"up, from {folder}/",
+        "the weights there are not private, for good: delete them",
+    ):
+        print(f"audit: {line}", file=sys.stderr)
 
 
 if __name__ == "__main__":

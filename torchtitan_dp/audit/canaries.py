@@ -1,13 +1,13 @@
-"""Canaries: extra units, drawn like all others, whose gradient is a direction of their own.
+"""Canaries: extra units, drawn like all others, each with a gradient direction of its own.
 
 The white-box gradient canary of Nasr et al. ("Tight Auditing of Differentially Private Machine
 Learning", USENIX Security 2023), many at once as in Steinke et al. (NeurIPS 2023): canary j is one
-position of one parameter. A fair secret coin decides whether it is *included*; then its gradient is
-`NORM` * C there and 0 elsewhere, put in before clipping. Excluded, it is an empty unit: drawn,
-dealt out and backpropagated like any, with a gradient of exactly 0. All that follows is the
-trainer's own code: norms, clipping, the sum, its reductions, the noise.
+position of one parameter. A fair secret coin decides whether it is *included*: then its gradient is
+`NORM` * C there and 0 elsewhere, set before clipping. Excluded, it is an empty unit, drawn, dealt
+out and backpropagated like any other, with a gradient of exactly 0. Norms, clipping, the sum, its
+reductions and the noise are the trainer's own.
 
-What is public: which positions. What is secret until the guesses are written: the coins.
+Positions are public. Coins are secret until the guesses are written.
 """
 
 from collections import deque
@@ -33,7 +33,7 @@ _PLACES_SEED = 0  # public
 
 @dataclass(frozen=True)
 class Canaries:
-    """Tells where each canary lies: at `positions[j]` of the flattened parameter `names[j]`."""
+    """The canaries' places: `positions[j]` of the flattened parameter `names[j]`."""
 
     names: tuple[str, ...]
     positions: tuple[int, ...]
@@ -62,10 +62,10 @@ def draw_coins(key: bytes, count: int) -> np.ndarray:
 
 
 class CanarySamples(SampleStore):
-    """Makes samples of units, and of canaries behind them: without tokens, so that their loss is 0.
+    """Makes samples of units, and of canaries numbered after them: these have no tokens, loss 0.
 
-    `drawn` tells, in order, which unit is in each slot that was handed out: the canary's number,
-    or None for a unit or padding. Whoever consumes the slots takes them from there.
+    `drawn` lists the contents of the slots handed out, in order: the canary's number, or None for a
+    unit or padding. `CanarySum` removes each slot that it clips.
     """
 
     def __init__(self, real: SampleStore, data: Data) -> None:
@@ -98,7 +98,7 @@ class CanarySamples(SampleStore):
 
     @property
     def sources(self) -> int:
-        return super().sources + 1  # the last one is of every canary
+        return super().sources + 1  # the last one is all canaries'
 
     def chosen(self, unit: int, rng: np.random.Generator | None, windows: int) -> np.ndarray:
         if unit >= self.first:
@@ -110,7 +110,7 @@ class CanarySamples(SampleStore):
 
 
 class CanarySum(ClippedSum):
-    """Puts the included canaries into their samples before these are clipped."""
+    """Sets the gradients of included canaries before clipping."""
 
     takes_groups_early = False  # `add` sees whole samples
 
@@ -151,12 +151,12 @@ class CanarySum(ClippedSum):
         return clipped
 
     def accumulate_part(self, *part: Any) -> None:
-        assert self._in_add, "a sample that passes `add` by has no canary"
+        assert self._in_add, "a sample that bypasses `add` has no canary"
         super().accumulate_part(*part)
 
 
 class ScoreKeeper:
-    """Scores without coins: sums, over steps, what AdamW is handed at each canary's position."""
+    """Scores canaries without their coins: sums AdamW's gradient at each position over steps."""
 
     def __init__(
         self, canaries: Canaries, parameters: dict[str, nn.Parameter], optimizer: Any
@@ -167,35 +167,31 @@ class ScoreKeeper:
             optimizer: a `torch.optim.Optimizer`, before each step of which gradients are read.
         """
         self._parameters = parameters
-        self._mine: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
-        found: dict[str, tuple[list[int], list[int]]] = {}
-        for canary, name in enumerate(canaries.names):
+        self._mine: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # canaries, and where
+        device = next(iter(parameters.values())).device
+        names, positions = np.array(canaries.names), np.array(canaries.positions)
+        for name in set(canaries.names):
             parameter = cast(DTensor, parameters[name])
             mesh = parameter.device_mesh
             chunk = RowLayout(parameter.shape, mesh.size(), 1).chunk_numel
-            rank, within = divmod(canaries.positions[canary], chunk)
-            if rank == mesh.get_local_rank():
-                which, where = found.setdefault(name, ([], []))
-                which.append(canary)
-                where.append(within)
-        device = next(iter(parameters.values())).device
-        for name, (which, where) in found.items():
-            self._mine[name] = (
-                torch.tensor(which, device=device),
-                torch.tensor(where, device=device),
-            )
+            here = (names == name) & (positions // chunk == mesh.get_local_rank())
+            which = torch.from_numpy(np.flatnonzero(here)).to(device)
+            self._mine[name] = which, torch.from_numpy(positions[here] % chunk).to(device)
         self._sums = torch.zeros(len(canaries), dtype=torch.float64, device=device)
-        optimizer.register_step_pre_hook(self._look)
+        optimizer.register_step_pre_hook(self._add)
 
-    def _look(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+    def _add(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         for name, (which, where) in self._mine.items():
             gradient = cast(DTensor, self._parameters[name].grad).to_local().view(-1)
             self._sums[which] += gradient[where].double()
 
     def scores(self, replicas: int) -> np.ndarray:
-        """Sum up fp64 (canaries,), the same on all ranks, in the units of the gradient.
+        """Return fp64 (canaries,), the same on all ranks, in the units of the gradient.
 
-        Collective: an all-reduce over the world, of which `replicas` parts are alike.
+        Args:
+            replicas: dp_replicate: this many ranks have the same shard.
+
+        Collective: an all-reduce over the world.
         """
         total = self._sums.clone()
         dist.all_reduce(total)

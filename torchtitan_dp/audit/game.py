@@ -1,28 +1,29 @@
-"""The distinguishing game: with one step's noised gradient in hand, was a unit there or not?
+"""The distinguishing game: was a unit in the step or not, given only the noised gradient?
 
 Each trial is one whole step at sampling rate 1, through the code that trains: FSDP2's backward, the
-gradient method, `ClippedSum`, its reductions and `DPOptimizer`, up to the gradient handed to AdamW.
-Only the model is small: its loss is linear, so that a unit's gradient is whatever a case asks for.
-A case is a pair of batches that differ in one unit, made to show one kind of fault:
+gradient method, `ClippedSum`, its reductions and `DPOptimizer`, up to the gradient that AdamW gets.
+Only the model is small. Its loss is linear, so that a case chooses each unit's gradient. A case is
+a pair of batches that differ in one unit, and shows one kind of fault:
 
-| case | differs by | shows | with LoRA, in |
+| case | the difference | shows | with LoRA, in |
 | --- | --- | --- | --- |
 | `norm_C` | a gradient of norm C | noise that is missing or too small | A |
 | `norm_100C` | one of norm 100 C | no clipping, or by a part of the norm | B |
-| `neighbour` | -10 C u beside C u | clipping after samples are added | A |
-| `twin_halves` | u on a parameter's half, -u on its other | noise repeated across shards | both |
-| `twin_parameters` | u on one parameter, -u on its like | noise repeated across parameters | both |
-| `not_a_number` | a gradient of NaN | a bad sample that tells of itself | both |
+| `neighbour` | -10 C u instead of C u | clipping after samples are added | A |
+| `twin_halves` | u on half a parameter, -u on the rest | noise repeated across shards | both |
+| `twin_parameters` | u on one parameter, -u on its twin | noise repeated across parameters | both |
+| `not_a_number` | a gradient of NaN | a bad sample that makes the sum NaN | both |
 
 With `[lora]` the parameters are the factors A and B of two adapted layers. Each kind has cases of
-its own for noise and for norms. In `twin_parameters` a factor has the opposite both of its like in
-the other layer and of the other factor in its own, so that noise shared with either shows.
+its own for noise and for norms. In `twin_parameters` a factor has the opposite sign of its twin in
+the other layer and of the other factor in its own layer, so that noise shared with either shows.
 
 Guarantee:
-    A step of the claimed mechanism is 1/sigma-Gaussian-DP for each case (with estimated norms, as
-    `Mechanism.claimed_mu` says), so `Game.play` of it returns more than the claim with
-    probability at most 1 - confidence, over all cases together (each has its share of the risk).
-    Thresholds are fixed by the claim, before any trial.
+    For each case a step of the claimed mechanism is mu-Gaussian-DP with mu = 1 / sigma; with
+    estimated norms no test of `trials` steps finds more than `Mechanism.claimed_mu`, at this
+    confidence. So the probability that `Game.play` exceeds the claim is at most 1 - confidence,
+    over all cases together (each has its share of the risk). The claim fixes thresholds before any
+    trial.
 """
 
 from collections.abc import Callable
@@ -37,15 +38,20 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.distributed import ParallelDims
+
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.gradients.randomized_norm import RandomizedNorms
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
+from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
 from torchtitan_dp.models.lora import LoRA, add_adapters
 from torchtitan_dp.models.parameters import copy_slice_, trainable_parameters
-from torchtitan_dp.privacy.keys import KeyStream
+from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import gaussian_mu
 from torchtitan_dp.privacy.mechanism import Mechanism
 from torchtitan_dp.privacy.sampling import deal
@@ -55,19 +61,19 @@ _ROWS = 8  # of each parameter on each rank
 
 @dataclass(frozen=True)
 class Case:
-    """Holds two batches of two units, gradients in multiples of C, each (2, 2 parameters, N)."""
+    """Two batches of two units; gradients in multiples of C, (2 units, 2 parameters, N)."""
 
     name: str
     without_UPN: torch.Tensor
     with_UPN: torch.Tensor
-    along_PN: torch.Tensor  # unit direction in which the difference is looked for
-    threshold: float  # of the score; "with" is guessed on the far side, seen from `without`
-    factors: tuple[float, float]  # with LoRA, how much of a gradient lies in B, in A: of norm 1
+    along_PN: torch.Tensor  # the unit vector that the score is measured along
+    threshold: float  # of the score: the guess is "with" from here on
+    factors: tuple[float, float]  # with LoRA, a gradient's shares in B and in A: of norm 1
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Holds what the guesses in one case prove."""
+    """The errors of the guesses in one case, and the bound that they prove."""
 
     case: str
     false_positives: int
@@ -97,24 +103,24 @@ def cases(rows: int) -> list[Case]:
 
 
 def sizes(privacy: Privacy, *, ranks: int, cp: int) -> tuple[int, int, int]:
-    """Choose how many tokens each rank has, and how many rows and columns a layer, on `ranks`.
+    """Choose each rank's number of tokens, and the rows and columns of a layer, on `ranks` ranks.
 
-    They are as few as the gradient method does with what it does with a model's. Where it estimates
-    norms, of matrices that are not too far from square, all three grow with the mesh.
+    They are the fewest at which the gradient method does what it does on a real model. Where it
+    estimates norms, of matrices that are nearly square, all three grow with the mesh.
     """
     method = METHODS[privacy.gradient_method]
     tokens, rows, columns = method.smallest_layer(privacy)
     rows = max(_ROWS, -(-rows // ranks)) * ranks
     if method.estimates_norms:
         tokens, columns = max(tokens, rows), max(columns, rows)
-        norms = RandomizedNorms(privacy.projections, privacy.norm_estimator, None, capped=True)
-        assert norms.estimates(tokens, torch.Size((rows, columns)))
     return -(-tokens // cp), rows, columns
 
 
 class _Dials(nn.Module):
-    """Has W = 2 parameters whose gradient, for sample b, is whatever (2, N) the loss is asked for:
-    in their first column, of rank one, which is the worst for an estimate of its norm."""
+    """W = 2 parameters whose per-sample gradients, (2, N) for sample b, are the model's input.
+
+    They lie in the first columns: of rank one, which is the worst for an estimate of the norm.
+    """
 
     dials: tuple[str, ...] = "first.weight", "second.weight"
 
@@ -130,16 +136,16 @@ class _Dials(nn.Module):
         return (outputs_BPTN[:, :, 0] * gradient_BPN).sum((1, 2))
 
     def place(self, case: Case) -> torch.Tensor:
-        """Prepare for a case, and return its direction in the parameters' first columns: (W, N)."""
+        """Prepare for a case; return its direction in the parameters' first columns, (W, N)."""
         return case.along_PN
 
 
 class _AdaptedDials(_Dials):
-    """Has for parameters the W = 4 factors of two layers, each (N, N), all of them watched.
+    """W = 4 parameters: the factors, each (N, N), of two adapted layers.
 
     With z = x A^T, the gradient of B is g^T z, and that of A is (g B)^T x, each times alpha / r. So
-    where A is p times the identity and B q times, B gets p times what the loss is asked for, and A
-    q times.
+    where A is p times the identity and B q times, the gradient of B is p times the input, and that
+    of A q times.
     """
 
     dials = tuple(f"{name}.lora_{kind}.weight" for kind in "ba" for name in ("first", "second"))
@@ -156,30 +162,32 @@ class _AdaptedDials(_Dials):
     def place(self, case: Case) -> torch.Tensor:
         for name, share in zip(self.dials, np.repeat(case.factors[::-1], 2), strict=True):
             factor = self.get_parameter(name)
-            assert isinstance(factor, DTensor)  # what is gathered would be thrown away
+            assert isinstance(factor, DTensor)  # a write to a gathered copy would be lost
             copy_slice_(factor, share * torch.eye(self._rows))
         return torch.cat([share * case.along_PN for share in case.factors])
 
 
 class _Observer(torch.optim.Optimizer):
-    """Keeps, in AdamW's place, how far the gradient it is handed lies along a direction."""
+    """Takes AdamW's place, and scores each gradient: this rank's part of its dot product with a
+    direction."""
 
     def __init__(
-        self, parameters: dict[str, nn.Parameter], watched: list[nn.Parameter], mesh: DeviceMesh
+        self, parameters: dict[str, nn.Parameter], dials: tuple[str, ...], mesh: DeviceMesh
     ) -> None:
         """
         Args:
             parameters: all that are trained.
-            watched: those of them that a direction is of.
+            dials: the names of the W that directions are of.
         """
         super().__init__(list(parameters.values()), {})
-        self._watched, self._mesh = watched, mesh
+        self._watched, self._mesh = [parameters[name] for name in dials], mesh
         self._along: list[torch.Tensor] = []
         self.scores: list[torch.Tensor] = []
 
-    def look_along(self, direction_WN: torch.Tensor) -> None:
+    def restart(self, direction_WN: torch.Tensor) -> None:
+        """Take another direction, of the parameters' first columns, and drop the scores."""
         rank, ranks = self._mesh.get_local_rank(), self._mesh.size()
-        self._along = [whole_N.chunk(ranks)[rank] for whole_N in direction_WN]  # first columns
+        self._along = [whole_N.chunk(ranks)[rank] for whole_N in direction_WN]
         self.scores = []
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -190,73 +198,71 @@ class _Observer(torch.optim.Optimizer):
 
 
 class Game:
-    """Plays cases on a mesh, on terms that a run could have."""
+    """Plays cases on a mesh, on the terms of a run."""
 
     def __init__(
         self,
         privacy: Privacy,
-        *,
         mechanism: Mechanism,
+        *,
         batch_size: int,
         degrees: tuple[int, int, int],
-        mesh: DeviceMesh,
-        noise_keys: KeyStream,
-        projection_keys: KeyStream,
+        root: RootKey,
         lora: LoRA | None = None,
     ) -> None:
         """
         Args:
-            privacy: C, the clip function, the gradient method, and how is summed and noised.
+            privacy: C, the clip function, the gradient method, the kinds of sum and noise.
             mechanism: the claim, with noise.
             batch_size: MBS.
             degrees: dp_replicate, dp_shard, cp.
-            mesh: of dp_shard x cp, also of one rank.
-            noise_keys, projection_keys: the same on all ranks, not used yet.
-            lora: whether adapters are trained; of its sizes only alpha / r matters here.
+            root: the same on all ranks; the streams "noise" and "projection" are used up.
+            lora: the adapters, if any are trained; of their sizes only alpha / r matters here.
 
         Collective over the world.
         """
         self._C, self._mechanism, self._batch_size = privacy.max_grad_norm, mechanism, batch_size
-        self._keys, self._projection_keys, self._trial = noise_keys, projection_keys, 0
-        method = METHODS[privacy.gradient_method]
+        self._noise_keys, self._norm_keys = root.stream("noise"), root.stream("projection")
+        self._trial = 0
         replicate, shard, self._cp = degrees
         self._dp, self._dp_rank = replicate * shard, dist.get_rank() // self._cp
-        self._mesh = mesh
+        dims = ParallelDims(*degrees, 1, 1, 1, 1, dist.get_world_size())
+        dims.build_mesh()
+        self._mesh = mesh = fsdp_mesh(dims)
+        self._device = torch.device(mesh.device_type)
         tokens, rows, columns = sizes(privacy, ranks=mesh.size(), cp=self._cp)
         self.cases = cases(rows)
-        self._device = torch.device(mesh.device_type)
         model = _Dials(tokens, rows, columns)
         if lora is not None:
             model = _AdaptedDials(tokens, rows, lora)
         model.to(self._device)
-        if method.per_sample_layers:
+        if METHODS[privacy.gradient_method].per_sample_layers:
             per_sample_layers(model)
         module = _shard(model, mesh)
         parameters = trainable_parameters(model)
         groups = ReductionGroups.build(mesh.device_type, degrees)
         step = build_step(privacy, model, parameters, [module], groups, max_grad_norm=self._C)
         self._model, self._sum, self._gradients = model, step.clipped_sum, step.gradients
-        dials = [parameters[name] for name in model.dials]
-        self._observer = _Observer(parameters, dials, mesh)
+        self._observer = _Observer(parameters, model.dials, mesh)
         self._optimizer = step.optimizer(
             self._observer, noise_multiplier=mechanism.noise_multiplier, expected_batch_size=1
         )
 
     def claim(self, *, trials: int, confidence: float) -> float:
-        """Return the mu that `play` with these arguments must not exceed."""
+        """Return the mu that `play` must not exceed with these arguments."""
         return self._mechanism.claimed_mu(trials=trials, confidence=confidence)
 
     def play(self, case: Case, *, trials: int, confidence: float) -> Outcome:
-        """Guess in `trials` steps with the unit and as many without.
+        """Guess in `trials` steps with the unit and in as many without.
 
         Args:
-            confidence: of this case alone; for several, give each its share of the risk.
+            confidence: of this case alone; several share the risk.
 
         Collective over the world; all ranks return the same.
         """
         without = self.scores(case, case.without_UPN, trials)
         with_it = self.scores(case, case.with_UPN, trials)
-        # A score that is no number gives the unit away: it counts as "with".
+        # A NaN score gives the unit away: it counts as "with".
         false_positives = int((~(without < case.threshold)).sum())
         false_negatives = int((with_it < case.threshold).sum())
         mu = gaussian_mu(
@@ -269,14 +275,14 @@ class Game:
         return Outcome(case.name, false_positives, false_negatives, mu)
 
     def scores(self, case: Case, batch_UPN: torch.Tensor, trials: int) -> np.ndarray:
-        """Take steps on one batch, and tell how far each noised gradient lies along the case's
+        """Take steps on one batch, and score each noised gradient: its dot product with the case's
         direction, over C.
 
         Returns:
             fp64 (trials,), the same on all ranks.
         """
-        self._observer.look_along(self._model.place(case).to(self._device))
-        # Each cp rank has a part of the tokens, hence of the loss.
+        self._observer.restart(self._model.place(case).to(self._device))
+        # The loss is the sum of the cp ranks' parts.
         units_UPN = (batch_UPN * (self._C / self._cp)).to(self._device)
         for _ in range(trials):
             self._trial += 1
@@ -287,26 +293,22 @@ class Game:
 
     def _step(self, units_UPN: torch.Tensor) -> None:
         """Step as `DPTrainer.train_step` does: draw, deal out, clip, sum, and add noise."""
-        dealt = deal(
-            np.arange(len(units_UPN)),
-            ranks=self._dp,
-            rank=self._dp_rank,
-            batch_size=self._batch_size,
-        )
-        at_once = self._gradients.batch_size or self._batch_size
-        self._gradients.start_step(self._projection_keys.take(self._trial))
+        units, size = np.arange(len(units_UPN)), self._batch_size
+        dealt = deal(units, ranks=self._dp, rank=self._dp_rank, batch_size=size)
+        self._gradients.start_step(self._norm_keys.take(self._trial))
         for slots in dealt:
+            at_once = self._gradients.batch_size or size
             for slot_B in torch.from_numpy(slots).to(self._device).split(at_once):
                 valid_B = slot_B >= 0
                 unit_BPN = units_UPN[slot_B].masked_fill(~valid_B[:, None, None], 0.0)
                 loss_B = self._model(unit_BPN)
                 self._gradients.accumulate_clipped(loss_B, valid_B, slot_B.tolist())
-        self._optimizer.step(self._sum.take(), self._keys.take(self._trial))
+        self._optimizer.step(self._sum.take(), self._noise_keys.take(self._trial))
         self._sum.reset()
 
 
 def _shard(model: _Dials, mesh: DeviceMesh) -> FSDPModule:
-    """Lay the model over `mesh` as `models.llama3.parallelize` does, in one group, to be quick."""
+    """Lay the model over `mesh` as `models.llama3.parallelize` does, in one group for speed."""
     module = fully_shard(model, mesh=mesh)
     if mesh.size() > 1:
         module.set_gradient_divide_factor(1.0)

@@ -1,21 +1,22 @@
-"""The one-run canary audit: train once, guess every coin, look, and count.
+"""The one-run canary audit: train once, guess the coins, reveal them, and count right guesses.
 
 Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023), Algorithm 1,
-through the trainer itself. The order is the argument: scores are computed without the coins, the
-guesses follow from the scores alone and are on disk before anybody looks at a coin.
+through the trainer itself. The proof needs this order: scores do not depend on the coins except
+through training, guesses depend on scores alone, and they are on disk before the coins are read.
 
 Guarantee:
     If training is (epsilon, delta)-DP, `audit` reports a lower bound above epsilon with probability
-    at most 1 - confidence. The audited weights themselves are not private: their ledger says so for
-    good, and they live in a folder of their own. The result is computed from noised gradients of
-    the real records too: publishing it spends what the audited run's steps spend, which the
-    folder's ledger tells as `epsilon_executed` and adds to that of other runs.
+    at most 1 - confidence. The audited weights are not private, which their ledger records for
+    good; they have a folder of their own. The result is computed from noised gradients of the real
+    records too: publishing it spends as much as the audited run's steps, `epsilon_executed` in the
+    folder's ledger, which adds it to other runs' spending.
 """
 
 import json
 import os
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
@@ -40,20 +41,16 @@ GUESSES_FILE = "audit_guesses.json"
 
 @dataclass(frozen=True)
 class CanaryAudit:
-    """Holds what the guesses came to."""
+    """The guesses, and the bound that the right ones prove."""
 
-    epsilon_lower_bound: float
-    most: float  # the bound if every guess had been right
-    epsilon_claimed: float
-    delta: float
-    correct: int
-    guesses: np.ndarray  # int8 (canaries,): 1 included, -1 excluded, 0 no guess
     scores: np.ndarray  # fp64 (canaries,)
+    guesses: np.ndarray  # int8 (canaries,): 1 included, -1 excluded, 0 no guess
     included: np.ndarray  # bool (canaries,)
+    result: dict[str, Any]  # the content of `--json`
 
 
 class AuditTrainer(DPTrainer):
-    """Trains as `DPTrainer` does, with canaries behind the records, and watches the gradient."""
+    """Trains like `DPTrainer`, on canaries after the records, and scores them."""
 
     clipped_sum_type = CanarySum
     clipped_sum: CanarySum
@@ -64,7 +61,7 @@ class AuditTrainer(DPTrainer):
         loader, dims = self.dataloader, self.parallel_dims
         samples = CanarySamples(loader.samples, job_config.data)
         batch = dims.get_mesh("batch") if dims.dp_enabled else None
-        # Only now: sampling rate and noise are those of a run on the records alone.
+        # After the base class: sampling rate and noise are those of a run on the records alone.
         self.dataloader = RecordLoader(
             samples,
             np.concatenate([loader.units, samples.first + np.arange(canaries)]),
@@ -87,39 +84,38 @@ class AuditTrainer(DPTrainer):
 
     def train_step(self, feed: Feed) -> None:
         super().train_step(feed)
-        assert not self._drawn, "samples were drawn that were never clipped"
+        assert not self._drawn, "some drawn samples were never clipped"
         steps = self.job_config.training.steps
         if dist.get_rank() == 0 and self.step % max(steps // 10, 1) == 0:
             print(f"audit: step {self.step} of {steps}", file=sys.stderr)
 
     def scores(self) -> np.ndarray:
-        """Sum each canary's gradient over steps, in units of what one inclusion adds to it.
+        """Return each canary's gradient, summed over steps, in multiples of one inclusion's.
 
-        Collective over the world; does not look at the coins.
+        Collective over the world; does not read the coins.
         """
         settings = self.ledger.settings
         scale = settings.expected_batch_size / settings.max_grad_norm
         return self._keeper.scores(self.parallel_dims.dp_replicate) * scale
 
     def unblind(self) -> np.ndarray:
-        """Reveal the coins, bool (canaries,). Call it when the guesses can no longer change."""
+        """Reveal the coins, bool (canaries,), after the guesses are on disk."""
         assert os.path.exists(os.path.join(self.job_config.job.dump_folder, GUESSES_FILE))
         return self._coins
 
 
 def guess(scores: np.ndarray, guesses: int) -> np.ndarray:
-    """Guess 1 for the highest scores and -1 for the lowest, half of `guesses` each; int8, 0
-    between.
+    """Guess 1 for the highest scores and -1 for the lowest, half of `guesses` each, else 0; int8.
 
     >>> guess(np.array([0.1, 3.0, -1.0, 0.2]), 2).tolist()
     [0, 1, -1, 0]
     """
     order = np.argsort(scores, kind="stable")
     lowest = guesses // 2
-    said = np.zeros(len(scores), dtype=np.int8)
-    said[order[:lowest]] = -1
-    said[order[len(scores) - (guesses - lowest) :]] = 1
-    return said
+    guessed = np.zeros(len(scores), dtype=np.int8)
+    guessed[order[:lowest]] = -1
+    guessed[order[len(scores) - (guesses - lowest) :]] = 1
+    return guessed
 
 
 def audit(config: JobConfig, *, canaries: int, guesses: int, confidence: float) -> CanaryAudit:
@@ -127,7 +123,7 @@ def audit(config: JobConfig, *, canaries: int, guesses: int, confidence: float) 
 
     Args:
         config: checked; its dump folder is the audit's own.
-        guesses: how many canaries are guessed at, fixed now.
+        guesses: the number of canaries to guess, fixed before training.
 
     Collective over the world; all ranks return the same.
     """
@@ -135,9 +131,9 @@ def audit(config: JobConfig, *, canaries: int, guesses: int, confidence: float) 
     try:
         trainer.train()
         scores = trainer.scores()
-        said = guess(scores, guesses)
+        guessed = guess(scores, guesses)
         if dist.get_rank() == 0:
-            content = {"scores": scores.tolist(), "guesses": said.tolist()}
+            content = {"scores": scores.tolist(), "guesses": guessed.tolist()}
             path = os.path.join(config.job.dump_folder, GUESSES_FILE)
             write_atomically(path, json.dumps(content).encode())
         dist.barrier()
@@ -145,24 +141,24 @@ def audit(config: JobConfig, *, canaries: int, guesses: int, confidence: float) 
     finally:
         trainer.close()
     settings = trainer.ledger.settings
-    correct = int(np.sum((said == 1) & included) + np.sum((said == -1) & ~included))
-    bounds = [
-        one_run_epsilon(
-            canaries=canaries,
-            guesses=guesses,
-            correct=right,
-            delta=settings.delta,
-            confidence=confidence,
-        )
+    correct = int(np.sum((guessed == 1) & included) + np.sum((guessed == -1) & ~included))
+    terms = {"canaries": canaries, "guesses": guesses}
+    bound, most = (
+        one_run_epsilon(**terms, correct=right, delta=settings.delta, confidence=confidence)
         for right in (correct, guesses)
-    ]
-    return CanaryAudit(
-        epsilon_lower_bound=bounds[0],
-        most=bounds[1],
-        epsilon_claimed=settings.epsilon(trainer.step),
-        delta=settings.delta,
-        correct=correct,
-        guesses=said,
-        scores=scores,
-        included=included,
     )
+    claimed = settings.epsilon(trainer.step)
+    result = {
+        "instrument": "canaries",
+        "epsilon_lower_bound": bound,
+        "epsilon_claimed": claimed,
+        "confidence": confidence,
+        "exceeds_claim": bound > claimed,
+        "delta": settings.delta,
+        "epsilon_lower_bound_if_all_right": most,
+        "canaries": canaries,
+        "included": int(included.sum()),
+        "guesses": guesses,
+        "correct": correct,
+    }
+    return CanaryAudit(scores, guessed, included, result)

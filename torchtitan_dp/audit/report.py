@@ -1,4 +1,4 @@
-"""An audit's result: for people, for programs, as a picture."""
+"""The result of an audit: lines for people, JSON for programs, plots."""
 
 import math
 from typing import Any
@@ -16,7 +16,7 @@ _LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may 
 def game_for_programs(
     outcomes: list[Outcome], *, mu_claimed: float, delta: float, trials: int, confidence: float
 ) -> dict[str, Any]:
-    """Put together what `--json` says of a game."""
+    """Return the content of `--json` for a game."""
     worst = max(outcomes, key=lambda outcome: outcome.mu)
     return {
         "instrument": "game",
@@ -39,30 +39,13 @@ def game_for_programs(
     }
 
 
-def canaries_for_programs(audit: CanaryAudit, confidence: float) -> dict[str, Any]:
-    """Put together what `--json` says of a canary audit."""
-    return {
-        "instrument": "canaries",
-        "epsilon_lower_bound": audit.epsilon_lower_bound,
-        "epsilon_claimed": audit.epsilon_claimed,
-        "confidence": confidence,
-        "exceeds_claim": audit.epsilon_lower_bound > audit.epsilon_claimed,
-        "delta": audit.delta,
-        "epsilon_lower_bound_if_all_right": audit.most,
-        "canaries": len(audit.scores),
-        "included": int(audit.included.sum()),
-        "guesses": int(np.count_nonzero(audit.guesses)),
-        "correct": audit.correct,
-    }
-
-
 def _down(lower_bound: float, decimals: int) -> str:
-    """Round a lower bound down for people to read: it never says more than was shown."""
+    """Format a lower bound, rounded down: never more than was shown."""
     return f"{math.floor(lower_bound * 10**decimals) / 10**decimals:.{decimals}f}"
 
 
 def table(result: dict[str, Any]) -> list[str]:
-    """Write the result's lines."""
+    """Return the lines of the result."""
     exceeds = result["exceeds_claim"]
     lines = [
         f"audit ({result['instrument']}): epsilon >= {_down(result['epsilon_lower_bound'], 2)} "
@@ -99,29 +82,24 @@ def table(result: dict[str, Any]) -> list[str]:
 
 
 def plot_canaries(audit: CanaryAudit, path: str) -> None:
-    """Plot histograms of the scores, by coin, and where guesses were made."""
+    """Plot histograms of the scores by coin, and the edges of the guesses."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(7, 3.4), layout="constrained")
+    result, figure = audit.result, Figure(figsize=(7, 3.4), layout="constrained")
     axes = figure.subplots()
-    shown = audit.scores[np.isfinite(audit.scores)]
-    bins = np.histogram_bin_edges(shown, bins=40)
-    for included, color, label in (
-        (False, "tab:blue", "excluded"),
-        (True, "tab:orange", "included"),
-    ):
-        mine = audit.scores[audit.included == included]
-        name = f"{label} ({len(mine)})"
-        axes.hist(mine, bins=bins.tolist(), alpha=0.6, color=color, label=name)
+    bins = np.histogram_bin_edges(audit.scores[np.isfinite(audit.scores)], bins=40).tolist()
+    for label, which in (("excluded", ~audit.included), ("included", audit.included)):
+        mine = audit.scores[which]  # in blue, and in orange
+        axes.hist(mine, bins=bins, alpha=0.6, label=f"{label} ({len(mine)})")
     for side, edge in ((-1, np.max), (1, np.min)):
         if (audit.guesses == side).any():
             axes.axvline(edge(audit.scores[audit.guesses == side]), color="black", lw=1, ls="--")
     axes.set_xlabel("score (1 = what an included canary adds each time it is drawn)")
     axes.set_ylabel("canaries")
     axes.set_title(
-        f"{audit.correct} of {np.count_nonzero(audit.guesses)} guesses right (beyond the dashed "
-        f"lines): epsilon >= {_down(audit.epsilon_lower_bound, 2)}, claimed "
-        f"{rounded_up(audit.epsilon_claimed, digits=3)}",
+        f"{result['correct']} of {result['guesses']} guesses right (beyond the dashed lines): "
+        f"epsilon >= {_down(result['epsilon_lower_bound'], 2)}, claimed "
+        f"{rounded_up(result['epsilon_claimed'], digits=3)}",
         fontsize="medium",
     )
     axes.legend(frameon=False)
@@ -129,7 +107,7 @@ def plot_canaries(audit: CanaryAudit, path: str) -> None:
 
 
 def plot_game(result: dict[str, Any], path: str) -> None:
-    """Plot a bar for each case, its bound on mu, and the claim."""
+    """Plot each case's bound on mu, and the claim."""
     from matplotlib.figure import Figure
 
     cases = result["cases"]

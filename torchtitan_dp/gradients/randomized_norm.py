@@ -71,7 +71,7 @@ class RandomizedNorms:
             cp: the ranks that have parts of the same samples.
             capped: a gradient counts for no more than was estimated.
         """
-        self.projections, self.estimator = projections, estimator
+        self.k, self.estimator = projections, estimator
         self._largest_ratio = 1.0 if capped else largest_ratio(projections)
         self._estimated: set[str] = set()  # parameters, in this microbatch
         self._cp, self._cp_size = cp, 1 if cp is None else dist.get_world_size(cp)
@@ -104,7 +104,7 @@ class RandomizedNorms:
 
     def estimates(self, tokens: int, shape: torch.Size) -> bool:
         """Tell whether a matrix's norm is estimated: k (T + P + D) < min(2 T^2, P D)."""
-        room = self.projections * (tokens + sum(shape))
+        room = self.k * (tokens + sum(shape))
         return room < min(2 * tokens * tokens, shape.numel())
 
     def squared_norms(
@@ -143,7 +143,7 @@ class RandomizedNorms:
         """Draw the microbatch's projections, of N(0, 1 / k): fp32 (B, rows, k)."""
         assert self._key is not None, "no key: start_step comes before a step's first microbatch"
         assert self._positions is not None, "whose samples these are is not known"
-        samples, k = factors[0].left, self.projections
+        samples, k = factors[0].left, self.k
         # Rows begin whole blocks apart, so that a compiled kernel finds each of them aligned.
         shape = len(samples), places(rows * k)
         drawn_BN = torch.zeros(shape, dtype=torch.float32, device=samples.device)[:, : rows * k]

@@ -1,1 +1,1 @@
-"""Whether this machine computes it right: each part of a private step against a plain reference."""
+"""Checks of this machine: each part of a private step against a plain reference."""

@@ -1,80 +1,119 @@
-"""All checks, in order: what is quick and explains the others first."""
+"""All checks, in order: those that are quick and explain others come first."""
 
 import functools
+import hashlib
 import itertools
-from collections.abc import Iterator, Sequence
+import os
+import platform
+from collections.abc import Callable, Iterator, Sequence
 from typing import get_args
 
 import torch
 
+from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.ring_attention import RotateMethod
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.selfcheck.attention import attention
-from torchtitan_dp.selfcheck.checkpoints import checkpoint
-from torchtitan_dp.selfcheck.estimates import norm_estimates
-from torchtitan_dp.selfcheck.loss_head import loss_head
-from torchtitan_dp.selfcheck.machine import devices, memory, one_key, same_versions
-from torchtitan_dp.selfcheck.noise import noise
-from torchtitan_dp.selfcheck.ranks import Ranks
-from torchtitan_dp.selfcheck.result import Check
-from torchtitan_dp.selfcheck.sums import Loops, clipped_sum, updates
+from torchtitan_dp.ledger import versions
+from torchtitan_dp.selfcheck.parts import attention, loss_head, noise, norm_estimates
+from torchtitan_dp.selfcheck.run import Check, Measured, Ranks
+from torchtitan_dp.selfcheck.steps import Loops, checkpoint, clipped_sum, updates
 from torchtitan_dp.selfcheck.terms import Terms
 
+_Measure = Callable[..., Sequence[Measured]]
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"
+_GIB = 2**30
 
 
 def machine_checks(ranks: Ranks) -> list[Check]:
-    """List what is checked of the machine, whatever is trained."""
+    """List the checks of the machine, which do not depend on what is trained."""
+    update = "the driver is too old for this torch, or broken: update it"
+    free = "other programs hold it: end them, or choose other devices (CUDA_VISIBLE_DEVICES)"
+    install = "install one environment on all nodes (scripts/setup.sh)"
+    network = f"{_DO_NOT_TRAIN}; broadcasts between these ranks are wrong (NCCL, the network)"
     return [
-        Check("devices", "the driver is too old for this torch, or broken: update it", devices),
-        Check(
-            "memory",
-            "other programs hold it: end them, or choose other devices (CUDA_VISIBLE_DEVICES)",
-            functools.partial(memory, ranks),
-        ),
-        Check(
-            "versions",
-            "install one environment on all nodes (scripts/setup.sh)",
-            functools.partial(same_versions, ranks),
-        ),
-        Check(
-            "root key",
-            f"{_DO_NOT_TRAIN}; broadcasts between these ranks are wrong (NCCL, the network)",
-            functools.partial(one_key, ranks),
-        ),
+        Check("devices", update, _devices),
+        Check("memory", free, functools.partial(_memory, ranks)),
+        Check("versions", install, functools.partial(_same_versions, ranks)),
+        Check("root key", network, functools.partial(_one_key, ranks)),
     ]
+
+
+def _devices() -> Sequence[Measured]:
+    """Count the CUDA devices that cannot be used: the run would be on the CPU."""
+    unusable = 0 if torch.cuda.is_available() else torch.cuda.device_count()
+    return (Measured("there but not usable", unusable, 0),)
+
+
+def _memory(ranks: Ranks) -> Sequence[Measured]:
+    free, needed = free_memory_gib(ranks.device)
+    return (Measured("GiB too few", max(needed - free, 0.0), 0.0),)
+
+
+def _same_versions(ranks: Ranks) -> Sequence[Measured]:
+    found = ranks.gather((versions(), torch.__version__, platform.python_version()))
+    return (Measured("ranks with others", sum(one != found[0] for one in found), 0),)
+
+
+def _one_key(ranks: Ranks) -> Sequence[Measured]:
+    """Compare the ranks' root keys, drawn and broadcast as for a run.
+
+    The key serves no other purpose, and only the hash of a key derived from it is compared.
+    """
+    derived = shared_root_key(ranks.device, None).stream("coin").take(1)
+    found = ranks.gather(hashlib.sha256(derived).hexdigest())
+    return (Measured("ranks with another", sum(one != found[0] for one in found), 0),)
+
+
+def free_memory_gib(device: torch.device) -> tuple[float, float]:
+    """Return how much memory is free to a rank, and how much should be: of its device, or host."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return free / _GIB, 0.9 * total / _GIB  # a CUDA context takes a few percent
+    with open("/proc/meminfo", encoding="ascii") as file:
+        lines = dict(line.split(":") for line in file)
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    return free / _GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1.0  # these checks' own
 
 
 def checks_of(
     ranks: Ranks, all_terms: Sequence[Terms], place: str, *, every: bool
 ) -> Iterator[Check]:
-    """List what is checked on some terms, each statement once.
+    """List the checks on some terms, each statement once.
 
     Args:
-        place: as of `checkpoints.checkpoint`.
-        every: also what the terms do not ask for: all balancers and rotations of the ring, whole
-            per-sample gradients (V1), secure noise, exact sums.
+        place: a folder that all ranks see, for a temporary checkpoint.
+        every: also those that the terms do not ask for: all balancers and rotations of the ring,
+            whole per-sample gradients (V1), secure noise, exact sums.
     """
     loops = Loops()
-    for number, terms in enumerate(all_terms):
-        before = [(one.dtype, one.degrees) for one in all_terms[:number]]
-        if (terms.dtype, terms.degrees) not in before:  # these know no gradient method
+    met = set()
+    for terms in all_terms:
+        if (terms.dtype, terms.degrees) not in met:  # these depend on no gradient method
+            met.add((terms.dtype, terms.degrees))
             yield from _attention_checks(ranks, terms, every)
             if terms.config.training.loss_chunk_tokens:
-                yield Check(
-                    f"loss head, {terms.place}",
-                    "training.loss_chunk_tokens = 0 trains without it",
-                    functools.partial(loss_head, ranks, terms),
-                )
+                remedy = "training.loss_chunk_tokens = 0 trains without it"
+                yield _check(ranks, terms, "loss head", remedy, loss_head)
             if terms.dtype == torch.float32:
-                yield from _noise_checks(ranks, terms, every)
-                yield Check(
-                    f"checkpoint, {terms.place}",
+                kinds = {"noise": terms}
+                if every:
+                    kinds["secure noise"] = terms.but(secure_noise=True)
+                    kinds["noise of exact sums"] = terms.but(secure_noise=True, exact_sum=True)
+                for kind, of in kinds.items():
+                    yield _check(ranks, of, kind, _DO_NOT_TRAIN, noise)
+                remedy = (
                     f"checkpoints cannot be trusted where they were tried ({place}): another "
-                    "job.dump_folder, on a file system that all nodes share",
-                    functools.partial(checkpoint, ranks, terms, place),
+                    "job.dump_folder, on a file system that all nodes share"
                 )
+                yield _check(ranks, terms, "checkpoint", remedy, checkpoint, place)
         yield from _sum_checks(ranks, terms, loops, every)
+
+
+def _check(
+    ranks: Ranks, terms: Terms, name: str, remedy: str, measure: _Measure, *arguments: object
+) -> Check:
+    bound = functools.partial(measure, ranks, terms, *arguments)
+    return Check(f"{name}, {terms.place}", remedy, bound)
 
 
 def _attention_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check]:
@@ -82,42 +121,27 @@ def _attention_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check
     balancers = [parallelism.context_parallel_load_balancer]
     rotations = [parallelism.context_parallel_rotate_method]
     if terms.degrees[2] == 1:
-        yield Check(
-            f"attention, {terms.place}",
-            f"{_DO_NOT_TRAIN}; another training.mixed_precision_param or torch may pass",
-            functools.partial(attention, ranks, terms, balancers[0], rotations[0]),
-        )
+        remedy = f"{_DO_NOT_TRAIN}; another training.mixed_precision_param or torch may pass"
+        yield _check(ranks, terms, "attention", remedy, attention, balancers[0], rotations[0])
         return
     if every:
         balancers, rotations = ["headtail", None], list(get_args(RotateMethod))
+    remedy = (
+        "another parallelism.context_parallel_load_balancer, context_parallel_rotate_method or "
+        "torch may pass; else train with context_parallel_degree = 1"
+    )
     for balancer, rotate in itertools.product(balancers, rotations):
-        yield Check(
-            f"ring attention, {balancer}, {rotate}, {terms.place}",
-            "another parallelism.context_parallel_load_balancer, context_parallel_rotate_method "
-            "or torch may pass; else train with context_parallel_degree = 1",
-            functools.partial(attention, ranks, terms, balancer, rotate),
-        )
-
-
-def _noise_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check]:
-    kinds = {"noise": terms}
-    if every:
-        kinds["secure noise"] = terms.but(secure_noise=True)
-        kinds["noise of exact sums"] = terms.but(secure_noise=True, exact_sum=True)
-    for kind, of in kinds.items():
-        yield Check(f"{kind}, {terms.place}", _DO_NOT_TRAIN, functools.partial(noise, ranks, of))
+        name = f"ring attention, {balancer}, {rotate}"
+        yield _check(ranks, terms, name, remedy, attention, balancer, rotate)
 
 
 def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterator[Check]:
     method: str = terms.config.privacy.gradient_method
     kind = method
     if METHODS[method].estimates_norms:
-        yield Check(
-            f"norm estimates, {terms.place}",
-            f"{_DO_NOT_TRAIN}; privacy.gradient_method = 'ghost' has exact norms",
-            functools.partial(norm_estimates, ranks, terms),
-        )
-        # The same but for the estimates, which the loop has not.
+        remedy = f"{_DO_NOT_TRAIN}; privacy.gradient_method = 'ghost' has exact norms"
+        yield _check(ranks, terms, "norm estimates", remedy, norm_estimates)
+        # The loop's norms are exact: the rest of the method is compared with it.
         kind, terms = f"{method} with exact norms", terms.but(gradient_method="ghost")
     kinds = {kind: terms}
     if every and method == "grad_sample":
@@ -126,17 +150,15 @@ def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterat
         kinds["ghost, two passes"] = terms.but(ghost_passes="two")
     if every and terms.dtype == torch.float32 and kind == method:
         kinds[f"{method}, exact"] = terms.but(secure_noise=True, exact_sum=True)
+    remedy = (
+        f"{_DO_NOT_TRAIN}; another privacy.gradient_method or dtype may pass; where ring attention "
+        "does, look at reductions (NCCL, the network)"
+    )
     for of_kind, of in kinds.items():
-        yield Check(
-            f"clipped sum, {of_kind}, {terms.place}",
-            f"{_DO_NOT_TRAIN}; another privacy.gradient_method or dtype may pass; where ring "
-            "attention does, look at reductions (NCCL, the network)",
-            functools.partial(clipped_sum, ranks, of, loops),
-        )
+        yield _check(ranks, of, f"clipped sum, {of_kind}", remedy, clipped_sum, loops)
     if terms.dtype == torch.float32:
-        yield Check(
-            f"update, {kind}, {terms.place}",
-            f"{_DO_NOT_TRAIN}; optimizer.implementation = 'for-loop' tells whether it is the "
-            "fused AdamW",
-            functools.partial(updates, ranks, terms, loops),
+        remedy = (
+            f"{_DO_NOT_TRAIN}; if it passes with optimizer.implementation = 'for-loop', the fused "
+            "AdamW is at fault"
         )
+        yield _check(ranks, terms, f"update, {kind}", remedy, updates, loops)

@@ -1,34 +1,151 @@
-"""Made-up samples, and the plain loop over them, in fp64 on the CPU, that machines are held to."""
+"""Algorithm 1 of Abadi et al. 2016 as a plain loop: one process, one sample at a time.
+
+Selfcheck and the tests hold every gradient method against it. So it takes nothing from `gradients/`
+and `privacy/`: no per-sample gradient, clip group, clip factor or sum is theirs.
+"""
 
 import copy
+import fnmatch
 import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+import torch.nn as nn
 import torch.nn.functional as F
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.components.loss import IGNORE_INDEX
 
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.parameters import trainable_parameters
-from torchtitan_dp.privacy.clip_groups import clip_groups
-from torchtitan_dp.privacy.settings import Privacy
 
-# What each sample's loss is multiplied by: the first is not clipped, the second is, the third is
-# small, one is no number (it must count nothing), and the rest are as they come.
+Gradient = dict[str, torch.Tensor]
+"""A whole gradient, by canonical name of its parameters."""
+
+
+def reference_model(args: ModelArgs, adapter_std: float = 0.02) -> Any:
+    """Build the model in one process, on the CPU, with the weights that it has on any mesh.
+
+    Args:
+        adapter_std: of the factor B of each adapter, which starts at 0 in training.
+    """
+    with torch.device("cpu"):
+        model = family_of(args).model(copy.deepcopy(args))
+        model.init_weights()
+        fill_adapters(model, std=adapter_std)
+    return model
+
+
+def reference_gradients(
+    model: nn.Module,
+    tokens_NT: torch.Tensor,
+    labels_NT: torch.Tensor,
+    weight_N: torch.Tensor | None = None,
+) -> Iterator[Gradient]:
+    """Backpropagate one sample after the other: each one's mean loss over its targets.
+
+    Args:
+        model: without parallelism; its dtype is the gradients'.
+        weight_N: of each sample's loss; 1 by default.
+
+    Yields:
+        N gradients; 0 of a sample without a target.
+    """
+    parameters = trainable_parameters(model)
+    for sample, (tokens_T, labels_T) in enumerate(zip(tokens_NT, labels_NT, strict=True)):
+        model.zero_grad()
+        if (labels_T != IGNORE_INDEX).any():
+            loss = F.cross_entropy(model(tokens_T[None])[0], labels_T, ignore_index=IGNORE_INDEX)
+            weight = 1.0 if weight_N is None else weight_N[sample].item()
+            (weight * loss).backward()
+        yield {
+            name: torch.zeros_like(p) if p.grad is None else p.grad.clone()
+            for name, p in parameters.items()
+        }
+
+
+def norm(gradient: Gradient) -> float:
+    """Return the l2 norm over all parameters, computed in fp64."""
+    return math.sqrt(sum(g.double().square().sum().item() for g in gradient.values()))
+
+
+def group_names(clipping: str, patterns: Sequence[str]) -> Callable[[str], str]:
+    """Return a function that names a parameter's clip group.
+
+    Args:
+        clipping, patterns: `privacy.clipping` and `privacy.clipping_groups`.
+    """
+    if clipping == "flat":
+        return lambda _: "all"
+    if patterns:
+        return lambda name: next(p for p in patterns if fnmatch.fnmatchcase(name, p))
+    return lambda name: name.rpartition(".")[0]  # the layer
+
+
+def reference_sum(
+    gradients: Iterable[Gradient],
+    max_grad_norm: float,
+    group_of: Callable[[str], str] = lambda _: "all",
+    clip_function: str = "vanilla",
+) -> Gradient:
+    """Clip each sample's gradient and add them up, in fp64.
+
+    A gradient whose norm is not finite counts as 0.
+
+    Args:
+        max_grad_norm: C.
+        group_of: names the clip group of a parameter. M groups are clipped to C / sqrt(M) each.
+        clip_function: `privacy.clip_function`: min(1, C / norm) ("vanilla") or C / (norm + 0.01).
+    """
+    total: Gradient = {}
+    for gradient in gradients:
+        if not math.isfinite(norm(gradient)):
+            continue
+        groups: dict[str, Gradient] = {}
+        for name, g in gradient.items():
+            groups.setdefault(group_of(name), {})[name] = g
+        C = max_grad_norm / math.sqrt(len(groups))
+        for group in groups.values():
+            vanilla = clip_function == "vanilla"
+            factor = C / max(norm(group), C) if vanilla else C / (norm(group) + 0.01)
+            for name, g in group.items():
+                total[name] = total.get(name, 0) + factor * g.double()
+    return total
+
+
+def relative_error(actual: Gradient, expected: Gradient) -> float:
+    """Return the l2 norm of the difference of all tensors together, over that of `expected`."""
+    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
+    off = {name: actual[name].double() - e.double() for name, e in expected.items()}
+    return norm(off) / norm(expected)
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Return the largest share by which a step in `dtype` may differ from one in fp64.
+
+    fp32: 1e-5, a hundred times its rounding. bf16: 2^-6, four times the distance of two of its
+    numbers (2^-8), since each of the dozen products of a layer rounds to it.
+    """
+    return {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype]
+
+
+# The weights of samples' losses: the first sample is not clipped, the second is, the third is
+# small, one is NaN (it must count as 0), and the rest are as they come.
 _WEIGHTS = (1.0, 8.0, 0.125, math.nan, 1.0, 2.0)
 
 
 @dataclass(frozen=True)
 class Samples:
-    """Holds a step's samples: N of T tokens, the same on all ranks."""
+    """A step's samples: N of T tokens, the same on all ranks."""
 
     tokens_NT: torch.Tensor
     labels_NT: torch.Tensor
     weight_N: torch.Tensor  # fp32: of each sample's loss
-
-    def __len__(self) -> int:
-        return len(self.tokens_NT)
 
     def take(self, slot_B: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return tokens, labels and weights of some samples; slot -1 is padding."""
@@ -40,87 +157,18 @@ class Samples:
         )
 
 
-def make_samples(args: ModelArgs, *, ranks: int, seed: int = 0) -> Samples:
+def make_samples(args: ModelArgs, *, ranks: int) -> Samples:
     """Make samples of several lengths, one of them without a target.
 
     Args:
         ranks: of data parallelism: there are more samples than these, so that some are padded.
     """
     N, T = len(_WEIGHTS) + ranks, args.max_seq_len
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     tokens_NT, labels_NT = (
         torch.randint(0, args.vocab_size, (N, T), generator=generator) for _ in range(2)
     )
     for row in range(N):
         end = (T, T - 3, T // 5, T // 2, 0)[row % 5]
         labels_NT[row, end:] = IGNORE_INDEX
-    weights = (*_WEIGHTS, *[1.0] * ranks)
-    return Samples(tokens_NT, labels_NT, torch.tensor(weights))
-
-
-@dataclass(frozen=True)
-class Reference:
-    """Holds what the plain loop finds."""
-
-    max_grad_norm: float  # C, by which some samples are clipped and some are not
-    norms: list[float]  # of each sample's whole gradient; NaN where its loss is
-    total: dict[str, torch.Tensor]  # the clipped sum, fp64, by name
-
-    @property
-    def values(self) -> int:
-        return sum(g.numel() for g in self.total.values())
-
-
-def reference_sum(args: ModelArgs, samples: Samples, privacy: Privacy) -> Reference:
-    """Clip the gradient of one sample after the other, as Algorithm 1 says, and add them up.
-
-    Args:
-        privacy: what is clipped together, and how.
-    """
-    with torch.device("cpu"):
-        model = family_of(args).model(copy.deepcopy(args))
-        model.init_weights()
-        fill_adapters(model)
-    model.double()
-    parameters = trainable_parameters(model)
-    total = {name: torch.zeros_like(p) for name, p in parameters.items()}
-    norms: list[float] = []
-    for tokens_T, labels_T, weight in zip(
-        samples.tokens_NT, samples.labels_NT, samples.weight_N.tolist(), strict=True
-    ):
-        model.zero_grad()
-        if (labels_T == IGNORE_INDEX).all():
-            norms.append(0.0)
-            continue
-        logits_TV = model(tokens_T[None])[0]
-        (weight * F.cross_entropy(logits_TV, labels_T, ignore_index=IGNORE_INDEX)).backward()
-        gradient = {name: p.grad for name, p in parameters.items() if p.grad is not None}
-        norm = torch.stack([g.norm() for g in gradient.values()]).norm().item()
-        norms.append(norm)
-        if not math.isfinite(norm):
-            continue
-        groups = clip_groups(gradient, 1.5 * norms[0], privacy.clipping, privacy.clipping_groups)
-        for names in groups.members:
-            part = torch.stack([gradient[name].norm() for name in names]).norm().item()
-            vanilla, C = privacy.clip_function == "vanilla", groups.bound
-            factor = C / max(part, C) if vanilla else C / (part + 0.01)
-            for name in names:
-                total[name].add_(gradient[name], alpha=factor)
-    return Reference(1.5 * norms[0], norms, total)
-
-
-def relative_error(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Measure the difference of two sets of tensors in l2, over the size of the second."""
-    assert actual.keys() == expected.keys(), actual.keys() ^ expected.keys()
-    square = sum((actual[n].double() - e.double()).square().sum() for n, e in expected.items())
-    size = sum(e.double().square().sum() for e in expected.values())
-    return math.sqrt(square / size)
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """Return how far a step in `dtype` may be from fp64, as a share.
-
-    fp32: 1e-5, a hundred times its rounding. bf16: 2^-6, four times the distance of two of its
-    numbers (2^-8), since each of the dozen products of a layer rounds to it.
-    """
-    return {torch.float32: 1e-5, torch.bfloat16: 2.0**-6, torch.float16: 2.0**-9}[dtype]
+    return Samples(tokens_NT, labels_NT, torch.tensor((*_WEIGHTS, *[1.0] * ranks)))

@@ -1,43 +1,180 @@
-"""Runs checks on all ranks, and agrees on what came of each."""
+"""Runs checks on all ranks, which agree on the outcome of each measurement."""
 
+import datetime
+import math
+import os
+import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
-from torchtitan_dp.selfcheck.ranks import Ranks
-from torchtitan_dp.selfcheck.result import Check, Measured, Outcome, merged
+import torch
+import torch.distributed as dist
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.tools.utils import device_type
+
+_COLLECTIVE_S = 60  # the time-out of a check's collectives
+_AGREEMENT_S = 150  # how long a rank waits for the others' measurements
+_GRACE_S = 20  # how long a rank whose check failed waits before it ends all of them
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A number that a check measured on this rank; it is right up to `bound`."""
+
+    what: str
+    value: float
+    bound: float
+
+
+@dataclass(frozen=True)
+class Check:
+    """A statement about this machine, its measurement, and what to do where it is wrong."""
+
+    name: str
+    remedy: str
+    measure: Callable[[], Sequence[Measured]]
+    """Collective over the world; each rank returns the same `what`s in the same order."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One measurement over all ranks: its worst value on any of them."""
+
+    name: str
+    value: float | None  # None where a rank could not measure
+    bound: float | None
+    remedy: str
+    error: str = ""  # why it could not
+
+    @property
+    def passed(self) -> bool:
+        if self.value is None or self.bound is None:
+            return False
+        return self.value <= self.bound  # NaN is not
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that check together, seen from one of them."""
+
+    device: torch.device
+    group: dist.ProcessGroup | None = None
+    """On gloo, for measurements alone: a check that hangs does not block it. None: the default."""
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    def gather(self, mine: Any) -> list[Any]:
+        """Return every rank's object, by rank. Collective over the world."""
+        found: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(found, mine, group=self.group)
+        return found
+
+
+def start(backend: str | None) -> Ranks:
+    """Join torchrun's process group, or start one of this process alone.
+
+    Args:
+        backend: of `init_process_group`; None is the device's own.
+    """
+    device = torch.device("cpu")
+    if device_type != "cpu":
+        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+        torch.accelerator.set_device_index(index)
+        device = torch.device(device_type, index)
+    timeout = datetime.timedelta(seconds=_COLLECTIVE_S)
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1")
+        store = dist.HashStore()
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+    waits = datetime.timedelta(seconds=_AGREEMENT_S)
+    return Ranks(device, dist.new_group(backend="gloo", timeout=waits))
 
 
 def run(
-    ranks: Ranks, checks: Iterable[Check], tell: Callable[[Outcome], None] = lambda _: None
+    ranks: Ranks, checks: Iterable[Check], report: Callable[[Outcome], None] = lambda _: None
 ) -> list[Outcome]:
-    """Run each check, and return what all ranks together say of it.
+    """Run each check, and return the outcomes of all ranks together.
 
-    A check that raises has failed. If it raised on some ranks alone, the others may have been left
-    in the middle of something: no further check is run.
+    A check that raises has failed. If it raised on some ranks only, the others may still be in one
+    of its collectives: no further check is run.
 
     Args:
-        tell: called with each outcome as it comes, on all ranks.
+        report: called with each outcome as soon as it is known, on all ranks.
 
     Collective over the world.
     """
     outcomes: list[Outcome] = []
     for check in checks:
-        told = _measure(check)
-        failed = isinstance(told, str)
-        line = f"{check.name}: {told if failed else 'another rank has ended'}"
-        with ranks.ending_if_alone(line, waits=not failed):
-            found = ranks.gather(told)
+        mine: Sequence[Measured] | str
+        try:
+            mine = tuple(check.measure())
+        except (Exception, SystemExit) as error:  # a `Fault` is a SystemExit
+            mine = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        found = _gather_or_end(ranks, check, mine)
         for outcome in merged(check, found):
             outcomes.append(outcome)
-            tell(outcome)
+            report(outcome)
         errors = sum(isinstance(one, str) for one in found)
-        if 0 < errors < ranks.world_size:
+        if 0 < errors < len(found):
             break
     return outcomes
 
 
-def _measure(check: Check) -> Sequence[Measured] | str:
-    """Return what a check measures here, or why it cannot, in one line."""
+def _gather_or_end(
+    ranks: Ranks, check: Check, mine: Sequence[Measured] | str
+) -> list[Sequence[Measured] | str]:
+    """Gather every rank's measurements, or end this process if the others do not answer.
+
+    A rank whose check failed waits only briefly: the others may hang in one of the check's
+    collectives, and no other rank knows why.
+    """
+    failed = isinstance(mine, str)
+
+    def end() -> NoReturn:
+        line = mine if failed else "another rank has ended"
+        print(f"selfcheck: rank {ranks.rank}: {check.name}: {line}", file=sys.stderr, flush=True)
+        os._exit(1)
+
+    timer = threading.Timer(_GRACE_S, end)
+    timer.daemon = True
+    if failed:
+        timer.start()
     try:
-        return tuple(check.measure())
-    except (Exception, SystemExit) as error:  # a `Fault` is a SystemExit
-        return " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        return ranks.gather(mine)
+    except RuntimeError:
+        end()
+    finally:
+        timer.cancel()
+
+
+def worst(values: Sequence[float]) -> float:
+    """Return the largest value, or NaN if any is: Python's `max` would depend on their order."""
+    return math.nan if any(map(math.isnan, values)) else max(values)
+
+
+def merged(check: Check, ranks: Sequence[Sequence[Measured] | str]) -> list[Outcome]:
+    """Merge the ranks' measurements: each outcome has the worst value of any rank.
+
+    Args:
+        ranks: by rank; a string is the error that the check raised there.
+    """
+    lists: list[Sequence[Measured]] = []
+    for rank, one in enumerate(ranks):
+        if isinstance(one, str):
+            return [Outcome(check.name, None, None, check.remedy, f"rank {rank}: {one}")]
+        lists.append(one)
+    assert len({tuple(m.what for m in one) for one in lists}) == 1, "ranks measured other things"
+    outcomes = []
+    for measured in zip(*lists, strict=True):
+        value, bound = worst([m.value for m in measured]), min(m.bound for m in measured)
+        outcomes.append(Outcome(f"{check.name}: {measured[0].what}", value, bound, check.remedy))
+    return outcomes

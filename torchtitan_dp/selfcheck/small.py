@@ -1,4 +1,4 @@
-"""A small model on the run's mesh and terms, built as training builds it, that takes steps."""
+"""A small model, built as training builds it on the run's mesh, that takes private steps."""
 
 import copy
 import functools
@@ -24,7 +24,7 @@ from torchtitan_dp.selfcheck.terms import Terms
 
 @functools.cache
 def mesh(device_type: str, degrees: tuple[int, int, int]) -> tuple[ParallelDims, ReductionGroups]:
-    """Build a mesh once a process, as training does: groups keep threads and memory to the end.
+    """Build a mesh once per process, as training does: groups keep threads and memory for good.
 
     Collective over the world.
     """
@@ -34,7 +34,7 @@ def mesh(device_type: str, degrees: tuple[int, int, int]) -> tuple[ParallelDims,
 
 
 class Small:
-    """Takes private steps on made-up samples, and shows the gradient that AdamW is handed."""
+    """A model and its private step on made-up samples; records the gradients that AdamW gets."""
 
     def __init__(self, terms: Terms, device: torch.device, *, max_grad_norm: float) -> None:
         """
@@ -45,7 +45,7 @@ class Small:
         """
         config, family = terms.config, family_of(terms.args)
         self.terms, self.device = terms, device
-        self.dims, groups = mesh(device.type, terms.degrees)
+        self.dims, self.groups = mesh(device.type, terms.degrees)
         with torch.device("meta"):
             self.model = family.model(copy.deepcopy(terms.args))
         family.parallelize(self.model, self.dims, config)
@@ -58,7 +58,7 @@ class Small:
             self.model,
             self.parameters,
             family.trained_fsdp_modules(self.model),
-            groups,
+            self.groups,
             max_grad_norm=max_grad_norm,
         )
         self.losses = SampleLosses(
@@ -70,22 +70,23 @@ class Small:
         self.optimizers = build_optimizers([self.model], config.optimizer, self.dims)
         self._handed: dict[str, torch.Tensor] = {}
         for inner in self.optimizers.optimizers:
-            inner.register_step_pre_hook(self._look)
+            inner.register_step_pre_hook(self._record)
 
     def accumulate(self, samples: Samples) -> dict[int, float]:
-        """Deal samples out and add their clipped gradients to the sum.
+        """Deal the samples out and add their clipped gradients to the sum.
 
         Returns:
-            The norms before clipping of this data-parallel rank's samples, by sample.
+            This data-parallel rank's samples -> their gradients' norms before clipping.
 
         Collectives: those of the gradient method.
         """
         gradients, batch_size = self.step.gradients, self.terms.config.training.local_batch_size
         replicate, shard, cp = self.terms.degrees
         ranks, rank = replicate * shard, dist.get_rank() // cp
-        dealt = deal(np.arange(len(samples)), ranks=ranks, rank=rank, batch_size=batch_size)
+        drawn = np.arange(len(samples.tokens_NT))
+        dealt = deal(drawn, ranks=ranks, rank=rank, batch_size=batch_size)
         norms: dict[int, float] = {}
-        gradients.start_step(bytes(32))  # of projections; a public key
+        gradients.start_step(bytes(32))  # a public key
         for slots in dealt:
             for slot_B in torch.from_numpy(slots).split(gradients.batch_size or batch_size):
                 tokens_BT, labels_BT, weight_B = samples.take(slot_B)
@@ -102,10 +103,10 @@ class Small:
         Args:
             sigma: the noise multiplier; 0 adds nothing.
             batch: the divisor.
-            key: of the noise; a public one.
+            key: of the noise; public.
 
         Returns:
-            The whole gradient that AdamW was handed, by name, on this device.
+            The whole gradient that AdamW got, by name, on the CPU.
 
         Collectives: those of `ClippedSum.take`, and an all-gather over dp_shard x cp.
         """
@@ -118,8 +119,8 @@ class Small:
         return handed
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Copy whole weights, by name. Collective: an all-gather over dp_shard x cp."""
-        return {name: _whole(p.detach()).clone() for name, p in self.parameters.items()}
+        """Copy whole weights to the CPU. Collective: an all-gather over dp_shard x cp."""
+        return {name: _whole(parameter) for name, parameter in self.parameters.items()}
 
     def frozen(self) -> dict[str, torch.Tensor]:
         """Copy this rank's shards of the weights that are not trained, by name."""
@@ -127,19 +128,20 @@ class Small:
         return {n: w.to_local().clone() for n, w in weights.items() if isinstance(w, DTensor)}
 
     def noise(self, name: str, *, sigma: float, batch: float, key: bytes) -> torch.Tensor:
-        """Draw one parameter's noise whole, as a single rank that held all of it would."""
+        """Draw one parameter's noise as a single rank with all of it would; to the CPU."""
         shape, summation = self.parameters[name].shape, self.step.summation
         zeros = torch.zeros(shape.numel(), dtype=summation.dtype, device=self.device)
         std = sigma * self.step.max_grad_norm
         noise = summation.add_noise_(zeros, std=std, key=key, name=name, start=0)
-        return noise.div_(batch).view(shape)
+        return noise.div_(batch).view(shape).cpu()
 
-    def _look(self, *_: object) -> None:
+    def _record(self, *_: object) -> None:
         for name, parameter in self.parameters.items():
             assert parameter.grad is not None, name
-            self._handed[name] = _whole(parameter.grad).clone()
+            self._handed[name] = _whole(parameter.grad)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
     assert isinstance(tensor, DTensor)
-    return tensor.full_tensor()
+    return tensor.full_tensor().cpu().clone()

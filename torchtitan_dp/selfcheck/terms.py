@@ -1,9 +1,8 @@
-"""On which terms is checked: a configuration, scaled down to a model of seconds.
+"""The terms of a check: a configuration, scaled down to a model that takes seconds.
 
-What decides which code and which kernels run stays as it is: mesh, dtype, method, head shape (size,
-and how many query heads share a key), load balancer, rotation, activation checkpointing,
-compilation, kind of sum and noise. What only makes it long does not: number of layers and heads,
-vocabulary, length of samples.
+Everything that selects code or kernels is kept: mesh, dtype, method, head shape (size, and how many
+query heads share a key), load balancer, rotation, activation checkpointing, compilation, kind of
+sum and noise. The numbers of layers and heads, the vocabulary and samples' lengths are cut.
 """
 
 import copy
@@ -32,12 +31,12 @@ _MOST_SAMPLES = 4  # of a microbatch
 
 @dataclass(frozen=True)
 class Terms:
-    """Holds what one check goes by."""
+    """A scaled-down configuration, its small model, and the shapes to check attention with."""
 
-    config: JobConfig  # scaled down
-    args: ModelArgs  # of the small model
-    lengths: tuple[int, ...]  # that attention is checked at
-    heads: tuple[int, int]  # of queries, and of keys and values, that it is checked with
+    config: JobConfig
+    args: ModelArgs
+    lengths: tuple[int, ...]
+    heads: tuple[int, int]  # of queries; of keys and values
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -45,12 +44,12 @@ class Terms:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype that is computed in; sums are fp32 or wider on all terms."""
+        """The dtype of forward and backward; sums are fp32 or wider on all terms."""
         return TORCH_DTYPE_MAP[self.config.training.mixed_precision_param]
 
     @property
     def place(self) -> str:
-        """Name dtype and mesh, for people."""
+        """Dtype and mesh, for people."""
         mesh = " x ".join(map(str, self.degrees))
         compiled = " compiled" if self.config.compile.enable else ""
         return f"{self.config.training.mixed_precision_param}{compiled}, mesh {mesh}"
@@ -63,7 +62,7 @@ class Terms:
 
 
 def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
-    """Return the terms of a configuration, and, where these round or compile, the same in fp32.
+    """Return the terms of a configuration and, if it rounds or compiles, the same in plain fp32.
 
     In bf16 a fault of some thousandths hides in the rounding; in fp32 it does not. There every
     query head has a key of its own: CUDA has no kernel for fp32 that shares keys on a ring.
@@ -79,31 +78,32 @@ def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
     terms = _scaled(config, args)
     if terms.dtype == torch.float32 and not config.compile.enable:
         return [terms]
-    return [terms, _in_fp32(terms)]
+    plain = copy.deepcopy(terms.config)
+    plain.training.mixed_precision_param = "float32"
+    plain.compile.enable = False
+    args = dataclasses.replace(terms.args, n_kv_heads=terms.args.n_heads)  # type: ignore[type-var]
+    heads = terms.heads[0], terms.heads[0]
+    return [terms, dataclasses.replace(terms, config=plain, args=args, heads=heads)]
 
 
 def default_terms(world_size: int) -> list[Terms]:
-    """Return terms that cover every gradient method, for a mesh of all ranks as cp.
+    """Return terms for every gradient method, on a mesh of all ranks as cp.
 
-    Where there are 4 ranks or more, an even number, also those for a mesh of dp_shard 2 x cp.
+    From 4 ranks on, an even number, also on a mesh of dp_shard 2 x cp.
     """
     found = []
     for shards in (1, 2) if world_size >= 4 and world_size % 2 == 0 else (1,):
         cp = world_size // shards
         for dtype in ("float32", "bfloat16"):
             for method in METHODS:
-                overrides = [
-                    "--privacy.noise_multiplier=1",
-                    "--privacy.delta=1e-5",
-                    f"--privacy.gradient_method={method}",
-                    "--training.global_batch_size=4",
-                    "--training.local_batch_size=2",
-                    f"--training.seq_len={512 * cp}",
-                    f"--training.mixed_precision_param={dtype}",
-                    "--activation_checkpoint.mode=none",
-                    f"--parallelism.context_parallel_degree={cp}",
-                    f"--parallelism.data_parallel_shard_degree={shards}",
-                ]
+                overrides = (
+                    "--privacy.noise_multiplier=1 --privacy.delta=1e-5 "
+                    f"--privacy.gradient_method={method} --training.seq_len={512 * cp} "
+                    "--training.global_batch_size=4 --training.local_batch_size=2 "
+                    f"--training.mixed_precision_param={dtype} --activation_checkpoint.mode=none "
+                    f"--parallelism.context_parallel_degree={cp} "
+                    f"--parallelism.data_parallel_shard_degree={shards}"
+                ).split()
                 config = load_config(overrides, world_size)
                 args = shape(config)
                 if dtype == "bfloat16":  # as in Llama 3.2 1B
@@ -131,15 +131,6 @@ def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
         scaled.privacy.clipping_groups = patterns_in_use(names, groups)
     heads = _shared(args) * kv_heads, kv_heads
     return Terms(scaled, small, rungs or (training.seq_len,), heads)
-
-
-def _in_fp32(terms: Terms) -> Terms:
-    config = copy.deepcopy(terms.config)
-    config.training.mixed_precision_param = "float32"
-    config.compile.enable = False
-    args = dataclasses.replace(terms.args, n_kv_heads=terms.args.n_heads)  # type: ignore[type-var]
-    heads = terms.heads[0], terms.heads[0]
-    return dataclasses.replace(terms, config=config, args=args, heads=heads)
 
 
 def _shared(args: ModelArgs) -> int:

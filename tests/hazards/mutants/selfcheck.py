@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         35,
         "selfcheck takes NaN for right",
-        "selfcheck/result.py",
+        "selfcheck/run.py",
         "        return self.value <= self.bound  # NaN is not\n",
         "        return not self.value > self.bound\n",
         (f"{RESULT}test_json_is_json",),
@@ -51,7 +51,7 @@ MUTANTS = [
     Mutant(
         35,
         "selfcheck asks rank 0 alone",
-        "selfcheck/result.py",
+        "selfcheck/run.py",
         "    for measured in zip(*lists, strict=True):\n",
         "    for measured in zip(*lists[:1], strict=True):\n",
         (f"{RESULT}test_one_rank_is_enough",),

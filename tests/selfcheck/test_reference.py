@@ -1,0 +1,55 @@
+"""The plain loop: the paper's algorithm, and independent of the code that is held against it."""
+
+import math
+
+import pytest
+import torch
+
+from tests.test_imports import PACKAGE, imported
+from torchtitan_dp.privacy.clip_groups import clip_groups
+from torchtitan_dp.selfcheck import reference
+
+A, B = torch.tensor([3.0, 0.0]), torch.tensor([[0.0, 4.0]])
+GRADIENT = {"x.a": A, "y.b": B}  # of norm 5
+
+
+def test_it_takes_nothing_from_the_code_that_it_checks():
+    names = list(imported(PACKAGE / "selfcheck/reference.py"))
+    assert not [name for name in names if ".gradients" in name or ".privacy" in name]
+
+
+@pytest.mark.parametrize(
+    ("options", "factors"),
+    [
+        ({}, (0.2, 0.2)),
+        ({"max_grad_norm": 6.0}, (1.0, 1.0)),
+        ({"clip_function": "automatic"}, (1 / 5.01, 1 / 5.01)),
+        ({"group_of": lambda name: name}, (0.5**0.5 / 3, 0.5**0.5 / 4)),
+    ],
+    ids=["vanilla", "not clipped", "automatic", "two groups"],
+)
+def test_each_sample_is_clipped_and_added(options, factors):
+    terms = {"max_grad_norm": 1.0, **options}
+    total = reference.reference_sum([GRADIENT, GRADIENT], **terms)
+    for name, factor in zip(GRADIENT, factors, strict=True):
+        assert torch.allclose(total[name], 2 * factor * GRADIENT[name].double())
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_gradient_that_is_not_finite_counts_as_0(bad):
+    total = reference.reference_sum([{"x.a": A * bad, "y.b": B}, GRADIENT], 5.0)
+    assert reference.relative_error(total, GRADIENT) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("clipping", "patterns"),
+    [("flat", ()), ("per_layer", ()), ("per_layer", ("*.w", "b.*", "*"))],
+)
+def test_its_groups_are_those_of_the_configuration(clipping, patterns):
+    names = ["a.w", "a.bias", "b.w", "b.bias", "c.d.w", "c.d.bias"]
+    group_of = reference.group_names(clipping, patterns)
+    found: dict[str, list[str]] = {}
+    for name in names:
+        found.setdefault(group_of(name), []).append(name)
+    expected = clip_groups(names, 1.0, clipping, patterns).members
+    assert {tuple(group) for group in found.values()} == set(expected)
