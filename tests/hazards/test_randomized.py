@@ -31,6 +31,14 @@ def spent(steps, k, noise=1.0):
     return accounting.compose([steps_of(noise, 0.05, steps, k)], delta=1e-5, accountant="pld")
 
 
+def card_of(published):
+    """The model card of a run with these terms."""
+    from tests import build
+    from torchtitan_dp.release.card import model_card
+
+    return model_card({**published, "epsilon_counts": "planned_steps"}, build.config(), build.ARGS)
+
+
 def account(folder, ledger, total_steps=0):
     executed = ExecutedSteps(str(folder))
     executed.adopt(ledger.taken())
@@ -146,7 +154,6 @@ def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
     """By which estimates, and that nothing counts more than C for all that."""
     from torchtitan_dp.checkpoint.verify import verify
     from torchtitan_dp.ledger import summary
-    from torchtitan_dp.release.card import _clipped, _clipping, _segments
 
     before = [RunSegment(HUTCH, 1), RunSegment(EXACT, 1)]
     ledger = Ledger(HUTCH, steps=3, planned_steps=3, finished=before)
@@ -157,10 +164,11 @@ def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
     assert told["epsilon"] == pytest.approx(spent(3, 0), rel=1e-6)
     assert not any("norms were estimated" in caveat for caveat in told["caveats"])
     assert "norms from 32 projections, capped, pld" in " ".join(summary(told))
-    assert "estimated (hutch++, 32 random projections)" in _clipping(told)
-    assert "nothing counts more than C, and ε is that of exact norms" in _clipping(told)
-    assert _clipped(told) == "its gradient is clipped to norm C"
-    first, second = _segments(told).splitlines()
+    card = card_of(told)
+    assert "random projections (hutch++, 32 of them)" in card
+    assert "a unit counts at most C and ε is that of exact norms" in card
+    assert "its gradient is clipped to norm C" in card
+    first, second = [line for line in card.splitlines() if "before that" in line]
     assert first.endswith("norms from 32 projections, capped |")
     assert "norms" not in second
     assert verify(str(tmp_path)).faults == []
@@ -360,13 +368,13 @@ def test_the_search_for_noise_in_a_plan_counts_estimates():
 def test_row24_and_67_people_are_told_of_estimates(tmp_path):
     """The card, the summary and the caveats do not promise a norm of at most C."""
     from torchtitan_dp.ledger import summary
-    from torchtitan_dp.release.card import _clipped, _clipping
 
     ledger = Ledger(ESTIMATED, steps=3, planned_steps=3)
     told = account(tmp_path, ledger).publish(str(tmp_path))
-    assert "estimated (hutchinson, 32 random projections)" in _clipping(told)
-    assert "at most 2.14 C" in _clipped(told)
+    card = card_of(told)
+    assert "random projections (hutchinson, 32 of them)" in card
+    assert "at most 2.14 C" in card
     assert "norms from 32 projections" in " ".join(summary(told))
-    exact = told | {"projections": 0, "capped_projections": 0}
-    assert _clipped(exact) == "its gradient is clipped to norm C"
-    assert _clipping(exact) == "to norm C = 0.5, flat, vanilla"
+    exact = card_of(told | EXACT.mechanism.fields())
+    assert "its gradient is clipped to norm C" in exact
+    assert "| clipping | to norm C = 0.5, flat, vanilla |" in exact

@@ -141,11 +141,13 @@ def test_a_resume_with_another_parameter_is_refused_or_a_segment():
 
 
 def test_its_card_states_it(tmp_path):
-    from torchtitan_dp.release.card import _segments
+    from tests import build
+    from torchtitan_dp.release.card import model_card
 
     ledger = Ledger(SETTINGS, steps=4, finished=[RunSegment(SETTINGS, 1)])
     published = account(ledger, taken(tmp_path, ledger), 4).publish(str(tmp_path))
-    assert "two draws, spread 1.25" in _segments(published)
+    card = model_card({**published, "epsilon_counts": "planned_steps"}, build.config(), build.ARGS)
+    assert "| before that | 1 steps with σ = 1, q = 0.05, two draws, spread 1.25 |" in card
 
 
 def test_a_mechanism_that_is_no_longer_known_is_refused(tmp_path, monkeypatch):

@@ -41,9 +41,8 @@ from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release.__main__ import empty_model, main, release
-from torchtitan_dp.release.card import _factor, model_card
+from torchtitan_dp.release.card import OWNER_ITEMS, _factor, model_card
 from torchtitan_dp.release.claims import LOST_STATED, STOP_STATED
-from torchtitan_dp.release.owner import BLANK, OWNER_ITEMS
 
 FILES = [
     "README.md",
@@ -141,7 +140,7 @@ def test_the_card_and_the_terms_say_what_was_spent(released, finished):
         "one record (one file)",
         "`zero_out`",
         "`rdp`: Opacus' Renyi accountant",
-        "Choosing among runs",
+        "Choice among runs",
         "| steps lost in crashes | none |",
         "| program | torchtitan_dp ",
         "random weights of a public seed",
@@ -274,10 +273,10 @@ def test_what_only_the_owner_knows_is_listed_at_the_end(run, tmp_path, capfd):
     main([str(run), str(tmp_path / "out")])
     said = capfd.readouterr().err
     card = (tmp_path / "out" / "README.md").read_text()
-    assert card.count(BLANK) == len(OWNER_ITEMS)
-    for item in OWNER_ITEMS:
-        assert f"- {item.title}\n" in said
-        assert f"- **{item.title}.** {item.question}\n  {BLANK}" in card
+    assert card.count("**TO FILL IN**") == len(OWNER_ITEMS)
+    for title, question in OWNER_ITEMS.items():
+        assert f"- {title}\n" in said
+        assert f"- **{title}.** {question}\n  **TO FILL IN**" in card
 
 
 def test_a_card_names_units_of_several_records_by_a_word(released, finished):
@@ -306,7 +305,7 @@ def test_given_weights_are_told_though_the_last_start_did_not_name_them(released
     [
         ((Decay(0.99, 1),), "(decay 0.99; at first"),
         ((Decay(0.99, 1), Decay(0.95, 11)), "(decay 0.99 until step 10, 0.95 after; at first"),
-        (UNRECORDED, "(decay as of the last start: 0.9999; at first"),
+        (UNRECORDED, "(decay that of the last start: 0.9999; at first"),
         ((*UNRECORDED, Decay(0.95, 11)), "(decay not recorded until step 10, 0.95 after; at first"),
         (None, "| weights | those after the last step |"),
     ],

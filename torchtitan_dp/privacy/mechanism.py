@@ -102,6 +102,11 @@ class Mechanism(ABC):
         """How norms were found, in words, to follow sigma and q; empty for exact norms."""
         return ""
 
+    @property
+    def clipping(self) -> str:
+        """How norms were found, for a model card; empty for exact norms."""
+        return ""
+
     def claimed_mu(self, *, trials: int, confidence: float) -> float:
         """Return the largest mu that an audit of one whole step may find, with this confidence."""
         return 1 / self.noise_multiplier
@@ -194,6 +199,16 @@ class PoissonGaussian(Mechanism):
     def norms(self) -> str:
         return f"norms from {self.capped} projections, capped" if self.capped else ""
 
+    @property
+    def clipping(self) -> str:
+        if not self.capped:
+            return ""
+        return (
+            f"by norms estimated from random projections ({self.estimator}, {self.capped} of them);"
+            " a gradient longer than its estimate is scaled down to it, so that a unit counts at "
+            "most C and ε is that of exact norms"
+        )
+
     def fields(self) -> dict[str, Any]:
         norms = {"projections": 0, "capped_projections": self.capped}
         return {**super().fields(), **norms, "norm_estimator": self.estimator}
@@ -247,6 +262,13 @@ class EstimatedNorms(Mechanism):
     @property
     def norms(self) -> str:
         return f"norms from {self.projections} projections"
+
+    @property
+    def clipping(self) -> str:
+        return (
+            f"by norms estimated from random projections ({self.estimator}, {self.projections} of "
+            "them)"
+        )
 
     def claimed_mu(self, *, trials: int, confidence: float) -> float:
         shares = ratios(self.projections)

@@ -61,9 +61,8 @@ from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.parameters import require_loaded
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
-from torchtitan_dp.release.card import model_card
+from torchtitan_dp.release.card import OWNER_ITEMS, model_card
 from torchtitan_dp.release.claims import claims
-from torchtitan_dp.release.owner import OWNER_ITEMS
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"
@@ -353,7 +352,7 @@ def _said(out: str, terms: dict[str, Any]) -> list[str]:
         f"released: {out}/ (epsilon = {rounded_up(terms['epsilon'])}, delta = {terms['delta']}; "
         f"{_COUNTED[terms['epsilon_counts']]})",
         f"          read {CARD_FILE} before you publish it, and fill in what only you know:",
-        *(f"          - {item.title}" for item in OWNER_ITEMS),
+        *(f"          - {item}" for item in OWNER_ITEMS),
     ]
 
 
