@@ -9,11 +9,49 @@ and one of the keys of `privacy.json`. `--write` puts each between its two marks
 
 import argparse
 import sys
+import types
+import typing
+from typing import Any
 
-from torchtitan_dp.config.reference import config_reference
-from torchtitan_dp.ledger.reference import privacy_reference
+from torchtitan_dp.config.reference import cell, config_reference
+from torchtitan_dp.ledger import schema
 
 _BEGIN, _END = "<!-- {} reference: begin -->", "<!-- {} reference: end -->"
+_WORDS: dict[Any, str] = {
+    int: "integer",
+    float: "number",
+    str: "string",
+    bool: "boolean",
+    dict: "object",
+    types.NoneType: "null",
+}
+
+
+def privacy_reference() -> str:
+    """Return the table of the keys of `privacy.json`."""
+    rows = ["| key | type | in a release | meaning |", "| --- " * 4 + "|"]
+    for key in schema.KEYS:
+        is_only = key.origin is schema.Origin.RELEASE
+        where = "only there" if is_only else "yes" if key.released else "no"
+        kind = in_words(key.type)
+        rows.append(f"| `{key.name}` | {kind} | {where} | {cell(key.meaning)} |")
+    return "\n".join(rows)
+
+
+def in_words(kind: Any) -> str:
+    """Name a type in words.
+
+    >>> in_words(int | float | None), in_words(list[str])
+    ('number or null', 'list of strings')
+    """
+    if isinstance(kind, types.UnionType):
+        told = dict.fromkeys(in_words(one) for one in typing.get_args(kind))
+        return " or ".join(name for name in told if (name, "number" in told) != ("integer", True))
+    if typing.get_origin(kind) is list:
+        return f"list of {in_words(typing.get_args(kind)[0])}s"
+    return _WORDS[kind]
+
+
 REFERENCES = {"config": config_reference, "privacy.json": privacy_reference}
 
 

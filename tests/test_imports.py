@@ -18,9 +18,8 @@ PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
     {"privacy", "process"},
     {"distributed", "optimizer"},
-    {"data", "gradients"},
+    {"data", "gradients", "ledger"},
     {"config"},
-    {"ledger"},
     {"checkpoint"},
     {"models"},
     {"metrics"},

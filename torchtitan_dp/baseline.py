@@ -15,12 +15,12 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.train import Trainer
 
+from torchtitan_dp.checkpoint.baseline import baseline_ledger, published_baseline
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.ledger import Ledger
-from torchtitan_dp.ledger.baseline import baseline_ledger, published_baseline
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import origin

@@ -32,6 +32,7 @@ from torchtitan.train import Trainer
 
 from torchtitan_dp.baseline import BaselineTrainer
 from torchtitan_dp.checkpoint.manager import Checkpointer
+from torchtitan_dp.checkpoint.plan import earlier_ledger, most_lost, refuse_overspending
 from torchtitan_dp.checkpoint.start import Start, check_records, decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
@@ -61,7 +62,6 @@ from torchtitan_dp.ledger import (
 )
 from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
 from torchtitan_dp.ledger.files import to_bytes
-from torchtitan_dp.ledger.terms import earlier_ledger, most_lost, refuse_overspending
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import FAMILIES

@@ -15,8 +15,8 @@ from tests.accounts import account
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.safe_load import entries, read_metadata
 from torchtitan_dp.checkpoint.start import Start, Weights, check_start, decide_start, plan_start
+from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.ledger import ExecutedSteps, Ledger
-from torchtitan_dp.ledger.settings import settings_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 META = {"weight": torch.empty(2, 3, device="meta")}

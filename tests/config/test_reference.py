@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from scripts.reference import insert, main
+from scripts.reference import insert, main, privacy_reference
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.reference import config_reference as markdown
 from torchtitan_dp.ledger import schema
-from torchtitan_dp.ledger.reference import privacy_reference
 
 ROOT = Path(__file__).parents[2]
 BEGIN, END = "<!-- config reference: begin -->", "<!-- config reference: end -->"

@@ -13,19 +13,19 @@ from tests import build
 from tests.accounts import account, with_terms
 from tests.hazards.test_trainer import SETTINGS
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
+from torchtitan_dp.checkpoint.baseline import baseline_ledger, refuse_private_folder
 from torchtitan_dp.checkpoint.folder import read_ledger
+from torchtitan_dp.checkpoint.initial import inheritance
+from torchtitan_dp.checkpoint.plan import earlier_ledger, make_plan
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
+from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.reference import field_docs
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema, write_fingerprint
-from torchtitan_dp.ledger.baseline import baseline_ledger, refuse_private_folder
 from torchtitan_dp.ledger.caveats import assumptions
-from torchtitan_dp.ledger.initial import inheritance
 from torchtitan_dp.ledger.runs import total
-from torchtitan_dp.ledger.settings import settings_of
-from torchtitan_dp.ledger.terms import earlier_ledger, make_plan
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.summation import fp32_sum_excess
 

@@ -229,8 +229,8 @@ def test_row31_a_third_segment_keeps_the_first():
 def starting_from(folder, *overrides):
     """The ledger of a first start from the weights in this folder."""
     from tests import build
+    from torchtitan_dp.checkpoint.initial import inheritance
     from torchtitan_dp.checkpoint.start import decide_start
-    from torchtitan_dp.ledger.initial import inheritance
 
     config = build.config(
         "--checkpoint.enable", f"--checkpoint.initial_load_path={folder}", *overrides

@@ -12,11 +12,11 @@ from tests import accounts
 from tests.accounts import steps_of
 from tests.hazards.test_trainer import SETTINGS, Step
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.checkpoint.initial import InitialWeights, _all_begun
 from torchtitan_dp.checkpoint.verify import _begins_as as begins_as
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, RunSegment, schema
 from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import ledger_of, read_published, read_published_fields
-from torchtitan_dp.ledger.initial import InitialWeights, _all_begun
 from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import EstimatedNorms, PoissonGaussian, Segment
@@ -39,7 +39,7 @@ def account(folder, ledger, total_steps=0):
 
 def accounted_and_drawn(options):
     from tests import build
-    from torchtitan_dp.ledger.settings import settings_of
+    from torchtitan_dp.checkpoint.terms import settings_of
 
     overrides = [*METHOD, *options]
     norms = build.build((1, 1, 1), *overrides).gradients.norms
@@ -93,7 +93,7 @@ def test_row67_a_file_that_says_other_norms_than_the_checkpoint_is_reported(said
 
 def terms_of(*overrides):
     from tests import build
-    from torchtitan_dp.ledger.settings import settings_of
+    from torchtitan_dp.checkpoint.terms import settings_of
 
     return settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
 
@@ -347,7 +347,7 @@ def test_row67_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypa
 @pytest.mark.slow
 def test_the_search_for_noise_in_a_plan_counts_estimates():
     from tests import build
-    from torchtitan_dp.ledger.terms import _noise_multiplier
+    from torchtitan_dp.checkpoint.plan import _noise_multiplier
 
     target = ["--privacy.noise_multiplier", "None", "--privacy.target_epsilon=2"]
     exact, estimated = (

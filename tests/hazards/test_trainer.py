@@ -263,7 +263,7 @@ def test_row30_a_debug_seed_repeats_its_keys():
 def test_row30_and_45_a_debug_seed_marks_the_run():
     """As a start's plan has it: the trainer's ledger is the plan's."""
     from tests import build
-    from torchtitan_dp.ledger.terms import make_plan
+    from torchtitan_dp.checkpoint.plan import make_plan
 
     config = build.config()
     ledger = make_plan(config, 10).ledger

@@ -8,16 +8,16 @@ import pytest
 
 from tests.accounts import account, steps_of, with_terms
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
+from torchtitan_dp.checkpoint.initial import PUBLIC, inheritance
+from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
+from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
-from torchtitan_dp.ledger.initial import PUBLIC, inheritance
 from torchtitan_dp.ledger.runs import total
-from torchtitan_dp.ledger.settings import settings_of
 from torchtitan_dp.ledger.steps import step_names
-from torchtitan_dp.ledger.terms import earlier_ledger
 from torchtitan_dp.privacy import accounting
 
 SIGMA, DELTA = 1.0, 1e-3

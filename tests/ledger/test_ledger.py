@@ -11,6 +11,7 @@ import pytest
 
 from tests.accounts import account, mechanism, steps_of, with_terms
 from torchtitan_dp import ledger
+from torchtitan_dp.checkpoint.initial import ledger_beside
 from torchtitan_dp.ledger import (
     Account,
     ExecutedSteps,
@@ -22,7 +23,6 @@ from torchtitan_dp.ledger import (
 )
 from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import read_fingerprint
-from torchtitan_dp.ledger.initial import ledger_beside
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.ledger.steps import NamedStep, name_steps, new_name, step_names, union

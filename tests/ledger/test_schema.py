@@ -138,7 +138,7 @@ def test_the_meaning_is_of_the_planned_steps_and_is_read_back(tmp_path):
 
 
 def test_the_program_is_told():
-    from torchtitan_dp.ledger.program import source
+    from torchtitan_dp.ledger.account import source
 
     told = source()
     assert told["name"] == "torchtitan-dp"

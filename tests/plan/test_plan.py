@@ -12,9 +12,9 @@ import pytest
 import torchtitan_dp.plan.__main__ as plan
 from tests.accounts import account, with_terms
 from tests.processes.runs import ROOT, arguments, with_sigma, write_records
+from torchtitan_dp.checkpoint.plan import make_plan
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import ExecutedSteps
-from torchtitan_dp.ledger.terms import make_plan
 from torchtitan_dp.privacy import accounting
 
 if sys.version_info >= (3, 11):

@@ -11,9 +11,9 @@ import pytest
 from tests.accounts import account
 from tests.processes import forks
 from tests.processes.runs import arguments, with_sigma
+from torchtitan_dp.checkpoint.plan import make_plan
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import ExecutedSteps, write_fingerprint
-from torchtitan_dp.ledger.terms import make_plan
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.preflight.check import check_run, open_records
 from torchtitan_dp.preflight.notices import notices

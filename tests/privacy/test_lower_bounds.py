@@ -9,12 +9,12 @@ from scipy import stats
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.lower_bounds import (
     expected_mu,
-    gaussian_epsilon,
     gaussian_mu,
     one_run_epsilon,
     one_run_p_value,
     rate_upper_bound,
 )
+from torchtitan_dp.privacy.pld import gaussian_epsilon
 
 
 @pytest.mark.parametrize("errors, trials", [(0, 50), (3, 2000), (990, 1000), (7, 7)])

@@ -10,12 +10,11 @@ from scipy import stats
 from tests.accounts import gaussian_steps, mechanism, steps_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.envelope import largest_ratio, ratios
-from torchtitan_dp.privacy.events import dp_event
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.privacy.mechanism import composition
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.randomized import Mixture, mixture_distribution
-from torchtitan_dp.privacy.segments import merged
+from torchtitan_dp.privacy.segments import dp_event, merged
 
 DELTA = 1e-5
 
@@ -219,8 +218,7 @@ def test_its_event_gives_another_program_the_same_epsilon():
     from dp_accounting import dp_event as events
     from dp_accounting.pld.pld_privacy_accountant import PLDAccountant
 
-    segment = steps_of(1.0, 0.05, 10, 32)
-    told = dp_event([segment])["events"][0]
+    told = dp_event([gaussian_steps(1.0, 0.05, 10, 32)])["events"][0]
     assert (told["class_name"], told["count"]) == ("SelfComposedDpEvent", 10)
     terms = {k: v for k, v in told["event"].items() if k not in ("module_name", "class_name")}
     accountant = PLDAccountant(value_discretization_interval=2e-3)

@@ -29,13 +29,13 @@ from tests.models.hugging_face import (
 )
 from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
 from torchtitan_dp.checkpoint.average import UNRECORDED, Decay
+from torchtitan_dp.checkpoint.initial import PUBLIC, inheritance
+from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start
+from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.saved import read_config, write_config
 from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema
-from torchtitan_dp.ledger.initial import PUBLIC, inheritance
-from torchtitan_dp.ledger.settings import settings_of
-from torchtitan_dp.ledger.terms import earlier_ledger
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.privacy.accounting import rounded_up

@@ -29,6 +29,7 @@ from torchtitan.tools.utils import device_type
 from torchtitan_dp.audit import report
 from torchtitan_dp.audit.game import Game, cases
 from torchtitan_dp.audit.one_run import CanaryAudit, audit
+from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
@@ -37,7 +38,6 @@ from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps, Settings
 from torchtitan_dp.ledger.files import read_published_fields
-from torchtitan_dp.ledger.terms import Plan
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs, trained_count
 from torchtitan_dp.models.lora import lora_of

@@ -8,7 +8,7 @@ import numpy as np
 from torchtitan_dp.audit.game import Outcome
 from torchtitan_dp.audit.one_run import CanaryAudit
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.privacy.lower_bounds import gaussian_epsilon
+from torchtitan_dp.privacy.pld import gaussian_epsilon
 
 _LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may exist"
 

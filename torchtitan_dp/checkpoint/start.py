@@ -8,7 +8,7 @@ and revises the decision to the newest one that is whole.
 Guarantee:
     Weights never come without what is known of their past: those of this run with the ledger in
     their checkpoint, those of another with the ledger in it or beside it. Where none is found, that
-    is said, and `ledger.initial` refuses them unless the user answers for them.
+    is said, and `checkpoint.initial` refuses them unless the user answers for them.
 """
 
 import enum
@@ -31,11 +31,11 @@ from torchtitan_dp.checkpoint.folder import (
     refuse_another_model,
     step_folder,
 )
+from torchtitan_dp.checkpoint.initial import InitialWeights, ledger_beside
+from torchtitan_dp.checkpoint.plan import Plan, make_plan
 from torchtitan_dp.checkpoint.safe_load import METADATA_FILE
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, check_fingerprint
-from torchtitan_dp.ledger.initial import InitialWeights, ledger_beside
-from torchtitan_dp.ledger.terms import Plan, make_plan
 
 
 class Weights(enum.Enum):
@@ -159,7 +159,7 @@ def plan_start(config: JobConfig, units: int, start: Start, account: Ledger | No
 
     Args:
         units: number of training units.
-        account: what already ran in its folder, as `ledger.terms.earlier_ledger` returns it.
+        account: what already ran in its folder, as `checkpoint.plan.earlier_ledger` returns it.
 
     Raises:
         ValueError: one line for the user.

@@ -55,7 +55,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
-    """Say for people what was found, on stderr."""
+    """Print a table of the runs and their sum on stderr."""
     width = None if sys.stderr.isatty() else _LOG_WIDTH
     console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
     table = Table(Column("run", overflow="fold"), Column("name", no_wrap=True))
@@ -108,12 +108,12 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
 
 
 def _epsilon(value: float | None) -> str:
-    """Say an epsilon in a word or two."""
+    """Return an epsilon in a word or two."""
     return "NOT private" if value is None else rounded_up(value)
 
 
 def _write(path: str, runs: list[Run], spent: Total | None) -> None:
-    """Write what was found for programs."""
+    """Write the findings as JSON."""
     content = {
         "runs": [
             {

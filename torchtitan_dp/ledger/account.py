@@ -1,4 +1,4 @@
-"""What a run spends while it trains: known ahead for a few points, published in `privacy.json`.
+"""The spending of a run while it trains, computed ahead at a few points, and its `privacy.json`.
 
 Guarantee:
     `epsilon` is of the weights' own lineage, `epsilon_executed` of every step ever begun in the
@@ -11,7 +11,10 @@ Guarantee:
 """
 
 import functools
+import importlib.metadata
 import math
+import os
+import subprocess
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -19,12 +22,11 @@ from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.caveats import assumptions, caveats
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.program import source, versions
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.curve import EpsilonCurve
-from torchtitan_dp.privacy.events import dp_event
 from torchtitan_dp.privacy.meaning import Meaning, meaning
-from torchtitan_dp.privacy.mechanism import Segment, from_fields
+from torchtitan_dp.privacy.mechanism import Segment, composition, from_fields
+from torchtitan_dp.privacy.segments import dp_event
 
 
 class Account:
@@ -39,21 +41,21 @@ class Account:
         self._ledger, self._total = ledger, total_steps
 
     def epsilon(self) -> float:
-        """Return what the lineage spent; infinite if it is not private."""
+        """Return the epsilon of the lineage; infinite if it is not private."""
         return self._at(self._lineage_curve, self._ledger.taken_in_all)
 
     def beside_epsilon(self, target: float | None) -> str:
-        """Return what a reader of epsilon needs beside it: with lost steps, and the target."""
+        """Return the words beside epsilon in a step's line: with lost steps, and the target."""
         epsilon, executed = self.epsilon(), self.epsilon_executed()
         lost = f"with lost steps {rounded_up(executed)}" if executed > epsilon else ""
         return ", ".join(filter(None, (lost, "" if target is None else f"target {target:g}")))
 
     def epsilon_executed(self) -> float:
-        """Return what all steps ever begun in the folder spent, as it is published."""
+        """Return the epsilon of all executed steps of the folder, as published."""
         return self._at(self._executed_curve, self._ledger.executed)
 
     def epsilon_planned(self) -> float:
-        """Return what those steps and the steps that are still planned spend."""
+        """Return the epsilon of those steps and of the steps that are still planned."""
         return max(self._composed(self._ledger.planned()), self.epsilon_executed())
 
     def publish(self, folder: str) -> dict[str, Any]:
@@ -78,8 +80,8 @@ class Account:
         return content
 
     def exported(self) -> dict[str, Any]:
-        """Return the `privacy.json` of weights that are exported now: as a release says it, so that
-        one key has one meaning wherever weights leave the run's folder."""
+        """Return the `privacy.json` of weights that are exported now, in the form of a release, so
+        that a key has one meaning wherever weights leave the run's folder."""
         _, executed, planned = self._epsilons()
         return released(
             self._ledger,
@@ -97,7 +99,7 @@ class Account:
         return epsilon, executed, max(self.epsilon_planned(), executed)
 
     def _composed(self, steps: list[Segment]) -> float:
-        """Return what these steps spend; infinite if they are not private."""
+        """Return the epsilon of these steps; infinite if they are not private."""
         return self._ledger.compose(steps) if self._ledger.composes else math.inf
 
     def _at(self, curve: EpsilonCurve | None, steps: Callable[[], list[Segment]]) -> float:
@@ -190,10 +192,10 @@ def terms_in_words(ledger: Ledger, segments: list[Segment], epsilon: float) -> d
         segments: the steps that epsilon is of.
         epsilon: infinite if they are not private.
     """
-    what = explain(ledger, segments, epsilon)
+    found = explain(ledger, segments, epsilon)
     return {
-        "meaning": what.to_json() if what is not None else None,
-        "dp_event": dp_event(segments) if ledger.composes else None,
+        "meaning": None if found is None else found.to_json(),
+        "dp_event": dp_event(composition(segments)) if ledger.composes else None,
         "assumptions": assumptions(ledger),
         "segments": [segment.fields() for segment in ledger.segments()],
         "step_names": " ".join(ledger.names()),
@@ -204,14 +206,14 @@ def terms_in_words(ledger: Ledger, segments: list[Segment], epsilon: float) -> d
 
 
 def explain(ledger: Ledger, segments: list[Segment], epsilon: float) -> Meaning | None:
-    """Return what an epsilon means for one person; None where there is no privacy."""
+    """Return the meaning of an epsilon for one person; None where there is no privacy."""
     if not ledger.composes or not math.isfinite(epsilon):
         return None
     return meaning(segments, ledger.settings.delta)
 
 
 def summary(spent: dict[str, Any]) -> list[str]:
-    """Say for people what `privacy.json` holds."""
+    """Return the lines that end a run's console, from its `privacy.json`."""
     epsilon = f"epsilon = {rounded_up(spent['epsilon'])}" if spent["private"] else "NOT private"
     norms = from_fields(spent).norms
     lines = [
@@ -227,3 +229,54 @@ def summary(spent: dict[str, Any]) -> list[str]:
             f"{rounded_up(spent['epsilon_executed'])}, for {spent['steps_executed']} steps"
         )
     return [*lines, *(f"caveat: {caveat}" for caveat in spent["caveats"])]
+
+
+_NAME = "torchtitan-dp"
+_LIBRARIES = (_NAME, "torch", "torchtitan", "opacus", "dp-accounting", "numpy", "scipy", "jinja2")
+_GIT_TIMEOUT_S = 10
+
+
+@functools.cache
+def versions() -> dict[str, str]:
+    """Return the versions of the libraries that the guarantee rests on, this package included."""
+    found = {}
+    for name in _LIBRARIES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:  # on a path, not installed
+            found[name] = "unknown"
+    return found
+
+
+@functools.cache
+def source() -> dict[str, Any]:
+    """Return this package's name and version, and the commit of its files.
+
+    `commit` is the SHA-1 of the checkout that this package lies in and `modified` whether files
+    of the package differ from it; both are None outside of a checkout, and where git fails.
+    """
+    commit = _git("rev-parse", "HEAD")
+    tracked = commit is not None and _git("ls-files", "--", __file__)
+    changes = _git("status", "--porcelain", "--", "..") if tracked else None
+    return {
+        "name": _NAME,
+        "version": versions()[_NAME],
+        "commit": commit if tracked else None,
+        "modified": changes != "" if changes is not None else None,
+    }
+
+
+def _git(*arguments: str) -> str | None:
+    """Return the output of a git command, run where this file lies; None if it fails."""
+    try:
+        done = subprocess.run(
+            ["git", *arguments],
+            cwd=os.path.dirname(os.path.abspath(__file__)),
+            capture_output=True,
+            text=True,
+            timeout=_GIT_TIMEOUT_S,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,4 +1,4 @@
-"""What epsilon rests on: in every run, and in this one.
+"""The assumptions that epsilon rests on: those of every run, and those of this one.
 
 Guarantee:
     `caveats` lists every caveat that the ledger has recorded, and those that follow from its
@@ -32,7 +32,7 @@ _FIXED = (
 
 
 def assumptions(ledger: Ledger) -> list[str]:
-    """Return what epsilon rests on in every run; nothing where there is no epsilon."""
+    """Return the assumptions of every run; none where there is no epsilon."""
     if not ledger.composes:
         return []
     return [*_OF_EVERY_RUN, _FIXED]
@@ -48,19 +48,19 @@ _ROUNDED = "the clipped sum is rounded: "
 
 
 def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]:
-    """Return what to read beside epsilon, in this run.
+    """Return the caveats to read beside the epsilon of this run.
 
     Args:
-        epsilon, epsilon_planned: as `privacy.json` tells them; infinite if it is not private.
+        epsilon, epsilon_planned: as in `privacy.json`; infinite if the run is not private.
     """
-    told = list(ledger.caveats)
+    found = list(ledger.caveats)
     stopped = [f"{ledger.steps} of {ledger.planned_steps}"] if ledger.left else []
     for ancestor in ledger.ancestors:
         if ancestor.left:
             done = ancestor.planned_steps - ancestor.left
             stopped.append(f"{done} of {ancestor.planned_steps} by run {ancestor.run}")
     if ledger.composes and stopped:
-        told.append(
+        found.append(
             f"{_EARLY}{', '.join(stopped)}; epsilon = {rounded_up(epsilon)}, of the steps taken, "
             "applies if neither results nor a clock decided when to stop; epsilon_planned = "
             f"{rounded_up(epsilon_planned)} applies if weights alone did; no epsilon applies if "
@@ -69,7 +69,7 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
         )
     by_ancestors = sum(segment.steps for segment in ledger.lost_before())
     if ledger.composes and (lost := ledger.published_lost().steps + by_ancestors):
-        told.append(
+        found.append(
             f"{_LOST}{lost} steps are counted for them, for each crash as many as it could lose, "
             "because the number that it did lose depends on the lengths of records; the number of "
             "crashes is assumed not to"
@@ -81,7 +81,7 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
     if ledger.composes and rounded:
         worst = max(rounded, key=_rounds_by)
         excess = _rounds_by(worst)
-        told.append(
+        found.append(
             f"{_ROUNDED}each rank adds up to {worst.summands} {worst.unit}s per step in fp32; "
             "adversarial gradients could move the sum by "
             + (
@@ -93,14 +93,14 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
             )
         )
     if ledger.composes:
-        told += dict.fromkeys(filter(None, (settings.mechanism.caveat for settings in taken)))
-    return told
+        found += dict.fromkeys(filter(None, (settings.mechanism.caveat for settings in taken)))
+    return found
 
 
-def recorded(told: Iterable[str]) -> list[str]:
-    """Return those caveats that hold for weights that go on from these, too."""
-    told_anew = (_EARLY, _LOST, _ROUNDED, *(kind.caveat for kind in MECHANISMS if kind.caveat))
-    return [caveat for caveat in told if not caveat.startswith(told_anew)]
+def recorded(found: Iterable[str]) -> list[str]:
+    """Return the caveats that weights inherit which go on from these."""
+    computed_anew = (_EARLY, _LOST, _ROUNDED, *(kind.caveat for kind in MECHANISMS if kind.caveat))
+    return [caveat for caveat in found if not caveat.startswith(computed_anew)]
 
 
 def _rounds_by(settings: Settings) -> float:

@@ -22,7 +22,7 @@ FINGERPRINT_FILE = "data_fingerprint.private"
 
 
 def read_published(folder: str) -> Ledger | None:
-    """Return the ledger that `privacy.json` in this folder tells of; None if there is none.
+    """Return the ledger of this folder's `privacy.json`; None if there is no such file.
 
     Raises:
         ValueError: if the file is not one of ours.
@@ -32,7 +32,7 @@ def read_published(folder: str) -> Ledger | None:
 
 
 def read_published_fields(folder: str) -> dict[str, Any] | None:
-    """Return what `privacy.json` says; `ledger_of` makes a ledger of it.
+    """Return the content of `privacy.json`; `ledger_of` makes a ledger of it.
 
     Raises:
         ValueError: if the file is not one of ours.
@@ -69,7 +69,7 @@ def to_bytes(content: Mapping[str, Any]) -> bytes:
 
 
 def ledger_of(content: dict[str, Any]) -> Ledger:
-    """Return the ledger that the content of a `privacy.json` tells of.
+    """Return the ledger of a `privacy.json` with this content.
 
     Raises:
         KeyError, TypeError, IndexError, AssertionError: it is none of ours.
@@ -132,7 +132,7 @@ def check_fingerprint(folder: str, fingerprint: str, settings: Mapping[str, obje
 
 
 def write_fingerprint(folder: str, fingerprint: str, settings: Mapping[str, object]) -> None:
-    """Keep the fingerprint, and on a second line the settings: private data, never published."""
+    """Write the fingerprint, and on a second line the settings: private data, never published."""
     lines = f"{fingerprint}\n{json.dumps(dict(settings))}\n"
     write_atomically(os.path.join(folder, FINGERPRINT_FILE), lines.encode())
 

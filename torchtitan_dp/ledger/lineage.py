@@ -1,4 +1,4 @@
-"""The ledger of one lineage of weights: on what terms its steps were taken, and what they spend.
+"""The ledger of one lineage of weights: the terms of its steps, and the epsilon they spend.
 
 Guarantee:
     `Ledger.epsilon` bounds what the weights at `steps` reveal: the composition of every segment of
@@ -30,7 +30,7 @@ FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
 
 @dataclass(frozen=True)
 class Audit:
-    """Mark a run that an audit trained: its weights hold canaries, so they are not private."""
+    """The mark of an audited run: its weights saw canaries, so they are not private."""
 
     canaries: int
     otherwise_private: bool  # so that publishing the audit's result spends what its steps do
@@ -38,7 +38,7 @@ class Audit:
 
 @dataclass(frozen=True)
 class Ancestor:
-    """Name a run that the initial weights come from, and the steps that made them."""
+    """A run that the initial weights come from, with the steps that made them."""
 
     run: str
     segments: tuple[RunSegment, ...]
@@ -48,7 +48,7 @@ class Ancestor:
 
     @property
     def left(self) -> int:
-        """Count the steps that were planned and are not told of here."""
+        """The number of steps that were planned and are not listed here."""
         return max(self.planned_steps - sum(segment.steps for segment in self.segments), 0)
 
     def taken(self) -> list[NamedStep]:
@@ -83,7 +83,7 @@ def taken_by(ancestors: Iterable[Ancestor]) -> list[NamedStep]:
 
 @dataclass
 class Ledger:
-    """Keep the account of one lineage of weights."""
+    """The account of one lineage of weights."""
 
     settings: Settings  # of the segment that goes on
     steps: int = 0  # of the lineage, in all segments
@@ -101,7 +101,7 @@ class Ledger:
     config_hash: str = ""
 
     def mark_not_private(self, why: str) -> None:
-        """Say so for good: it survives resume and initial load."""
+        """Mark it as not private, and why, for good: both survive resume and initial load."""
         self.private = False
         self.add_caveat(why)
 
@@ -112,7 +112,7 @@ class Ledger:
 
     @property
     def composes(self) -> bool:
-        """Tell whether its steps spend a finite epsilon: of a private run, or of its audit."""
+        """Whether its steps spend a finite epsilon: of a private run, or of its audit."""
         return self.private or (self.audit is not None and self.audit.otherwise_private)
 
     def add_caveat(self, caveat: str) -> None:
@@ -185,7 +185,7 @@ class Ledger:
 
     def go_back_to(self, weights: "Ledger") -> None:
         """Become the account of older weights of this lineage, on whose terms it began."""
-        accountant = self.settings.accountant  # the folder's, by which its epsilon is told
+        accountant = self.settings.accountant  # the folder's, by which its epsilon is published
         self.settings = dataclasses.replace(weights.settings, accountant=accountant)
         self.steps, self.start = weights.steps, weights.start
         self.finished, self.step_names = weights.finished, weights.step_names
@@ -203,7 +203,7 @@ class Ledger:
         return union([*self.taken_before(), *self.taken()])
 
     def before(self) -> list[Segment]:
-        """Return what initial weights had spent."""
+        """Return the steps behind the initial weights, each once."""
         return union(self.taken_before())
 
     def published_lost(self) -> Segment:
@@ -244,7 +244,7 @@ class Ledger:
 
     @property
     def left(self) -> int:
-        """Count the steps that are planned and were not taken by these weights."""
+        """The number of steps that are planned and were not taken by these weights."""
         return max(self.planned_steps - self.steps, 0)
 
     def still_planned(self) -> list[Segment]:
@@ -255,7 +255,7 @@ class Ledger:
         return [*_worst(self.segments(), self.left), *behind]
 
     def epsilon(self, steps: int | None = None) -> float:
-        """Return what is spent after `steps` steps of this lineage."""
+        """Return the epsilon after `steps` steps of this lineage."""
         own = [segment.spending() for segment in self.segments(steps)]
         return self.compose([*self.before(), *own])
 

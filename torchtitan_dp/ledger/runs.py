@@ -1,4 +1,4 @@
-"""What one run's folder says of privacy, and what several runs spend in all.
+"""One run's spending, computed anew from its folder, and the sum over several runs.
 
 Guarantee:
     `total` bounds what all runs together reveal of one unit of all their records: every step ever
@@ -22,7 +22,7 @@ from torchtitan_dp.privacy.mechanism import Segment, composition
 
 @dataclass
 class Run:
-    """Hold what one folder says, computed anew from its segments."""
+    """One folder, its epsilons computed anew from its segments."""
 
     folder: str
     ledger: Ledger
@@ -38,25 +38,25 @@ class Run:
 
     @property
     def epsilon(self) -> float | None:
-        """Return what the weights spent; None if they are not private."""
+        """The epsilon of the weights; None if they are not private."""
         return self.ledger.epsilon() if self.ledger.private else None
 
     @property
     def epsilon_executed(self) -> float | None:
-        """Return what all that ever ran here spent, as it is published, and its initial weights."""
+        """The epsilon of all executed steps and of the initial weights, as published."""
         if not self.ledger.composes:
             return None
         return self.ledger.compose(self.ledger.executed())
 
     @property
     def epsilon_planned(self) -> float | None:
-        """Return the same, with the steps that are still planned."""
+        """The same, with the steps that are still planned."""
         if not self.ledger.composes:
             return None
         return self.ledger.compose(self.ledger.planned())
 
     def caveats(self) -> list[str]:
-        """Return what its epsilon rests on."""
+        """Return the caveats under its epsilon."""
         spent, planned = self.epsilon, self.epsilon_planned
         infinite = math.inf
         return caveats(
@@ -68,7 +68,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Total:
-    """Say what several runs spend together."""
+    """The spending of several runs together."""
 
     epsilon: float | None  # None: not private
     epsilon_planned: float | None  # with what all runs still planned
@@ -79,14 +79,14 @@ class Total:
 
 
 def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool = False) -> Total:
-    """Return what all runs spend together.
+    """Return the spending of all runs together.
 
     Args:
         delta: by default the smallest of the runs'.
         overlapping: the runs may be on different records; the sum is that of a unit in all.
 
     Raises:
-        ValueError: one line, if they are not on the same records and `overlapping` is not said, or
+        ValueError: one line, if they are not on the same records and `overlapping` is false, or
             not of the same unit.
     """
     if not overlapping:
@@ -108,7 +108,7 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     taken = union(step for run in runs for step in run.ledger.taken())
     steps = sum(segment.steps for segment in (*taken, *lost))
     relation = max(run.ledger.settings.neighbouring_relation for run in runs)
-    assert relation in ("add_remove", "zero_out")  # whoever may be left out may be emptied
+    assert relation in ("add_remove", "zero_out")  # a unit that may be left out may be emptied
     if delta is None:
         delta = min(deltas)
     if not all(run.ledger.composes for run in runs):
@@ -123,11 +123,11 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
     accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
     if any(part.ratios is not None for part in composition([*segments, *coming])):
         accountant = "pld"  # no other is tight for estimated norms
-    told = [
+    epsilons = [
         accounting.compose(parts, delta=delta, accountant=accountant)
         for parts in (segments, [*segments, *coming])
     ]
-    return Total(told[0], max(told), delta, accountant, steps, relation)
+    return Total(epsilons[0], max(epsilons), delta, accountant, steps, relation)
 
 
 def _lost_before(runs: Sequence[Run]) -> list[Segment]:

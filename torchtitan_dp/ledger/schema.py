@@ -9,17 +9,19 @@ Guarantee:
 """
 
 import enum
+import math
+import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_dp.ledger.json_types import fits
 from torchtitan_dp.ledger.lineage import FORMAT, Ledger
 from torchtitan_dp.privacy.mechanism import MECHANISMS, Mechanism
 
 
 class Origin(enum.Enum):
-    """Say where the value of a key comes from."""
+    """Where the value of a key comes from."""
 
     SETTINGS = "an attribute of the last segment's `Settings`"
     MECHANISM = "one of its mechanism's own `keys`; files of other mechanisms lack it"
@@ -30,7 +32,7 @@ class Origin(enum.Enum):
 
 @dataclass(frozen=True)
 class Key:
-    """Describe one key of `privacy.json`."""
+    """One key of `privacy.json`."""
 
     name: str
     type: Any  # of the value as JSON has it
@@ -305,12 +307,12 @@ def assemble(
             `Origin.RELEASE`), and of no other.
         release: whether it is a release's file.
     """
-    told = {**computed, "format": FORMAT}
+    values = {**computed, "format": FORMAT}
     expected = set(names(_ACCOUNT, _RELEASE) if release else names(_ACCOUNT))
-    assert set(told) == expected, set(told) ^ expected
+    assert set(values) == expected, set(values) ^ expected
     kept = ledger.fields()
     terms = kept["settings"]
-    found = {_SETTINGS: terms, _MECHANISM: terms, _LEDGER: kept, _ACCOUNT: told, _RELEASE: told}
+    found = {_SETTINGS: terms, _MECHANISM: terms, _LEDGER: kept, _ACCOUNT: values, _RELEASE: values}
     content = {}
     for key in KEYS:
         if key.origin is _RELEASE and not release:
@@ -325,10 +327,10 @@ def assemble(
 
 
 def check(content: Any) -> None:
-    """Refuse what is no `privacy.json` of this format.
+    """Refuse the content of a file that is no `privacy.json` of this format.
 
     Raises:
-        ValueError: what is wrong with it, for the end of a message that names the file.
+        ValueError: the fault, for the end of a message that names the file.
     """
     if not isinstance(content, dict):
         raise ValueError("it is not a JSON object")
@@ -350,5 +352,23 @@ def check(content: Any) -> None:
 
 
 def is_release(content: Mapping[str, Any]) -> bool:
-    """Tell a release's file from a run's."""
+    """Return whether this is the content of a release's file, not of a run's."""
     return any(name in content for name in names(_RELEASE))
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Return whether a value, as JSON or as Python has it, is of a type.
+
+    >>> fits(1, int | float), fits(True, int), fits(None, str | None), fits([1], list[str])
+    (True, False, True, False)
+    """
+    if isinstance(kind, types.UnionType):
+        return any(fits(value, one) for one in typing.get_args(kind))
+    if typing.get_origin(kind) is list:
+        (inside,) = typing.get_args(kind)
+        return isinstance(value, list | tuple) and all(fits(one, inside) for one in value)
+    if kind in (int, float) and isinstance(value, bool):
+        return False
+    if kind is float and isinstance(value, float):
+        return math.isfinite(value)
+    return isinstance(value, kind)

@@ -1,23 +1,16 @@
 """The terms that steps are taken on, segments of such steps, and which terms may change."""
 
 import dataclasses
-import math
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.lengths import ladder
-from torchtitan_dp.config.lora import ALL, trained
-from torchtitan_dp.config.units import privacy_unit, targets, unit_word
-from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import Mechanism, Segment, from_fields, mechanism_of
+from torchtitan_dp.privacy.mechanism import Mechanism, Segment, from_fields
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the guarantee depends on, the same within a segment."""
+    """The terms that the guarantee depends on, the same within a segment."""
 
     mechanism: Mechanism
     max_grad_norm: float
@@ -35,7 +28,7 @@ class Settings:
     clip_function: str = "vanilla"
     secure_noise: bool = False
     exact_sum: bool = False
-    trained: str = ALL
+    trained: str = "all weights"
     units: int | None = None  # where their number is public
     samples_per_rank: int | None = None  # hardly ever exceeded in a step, whatever is drawn
     ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
@@ -46,7 +39,7 @@ class Settings:
 
     @property
     def unit(self) -> str:
-        """One word for what is drawn, clipped and protected: a record, or a unit of several."""
+        """One word for the privacy unit: a record, or a unit of several."""
         return self.privacy_unit.split()[0]
 
     @property
@@ -134,15 +127,6 @@ class RunSegment:
         return cls(Settings.from_fields(fields["settings"]), fields["steps"])
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Say how units are drawn, and which data sets the guarantee therefore compares."""
-
-    rate: float
-    source: str  # of the rate, for people
-    neighbouring_relation: str
-
-
 _OF_A_RUN = {
     "privacy.delta": "delta",
     "privacy.sample_rate": "neighbouring_relation",
@@ -180,86 +164,3 @@ def _changes(
     )
     changes = [(key, ours.get(key), theirs.get(key)) for key in ours | theirs]
     return [change for change in changes if change[1] != change[2]]
-
-
-def sampling_of(config: JobConfig, units: int) -> Sampling:
-    """Return how the configuration has units drawn.
-
-    Args:
-        units: number of training units.
-
-    Raises:
-        ValueError: one line; more units are expected in a step than there are.
-    """
-    rate, batch = config.privacy.sample_rate, config.training.global_batch_size
-    if rate is not None:
-        return Sampling(rate, "privacy.sample_rate", "add_remove")
-    word = unit_word(config)
-    if batch > units:
-        raise ValueError(
-            f"training.global_batch_size = {batch}: more than the {units} training "
-            f"{word}s, so the sample rate would exceed 1; use at most {units}"
-        )
-    source = f"training.global_batch_size / number of training {word}s (which is public)"
-    return Sampling(batch / units, source, "zero_out")
-
-
-def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Settings:
-    """Return the terms that the configuration asks for.
-
-    Args:
-        units: number of training units.
-        noise_multiplier: the configuration's own, or the one that its target epsilon leads to.
-
-    Raises:
-        ValueError: as `sampling_of`.
-    """
-    privacy, batch = config.privacy, config.training.global_batch_size
-    sampling = sampling_of(config, units)
-    assert privacy.delta is not None
-    replicate, shard, _ = mesh_degrees(config)
-    ranks = max(replicate, 1) * max(shard, 1)
-    mechanism = mechanism_of(
-        privacy,
-        noise_multiplier=float(noise_multiplier),
-        sample_rate=sampling.rate,
-        estimates_norms=METHODS[privacy.gradient_method].estimates_norms,
-    )
-    return Settings(
-        mechanism,
-        max_grad_norm=float(privacy.max_grad_norm),
-        delta=privacy.delta,
-        expected_batch_size=batch,
-        accountant=privacy.accountant,
-        sample_rate_source=sampling.source,
-        neighbouring_relation=sampling.neighbouring_relation,
-        privacy_unit=privacy_unit(config),
-        targets=targets(config),
-        windows_per_draw=config.data.windows_per_draw,
-        target_epsilon=privacy.target_epsilon,
-        clipping=_clipping(privacy.clipping, privacy.clipping_groups),
-        clip_function=privacy.clip_function,
-        secure_noise=privacy.secure_noise,
-        exact_sum=privacy.exact_sum,
-        trained=trained(config),
-        units=units if sampling.neighbouring_relation == "zero_out" else None,
-        # Each length of the ladder is dealt out by itself, rounded up.
-        samples_per_rank=math.ceil(_most_drawn(batch) / ranks) + len(ladder(config)),
-        ranks_added_up=ranks,
-    )
-
-
-def _clipping(clipping: str, groups: list[str]) -> str:
-    """Say what is clipped together: `per_layer: layers.*, *`."""
-    return f"{clipping}: {', '.join(groups)}" if groups else clipping
-
-
-def _most_drawn(expected: int) -> int:
-    """Return how many units a step exceeds only once in 1e9 steps, whatever their number.
-
-    A binomial tail is below that of the Poisson distribution of the same mean (Anderson & Samuels
-    1967).
-    """
-    from scipy import stats  # a second to import
-
-    return int(stats.poisson.isf(1e-9, expected))

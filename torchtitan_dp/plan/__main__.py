@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from torchtitan_dp.checkpoint.plan import Plan, steps_within
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.config.units import unit_word
@@ -23,7 +24,6 @@ from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
-from torchtitan_dp.ledger.terms import Plan, steps_within
 from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost

@@ -7,6 +7,8 @@ record brings to light after some steps would reveal that record (hazard row 47)
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torchtitan_dp.checkpoint.baseline import refuse_private_folder
+from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
 from torchtitan_dp.checkpoint.start import Start, check_records, decide_start, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.dataset import Records
@@ -14,8 +16,6 @@ from torchtitan_dp.data.records.record_store import MAX_LINE_BYTES
 from torchtitan_dp.data.samples.conversations import Reading, reading
 from torchtitan_dp.data.samples.excerpts import scan_undecodable
 from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_dp.ledger.baseline import refuse_private_folder
-from torchtitan_dp.ledger.terms import Plan, earlier_ledger
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs
 

@@ -1,4 +1,4 @@
-"""How much an estimated norm may fall short: the worst distribution of true norm over estimate.
+"""The worst distribution of true norm over estimated norm.
 
 `gradients.randomized_norm` estimates the squared norm of a gradient by k random projections. Let w
 be the eigenvalues of the gradients' G G^T, of all layers together, over their sum: the estimate,
@@ -77,7 +77,7 @@ def refuse_projections(projections: int) -> None:
 def largest_ratio(projections: int) -> float:
     """Return how many times its estimated norm a gradient may count for at most.
 
-    What is larger is scaled down to it, which happens to one estimate in a million at most.
+    A larger one is scaled down to that, which happens to one estimate in a million at most.
 
     Args:
         projections: k.
@@ -87,20 +87,6 @@ def largest_ratio(projections: int) -> float:
     """
     assert FEWEST <= projections <= MOST, projections
     return math.sqrt(projections / chdtri(projections, 1 - _BEYOND))
-
-
-def survival(values: np.ndarray, projections: int) -> np.ndarray:
-    """Bound P[Z >= z] from above, for every gradient: float64, of the shape of `values`.
-
-    Args:
-        values: z, float64 above 0.
-        projections: k.
-
-    >>> survival(np.array([1.0, 1.2, 1.5, 2.0, 2.2]), 32).round(6).tolist()
-    [1.0, 0.098652, 0.002799, 5e-06, 0.0]
-    """
-    bound = np.where(values <= 1, 1.0, chdtr(projections, projections / values**2))
-    return np.where(values > largest_ratio(projections), 0.0, bound)
 
 
 @functools.cache  # one object for each k: they are compared by identity

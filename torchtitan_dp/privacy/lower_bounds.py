@@ -1,4 +1,4 @@
-"""What an attack's successes prove: lower bounds on epsilon, at a stated confidence.
+"""Lower bounds on epsilon from the successes of an attack, at a stated confidence.
 
 Accounting (`accounting`) bounds a mechanism's leakage from above, by proof. An audit attacks the
 program that claims to be the mechanism; what the attack achieves bounds the leakage from below.
@@ -21,10 +21,8 @@ Theorem 5.2; Dong, Roth & Su, "Gaussian Differential Privacy" (2022), for mu; Cl
 trainings.
 """
 
-import math
-
 import numpy as np
-from scipy import optimize, special, stats
+from scipy import special, stats
 
 from torchtitan_dp.privacy.envelope import Ratios
 
@@ -121,31 +119,6 @@ def mixture_mu(sigma: float, ratios: Ratios, *, trials: int, confidence: float) 
     missed = special.ndtr(-(place[:, None] + ratios.values / sigma)) @ ratios.probabilities
     found = -special.ndtri(np.maximum(missed, least)) - place
     return float(found.max()) * (1 + 1e-4)  # between the places
-
-
-def gaussian_epsilon(mu: float, delta: float) -> float:
-    """Compute the epsilon at `delta` of a mu-Gaussian-DP mechanism, exactly (Dong et al., Corollary
-    2.13).
-
-    >>> round(gaussian_epsilon(1.0, 1e-5), 2)
-    4.38
-    """
-    assert mu >= 0
-    assert 0 < delta < 1
-
-    def excess(epsilon: float) -> float:
-        present = special.ndtr(-epsilon / mu + mu / 2)
-        absent = math.exp(epsilon + special.log_ndtr(-epsilon / mu - mu / 2))
-        return float(present - absent - delta)
-
-    if mu == 0 or excess(0.0) <= 0:
-        return 0.0
-    if not math.isfinite(mu):
-        return math.inf
-    high = 1.0
-    while excess(high) > 0:
-        high *= 2
-    return float(optimize.brentq(excess, 0.0, high, xtol=1e-12))
 
 
 def one_run_p_value(

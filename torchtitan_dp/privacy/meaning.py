@@ -1,4 +1,4 @@
-"""What a run's epsilon means for a person: a bound on membership inference.
+"""The meaning of a run's epsilon for one person: bounds on membership inference.
 
 Guarantee
 ---------
@@ -59,7 +59,7 @@ _ROUNDING = 1e-12  # relative: of closed formulas of this file, which lose far l
 
 @dataclass(frozen=True)
 class Meaning:
-    """Says what any attacker achieves at most.
+    """Upper bounds on the success of any attacker.
 
     Args:
         mu: the run is mu-Gaussian-DP but for a probability of `mu_but_for`; inf: no bound.
@@ -100,7 +100,7 @@ class Meaning:
         )
 
     def sentences(self, unit: str = "record") -> list[str]:
-        """Say it in plain English, with each number rounded up.
+        """Return the bounds in plain English, each number rounded up.
 
         >>> from torchtitan_dp.privacy.mechanism import PoissonGaussian
         >>> for line in meaning([Segment(PoissonGaussian(2.0, 1.0), 4)], 1e-5).sentences():
@@ -314,7 +314,7 @@ def _check(delta: float) -> None:
 
 
 def _except_for(probability: float) -> str:
-    """Say a probability as one in so many, rounded up."""
+    """Return a probability as one in so many, rounded up."""
     if probability == 0:
         return ""
     many = int(1 / Decimal(repr(probability)))

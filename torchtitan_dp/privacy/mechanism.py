@@ -1,4 +1,4 @@
-"""What one optimizer step does to privacy, as one frozen value: its mechanism.
+"""The mechanism of one optimizer step, as one frozen value.
 
 Ledger, plan, card, `privacy.json`, audit and resume treat a mechanism as opaque. A new one is one
 class here, its entry in `MECHANISMS`, a line in `mechanism_of`, and a proof that its `composition`
@@ -107,7 +107,7 @@ class Mechanism(ABC):
         return 1 / self.noise_multiplier
 
     def terms(self) -> dict[str, object]:
-        """Return what epsilon depends on besides noise and rate, by keys of the configuration."""
+        """Return the other terms that epsilon depends on, by keys of the configuration."""
         return {"privacy.gradient_method": "one of exact or capped norms"}
 
     def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
@@ -139,7 +139,7 @@ class Mechanism(ABC):
         return cls(noise_multiplier, sample_rate, *words)
 
     def as_logged(self) -> "Mechanism":
-        """Return it without all that the log of steps, and hence epsilon, knows nothing of."""
+        """Return it as the log of steps records it: without terms that change no epsilon."""
         return from_log(self.noise_multiplier, self.sample_rate, self.logged)
 
 

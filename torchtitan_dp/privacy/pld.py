@@ -46,8 +46,8 @@ _TAIL = 1e-5  # share of delta that truncated tails may take, once for steps, on
 
 @dataclass(frozen=True)
 class _Grid:
-    """Describes a grid of privacy losses: `interval` lies between them, and `log_tail` is ln of
-    what a step's tails may lose."""
+    """A grid of privacy losses, `interval` apart; `log_tail` is ln of the mass that a step's tails
+    may lose."""
 
     interval: float
     log_tail: float
@@ -89,8 +89,10 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
     >>> round(gaussian_epsilon(1.0, 1e-5), 4)
     4.3772
     """
-
     from scipy.optimize import brentq  # half a second to import
+
+    if mu in (0, math.inf):
+        return mu
 
     def excess(epsilon: float) -> float:
         value, rounding = gaussian_delta(mu, np.asarray(epsilon))
@@ -122,7 +124,7 @@ def gaussian_delta(mu: float, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndar
 
 @dataclass(frozen=True, eq=False)
 class Profile:
-    """Bounds delta from above at every epsilon >= 0, in the worse of both directions.
+    """An upper bound on delta at every epsilon >= 0, in the worse of both directions.
 
     Args:
         interval: between the epsilons at which `deltas` holds; the first of them is 0.

@@ -77,7 +77,7 @@ def mixture_distribution(
 
 
 class Mixture:
-    """Has a unit's step in one dimension: absent, N(0, sigma^2); present, a mixture of Gaussians.
+    """A unit's step in one dimension: absent, N(0, sigma^2); present, a mixture of Gaussians.
 
     >>> exact = Mixture(1.0, 1.0, np.array([1.0]), np.array([1.0]))
     >>> round(float(exact.delta_present(np.array([1.0]))[0]), 4)
@@ -128,7 +128,7 @@ class Mixture:
 
     @property
     def _least(self) -> float:
-        """Return what every loss exceeds."""
+        """The value that every loss exceeds."""
         return math.log1p(-self._q) if self._q < 1 else -math.inf
 
     def _outputs(self, losses: np.ndarray) -> np.ndarray:

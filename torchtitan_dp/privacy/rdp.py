@@ -106,7 +106,7 @@ def rdp_delta(segments: Sequence[GaussianSteps], epsilons: np.ndarray) -> np.nda
 
 
 def loss_bound(segments: Sequence[GaussianSteps], probability: float) -> float:
-    """Return what the privacy loss of all segments exceeds, up or down, with at most `probability`.
+    """Return a loss that all segments together exceed, up or down, with at most `probability`.
 
     Chernoff: E[exp((order - 1) * loss)] = exp((order - 1) * divergence).
     """

@@ -1,17 +1,22 @@
-"""The steps of a run as the accountants see them: Poisson-subsampled Gaussians, and nothing else.
+"""The steps of a run as accountants see them: Poisson-subsampled Gaussians, and nothing else.
 
 Guarantee
 ---------
 `merged` changes nothing about what the steps spend: their order is irrelevant to composition, steps
 that draw nobody or are infinitely noisy spend nothing, and Gaussian mechanisms without sampling, of
-exact norms, compose exactly into one, whose 1 / sigma^2 is the sum of theirs.
+exact norms, compose exactly into one, whose 1 / sigma^2 is the sum of theirs. `dp_event` lists
+every step once, so that an accountant of another program, given the event and delta, bounds the
+same run.
 """
 
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan_dp.privacy.envelope import Ratios
+
+_EVENTS = "dp_accounting.dp_event"
 
 
 @dataclass(frozen=True)
@@ -71,3 +76,47 @@ GaussianSteps(noise_multiplier=2.0, sample_rate=0.1, steps=12, ratios=None))
 def fft_noise(parts: Sequence[GaussianSteps]) -> float:
     """Bound what float64 may add to or take from delta in the powers of Fourier transforms."""
     return sum(part.steps for part in parts) * 4e-15
+
+
+def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
+    """Return these steps as a `dp_accounting.DpEvent`, the fields of `to_named_tuple` in a dict.
+
+    Args:
+        parts: all steps on the same data, as `merged` gives them.
+
+    Returns:
+        A `ComposedDpEvent` of one `SelfComposedDpEvent` for all steps on the same terms, of Poisson
+        sampled Gaussian events whose noise is in units of C, or, where norms were estimated, of
+        mixtures of Gaussians, which hold the sampling; None if a step has no noise, for which
+        dp-accounting has no event.
+
+    >>> event = dp_event([GaussianSteps(2.0, 0.1, 5)])["events"][0]
+    >>> event["class_name"], event["count"], event["event"]["event"]["noise_multiplier"]
+    ('SelfComposedDpEvent', 5, 2.0)
+    """
+    if any(part.noise_multiplier == 0 for part in parts):
+        return None
+    return _event("ComposedDpEvent", events=[_steps(part) for part in parts])
+
+
+def _steps(part: GaussianSteps) -> dict[str, Any]:
+    if part.ratios is not None:
+        return _event("SelfComposedDpEvent", event=_mixture(part, part.ratios), count=part.steps)
+    gaussian = _event("GaussianDpEvent", noise_multiplier=part.noise_multiplier)
+    step = _event("PoissonSampledDpEvent", sampling_probability=part.sample_rate, event=gaussian)
+    return _event("SelfComposedDpEvent", event=step, count=part.steps)
+
+
+def _mixture(part: GaussianSteps, ratios: Ratios) -> dict[str, Any]:
+    q = part.sample_rate
+    absent = ([0.0], [1 - q]) if q < 1 else ([], [])
+    return _event(
+        "MixtureOfGaussiansDpEvent",
+        standard_deviation=part.noise_multiplier,
+        sensitivities=[*absent[0], *ratios.values.tolist()],
+        sampling_probs=[*absent[1], *(q * ratios.probabilities).tolist()],
+    )
+
+
+def _event(name: str, **fields: Any) -> dict[str, Any]:
+    return {"module_name": _EVENTS, "class_name": name, **fields}

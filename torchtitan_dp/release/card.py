@@ -14,10 +14,10 @@ import math
 from typing import Any
 
 from torchtitan_dp.checkpoint.average import UNRECORDED, Decay, decays_in_words
+from torchtitan_dp.checkpoint.initial import PUBLIC
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.records.formats import FORMATS
 from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, load_tokenizer
-from torchtitan_dp.ledger.initial import PUBLIC
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.envelope import largest_ratio

@@ -11,7 +11,7 @@ ACCOUNTING = "privacy/accounting.py"
 MEANING, MEANS = "privacy/meaning.py", "privacy/test_meaning.py::"
 ONE_STEP = f"{MEANS}test_one_step_against_neyman_and_pearson_in_closed_form"
 FILES, EXECUTED = "ledger/files.py", "ledger/executed.py"
-TERMS = "ledger/terms.py"
+TERMS = "checkpoint/plan.py"
 SETTINGS = "ledger/settings.py"
 TORN = f"{LEDGER_TEST}test_a_torn_line_was_begun_too_and_on_the_worst_terms[10 1.0 0.01 0f]"
 

@@ -36,7 +36,7 @@ MUTANTS = [
     Mutant(
         52,
         "a private run in the baselines folder",
-        "ledger/terms.py",
+        "checkpoint/plan.py",
         "    refuse_baseline_folder(folder)\n",
         "",
         (f"{CLAIMS}test_row52_its_folder_says_so_and_is_no_place_for_a_private_run",),
@@ -62,7 +62,7 @@ MUTANTS = [
     Mutant(
         55,
         "any delta",
-        "ledger/terms.py",
+        "checkpoint/plan.py",
         "    if _reaches(delta, most):\n",
         "    if _reaches(delta, 1.0):\n",
         (

@@ -59,7 +59,7 @@ MUTANTS = [
     Mutant(
         30,
         "a fixed seed leaves the run private",
-        "ledger/terms.py",
+        "checkpoint/plan.py",
         '        ledger.mark_not_private("privacy.debug_seed was set: the noise can be redrawn")\n',
         "",
         (f"{TRAINER}test_row30_and_45_a_debug_seed_marks_the_run",),

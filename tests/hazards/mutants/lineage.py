@@ -7,7 +7,7 @@ LEDGERS = "hazards/test_ledgers.py::"
 COMMAND = "ledger/test_command.py::"
 
 LINEAGE = "ledger/lineage.py"
-INITIAL, TERMS = "ledger/initial.py", "ledger/terms.py"
+INITIAL, TERMS = "checkpoint/initial.py", "checkpoint/plan.py"
 STEPS = "ledger/steps.py"
 
 MUTANTS = [

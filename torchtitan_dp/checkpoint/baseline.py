@@ -1,4 +1,4 @@
-"""The ledger of a run without privacy: it says that its weights are not private.
+"""The ledger of a run without privacy, by which its weights count as not private.
 
 Guarantee:
     Weights of such a run bring "not private" along, in each checkpoint, beside each export and in
@@ -80,8 +80,8 @@ def refuse_baseline_folder(folder: str) -> None:
 
 
 def _is_baseline(folder: str) -> bool:
-    """Tell whether its `privacy.json` is of a run without privacy; one that is broken is not."""
+    """Return whether its `privacy.json` is of a run without privacy; one that is broken is not."""
     with contextlib.suppress(ValueError):
-        said = read_published_fields(folder)
-        return said is not None and said["mechanism"] == NoMechanism.name
+        published = read_published_fields(folder)
+        return published is not None and published["mechanism"] == NoMechanism.name
     return False

@@ -1,4 +1,4 @@
-"""What initial weights bring along: the ledger of the run that they come from, or an assumption.
+"""The ledger that initial weights bring along, or the assumption that they are public.
 
 Guarantee:
     What the runs behind the initial weights spent is composed with this run's, whatever records
@@ -27,16 +27,16 @@ _NOT_PRIVATE = "the initial weights are not private"
 
 @dataclass(frozen=True)
 class InitialWeights:
-    """Name the place of the weights that a run starts from, and the ledger found with them."""
+    """The weights that a run starts from, and the ledger found with them."""
 
     path: str
     ledger: Ledger | None = None
-    all_begun: tuple[Ancestor, ...] = ()  # what is charged beside it, as `ledger_beside` says
+    all_begun: tuple[Ancestor, ...] = ()  # charged beside it: see `ledger_beside`
 
 
 @dataclass(frozen=True)
 class Inheritance:
-    """Hold what initial weights bring into the ledger of the run that starts from them."""
+    """The entries that initial weights make in the ledger of the run that starts from them."""
 
     caveats: tuple[str, ...] = ()
     ancestors: tuple[Ancestor, ...] = ()
@@ -51,11 +51,11 @@ class Inheritance:
 
 
 def inheritance(config: JobConfig, initial: InitialWeights | None) -> Inheritance:
-    """Return what a run takes over from its initial weights; nothing, where it has none.
+    """Return the entries of a run's initial weights; none, where it has no such weights.
 
     Raises:
         ValueError: one line for the user; nothing is known of the weights, or no epsilon of this
-            run could cover what they spent.
+            run could cover their steps.
     """
     if initial is None:
         return Inheritance()

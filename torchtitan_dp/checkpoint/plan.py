@@ -6,25 +6,24 @@ and its initial weights have spent already.
 
 import bisect
 import dataclasses
-import hashlib
-import json
 from dataclasses import dataclass
 
+from torchtitan_dp.checkpoint.baseline import refuse_baseline_folder
+from torchtitan_dp.checkpoint.initial import InitialWeights, inheritance
+from torchtitan_dp.checkpoint.terms import config_hash, settings_of
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.units import unit_word
-from torchtitan_dp.ledger.baseline import refuse_baseline_folder
 from torchtitan_dp.ledger.executed import EXECUTED_FILE, STARTS_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
-from torchtitan_dp.ledger.initial import InitialWeights, inheritance
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by
-from torchtitan_dp.ledger.settings import Settings, settings_of
+from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.steps import union
 from torchtitan_dp.privacy import accounting
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Say what a run will spend, and on what terms."""
+    """The spending of a run to come, and its terms."""
 
     ledger: Ledger
     steps: int
@@ -34,12 +33,12 @@ class Plan:
 
     @property
     def settings(self) -> Settings:
-        """Return the terms of the steps to come."""
+        """The terms of the steps to come."""
         return self.ledger.settings
 
     @property
     def private(self) -> bool:
-        """Tell whether the weights will be private."""
+        """Whether the weights will be private."""
         return self.ledger.private
 
 
@@ -56,7 +55,7 @@ def make_plan(
 
     Args:
         units: number of training units.
-        account: what already ran in this folder; its noise and rate are kept, unless
+        account: the ledger of this folder's earlier steps; its noise and rate are kept, unless
             `privacy.new_segment` is set.
         resumed: that of the weights that are gone on from, which may be older than `account`;
             None where a run takes no weights of its own.
@@ -109,7 +108,8 @@ def steps_within(plan: Plan, target_epsilon: float) -> int | None:
 
 
 def _lost(account: Ledger | None) -> Ledger | None:
-    """Return the account of a run whose weights are lost: its terms hold, its steps come anew."""
+    """Return the account of a run whose weights are lost: its terms stay, its steps are taken
+    again."""
     if account is None:
         return None
     lost = dataclasses.replace(account)
@@ -154,7 +154,7 @@ def _refuse_delta(config: JobConfig, units: int) -> list[str]:
 
 
 def _reaches(value: float, bound: float) -> bool:
-    """Tell whether a value is at least a bound, up to the rounding of how either was written.
+    """Return whether a value is at least a bound, up to the rounding of how either was written.
 
     >>> _reaches(16 / 81 / 16, 1 / 81), _reaches(0.0123, 1 / 81)
     (True, False)
@@ -235,7 +235,7 @@ def most_lost(config: JobConfig) -> int:
 
 
 def earlier_ledger(folder: str) -> Ledger | None:
-    """Return the ledger of what already ran in this folder; None if nothing did.
+    """Return the ledger of the steps that ran in this folder; None if none did.
 
     Raises:
         ValueError: if steps were begun whose terms, or whose number, are no longer known.
@@ -243,36 +243,26 @@ def earlier_ledger(folder: str) -> Ledger | None:
     refuse_baseline_folder(folder)
     executed = ExecutedSteps(folder)
     begun = executed.count
-    said = read_published_fields(folder)
-    if said is None:
+    published = read_published_fields(folder)
+    if published is None:
         if begun == 0:
             return None
         raise ValueError(
             f"job.dump_folder = '{folder}': {begun} steps were begun here, but {PRIVACY_FILE}, "
             "which records their terms, is missing; restore it, or use another folder"
         )
-    if said["audit"] is not None:
+    if published["audit"] is not None:
         raise ValueError(
             f"job.dump_folder = '{folder}' holds an audited run, whose weights nothing makes "
             "private; give this one its own job.dump_folder"
         )
-    ledger = ledger_of(said)
+    ledger = ledger_of(published)
     executed.enter_lost(ledger)
-    told = said["steps_executed"]
-    if executed.missing(ledger.taken()) or ledger.steps_executed < told:
+    counted = published["steps_executed"]
+    if executed.missing(ledger.taken()) or ledger.steps_executed < counted:
         raise ValueError(
             f"job.dump_folder = '{folder}': {EXECUTED_FILE} or {STARTS_FILE} lacks steps or "
-            f"crashes that {PRIVACY_FILE} counts ({told} steps); restore both as the run wrote "
+            f"crashes that {PRIVACY_FILE} counts ({counted} steps); restore both as the run wrote "
             "them, or use another folder"
         )
     return ledger if begun > 0 else None
-
-
-def config_hash(config: JobConfig) -> str:
-    """Return the SHA-256 of what is trained and how, without where records and outputs lie."""
-    sections = dataclasses.asdict(config)
-    sections["training"].pop("dataset_path")
-    sections["job"].pop("dump_folder")
-    sections["job"].pop("config_file")
-    text = json.dumps(sections, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()

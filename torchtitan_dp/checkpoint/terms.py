@@ -1,0 +1,95 @@
+"""The terms that a configuration asks for: noise, sampling rate, unit and the rest."""
+
+import dataclasses
+import hashlib
+import json
+import math
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.config.lora import trained
+from torchtitan_dp.config.units import privacy_unit, targets, unit_word
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.privacy.mechanism import mechanism_of
+
+
+def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Settings:
+    """Return the terms that the configuration asks for.
+
+    Args:
+        units: number of training units. It is public where the rate follows from it, and then
+            neighbours are data sets of as many units (`zero_out`).
+        noise_multiplier: the configuration's own, or the one that its target epsilon leads to.
+
+    Raises:
+        ValueError: one line; more units are expected in a step than there are.
+    """
+    privacy, batch = config.privacy, config.training.global_batch_size
+    assert privacy.delta is not None
+    rate, source = privacy.sample_rate, "privacy.sample_rate"
+    units_are_public = rate is None
+    if rate is None:
+        word = unit_word(config)
+        if batch > units:
+            raise ValueError(
+                f"training.global_batch_size = {batch}: more than the {units} training {word}s, so "
+                f"the sample rate would exceed 1; use at most {units}"
+            )
+        rate = batch / units
+        source = f"training.global_batch_size / number of training {word}s (which is public)"
+    clipping: str = privacy.clipping
+    if privacy.clipping_groups:
+        clipping += f": {', '.join(privacy.clipping_groups)}"
+    replicate, shard, _ = mesh_degrees(config)
+    ranks = max(replicate, 1) * max(shard, 1)
+    mechanism = mechanism_of(
+        privacy,
+        noise_multiplier=float(noise_multiplier),
+        sample_rate=rate,
+        estimates_norms=METHODS[privacy.gradient_method].estimates_norms,
+    )
+    return Settings(
+        mechanism,
+        max_grad_norm=float(privacy.max_grad_norm),
+        delta=privacy.delta,
+        expected_batch_size=batch,
+        accountant=privacy.accountant,
+        sample_rate_source=source,
+        neighbouring_relation="zero_out" if units_are_public else "add_remove",
+        privacy_unit=privacy_unit(config),
+        targets=targets(config),
+        windows_per_draw=config.data.windows_per_draw,
+        target_epsilon=privacy.target_epsilon,
+        clipping=clipping,
+        clip_function=privacy.clip_function,
+        secure_noise=privacy.secure_noise,
+        exact_sum=privacy.exact_sum,
+        trained=trained(config),
+        units=units if units_are_public else None,
+        # Each length of the ladder is dealt out by itself, rounded up.
+        samples_per_rank=math.ceil(_most_drawn(batch) / ranks) + len(ladder(config)),
+        ranks_added_up=ranks,
+    )
+
+
+def _most_drawn(expected: int) -> int:
+    """Return how many units a step exceeds only once in 1e9 steps, whatever their number.
+
+    A binomial tail is below that of the Poisson distribution of the same mean (Anderson & Samuels
+    1967).
+    """
+    from scipy import stats  # a second to import
+
+    return int(stats.poisson.isf(1e-9, expected))
+
+
+def config_hash(config: JobConfig) -> str:
+    """Return the SHA-256 of the configuration without the places of records and outputs."""
+    sections = dataclasses.asdict(config)
+    sections["training"].pop("dataset_path")
+    sections["job"].pop("dump_folder")
+    sections["job"].pop("config_file")
+    text = json.dumps(sections, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()
