@@ -62,7 +62,7 @@ def draw_coins(key: bytes, count: int) -> np.ndarray:
 
 
 class CanarySamples(SampleStore):
-    """Makes samples of units, and of canaries numbered after them: these have no tokens, loss 0.
+    """A sample store with canaries numbered after its units: they have no tokens, and loss 0.
 
     `drawn` lists the contents of the slots handed out, in order: the canary's number, or None for a
     unit or padding. `CanarySum` removes each slot that it clips.
@@ -110,7 +110,7 @@ class CanarySamples(SampleStore):
 
 
 class CanarySum(ClippedSum):
-    """Sets the gradients of included canaries before clipping."""
+    """A clipped sum that sets the gradients of included canaries before clipping."""
 
     takes_groups_early = False  # `add` sees whole samples
 
@@ -156,7 +156,7 @@ class CanarySum(ClippedSum):
 
 
 class ScoreKeeper:
-    """Scores canaries without their coins: sums AdamW's gradient at each position over steps."""
+    """Scores without coins: AdamW's gradient at each canary's position, summed over steps."""
 
     def __init__(
         self, canaries: Canaries, parameters: dict[str, nn.Parameter], optimizer: Any

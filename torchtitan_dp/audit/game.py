@@ -168,7 +168,7 @@ class _AdaptedDials(_Dials):
 
 
 class _Observer(torch.optim.Optimizer):
-    """Takes AdamW's place, and scores each gradient: this rank's part of its dot product with a
+    """A stand-in for AdamW that scores gradients: this rank's parts of dot products with a
     direction."""
 
     def __init__(
@@ -198,7 +198,7 @@ class _Observer(torch.optim.Optimizer):
 
 
 class Game:
-    """Plays cases on a mesh, on the terms of a run."""
+    """A player of cases on a mesh, on the terms of a run."""
 
     def __init__(
         self,

@@ -50,7 +50,7 @@ class CanaryAudit:
 
 
 class AuditTrainer(DPTrainer):
-    """Trains like `DPTrainer`, on canaries after the records, and scores them."""
+    """A `DPTrainer` on canaries after the records, which scores them."""
 
     clipped_sum_type = CanarySum
     clipped_sum: CanarySum
