@@ -59,8 +59,7 @@ _OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (  # of one instrume
 )
 """Name, type, metavar, default, instrument and meaning."""
 
-# A correct step meets a game's claim exactly, so that its bound exceeds it with the whole risk; the
-# canaries' bound is far below a true claim.
+# A correct step meets a game's claim exactly; the canaries' bound is far below a true claim.
 _CONFIDENCE = {"game": 0.999, "canaries": 0.95}
 
 
@@ -90,7 +89,7 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the options, and set those that were not given to their defaults, in place.
+    """Check the options, and set missing ones to their defaults, in place.
 
     Raises:
         ValueError: one line for the user.
@@ -236,7 +235,7 @@ def play_game(
     """Play all cases of the game on the terms of `config`, and return the content of `--json`.
 
     Args:
-        root: the same on all ranks; its keys of noise and of norms are used up.
+        root: the same on all ranks; its keys are used up.
 
     Collective over the world.
     """

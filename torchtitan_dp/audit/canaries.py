@@ -2,12 +2,10 @@
 
 The white-box gradient canary of Nasr et al. ("Tight Auditing of Differentially Private Machine
 Learning", USENIX Security 2023), many at once as in Steinke et al. (NeurIPS 2023): canary j is one
-position of one parameter. A fair secret coin decides whether it is *included*: then its gradient is
-`NORM` * C there and 0 elsewhere, set before clipping. Excluded, it is an empty unit, drawn, dealt
-out and backpropagated like any other, with a gradient of exactly 0. Norms, clipping, the sum, its
-reductions and the noise are the trainer's own.
-
-Positions are public. Coins are secret until the guesses are written.
+public position of one parameter. A fair coin, secret until the guesses are written, decides whether
+it is *included*: then its gradient is `NORM` * C there and 0 elsewhere, set before clipping.
+Excluded, it is an empty unit, backpropagated like any other, with a gradient of exactly 0. All else
+is the trainer's own.
 """
 
 from collections import deque
@@ -62,10 +60,10 @@ def draw_coins(key: bytes, count: int) -> np.ndarray:
 
 
 class CanarySamples(SampleStore):
-    """Makes samples of units, and of canaries numbered after them: these have no tokens, loss 0.
+    """A sample store with canaries numbered after its units: they have no tokens, and loss 0.
 
-    `drawn` lists the contents of the slots handed out, in order: the canary's number, or None for a
-    unit or padding. `CanarySum` removes each slot that it clips.
+    `drawn` is a queue of slots, each a canary's number, or None for a unit or padding, that
+    `CanarySum` empties.
     """
 
     def __init__(self, real: SampleStore, data: Data) -> None:
@@ -110,7 +108,7 @@ class CanarySamples(SampleStore):
 
 
 class CanarySum(ClippedSum):
-    """Sets the gradients of included canaries before clipping."""
+    """A clipped sum that sets the gradients of included canaries before clipping."""
 
     takes_groups_early = False  # `add` sees whole samples
 
@@ -156,7 +154,7 @@ class CanarySum(ClippedSum):
 
 
 class ScoreKeeper:
-    """Scores canaries without their coins: sums AdamW's gradient at each position over steps."""
+    """Scores without coins: AdamW's gradient at each canary's position, summed over steps."""
 
     def __init__(
         self, canaries: Canaries, parameters: dict[str, nn.Parameter], optimizer: Any
@@ -164,7 +162,7 @@ class ScoreKeeper:
         """
         Args:
             parameters: DTensors sharded on dim 0, by canonical name.
-            optimizer: a `torch.optim.Optimizer`, before each step of which gradients are read.
+            optimizer: gradients are read before each of its steps.
         """
         self._parameters = parameters
         self._mine: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # canaries, and where

@@ -3,27 +3,17 @@
 Each trial is one whole step at sampling rate 1, through the code that trains: FSDP2's backward, the
 gradient method, `ClippedSum`, its reductions and `DPOptimizer`, up to the gradient that AdamW gets.
 Only the model is small. Its loss is linear, so that a case chooses each unit's gradient. A case is
-a pair of batches that differ in one unit, and shows one kind of fault:
-
-| case | the difference | shows | with LoRA, in |
-| --- | --- | --- | --- |
-| `norm_C` | a gradient of norm C | noise that is missing or too small | A |
-| `norm_100C` | one of norm 100 C | no clipping, or by a part of the norm | B |
-| `neighbour` | -10 C u instead of C u | clipping after samples are added | A |
-| `twin_halves` | u on half a parameter, -u on the rest | noise repeated across shards | both |
-| `twin_parameters` | u on one parameter, -u on its twin | noise repeated across parameters | both |
-| `not_a_number` | a gradient of NaN | a bad sample that makes the sum NaN | both |
+a pair of batches that differ in one unit, and shows one kind of fault (docs/audit.md lists them).
 
 With `[lora]` the parameters are the factors A and B of two adapted layers. Each kind has cases of
 its own for noise and for norms. In `twin_parameters` a factor has the opposite sign of its twin in
-the other layer and of the other factor in its own layer, so that noise shared with either shows.
+the other layer and of the other factor in its own, so that noise shared with either shows.
 
 Guarantee:
-    For each case a step of the claimed mechanism is mu-Gaussian-DP with mu = 1 / sigma; with
-    estimated norms no test of `trials` steps finds more than `Mechanism.claimed_mu`, at this
-    confidence. So the probability that `Game.play` exceeds the claim is at most 1 - confidence,
-    over all cases together (each has its share of the risk). The claim fixes thresholds before any
-    trial.
+    If steps are the claimed mechanism's, `Game.play` exceeds the claim with probability at most
+    1 - confidence, over all cases together (each has its share of the risk): exact norms make a
+    step 1/sigma-Gaussian-DP, for estimated ones see `Mechanism.claimed_mu`. The claim fixes all
+    thresholds before any trial.
 """
 
 from collections.abc import Callable
@@ -103,10 +93,8 @@ def cases(rows: int) -> list[Case]:
 
 
 def sizes(privacy: Privacy, *, ranks: int, cp: int) -> tuple[int, int, int]:
-    """Choose each rank's number of tokens, and the rows and columns of a layer, on `ranks` ranks.
-
-    They are the fewest at which the gradient method does what it does on a real model. Where it
-    estimates norms, of matrices that are nearly square, all three grow with the mesh.
+    """Choose the tokens of each rank, and a layer's rows and columns: the fewest at which the
+    gradient method works as on a real model. Estimates need nearly square matrices.
     """
     method = METHODS[privacy.gradient_method]
     tokens, rows, columns = method.smallest_layer(privacy)
@@ -168,7 +156,7 @@ class _AdaptedDials(_Dials):
 
 
 class _Observer(torch.optim.Optimizer):
-    """Takes AdamW's place, and scores each gradient: this rank's part of its dot product with a
+    """A stand-in for AdamW that scores gradients: this rank's parts of dot products with a
     direction."""
 
     def __init__(
@@ -198,7 +186,7 @@ class _Observer(torch.optim.Optimizer):
 
 
 class Game:
-    """Plays cases on a mesh, on the terms of a run."""
+    """A player of cases on a mesh, on the terms of a run."""
 
     def __init__(
         self,
@@ -217,7 +205,7 @@ class Game:
             batch_size: MBS.
             degrees: dp_replicate, dp_shard, cp.
             root: the same on all ranks; the streams "noise" and "projection" are used up.
-            lora: the adapters, if any are trained; of their sizes only alpha / r matters here.
+            lora: the adapters, if any; only alpha / r matters here.
 
         Collective over the world.
         """
@@ -256,7 +244,7 @@ class Game:
         """Guess in `trials` steps with the unit and in as many without.
 
         Args:
-            confidence: of this case alone; several share the risk.
+            confidence: of this case alone.
 
         Collective over the world; all ranks return the same.
         """
@@ -275,11 +263,8 @@ class Game:
         return Outcome(case.name, false_positives, false_negatives, mu)
 
     def scores(self, case: Case, batch_UPN: torch.Tensor, trials: int) -> np.ndarray:
-        """Take steps on one batch, and score each noised gradient: its dot product with the case's
-        direction, over C.
-
-        Returns:
-            fp64 (trials,), the same on all ranks.
+        """Take steps on one batch; return each noised gradient's dot product with the case's
+        direction, over C: fp64 (trials,), the same on all ranks.
         """
         self._observer.restart(self._model.place(case).to(self._device))
         # The loss is the sum of the cp ranks' parts.

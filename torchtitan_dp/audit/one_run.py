@@ -1,15 +1,14 @@
 """The one-run canary audit: train once, guess the coins, reveal them, and count right guesses.
 
 Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023), Algorithm 1,
-through the trainer itself. The proof needs this order: scores do not depend on the coins except
-through training, guesses depend on scores alone, and they are on disk before the coins are read.
+through the trainer itself. Its proof needs this order: scores are computed without the coins,
+guesses from scores alone, and they are on disk before the coins are read.
 
 Guarantee:
     If training is (epsilon, delta)-DP, `audit` reports a lower bound above epsilon with probability
-    at most 1 - confidence. The audited weights are not private, which their ledger records for
-    good; they have a folder of their own. The result is computed from noised gradients of the real
-    records too: publishing it spends as much as the audited run's steps, `epsilon_executed` in the
-    folder's ledger, which adds it to other runs' spending.
+    at most 1 - confidence. The audited weights are never private, as their ledger records. Scores
+    include noised gradients of the real records: publishing the result spends the ledger's
+    `epsilon_executed`, which counts beside other runs'.
 """
 
 import json
@@ -50,7 +49,7 @@ class CanaryAudit:
 
 
 class AuditTrainer(DPTrainer):
-    """Trains like `DPTrainer`, on canaries after the records, and scores them."""
+    """A `DPTrainer` on canaries after the records, which scores them."""
 
     clipped_sum_type = CanarySum
     clipped_sum: CanarySum

@@ -3,11 +3,10 @@
     python -m torchtitan_dp.selfcheck [--config FILE [--section.key value …]] [--json FILE]
     torchrun --nproc_per_node N -m torchtitan_dp.selfcheck …
 
-Alone or under torchrun, on the devices and the mesh that will be trained on. Without `--config`
-it checks every gradient method, on a mesh of all ranks as cp, and from 4 ranks on (an even number)
-also on dp_shard 2 x cp; with it, what that file would use. It reads no record, and writes nothing
-but `--json` and a temporary checkpoint, which it removes. Exit code 1 if a check fails, with one
-line for each, 2 for a user's mistake.
+Alone or under torchrun, on the devices and the mesh of the training. Without `--config` it checks
+every gradient method, on a mesh of all ranks as cp, and from 4 ranks on (an even number) also on
+dp_shard 2 x cp; with it, what that file would use. It reads no record, and writes only `--json` and
+a temporary checkpoint. Exit code 1 if a check fails, in one line each; 2 for a user's mistake.
 """
 
 import argparse

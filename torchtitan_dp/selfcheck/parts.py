@@ -64,8 +64,7 @@ def _attention_error(
 ) -> float:
     """Return the largest error of any row of the output, or of a gradient, on this rank.
 
-    As a share of the row's norm plus the mean norm of rows: early rows are larger than late ones,
-    and a single wrong row must show.
+    As a share of the row's norm plus rows' mean: early rows are larger than late ones.
     """
     heads, kv_heads = terms.heads
     head_dim = terms.args.dim // terms.args.n_heads
@@ -109,8 +108,7 @@ def _textbook_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> to
 def loss_head(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
     """Compare the chunked head's loss and gradients, over three chunks and a rest, with fp64's.
 
-    Targets are ignored on both sides of an edge, and at the end. Inputs are rounded to the dtype
-    first, so that the difference is the head's alone.
+    Targets are ignored on both sides of an edge, and at the end. Both start from rounded inputs.
     """
     chunk = 32
     tokens, args = 3 * chunk + 5, terms.args
@@ -237,8 +235,7 @@ def _tails(z: torch.Tensor) -> float:
 def _repeats(values: torch.Tensor) -> int:
     """Count the runs of 4 consecutive fp32 values that occur elsewhere too.
 
-    Runs are compared by a 64-bit sum of multiples of their bits: among a million, two that differ
-    have the same sum with probability 3e-8.
+    By a 64-bit hash: two of a million that differ have the same with probability 3e-8.
     """
     runs = values.view(torch.int32).long().unfold(0, 4, 1)
     odd = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)

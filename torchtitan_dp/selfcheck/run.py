@@ -105,10 +105,10 @@ def run(
     """Run each check, and return the outcomes of all ranks together.
 
     A check that raises has failed. If it raised on some ranks only, the others may still be in one
-    of its collectives: no further check is run.
+    of its collectives: it is the last.
 
     Args:
-        report: called with each outcome as soon as it is known, on all ranks.
+        report: called with each outcome at once, on all ranks.
 
     Collective over the world.
     """
@@ -134,8 +134,7 @@ def _gather_or_end(
 ) -> list[Sequence[Measured] | str]:
     """Gather every rank's measurements, or end this process if the others do not answer.
 
-    A rank whose check failed waits only briefly: the others may hang in one of the check's
-    collectives, and no other rank knows why.
+    A rank whose check failed waits briefly: the others may hang in one of its collectives.
     """
     failed = isinstance(mine, str)
 

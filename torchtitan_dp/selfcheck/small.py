@@ -34,7 +34,7 @@ def mesh(device_type: str, degrees: tuple[int, int, int]) -> tuple[ParallelDims,
 
 
 class Small:
-    """A model and its private step on made-up samples; records the gradients that AdamW gets."""
+    """A model and its private step on made-up samples, with the gradients that AdamW gets."""
 
     def __init__(self, terms: Terms, device: torch.device, *, max_grad_norm: float) -> None:
         """

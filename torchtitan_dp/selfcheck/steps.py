@@ -49,7 +49,7 @@ class Reference:
 
 
 class Loops:
-    """Runs the plain loop once for all methods that must agree with it."""
+    """The plain loop's last results, shared by all methods that must agree with it."""
 
     def __init__(self) -> None:
         self._known: dict[str, Reference] = {}
@@ -68,7 +68,7 @@ class Loops:
             C = 1.5 * norms[0]
             group_of = group_names(privacy.clipping, privacy.clipping_groups)
             total = reference_sum(reference_gradients(*loop), C, group_of, privacy.clip_function)
-            self._known = {key: Reference(samples, norms, C, total)}  # one: it has the model's size
+            self._known = {key: Reference(samples, norms, C, total)}  # as large as the model
         return self._known[key]
 
 

@@ -64,8 +64,8 @@ class Terms:
 def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
     """Return the terms of a configuration and, if it rounds or compiles, the same in plain fp32.
 
-    In bf16 a fault of some thousandths hides in the rounding; in fp32 it does not. There every
-    query head has a key of its own: CUDA has no kernel for fp32 that shares keys on a ring.
+    Rounding to bf16 hides a fault of some thousandths. In fp32 query heads share no keys: CUDA has
+    no such kernel on a ring.
 
     Raises:
         ValueError: one line for the user.
