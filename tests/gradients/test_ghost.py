@@ -302,6 +302,7 @@ def used_twice(passes):
     from torchtitan_dp.gradients.ghost import GhostGradients
     from torchtitan_dp.gradients.layers import per_sample_layers
     from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
+    from torchtitan_dp.privacy.clip_policy import ClipPolicy
 
     dims, groups = build._mesh((1, 1, 1))
     torch.manual_seed(0)
@@ -316,7 +317,8 @@ def used_twice(passes):
     model = torch.nn.Sequential(layer)
     per_sample_layers(model)
     fully_shard(model, mesh=fsdp_mesh(dims))
-    sums = ClippedSum(dict(model.named_parameters()), groups, max_grad_norm=1.0)
+    parameters = dict(model.named_parameters())
+    sums = ClippedSum(parameters, groups, ClipPolicy((tuple(parameters),), 1.0))
     gradients = GhostGradients(model, sums, passes=passes)
     h_BTD = model(x_BTD)
     loss_B = model[0](h_BTD.tanh()).sin().sum((1, 2))

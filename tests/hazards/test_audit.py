@@ -112,7 +112,7 @@ def no_clipping():
         clipped = clipping.clip(squared_norm_B, valid_B, **terms)
         return clipped._replace(factor_B=torch.ones_like(clipped.factor_B))
 
-    return mock.patch("torchtitan_dp.gradients.clipped_sum.clip", unclipped)
+    return mock.patch("torchtitan_dp.privacy.clip_policy.clip", unclipped)
 
 
 @contextlib.contextmanager
@@ -124,7 +124,7 @@ def clipping_after_the_sum():
     def take_clipped(self):
         total = take(self)
         norm = torch.cat(list(total.values())).norm()
-        return {n: t * (self.max_grad_norm / norm).clamp(max=1) for n, t in total.items()}
+        return {n: t * (self.policy.max_grad_norm / norm).clamp(max=1) for n, t in total.items()}
 
     with no_clipping(), mock.patch.object(ClippedSum, "take", take_clipped):
         yield
@@ -153,7 +153,7 @@ def bad_samples_kept():
             rejected_B=torch.zeros_like(clipped.rejected_B),
         )
 
-    return mock.patch("torchtitan_dp.gradients.clipped_sum.clip", keep_all)
+    return mock.patch("torchtitan_dp.privacy.clip_policy.clip", keep_all)
 
 
 def noise_repeated_across_shards():
@@ -551,7 +551,7 @@ def canary_scores(degrees, method, options, adapters=False):
         assert not drawn
         dp.step(sums.take(), bytes(32))
         sums.reset()
-    return (keeper.scores(degrees[0]) * 4.0 / sums.clipping.bound).tolist(), canaries.names
+    return (keeper.scores(degrees[0]) * 4.0 / sums.policy.bounds[0]).tolist(), canaries.names
 
 
 @pytest.mark.thorough_cases("(1, 2, 2)-microbatch-*", "(2, 1, 2)-*")

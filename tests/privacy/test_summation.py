@@ -8,6 +8,7 @@ import torch.nn as nn
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
 from torchtitan_dp.gradients.reduction import ReductionGroups
+from torchtitan_dp.privacy.clip_policy import ClipPolicy
 from torchtitan_dp.privacy.fixed_point import unit
 from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, fp32_sum_excess
 
@@ -22,8 +23,8 @@ def total(gradients_NP, summation):
     clipped_sum = ClippedSum(
         {"w": nn.Parameter(torch.zeros(values))},
         ReductionGroups(None, None, None),
-        max_grad_norm=C,
-        summation=summation,
+        ClipPolicy((("w",),), C),
+        summation,
     )
     clipped_sum.lay_out([values], {"w": Place(0, 0, values)}, torch.device("cpu"))
     for gradients_BP in gradients_NP.split(1024):

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from tests.test_imports import PACKAGE, imported
-from torchtitan_dp.privacy.clip_groups import clip_groups
+from torchtitan_dp.privacy.clip_policy import clip_policy
+from torchtitan_dp.privacy.settings import Privacy
 from torchtitan_dp.selfcheck import reference
 
 A, B = torch.tensor([3.0, 0.0]), torch.tensor([[0.0, 4.0]])
@@ -51,5 +52,6 @@ def test_its_groups_are_those_of_the_configuration(clipping, patterns):
     found: dict[str, list[str]] = {}
     for name in names:
         found.setdefault(group_of(name), []).append(name)
-    expected = clip_groups(names, 1.0, clipping, patterns).members
+    privacy = Privacy(clipping=clipping, clipping_groups=list(patterns))
+    expected = clip_policy(names, privacy).members
     assert {tuple(group) for group in found.values()} == set(expected)

@@ -142,7 +142,7 @@ class CanarySum(ClippedSum):
             if spot is not None:
                 name, dp_shard_rank, within = spot
                 part_BDN = self.part(shards, name)
-                part_BDN[sample, dp_shard_rank, within] = NORM * self.max_grad_norm
+                part_BDN[sample, dp_shard_rank, within] = NORM * self.policy.max_grad_norm
         self._in_add = True
         clipped = super().add(shards, valid_B)
         self._in_add = False

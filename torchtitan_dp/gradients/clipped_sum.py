@@ -13,12 +13,12 @@ Guarantee:
 Gradients arrive in bundles: a bundle is one flat tensor of what a method reduces together, which is
 all parameters of an FSDP2 group (`microbatch`) or one parameter alone (`grad_sample`). It says how
 gradients travel, and nothing about how they are clipped, which is what groups are for
-(`privacy.clip_groups`): `part` gives a parameter's values whatever the bundles are.
+(`privacy.clip_policy`): `part` gives a parameter's values whatever the bundles are.
 
 A method whose gradients are all there at once calls `add`. One that has those of a group earlier
 calls `add_group`, so that they can be freed. One that knows the norms by other means calls the
-steps that these are made of: `squared_norms`, `clip` and `accumulate`, or `accumulate_part` for
-each parameter, so that one parameter's gradients exist at a time.
+steps that these are made of: `squared_norms`, `policy.clip` and `accumulate`, or `accumulate_part`
+for each parameter, so that one parameter's gradients exist at a time.
 """
 
 from collections.abc import Sequence
@@ -30,8 +30,8 @@ import torch.nn as nn
 
 from torchtitan_dp.gradients.reduction import ReductionGroups, reduce_scatter_sum
 from torchtitan_dp.gradients.rows import RowLayout
-from torchtitan_dp.privacy.clip_groups import ClipGroups, clip_groups
-from torchtitan_dp.privacy.clipping import Clip, ClipFunction, clip, squared_norm
+from torchtitan_dp.privacy.clip_policy import ClipPolicy
+from torchtitan_dp.privacy.clipping import Clip, squared_norm
 from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
 
@@ -53,27 +53,21 @@ class ClippedSum:
         self,
         parameters: dict[str, nn.Parameter],
         groups: ReductionGroups,
-        *,
-        max_grad_norm: float,
-        clip_function: ClipFunction = "vanilla",
+        policy: ClipPolicy,
         summation: Summation = FP32_SUM,
-        clipping: ClipGroups | None = None,
     ) -> None:
         """
         Args:
             parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
             groups: the mesh's process groups.
-            max_grad_norm: C.
-            clipping: what is clipped together, for the same C; all, if None.
-            summation: what samples are added up in; the optimizer must have the same.
+            policy: of these parameters.
+            summation: the arithmetic that samples are added up in; the optimizer must have the
+                same.
         """
         self.parameters = parameters
         self.groups = groups
-        self.max_grad_norm = max_grad_norm
-        self.clipping = clipping or clip_groups(parameters, max_grad_norm)
-        assert self.clipping.max_grad_norm == max_grad_norm
-        assert sorted(sum(self.clipping.members, ())) == sorted(parameters)
-        self._clip_function = clip_function
+        self.policy = policy
+        assert sorted(sum(policy.members, ())) == sorted(parameters)
         self._summation = summation
         self._whole = torch.empty(0)
         self._bundles: tuple[torch.Tensor, ...] = ()  # views of `_whole`
@@ -137,7 +131,7 @@ class ClippedSum:
 
         Collectives: one all-reduce of G B numbers over cp, for G groups.
         """
-        clipped = self.clip(self.squared_norms(shards), valid_B)
+        clipped = self.policy.clip(self.squared_norms(shards), valid_B)
         self.accumulate(shards, clipped)
         return clipped.over_groups()
 
@@ -145,7 +139,7 @@ class ClippedSum:
         """Clip B samples' gradients of one group, and add them: what `add` does with it.
 
         Args:
-            group: an index of `clipping.members`.
+            group: an index of `policy.members`.
             parts: fp32 `(B, dp_shard, n)` of each of its parameters, as of `part`. Freed one by
                 one.
             valid_B: as of `add`.
@@ -155,10 +149,11 @@ class ClippedSum:
 
         Collectives: one all-reduce of B numbers over cp.
         """
-        names = self.clipping.members[group]
+        names = self.policy.members[group]
         assert sorted(parts) == sorted(names), (sorted(parts), names)
         squares = [squared_norm(parts[name].flatten(1)) for name in names]
-        clipped = self.clip(self._over_cp(torch.stack(squares).sum(0, keepdim=True)), valid_B)
+        squares_1B = self._over_cp(torch.stack(squares).sum(0, keepdim=True))
+        clipped = self.policy.clip(squares_1B, valid_B, group)
         for name in names:
             part_BDN = parts.pop(name)
             self.accumulate_part(name, part_BDN, clipped.factor_B[0], clipped.rejected_B[0])
@@ -176,7 +171,7 @@ class ClippedSum:
         Collectives: one all-reduce of G B numbers over cp.
         """
         assert len(shards) == len(self._bundles), (len(shards), len(self._bundles))
-        if self.clipping.is_flat:
+        if self.policy.is_flat:
             squares_GB = torch.stack([squared_norm(s.flatten(1)) for s in shards]).sum(0)[None]
         else:
             squares_GB = self.over_groups(
@@ -186,7 +181,7 @@ class ClippedSum:
 
     def over_groups(self, squares: dict[str, torch.Tensor]) -> torch.Tensor:
         """Sum up, for each group, what is known of each parameter: `(G, B)` of `(B,)`."""
-        members = self.clipping.members
+        members = self.policy.members
         return torch.stack(
             [torch.stack([squares[name] for name in names]).sum(0) for names in members]
         )
@@ -195,23 +190,6 @@ class ClippedSum:
         if self.groups.cp is not None:
             dist.all_reduce(squares, group=self.groups.cp)
         return squares
-
-    def clip(self, squared_norm_GB: torch.Tensor, valid_B: torch.Tensor) -> Clip:
-        """Decide how each sample enters the sum, so that over all groups it counts at most C.
-
-        Args:
-            squared_norm_GB: fp64, of each group's part of the gradients, alike on all cp ranks.
-            valid_B: as of `add`.
-
-        Returns:
-            What becomes of each group of each sample: of the shape of the norms.
-        """
-        return clip(
-            squared_norm_GB,
-            valid_B,
-            max_grad_norm=self.clipping.bound,
-            clip_function=self._clip_function,
-        )
 
     def accumulate(self, shards: list[torch.Tensor], clipped: Clip) -> None:
         """Add samples to the sum as `clipped` says, which is of shape (G, B).
@@ -223,9 +201,9 @@ class ClippedSum:
             shards: as of `add`; freed one by one.
         """
         assert len(shards) == len(self._bundles), (len(shards), len(self._bundles))
-        if not self.clipping.is_flat:
+        if not self.policy.is_flat:
             for names, factor_B, rejected_B in zip(
-                self.clipping.members, clipped.factor_B, clipped.rejected_B, strict=True
+                self.policy.members, clipped.factor_B, clipped.rejected_B, strict=True
             ):
                 for name in names:
                     self.accumulate_part(name, self.part(shards, name), factor_B, rejected_B)

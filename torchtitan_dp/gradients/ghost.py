@@ -85,7 +85,7 @@ class GhostGradients:
         parameters = clipped_sum.parameters
         connect_all(model, self, parameters)
         self._layers = layers_of_each_parameter(model)
-        self._group = clipped_sum.clipping.group_of()
+        self._group = clipped_sum.policy.group_of()
         self._device = next(iter(parameters.values())).device
         self._layouts = clipped_sum.lay_out_parameters()
         self._start(0)
@@ -219,7 +219,7 @@ class GhostGradients:
             dist.all_reduce(squares_LB, group=self._cp)
         squares_LB.clamp_(min=0)  # rounding can leave ghost norms below; NaN stays
         self._squares = dict(zip(self._layouts, squares_LB, strict=True))
-        return self.clipped_sum.clip(self.clipped_sum.over_groups(self._squares), valid_B)
+        return self.clipped_sum.policy.clip(self.clipped_sum.over_groups(self._squares), valid_B)
 
     def _of_group(self, name: str, clip: Clip) -> tuple[torch.Tensor, torch.Tensor]:
         """Return factors and rejections of the group that a parameter is clipped with."""

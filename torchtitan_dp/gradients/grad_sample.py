@@ -60,7 +60,7 @@ class GradSampleGradients:
         self._wholes: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
         self._factors: dict[str, torch.Tensor] = {}  # (B,): what `_shards` is to be multiplied by
         self._in_flight: deque[_Running] = deque()
-        early = clipped_sum.takes_groups_early and not clipped_sum.clipping.is_flat
+        early = clipped_sum.takes_groups_early and not clipped_sum.policy.is_flat
         self._early = _WholeGroups(model, clipped_sum) if shard_grad_samples and early else None
         self._valid_B = torch.empty(0)  # of this microbatch
         self._clips: list[Clip] = []  # of groups that were added within backward
@@ -173,7 +173,7 @@ class GradSampleGradients:
 
         What other layers have started goes on.
         """
-        names = self.clipped_sum.clipping.members[group]
+        names = self.clipped_sum.policy.members[group]
         while any(running.name in names for running in self._in_flight):
             self._in_flight.popleft().work.wait()
         for name in names:
@@ -237,8 +237,8 @@ class _WholeGroups:
     """
 
     def __init__(self, model: nn.Module, clipped_sum: ClippedSum) -> None:
-        self._members = clipped_sum.clipping.members
-        self._group = clipped_sum.clipping.group_of()
+        self._members = clipped_sum.policy.members
+        self._group = clipped_sum.policy.group_of()
         layers = layers_of_each_parameter(model)
         self._layers = [sum(layers[name] for name in names) for names in self._members]
         self._start()

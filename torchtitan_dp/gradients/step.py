@@ -21,7 +21,7 @@ from torchtitan_dp.gradients.gathered import free_gathered
 from torchtitan_dp.gradients.methods import METHODS, GradientMethod
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.optimizer import DPOptimizer
-from torchtitan_dp.privacy.clip_groups import clip_groups
+from torchtitan_dp.privacy.clip_policy import clip_policy
 from torchtitan_dp.privacy.fixed_point import unit
 from torchtitan_dp.privacy.settings import Privacy
 from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, Summation
@@ -33,10 +33,14 @@ class PrivateStep:
 
     model: nn.Module
     parameters: dict[str, nn.Parameter]  # all that are trained, by canonical name
-    max_grad_norm: float  # C
     summation: Summation
     clipped_sum: ClippedSum
     gradients: GradientMethod
+
+    @property
+    def max_grad_norm(self) -> float:
+        """C, of the clip policy."""
+        return self.clipped_sum.policy.max_grad_norm
 
     def optimizer(
         self, inner: Optimizer, *, noise_multiplier: float, expected_batch_size: float
@@ -80,19 +84,11 @@ def build_step(
         clipped_sum_type: that of an audit plants canaries in samples.
     """
     summation = build_summation(privacy, parameters, max_grad_norm)
-    clipped_sum = clipped_sum_type(
-        parameters,
-        groups,
-        max_grad_norm=max_grad_norm,
-        clip_function=privacy.clip_function,
-        summation=summation,
-        clipping=clip_groups(
-            parameters, max_grad_norm, privacy.clipping, tuple(privacy.clipping_groups)
-        ),
-    )
+    policy = clip_policy(parameters, privacy, max_grad_norm=max_grad_norm)
+    clipped_sum = clipped_sum_type(parameters, groups, policy, summation)
     method = METHODS[privacy.gradient_method]
     gradients = method.build(model, fsdp_modules, clipped_sum, privacy)
-    return PrivateStep(model, parameters, max_grad_norm, summation, clipped_sum, gradients)
+    return PrivateStep(model, parameters, summation, clipped_sum, gradients)
 
 
 def build_summation(

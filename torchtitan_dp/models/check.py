@@ -8,7 +8,7 @@ from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import origin, shape
 from torchtitan_dp.models.hugging_face_weights import check_files
 from torchtitan_dp.models.parameters import trainable_parameters
-from torchtitan_dp.privacy.clip_groups import clip_groups
+from torchtitan_dp.privacy.clip_policy import clip_policy
 
 
 def check_model(config: JobConfig, start: Start) -> ModelArgs:
@@ -50,7 +50,7 @@ def check_clipping(config: JobConfig, args: ModelArgs) -> None:
         return
     names = trainable_parameters(on_meta(args))
     try:
-        clip_groups(names, privacy.max_grad_norm, privacy.clipping, privacy.clipping_groups)
+        clip_policy(names, privacy)
     except ValueError as mistake:
         where = f"privacy.clipping_groups = {privacy.clipping_groups}"
         raise ValueError(f"{where}: {mistake}") from None

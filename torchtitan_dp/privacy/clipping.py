@@ -5,7 +5,7 @@ Guarantee:
     built by `add_clipped_` with the factors of `clip` changes by at most C in l2 norm when one
     sample is replaced by an empty one, whatever the record holds. Assumes that s_i is the same
     on every rank that holds a shard of g_i (one all-reduce over those ranks, before `clip`), and
-    that g_i depends on sample i alone. With groups (`clip_groups`) this holds for the part of each
+    that g_i depends on sample i alone. With groups (`clip_policy`) this holds for the part of each
     group and its bound, and so for the whole.
 """
 
@@ -81,7 +81,7 @@ def clip(
     squared_norm_B: torch.Tensor,
     valid_B: torch.Tensor,
     *,
-    max_grad_norm: float,
+    max_grad_norm: float | torch.Tensor,
     clip_function: ClipFunction = "vanilla",
 ) -> Clip:
     """Compute the factor that each sample's gradient is multiplied by.
@@ -89,7 +89,7 @@ def clip(
     Args:
         squared_norm_B: fp64, over all shards (already all-reduced): (B,), or (G, B) for groups.
         valid_B: bool; False for padding samples.
-        max_grad_norm: C > 0; of groups, the bound of each.
+        max_grad_norm: C > 0; of groups, the bound of each: fp64 (G, 1).
         clip_function: "vanilla" is min(1, C / |g|) (Abadi et al. 2016; LongShield, Algorithm 1),
             "automatic" is C / (|g| + 0.01) (Bu et al. 2023).
 
@@ -102,9 +102,9 @@ def clip(
     norm_B = squared_norm_B.sqrt()
     bound = max_grad_norm * _SAFETY
     if clip_function == "vanilla":
-        scale_B = (bound / norm_B).clamp(max=1.0)
+        scale_B = (norm_B.reciprocal() * bound).clamp(max=1.0)
     else:
-        scale_B = bound / (norm_B + _STABILITY)
+        scale_B = (norm_B + _STABILITY).reciprocal() * bound
     # Below the smallest normal number a factor is rounded so coarsely that the norm could exceed C.
     is_fine_B = scale_B >= torch.finfo(torch.float32).tiny
     rejected_B = ~(torch.isfinite(squared_norm_B) & valid_B & is_fine_B)

@@ -67,17 +67,17 @@ MUTANTS = [
         3,
         "summed over dp shard before clipping",
         SUM,
-        "        if self.clipping.is_flat:\n",
+        "        if self.policy.is_flat:\n",
         "        for s in shards:\n"
         "            if self.groups.dp_shard is not None:\n"
         "                dist.all_reduce(s, group=self.groups.dp_shard)\n"
-        "        if self.clipping.is_flat:\n",
+        "        if self.policy.is_flat:\n",
         (f"{HERE}test_row03_opposite_samples_cancel_after_clipping[(1, 2, 1)]",),
     ),
     Mutant(
         4,
         "one norm for the microbatch",
-        SUM,
+        "privacy/clip_policy.py",
         "        return clip(\n",
         "        total_G1 = squared_norm_GB.sum(1, keepdim=True)\n"
         "        squared_norm_GB = total_G1.expand_as(squared_norm_GB)\n"

@@ -3,7 +3,7 @@
 from tests.hazards.mutants.clipping import SUM
 from tests.hazards.mutants.table import Mutant
 
-GROUPS = "privacy/test_clip_groups.py::"
+GROUPS = "privacy/test_clip_policy.py::"
 PER_LAYER = "gradients/test_per_layer.py::"
 EVERY_MESH = f"{PER_LAYER}test_every_mesh"
 BOUND = f"{PER_LAYER}test_row02_the_whole_gradient_is_bound_by_C"
@@ -20,17 +20,17 @@ MUTANTS = [
     Mutant(
         2,
         "every group clipped to C",
-        SUM,
-        "max_grad_norm=self.clipping.bound",
-        "max_grad_norm=self.clipping.max_grad_norm",
+        "privacy/clip_policy.py",
+        "bound_G1 = torch.tensor(bounds, dtype=torch.float64)[:, None]",
+        "bound_G1 = torch.tensor([self.max_grad_norm] * len(bounds), dtype=torch.float64)[:, None]",
         (f"{BOUND}[(1, 1, 1)-microbatch]", f"{BOUND}[(1, 1, 1)-V2]"),
     ),
     Mutant(
         2,
         "shares of C that add up to more",
-        "privacy/clip_groups.py",
-        "self.max_grad_norm / math.sqrt(len(self.members))",
-        "self.max_grad_norm / len(self.members) ** 0.25",
+        "privacy/clip_policy.py",
+        "(self.max_grad_norm / math.sqrt(len(self.members)),)",
+        "(self.max_grad_norm / len(self.members) ** 0.25,)",
         (f"{GROUPS}test_row02_a_sample_that_is_large_in_every_layer_counts_at_most_C[7-vanilla]",),
         quick=True,
     ),
@@ -38,8 +38,8 @@ MUTANTS = [
         4,
         "the setting is not handed on",
         "gradients/step.py",
-        "parameters, max_grad_norm, privacy.clipping, tuple(privacy.clipping_groups)",
-        "parameters, max_grad_norm",
+        "clip_policy(parameters, privacy, max_grad_norm=max_grad_norm)",
+        "clip_policy(parameters, Privacy(), max_grad_norm=max_grad_norm)",
         (f"{PER_LAYER}test_it_is_not_flat[V2]",),
     ),
 ]

@@ -51,10 +51,10 @@ MUTANTS = [
         22,
         "decided by each rank alone",
         SUM,
-        "        clipped = self.clip(self.squared_norms(shards), valid_B)\n",
+        "        clipped = self.policy.clip(self.squared_norms(shards), valid_B)\n",
         "        fine_B = torch.stack([s.flatten(1).isfinite().all(1) for s in shards]).all(0)\n"
         "        square_B = self.squared_norms([s.nan_to_num(0.0, 0.0, 0.0) for s in shards])\n"
-        "        clipped = self.clip(square_B, valid_B & fine_B)\n",
+        "        clipped = self.policy.clip(square_B, valid_B & fine_B)\n",
         (
             "gradients/test_clipped_sum.py::"
             "test_row22_a_sample_that_one_rank_sees_to_be_bad_is_rejected_by_all",

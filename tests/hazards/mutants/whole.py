@@ -22,7 +22,7 @@ MUTANTS = [
         35,
         "no clipping",
         "privacy/clipping.py",
-        "        scale_B = (bound / norm_B).clamp(max=1.0)\n",
+        "        scale_B = (norm_B.reciprocal() * bound).clamp(max=1.0)\n",
         "        scale_B = torch.ones_like(norm_B)\n",
         (CLEAN,),
     ),
