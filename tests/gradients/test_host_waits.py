@@ -64,7 +64,7 @@ def listed_tensors(found):
 def waits_of_a_step(degrees, overrides, fault=None):
     """Of two microbatches and the sum over ranks; the first ones, which lay out, go before."""
     from tests import build
-    from torchtitan_dp.gradients.clipped_sum import ClippedSum
+    from torchtitan_dp.privacy.clip_policy import ClipPolicy
 
     args = dataclasses.replace(build.ARGS, dim=96, vocab_size=101)  # `ghost` finds ghost norms
     built = build.build(degrees, *overrides, args=args)
@@ -78,16 +78,16 @@ def waits_of_a_step(degrees, overrides, fault=None):
         return built.gradients.accumulate_clipped(loss_B, valid_B)
 
     microbatch(0)
-    clip = ClippedSum.clip
+    clip = ClipPolicy.clip
 
-    def reads_the_norm(self, squared_norm_B, valid_B):
-        assert squared_norm_B.max() >= 0 or fault is None
-        return clip(self, squared_norm_B, valid_B)
+    def reads_the_norm(self, squared_norm_GB, *terms):
+        assert squared_norm_GB.max() >= 0 or fault is None
+        return clip(self, squared_norm_GB, *terms)
 
     waits, made = Waits(), []
     with contextlib.ExitStack() as stack:
         if fault is not None:
-            stack.enter_context(mock.patch.object(ClippedSum, "clip", reads_the_norm))
+            stack.enter_context(mock.patch.object(ClipPolicy, "clip", reads_the_norm))
         stack.enter_context(listed_tensors(made))
         stack.enter_context(waits)
         microbatch(0)

@@ -39,7 +39,7 @@ Guarantee:
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,7 @@ class GhostGradients:
     """Adds one microbatch at a time to a `ClippedSum`, in a bundle for each parameter."""
 
     batch_size = None  # any
+    makes_gradients: ClassVar[tuple[str, ...]] = ("_form_some", "_add_capped")
 
     def __init__(
         self,
@@ -150,6 +151,10 @@ class GhostGradients:
 
     def keeps_outputs(self, name: str, tokens: int) -> bool:
         return self._passes == "two" or self._is_ghost(name, tokens * self._layers[name])
+
+    def held(self) -> list[torch.Tensor]:
+        """Return no tensor: gradients exist within a call, for one layer at a time."""
+        return []
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Take what a layer's gradients are made of: keep it, measure it, or add it."""

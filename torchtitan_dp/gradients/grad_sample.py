@@ -15,7 +15,7 @@ Guarantee:
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,7 @@ class GradSampleGradients:
     """Adds one microbatch at a time to a `ClippedSum`, in a bundle for each parameter."""
 
     batch_size = None  # any
+    makes_gradients: ClassVar[tuple[str, ...]] = ("form", "add")
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
-"""The gradient methods that `privacy.gradient_method` names, and what else must be known of each.
+"""The gradient methods that `privacy.gradient_method` names, and the facts that set them apart.
 
-`METHODS` is the only place where their names are told apart: whoever treats one method differently
-from another asks for the fact that makes the difference, and a new method states it once, here.
+`METHODS` is the only place that distinguishes their names: code that treats one method differently
+asks for the fact that makes the difference, and a new method states it once, here.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 import torch.nn as nn
@@ -22,11 +22,18 @@ from torchtitan_dp.privacy.settings import Privacy
 
 
 class GradientMethod(Protocol):
-    """Leads from per-sample losses to a `ClippedSum`."""
+    """The way from per-sample losses to a `ClippedSum`."""
+
+    makes_gradients: ClassVar[tuple[str, ...]]
+    """The names of its functions in which per-sample gradients are allocated, so that the plan can
+    count their memory apart."""
 
     @property
     def batch_size(self) -> int | None:
         """Give the number of samples that one call takes; None if it takes any number."""
+
+    def held(self) -> list[torch.Tensor]:
+        """Return the per-sample gradients that it holds between such calls."""
 
     def start_step(self, key: bytes) -> None:
         """Take the key of what is random in the coming step's norms, before its first microbatch.
@@ -63,7 +70,9 @@ Build = Callable[[nn.Module, list[FSDPModule], ClippedSum, Privacy], GradientMet
 
 @dataclass(frozen=True)
 class Method:
-    """States what a method needs of a model and of a configuration."""
+    """One method: its builder, and its needs of a model and of a configuration."""
+
+    kind: type[GradientMethod]
 
     build: Build
 
@@ -130,6 +139,7 @@ def _ghost_passes(privacy: Privacy) -> int:
 
 METHODS: dict[str, Method] = {
     "microbatch": Method(
+        MicrobatchGradients,
         _microbatch,
         "one sample per microbatch; its reduced gradient is already per-sample",
         per_sample_layers=False,
@@ -138,12 +148,14 @@ METHODS: dict[str, Method] = {
     ),
     # Per-sample layers hand over what they have, or start collectives, within backward.
     "grad_sample": Method(
+        GradSampleGradients,
         _grad_sample,
         "several samples per microbatch; for per-sample gradients that fit in memory",
         per_sample_layers=True,
         compiles="regions",
     ),
     "ghost": Method(
+        GhostGradients,
         _ghost,
         "norms without per-sample gradients; for short contexts and little memory",
         per_sample_layers=True,
@@ -152,6 +164,7 @@ METHODS: dict[str, Method] = {
         whole_gradients=False,
     ),
     "randomized": Method(
+        GhostGradients,
         _randomized,
         "estimated norms; for long contexts, several samples and little memory",
         per_sample_layers=True,

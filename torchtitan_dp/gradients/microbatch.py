@@ -15,6 +15,7 @@ Guarantee:
 """
 
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch.distributed.fsdp import FSDPModule
@@ -28,6 +29,7 @@ class MicrobatchGradients:
     """Adds one sample at a time to a `ClippedSum`, in a bundle for each FSDP2 group."""
 
     batch_size = 1
+    makes_gradients: ClassVar[tuple[str, ...]] = ()  # FSDP2 does, in its reduction
 
     def __init__(self, fsdp_modules: list[FSDPModule], clipped_sum: ClippedSum) -> None:
         """
@@ -53,6 +55,10 @@ class MicrobatchGradients:
 
     def start_step(self, key: bytes) -> None:
         """Nothing is random here."""
+
+    def held(self) -> list[torch.Tensor]:
+        """Return no tensor: a sample's gradient is added as soon as it is whole."""
+        return []
 
     def accumulate_clipped(
         self,

@@ -1,7 +1,6 @@
-"""What a step's memory is of: labels for what FSDP2, the ring, the loss head and the gradient
-methods make.
+"""Labels for a step's memory: of FSDP2, the ring, the loss head and the gradient methods.
 
-The functions that make it are wrapped while a step is tracked; each label is a category of the
+The functions that allocate it are wrapped while a step is tracked; each label is a category of the
 plan's table (`plan.memory`).
 """
 
@@ -19,8 +18,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.ghost import GhostGradients
-from torchtitan_dp.gradients.grad_sample import GradSampleGradients
+from torchtitan_dp.gradients.methods import METHODS, GradientMethod
 from torchtitan_dp.gradients.reduction import ReduceScatterOverCP
 from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.models import loss_head
@@ -54,10 +52,11 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
             (ClippedSum, "add", functools.partial(_samples, tracker)),
             (ClippedSum, "add_group", functools.partial(_group, tracker)),
             (ClippedSum, "lay_out", label("accumulator")),
-            (GradSampleGradients, "form", label("per_sample_shards")),
-            (GradSampleGradients, "add", functools.partial(_formed, tracker)),
-            (GhostGradients, "_form_some", label("per_sample_shards")),
-            (GhostGradients, "_add_capped", label("per_sample_shards")),
+            *(
+                (kind, name, functools.partial(_formed, tracker))
+                for kind in {method.kind for method in METHODS.values()}
+                for name in kind.makes_gradients
+            ),
             (RowLayout, "allocate", label("communication")),
             (loss_head, "_chunk", label("loss_head")),
         ):
@@ -110,7 +109,9 @@ def _group(
 
 
 @contextlib.contextmanager
-def _formed(tracker: MemoryTracker, gradients: GradSampleGradients, *_: Any) -> Iterator[None]:
+def _formed(
+    tracker: MemoryTracker, gradients: GradientMethod, *_: Any, **__: Any
+) -> Iterator[None]:
     with tracker.labelled("per_sample_shards"):
         yield
     tracker.relabel(gradients.held(), "per_sample_shards")

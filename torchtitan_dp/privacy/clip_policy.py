@@ -58,12 +58,10 @@ class ClipPolicy:
         """
         bounds = self.bounds if group is None else self.bounds[group : group + 1]
         assert len(squared_norm_GB) == len(bounds), (squared_norm_GB.shape, len(bounds))
-        bound_G1 = torch.tensor(bounds, dtype=torch.float64)[:, None]
+        # Filled on the device: a copy from the host would make it wait.
+        bound_G1 = torch.cat([squared_norm_GB.new_full((1, 1), bound) for bound in bounds])
         return clip(
-            squared_norm_GB,
-            valid_B,
-            max_grad_norm=bound_G1.to(squared_norm_GB.device, non_blocking=True),
-            clip_function=self.clip_function,
+            squared_norm_GB, valid_B, max_grad_norm=bound_G1, clip_function=self.clip_function
         )
 
     def group_of(self) -> dict[str, int]:

@@ -21,8 +21,8 @@ MUTANTS = [
         2,
         "every group clipped to C",
         "privacy/clip_policy.py",
-        "bound_G1 = torch.tensor(bounds, dtype=torch.float64)[:, None]",
-        "bound_G1 = torch.tensor([self.max_grad_norm] * len(bounds), dtype=torch.float64)[:, None]",
+        "squared_norm_GB.new_full((1, 1), bound)",
+        "squared_norm_GB.new_full((1, 1), self.max_grad_norm)",
         (f"{BOUND}[(1, 1, 1)-microbatch]", f"{BOUND}[(1, 1, 1)-V2]"),
     ),
     Mutant(
