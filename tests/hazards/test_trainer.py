@@ -93,7 +93,7 @@ class Step:
         trainer.executed.begin.side_effect = self._begin
         trainer.clipped_sum.reset.side_effect = lambda: self.did.append("reset")
         trainer.dp_optimizer.step.side_effect = self._update
-        trainer.average.update.side_effect = lambda _: self.did.append("average")
+        trainer.average.update.side_effect = lambda: self.did.append("average")
 
         def record(key, population, sample_rate):
             self.drawn.append((key, population, sample_rate))
