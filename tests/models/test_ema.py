@@ -1,5 +1,7 @@
 """The average of weights: the formula, where it begins, and what it leaves as it was."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -147,6 +149,16 @@ def test_a_damaged_decay_is_one_line(begun, tmp_path, decays):
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
     refuse_another_decay(config("--ema.enable"), start)
+
+
+def test_an_older_checkpoint_that_a_load_goes_back_to_is_compared_too(begun, tmp_path):
+    from torchtitan_dp.checkpoint.manager import Checkpointer
+
+    older = saved(tmp_path, begun, "[[0.99, 1]]")
+    manager = SimpleNamespace(enable=True, _config=config("--ema.enable", "--ema.decay=0.95"))
+    manager._drop_unfinished, manager._confirmed = lambda: None, lambda _: older
+    with pytest.raises(SystemExit, match=r"^error: ema\.decay = 0\.95: "):
+        Checkpointer.load(manager)
 
 
 def test_weights_and_average_are_given_back_bit_by_bit():
