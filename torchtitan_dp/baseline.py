@@ -56,7 +56,7 @@ class BaselineTrainer(Trainer):
     def train_step(self, data_iterator: Any) -> None:
         super().train_step(data_iterator)
         if self.average is not None:
-            self.average.update(self.step)
+            self.average.update()
 
     def train(self) -> None:
         # Undecorated: @record would keep a traceback of what `main` turns into one line.

@@ -149,7 +149,7 @@ class DPTrainer(Trainer):
             self.executed.begin(self.step, settings)
         self.dp_optimizer.step(self.clipped_sum.take(), self.noise_keys.take(self.step))
         if self.average is not None:
-            self.average.update(self.step)  # of weights that are noised by now
+            self.average.update()  # of weights that are noised by now
         self.clipped_sum.reset()
         self.lr_schedulers.step()
         self.ledger.steps = self.step

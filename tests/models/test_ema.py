@@ -1,7 +1,6 @@
 """The average of weights: the formula, where it begins, and what it leaves as it was."""
 
-import functools
-import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,18 +9,9 @@ import torch.nn as nn
 
 from tests.build import config
 from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.checkpoint.average import (
-    AVERAGE,
-    DECAYS,
-    UNRECORDED,
-    Decay,
-    WithoutDecays,
-    decays_from_json,
-    decays_in_words,
-    has_decays,
-)
+from torchtitan_dp.checkpoint.average import AVERAGE, read_decay, states_to_save
+from torchtitan_dp.checkpoint.start import Start, own_checkpoint, refuse_another_decay
 from torchtitan_dp.models.ema import WeightAverage, ema_of
-from torchtitan_dp.release.__main__ import read_decays
 
 SHAPES = {"a": (5, 3), "b": (7,)}
 
@@ -45,7 +35,7 @@ def test_it_is_a_loop_of_the_formula(decay):
     expected = {name: p.detach().double() for name, p in weights.items()}
     for t in range(30):
         step(weights, t + 1)
-        average.update(t + 1)
+        average.update()
         d = min(decay, (1 + t) / (10 + t))
         expected = {n: d * e + (1 - d) * weights[n].detach() for n, e in expected.items()}
     for name, found in average.state_dict()["weights"].items():
@@ -60,7 +50,7 @@ def test_it_reaches_back_over_a_tenth_of_the_steps():
     average = WeightAverage({"w": weight}, 0.9999)
     for number in range(1, 2001):
         weight.data.fill_(number)
-        average.update(number)
+        average.update()
     assert 2000 - average.state_dict()["weights"]["w"].item() == pytest.approx(200, rel=0.05)
 
 
@@ -71,107 +61,117 @@ def test_it_begins_with_what_was_loaded():
     step(weights, 1)
     average.begin()
     assert torch.equal(average.state_dict()["weights"]["a"], weights["a"])
-    average.update(1)
+    average.update()
     step(weights, 2)
     average.begin()
     assert torch.equal(average.state_dict()["weights"]["a"], parameters(1)["a"])
 
 
-def saved(average, folder, *, without=()):
-    """A checkpoint of it, alone: or as it was before some of what it holds was kept."""
-    held = {name: value for name, value in average.state_dict().items() if name not in without}
-    dcp.save({AVERAGE: held}, checkpoint_id=folder, no_dist=True)
-    return str(folder)
-
-
-def resumed(folder, decay, updates=3):
-    """An average that goes on from a checkpoint, and has made as many steps more."""
-    average = WeightAverage(parameters(9), decay)
-    state = average if has_decays(folder) else WithoutDecays(average)
-    safe_load.load({AVERAGE: state}, folder, no_dist=True)
-    average.begin()
-    first = average.updates + 1
-    for number in range(first, first + updates):
-        average.update(number)
-    return average
-
-
 @pytest.fixture
 def begun():
-    """Of ten steps."""
+    """Of ten steps, by 0.99."""
     average = WeightAverage(parameters(), 0.99)
-    for number in range(1, 11):
-        average.update(number)
+    for _ in range(10):
+        average.update()
     return average
 
 
-def test_checkpoints_say_which_decay_held_from_which_step_on(begun, tmp_path, caplog):
-    caplog.set_level(logging.INFO)
-    first = saved(begun, tmp_path / "1")
-    assert read_decays(first) == (Decay(0.99, 1),)
-    again = resumed(first, 0.99)
-    assert again.decays == (Decay(0.99, 1),)
-    assert "ema.decay" not in caplog.text
-    changed = resumed(first, 0.95)
-    assert "ema.decay = 0.95 from here on, and until here: 0.99" in caplog.text
-    second = saved(changed, tmp_path / "2")
-    assert read_decays(second) == (Decay(0.99, 1), Decay(0.95, 11))
-    third = saved(resumed(second, 0.99), tmp_path / "3")
-    expected = "0.99 until step 10, 0.95 until step 13, 0.99 after"
-    assert decays_in_words(read_decays(third)) == expected
+def saved(place, average, decays):
+    """A checkpoint of it, alone: as version 0.1.0 wrote it, or, before that, without decays."""
+    held = average.state_dict() | ({} if decays is None else {"decays": decays})
+    dcp.save({AVERAGE: held}, checkpoint_id=place / "step-10", no_dist=True)
+    return own_checkpoint(str(place), 10)
 
 
-@pytest.mark.parametrize("decay", [0.99, 0.95])
-def test_checkpoints_of_before_decays_were_kept_are_gone_on_with(begun, tmp_path, decay, caplog):
-    """It is not made up what they were made by."""
-    caplog.set_level(logging.INFO)
-    old = saved(begun, tmp_path / "old", without=(DECAYS,))
-    assert read_decays(old) == UNRECORDED
-    average = resumed(old, decay, updates=0)
-    for name, value in begun.state_dict()["weights"].items():
-        assert torch.equal(average.state_dict()["weights"][name], value)
-    assert average.updates == 10
-    assert f"ema.decay = {decay:g} from here on, and until here: not recorded" in caplog.text
-    average.update(11)
-    read = read_decays(saved(average, tmp_path / "new"))
-    assert decays_in_words(read) == f"not recorded until step 10, {decay:g} after"
+def resume(start, decay):
+    """Refuse that, or load the average as a run does that resumes."""
+    refuse_another_decay(config("--ema.enable", f"--ema.decay={decay}"), start)
+    average = WeightAverage(parameters(9), decay)
+    safe_load.load({AVERAGE: average}, start.place, no_dist=True)
+    average.begin()
+    return average
 
 
-@pytest.mark.parametrize(
-    "text", ["", "{}x", "[1]", '[["a", 1]]', "[[0.9, null]]", "[[0.9, Infinity]]", "[" * 100_000]
-)
-def test_damaged_decays_are_one_line(text):
-    with pytest.raises(ValueError, match="the decays of an average cannot be read"):
-        decays_from_json(text)
+def assert_resumed(found, expected):
+    assert found.updates == expected.updates == 10
+    for name, value in expected.state_dict()["weights"].items():
+        assert torch.equal(found.state_dict()["weights"][name], value)
+
+
+def test_a_run_resumes_with_the_decay_that_it_began_with_alone(begun, tmp_path):
+    states = states_to_save(begun, 0.99)
+    dcp.save(states, checkpoint_id=tmp_path / "step-10", no_dist=True)
+    start = own_checkpoint(str(tmp_path), 10)
+    assert read_decay(start.place, default=0.5) == 0.99
+    assert_resumed(resume(start, 0.99), begun)
+    with pytest.raises(ValueError, match=r"^ema\.decay = 0\.95: ") as refused:
+        resume(start, 0.95)
+    assert f"the average in {start.place} has 0.99; set it back" in str(refused.value)
+    assert "another job.dump_folder" in str(refused.value)
+    assert "\n" not in str(refused.value)
+    refuse_another_decay(config("--ema.decay=0.95"), start)  # it is not continued
+    refuse_another_decay(config("--ema.enable", "--ema.decay=0.95"), Start())
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("decays", "accepted", "refused"),
     [
-        "[[NaN, 1]]",
-        "[[1.0, 1]]",
-        "[[-0.5, 1]]",
-        "[[0.9, 0]]",
-        "[[0.9, -1]]",
-        "[[0.9, 5], [0.8, 5]]",
+        ("[[0.99, 1]]", [0.99], [0.95, 0.0]),
+        ("[[0.0, 1]]", [0.0], [0.95]),
+        ("[[0.99, 1], [0.95, 6]]", [0.95], [0.99]),
+        ("[[null, 1], [0.95, 6]]", [0.95], [0.99]),
+        ("[[null, 1]]", [0.95, 0.99], []),
+        (None, [0.95, 0.99], []),
     ],
 )
-def test_decays_that_cannot_be_are_one_line(text):
-    with pytest.raises(ValueError, match="these are no decays of an average"):
-        decays_from_json(text)
+def test_averages_of_earlier_versions_are_continued(begun, tmp_path, decays, accepted, refused):
+    start = saved(tmp_path, begun, decays)
+    for decay in accepted:
+        assert_resumed(resume(start, decay), begun)
+        assert read_decay(start.place, default=decay) == decay
+    for decay in refused:
+        with pytest.raises(ValueError, match=f"has {accepted[0]}; set it back"):
+            resume(start, decay)
+
+
+@pytest.mark.parametrize(
+    "decays",
+    [
+        *("", "{}x", "[1]", "[]", "{}", '[["a", 1]]', "[" * 100_000),
+        *("[[NaN, 1]]", "[[1.0, 1]]", "[[-0.5, 1]]"),
+    ],
+)
+def test_a_damaged_decay_is_one_line(begun, tmp_path, decays):
+    """A start leaves it to the load, which finds damage, and may go back further."""
+    start = saved(tmp_path, begun, decays)
+    with pytest.raises(ValueError, match=r"^the ema.decay in .*step-10 cannot be read: ") as error:
+        read_decay(start.place, default=0.5)
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    refuse_another_decay(config("--ema.enable"), start)
+
+
+def test_an_older_checkpoint_that_a_load_goes_back_to_is_compared_too(begun, tmp_path):
+    from torchtitan_dp.checkpoint.manager import Checkpointer
+
+    older = saved(tmp_path, begun, "[[0.99, 1]]")
+    manager = SimpleNamespace(enable=True, _config=config("--ema.enable", "--ema.decay=0.95"))
+    manager._drop_unfinished, manager._confirmed = lambda: None, lambda _: older
+    with pytest.raises(SystemExit, match=r"^error: ema\.decay = 0\.95: "):
+        Checkpointer.load(manager)
 
 
 def test_weights_and_average_are_given_back_bit_by_bit():
     weights = parameters()
     average = WeightAverage(weights, 0.9)
     step(weights, 1)
-    average.update(1)
+    average.update()
     held = {name: value.clone() for name, value in average.state_dict()["weights"].items()}
 
     def fail():
         with average.in_place_of_weights():
             assert all(torch.equal(weights[name], value) for name, value in held.items())
-            for refused in (functools.partial(average.update, 2), average.state_dict):
+            for refused in (average.update, average.state_dict):
                 with pytest.raises(AssertionError, match="the model holds averages"):
                     refused()
             raise KeyError("stop")

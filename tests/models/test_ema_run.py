@@ -9,12 +9,22 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
-from tests.processes.runs import arguments, load, privacy, train, with_sigma, write_records
+from tests.processes.runs import (
+    TIMEOUT_S,
+    Run,
+    arguments,
+    load,
+    privacy,
+    train,
+    with_sigma,
+    write_records,
+)
 from torchtitan_dp.checkpoint.adapters import is_adapter
 from torchtitan_dp.checkpoint.average import average_name
 from torchtitan_dp.config.saved import read_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama
+from torchtitan_dp.plan.__main__ import main as plan
 from torchtitan_dp.release.__main__ import main as release
 
 STEPS = 4
@@ -190,28 +200,58 @@ def test_it_changes_no_bit_of_the_run(place, seeded, tmp_path):
     assert_same(state(seeded, STEPS), without)
 
 
-@pytest.mark.thorough
-def test_another_decay_is_gone_on_with_and_told(place, finished, tmp_path):
-    """Steps 3 and 4 by another one, of a checkpoint of before decays were kept, too."""
+@pytest.mark.parametrize("world_size", [1, None])
+def test_another_decay_is_refused_before_anything_is_written(
+    place, finished, tmp_path, capsys, world_size
+):
+    """By the plan, and by a worker that was started without one."""
     out = tmp_path / "out"
-    said = resumed(place, finished, out, *HELD_OUT, "--ema.decay=0.15", world_size=1)
-    assert "ema.decay = 0.15 from here on, and until here: 0.9999" in said
+    shutil.copytree(finished, out)
+    before = {path: path.stat().st_mtime_ns for path in (out, *out.rglob("*"))}
+    changed = command(place, out, *HELD_OUT, "--training.steps=5", "--ema.decay=0.15")
+    if world_size is None:
+        with pytest.raises(SystemExit) as stop:
+            plan([*changed, "--world_size=1"])
+        assert stop.value.code == 2
+        said = capsys.readouterr().err
+        assert len(said.splitlines()) == 1
+    else:
+        run = Run(changed, log=tmp_path / "log", world_size=world_size)
+        try:
+            assert run.process.wait(TIMEOUT_S) != 0
+        finally:
+            run.end()
+        said = run.output()
+    step = out / "checkpoint" / "step-4"
+    assert f"error: ema.decay = 0.15: the average in {step} has 0.9999; set it back" in said
+    assert {path: path.stat().st_mtime_ns for path in (out, *out.rglob("*"))} == before
+
+
+def rewritten(run, out, decays):
+    """A copy of a run at step 3, whose checkpoint is of an earlier version."""
+    shutil.copytree(run, out, ignore=shutil.ignore_patterns("step-[1234]"))
+    held = state(run, 3)
+    held["ema.decays"] = decays
+    if decays is None:
+        del held["ema.decays"]
+    dcp.save(held, checkpoint_id=out / "checkpoint" / "step-3", no_dist=True)
+    return out
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("decays", ["[[0.9999, 1], [0.15, 2]]", None])
+def test_checkpoints_of_earlier_versions_are_continued(place, finished, tmp_path, decays):
+    out = rewritten(finished, tmp_path / "out", decays)
+    options = (*HELD_OUT, "--ema.decay=0.15")
+    train(command(place, out, *options), log=tmp_path / "log", world_size=1)
     before, after = state(out, 3), state(out, STEPS)
     for name, found in averages(after).items():
-        expected = averages(before)[name].lerp(after[name], 0.85)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found, averages(before)[name].lerp(after[name], 0.85))
+    assert after["ema.updates"] == STEPS
     release([str(out), str(tmp_path / "model")])
     card = (tmp_path / "model" / "README.md").read_text()
-    assert "(decay 0.9999 until step 2, 0.15 after; at first (1 + t) / (10 + t))" in card
+    assert "(decay 0.15; at first (1 + t) / (10 + t))" in card
     assert len(privacy(out)["segments"]) == 1
-
-    held = state(out, 3)
-    assert held.pop("ema.decays")
-    shutil.rmtree(out / "checkpoint" / "step-3")
-    dcp.save(held, checkpoint_id=out / "checkpoint" / "step-3", no_dist=True)
-    said = resumed(place, finished, out, *HELD_OUT, world_size=1)
-    assert "ema.decay = 0.9999 from here on, and until here: not recorded" in said
-    assert state(out, STEPS)["ema.updates"] == STEPS
 
 
 def test_it_is_switched_off_and_on_without_a_new_segment(place, finished, tmp_path):

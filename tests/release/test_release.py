@@ -28,7 +28,6 @@ from tests.models.hugging_face import (
     write_llama,
 )
 from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
-from torchtitan_dp.checkpoint.average import UNRECORDED, Decay
 from torchtitan_dp.checkpoint.initial import PUBLIC, inheritance
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start
@@ -301,18 +300,16 @@ def test_given_weights_are_told_though_the_last_start_did_not_name_them(released
 
 
 @pytest.mark.parametrize(
-    ("decays", "said"),
+    ("decay", "said"),
     [
-        ((Decay(0.99, 1),), "(decay 0.99; at first"),
-        ((Decay(0.99, 1), Decay(0.95, 11)), "(decay 0.99 until step 10, 0.95 after; at first"),
-        (UNRECORDED, "(decay that of the last start: 0.9999; at first"),
-        ((*UNRECORDED, Decay(0.95, 11)), "(decay not recorded until step 10, 0.95 after; at first"),
+        (0.99, "(decay 0.99; at first"),
+        (0.0, "(decay 0.0; at first"),
         (None, "| weights | those after the last step |"),
     ],
 )
-def test_the_decays_of_an_average_are_told(released, finished, decays, said):
+def test_a_card_states_the_decay_of_an_average(released, finished, decay, said):
     config = read_config(str(finished))
-    assert said in model_card(privacy(released), config, shape(config), decays=decays)
+    assert said in model_card(privacy(released), config, shape(config), decay=decay)
 
 
 def test_rounding_is_never_down():

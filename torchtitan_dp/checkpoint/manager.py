@@ -13,7 +13,7 @@ from torchtitan.train import Trainer
 
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.adapters import has_adapters, without_adapters
-from torchtitan_dp.checkpoint.average import AVERAGE, WithoutDecays, has_average, has_decays
+from torchtitan_dp.checkpoint.average import AVERAGE, DECAY, has_average, states_to_save
 from torchtitan_dp.checkpoint.folder import (
     damaged_entry,
     drop_unfinished,
@@ -24,8 +24,8 @@ from torchtitan_dp.checkpoint.folder import (
     set_aside,
     step_folder,
 )
-from torchtitan_dp.checkpoint.start import Start, Weights, own_checkpoint
-from torchtitan_dp.process import Fault
+from torchtitan_dp.checkpoint.start import Start, Weights, own_checkpoint, refuse_another_decay
+from torchtitan_dp.process import Fault, mistakes_as_faults
 
 
 class Checkpointer(CheckpointManager):
@@ -45,18 +45,19 @@ class Checkpointer(CheckpointManager):
             average: of weights, to be saved and loaded with them.
         """
         config, theirs = trainer.job_config, trainer.checkpointer
+        averages = {} if average is None else states_to_save(average, config.ema.decay)
         theirs.close()
         super().__init__(
             dataloader=trainer.dataloader,
             model_parts=trainer.model_parts,
             optimizers=trainer.optimizers,
             lr_schedulers=trainer.lr_schedulers,
-            states={"train_state": trainer} | ({} if average is None else {AVERAGE: average}),
+            states={"train_state": trainer, **averages},
             checkpoint_config=config.checkpoint,
             sd_adapter=theirs.sd_adapter if theirs.enable else None,
             base_folder=config.job.dump_folder,
         )
-        self.start, self._origin = start, origin
+        self.start, self._origin, self._config = start, origin, config
 
     def load(self, step: int = -1) -> bool:
         """Load the weights that were decided on; return whether any were loaded.
@@ -68,13 +69,16 @@ class Checkpointer(CheckpointManager):
             step: the only one to be taken, as runs without privacy may ask for; -1 for the newest.
 
         Raises:
-            Fault: there are checkpoints, and none is whole; nothing was moved.
+            Fault: there are checkpoints, and none is whole; nothing was moved. Or the one that is
+                taken has an average of another `ema.decay`.
             ValueError: the checkpoint is of another model.
         """
         if not self.enable:
             return False
         self._drop_unfinished()
         self.start = self._confirmed(step)
+        with mistakes_as_faults():  # it may be an older one than was checked before
+            refuse_another_decay(self._config, self.start)
         if self.start.resumes:  # TorchTitan would warn that it does not load these
             self.initial_load_in_hf, self.initial_load_path = False, None
         return super().load(self.start.step if self.start.resumes else -1)
@@ -198,16 +202,18 @@ class Checkpointer(CheckpointManager):
         return step
 
     def _with_average_if_any(self, state_dict: dict[str, Any], checkpoint: str) -> dict[str, Any]:
-        """Return what is loaded of a checkpoint of this run; say so if `[ema]` changed since."""
+        """Return the states to load from a checkpoint of this run; log it if `[ema]` changed since.
+
+        `ema.decay` is not loaded: it was compared.
+        """
         wanted, there = AVERAGE in state_dict, has_average(checkpoint)
+        left_out = {DECAY}
         if wanted and not there:
             logger.info(f"ema: {checkpoint} holds no average; it begins with the weights there")
-            return {name: value for name, value in state_dict.items() if name != AVERAGE}
+            left_out.add(AVERAGE)
         if there and not wanted:
             logger.info(f"ema.enable = false: the average in {checkpoint} is not continued")
-        if wanted and not has_decays(checkpoint):
-            return {**state_dict, AVERAGE: WithoutDecays(state_dict[AVERAGE])}
-        return state_dict
+        return {name: value for name, value in state_dict.items() if name not in left_out}
 
 
 def _damage_on_any_rank(checkpoint: str) -> str:

@@ -21,6 +21,7 @@ import torch
 from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_dp.checkpoint.adapters import has_adapters, without_adapters
+from torchtitan_dp.checkpoint.average import read_decay
 from torchtitan_dp.checkpoint.folder import (
     checkpoint_folder,
     checkpoint_folders,
@@ -152,6 +153,29 @@ def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: st
     has_all = start.resumes or has_adapters(start.place)
     wanted = state_dict if has_all else without_adapters(state_dict)
     refuse_another_model(start.place, wanted, origin)
+
+
+def refuse_another_decay(config: JobConfig, start: Start) -> None:
+    """Refuse to continue this run's average of weights with another `ema.decay`.
+
+    A decay that cannot be read is left to the load: it finds the damage, and may set the checkpoint
+    aside for an older one.
+
+    Raises:
+        ValueError: one line.
+    """
+    if not (start.resumes and config.ema.enable):
+        return
+    decay = config.ema.decay
+    try:
+        earlier = read_decay(start.place, default=decay)
+    except ValueError:
+        return
+    if decay != earlier:
+        raise ValueError(
+            f"ema.decay = {decay}: the average in {start.place} has {earlier}; set it back, or "
+            "start afresh in another job.dump_folder"
+        )
 
 
 def plan_start(config: JobConfig, units: int, start: Start, account: Ledger | None) -> Plan:

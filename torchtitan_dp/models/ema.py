@@ -18,16 +18,8 @@ from typing import Any
 
 import torch
 import torch.nn as nn
-from torchtitan.tools.logging import logger
 
-from torchtitan_dp.checkpoint.average import (
-    DECAYS,
-    WEIGHTS,
-    Decay,
-    decays_from_json,
-    decays_in_words,
-    decays_to_json,
-)
+from torchtitan_dp.checkpoint.average import WEIGHTS
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.parameters import local_part, trainable_parameters
 
@@ -38,8 +30,7 @@ class WeightAverage:
     The average a follows the weights w by a = d a + (1 - d) w, with d = min(decay, (1 + t) /
     (10 + t)) at an update that t others came before: until `decay` is reached, it reaches back over
     about a tenth of the steps, and forgets where it began. No collective is needed: replicas have
-    equal weights, and so equal averages. A run that is resumed may have another decay from there
-    on, and `decays` says which held when.
+    equal weights, and so equal averages.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], decay: float) -> None:
@@ -55,29 +46,16 @@ class WeightAverage:
         self._averages = {name: p.detach().clone() for name, p in parameters.items()}
         self._swapped = False
         self.updates = 0
-        self.decays: tuple[Decay, ...] = ()
 
     def begin(self) -> None:
-        """Begin with the parameters as they are now, unless an average of steps was loaded; tell
-        if that one was made by another decay."""
+        """Begin with the parameters as they are now, unless an average of steps was loaded."""
         if self.updates == 0:
             for average, weight in self._pairs():
                 average.copy_(weight)
-        elif self._decay_is_new:
-            logger.info(
-                f"ema.decay = {self._decay} from here on, and until here: "
-                f"{decays_in_words(self.decays)}"
-            )
 
-    def update(self, step: int) -> None:
-        """Follow the weights after a step of the optimizer.
-
-        Args:
-            step: of the run, counted from 1.
-        """
+    def update(self) -> None:
+        """Follow the weights after a step of the optimizer."""
         assert not self._swapped, "the model holds averages, not weights"
-        if self._decay_is_new:
-            self.decays += (Decay(self._decay, step),)
         d = min(self._decay, (1 + self.updates) / (10 + self.updates))
         for average, weight in self._pairs():
             average.lerp_(weight, 1 - d)
@@ -99,22 +77,12 @@ class WeightAverage:
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint holds of it; tensors are its own, to be read or loaded into."""
         assert not self._swapped, "the model holds averages, not weights"
-        return {
-            WEIGHTS: dict(self._averages),
-            "updates": self.updates,
-            DECAYS: decays_to_json(self.decays),
-        }
+        return {WEIGHTS: dict(self._averages), "updates": self.updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Go on with what `state_dict` returned, into whose tensors a checkpoint was read."""
         assert all(state_dict[WEIGHTS][name] is own for name, own in self._averages.items())
         self.updates = state_dict["updates"]
-        self.decays = decays_from_json(state_dict[DECAYS])
-
-    @property
-    def _decay_is_new(self) -> bool:
-        """Tell whether the last update, if there was one, was made by another decay."""
-        return not self.decays or self.decays[-1].decay != self._decay
 
     def _swap(self) -> None:
         self._swapped = not self._swapped  # first, so that nothing is saved of half a swap

@@ -176,7 +176,7 @@ class Step:
         with self.tracker.labelled("optimizer"):
             self.optimizer.step(clipped_sum, bytes(32))
             if self.average is not None:
-                self.average.update(1)
+                self.average.update()
         del clipped_sum
         self.clipped_sum.reset()
 

@@ -9,7 +9,13 @@ from dataclasses import dataclass
 
 from torchtitan_dp.checkpoint.baseline import refuse_private_folder
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
-from torchtitan_dp.checkpoint.start import Start, check_records, decide_start, plan_start
+from torchtitan_dp.checkpoint.start import (
+    Start,
+    check_records,
+    decide_start,
+    plan_start,
+    refuse_another_decay,
+)
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.records.record_store import MAX_LINE_BYTES
@@ -70,6 +76,7 @@ def check_run(
         ValueError: one line for the user.
     """
     start = decide_start(config)
+    refuse_another_decay(config, start)
     args = check_model(config, start)
     how = build_reading(config)
     records = open_records(config)

@@ -38,15 +38,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.checkpoint.average import (
-    DECAYS_KEY,
-    UNRECORDED,
-    Decay,
-    average_name,
-    decays_from_json,
-    has_average,
-    has_decays,
-)
+from torchtitan_dp.checkpoint.average import average_name, has_average, read_decay
 from torchtitan_dp.checkpoint.folder import LEDGER_KEY, newest_whole_checkpoint, step_folder
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
@@ -117,13 +109,13 @@ def release(
         partial = f"{out}.tmp"
         try:
             os.makedirs(partial, mode=0o700)
-            decays = read_decays(checkpoint) if average else None
+            decay = read_decay(checkpoint, config.ema.decay) if average else None
             write_folder(model, config, partial, merge=merge, base_model=base_model)
             card = model_card(
                 terms,
                 config,
                 without_lora(args) if merge else args,
-                decays=decays,
+                decay=decay,
                 base_model=base_model,
                 unit_name=unit_name,
             )
@@ -208,15 +200,6 @@ def read_ledger(folder: str) -> Ledger:
             f"{folder}: the ledger in it cannot be read ({error!r}): use the version of "
             "torchtitan_dp that wrote it"
         ) from error
-
-
-def read_decays(folder: str) -> tuple[Decay, ...]:
-    """Read by which decays the average in the checkpoint in `folder` was made; raise ValueError."""
-    if not has_decays(folder):
-        return UNRECORDED
-    state: dict[str, Any] = {DECAYS_KEY: ""}
-    _load(folder, state)
-    return decays_from_json(state[DECAYS_KEY])
 
 
 def empty_model(args: ModelArgs) -> nn.Module:

@@ -14,7 +14,6 @@ from typing import Any
 
 import jinja2
 
-from torchtitan_dp.checkpoint.average import UNRECORDED, Decay, decays_in_words
 from torchtitan_dp.checkpoint.initial import PUBLIC
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.records.formats import FORMATS
@@ -66,7 +65,7 @@ def model_card(
     config: JobConfig,
     args: ModelArgs,
     *,
-    decays: tuple[Decay, ...] | None = None,
+    decay: float | None = None,
     base_model: str | None = None,
     unit_name: str | None = None,
 ) -> str:
@@ -76,7 +75,7 @@ def model_card(
         terms: as `release.claims.claims` returns them.
         config: the run's, of which public settings are shown.
         args: of the model that is released: with `lora`, its adapters alone are.
-        decays: of the average of weights, if that is released; None: the last step's weights are.
+        decay: of the average of weights, if that is released; None: the last step's weights are.
         base_model: the public name of the model that training started from; None leaves it to be
             filled in.
         unit_name: a word for a unit, in the place of "unit" or "record".
@@ -102,7 +101,7 @@ def model_card(
         accountant=_ACCOUNTANTS[terms["accountant"]],
         earlier=[{"steps": s["steps"], "mechanism": from_fields(s["settings"])} for s in earlier],
         assumptions=[*_start_and_tokens(terms, config), *terms["assumptions"]],
-        training=_training(terms, config, args, unit, decays),
+        training=_training(terms, config, args, unit, decay),
         owner_items=OWNER_ITEMS,
     )
 
@@ -200,14 +199,14 @@ def _training(
     config: JobConfig,
     args: ModelArgs,
     unit: str,
-    decays: tuple[Decay, ...] | None,
+    decay: float | None,
 ) -> dict[str, object]:
     """Return the rows of the training's table."""
     optimizer, schedule, training = config.optimizer, config.lr_scheduler, config.training
     windows = terms["windows_per_draw"]
     return {
         "trained": terms["trained"],
-        "weights": "those after the last step" if decays is None else _average(config, decays),
+        "weights": "those after the last step" if decay is None else _average(decay),
         "model": f"{family_of(args).title}, {args.n_layers} layers of {args.dim}, {args.n_heads} "
         f"heads, {args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
         "sample": f"at most {training.seq_len} tokens of one {unit} in a step",
@@ -225,11 +224,8 @@ def _training(
     }
 
 
-def _average(config: JobConfig, decays: tuple[Decay, ...]) -> str:
+def _average(decay: float) -> str:
     """Describe the average of weights, and why epsilon covers it."""
-    decay = decays_in_words(decays)
-    if decays == UNRECORDED:
-        decay = f"that of the last start: {config.ema.decay}"
     return (
         "an exponential moving average of those that the average began with and those after each "
         f"step since (decay {decay}; at first (1 + t) / (10 + t)); it is computed from them alone, "

@@ -9,7 +9,7 @@ _UPDATE = (
 )
 _AVERAGE = (
     "        if self.average is not None:\n"
-    "            self.average.update(self.step)  # of weights that are noised by now\n"
+    "            self.average.update()  # of weights that are noised by now\n"
 )
 
 MUTANTS = [
@@ -31,7 +31,7 @@ MUTANTS = [
         "        for name, average in self.average.state_dict()['weights'].items():\n"
         "            average.to_local().view(-1).sub_(total[name], alpha=lr)\n"
         "        self.dp_optimizer.step(total, self.noise_keys.take(self.step))\n"
-        "        self.average.update(self.step)\n",
+        "        self.average.update()\n",
         (f"{RUN}test_row68_each_average_follows_from_released_weights_alone",),
     ),
     Mutant(
