@@ -7,7 +7,7 @@ from typing import get_args
 
 import torch
 
-from torchtitan_dp.distributed.ring_attention import RotateMethod
+from torchtitan_dp.distributed.attention import RotateMethod
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.selfcheck.attention import attention
 from torchtitan_dp.selfcheck.checkpoints import checkpoint
