@@ -54,7 +54,7 @@ def test_opacus_series_alone_is_opacus_series():
 def test_what_torchtitan_would_compile_is_compiled_when_it_is_called(monkeypatch):
     import torch
 
-    from torchtitan_dp.distributed import deferred
+    from torchtitan_dp.distributed import cpu
 
     asked = []
 
@@ -63,7 +63,7 @@ def test_what_torchtitan_would_compile_is_compiled_when_it_is_called(monkeypatch
         return lambda x: function(x) + 1
 
     monkeypatch.setattr(torch, "compile", compile_it)
-    with deferred.until_called():
+    with cpu.until_called():
         doubled = torch.compile(lambda x: 2 * x, mode="default")
     assert torch.compile is compile_it
     assert asked == []
@@ -74,10 +74,10 @@ def test_what_torchtitan_would_compile_is_compiled_when_it_is_called(monkeypatch
 def test_the_stand_in_for_datasets_calls_the_real_one(monkeypatch):
     from types import SimpleNamespace
 
-    from torchtitan_dp.distributed import deferred
+    from torchtitan_dp.distributed import cpu
 
     monkeypatch.delitem(sys.modules, "datasets", raising=False)
-    with deferred.until_called():
+    with cpu.until_called():
         from datasets import load_dataset
     assert "datasets" not in sys.modules
     real = SimpleNamespace(load_dataset=lambda *a, **k: (a, k))

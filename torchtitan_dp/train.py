@@ -46,8 +46,7 @@ from torchtitan_dp.distributed.agreement import (
     shared_root_key,
 )
 from torchtitan_dp.distributed.devices import kind, require_usable_devices
-from torchtitan_dp.distributed.lost_ranks import lost_ranks_as_faults
-from torchtitan_dp.distributed.stop import StopRequest, shorten_timeouts
+from torchtitan_dp.distributed.stop import StopRequest, lost_ranks_as_faults, shorten_timeouts
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import build_step

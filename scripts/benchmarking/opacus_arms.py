@@ -22,7 +22,7 @@ from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClippi
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.samples.tokenizer import load_tokenizer
-from torchtitan_dp.distributed.efficient_attention import use_efficient_attention
+from torchtitan_dp.distributed.attention import use_efficient_attention
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.train_spec import OpenOnce, build_loader

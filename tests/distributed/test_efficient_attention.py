@@ -11,7 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from tests import build
-from torchtitan_dp.distributed.efficient_attention import use_efficient_attention
+from torchtitan_dp.distributed.attention import use_efficient_attention
 from torchtitan_dp.models import check
 from torchtitan_dp.models.llama3.model import FLAVORS
 

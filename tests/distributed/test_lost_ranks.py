@@ -8,7 +8,7 @@ import torch.distributed as dist
 from tests.checkpoint.test_resume import Folder
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import with_sigma
-from torchtitan_dp.distributed.lost_ranks import lost_ranks_as_faults
+from torchtitan_dp.distributed.stop import lost_ranks_as_faults
 from torchtitan_dp.process import Fault
 
 LINE = re.compile(

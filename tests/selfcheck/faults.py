@@ -115,7 +115,7 @@ def chunk_edge_lost():
 
 def ring_of_another_balancer():
     """The ring masks as if the sequence were dealt out in the other way."""
-    from torchtitan_dp.distributed.ring_attention import ring
+    from torchtitan_dp.distributed.attention import ring
 
     class Flipped:
         def __init__(self, options):

@@ -1,12 +1,12 @@
-"""What ranks do together below any model, and TorchTitan imported quickly and without a GPU.
+"""What ranks do together below any model; and TorchTitan without a GPU, imported quickly.
 
-Importing this package lets `import torchtitan` succeed on a machine without an accelerator, so
-modules that use TorchTitan import it first.
+Modules that use TorchTitan import this package first: `import torchtitan` fails without it on a
+machine that has no accelerator.
 """
 
-from torchtitan_dp.distributed import cpu, deferred
+from torchtitan_dp.distributed import cpu
 
-with deferred.until_called():
+with cpu.until_called():
     cpu.install()
     import torchtitan.hf_datasets.text_datasets
     import torchtitan.models.attention  # noqa: F401

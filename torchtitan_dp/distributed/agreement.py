@@ -1,4 +1,4 @@
-"""What all ranks must hold alike: the root key of a start, the terms of a run, what is drawn."""
+"""What must be the same on all ranks: the root key of a start, and the terms of a run."""
 
 import hashlib
 from collections.abc import Mapping
@@ -11,16 +11,16 @@ from torchtitan_dp.process import Fault
 
 
 def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
-    """Share a fresh root key, from rank 0's operating system, or that of a debug seed.
+    """Share a fresh root key from rank 0's operating system, or derive one from a debug seed.
 
-    Collective: a broadcast of 32 bytes over the world.
+    Collective: a broadcast of 32 bytes over the world, without a seed.
 
     Args:
-        device: what the default process group's backend sends from.
+        device: the device that the default process group's backend sends from.
         debug_seed: `privacy.debug_seed`; the run is then not private.
 
     Guarantee:
-        The key is in the ranks' memory only, and another at each call unless a seed is given.
+        The key is in the ranks' memory only, and a new one at each call without a seed.
     """
     if debug_seed is not None:
         return RootKey.from_debug_seed(debug_seed)
@@ -31,7 +31,7 @@ def shared_root_key(device: torch.device, debug_seed: int | None) -> RootKey:
 
 
 def broadcast_from_rank0(text: str) -> str:
-    """Return what rank 0 has, on all ranks. Collective: a broadcast over the world."""
+    """Return rank 0's text on all ranks. Collective: a broadcast over the world."""
     shared: list[str] = [text]
     dist.broadcast_object_list(shared, src=0)
     return shared[0]
@@ -43,13 +43,13 @@ def require_agreement(terms: Mapping[str, object]) -> None:
     Collective: an all-gather over the world of 32 bytes for each term.
 
     Args:
-        terms: by the name that the refusal gives them. They are compared by their `repr`.
+        terms: by their names in the error. They are compared by their `repr`.
 
     Raises:
-        Fault: the same on all ranks if any two differ. It names the terms that differ.
+        Fault: the same on all ranks if any two differ, with the names of the terms that differ.
 
     Guarantee:
-        No term's content leaves its rank: SHA-256 digests are sent, names alone are printed.
+        No term's content leaves its rank: only SHA-256 digests are sent, only names printed.
     """
     own = [hashlib.sha256(repr(term).encode()).digest() for term in terms.values()]
     gathered: list[list[bytes]] = [own] * dist.get_world_size()

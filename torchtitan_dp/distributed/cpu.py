@@ -1,19 +1,27 @@
-"""All that TorchTitan 0.2.2 needs to run without a GPU, and one thing that gloo needs anywhere.
+"""TorchTitan 0.2.2 without a GPU, imported quickly; and a fix of gloo that is needed anywhere.
 
-This is the package's one documented change of other people's globals: on a machine with an
-accelerator `install()` changes gloo's groups alone. Each item below is a function that says what
-is missing and `tests/distributed/test_cpu.py` shows when a new TorchTitan makes it unnecessary.
+This is the one place where the package changes other libraries' globals. On a machine with an
+accelerator `install()` changes gloo's groups only. Each change is a function that names what is
+missing; `tests/distributed/test_cpu.py` fails when a new TorchTitan makes it unnecessary.
+
+While it is imported, TorchTitan compiles attention functions that no run here uses, which loads the
+whole compiler, and imports Hugging Face's `datasets` with pandas and pyarrow: half of a start's
+seconds. `until_called` postpones both to their first call, so that TorchTitan's functions do the
+same as ever.
 """
 
+import contextlib
 import functools
+import importlib
 import os
 import platform
 import resource
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._utils
@@ -21,14 +29,14 @@ import torch.distributed as dist
 
 
 def has_accelerator() -> bool:
-    """Return whether PyTorch sees a device other than the CPU."""
+    """Check for a device other than the CPU."""
     return torch.accelerator.is_available()
 
 
 def install() -> None:
-    """Make gloo safe, and `import torchtitan` and its Trainer work on CPU.
+    """Make gloo safe, and make TorchTitan and its Trainer work on CPU.
 
-    With an accelerator only gloo is changed: checkpoints, and ranks that share a device, use it
+    With an accelerator only gloo is changed, which checkpoints and ranks that share a device use
     there too. A second call changes nothing.
     """
     _give_gloo_groups_one_thread()
@@ -48,9 +56,9 @@ def peak_memory_bytes() -> int:
 def _import_torchtitan() -> None:
     """Import TorchTitan as a CPU program.
 
-    Two things stand in the way: its mixture-of-experts kernels import `triton` unconditionally,
-    and its device type falls back to "cuda". No Llama uses these kernels: an empty module stands
-    in, with torch's CUDA build too, which brings `triton` along: both builds run the same.
+    Its mixture-of-experts kernels import `triton` unconditionally, and its device type falls back
+    to "cuda". No Llama uses these kernels, so an empty module takes their place, even where torch's
+    CUDA build brings `triton`: both builds run the same code.
     """
     kernels = types.ModuleType("torchtitan.models.moe.kernels")
     kernels.generate_permute_indices = None  # type: ignore[attr-defined]
@@ -65,7 +73,7 @@ def _import_torchtitan() -> None:
 
 
 def _report_process_memory() -> None:
-    """Report the process's memory, where TorchTitan's monitor would ask the accelerator."""
+    """Report the process's memory in place of the accelerator's."""
     import torchtitan.components.metrics as metrics
 
     class ProcessMemoryMonitor:
@@ -79,14 +87,14 @@ def _report_process_memory() -> None:
             """Do nothing: the kernel's high-water mark is the whole run's peak."""
 
     metrics.build_device_memory_monitor = ProcessMemoryMonitor
-    # The CPU's peak rate is unknown: MFU is of no meaning here, and `lspci` need not be asked.
+    # The CPU's peak rate is unknown: MFU means nothing here, and `lspci` need not run.
     import torchtitan.tools.utils as utils
 
     utils.get_peak_flops = lambda device_name: float("inf")
 
 
 def _accept_string_device_ids_in_barrier() -> None:
-    """Take the string that TorchTitan's `set_pg_timeouts` passes to barrier as its device."""
+    """Accept the device string that TorchTitan's `set_pg_timeouts` passes to `barrier`."""
     barrier = dist.barrier
 
     @functools.wraps(barrier)
@@ -97,7 +105,7 @@ def _accept_string_device_ids_in_barrier() -> None:
 
 
 def _profile_cpu_only() -> None:
-    """Drop the activity `None`, which TorchTitan hands the profiler without an accelerator."""
+    """Drop the activity `None` that TorchTitan passes to the profiler without an accelerator."""
     profile: Callable[..., Any] = torch.profiler.profile
 
     @functools.wraps(profile)
@@ -109,19 +117,19 @@ def _profile_cpu_only() -> None:
 
 
 def _give_gloo_groups_one_thread() -> None:
-    """Let one thread do a gloo group's collectives; PyTorch starts two, which corrupt the heap.
+    """Run each gloo group's collectives on one thread; PyTorch starts two, which corrupt the heap.
 
-    Each notes the name of what it has just done in a string that they share, without a lock
-    (`ProcessGroupGloo::runLoop` of torch 2.13, `lastCompletedWorkName`). A name of more than 15
-    letters, as `_REDUCE_SCATTER_BASE`, is on the heap: it is freed twice now and then, and after
-    some thousand microbatches the run dies (`malloc(): unaligned tcache chunk detected`).
+    Both write the name of the last collective to one string without a lock (`lastCompletedWorkName`
+    in `ProcessGroupGloo::runLoop` of torch 2.13). A name of more than 15 letters, such as
+    `_REDUCE_SCATTER_BASE`, is on the heap and is sometimes freed twice: after some thousand
+    microbatches the run dies (`malloc(): unaligned tcache chunk detected`).
 
-    All groups share their devices: each device has a thread that wakes up 100 times a second.
+    All groups share their devices, since each device has a thread that wakes up 100 times a second.
     """
     gloo = dist.ProcessGroupGloo
     create = gloo.__init__
     if hasattr(create, "__wrapped__"):
-        return  # it is ours by now, also if this module was imported anew since
+        return  # done already, even if this module was imported again since
 
     @functools.cache
     def devices(interfaces: str) -> list[Any]:
@@ -145,3 +153,47 @@ def _give_gloo_groups_one_thread() -> None:
         create(group, store, rank, size, options)
 
     gloo.__init__ = create_with_one_thread  # type: ignore[method-assign,assignment]
+
+
+@contextlib.contextmanager
+def until_called() -> Iterator[None]:
+    """Postpone what imports inside the block would compile or load; restores all patches."""
+    stand_ins = {} if "datasets" in sys.modules else _datasets()
+    sys.modules.update(stand_ins)
+    try:
+        with mock.patch.object(torch, "compile", _compile_later):
+            yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+
+
+def _datasets() -> dict[str, types.ModuleType]:
+    """Make stand-ins for the modules and functions of `datasets` that TorchTitan uses."""
+    datasets = types.ModuleType("datasets")
+    datasets.Dataset = object  # type: ignore[attr-defined]  # for annotations only
+    datasets.load_dataset = _later("datasets", "load_dataset")  # type: ignore[attr-defined]
+    distributed = types.ModuleType("datasets.distributed")
+    name = "split_dataset_by_node"
+    setattr(distributed, name, _later(distributed.__name__, name))
+    return {module.__name__: module for module in (datasets, distributed)}
+
+
+def _later(module: str, name: str) -> Callable[..., Any]:
+    """Make a function that imports `module` and calls `name` in it."""
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return getattr(importlib.import_module(module), name)(*args, **kwargs)
+
+    return call
+
+
+def _compile_later(function: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Postpone `torch.compile` to the function's first call."""
+    compiled = functools.cache(lambda: torch.compile(function, **options))
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return compiled()(*args, **kwargs)
+
+    return call

@@ -1,4 +1,4 @@
-"""Whether the devices of this machine can be used: a run that finds none would train on the CPU."""
+"""The devices of this machine: usable or not. A run that finds none would train on the CPU."""
 
 import os
 import re
@@ -13,16 +13,14 @@ _DRIVER = Path("/proc/driver/nvidia/version")
 def require_usable_devices() -> None:
     """Refuse a machine with CUDA devices that PyTorch cannot use.
 
-    Its driver may be too old for this PyTorch, or this PyTorch may be built without CUDA.
-
-    PyTorch counts devices by asking the driver's library (NVML), and TorchTitan asks whether CUDA
-    is available: where the two disagree, N ranks would train on the CPU without a word. Opens no
-    CUDA context.
+    Its driver may be too old for this PyTorch, or this PyTorch may be built without CUDA. PyTorch
+    counts devices by the driver's library (NVML), TorchTitan checks whether CUDA is available;
+    where the two disagree, N ranks would silently train on the CPU. Opens no CUDA context.
 
     Raises:
         ValueError: one line that names the driver and what this PyTorch was built for.
     """
-    with warnings.catch_warnings():  # what it warns of is said below
+    with warnings.catch_warnings():  # the errors below replace its warning
         warnings.simplefilter("ignore")
         count = torch.cuda.device_count()
         if torch.cuda.is_available():
@@ -44,7 +42,7 @@ def require_usable_devices() -> None:
 
 
 def kind(device: torch.device) -> tuple[object, ...]:
-    """Return what ranks' devices must have alike for equal bits: type, name, compute capability."""
+    """Return what must be equal on all ranks for equal bits: type, name, compute capability."""
     if device.type != "cuda":
         return (device.type,)
     name = torch.cuda.get_device_name(device)
@@ -52,7 +50,7 @@ def kind(device: torch.device) -> tuple[object, ...]:
 
 
 def missing_devices() -> str | None:
-    """Return one line of warning if CUDA_VISIBLE_DEVICES names devices and none is found."""
+    """Return a one-line warning if CUDA_VISIBLE_DEVICES names devices and none is found."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named is None or _are_hidden() or torch.cuda.device_count() > 0:
         return None
@@ -67,7 +65,7 @@ def _are_hidden() -> bool:
 
 
 def driver_version(path: Path = _DRIVER) -> str:
-    """Return the version of NVIDIA's kernel module, or a word for not knowing it."""
+    """Return the version of NVIDIA's kernel module, or "of unknown version"."""
     try:
         found = re.search(r"\b\d{3}\.[\d.]+\b", path.read_text(encoding="utf-8"))
     except OSError:

@@ -1,18 +1,18 @@
 """`activation_checkpoint.offload_inputs`: checkpointed blocks keep their inputs on the host.
 
-With full activation checkpointing a block's input is all that is kept of it, and at long T these
-inputs are most of what a device holds. They are copied out when the block begins and back when its
-backward begins; nothing waits for the host. Copies have a stream of their own: those out run beside
-the blocks that follow, and while a block is recomputed the input of the one before it comes back.
+With full activation checkpointing only a block's input is kept, and at long T these inputs fill
+most of a device. They are copied out when the block begins and back when its backward begins;
+nothing waits for the host. Copies have a stream of their own: copies out overlap the blocks that
+follow, and the input of the block before comes back while a block is recomputed.
 
-Memory on the device: an input is allocated on the stream C that computes, on its way back too, and
-dropped once C waits for the copy stream's event of it. So its memory serves C's next allocation at
-once, whatever the host has queued by then. C waits for the copy out of the block two before, which
-has had two blocks' time.
+Memory on the device: an input is always allocated on the computing stream C, and dropped once C
+waits for the copy stream's event. So C's next allocation can reuse it at once, whatever the host
+has queued by then. C waits for the copy out of the block two before, which has had two blocks'
+time.
 
-Memory on the host: page-locked buffers of one size, that of the longest sample, one for each input
-alive at once. A buffer serves the next input when the last one's graph is gone: both are copied on
-the one copy stream, in order.
+Memory on the host: page-locked buffers of one size, that of the longest sample, one for each live
+input. A buffer is reused when its input's graph is gone; both inputs are copied on the one copy
+stream, in order.
 """
 
 import collections
@@ -24,20 +24,20 @@ from typing import Any
 import torch
 
 ON_DEVICE = 2
-"""Inputs that are on the device in forward: a block's own and, on its way out, the one before."""
+"""Inputs on the device in forward: the block's own, and the one before, which is copied out."""
 
 
 class InputsOnHost:
-    """Keeps the inputs of one model's checkpointed blocks in the host's memory."""
+    """The inputs of one model's checkpointed blocks, in the host's memory."""
 
     def __init__(self, longest: int) -> None:
         """
         Args:
-            longest: T of the longest input (B, T, D) that is expected. A longer one has its buffer
-                all the same, but what shorter ones had may then be wasted.
+            longest: T of the longest expected input (B, T, D). A longer one works, but may waste
+                the buffers of shorter ones.
         """
         self.host_bytes = 0
-        """Bytes of page-locked memory that are taken, as PyTorch's allocator rounds them up."""
+        """Bytes of page-locked memory in use, rounded up as by PyTorch's allocator."""
         self._longest = longest
         self._free: list[torch.Tensor] = []
         self._last: weakref.ref[_OnHost] | None = None  # of this forward pass, while it is alive
@@ -47,10 +47,10 @@ class InputsOnHost:
 
     @contextlib.contextmanager
     def __call__(self, h: torch.Tensor) -> Iterator[None]:
-        """Keep in the host's memory what autograd saves within that is shaped as `h`.
+        """Keep tensors of `h`'s shape that autograd saves in this block in the host's memory.
 
-        Wrap the call of one checkpointed block with its input `h`, (B, T, D). What the block saves
-        when it is recomputed, in backward, is not affected.
+        Wrap the call of one checkpointed block with its input `h`, (B, T, D). Tensors saved when
+        the block is recomputed, in backward, are not affected.
         """
         shape, dtype = h.shape, h.dtype  # autograd keeps `pack`, which must not keep h
 
@@ -69,10 +69,10 @@ class InputsOnHost:
             yield
 
     def copy(self, to: torch.Tensor, source: torch.Tensor, on_device: torch.Tensor) -> None:
-        """Begin to copy, on the copy stream, after all that the current one has been given.
+        """Begin to copy, on the copy stream, after all work queued on the current stream.
 
         Args:
-            on_device: the one of the two that is there; `settle` drops it.
+            on_device: which of the two tensors is on the device; `settle` drops it.
         """
         streams = torch.get_device_module(on_device.device)
         if self._side is None:
@@ -83,14 +83,13 @@ class InputsOnHost:
         self._copied.append((on_device, self._side.record_event()))
 
     def settle(self, keep: int = 0) -> None:
-        """Have the current stream wait for all copies but the last `keep`, and drop their tensors
-        on the device."""
+        """Let the current stream wait for all copies but the last `keep`; drop their tensors."""
         while len(self._copied) > keep:
             on_device, done = self._copied.popleft()
             torch.get_device_module(on_device.device).current_stream().wait_event(done)
 
     def take_buffer(self, like: torch.Tensor) -> torch.Tensor:
-        """Return a flat buffer, of `like`'s dtype, that holds it and any of the longest samples."""
+        """Return a flat buffer of `like`'s dtype, for it and for the longest sample."""
         most = max(like.numel(), like.numel() // like.shape[1] * self._longest)
         while self._free:
             buffer = self._free.pop()
@@ -102,12 +101,12 @@ class InputsOnHost:
         return buffer
 
     def return_buffer(self, buffer: torch.Tensor) -> None:
-        """Let a buffer serve another input."""
+        """Make a buffer available to another input."""
         self._free.append(buffer)
 
 
 class _OnHost:
-    """One input's copy, which knows the one copied before: backward asks for that next."""
+    """One input's copy on the host, with the one before, which backward needs next."""
 
     def __init__(self, inputs: InputsOnHost, saved: torch.Tensor, before: "_OnHost | None") -> None:
         self._inputs, self._device = inputs, saved.device
@@ -119,7 +118,7 @@ class _OnHost:
         self._on_device = weakref.ref(saved)  # while `inputs` or backward keeps it there
 
     def take(self) -> torch.Tensor:
-        """Return the input on its device, where the one before begins to come."""
+        """Return the input on its device, and begin to copy the one before."""
         there = self.fetch()
         self._inputs.settle()
         before = None if self._before is None else self._before()
@@ -128,7 +127,7 @@ class _OnHost:
         return there
 
     def fetch(self) -> torch.Tensor:
-        """Return the input on its device; it is on its way there until `settle`."""
+        """Return the input on its device; it is complete after `settle`."""
         there = self._on_device()
         if there is None:
             there = torch.empty(self._copy.shape, dtype=self._copy.dtype, device=self._device)
@@ -138,12 +137,12 @@ class _OnHost:
 
 
 def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate host memory that copies to and from the device need not wait for."""
+    """Allocate page-locked host memory, for copies that do not block."""
     return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
 def page_locked_bytes(size: int) -> int:
-    """Count what PyTorch takes for so many bytes of page-locked memory: the next power of two.
+    """Round a size up to what PyTorch's page-locked allocator takes: the next power of two.
 
     >>> [page_locked_bytes(size) for size in (1, 3 << 20, 1 << 22)]
     [1, 4194304, 4194304]

@@ -1,10 +1,12 @@
-"""A run that is asked to stop, or whose peers hang: signals, and how long a collective may wait."""
+"""A run that is asked to stop, and one whose peers hang or are gone."""
 
+import contextlib
 import datetime
 import os
 import signal
 import threading
-from collections.abc import Iterable
+import traceback
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
@@ -13,18 +15,31 @@ from torchtitan.config import JobConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.distributed.utils import set_pg_timeouts
 
-from torchtitan_dp.process import STOP_SIGNAL
+import torchtitan_dp
+from torchtitan_dp.process import STOP_SIGNAL, Fault
 
 GRACE_S = 5.0
 """How long a worker that got SIGTERM waits for `STOP_SIGNAL` too."""
 
+# Gloo's RuntimeErrors differ in their text alone; NCCL raises DistBackendErrors.
+_LOST = (
+    "closed by peer",
+    "reset by peer",
+    "broken pipe",
+    "timed out waiting",
+    "timeout caused pair closure",
+    "connectfullmesh failed",
+    "ncclremoteerror",
+)
+_PACKAGE = os.path.dirname(torchtitan_dp.__file__) + os.sep
+
 
 class StopRequest:
-    """Remembers whether this run was asked to stop.
+    """Whether this run was asked to stop, by signals.
 
-    A scheduler may send SIGTERM to every process, launcher and workers, and the launcher then sends
-    `STOP_SIGNAL`. SIGTERM alone is torchrun's, which ends workers whose peer has failed: this
-    process ends too. Heard by a thread, so that a main thread in a collective does not delay it.
+    A scheduler may send SIGTERM to launcher and workers; the launcher then sends `STOP_SIGNAL`.
+    SIGTERM alone comes from torchrun, which ends the workers whose peer has failed: this process
+    ends too. A thread listens, so that a collective in the main thread delays nothing.
     """
 
     def __init__(self) -> None:
@@ -34,7 +49,7 @@ class StopRequest:
         os.set_blocking(writer, False)
         for number in (STOP_SIGNAL, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
-            signal.siginterrupt(number, False)  # system calls of other libraries go on
+            signal.siginterrupt(number, False)  # other libraries' system calls are restarted
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
 
@@ -51,13 +66,13 @@ class StopRequest:
             os._exit(128 + signal.SIGTERM)
 
     def is_agreed(self, device: torch.device) -> bool:
-        """Return whether any rank was asked; the same on all.
+        """Check whether any rank was asked; the same on all.
 
-        Collective: one number over the world.
+        Collective: an all-reduce of one number over the world.
 
-        It depends on signals alone. Where a clock sends them, the step at which a run stops follows
-        from how long steps take, and so from the lengths of records: `ledger.steps` keeps that out
-        of `privacy.json`, and `ledger.caveats` out of the claims of a run that ended there.
+        It depends on signals alone. Where a clock sends them, the step at which a run stops depends
+        on how long steps take, and so on the lengths of records: `ledger.steps` keeps that out of
+        `privacy.json`, `ledger.caveats` out of the claims of a run that ended there.
         """
         asked = torch.tensor(float(self._asked.is_set()), device=device)
         dist.all_reduce(asked, op=dist.ReduceOp.MAX)
@@ -67,10 +82,10 @@ class StopRequest:
 def shorten_timeouts(
     config: JobConfig, parallel_dims: ParallelDims, groups: Iterable[dist.ProcessGroup | None]
 ) -> None:
-    """Have collectives wait for `comm.train_timeout_seconds`, once a start's first step is done.
+    """Set all groups' timeouts to `comm.train_timeout_seconds`, after the first step of a start.
 
-    TorchTitan does so after step 1 alone, which a resumed run never takes, and for its own groups
-    alone. Collective.
+    TorchTitan does so after step 1 only, which a resumed run never takes, and for its own groups
+    only. Collective: a barrier over the world.
 
     Args:
         groups: those of our own reductions.
@@ -79,9 +94,39 @@ def shorten_timeouts(
     set_pg_timeouts(timeout, parallel_dims)
     for group in groups:
         if group is not None:
-            _set_timeout(timeout, group)
+            # No public name exists; TorchTitan uses this one too.
+            distributed_c10d._set_pg_timeout(timeout, group)
 
 
-def _set_timeout(timeout: datetime.timedelta, group: dist.ProcessGroup) -> None:
-    """Set one group's timeout: PyTorch has no public name for it, and TorchTitan uses this one."""
-    distributed_c10d._set_pg_timeout(timeout, group)
+def is_lost_rank(error: BaseException) -> bool:
+    """Check whether a collective, or the store, failed because of another rank."""
+    if isinstance(error, dist.DistNetworkError | dist.DistStoreError):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error).lower() for words in _LOST)
+
+
+@contextlib.contextmanager
+def lost_ranks_as_faults() -> Iterator[None]:
+    """Report a lost rank, which has a log of its own, as one line without a traceback."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_lost_rank(error):
+            raise
+        raise Fault(
+            f"another rank is gone or hangs ({_first_sentence(error)}{_place(error)}): its own "
+            "log has the reason; the same command resumes from the newest checkpoint"
+        ) from error
+
+
+def _first_sentence(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).partition('. ')[0]}"
+
+
+def _place(error: BaseException) -> str:
+    """Describe the line of this package that called the collective; empty if none did."""
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = [frame for frame in frames if frame.filename.startswith(_PACKAGE)]
+    if not ours:
+        return ""
+    return f", at {ours[-1].filename.removeprefix(_PACKAGE)}, line {ours[-1].lineno}"

@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed.context_parallel import prepare_context_parallel_input
 
-from torchtitan_dp.distributed.ring_attention import LoadBalancer
+from torchtitan_dp.distributed.attention import LoadBalancer
 
 
 def per_sample_loss(

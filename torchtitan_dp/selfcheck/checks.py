@@ -11,7 +11,7 @@ from typing import get_args
 import torch
 
 from torchtitan_dp.distributed.agreement import shared_root_key
-from torchtitan_dp.distributed.ring_attention import RotateMethod
+from torchtitan_dp.distributed.attention import RotateMethod
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
 from torchtitan_dp.selfcheck.parts import attention, loss_head, noise, norm_estimates

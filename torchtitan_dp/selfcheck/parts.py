@@ -12,7 +12,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-from torchtitan_dp.distributed.ring_attention import (
+from torchtitan_dp.distributed.attention import (
     LoadBalancer,
     RotateMethod,
     apply_ring_attention,

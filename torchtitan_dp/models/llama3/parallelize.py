@@ -22,9 +22,12 @@ from torchtitan.models.llama3.infra import parallelize as torchtitan_llama
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.distributed.efficient_attention import use_efficient_attention
+from torchtitan_dp.distributed.attention import (
+    apply_ring_attention,
+    configure_ring,
+    use_efficient_attention,
+)
 from torchtitan_dp.distributed.offload import InputsOnHost
-from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
 from torchtitan_dp.gradients.gathered import keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS

@@ -10,9 +10,9 @@ from tests.processes.ranks import on_ranks
 
 
 def test_the_private_names_are_where_we_use_them():
-    """Fails when a new PyTorch moves one: see torchtitan_dp/distributed/ring_attention.py."""
+    """Fails when a new PyTorch moves one: see torchtitan_dp/distributed/attention.py."""
     import torchtitan_dp.distributed  # noqa: F401
-    from torchtitan_dp.distributed.ring_attention import public_names, ring
+    from torchtitan_dp.distributed.attention import public_names, ring
 
     assert hasattr(ring._cp_options, "enable_load_balance")
     assert isinstance(ring.custom_ops, dict)
@@ -33,14 +33,14 @@ def test_the_private_names_are_where_we_use_them():
 )
 def test_an_old_cudnn_is_not_put_on_a_ring(monkeypatch, compiled, running, first):
     import torchtitan_dp.distributed  # noqa: F401
-    from torchtitan_dp.distributed import ring_attention
+    from torchtitan_dp.distributed import attention
 
     cudnn = types.SimpleNamespace(
         getCompileVersion=lambda: compiled, getRuntimeVersion=lambda: running
     )
     monkeypatch.setattr(torch._C, "_cudnn", cudnn, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: compiled is not None)
-    names = [backend.name for backend in ring_attention._backends()]
+    names = [backend.name for backend in attention._backends()]
     assert names[0] == first
     assert "EFFICIENT_ATTENTION" in names
     assert "MATH" not in names
@@ -51,12 +51,12 @@ def test_pytorch_has_the_versions_of_cudnn_where_we_ask():
     import inspect
 
     import torchtitan_dp.distributed  # noqa: F401
-    from torchtitan_dp.distributed import ring_attention
+    from torchtitan_dp.distributed import attention
 
     source = inspect.getsource(torch.backends.cudnn)
     assert "_cudnn.getCompileVersion()" in source
     assert "_cudnn.getRuntimeVersion()" in source
-    for version in ring_attention._cudnn_versions():
+    for version in attention._cudnn_versions():
         assert len(version) == 3
         assert (8, 0, 0) < version < (20, 0, 0)
 
@@ -70,7 +70,7 @@ def ring_errors(balancer, rotate, kv_heads):
     from torchtitan.distributed.context_parallel import cp_shard
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-    from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
+    from torchtitan_dp.distributed.attention import apply_ring_attention, configure_ring
 
     world_size = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
@@ -167,7 +167,7 @@ def efficient_ring_errors(balancer, rotate, rows):
     from torchtitan.distributed.context_parallel import cp_shard
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-    from torchtitan_dp.distributed.ring_attention import apply_ring_attention, configure_ring
+    from torchtitan_dp.distributed.attention import apply_ring_attention, configure_ring
 
     cp = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
@@ -213,7 +213,7 @@ def test_a_ring_of_padded_logsumexps_equals_one_process(world_size, balancer, ro
 def test_one_block_of_cudas_efficient_kernel(rows, causal):
     """What the ring is given, and what it gives back: the kernels' own, without their padding."""
     import torchtitan_dp.distributed  # noqa: F401
-    from torchtitan_dp.distributed import ring_attention
+    from torchtitan_dp.distributed import attention
 
     torch.manual_seed(0)
     keys = rows if causal else 2 * rows
@@ -227,10 +227,10 @@ def test_one_block_of_cudas_efficient_kernel(rows, causal):
     grads = torch.autograd.grad(expected, (q, k, v), g)
     terms = {"attn_bias": None, "dropout_p": 0.0, "is_causal": causal, "scale": None}
     with torch.no_grad():
-        out, logsumexp, seed, offset = ring_attention._attend_unpadded(
+        out, logsumexp, seed, offset = attention._attend_unpadded(
             q, k, v, compute_log_sumexp=True, **terms
         )
-        actual = ring_attention._backward_padded(
+        actual = attention._backward_padded(
             **dict(grad_out_=g, query=q, key=k, value=v, out=out, logsumexp=logsumexp),
             **dict(philox_seed=seed, philox_offset=offset),
             **terms,
