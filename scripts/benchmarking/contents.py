@@ -64,7 +64,7 @@ def _rates(
 ) -> tuple[float, float]:
     """GB a second and a CPU second."""
     for index in range(len(files) if cold else 0):
-        handle = os.open(os.path.join(files.root, files.name(index)), os.O_RDONLY)
+        handle = os.open(os.path.join(files.root, files.names[index]), os.O_RDONLY)
         os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(handle)
     with mock.patch.object(os, "sched_getaffinity", return_value=range(threads)):

@@ -1,10 +1,5 @@
-"""Which files a path names, and a list of them in a few arrays.
+"""The files that a path names: relative to a root, sorted, each file once."""
 
-Names are relative to a root and sorted; a file takes its name's bytes and 24 more, and no Python
-objects.
-"""
-
-import array
 import fnmatch
 import glob
 import hashlib
@@ -12,7 +7,7 @@ import os
 import platform
 import struct
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -22,27 +17,22 @@ PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Py
 
 class Files(NamedTuple):
     root: str
-    names: np.ndarray  # uint8: all relative names, one after the other
-    name_starts: np.ndarray  # (files + 1,) int64 into names
+    names: list[str]  # below the root
     starts: np.ndarray  # (files + 1,) int64: where each begins if all lay one after the other
     listing_hash: str  # of relative names and sizes
-    place_hash: str  # of absolute paths, sizes and times; of inodes, since times can be set
-    stamps: np.ndarray  # (files, 8) uint8: each file's own hash of the latter
+    place_hash: str  # of absolute paths, sizes, times, and inodes, since times can be set
+    stamps: list[bytes]  # a hash of each file's size, times and inode
 
-    def __len__(self) -> int:
-        return len(self.starts) - 1
-
-    def name(self, index: int) -> str:
-        start, end = self.name_starts[index : index + 2]
-        return os.fsdecode(self.names[start:end].tobytes())
+    def __len__(self) -> int:  # type: ignore[override]
+        return len(self.names)
 
     def path(self, index: int) -> str:
-        return os.path.join(self.root, self.name(index))
+        return os.path.join(self.root, self.names[index])
 
     def is_as_listed(self, index: int) -> bool:
-        """Check that a file is still the one that was listed, unchanged."""
+        """Check that a file has not changed since it was listed."""
         try:
-            return _stamp(os.stat(self.path(index)))[:8] == self.stamps[index].tobytes()
+            return _stamp(os.stat(self.path(index))) == self.stamps[index]
         except OSError:
             return False
 
@@ -53,53 +43,48 @@ def _stamp(status: os.stat_result) -> bytes:
     return hashlib.sha256(struct.pack("=qqqQQ", status.st_size, *times, *identity)).digest()
 
 
-def list_files(root: str, names: Iterator[str]) -> Files:
+def list_files(root: str, names: Iterable[str]) -> Files:
     """List files with their sizes, and hashes that change whenever a file does.
 
-    A file that several links name, symbolic or hard, is taken once, by the first name. Nothing is
-    saved for a later run: telling that the list is unchanged takes the same walk.
+    A file that several links name, symbolic or hard, is taken once, by the first name. The list is
+    not saved for a later run: to check it takes the same walk.
     """
     # Two machines may share a cache, and each have an image with the same inodes and times.
     listing, place = hashlib.sha256(), hashlib.sha256(platform.node().encode())
-    blob, ends, stamps, byte_end = bytearray(), array.array("q", (0, 0)), bytearray(), 0
+    real_root, kept, ends, stamps = os.path.realpath(root), [], [0], []
     linked: set[tuple[int, int]] = set()  # files that may come again under another name
-    real_root, folder_name, is_far = os.path.realpath(root), "", False
+    folder, is_far = "", False
     for name in names:
-        path, raw = os.path.join(root, name), os.fsencode(name)
+        path = os.path.join(root, name)
         status = os.stat(path)
-        if os.path.dirname(name) != folder_name:
-            folder_name = os.path.dirname(name)
-            expected = os.path.join(real_root, folder_name)
+        if os.path.dirname(name) != folder:
+            folder = os.path.dirname(name)
+            expected = os.path.join(real_root, folder)
             is_far = os.path.realpath(expected) != expected
         if is_far or status.st_nlink > 1 or os.path.islink(path):
             if (status.st_dev, status.st_ino) in linked:
                 continue
             linked.add((status.st_dev, status.st_ino))
-        listing.update(raw + struct.pack("=xq", status.st_size))  # x is NUL: ends the name
+        listing.update(os.fsencode(name) + struct.pack("=xq", status.st_size))  # x: NUL ends a name
         stamp = _stamp(status)
         place.update(os.fsencode(path) + b"\0" + stamp)
-        stamps += stamp[:8]
-        blob += raw
-        byte_end += status.st_size
-        ends.extend((len(blob), byte_end))
-    spans = np.frombuffer(ends, dtype=np.int64).reshape(-1, 2)
-    name_array = np.frombuffer(blob, dtype=np.uint8)
-    stamp_array = np.frombuffer(stamps, dtype=np.uint8).reshape(-1, 8)
+        kept.append(name)
+        stamps.append(stamp)
+        ends.append(ends[-1] + status.st_size)
     hashes = listing.hexdigest(), place.hexdigest()
-    starts = spans[:, 0].copy(), spans[:, 1].copy()
-    # Who points a link at the root elsewhere moves no open run to other files.
-    return Files(real_root, name_array, *starts, *hashes, stamp_array)
+    # By its real path: to point a link at the root elsewhere moves no open run to other files.
+    return Files(real_root, kept, np.array(ends, dtype=np.int64), *hashes, stamps)
 
 
 def locate(
     path: str, below: Sequence[str] = ("**",), *, has_stdlib: bool = True
-) -> tuple[str, Iterator[str]]:
-    """Find the files that a path names: the root that they lie below, and their names there.
+) -> tuple[str, list[str]]:
+    """Find the files that a path names: a root, and their sorted names below it.
 
     Args:
         path: a file, a folder, a glob, or `PYTHON_STDLIB`.
-        below: the pattern of the files that are meant by a folder, one component an item.
-        has_stdlib: whether `PYTHON_STDLIB` is a name, rather than a path like others.
+        below: the pattern of the files to take from a folder, one path component per item.
+        has_stdlib: whether `PYTHON_STDLIB` stands for Python's sources; else it is a path.
 
     Raises:
         ValueError: one line, if there is no such place.
@@ -109,9 +94,9 @@ def locate(
         return root, _walk(root, ["**", "*.py"], skipped=("site-packages", "dist-packages"))
     full = os.path.abspath(os.path.expanduser(path)) if path else ""
     if os.path.isfile(full):
-        return os.path.dirname(full), iter([os.path.basename(full)])
+        return os.path.dirname(full), [os.path.basename(full)]
     if os.path.isdir(full):
-        return full, _walk(full, list(below))
+        return full, _walk(full, below)
     parts = full.split("/")
     magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
     root = "/".join(parts[:magic]) or "/"
@@ -122,68 +107,48 @@ def locate(
     return root, _walk(root, parts[magic:])
 
 
-def _walk(root: str, patterns: list[str], skipped: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yield the relative names of the files below `root` that match, sorted by their bytes. A
-    pattern is for one component of a name.
+def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> list[str]:
+    """List the relative names of the files below `root` that match, sorted by their bytes.
+
+    A file that links lead to goes by its own name if that is listed: lest a link put it into
+    another unit.
+
+    Args:
+        patterns: one for each component of a name.
     """
 
-    def is_seen(parts: list[str]) -> bool:
-        return not any(_is_hidden(part) or part in skipped for part in parts)
+    def fail(error: OSError) -> None:
+        raise error
 
-    def is_listed(parts: list[str]) -> bool:
-        return is_seen(parts) and _matches(parts, patterns)
+    def is_hidden(name: str) -> bool:
+        cache = name == "__pycache__" or name.endswith(".pyc")
+        return cache or name.startswith(".") or name in skipped
 
-    def inside(path: str) -> list[str]:
-        place = os.path.relpath(os.path.realpath(path), real_root)
-        return [] if place == "." else place.split("/")
-
-    real_root, entered = os.path.realpath(root), set()
-    # Folders that a link leads into, and the place that they have in the walk without it, if any:
-    # by that their files are listed, lest a link put them into another unit.
-    linked: dict[str, list[str] | None] = {}
-    pending = [""]  # the next one last; a folder ends in "/", which also sorts whole paths
-    while pending:
-        name = pending.pop()
-        if name and not name.endswith("/"):
-            yield name
-            continue
-        folder = os.path.join(root, name)
-        status = os.stat(folder)
-        place = linked.get(name)
-        way_in = status.st_dev, status.st_ino, name in linked, place is not None
+    real_root = os.path.realpath(root)
+    files: dict[str, str] = {}  # by name: the real path
+    entered: set[tuple[int, int, bool]] = set()
+    for folder, folders, children in os.walk(root, onerror=fail, followlinks=True):
+        parts = [] if folder == root else os.path.relpath(folder, root).split("/")
+        place, status = os.path.realpath(folder), os.stat(folder)
+        way_in = status.st_dev, status.st_ino, place != os.path.join(real_root, *parts)
         if way_in in entered:  # a link back, or a second link
+            folders.clear()
             continue
         entered.add(way_in)
-        children = []
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if _is_hidden(entry.name) or entry.name in skipped:
-                    continue
-                child, is_link = name + entry.name, entry.is_symlink()
-                parts = child.split("/")
-                # os.path, unlike the entry, does not raise for a link to itself
-                is_folder = os.path.isdir(entry.path) if is_link else entry.is_dir()
-                is_file = os.path.isfile(entry.path) if is_link else entry.is_file()
-                own = None if place is None else [*place, entry.name]
-                if is_folder and _may_hold(parts, patterns):
-                    children.append(child + "/")
-                    if is_link or name in linked:
-                        own = inside(entry.path) if own is None else own
-                        linked[child + "/"] = own if is_seen(own) else None
-                elif is_file and is_listed(parts):
-                    if own is not None and is_listed(own):
-                        continue  # listed without the link
-                    if is_link and is_listed(inside(entry.path)):
-                        continue  # listed under its own name
-                    children.append(child)
-        pending.extend(sorted(children, key=os.fsencode, reverse=True))  # alike in every locale
+        within = [n for n in folders if not is_hidden(n) and _may_hold([*parts, n], patterns)]
+        folders[:] = sorted(within, key=lambda name: os.fsencode(name + "/"))
+        for name in children:
+            own = os.path.join(place, name)
+            if is_hidden(name) or not _matches([*parts, name], patterns) or not os.path.isfile(own):
+                continue
+            own = os.path.realpath(own) if os.path.islink(own) else own
+            files["/".join([*parts, name])] = own
+    listed = {os.path.join(real_root, name) for name in files}
+    kept = [n for n, own in files.items() if own == os.path.join(real_root, n) or own not in listed]
+    return sorted(kept, key=os.fsencode)  # alike in every locale
 
 
-def _is_hidden(name: str) -> bool:
-    return name.startswith(".") or name == "__pycache__" or name.endswith(".pyc")
-
-
-def _matches(parts: list[str], patterns: list[str]) -> bool:
+def _matches(parts: list[str], patterns: Sequence[str]) -> bool:
     if not patterns:
         return not parts
     if patterns[0] == "**":
@@ -196,8 +161,8 @@ def _matches(parts: list[str], patterns: list[str]) -> bool:
     )
 
 
-def _may_hold(parts: list[str], patterns: list[str]) -> bool:
-    """Check whether a match can lie in a folder: a glob does not walk folders it does not name."""
+def _may_hold(parts: list[str], patterns: Sequence[str]) -> bool:
+    """Check whether a match can lie in a folder; a glob walks no other folders."""
     for part, pattern in zip(parts, patterns, strict=False):
         if pattern == "**":
             return True

@@ -1,19 +1,21 @@
-"""The formats of private text records, and how a store of them is opened.
+"""The table of formats, and opening a store of one of them.
 
-Stores keep offsets, never the records. `FORMATS` is the only place that knows formats by
-name: a new one is a file with a store and its `Format`, and a line here.
+Stores keep offsets, never the records.
 """
 
-from torchtitan_dp.data.records.conversion import PLANNED
 from torchtitan_dp.data.records.files import list_files, locate
+from torchtitan_dp.data.records.format import Format, RecordStore
 from torchtitan_dp.data.records.index import writable_folder
-from torchtitan_dp.data.records.jsonl import JSONL
-from torchtitan_dp.data.records.record_format import Format
-from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.records.jsonl import JSONL, by_pandas
 from torchtitan_dp.data.records.text import TEXT
 
 FORMATS: dict[str, Format] = {"text": TEXT, "jsonl": JSONL}
 FOLDER = "folder"  # the unit field of records without fields
+
+_PLANNED = {  # formats that are not built yet, and commands that convert them
+    "parquet": by_pandas("pd.read_parquet('notes.parquet')", "notes"),
+    "hf": by_pandas("__import__('datasets').load_from_disk('notes').to_pandas()", "notes"),
+}
 
 
 def format_named(name: str) -> Format:
@@ -24,11 +26,11 @@ def format_named(name: str) -> Format:
     """
     if name not in FORMATS:
         known = " or ".join(f"'{known}'" for known in FORMATS)
-        if name not in PLANNED:
+        if name not in _PLANNED:
             raise ValueError(f"training.dataset = {name!r} is not a known format: use {known}")
         raise ValueError(
             f"training.dataset = {name!r} is not built yet: use {known}; to convert: "
-            + PLANNED[name]
+            + _PLANNED[name]
         )
     return FORMATS[name]
 
@@ -43,47 +45,40 @@ def open_store(
 ) -> RecordStore:
     """Open the records of `training.dataset` = `format` at `training.dataset_path` = `path`.
 
-    `text`: one file, one record; `path` is a file, a glob, a folder (all files below it), or
-    "python-stdlib". `jsonl`: one line, one record; `path` is a file, a glob, or a folder of
-    *.jsonl. Hidden files, `__pycache__` and .pyc are skipped; symbolic links are followed, but no
-    folder is entered twice by them, and a file that links (to it or to a folder above it) name more
-    than once is listed once, by its own name if that is listed, else by the first; of hard links,
-    by the first.
+    `path` is a file, a glob, a folder (all files below it that match the format's pattern), or
+    "python-stdlib" (text). Hidden files, `__pycache__` and .pyc are skipped. Symbolic links are
+    followed, but no folder is entered twice by them. A file with several names, by links to it or
+    to a folder above it, is listed once: by its own name if that is listed, else by the first.
 
-    `unit_field` names a record's unit (`units`). For `jsonl` it is a field that holds a string
-    or a whole number; 7 and "7" are one unit, else names must be equal character by character. A
-    line where it is missing, empty or something else is a unit of its own and reads as `None`. For
-    `text` it can only be "folder": the first folder below `path` (for a glob: below its part
-    without wildcards). A file that lies in no folder there is a unit of its own and reads as
-    `None`, too.
+    `unit_field` names a record's unit (`units`). In a format with fields it is a field that holds a
+    string or a whole number; 7 and "7" are one unit, other names are equal only character by
+    character. In a format without, it is "folder": the first folder below `path` (for a glob: below
+    its part without wildcards). A record without a unit is a unit of its own and reads as None.
 
-    All files are read once: to find the lines of jsonl files and to hash what files hold
-    (`hashing`), so that the fingerprint depends on which content stands under which
-    index. What was found is kept in `index_folder` (default: `$XDG_CACHE_HOME` or ~/.cache,
-    torchtitan_dp/index) and found again while the files' absolute paths, sizes, times and inodes
-    stay the same. A text file that cannot be read then (rights, a file that is gone) is a record
-    that reads as nothing for as long as the store is open: it stops nothing, its digest is one
-    public constant, and a rank that could read it would have another fingerprint.
+    All files are read once, to find records and to hash contents (`hashing`), on which the
+    fingerprint depends. The result is kept in `index_folder` (default: `$XDG_CACHE_HOME` or
+    ~/.cache, torchtitan_dp/index) while the files' absolute paths, sizes, times and inodes stay the
+    same.
 
-    Raises `ValueError`, one line, for an unknown format, an empty text field, a unit field that
-    the format has not, a path that is missing or cannot be listed or holds no record, a file that
-    changes while it is read, an index folder that cannot be written.
+    Raises:
+        ValueError: one line; an unknown format, an empty text field, a unit field that the format
+            has not, a path that is missing or cannot be listed or holds no record, a file that
+            changes while it is read, an index folder that cannot be written.
     """
     facts = format_named(format)
-    if facts.has_fields and not (isinstance(text_field, str) and text_field):
-        raise ValueError(f"data.text_field = {text_field!r}: name the JSON field with the text")
-    if not facts.has_fields and unit_field not in (None, FOLDER):
+    if facts.fields and not (isinstance(text_field, str) and text_field):
+        raise ValueError(f"data.text_field = {text_field!r}: name the {facts.fields} with the text")
+    if not facts.fields and unit_field not in (None, FOLDER):
         raise ValueError(
             f"data.unit_field = {unit_field!r}: {format} files have no fields; use '{FOLDER}' (the "
             "first folder below training.dataset_path), or remove it: one file, one unit"
         )
     if unit_field == "":
-        raise ValueError("data.unit_field = '': name the JSON field of the unit, or remove it")
+        raise ValueError(f"data.unit_field = '': name the {facts.fields} of the unit, or remove it")
     folder = writable_folder(index_folder)
     try:
         root, names = locate(path, facts.below, has_stdlib=facts.has_stdlib)
-        files = list_files(root, names)
-        store = facts.open(files, text_field, unit_field, folder)
+        store = facts.open(list_files(root, names), text_field, unit_field, folder)
     except OSError as error:
         raise ValueError(
             f"training.dataset_path = {path!r} cannot be listed or indexed ({error}): check "

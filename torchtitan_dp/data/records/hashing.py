@@ -1,16 +1,15 @@
-"""What files hold, in one hash: each byte is read once, by a few threads, and never kept.
+"""One hash of the files' contents: each byte is read once, by a few threads, and never kept.
 
-Files are cut into leaves of 2 MiB. The hash is BLAKE2b-256 of the leaves' BLAKE2b-256 digests, file
-after file in the order of their list, so that it depends on which content stands under which name;
-together with the sizes, which say how many leaves a file has, it stands for the contents whole. It
-depends on neither the number of threads nor the place. BLAKE2b needs no instructions that some
-processors lack (SHA-256 without them is slower), and `hashlib` lets other threads run meanwhile.
+Files are cut into leaves of 2 MiB. The hash is BLAKE2b-256 of the leaves' BLAKE2b-256 digests, in
+the order of the files' list; with the sizes, which determine the leaves, it stands for which
+content lies under which name. It depends on neither the number of threads nor the place. BLAKE2b is
+fast on any processor (SHA-256 needs special instructions), and `hashlib` releases the GIL.
 
 Guarantee:
-    No two lists of contents have the same hash, unless somebody breaks BLAKE2b. What a record holds
-    decides neither whether the pass ends nor its messages: invalid UTF-8 is hashed like any
-    text. What cannot be read has the digest 0, the same on every machine. The hash is PRIVATE: a
-    guess of the records can be confirmed by it.
+    Different contents have different hashes, unless somebody breaks BLAKE2b. A record's content
+    decides neither whether the pass ends nor its messages: invalid UTF-8 is hashed like any text.
+    A file that cannot be read has the digest 0 on every machine. The hash is PRIVATE: it confirms a
+    guess of the records.
 """
 
 import errno
@@ -34,18 +33,11 @@ MOST_THREADS = 8
 DIGEST_WORDS = DIGEST_BYTES // 8
 _UNREADABLE = bytes(DIGEST_BYTES)
 _TASK_LEAVES = 64  # of small files, at most
-_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # say nothing about the file
+_OURS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # this process's own errors
 _buffers = threading.local()
 
 Scan = Callable[[np.ndarray], np.ndarray]
 """A search in the bytes (uint8) of a leaf, which returns int64 offsets."""
-
-
-class Contents(NamedTuple):
-    """The result of a pass over all files."""
-
-    digest: bytes  # DIGEST_BYTES. Private
-    unreadable: list[int]  # which files could not be read, rising
 
 
 class _Leaf(NamedTuple):
@@ -67,7 +59,7 @@ def read_contents(
     scan: Scan | None = None,
     take: Callable[[int, np.ndarray, bool], None] | None = None,
     skip_unreadable: bool = False,
-) -> Contents:
+) -> tuple[bytes, list[int]]:
     """Read all files once.
 
     A line on stderr reports progress, every 5 seconds after the first 5.
@@ -78,6 +70,9 @@ def read_contents(
             leaf (offsets in the file) and whether it was the file's last leaf.
         skip_unreadable: whether a file that cannot be opened or read (rights, a file that is gone,
             a bad disk) has the digest 0 instead of stopping the pass.
+
+    Returns:
+        The digest, of DIGEST_BYTES, private; and which files could not be read, rising.
 
     Raises:
         ValueError: a file has another size than when it was listed, or changes meanwhile.
@@ -104,11 +99,11 @@ def read_contents(
             take(index, offsets, leaf.begin + leaf.size == end)
         progress.add(leaf.size)
     progress.end()
-    return Contents(root.digest(), unreadable)
+    return root.digest(), unreadable
 
 
 def digest_hex(words: np.ndarray) -> str:
-    """Write a digest that was kept as int64 words in hex."""
+    """Convert a digest from int64 words to hex."""
     return words.astype("<i8").tobytes().hex()
 
 
@@ -142,7 +137,7 @@ def _tasks(files: Files) -> Iterator[list[_Leaf]]:
 def _in_order(
     work: Callable[[list[_Leaf]], list[_Found]], tasks: Iterator[list[_Leaf]]
 ) -> Iterator[_Found]:
-    """Yield what threads find, in the order of the tasks, letting them run only a few ahead."""
+    """Yield the threads' results in the order of the tasks, of which only a few run ahead."""
     threads = min(MOST_THREADS, len(os.sched_getaffinity(0)))
     pool = ThreadPoolExecutor(threads, thread_name_prefix="contents")
     try:

@@ -1,9 +1,8 @@
-"""The index: results of a pass over the files, kept on disk (line bounds, contents' hash, units).
+"""The index: results of a pass over all files, kept on disk (line bounds, contents' hash, units).
 
-A saved index is found again while the files' absolute paths, sizes, times and inodes stay the
-same, and is checked whole before it is used. It is private: it shows how long the records are, and
-guesses of what they say can be confirmed by the hash. Of several processes that look for the same
-index, one makes it and the others wait.
+A saved index is used while the files' absolute paths, sizes, times and inodes stay the same, and is
+checked as a whole first. It is private: it has the records' lengths, and its hash confirms guesses
+of their contents. Of several processes that need the same index, one makes it and the others wait.
 """
 
 import contextlib
@@ -48,14 +47,14 @@ def cached_words(
     fits: Callable[[np.ndarray], bool],
     holds: Callable[[np.ndarray], bool] = lambda words: True,
 ) -> np.ndarray:
-    """Map the int64 values at `path`, or those that `build` writes there if it lacks whole ones.
+    """Memory-map the int64 values at `path`, after `build` wrote them unless they are there whole.
 
     One process builds at a time; those that waited for it use its result.
 
     Args:
-        build: is handed a function that appends int64 values, any number of times.
-        fits: whether values that were read back have the right form; may raise.
-        holds: whether values that were kept are still true.
+        build: called with a function that appends int64 values, any number of times.
+        fits: checks that values which were read back have the right form; may raise.
+        holds: checks that values of an earlier run are still true.
     """
 
     def kept() -> np.ndarray | None:
@@ -76,18 +75,18 @@ def cached_words(
 
 @contextlib.contextmanager
 def _alone(path: str) -> Iterator[None]:
-    """Hold the lock at `path`, which the kernel frees when this process ends; leave no file behind.
+    """Hold a lock file, which is removed at the end; the kernel frees it if this process dies.
 
     On a file system without locks nobody waits, and several processes do the same work.
     """
-    tell_at = time.monotonic() + _FIRST_LINE_S
+    line_at = time.monotonic() + _FIRST_LINE_S
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            tell_at = _wait_for(handle, tell_at)
+            line_at = _wait_for(handle, line_at)
             with contextlib.suppress(FileNotFoundError):
                 if os.path.samestat(os.fstat(handle), os.stat(path)):
-                    break  # else who held it has removed it since, and others lock another file
+                    break  # else its last holder removed it, and others lock another file
         except BaseException:
             os.close(handle)
             raise
@@ -100,23 +99,23 @@ def _alone(path: str) -> Iterator[None]:
         os.close(handle)
 
 
-def _wait_for(handle: int, tell_at: float) -> float:
-    """Say so once, after `tell_at`; return when to say it, if it comes to that again."""
+def _wait_for(handle: int, line_at: float) -> float:
+    """Wait for a lock; write a line at `line_at`, once. Returns when to write it in another wait."""
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return tell_at
+            return line_at
         except BlockingIOError:
             time.sleep(_POLL_S)
         except OSError:
-            return tell_at
-        if time.monotonic() > tell_at:
-            tell_at = float("inf")
+            return line_at
+        if time.monotonic() > line_at:
+            line_at = float("inf")
             say("waiting for another process, which reads the same files of training.dataset_path")
 
 
 def _load_words(path: str, fits: Callable[[np.ndarray], bool]) -> np.ndarray | None:
-    """Map the saved values; return `None` if there are none or they are damaged in any way."""
+    """Map the saved values; return None if they are missing or damaged in any way."""
     try:
         saved = np.load(path, mmap_mode="r")
         words, checksum = saved[:-1], int(saved[-1])

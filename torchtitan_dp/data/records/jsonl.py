@@ -1,27 +1,36 @@
-"""The record store of `training.dataset` = "jsonl": one line, one record."""
+"""The format "jsonl": one line, one record, a JSON object with the text in one of its fields."""
 
 import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
+from pathlib import PurePath
 from typing import IO
 
 import numpy as np
 
 from torchtitan_dp.data.records.files import Files
+from torchtitan_dp.data.records.format import (
+    Fields,
+    Format,
+    RecordStore,
+    checked,
+    decode,
+    fingerprint,
+    text_of,
+)
 from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, read_contents
 from torchtitan_dp.data.records.index import WriteWords, cached_words
-from torchtitan_dp.data.records.record_format import Format, checked, decode, fingerprint
-from torchtitan_dp.data.records.record_store import MAX_LINE_BYTES
 
+MAX_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
 CHUNK = 2**16
-LINES_VERSION = "hashed-lines-1"  # of the format and of the name
+LINES_VERSION = "hashed-lines-1"  # of the index's format and name
 
 
-class JsonlRecords:
-    """Reads one line as one record: a JSON object whose `text_field` is the text."""
+class JsonlRecords(RecordStore):
+    """Lines of files. `record_id` is "<relative path>:<line, from 1>"."""
 
-    reads_whole = True
+    most_row_bytes = MAX_LINE_BYTES
 
     def __init__(
         self, files: Files, text_field: str, unit_field: str | None, index_folder: str
@@ -45,23 +54,13 @@ class JsonlRecords:
         return int(np.searchsorted(self._first, checked(index, len(self)), side="right")) - 1
 
     def read(self, index: int, max_bytes: int | None = None, start: int = 0) -> str | None:
-        text = self._text(index)
+        text = text_of((self.fields(index) or {}).get(self._text_field))
         if text is None:
             return None
-        part = text[start:] if max_bytes is None else text[start : start + max_bytes + 1]
-        return decode(part, max_bytes, start, codec="utf-8")
+        stop = None if max_bytes is None else start + max_bytes + 1
+        return decode(text.encode()[start:stop], max_bytes, start, codec="utf-8")
 
-    def is_decodable(self, index: int) -> bool:
-        return self._text(index) is not None
-
-    def size(self, index: int) -> int:
-        return len(self._text(index) or b"")
-
-    def _text(self, index: int) -> bytes | None:
-        fields = self.fields(index)
-        return None if fields is None else _encode(fields.get(self._text_field))
-
-    def fields(self, index: int) -> dict[str, object] | None:
+    def fields(self, index: int) -> Fields | None:
         file_index = self._file_of(index)
         begin, end = int(self._bounds[index]), int(self._bounds[index + 1])
         try:
@@ -73,7 +72,7 @@ class JsonlRecords:
         if fields is not None and self._unit_field is not None:
             name = _unit_name(fields.get(self._unit_field))
             if name is None or (self._is_of is not None and not self._is_of(index, name)):
-                return None  # nobody knows whose it is, or somebody else's by now
+                return None  # of an unknown unit, or of another one by now
         return fields
 
     def are_as_listed(self, indices: np.ndarray) -> bool:
@@ -85,19 +84,18 @@ class JsonlRecords:
 
     def record_id(self, index: int) -> str:
         file_index = self._file_of(index)
-        return f"{self._files.name(file_index)}:{index - int(self._first[file_index]) + 1}"
+        return f"{self._files.names[file_index]}:{index - int(self._first[file_index]) + 1}"
 
-    def record_ids(self) -> Iterator[str]:
-        for file_index in range(len(self._files)):
-            name = self._files.name(file_index)
-            for line in range(int(self._first[file_index + 1] - self._first[file_index])):
-                yield f"{name}:{line + 1}"
+    def record_ids(self) -> Iterator[str]:  # much faster than `record_id` one by one
+        for name, lines in zip(self._files.names, np.diff(self._first).tolist(), strict=True):
+            for line in range(1, lines + 1):
+                yield f"{name}:{line}"
 
     def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:
         self._is_of = is_of
 
     def unit_names(
-        self, count: Callable[[dict[str, object] | None], None] | None = None
+        self, count: Callable[[Fields | None], None] | None = None
     ) -> Iterator[str | None]:
         assert self._unit_field is not None
         for fields in self.all_fields():
@@ -105,7 +103,7 @@ class JsonlRecords:
                 count(fields)
             yield None if fields is None else _unit_name(fields.get(self._unit_field))
 
-    def all_fields(self) -> Iterator[dict[str, object] | None]:
+    def all_fields(self) -> Iterator[Fields | None]:
         for file_index in range(len(self._files)):
             first, last = (int(x) for x in self._first[file_index : file_index + 2])
             with open(self._files.path(file_index), "rb") as file:
@@ -115,7 +113,7 @@ class JsonlRecords:
                         yield _read_object(file, size)
 
 
-def _read_object(file: IO[bytes], size: int) -> dict[str, object] | None:
+def _read_object(file: IO[bytes], size: int) -> Fields | None:
     """Read the JSON object on the next line, of so many bytes, and pass the line in any case."""
     if size > MAX_LINE_BYTES:
         file.seek(size, os.SEEK_CUR)
@@ -123,8 +121,8 @@ def _read_object(file: IO[bytes], size: int) -> dict[str, object] | None:
     return _parse(file.read(size), size)
 
 
-def _parse(line: bytes, size: int) -> dict[str, object] | None:
-    """Parse the JSON object on a line; return None if it is none, or not `size` bytes."""
+def _parse(line: bytes, size: int) -> Fields | None:
+    """Parse the JSON object on a line; None if there is none, or if it has not `size` bytes."""
     try:
         value = json.loads(line.decode("utf-8-sig")) if len(line) == size else None
     except (ValueError, RecursionError, MemoryError):
@@ -132,25 +130,15 @@ def _parse(line: bytes, size: int) -> dict[str, object] | None:
     return value if isinstance(value, dict) else None
 
 
-def _encode(value: object) -> bytes | None:
-    """Encode as UTF-8; return `None` for other values. JSON can spell half a surrogate pair,
-    which is none.
-    """
-    try:
-        return value.encode("utf-8") if isinstance(value, str) else None
-    except UnicodeError:
-        return None
-
-
 def _unit_name(value: object) -> str | None:
-    # A bool is an int to Python, and 1.0 is not 1 to JSON's other readers.
+    # A bool is an int in Python, and 1.0 is not 1 in other JSON readers.
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    return value if isinstance(value, str) and _encode(value) else None
+    return text_of(value) or None
 
 
 def line_bounds(files: Files, folder: str) -> tuple[np.ndarray, str]:
-    """Find, in one pass, where lines begin and end, and what all of them hold.
+    """Find, in one pass, where lines begin and end, and hash the files' contents.
 
     Returns:
         (records + 1,) int64 bounds, as if all files lay one after the other; and the contents'
@@ -172,21 +160,55 @@ def _write_bounds(write: WriteWords, files: Files) -> None:
             write(np.array([end]))  # a last line that no newline ends
 
     write(np.zeros(1))
-    contents = read_contents(files, scan=_newlines, take=take)
-    write(np.frombuffer(contents.digest, dtype="<i8"))
+    digest, _ = read_contents(files, scan=lambda block: np.flatnonzero(block == 0x0A), take=take)
+    write(np.frombuffer(digest, dtype="<i8"))
 
 
-def _newlines(block: np.ndarray) -> np.ndarray:
-    return np.flatnonzero(block == 0x0A)
+def by_pandas(reader: str, stem: str) -> str:
+    """Return the command that writes what `reader`, an expression, reads to `stem`.jsonl.
+
+    >>> by_pandas("pd.read_csv('a.csv')", "a")[:36]
+    'python -c "import pandas as pd; pd.r'
+    """
+    write = f"to_json('{stem}.jsonl', orient='records', lines=True, force_ascii=False)"
+    return f'python -c "import pandas as pd; {reader}.{write}"'
+
+
+# The first bytes of another format, its name, and a command that converts it.
+_FOREIGN = (
+    (b"PAR1", "Parquet", lambda name, stem: by_pandas(f"pd.read_parquet('{name}')", stem)),
+    (b"\x1f\x8b", "gzip", lambda name, stem: f"gunzip -c '{name}' > '{stem}.jsonl'"),
+    (b"\x28\xb5\x2f\xfd", "zstd", lambda name, stem: f"zstd -dc '{name}' > '{stem}.jsonl'"),
+    (b"[", "one JSON array", lambda name, stem: by_pandas(f"pd.read_json('{name}')", stem)),
+)
+
+
+def _explain(path: str, text_field: str, lines: int) -> str:
+    """Recognize another format by a file's first bytes, with the command that converts it."""
+    name = PurePath(path).name
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4)
+    except OSError:
+        head = b""
+    for magic, format, command in _FOREIGN:
+        if head.startswith(magic):
+            done = command(name, name.partition(".")[0])
+            return f"{name!r} is {format}, not JSON lines; convert it: {done}"
+    return (
+        f"none of the {lines} lines is a JSON object; 'jsonl' needs one a line, "
+        f'{{"{text_field}": …}}'
+    )
 
 
 JSONL = Format(
     open=JsonlRecords,
     below=("**", "*.jsonl"),
-    has_stdlib=False,
     row="line",
     found_in="line in a *.jsonl file",
     record="one line of a JSON Lines file",
-    has_fields=True,
     named_by_position=True,
+    fields="JSON field",
+    content="JSON object",
+    explain=_explain,
 )

@@ -1,37 +1,44 @@
-"""The record store of `training.dataset` = "text": one file, one record.
+"""The format "text": one file, one record.
 
 Guarantee:
-    Where units are folders, a file that lies in none is a record that reads as nothing: nobody
-    knows whose it is (hazard row 60).
+    Where units are folders, a file that lies in none reads as nothing, since its unit is unknown
+    (hazard row 60).
 """
 
 import codecs
 import os
-from collections.abc import Callable, Iterator, Mapping
-from itertools import repeat
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 from torchtitan_dp.data.records.files import Files
+from torchtitan_dp.data.records.format import (
+    Fields,
+    Format,
+    RecordStore,
+    checked,
+    decode,
+    fingerprint,
+)
 from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, is_readable, read_contents
 from torchtitan_dp.data.records.index import WriteWords, cached_words
-from torchtitan_dp.data.records.record_format import Format, checked, decode, fingerprint
 
 _BLOCK_BYTES = 16 * 2**20
-TEXTS_VERSION = "texts-1"  # of the format and of the name
+TEXTS_VERSION = "texts-1"  # of the index's format and name
 
 
-class TextRecords:
-    """Reads one file as one record."""
+class TextRecords(RecordStore):
+    """Files. `record_id` is a file's relative path; with a unit field, its folder is its unit.
 
-    reads_whole = False
+    A file that cannot be read when contents are hashed (no permission, or gone) reads as nothing
+    as long as the store is open. Its digest is one public constant, so a rank that could read it
+    would have another fingerprint.
+    """
 
-    def __init__(self, files: Files, index_folder: str, *, by_folder: bool = False) -> None:
-        """
-        Args:
-            by_folder: whether a file's unit is the folder that it lies in.
-        """
-        self._files, self._by_folder = files, by_folder
+    def __init__(
+        self, files: Files, text_field: str, unit_field: str | None, index_folder: str
+    ) -> None:
+        self._files, self._by_folder = files, unit_field is not None
         hashed, unreadable = text_contents(files, index_folder)
         self._unreadable = frozenset(unreadable.tolist())  # when they were hashed
         self.fingerprint = fingerprint("text", files, str(len(files)), hashed)
@@ -41,7 +48,7 @@ class TextRecords:
         return len(self._files)
 
     def read(self, index: int, max_bytes: int | None = None, start: int = 0) -> str | None:
-        path = self._files.path(checked(index, len(self)))
+        path = self.file_of(index)
         if self._is_silent(index):
             return None
         try:
@@ -51,9 +58,6 @@ class TextRecords:
             return decode(data, max_bytes, start)
         except (OSError, UnicodeError):
             return None
-
-    def fields(self, index: int) -> None:
-        """Return None: a file has none."""
 
     def is_decodable(self, index: int) -> bool:
         if self._is_silent(checked(index, len(self))):
@@ -76,8 +80,8 @@ class TextRecords:
     def _is_silent(self, index: int) -> bool:
         """Check whether a file reads as nothing, whatever its contents."""
         if index in self._unreadable:
-            return True  # as the fingerprint has it, even if it can be read by now
-        return self._by_folder and _folder(self._files.name(index)) is None
+            return True  # to agree with the fingerprint, even if it can be read by now
+        return self._by_folder and _folder(self._files.names[index]) is None
 
     def are_as_listed(self, indices: np.ndarray) -> bool:
         return all(self._files.is_as_listed(index) for index in indices.tolist())
@@ -86,38 +90,28 @@ class TextRecords:
         return self._files.starts[indices + 1] - self._files.starts[indices]
 
     def record_id(self, index: int) -> str:
-        return self._files.name(checked(index, len(self)))
-
-    def record_ids(self) -> Iterator[str]:
-        return map(self._files.name, range(len(self)))
+        return self._files.names[checked(index, len(self))]
 
     def file_of(self, index: int) -> str:
         return self._files.path(checked(index, len(self)))
 
-    def all_fields(self) -> Iterator[None]:
-        return repeat(None, len(self))
-
     def unit_names(
-        self, count: Callable[[Mapping[str, object] | None], None] | None = None
+        self, count: Callable[[Fields | None], None] | None = None
     ) -> Iterator[str | None]:
         return map(_folder, self.record_ids())
-
-    def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:
-        """Do nothing: a file's unit is in its name, which stays."""
 
 
 def _folder(name: str) -> str | None:
     """Return the first folder of a file's relative name; None if it lies in none."""
     folder, slash, _ = os.fsencode(name).partition(b"/")
-    # not as the locale reads it, on which the unit must not depend
+    # The unit must not depend on the locale.
     return folder.decode("utf-8", "surrogateescape") if slash else None
 
 
 def text_contents(files: Files, folder: str) -> tuple[str, np.ndarray]:
-    """Find what files hold: their contents' hash, hex, private, and which of them cannot be read.
+    """Hash the files' contents, hex, private; and list those that cannot be read, int64, rising.
 
-    The latter are int64 indices, rising. The hash takes all of them for the same. It is made anew
-    once one of them can be read.
+    The hash is the same whichever of them that are. It is made anew once one can be read.
     """
     words = cached_words(
         os.path.join(folder, f"{TEXTS_VERSION}-{files.place_hash}.npy"),
@@ -129,22 +123,17 @@ def text_contents(files: Files, folder: str) -> tuple[str, np.ndarray]:
 
 
 def _write_texts(write: WriteWords, files: Files) -> None:
-    contents = read_contents(files, skip_unreadable=True)
-    write(np.frombuffer(contents.digest, dtype="<i8"))
-    write(np.array(contents.unreadable, dtype=np.int64))
-
-
-def _open(files: Files, text_field: str, unit_field: str | None, index_folder: str) -> TextRecords:
-    return TextRecords(files, index_folder, by_folder=unit_field is not None)
+    digest, unreadable = read_contents(files, skip_unreadable=True)
+    write(np.frombuffer(digest, dtype="<i8"))
+    write(np.array(unreadable, dtype=np.int64))
 
 
 TEXT = Format(
-    open=_open,
+    open=TextRecords,
     below=("**",),
-    has_stdlib=True,
     row="file",
     found_in="file",
     record="one file",
-    has_fields=False,
     named_by_position=False,
+    has_stdlib=True,
 )
