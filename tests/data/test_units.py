@@ -16,7 +16,7 @@ import pytest
 from torchtitan_dp.data import units as units_module
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.records.formats import open_store
-from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.records.store import RecordStore
 from torchtitan_dp.data.units import Units, open_units, split
 
 
@@ -300,13 +300,12 @@ class Many:
         return iter(self.names)
 
 
-def test_many_records_in_many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_records_in_many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
     names = [None if x % 50 == 0 else str(x) for x in rng.integers(1000, size=20_000).tolist()]
     whole = open_units(Many(names), "x", index_folder=str(tmp_path / "whole"))  # type: ignore
-    monkeypatch.setattr(units_module, "SHARD_RECORDS", 500)
     monkeypatch.setattr(units_module, "CHUNK", 77)
-    units = open_units(Many(names), "x", index_folder=str(tmp_path / "shards"))  # type: ignore
+    units = open_units(Many(names), "x", index_folder=str(tmp_path / "chunks"))  # type: ignore
     assert units.fingerprint == whole.fingerprint
     expected: dict[str, list[int]] = {}
     for record, name in enumerate(names):
@@ -315,18 +314,16 @@ def test_many_records_in_many_shards(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert sorted(found) == sorted(expected.values())
 
 
-def test_memory_does_not_grow_with_the_records(
+def test_grouping_takes_some_bytes_a_record_and_keeps_no_names(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is read a shard at a time stays a shard: 2.4 MB of hashes are never held whole."""
-    monkeypatch.setattr(units_module, "SHARD_RECORDS", 2000)
     monkeypatch.setattr(units_module, "CHUNK", 1000)
     names: list[str | None] = [str(i % 30_000) for i in range(100_000)]
-    # Before, so that what is imported or cached at the first use does not count: 1 MB.
+    # Before, so that imports and caches of the first use do not count: 1 MB.
     open_units(Many(names), "x", index_folder=str(tmp_path / "first"))  # type: ignore
     tracemalloc.start()
     units = open_units(Many(names), "x", index_folder=str(tmp_path / "index"))  # type: ignore
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert len(units) == 30_000
-    assert peak < 1.2e6
+    assert peak < 75 * len(names)

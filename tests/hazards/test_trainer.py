@@ -40,7 +40,7 @@ class Texts:
     """A store of short records."""
 
     fingerprint = "f" * 64
-    reads_whole = False
+    most_row_bytes = None
 
     def __len__(self):
         return 12

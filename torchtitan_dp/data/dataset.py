@@ -13,10 +13,10 @@ from torchtitan_dp.data.readable import (
     warnings,
 )
 from torchtitan_dp.data.records.census import Census, Wanted, take_census
+from torchtitan_dp.data.records.format import Format
 from torchtitan_dp.data.records.formats import format_named, open_store
 from torchtitan_dp.data.records.index import writable_folder
-from torchtitan_dp.data.records.record_format import Format
-from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.records.store import RecordStore
 from torchtitan_dp.data.units import Units, open_units, split, word
 
 
@@ -72,7 +72,7 @@ class Records:
         fields = {key: field for key, field in beside.items() if field is not None}
         facts = format_named(format)
         for key, field in fields.items():
-            if not facts.has_fields:
+            if not facts.fields:
                 raise ValueError(
                     f"data.{key} = {field!r}: {format} files have no fields; use "
                     "training.dataset = 'jsonl', or remove it"
@@ -80,9 +80,9 @@ class Records:
         store = open_store(format, path, text_field=text_field, unit_field=unit_field)
         wanted = wanted_fields(text_field, prompt_field, messages_field)
         units, census = _group(store, facts, unit_field, wanted)
-        refuse_unnamed(store, units, unit_field, wanted, census)
+        refuse_unnamed(store, facts, units, unit_field, wanted, census)
         if census is not None:
-            refuse_unreadable(store, wanted, census)
+            refuse_unreadable(store, facts, wanted, census)
         train, heldout = split(units, heldout_fraction)
         if len(train) == 0:
             raise ValueError(
@@ -115,7 +115,7 @@ def _group(
     store: RecordStore, facts: Format, unit_field: str | None, wanted: tuple[Wanted, ...]
 ) -> tuple[Units, Census | None]:
     """Group records by unit, and count what they have in the fields that are wanted."""
-    if not facts.has_fields:
+    if not facts.fields:
         return open_units(store, unit_field), None
     folder, begun = writable_folder(None), Census()
     units = open_units(store, unit_field, count=begun.counter(wanted, unit_field))

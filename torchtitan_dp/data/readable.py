@@ -1,14 +1,13 @@
-"""What of a data set reads as nothing: refused where it is everything, else said in warnings.
+"""Records that read as nothing: refused if all of them do, else counted in warnings.
 
 Guarantee:
-    Refusals compare "no line at all" with "at least one" (`census`). Everything in warnings, and in
-    refusals what names fields or values, is from private records and is labelled so.
+    A refusal depends on "no row" against "at least one" alone (`census`). Warnings, and names of
+    fields and values in refusals, are computed from private records and are labelled so.
 """
 
 from torchtitan_dp.data.records.census import Census, Wanted
-from torchtitan_dp.data.records.conversion import foreign
-from torchtitan_dp.data.records.record_format import Format
-from torchtitan_dp.data.records.record_store import RecordStore, text_of
+from torchtitan_dp.data.records.format import Format
+from torchtitan_dp.data.records.store import RecordStore, text_of
 from torchtitan_dp.data.samples.chat_template import messages_of
 from torchtitan_dp.data.units import Units
 
@@ -16,7 +15,7 @@ from torchtitan_dp.data.units import Units
 def wanted_fields(
     text_field: str, prompt_field: str | None, messages_field: str | None
 ) -> tuple[Wanted, ...]:
-    """List the fields that a line needs, that of the text, answer or messages last."""
+    """List the fields that a row needs: that of the text, answer or messages last."""
 
     def is_text(value: object) -> bool:
         return text_of(value) is not None
@@ -32,24 +31,27 @@ def wanted_fields(
     return Wanted("data.prompt_field", prompt_field, "text", is_text), text
 
 
-def refuse_unreadable(store: RecordStore, wanted: tuple[Wanted, ...], census: Census) -> None:
-    """Refuse lines none of which has a field that is wanted.
+def refuse_unreadable(
+    store: RecordStore, facts: Format, wanted: tuple[Wanted, ...], census: Census
+) -> None:
+    """Refuse rows none of which has a wanted field.
 
     Raises:
-        ValueError: one line, which names the format of files that are no JSON lines.
+        ValueError: one line; the true format of files of another one.
     """
     if census.undecodable == census.lines:
-        raise ValueError(_foreign(store, wanted))
+        raise ValueError(_without_fields(store, facts, wanted))
     for one, lacking in zip(wanted, census.without, strict=True):
         if lacking + census.undecodable == census.lines:
             raise ValueError(
-                f"{one.key} = {one.field!r}: none of the {census.lines} lines has a {one.what} "
-                f"there; name the field that holds it (not private: {census.fields})"
+                f"{one.key} = {one.field!r}: none of the {census.lines} {facts.row}s has a "
+                f"{one.what} there; name the field that holds it (not private: {census.fields})"
             )
 
 
 def refuse_unnamed(
     store: RecordStore,
+    facts: Format,
     units: Units,
     unit_field: str | None,
     wanted: tuple[Wanted, ...],
@@ -72,27 +74,24 @@ def refuse_unnamed(
             "the units' folders"
         )
     if census.undecodable == census.lines:
-        raise ValueError(_foreign(store, wanted))
+        raise ValueError(_without_fields(store, facts, wanted))
     if census.pointed:
         raise ValueError(
             f"data.unit_field = {unit_field!r}: it holds {census.example}, a number with a point, "
-            f"in {census.pointed} of {census.lines} lines, and a usable unit in none; write whole "
-            "numbers or strings (the number is not private)"
+            f"in {census.pointed} of {census.lines} {facts.row}s, and a usable unit in none; write "
+            "whole numbers or strings (the number is not private)"
         )
     raise ValueError(
-        f"{none}: name the JSON field that holds the unit, a string or a whole number (not "
+        f"{none}: name the {facts.fields} that holds the unit, a string or a whole number (not "
         f"private: {census.fields})"
     )
 
 
-def _foreign(store: RecordStore, wanted: tuple[Wanted, ...]) -> str:
-    """Name the format of files without a JSON object on any line."""
-    if found := foreign(store.file_of(0)):
-        return f"training.dataset_path: {found}"
-    return (
-        f"training.dataset_path: none of the {len(store)} lines is a JSON object; 'jsonl' needs "
-        f'one a line, {{"{wanted[-1].field}": …}}'
-    )
+def _without_fields(store: RecordStore, facts: Format, wanted: tuple[Wanted, ...]) -> str:
+    """Describe files without fields in any row."""
+    assert facts.explain is not None, "only rows with fields are counted"
+    found = facts.explain(store.file_of(0), wanted[-1].field, len(store))
+    return f"training.dataset_path: {found}"
 
 
 def warnings(
@@ -110,11 +109,11 @@ def warnings(
         trained: the number of units to train on.
         census: of a format with fields.
     """
-    found = [] if census is None else _of_lines(wanted, census, len(store))
+    found = [] if census is None else _of_rows(facts, wanted, census, len(store))
     if units.unnamed:
         what = f"{units.unnamed} of {len(store)} {facts.row}s"
         lack = f"have no data.unit_field = {unit_field!r}"
-        if not facts.has_fields:
+        if not facts.fields:
             lack = "lie in no folder below training.dataset_path (data.unit_field = 'folder')"
         elif census is not None and census.pointed:
             lack += f" ({census.pointed} hold a number with a point, as {census.example})"
@@ -125,10 +124,10 @@ def warnings(
     return tuple(found)
 
 
-def _of_lines(wanted: tuple[Wanted, ...], census: Census, lines: int) -> list[str]:
-    """Count the lines without a text."""
-    first = "the first " if census.lines < lines else ""
-    of = f"of {first}{census.lines} lines"
+def _of_rows(facts: Format, wanted: tuple[Wanted, ...], census: Census, rows: int) -> list[str]:
+    """Count the rows without a text."""
+    first = "the first " if census.lines < rows else ""
+    of = f"of {first}{census.lines} {facts.row}s"
     found = [
         f"{lacking} {of} have no {one.what} in {one.key} = {one.field!r} and contribute nothing; "
         f"{census.fields}"
@@ -136,7 +135,7 @@ def _of_lines(wanted: tuple[Wanted, ...], census: Census, lines: int) -> list[st
         if lacking
     ]
     if census.undecodable:
-        found.append(f"{census.undecodable} {of} are no JSON objects and contribute nothing")
+        found.append(f"{census.undecodable} {of} are no {facts.content}s and contribute nothing")
     if census.empty:
         last = wanted[-1]
         found.append(

@@ -27,8 +27,8 @@ from typing import Protocol
 import numpy as np
 
 from torchtitan_dp.data.console import Progress
-from torchtitan_dp.data.records.format import Fields, RecordStore
 from torchtitan_dp.data.records.index import WriteWords, cached_words, writable_folder
+from torchtitan_dp.data.records.store import Fields, RecordStore
 
 INDEX_VERSION = "units-3"  # of the index's format, hash and name
 CHUNK = 2**16

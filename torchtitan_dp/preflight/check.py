@@ -18,14 +18,13 @@ from torchtitan_dp.checkpoint.start import (
 )
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.records.record_store import MAX_LINE_BYTES
 from torchtitan_dp.data.samples.conversations import Reading, reading
 from torchtitan_dp.data.samples.excerpts import scan_undecodable
 from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs
 
-_WHOLE = MAX_LINE_BYTES, 2**62  # more than a record's text can have, or cost
+_WHOLE = 2**62, 2**62  # more than a record's text can have, or cost
 
 
 @dataclass(frozen=True)

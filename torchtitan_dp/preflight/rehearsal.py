@@ -16,7 +16,7 @@ Assumed, as crashes that do not depend on records:
     - the memory that is free to this process stays as it is, and a device's allocator finds a place
       again for what it has placed before (the orders of lengths differ);
     - the host has room for what one sample is made of, in each of two threads: at most
-      `excerpts.most_bytes` of text or one JSON line (`record_store.MAX_LINE_BYTES`), parsed, and
+      `excerpts.most_bytes` of text or one row (`RecordStore.most_row_bytes`), parsed, and
       some 200 bytes for each of its tokens; for the samples that lie ready, `feed.SAMPLES_AHEAD`
       and those of two microbatches, 8 bytes for each of their tokens, padding included; beside
       that, `token_cache.MOST_BYTES`; for the index, 4 bytes a unit (made here, by `TokenCounts`), a

@@ -21,7 +21,7 @@ from torchtitan_dp.data.records import index as kept
 from torchtitan_dp.data.records import text as text_format
 from torchtitan_dp.data.records.files import list_files, locate
 from torchtitan_dp.data.records.formats import open_store
-from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.records.store import RecordStore
 
 Open = Callable[..., RecordStore]
 

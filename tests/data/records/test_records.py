@@ -14,7 +14,7 @@ import pytest
 from torchtitan_dp.data.records import hashing, jsonl
 from torchtitan_dp.data.records import text as text_format
 from torchtitan_dp.data.records.formats import open_store
-from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.records.store import RecordStore
 from torchtitan_dp.data.units import open_units
 
 Open = Callable[..., RecordStore]

@@ -20,7 +20,7 @@ class Texts:
     """A store in memory that remembers how much was asked for."""
 
     fingerprint = ""
-    reads_whole = False
+    most_row_bytes = None
 
     def __init__(self, *texts: str | None) -> None:
         self.texts = texts

@@ -10,7 +10,7 @@ MUTANTS = [
     Mutant(
         48,
         "the fingerprint is of names and sizes",
-        "data/records/record_format.py",
+        "data/records/format.py",
         "\\0{records}\\0{contents}",
         "\\0{records}\\0{len(contents)}",
         (f"{SAME}{FIRST}[files of equal size swapped]",),

@@ -15,7 +15,7 @@ import dataclasses
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import NamedTuple
 
@@ -23,15 +23,13 @@ import numpy as np
 
 from torchtitan_dp.data.console import Progress
 from torchtitan_dp.data.records.index import cached_words
-from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.records.store import Fields, RecordStore
 
 VERSION = "census-1"
 PARSED_BYTES = 2**30
 MOST_NAMES, MOST_CHARACTERS = 20, 40
 """Names of fields that are kept, the first that are met, and characters of each."""
 _CHUNK = 2**12
-
-Fields = Mapping[str, object]
 
 
 class Wanted(NamedTuple):

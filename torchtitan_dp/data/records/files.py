@@ -3,11 +3,12 @@
 import fnmatch
 import glob
 import hashlib
+import heapq
 import os
 import platform
 import struct
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -117,35 +118,57 @@ def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> li
         patterns: one for each component of a name.
     """
 
+    def is_seen(name: str) -> bool:
+        is_cache = name == "__pycache__" or name.endswith(".pyc")
+        return not (is_cache or name.startswith(".") or name in skipped)
+
+    def may_enter(parts: list[str]) -> bool:
+        return is_seen(parts[-1]) and _may_hold(parts, patterns)
+
+    paths: dict[str, tuple[str, str]] = {}  # by name: without linked folders, without any link
+    for parts, folder, children in _folders(root, may_enter):
+        for name in children:
+            path = os.path.join(folder, name)
+            if is_seen(name) and _matches([*parts, name], patterns) and os.path.isfile(path):
+                final = os.path.realpath(path) if os.path.islink(path) else path
+                paths["/".join([*parts, name])] = path, final
+    own = {os.path.join(os.path.realpath(root), name): name for name in paths}
+    kept = (n for n, ways in paths.items() if all(own.get(path, n) == n for path in ways))
+    return sorted(kept, key=os.fsencode)  # alike in every locale
+
+
+def _folders(
+    root: str, may_enter: Callable[[list[str]], bool]
+) -> Iterator[tuple[list[str], str, list[str]]]:
+    """Yield each folder's name below `root`, in parts, its real path, and its files' names.
+
+    A folder is entered once by its own name, and once by the first link to it, if any.
+    """
+
     def fail(error: OSError) -> None:
         raise error
 
-    def is_hidden(name: str) -> bool:
-        cache = name == "__pycache__" or name.endswith(".pyc")
-        return cache or name.startswith(".") or name in skipped
-
-    real_root = os.path.realpath(root)
-    files: dict[str, str] = {}  # by name: the real path
-    entered: set[tuple[int, int, bool]] = set()
-    for folder, folders, children in os.walk(root, onerror=fail, followlinks=True):
-        parts = [] if folder == root else os.path.relpath(folder, root).split("/")
-        place, status = os.path.realpath(folder), os.stat(folder)
-        way_in = status.st_dev, status.st_ino, place != os.path.join(real_root, *parts)
-        if way_in in entered:  # a link back, or a second link
-            folders.clear()
-            continue
-        entered.add(way_in)
-        within = [n for n in folders if not is_hidden(n) and _may_hold([*parts, n], patterns)]
-        folders[:] = sorted(within, key=lambda name: os.fsencode(name + "/"))
-        for name in children:
-            own = os.path.join(place, name)
-            if is_hidden(name) or not _matches([*parts, name], patterns) or not os.path.isfile(own):
+    by_name: set[tuple[int, int]] = set()
+    by_link: set[tuple[int, int]] = set()
+    starts = [(False, b"")]  # first the links in folders that were not entered before
+    while starts:
+        is_again, start = heapq.heappop(starts)
+        entered = by_link if start else by_name
+        for path, folders, files in os.walk(os.path.join(root, os.fsdecode(start)), onerror=fail):
+            below = os.path.relpath(path, root)
+            parts = [] if below == "." else below.split("/")
+            status = os.stat(path)
+            identity = status.st_dev, status.st_ino
+            if identity in entered:
+                folders.clear()
                 continue
-            own = os.path.realpath(own) if os.path.islink(own) else own
-            files["/".join([*parts, name])] = own
-    listed = {os.path.join(real_root, name) for name in files}
-    kept = [n for n, own in files.items() if own == os.path.join(real_root, n) or own not in listed]
-    return sorted(kept, key=os.fsencode)  # alike in every locale
+            entered.add(identity)
+            is_again |= entered is by_link and identity in by_name
+            folders[:] = (name for name in folders if may_enter([*parts, name]))
+            for name in folders:  # os.walk does not enter a link
+                if os.path.islink(os.path.join(path, name)):
+                    heapq.heappush(starts, (is_again, os.fsencode("/".join([*parts, name]))))
+            yield parts, os.path.realpath(path), files
 
 
 def _matches(parts: list[str], patterns: Sequence[str]) -> bool:

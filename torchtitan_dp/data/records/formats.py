@@ -4,9 +4,10 @@ Stores keep offsets, never the records.
 """
 
 from torchtitan_dp.data.records.files import list_files, locate
-from torchtitan_dp.data.records.format import Format, RecordStore
+from torchtitan_dp.data.records.format import Format
 from torchtitan_dp.data.records.index import writable_folder
 from torchtitan_dp.data.records.jsonl import JSONL, by_pandas
+from torchtitan_dp.data.records.store import RecordStore
 from torchtitan_dp.data.records.text import TEXT
 
 FORMATS: dict[str, Format] = {"text": TEXT, "jsonl": JSONL}

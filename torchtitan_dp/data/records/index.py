@@ -100,7 +100,7 @@ def _alone(path: str) -> Iterator[None]:
 
 
 def _wait_for(handle: int, line_at: float) -> float:
-    """Wait for a lock; write a line at `line_at`, once. Returns when to write it in another wait."""
+    """Wait for a lock, and write one line at `line_at`; return when to write it in another wait."""
     while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,17 +10,10 @@ from typing import IO
 import numpy as np
 
 from torchtitan_dp.data.records.files import Files
-from torchtitan_dp.data.records.format import (
-    Fields,
-    Format,
-    RecordStore,
-    checked,
-    decode,
-    fingerprint,
-    text_of,
-)
+from torchtitan_dp.data.records.format import Format, checked, decode, fingerprint
 from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, read_contents
 from torchtitan_dp.data.records.index import WriteWords, cached_words
+from torchtitan_dp.data.records.store import Fields, RecordStore, text_of
 
 MAX_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
 CHUNK = 2**16

@@ -12,16 +12,10 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from torchtitan_dp.data.records.files import Files
-from torchtitan_dp.data.records.format import (
-    Fields,
-    Format,
-    RecordStore,
-    checked,
-    decode,
-    fingerprint,
-)
+from torchtitan_dp.data.records.format import Format, checked, decode, fingerprint
 from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, is_readable, read_contents
 from torchtitan_dp.data.records.index import WriteWords, cached_words
+from torchtitan_dp.data.records.store import Fields, RecordStore
 
 _BLOCK_BYTES = 16 * 2**20
 TEXTS_VERSION = "texts-1"  # of the index's format and name

@@ -26,7 +26,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan_dp.data.records.record_store import text_of
+from torchtitan_dp.data.records.store import text_of
 
 ASSISTANT = "assistant"
 # Unicode's noncharacters, which no text should have: one that has is refused.

@@ -29,7 +29,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan_dp.data.records.record_store import MAX_LINE_BYTES, RecordStore, text_of
+from torchtitan_dp.data.records.store import RecordStore, text_of
 from torchtitan_dp.data.samples.chat_template import (
     ASSISTANT,
     ChatTemplate,
@@ -40,7 +40,6 @@ from torchtitan_dp.data.samples.chat_template import (
 )
 from torchtitan_dp.data.samples.excerpts import (
     EDGE_TOKENS,
-    RECORD_BYTES,
     TOKEN_BYTES,
     Budget,
     Excerpt,
@@ -291,7 +290,7 @@ class Answers:
         """
         parts: list[Marked] = []
         have, undecodable = 0, 0
-        budget = Budget(self._limit, parses=self._records.reads_whole)
+        budget = Budget(self._limit, self._records.most_row_bytes)
         for record in members[: self._limit].tolist():
             found = self._of_record(record, budget)
             if found is None:
@@ -308,12 +307,10 @@ class Answers:
 
     def _of_record(self, record: int, budget: Budget) -> Marked | None:
         """Tokenize a record; None if it is malformed, or has text that there are no tokens for."""
-        stored = int(self._records.stored_bytes(np.array([record]))[0])
-        budget.read -= min(stored, MAX_LINE_BYTES)
-        budget.text -= RECORD_BYTES
-        fields = self._records.fields(record)
-        # A third before the answer, a third from there on, and a third for what a template adds.
+        # A third before the answer, a third from there on, and a third for a template's own text.
         most = TOKEN_BYTES * (self._limit + EDGE_TOKENS) // 3
+        budget.open(self._records, record, 2 * most)
+        fields = self._records.fields(record)
         if fields is None:
             return None
         dialog = self._reading.read(fields, min(most, max(budget.text, 0) // 3), budget.rendered)

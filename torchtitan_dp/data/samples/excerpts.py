@@ -20,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 
 from torchtitan_dp.data.console import Progress
-from torchtitan_dp.data.records.record_store import MAX_LINE_BYTES, RecordStore
+from torchtitan_dp.data.records.store import RecordStore
 from torchtitan_dp.data.samples.tokenizer import Tokenizer
 
 EDGE_TOKENS = 64  # the tokens next to a cut may differ from those of the whole text
@@ -61,11 +61,23 @@ class Excerpt(NamedTuple):
 class Budget:
     """The costs that a look may still have."""
 
-    def __init__(self, limit: int, *, parses: bool) -> None:
+    def __init__(self, limit: int, most_row_bytes: int | None) -> None:
+        """
+        Args:
+            most_row_bytes: as of the store (`RecordStore`).
+        """
+        self._most_row_bytes = most_row_bytes
         self.text = most_bytes(limit)
-        # Of what is parsed the last line may exceed it, and may be parsed twice more.
-        self.read = PARSED_BYTES * self.text if parses else READ_BYTES * self.text
+        # The last row to be parsed may exceed it, and may be parsed twice more.
+        self.read = self.text * (READ_BYTES if most_row_bytes is None else PARSED_BYTES)
         self.rendered = RENDERED_BYTES * self.text
+
+    def open(self, records: RecordStore, record: int, max_bytes: int) -> None:
+        """Charge for opening a record, of whose text at most `max_bytes` are to be read."""
+        stored = int(records.stored_bytes(np.array([record]))[0])
+        row = self._most_row_bytes
+        self.read -= min(stored, max_bytes if row is None else row)
+        self.text -= RECORD_BYTES
 
     @property
     def is_spent(self) -> bool:
@@ -199,12 +211,10 @@ class Excerpts:
             limit = _longer(limit, len(ids), needed)
 
     def _budget(self) -> Budget:
-        return Budget(self._limit, parses=self._records.reads_whole)
+        return Budget(self._limit, self._records.most_row_bytes)
 
     def _read(self, record: int, max_bytes: int, start: int, budget: Budget) -> str | None:
-        stored = int(self._records.stored_bytes(np.array([record]))[0])
-        budget.read -= min(stored, MAX_LINE_BYTES if self._records.reads_whole else max_bytes)
-        budget.text -= RECORD_BYTES
+        budget.open(self._records, record, max_bytes)
         if start == 0:
             text = self._records.read(record, max_bytes=max_bytes)
         else:

@@ -15,7 +15,7 @@ from typing import Literal
 import numpy as np
 import torch
 
-from torchtitan_dp.data.records.record_store import RecordStore
+from torchtitan_dp.data.records.store import RecordStore
 from torchtitan_dp.data.samples.conversations import Answers, Reading
 from torchtitan_dp.data.samples.excerpts import WINDOW_LOOKS, Excerpt, Excerpts, most_bytes
 from torchtitan_dp.data.samples.token_cache import TokenCache
