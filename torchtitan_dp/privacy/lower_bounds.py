@@ -22,7 +22,7 @@ trainings.
 """
 
 import numpy as np
-from scipy import special, stats
+from scipy import special  # scipy.stats takes a second to import
 
 from torchtitan_dp.privacy.envelope import Ratios
 
@@ -44,7 +44,7 @@ def rate_upper_bound(errors: int, trials: int, confidence: float) -> float:
     assert 0 < confidence < 1
     if errors == trials:
         return 1.0
-    return float(stats.beta.ppf(confidence, errors + 1, trials - errors))
+    return float(special.betaincinv(errors + 1, trials - errors, confidence))
 
 
 def gaussian_mu(
@@ -146,11 +146,11 @@ def one_run_p_value(
     assert epsilon >= 0
     assert 0 <= delta <= 1
     accuracy = special.expit(epsilon)  # of randomized response, the best that epsilon-DP allows
-    at_least = float(stats.binom.sf(correct - 1, guesses, accuracy))
+    at_least = float(special.bdtrc(correct - 1, guesses, accuracy))
     if delta == 0 or correct == 0:
         return min(1.0, at_least)
     i = np.arange(1, correct + 1)
-    just_below = stats.binom.sf(correct - i - 1, guesses, accuracy) - at_least
+    just_below = special.bdtrc(correct - i - 1, guesses, accuracy) - at_least
     return min(1.0, at_least + 2 * canaries * delta * float(np.max(just_below / i)))
 
 
