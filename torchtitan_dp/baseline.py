@@ -1,11 +1,12 @@
-"""TorchTitan's Trainer as it is, on the same data path: the baseline WITHOUT privacy.
+"""TorchTitan's Trainer, on the same data path: the baseline WITHOUT privacy.
 
-Its checkpoints, its folder and what it exports say that they are not private, for good.
+Its checkpoints, its folder and its exports are marked as not private, permanently.
 """
 
 import dataclasses
 import inspect
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torchtitan.train import Trainer
 
 from torchtitan_dp.checkpoint.baseline import baseline_ledger, published_baseline
 from torchtitan_dp.checkpoint.manager import Checkpointer
-from torchtitan_dp.checkpoint.start import decide_start
+from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.ledger import Ledger
@@ -28,13 +29,13 @@ from torchtitan_dp.validate import HeldOutValidator
 
 
 class BaselineTrainer(Trainer):
-    """Trains as TorchTitan does, with weights that carry a ledger that says "not private"."""
+    """TorchTitan's trainer, whose checkpoints have a ledger that is not private."""
 
     job_config: JobConfig
     dataloader: RecordLoader
     validator: HeldOutValidator
 
-    def __init__(self, job_config: JobConfig) -> None:
+    def __init__(self, job_config: JobConfig, decide: Callable[[], Start]) -> None:
         # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
         job_config.training.max_norm = job_config.training.max_norm or math.inf
         inspect.unwrap(Trainer.__init__)(self, job_config)
@@ -42,8 +43,7 @@ class BaselineTrainer(Trainer):
         self.average = ema_of(job_config, model)
         if job_config.validation.enable:
             self.validator.compare(self.average)
-        start = decide_start(job_config)
-        self.checkpointer = Checkpointer(self, start, origin(job_config), self.average)
+        self.checkpointer = Checkpointer(self, decide(), origin(job_config), self.average)
         self.ledger = baseline_ledger(job_config, len(self.dataloader.units))
         self._publish()
 
@@ -64,11 +64,10 @@ class BaselineTrainer(Trainer):
         self._publish()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds besides weights, optimizer and schedule: TorchTitan's
-        entries, and the ledger."""
-        return {**super().state_dict(), "ledger": self._told().to_json()}
+        """Return TorchTitan's entries of a checkpoint, and the ledger."""
+        return {**super().state_dict(), "ledger": self._current().to_json()}
 
-    def _told(self) -> Ledger:
+    def _current(self) -> Ledger:
         return dataclasses.replace(self.ledger, steps=self.step)
 
     def _publish(self) -> None:
@@ -77,4 +76,4 @@ class BaselineTrainer(Trainer):
 
     def exported_terms(self) -> dict[str, Any]:
         """Return the `privacy.json` of the weights as they are now."""
-        return published_baseline(self._told())
+        return published_baseline(self._current())

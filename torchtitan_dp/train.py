@@ -18,6 +18,7 @@ import hashlib
 import inspect
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from torchtitan.train import Trainer
 from torchtitan_dp.baseline import BaselineTrainer
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.plan import earlier_ledger, most_lost, refuse_overspending
-from torchtitan_dp.checkpoint.start import Start, check_records, decide_start, plan_start
+from torchtitan_dp.checkpoint.start import Start, check_records, decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import load_config
@@ -89,7 +90,7 @@ class DPTrainer(Trainer):
     clipped_sum_type: type[ClippedSum] = ClippedSum  # audits plant canaries in theirs
     _next_draw: Draw | None
 
-    def __init__(self, job_config: JobConfig) -> None:
+    def __init__(self, job_config: JobConfig, decide: Callable[[], Start]) -> None:
         # TorchTitan would demand a multiple of MBS x dp; ours is an expectation.
         expected_batch_size = job_config.training.global_batch_size
         job_config.training.global_batch_size = -1
@@ -100,7 +101,7 @@ class DPTrainer(Trainer):
         self.average = ema_of(job_config, model)
         if job_config.validation.enable:
             self.validator.compare(self.average)
-        start = decide_start(job_config)  # by now rank 0 holds the folder's lock
+        start = decide()
         self.checkpointer = Checkpointer(self, start, origin(job_config), self.average)
         self.stop = StopRequest()
 
@@ -351,9 +352,14 @@ class DPTrainer(Trainer):
         return self.account.publish(self.job_config.job.dump_folder)
 
 
-def build_trainer(config: JobConfig) -> DPTrainer | BaselineTrainer:
-    """Build the trainer that `config` asks for: with privacy, or TorchTitan's own, the baseline."""
-    return DPTrainer(config) if config.privacy.enable else BaselineTrainer(config)
+def build_trainer(config: JobConfig, decide: Callable[[], Start]) -> DPTrainer | BaselineTrainer:
+    """Build the trainer of `config`: with privacy, or TorchTitan's own, the baseline.
+
+    Args:
+        decide: from `checkpoint.start.decision`.
+    """
+    trainer = DPTrainer if config.privacy.enable else BaselineTrainer
+    return trainer(config, decide)
 
 
 @record
@@ -377,10 +383,12 @@ def main(argv: list[str]) -> None:
         # Held by the kernel until this process ends.
         lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
     logger.info(describe(config, shape(config)))
-    register(config, open_records)
+    decide = decision(config)
+    # Without privacy nothing would find a weight that was neither drawn nor loaded.
+    register(config, open_records, decide if config.privacy.enable else None)
     # Not TorchTitan's: in checkpoint/ it would be taken for one to resume from.
     exports, config.checkpoint.last_save_in_hf = config.checkpoint.last_save_in_hf, False
-    trainer = build_trainer(config)
+    trainer = build_trainer(config, decide)
     try:
         trainer.train()
         if exports and trainer.step == config.training.steps:  # not where it was stopped

@@ -1,7 +1,8 @@
-"""The TrainSpecs: which of TorchTitan's parts are ours, under the names of the families."""
+"""The TrainSpecs: TorchTitan's parts and ours, under the names of the families."""
 
 import contextlib
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torchtitan.components.optimizer import build_optimizers
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
+from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.data.batching import RecordLoader
@@ -48,8 +50,16 @@ class OpenOnce:
         return self._records
 
 
+def build_model(family: Family, decide: Callable[[], Start] | None, args: Any) -> Any:
+    """Build a model that draws only the weights which its start does not load."""
+    if decide is not None:
+        start = decide()
+        args.draw_weights, args.draw_adapters = not start.loads, not start.resumes
+    return family.model(args)
+
+
 def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> SampleStore:
-    """Build samples as `[data]` asks for them."""
+    """Build the samples of `[data]`."""
     how = build_reading(config, tokenizer)
     data = config.data
     assert data.unit_sampling != "auto"  # resolved at load
@@ -92,7 +102,7 @@ def build_loader(
 def build_feed(
     loader: RecordLoader, config: JobConfig, parallel_dims: ParallelDims, device: torch.device
 ) -> Feed:
-    """Build what steps are fed from `loader`, on this rank."""
+    """Build the feed of this rank's steps from `loader`."""
     group = ContextGroup.over(parallel_dims.get_optional_mesh("cp"))
     return Feed(loader, ladder(config), device, group)
 
@@ -131,25 +141,35 @@ def build_validator(
     return HeldOutValidator(loader, job_config, parallel_dims, amp, metrics_processor)
 
 
-def register(config: JobConfig | None = None, open_records: OpenOnce | None = None) -> None:
-    """Make the names of all families mean our specs, in this process. Call it once.
+def register(
+    config: JobConfig | None = None,
+    open_records: OpenOnce | None = None,
+    decide: Callable[[], Start] | None = None,
+) -> None:
+    """Register our specs under the names of all families, in this process. Call it once.
 
     Args:
-        config: the run's, whose flavor then has the shape that `hugging_face.shape` reads for it.
-        open_records: that may have them open already.
+        config: the run's; its flavor then has the shape of `hugging_face.shape`.
+        open_records: with the records open already, or not.
+        decide: the decision how the run starts; by default weights are drawn, loaded or not.
     """
     open_records = open_records or OpenOnce()
     for name, family in FAMILIES.items():
         flavors = dict(family.flavors)
         if config is not None and config.model.name == name:
             flavors[config.model.flavor] = shape(config)
-        register_train_spec(name, _spec(family, flavors, open_records))
+        register_train_spec(name, _spec(family, flavors, open_records, decide))
 
 
-def _spec(family: Family, flavors: dict[str, ModelArgs], open_records: OpenOnce) -> TrainSpec:
+def _spec(
+    family: Family,
+    flavors: dict[str, ModelArgs],
+    open_records: OpenOnce,
+    decide: Callable[[], Start] | None,
+) -> TrainSpec:
     """Build a family's spec."""
     return TrainSpec(
-        model_cls=family.model,  # type: ignore[arg-type]
+        model_cls=functools.partial(build_model, family, decide),  # type: ignore[arg-type]
         model_args=flavors,  # type: ignore[arg-type]
         parallelize_fn=family.parallelize,
         pipelining_fn=None,

@@ -113,6 +113,7 @@ def _build(arm: Arm, setting: Setting, folder: str) -> Step:
     from torchtitan_dp.config.load import load_config  # first: lets TorchTitan import without a GPU
 
     # isort: split
+    from torchtitan_dp.checkpoint.start import decision
     from torchtitan_dp.train import build_trainer
 
     config = load_config(setting.arguments(arm, folder), setting.devices)
@@ -121,7 +122,7 @@ def _build(arm: Arm, setting: Setting, folder: str) -> Step:
         from .opacus_arms import OpacusTrainer
 
         return OpacusTrainer(config, arm.opacus).train_step  # type: ignore[arg-type]
-    trainer = build_trainer(config)
+    trainer = build_trainer(config, decision(config))
     loader = trainer.batch_generator(trainer.dataloader)
     return functools.partial(_train_step, trainer, loader)
 

@@ -322,9 +322,9 @@ def test_row20_only_without_privacy_is_the_shuffling_trainer_built(monkeypatch, 
     from torchtitan_dp import train
 
     for name in ("DPTrainer", "BaselineTrainer"):
-        monkeypatch.setattr(train, name, lambda config, name=name: SimpleNamespace(name=name))
+        monkeypatch.setattr(train, name, lambda *_, name=name: SimpleNamespace(name=name))
     config = build.config(*([] if private else ["--privacy.no-enable"]))
-    built = train.build_trainer(config)
+    built = train.build_trainer(config, MagicMock())
     assert built.name == ("DPTrainer" if private else "BaselineTrainer")
 
 
@@ -367,7 +367,7 @@ def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact)
     method = SimpleNamespace(build=MagicMock())
     monkeypatch.setattr(step, "METHODS", {"microbatch": method})
     options = ["--privacy.exact_sum"] if exact else []
-    trainer = train.DPTrainer(build.config("--privacy.secure_noise", *options))
+    trainer = train.DPTrainer(build.config("--privacy.secure_noise", *options), MagicMock())
     expected = FixedPointSum(unit(SETTINGS.max_grad_norm, 8)) if exact else FloatSum(True)
     assert trainer.clipped_sum._summation == expected
     assert step.DPOptimizer.call_args.kwargs["summation"] == expected

@@ -19,11 +19,11 @@ from tests.processes.runs import (
     with_sigma,
     write_records,
 )
-from torchtitan_dp.checkpoint.adapters import is_adapter
 from torchtitan_dp.checkpoint.average import average_name
 from torchtitan_dp.config.saved import read_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama
+from torchtitan_dp.models.lora import is_adapter
 from torchtitan_dp.plan.__main__ import main as plan
 from torchtitan_dp.release.__main__ import main as release
 

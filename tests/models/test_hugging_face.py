@@ -21,16 +21,18 @@ from tests.models.hugging_face import (
     transformers_logits,
     write_llama,
 )
-from torchtitan_dp.checkpoint.start import decide_start
+from torchtitan_dp.checkpoint.start import decide_start, decision
 from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
-from torchtitan_dp.models.families import on_meta, parameter_count
+from torchtitan_dp.models.families import FAMILIES, on_meta, parameter_count
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.models.hugging_face_weights import check_files, export
+from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
 from torchtitan_dp.models.llama3.config_json import feed_forward_size
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.parameters import require_loaded
+from torchtitan_dp.preflight.model_files import check_files
+from torchtitan_dp.train_spec import build_model
 
 HEADER = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
 COMMON = {
@@ -383,7 +385,7 @@ def test_weights_are_drawn_unless_they_are_loaded(given_llama, tmp_path):
     for settings in (config(f"--job.dump_folder={tmp_path}"), given(given_llama)):
         args = shape(settings)
         args.update_from_config(settings)
-        initialized.append(Llama(args))
+        initialized.append(build_model(FAMILIES["llama3"], decision(settings), args))
         initialized[-1].init_weights()
     drawn, to_be_loaded = initialized
     require_loaded(drawn)

@@ -11,7 +11,7 @@ import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
 from torchtitan_dp.models.families import on_meta
-from torchtitan_dp.models.llama3.model import FLAVORS, Llama, _drawn
+from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.parameters import in_threads
 
 
@@ -41,7 +41,7 @@ def test_weights_are_those_of_one_draw_after_the_other(monkeypatch):
     model = Llama(args)
     model.init_weights()
     for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, _drawn(name, parameter.shape, args)), name
+        assert torch.equal(parameter, model._drawn(name, parameter.shape)), name
     assert model.layers["0"].attention.wq.weight.requires_grad
 
 

@@ -12,14 +12,13 @@ from tests.models.check import mistake
 from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.checkpoint.adapters import is_adapter
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import on_meta, without_lora
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
-from torchtitan_dp.models.lora import LoRA, LoRALinear
+from torchtitan_dp.models.lora import LoRA, LoRALinear, is_adapter
 from torchtitan_dp.models.parameters import trainable_parameters
 
 ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")

@@ -57,7 +57,7 @@ def start(argv: list[str], cache: str) -> str:
     class BuiltError(Exception):
         pass
 
-    def build(config: object) -> None:
+    def build(*_: object) -> None:
         raise BuiltError
 
     train.build_trainer = build  # type: ignore[assignment]

@@ -60,15 +60,17 @@ def start(argv: list[str], trainer_type: Any = None, *arguments: Any) -> Any:
     import torch.distributed as dist
     from torchtitan.protocols import train_spec
 
+    from torchtitan_dp.checkpoint.start import decision
     from torchtitan_dp.config.load import load_config
     from torchtitan_dp.train import DPTrainer
     from torchtitan_dp.train_spec import register
 
     config = load_config(argv, dist.get_world_size())
     train_spec._extra_train_specs.pop("llama3", None)
-    register(config)
+    decide = decision(config)
+    register(config, decide=decide)
     os.makedirs(config.job.dump_folder, exist_ok=True)
-    return (trainer_type or DPTrainer)(config, *arguments)
+    return (trainer_type or DPTrainer)(config, decide, *arguments)
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:

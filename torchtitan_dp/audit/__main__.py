@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from torchtitan_dp.audit import report
 from torchtitan_dp.audit.game import Game, cases
 from torchtitan_dp.audit.one_run import CanaryAudit, audit
 from torchtitan_dp.checkpoint.plan import Plan
-from torchtitan_dp.checkpoint.start import decide_start, plan_start
+from torchtitan_dp.checkpoint.start import Start, decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
@@ -38,10 +39,10 @@ from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps, Settings
 from torchtitan_dp.ledger.files import read_published_fields
-from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs, trained_count
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.preflight.check import open_records
+from torchtitan_dp.preflight.model import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import expected_mu
@@ -188,11 +189,12 @@ def main(argv: list[str]) -> None:
                 "gradient, which never exists here; audit it with --instrument game, or set "
                 "another method"
             )
-        args = check_model(config, decide_start(config))
         if options.instrument == "canaries":
             prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")
+        decide = decision(config)
+        args = check_model(config, decide())
         records = open_records(config)
-        plan = plan_start(config, len(records.train), decide_start(config), None)
+        plan = plan_start(config, len(records.train), decide(), None)
         if plan.settings.mechanism.noise_multiplier == 0:
             raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
         check_power(options, args, plan.settings)
@@ -201,7 +203,7 @@ def main(argv: list[str]) -> None:
         root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
         result = play_game(config, plan, root, trials=options.trials, confidence=options.confidence)
     else:
-        canaries = train_with_canaries(options, config)
+        canaries = train_with_canaries(options, config, decide)
         result = canaries.result
     if dist.get_rank() == 0:
         if options.instrument == "canaries":
@@ -258,16 +260,22 @@ def play_game(
     )
 
 
-def train_with_canaries(options: argparse.Namespace, config: JobConfig) -> CanaryAudit:
+def train_with_canaries(
+    options: argparse.Namespace, config: JobConfig, decide: Callable[[], Start]
+) -> CanaryAudit:
     """Run the canary audit in its own folder, locked. Collective over the world."""
-    register(config)
+    register(config, decide=decide)
     lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
     level = logger.level
     logger.setLevel(logging.ERROR)  # no warning that the process group exists already
     try:
         guesses = round(options.guesses * options.canaries)
         return audit(
-            config, canaries=options.canaries, guesses=guesses, confidence=options.confidence
+            config,
+            decide,
+            canaries=options.canaries,
+            guesses=guesses,
+            confidence=options.confidence,
         )
     finally:
         logger.setLevel(level)

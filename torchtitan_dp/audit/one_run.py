@@ -14,6 +14,7 @@ Guarantee:
 import json
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,7 @@ from torchtitan_dp.audit.canaries import (
     ScoreKeeper,
     draw_coins,
 )
+from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.feed import Feed
@@ -54,8 +56,8 @@ class AuditTrainer(DPTrainer):
     clipped_sum_type = CanarySum
     clipped_sum: CanarySum
 
-    def __init__(self, job_config: JobConfig, canaries: int) -> None:
-        super().__init__(job_config)
+    def __init__(self, job_config: JobConfig, decide: Callable[[], Start], canaries: int) -> None:
+        super().__init__(job_config, decide)
         self.ledger.mark_audited(canaries)
         loader, dims = self.dataloader, self.parallel_dims
         samples = CanarySamples(loader.samples, job_config.data)
@@ -117,16 +119,24 @@ def guess(scores: np.ndarray, guesses: int) -> np.ndarray:
     return guessed
 
 
-def audit(config: JobConfig, *, canaries: int, guesses: int, confidence: float) -> CanaryAudit:
+def audit(
+    config: JobConfig,
+    decide: Callable[[], Start],
+    *,
+    canaries: int,
+    guesses: int,
+    confidence: float,
+) -> CanaryAudit:
     """Train once on the configuration's records and `canaries` canaries, and guess.
 
     Args:
         config: checked; its dump folder is the audit's own.
+        decide: from `checkpoint.start.decision`.
         guesses: the number of canaries to guess, fixed before training.
 
     Collective over the world; all ranks return the same.
     """
-    trainer = AuditTrainer(config, canaries)
+    trainer = AuditTrainer(config, decide, canaries)
     try:
         trainer.train()
         scores = trainer.scores()

@@ -7,12 +7,10 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.stateful import Stateful
 
 from torchtitan_dp.checkpoint import safe_load
+from torchtitan_dp.models.ema import WEIGHTS
 
 AVERAGE = "ema"
 """The state of the average, beside TorchTitan's own states."""
-
-WEIGHTS = "weights"
-"""Its part with one average a trained parameter, by the parameter's name."""
 
 DECAY = f"{AVERAGE}.decays"
 """The state of `ema.decay`: [[decay, 1]] as JSON, the form in which version 0.1.0 wrote it."""

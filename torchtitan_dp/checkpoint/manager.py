@@ -12,7 +12,6 @@ from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.checkpoint.adapters import has_adapters, without_adapters
 from torchtitan_dp.checkpoint.average import AVERAGE, DECAY, has_average, states_to_save
 from torchtitan_dp.checkpoint.folder import (
     damaged_entry,
@@ -24,7 +23,14 @@ from torchtitan_dp.checkpoint.folder import (
     set_aside,
     step_folder,
 )
-from torchtitan_dp.checkpoint.start import Start, Weights, own_checkpoint, refuse_another_decay
+from torchtitan_dp.checkpoint.start import (
+    Start,
+    Weights,
+    has_adapters,
+    own_checkpoint,
+    refuse_another_decay,
+)
+from torchtitan_dp.models.lora import without_adapters
 from torchtitan_dp.process import Fault, mistakes_as_faults
 
 

@@ -1,26 +1,25 @@
-"""The one decision of how a run starts: its weights are drawn, initial ones, or its own again.
+"""The decision how a run starts: from drawn weights, initial ones, or its own checkpoint.
 
-The model check, the plan and the checkpoint manager all go by it. It is made from what a single
-process sees in a moment, which are names and sizes of files. At the load all ranks read the
-checkpoint's entries; where they find one damaged, `manager.Checkpointer` sets that checkpoint aside
-and revises the decision to the newest one that is whole.
+The model check, the plan and the checkpoint manager depend on it. A process decides by the names
+and sizes of files alone. At the load all ranks read the checkpoint's entries; if one is damaged,
+`manager.Checkpointer` sets that checkpoint aside and revises the decision to the newest whole one.
 
 Guarantee:
-    Weights never come without what is known of their past: those of this run with the ledger in
-    their checkpoint, those of another with the ledger in it or beside it. Where none is found, that
-    is said, and `checkpoint.initial` refuses them unless the user answers for them.
+    Weights always come with their past: this run's with the ledger in their checkpoint, another
+    run's with the ledger in it or beside it. Weights without a ledger are reported, and refused by
+    `checkpoint.initial` unless the user answers for them.
 """
 
 import enum
 import functools
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
-from torchtitan_dp.checkpoint.adapters import has_adapters, without_adapters
+from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.average import read_decay
 from torchtitan_dp.checkpoint.folder import (
     checkpoint_folder,
@@ -36,11 +35,13 @@ from torchtitan_dp.checkpoint.initial import InitialWeights, ledger_beside
 from torchtitan_dp.checkpoint.plan import Plan, make_plan
 from torchtitan_dp.checkpoint.safe_load import METADATA_FILE
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.weights import weights_folder
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, check_fingerprint
+from torchtitan_dp.models.lora import is_adapter, without_adapters
 
 
 class Weights(enum.Enum):
-    """Say where the weights of a start come from."""
+    """The source of a start's weights."""
 
     DRAWN = "drawn from debug.seed"
     INITIAL_DCP = "a checkpoint of TorchTitan that the configuration names"
@@ -50,29 +51,28 @@ class Weights(enum.Enum):
 
 @dataclass(frozen=True)
 class Start:
-    """Say how a run starts, and find the ledger that its weights come with."""
+    """How a run starts, with the ledger of its weights."""
 
     weights: Weights = Weights.DRAWN
-    place: str = ""  # the folder that they are read from
-    key: str = ""  # of the configuration, which names it
+    place: str = ""  # their folder
+    key: str = ""  # of the configuration, with that folder
     step: int = 0  # of this run's own checkpoint
 
     @property
     def resumes(self) -> bool:
-        """Tell whether the run goes on from a checkpoint of its own."""
+        """Whether the run continues from a checkpoint of its own."""
         return self.weights is Weights.OWN
 
     @property
     def loads(self) -> bool:
-        """Tell whether all weights are read from files (initial ones may lack adapters of LoRA)."""
+        """Whether all weights are read from files (initial ones may lack adapters of LoRA)."""
         return self.weights is not Weights.DRAWN
 
     @functools.cached_property
     def resumed(self) -> Ledger | None:
-        """Return the ledger of this run's own weights.
+        """The ledger of this run's own weights.
 
-        It is None where there are none, and where their checkpoint cannot be read, which the load
-        finds out.
+        None if there are none, or if their checkpoint cannot be read, which the load detects.
         """
         if not self.resumes:
             return None
@@ -84,7 +84,7 @@ class Start:
 
     @functools.cached_property
     def initial(self) -> InitialWeights | None:
-        """Return the weights of another run, with their ledger; None where none are loaded.
+        """The weights of another run, with their ledger; None if none are loaded.
 
         Raises:
             ValueError: a ledger is there, and cannot be read.
@@ -98,10 +98,10 @@ class Start:
 
 
 def decide_start(config: JobConfig) -> Start:
-    """Decide how a run starts, from what lies in its folder and from the configuration.
+    """Decide how a run starts, by its folder and the configuration.
 
-    A checkpoint of its own comes first: the newest whose files have their sizes, or, where all are
-    damaged, the newest, for `check_start` or the load to refuse.
+    A checkpoint of its own comes first: the newest whose files have their sizes or, if all are
+    damaged, the newest, which `check_start` or the load refuses.
     """
     if not config.checkpoint.enable:
         return Start()
@@ -116,26 +116,40 @@ def decide_start(config: JobConfig) -> Start:
     return Start()
 
 
+def decision(config: JobConfig) -> Callable[[], Start]:
+    """Return a function that decides how a run starts, once, at its first call.
+
+    That call comes with the model, after the process group's start, when rank 0 holds the folder's
+    lock: no other run changes the folder any more.
+    """
+    return functools.cache(functools.partial(decide_start, config))
+
+
 def own_checkpoint(folder: str, step: int) -> Start:
-    """Return the start that goes on from this run's checkpoint of a step."""
+    """Return the start from this run's checkpoint of a step."""
     return Start(Weights.OWN, step_folder(folder, step), "checkpoint.folder", step)
 
 
-def weights_folder(config: JobConfig) -> tuple[str, str]:
-    """Return where initial weights lie, if any are loaded, and the key that says so."""
-    if config.checkpoint.initial_load_path:
-        return config.checkpoint.initial_load_path, "checkpoint.initial_load_path"
-    return config.model.hf_assets_path, "model.hf_assets_path"
+def has_adapters(step: str) -> bool:
+    """Return whether an initial checkpoint has adapters; they stay as drawn if it has none.
+
+    Args:
+        step: the checkpoint's own folder.
+
+    Raises:
+        ValueError: its metadata is damaged.
+    """
+    return any(map(is_adapter, safe_load.shapes(safe_load.read_metadata(step))))
 
 
 def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: str) -> None:
-    """Refuse a checkpoint that cannot be loaded, as far as a plain process can tell in a moment.
+    """Refuse a checkpoint that cannot be loaded, as far as one process sees in a moment.
 
     Args:
         start: one that loads a checkpoint, this run's own or an initial one.
         state_dict: the model's parameters; on `meta` will do. An initial checkpoint may lack all
             adapters of LoRA, which are then drawn.
-        origin: what decides the model's shape, for the message.
+        origin: the source of the model's shape, for the message.
 
     Raises:
         ValueError: one line; the checkpoint is damaged, is none, or is of another model.
@@ -179,11 +193,11 @@ def refuse_another_decay(config: JobConfig, start: Start) -> None:
 
 
 def plan_start(config: JobConfig, units: int, start: Start, account: Ledger | None) -> Plan:
-    """Plan what a run spends that starts like this.
+    """Plan the privacy budget of a run with this start.
 
     Args:
         units: number of training units.
-        account: what already ran in its folder, as `checkpoint.plan.earlier_ledger` returns it.
+        account: of the earlier runs in its folder (`checkpoint.plan.earlier_ledger`).
 
     Raises:
         ValueError: one line for the user.
@@ -197,9 +211,9 @@ def plan_start(config: JobConfig, units: int, start: Start, account: Ledger | No
 def check_records(folder: str, fingerprint: str, settings: Mapping[str, object]) -> None:
     """Refuse other records than those of this folder's run, if it has begun a step or saved one.
 
-    A start that failed before the first update binds the folder to nothing: nothing was made of
-    its records. `steps_executed.log` has each update's line before it is made, and the fingerprint
-    is written before that, so that what is bound has one.
+    A start that failed before the first update binds the folder to nothing, since no output
+    depends on its records. `steps_executed.log` has a line of each update before it is made, and
+    the fingerprint is written earlier still.
 
     Args:
         fingerprint, settings: as in `ledger.check_fingerprint`.
@@ -214,9 +228,9 @@ def check_records(folder: str, fingerprint: str, settings: Mapping[str, object])
 
 
 def _refuse_to_leave_checkpoints(config: JobConfig, start: Start) -> None:
-    """Raise ValueError if a run does not go on from the checkpoints that its folder holds.
+    """Raise ValueError if a run would not continue from the checkpoints in its folder.
 
-    `privacy.json` speaks for all of them, so that weights must go on from them.
+    `privacy.json` covers all of them, so its weights must come from them.
     """
     held = checkpoint_folders(config.job.dump_folder)
     if not held or start.resumes:

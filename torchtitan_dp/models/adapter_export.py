@@ -10,9 +10,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from torchtitan_dp.checkpoint.adapters import is_adapter
 from torchtitan_dp.models.families import ModelArgs, family_of
-from torchtitan_dp.models.lora import LoRA, merged
+from torchtitan_dp.models.lora import LoRA, is_adapter, merged
 
 ADAPTER_CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"

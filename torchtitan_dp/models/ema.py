@@ -1,14 +1,13 @@
-"""The exponential moving average of weights (`[ema]`), as De et al. (2022) take it under DP.
+"""The exponential moving average of weights (`[ema]`), after De et al. (2022).
 
-A step's weights carry the noise of that step; an average over many steps carries less of it, and
-costs no privacy ("Unlocking High-Accuracy Differentially Private Image Classification through
+An average over many steps has less noise than each step's weights, and costs no privacy
+("Unlocking High-Accuracy Differentially Private Image Classification through
 Scale", arXiv:2204.13650).
 
 Guarantee:
-    The average is a function of the weights after each step, of those that the run began with, and
-    of the configuration, so it is post-processing: what epsilon says of all weights together, the
-    accountants being those of every step's release, it says of them with their averages. Nothing
-    else is read here: no gradient, no sum, no sample. It rests on `update` being called after the
+    The average is a function of the weights after each step, the run's first weights and the
+    configuration, so it is post-processing: epsilon covers every step's weights, and so their
+    averages. No gradient, sum or sample is read here. Assumes that `update` is called after the
     optimizer's step, when weights are noised.
 """
 
@@ -19,13 +18,15 @@ from typing import Any
 import torch
 import torch.nn as nn
 
-from torchtitan_dp.checkpoint.average import WEIGHTS
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.parameters import local_part, trainable_parameters
 
+WEIGHTS = "weights"
+"""The part of the state with one average for each trained parameter, by the parameter's name."""
+
 
 class WeightAverage:
-    """Averages parameters over steps, each rank its own shards, in fp32.
+    """The average of parameters over steps; each rank has its own shards, in fp32.
 
     The average a follows the weights w by a = d a + (1 - d) w, with d = min(decay, (1 + t) /
     (10 + t)) at an update that t others came before: until `decay` is reached, it reaches back over
@@ -63,7 +64,7 @@ class WeightAverage:
 
     @contextlib.contextmanager
     def in_place_of_weights(self) -> Iterator[None]:
-        """Have the model hold the averages, and give it its weights back bit by bit.
+        """Swap the averages into the model, and its weights back bit by bit at the end.
 
         Weights that FSDP2 has gathered must have been freed before, and within. It takes the memory
         of the largest parameter's shard.
@@ -75,12 +76,12 @@ class WeightAverage:
             self._swap()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint holds of it; tensors are its own, to be read or loaded into."""
+        """Return its state for a checkpoint; tensors are its own, to be read or loaded into."""
         assert not self._swapped, "the model holds averages, not weights"
         return {WEIGHTS: dict(self._averages), "updates": self.updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on with what `state_dict` returned, into whose tensors a checkpoint was read."""
+        """Continue from a result of `state_dict` whose tensors a checkpoint was read into."""
         assert all(state_dict[WEIGHTS][name] is own for name, own in self._averages.items())
         self.updates = state_dict["updates"]
 
@@ -98,7 +99,7 @@ class WeightAverage:
 
 
 def ema_of(config: JobConfig, model: nn.Module) -> WeightAverage | None:
-    """Return the average that `[ema]` asks for, of all that is trained; None if it is off."""
+    """Build the average of all trained parameters; None without `[ema]`."""
     if not config.ema.enable:
         return None
     return WeightAverage(trainable_parameters(model), config.ema.decay)

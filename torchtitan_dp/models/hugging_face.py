@@ -1,9 +1,8 @@
-"""A Hugging Face folder's `config.json`: where it is, what model it describes, what one is saved.
+"""The shape of the model: from a Hugging Face folder's `config.json`, or a flavor.
 
-`shape(config)` says what model a configuration trains: the one that `config.json` describes, where
-the folder of `model.hf_assets_path` (or of Hugging Face weights to start from) has one, else that
-of `model.flavor`; with the adapters of `[lora]`, if there are any. What our models cannot compute
-is refused, in one line.
+`config.json` counts if the folder of `model.hf_assets_path` (or of Hugging Face weights to start
+from) has one, else `model.flavor`; with the adapters of `[lora]`. A model that ours cannot compute
+is refused in one line.
 """
 
 import copy
@@ -11,9 +10,8 @@ import json
 import os
 from typing import Any
 
-from torchtitan_dp.checkpoint.start import weights_folder
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.lora import trained
+from torchtitan_dp.config.weights import trained, weights_folder
 from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 from torchtitan_dp.models.families import (
     FAMILIES,
@@ -28,8 +26,7 @@ CONFIG_FILE = "config.json"
 
 
 def config_file(config: JobConfig) -> tuple[str, str] | None:
-    """Return the `config.json` that decides the shape, and the key that names its folder; or
-    None."""
+    """Find the `config.json` with the shape, and the key of its folder; None if there is none."""
     folders = [(config.model.hf_assets_path, "model.hf_assets_path")]
     if config.checkpoint.initial_load_in_hf:
         folders.append(weights_folder(config))
@@ -45,7 +42,7 @@ def shape(config: JobConfig) -> ModelArgs:
 
     Raises:
         ValueError: one line for the user; the flavor is unknown, or `config.json` is broken or
-            describes what our models cannot compute.
+            describes a model that ours cannot compute.
     """
     args = _given_shape(config)
     args.lora = lora_of(config)
@@ -89,7 +86,7 @@ def _refuse_another_model(
 
 
 def read_settings(path: str, key: str) -> dict[str, Any]:
-    """Read what a `config.json` says; raise ValueError if it is not a JSON object."""
+    """Read a `config.json`; raise ValueError if it is not a JSON object."""
     try:
         with open(path, encoding="utf-8") as file:
             settings = json.load(file)
@@ -101,14 +98,14 @@ def read_settings(path: str, key: str) -> dict[str, Any]:
 
 
 def origin(config: JobConfig) -> str:
-    """Say what decides the shape, for messages."""
+    """Name the source of the shape, for messages."""
     source = config_file(config)
     given = f"model.flavor = '{config.model.flavor}'" if source is None else source[0]
     return f"{given} with lora.rank = {config.lora.rank}" if config.lora.rank else given
 
 
 def describe(config: JobConfig, args: ModelArgs) -> str:
-    """Tell people what the model is, where its shape comes from and where its weights do."""
+    """Describe the model, the source of its shape and that of its weights, for the console."""
     of_these = f"{trained_count(args):,} trained: {trained(config)}; " if args.lora else ""
     tied = ", tied embeddings" if args.tie_embeddings else ""
     if config.checkpoint.initial_load_in_hf:

@@ -4,27 +4,42 @@ A target's y = x W^T becomes x W^T + (alpha / r) (x A^T) B^T, with A (r, in) and
 drawn and B is 0, so that training starts from the model as it was given.
 
 Guarantee:
-    Only factors are trained. They are `nn.Linear`s of their own, so that whatever holds of a linear
-    layer's per-sample gradient, clipping and noise holds of them; what is frozen has no gradient,
-    no place in the sum and no optimizer state. Frozen weights are what a start drew or loaded:
-    public, or with the ledger that they came with.
+    Only factors are trained. They are `nn.Linear`s of their own, so they are clipped and noised
+    like any linear layer. A frozen weight has no gradient, no place in the sum and no optimizer
+    state. Frozen weights are those of the start: public, or with a ledger of their own.
 """
 
 import math
 import zlib
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.nn as nn
 
-from torchtitan_dp.checkpoint.adapters import FACTORS, is_adapter
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
+
+FACTORS = ("lora_a", "lora_b")
+"""The modules of the factors A and B, beside the weight of the layer that they adapt."""
+
+_Value = TypeVar("_Value")
+
+
+def is_adapter(name: str) -> bool:
+    """Return whether a parameter is a factor of LoRA."""
+    return name.split(".")[-2:-1] in ([factor] for factor in FACTORS)
+
+
+def without_adapters(state_dict: Mapping[str, _Value]) -> dict[str, _Value]:
+    """Return the model that adapters are beside, without LoRA's factors."""
+    return {name: value for name, value in state_dict.items() if not is_adapter(name)}
 
 
 @dataclass(frozen=True)
 class LoRA:
-    """States which layers of a model have factors, and of which size."""
+    """The layers of a model that have factors, and these factors' size."""
 
     rank: int
     alpha: float
@@ -32,18 +47,18 @@ class LoRA:
 
     @property
     def scaling(self) -> float:
-        """Return what the factors' product is multiplied by."""
+        """The factor of the factors' product."""
         return self.alpha / self.rank
 
 
 def lora_of(config: JobConfig) -> LoRA | None:
-    """Return what `[lora]` asks for; None if it is off."""
+    """Return the adapters of `[lora]`; None if it is off."""
     lora = config.lora
     return LoRA(lora.rank, lora.alpha, tuple(lora.targets)) if lora.rank else None
 
 
 class LoRALinear(nn.Linear):
-    """Wraps a linear layer, whose weight keeps its name, with two factors beside it."""
+    """A linear layer, whose weight keeps its name, with two factors beside it."""
 
     lora_a: nn.Linear
     lora_b: nn.Linear
@@ -81,8 +96,7 @@ _OF_PEFT = {
 def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
     """Put factors beside the targets in `blocks`, and freeze all else of `model`, in place.
 
-    Call it where the model is made: what counts, names, loads, lays out or predicts parameters then
-    finds them like any others.
+    Call it where the model is built, so that all other code finds factors like any parameters.
 
     Raises:
         ValueError: one line for the user; a target is no linear layer of the blocks.
@@ -116,10 +130,10 @@ def draw_factor_(whole: torch.Tensor, name: str, generator: torch.Generator) -> 
 
 
 def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have frozen parameters stored in the dtype of compute, in place; before `fully_shard`.
+    """Store frozen parameters in the dtype of compute, in place; before `fully_shard`.
 
-    FSDP2 casts what it gathers to that dtype anyway, so that nothing is computed otherwise; and
-    frozen weights have no updates that fp32 would keep. Trained parameters stay in fp32.
+    No result changes: FSDP2 casts gathered weights to that dtype, and frozen weights have no
+    updates that fp32 would keep. Trained parameters stay in fp32.
     """
     for parameter in model.parameters():
         if not parameter.requires_grad:
@@ -128,8 +142,7 @@ def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return the whole weight of a plain layer that computes what an adapted one does: fp32
-    (out, in).
+    """Return the whole weight, fp32 (out, in), of a plain layer equal to an adapted one.
 
     Args:
         weight: the frozen (out, in).
@@ -140,8 +153,10 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: floa
 
 @torch.no_grad()
 def fill_adapters(model: nn.Module, std: float = 0.02) -> None:
-    """Give each B values that follow from its name, in place, for checks of gradients: where B is
-    0, the gradient of A is 0 too. Much larger ones would make rounding matter more than it does."""
+    """Fill each B with values that depend on its name, in place, for checks of gradients.
+
+    Where B is 0, the gradient of A is 0 too; much larger values would exaggerate rounding.
+    """
     for name, parameter in model.named_parameters():
         if is_adapter(name) and f".{FACTORS[1]}." in name:
             seed = zlib.crc32(canonical_name(name).encode())

@@ -134,7 +134,7 @@ class Step:
         """Run forward and backward, clip, and add to the sum."""
         self.model.model_args.max_seq_len = seq_len
         with torch.no_grad(), torch.device("cpu"), self.tracker.labelled("activations"):
-            self.model.freqs_cis = self.model._precompute_freqs_cis()
+            self.model.compute_rotary()
         samples = self.gradients.batch_size or self.config.training.local_batch_size
         shape = (samples, seq_len)
         tokens_BT = torch.zeros(shape, dtype=torch.int64)

@@ -21,8 +21,8 @@ from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.samples.conversations import Reading, reading
 from torchtitan_dp.data.samples.excerpts import scan_undecodable
 from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs
+from torchtitan_dp.preflight.model import check_model
 
 _WHOLE = 2**62, 2**62  # more than a record's text can have, or cost
 

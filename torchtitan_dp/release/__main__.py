@@ -47,10 +47,10 @@ from torchtitan_dp.config.saved import read_config
 from torchtitan_dp.data.samples.tokenizer import byte_tokenizer_files
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.ledger.files import write_published
-from torchtitan_dp.models.check import check_model
 from torchtitan_dp.models.families import ModelArgs, on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.parameters import require_loaded
+from torchtitan_dp.preflight.model import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
 from torchtitan_dp.release.card import OWNER_ITEMS, model_card

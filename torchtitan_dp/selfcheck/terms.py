@@ -17,10 +17,10 @@ from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.lengths import ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.models.check import check_clipping
 from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.preflight.model import check_clipping
 from torchtitan_dp.privacy.clip_policy import patterns_in_use
 
 _VOCABULARY = 1009  # a prime, so that no mesh divides it

@@ -132,7 +132,7 @@ MUTANTS = [
     Mutant(
         7,
         "records see each other in the model",
-        "models/llama3/model.py",
+        "models/private.py",
         "        h_BTD = self.tok_embeddings(tokens)\n",
         "        h_BTD = self.tok_embeddings(tokens)\n"
         "        h_BTD = h_BTD + 1e-3 * h_BTD.mean(0, keepdim=True)\n",

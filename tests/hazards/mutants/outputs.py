@@ -40,7 +40,7 @@ MUTANTS = [
     Mutant(
         33,
         "a buffer learns from the data",
-        "models/llama3/model.py",
+        "models/private.py",
         "        h_BTD = self.tok_embeddings(tokens)\n",
         "        h_BTD = self.tok_embeddings(tokens)\n"
         "        self.freqs_cis.data = self.freqs_cis * (1 + 1e-6 * h_BTD.detach().abs().mean())\n",

@@ -5,24 +5,24 @@ from typing import Any
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torchtitan.models.llama3.model.state_dict_adapter import Llama3StateDictAdapter
 
-from torchtitan_dp.checkpoint.adapters import without_adapters
 from torchtitan_dp.models.llama3.model import LlamaArgs
+from torchtitan_dp.models.lora import without_adapters
 from torchtitan_dp.models.parameters import TIED_OUTPUT
 
 
 class HuggingFaceAdapter(Llama3StateDictAdapter):
-    """Extends TorchTitan's adapter to tied weights and to any number of ranks. Factors of LoRA are
-    in none of Hugging Face's files of a model: they are left out."""
+    """TorchTitan's adapter for tied weights too, and any number of ranks; without LoRA's factors,
+    which no file of a whole model has."""
 
     model_args: LlamaArgs
 
     def __init__(self, model_args: LlamaArgs, hf_assets_path: str | None) -> None:
-        super().__init__(model_args, None)  # an index would only tell it how to save
+        super().__init__(model_args, None)  # an index only matters for saving
         self.hf_assets_path = hf_assets_path or None
 
     def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Turn our names and head layout into Hugging Face's; a tied output layer is left out, and
-        so are LoRA's factors.
+        """Convert to Hugging Face's names and head layout, without a tied output layer and LoRA's
+        factors.
 
         Collective over the FSDP mesh, if its ranks do not divide the heads.
         """
@@ -36,8 +36,8 @@ class HuggingFaceAdapter(Llama3StateDictAdapter):
         )
 
     def from_hf(self, hf_state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Turn Hugging Face's names and layout into ours; a tied output layer is the embedding,
-        the same tensor."""
+        """Convert from Hugging Face's names and layout; a tied output layer is the same tensor as
+        the embedding."""
         state_dict = super().from_hf(hf_state_dict)
         if self.model_args.tie_embeddings and "tok_embeddings.weight" in state_dict:
             state_dict[TIED_OUTPUT] = state_dict["tok_embeddings.weight"]

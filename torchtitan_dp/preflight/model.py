@@ -1,4 +1,4 @@
-"""Whether the model, its files and its tokenizer fit together, found out before anything runs."""
+"""Checks that the model, its files and its tokenizer fit together, before anything runs."""
 
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
@@ -6,8 +6,8 @@ from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import origin, shape
-from torchtitan_dp.models.hugging_face_weights import check_files
 from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.preflight.model_files import check_files
 from torchtitan_dp.privacy.clip_policy import clip_policy
 
 
@@ -15,17 +15,16 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     """Return the shape of the model that a run trains.
 
     Args:
-        start: from `decide_start`, which says what is loaded into it.
+        start: from `decide_start`.
 
     Raises:
-        ValueError: one line for the user: it is none of ours, its files do not fit it, or its
-            tokenizer has ids that the vocabulary lacks (a record with one would end the run), or
-            no kernel of this machine has its attention, or it lacks what is to have adapters, or
-            its parameters are not those that
-            groups to clip are made of.
+        ValueError: one line for the user: the model is of no family; its files do not fit it; its
+            tokenizer has ids outside the vocabulary (a record with one would end the run); no
+            kernel of this machine computes its attention; it lacks a layer that is to have
+            adapters; or clipping groups do not divide its parameters.
     """
     args = shape(config)
-    on_meta(args)  # which refuses targets of adapters that it has not
+    on_meta(args)  # refuses unknown targets of adapters
     _check_attention(config, args)
     check_clipping(config, args)
     check_files(config, args, start)

@@ -1,0 +1,152 @@
+"""The parts of a model for private training that are the same in every family.
+
+A family has two classes, each with TorchTitan's own as the second base: arguments with
+`PrivateArgs`, a model with `PrivateModel`. All that it adds is in `initialize_` and `rotary_table`.
+"""
+
+import contextlib
+import functools
+import hashlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+from torch.distributed.tensor import DTensor
+
+from torchtitan_dp.models.lora import LoRA, add_adapters, draw_factor_, is_adapter, lora_of
+from torchtitan_dp.models.loss import per_sample_loss
+from torchtitan_dp.models.loss_head import LossHead
+from torchtitan_dp.models.parameters import canonical_name, copy_slice_, in_threads
+
+
+@dataclass
+class PrivateArgs:
+    """Arguments beside TorchTitan's: tied embeddings, adapters, and how weights are initialized."""
+
+    tie_embeddings: bool = False
+    lora: LoRA | None = None
+    init_seed: int = 0
+    draw_weights: bool = True
+    """Whether `init_weights` draws the weights. If not, they are about to be loaded (for 8B a draw
+    takes minutes), and are NaN until then, which `require_loaded` finds."""
+    draw_adapters: bool = True
+    """The same for the factors of `lora`, which initial weights may lack."""
+
+    def update_from_config(self, job_config, **kwargs) -> None:  # type: ignore[no-untyped-def]
+        super().update_from_config(job_config, **kwargs)  # type: ignore[misc]
+        self.init_seed = job_config.debug.seed or 0
+        self.lora = lora_of(job_config)
+
+    def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
+        """Return the number of parameters, and the FLOPs of a token as TorchTitan counts them,
+        without the gradients of frozen weights."""
+        parameters, flops = super().get_nparams_and_flops(model, seq_len)  # type: ignore[misc]
+        embeddings = {id(p) for p in model.tok_embeddings.parameters()}  # type: ignore[union-attr]
+        of_products = (p for p in model.parameters() if id(p) not in embeddings)
+        return parameters, flops - 2 * sum(p.numel() for p in of_products if not p.requires_grad)
+
+
+class PrivateModel(nn.Module):
+    """A decoder with per-sample losses, adapters, and initial weights that depend on no mesh.
+
+    TorchTitan's model, the second base, has `tok_embeddings`, `layers`, `norm` and `output`.
+    """
+
+    rotary_name: str
+    """The name of the buffer of rotary embeddings."""
+    model_args: Any
+    tok_embeddings: nn.Embedding
+    layers: Any  # the blocks, an nn.ModuleDict
+    norm: nn.Module
+    output: nn.Linear
+
+    def __init__(self, model_args: Any) -> None:
+        super().__init__(model_args)
+        self.model_args = model_args
+        # Wraps the call of a block, by the block's input.
+        self.around_block: Callable[[torch.Tensor], AbstractContextManager[None]] = lambda _: (
+            contextlib.nullcontext()
+        )
+        if model_args.tie_embeddings:
+            self.output.weight = self.tok_embeddings.weight
+        if model_args.lora is not None:
+            add_adapters(self, self.layers, model_args.lora)
+
+    def rotary_table(self) -> torch.Tensor:
+        """Compute the buffer of rotary embeddings, by position."""
+        raise NotImplementedError
+
+    def initialize_(self, whole: torch.Tensor, name: str, generator: torch.Generator) -> None:
+        """Draw the whole matrix of that name, in place, from its distribution."""
+        raise NotImplementedError
+
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        attention_masks: None = None,
+        positions: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        targets: torch.Tensor | None = None,
+    ) -> Any:
+        """Return logits (B, T, V); with labels and targets, their `models.loss.per_sample_loss`.
+
+        Args:
+            positions: int64 (1 or B, T), of this rank's tokens; the same for all samples.
+        """
+        if labels is None or targets is None:
+            return super().forward(tokens, attention_masks, positions)  # type: ignore[misc]
+        h_BTD = self.tok_embeddings(tokens)
+        # Gathered once for all layers: samples have the same positions.
+        rotary = getattr(self, self.rotary_name)
+        rotary = rotary if positions is None else rotary[positions[0]]
+        for layer in self.layers.values():
+            with self.around_block(h_BTD):
+                h_BTD = layer(h_BTD, rotary, attention_masks)
+        h_BTD = self.norm(h_BTD)
+        if isinstance(self.output, LossHead):
+            return self.output(h_BTD, labels, targets)
+        return per_sample_loss(self.output(h_BTD), labels, targets)
+
+    def compute_rotary(self, device: torch.device | None = None) -> None:
+        """Set the buffer of rotary embeddings, on its own device by default."""
+        with torch.device(device or getattr(self, self.rotary_name).device):
+            setattr(self, self.rotary_name, self.rotary_table())
+
+    @torch.no_grad()
+    def init_weights(self, buffer_device: torch.device | None = None) -> None:
+        """Set each parameter to its slice of a whole drawn from (`debug.seed`, its name) alone.
+
+        The distributions are TorchTitan's. Each whole parameter is drawn on the CPU, one at a
+        time and thread, so the result is bit-identical on every mesh and rank.
+        """
+        self.compute_rotary(buffer_device)
+        args, drawn = self.model_args, {}
+        if args.tie_embeddings and not isinstance(self.output.weight, DTensor):
+            # Without FSDP2, `to_empty` has made two of one: then an export would lack the second.
+            self.output.weight = self.tok_embeddings.weight
+        for name, parameter in self.named_parameters():
+            if args.draw_adapters if is_adapter(name) else args.draw_weights:
+                drawn[canonical_name(name)] = parameter
+            else:
+                parameter.fill_(torch.nan)
+        draws = [functools.partial(self._drawn, name, p.shape) for name, p in drawn.items()]
+        for parameter, whole in zip(drawn.values(), in_threads(draws), strict=True):
+            copy_slice_(parameter, whole)
+
+    @torch.no_grad()  # which a thread does not inherit
+    def _drawn(self, name: str, shape: torch.Size) -> torch.Tensor:
+        """Draw the whole parameter of that name, fp32 on the CPU, from a generator of its own."""
+        whole = torch.empty(shape, dtype=torch.float32, device="cpu")
+        digest = hashlib.sha256(f"{self.model_args.init_seed}/{name}".encode()).digest()
+        seed = int.from_bytes(digest[:4], "big")  # 32 bits suffice: initial weights are public
+        generator = torch.Generator().manual_seed(seed)
+        if is_adapter(name):
+            draw_factor_(whole, name, generator)
+        elif "norm" in name:
+            whole.fill_(1.0)
+        else:
+            self.initialize_(whole, name, generator)
+        return whole
