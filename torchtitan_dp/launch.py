@@ -24,7 +24,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from torchtitan_dp.process import STOP_SIGNAL, Fault
+from torchtitan_dp.process import PLANNED, STOP_SIGNAL, Fault
 
 EXIT_STOPPED = 75
 
@@ -114,6 +114,7 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
         processes = str(torch.cuda.device_count() or 2)
     module = argv.index("-m")
     _run_plan(["--world_size", processes, *argv[module + 2 :]])
+    os.environ[PLANNED] = "1"
     saves = checkpoint_folder(load_config(argv[module + 2 :], int(processes)))
     cores, workers = len(os.sched_getaffinity(0)), int(processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))

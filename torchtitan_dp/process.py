@@ -15,7 +15,9 @@ from typing import IO
 
 LOCK_FILE = ".lock"
 STOP_SIGNAL = signal.SIGUSR1
-"""What `launch` sends each worker when the run is to save a checkpoint and end."""
+"""The signal from `launch` to each worker to save a checkpoint and end."""
+PLANNED = "TORCHTITAN_DP_PLANNED"
+"""Set in the environment of workers whose launcher has printed the plan."""
 _PR_SET_PDEATHSIG = 1
 _CORE_FILTER = "/proc/self/coredump_filter"
 

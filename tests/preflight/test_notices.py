@@ -17,6 +17,7 @@ from torchtitan_dp.ledger import ExecutedSteps, write_fingerprint
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.preflight.check import check_run, open_records
 from torchtitan_dp.preflight.notices import notices
+from torchtitan_dp.process import PLANNED
 
 NOTES = [{"who": i % 8, "note": f"note {i}"} for i in range(24)]
 JSONL = ("--training.dataset=jsonl", "--data.text_field=note")
@@ -50,8 +51,8 @@ def refused(root: Path, capsys: pytest.CaptureFixture[str], *overrides: str) -> 
     return line
 
 
-def start(argv: list[str], cache: str) -> str:
-    """Start a worker as torchrun does, up to where it would build the trainer."""
+def start(argv: list[str], cache: str, planned: bool = False) -> str:
+    """Start a worker as torchrun does, or as a launcher with a plan, up to its trainer."""
     import torchtitan_dp.train as train
 
     class BuiltError(Exception):
@@ -63,7 +64,7 @@ def start(argv: list[str], cache: str) -> str:
     train.build_trainer = build  # type: ignore[assignment]
     train.init_logger = lambda: None
     os.environ.update(XDG_CACHE_HOME=cache, LOCAL_RANK="0", LOCAL_WORLD_SIZE="1", RANK="0")
-    os.environ.update(WORLD_SIZE="1")
+    os.environ.update(WORLD_SIZE="1", **({PLANNED: "1"} if planned else {}))
     said = io.StringIO()
     with contextlib.redirect_stderr(said):
         try:
@@ -86,6 +87,7 @@ def test_what_lines_lack_is_told_by_plan_and_start(
     said = forks.call(start, command(tmp_path), str(cache))
     assert LACKING in said
     assert said.endswith("built\n")
+    assert forks.call(start, command(tmp_path), str(cache), True) == "built\n"
 
 
 NONE = "data.text_field = 'text': none of the 24 lines has a text there"

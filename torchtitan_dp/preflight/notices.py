@@ -1,19 +1,23 @@
-"""What the owner of the records should know of a run before it starts: printed by plan and start.
+"""Notices to the owner of the records before a run: printed once, by the plan or by the start.
 
-What depends on records goes through `data.console`, which labels it. The rest follows from the
+Those that depend on records go through `data.console`, which labels them. The rest follows from the
 configuration.
 """
 
+import os
 import sys
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.units import never_trained
 from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.process import PLANNED
 
 
 def show(config: JobConfig, records: Records) -> None:
-    """Print warnings of records that read as nothing, and what is never trained on."""
+    """Print notices of records that read as nothing or are never trained on, unless a plan did."""
+    if PLANNED in os.environ:
+        return
     for warning in records.warnings:
         warn(warning)
     for line in notices(config):
@@ -21,6 +25,6 @@ def show(config: JobConfig, records: Records) -> None:
 
 
 def notices(config: JobConfig) -> list[str]:
-    """List what is never trained on."""
+    """List the notices of the configuration."""
     unread = never_trained(config)
     return [] if unread is None else [unread]
