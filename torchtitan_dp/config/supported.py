@@ -52,7 +52,7 @@ def _positive(value: Any) -> bool:
     return bool(value > 0)
 
 
-# By key: the test of a value, and its words. TorchTitan or PyTorch fails on others, or ignores them.
+# By key: the test of a value, and its words. TorchTitan or PyTorch fails on others later.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "optimizer.name": (lambda name: name in ("AdamW", "Adam"), "'AdamW' or 'Adam'"),
     "optimizer.beta1": (lambda beta: 0 <= beta < 1, "at least 0 and below 1"),
