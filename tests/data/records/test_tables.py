@@ -303,3 +303,19 @@ def test_large_row_groups_are_slow_or_refused_with_a_command(
     monkeypatch.setattr(tables, "LARGE_GROUP", 50_000)
     with pytest.raises(ValueError, match="too large to read one row of it; to write small ones"):
         Records.open("parquet", str(root), text_field="note")
+
+
+def test_groups_and_files_may_be_empty(tmp_path: Path, open_: Open) -> None:
+    import pyarrow.parquet as pq
+
+    root = as_parquet(tmp_path / "d", row_group_size=50)
+    table = pa.Table.from_pylist(ROWS)
+    pq.write_table(table.slice(0, 0), root / "b.parquet")
+    with pq.ParquetWriter(root / "c.parquet", table.schema) as file:
+        for part in (table.slice(0, 0), table.slice(0, 3), table.slice(0, 0), table.slice(3, 2)):
+            file.write_table(part)
+    store = open_("parquet", root, unit_field="who")
+    assert texts(store) == [row["note"] for row in ROWS + ROWS[:5]]
+    assert [fields["note"] for fields in store.all_fields() if fields] == texts(store)
+    assert store.record_id(50) == "c.parquet:1"
+    assert store.stored_bytes(np.arange(55)).min() > 0

@@ -54,7 +54,7 @@ class FieldRecords(RecordStore):
         file_index = self._file_of(index)
         fields = self._row(file_index, index - int(self._first[file_index]))
         if fields is not None and self._unit_field is not None:
-            name = _unit_name(fields.get(self._unit_field))
+            name = unit_name(fields.get(self._unit_field))
             if name is None or (self._is_of is not None and not self._is_of(index, name)):
                 return None
         return fields
@@ -82,10 +82,11 @@ class FieldRecords(RecordStore):
         for fields in self.all_fields():
             if count is not None:
                 count(fields)
-            yield None if fields is None else _unit_name(fields.get(self._unit_field))
+            yield None if fields is None else unit_name(fields.get(self._unit_field))
 
 
-def _unit_name(value: object) -> str | None:
+def unit_name(value: object) -> str | None:
+    """Return the name of a unit in a field; None if it names none."""
     # A bool is an int in Python, and 1.0 is not 1 in other JSON readers.
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)

@@ -11,17 +11,18 @@ Guarantee:
     public: a missing column, a damaged footer, a row group above `LARGEST_GROUP`.
 """
 
+import functools
 import hashlib
 import os
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 
-from torchtitan_dp.data.records.fields import FieldRecords
+from torchtitan_dp.data.records.fields import FieldRecords, unit_name
 from torchtitan_dp.data.records.files import Files
 from torchtitan_dp.data.records.format import Format, fingerprint
 from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, read_contents
@@ -85,12 +86,12 @@ class TableRecords(FieldRecords):
         """List the columns of a file."""
 
     @abstractmethod
-    def _batches(self, file_index: int, group: int) -> Iterator[Any]:
-        """Yield a group's rows, in record batches of the columns that the run reads."""
+    def _batches(self, file_index: int, group: int, columns: list[str]) -> Iterator[Any]:
+        """Yield some columns of a group's rows, in record batches."""
 
     def _batch_of(self, file_index: int, group: int, row: int) -> tuple[Any, int]:
         """Return a batch that has a row of a group, and the row's number in the batch."""
-        for batch in self._batches(file_index, group):
+        for batch in self._batches(file_index, group, self._columns):
             if row < batch.num_rows:
                 return batch, row
             row -= batch.num_rows
@@ -106,15 +107,25 @@ class TableRecords(FieldRecords):
             return None
 
     def all_fields(self) -> Iterator[Fields | None]:
+        return self._all(self._columns)
+
+    def unit_names(
+        self, count: Callable[[Fields | None], None] | None = None
+    ) -> Iterator[str | None]:
+        assert self._unit_field is not None
+        for fields in self._all([self._unit_field]):
+            yield None if fields is None else unit_name(fields[self._unit_field])
+
+    def _all(self, columns: list[str]) -> Iterator[Fields | None]:
         for group, file_index in enumerate(self._group_file.tolist()):
             count = int(self._group_first[group + 1] - self._group_first[group])
             number = group - int(self._file_group[file_index])
             done = 0
             try:
-                for batch in self._batches(file_index, number):
-                    for row in range(min(batch.num_rows, count - done)):
-                        yield _cells(batch, row)
-                        done += 1
+                for batch in self._batches(file_index, number, columns):
+                    rows = _all_cells(batch)[: count - done]
+                    yield from rows
+                    done += len(rows)
             except _errors():
                 pass
             for _ in range(count - done):
@@ -139,8 +150,7 @@ class TableRecords(FieldRecords):
                     f"damaged ({reason}); write it again, or name the others by a glob"
                 ) from error
             for rows, size in groups:
-                if rows:
-                    write(np.array([index, rows, size]))
+                write(np.array([index, rows, size]))
 
     def _require_columns(self, index: int, keys: Mapping[str, str]) -> None:
         """Raise ValueError unless a file has the columns that the run reads."""
@@ -171,6 +181,17 @@ def _cells(batch: Any, row: int) -> Fields | None:
         return None
 
 
+def _all_cells(batch: Any) -> list[Fields | None]:
+    """Read the cells of all rows of a batch."""
+    if batch.get_total_buffer_size() <= MOST_ROW_BYTES:
+        try:
+            batch.validate(full=True)
+            return cast("list[Fields | None]", batch.to_pylist())
+        except _errors():  # of some rows
+            pass
+    return [_cells(batch, row) for row in range(batch.num_rows)]
+
+
 def _errors() -> tuple[type[Exception], ...]:
     """List the errors of a table that cannot be read."""
     import pyarrow as pa
@@ -192,6 +213,9 @@ class ParquetRecords(TableRecords):
     name = "parquet"
 
     def __init__(self, *args: Any, **options: Any) -> None:
+        import pyarrow.parquet as pq
+
+        self._footer = functools.lru_cache(maxsize=64)(pq.read_metadata)
         super().__init__(*args, **options)
         largest = int(np.argmax(self._group_bytes)) if len(self._group_bytes) else 0
         if len(self) and (size := int(self._group_bytes[largest])) > LARGE_GROUP:
@@ -219,12 +243,13 @@ class ParquetRecords(TableRecords):
 
         return list(pq.read_schema(path).names)
 
-    def _batches(self, file_index: int, group: int) -> Iterator[Any]:
+    def _batches(self, file_index: int, group: int, columns: list[str]) -> Iterator[Any]:
         import pyarrow.parquet as pq
 
-        with pq.ParquetFile(self._files.path(file_index), buffer_size=2**20) as file:
+        path = self._files.path(file_index)
+        with pq.ParquetFile(path, metadata=self._footer(path), buffer_size=2**20) as file:
             yield from file.iter_batches(
-                batch_size=_BATCH_ROWS, row_groups=[group], columns=self._columns, use_threads=False
+                batch_size=_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
             )
 
     def _batch_of(self, file_index: int, group: int, row: int) -> tuple[Any, int]:
@@ -241,7 +266,7 @@ class ParquetRecords(TableRecords):
     def _keep(self, file_index: int, group: int) -> Batches:
         """Decode a group to keep it in memory; empty if it is too large for that."""
         batches, size = [], 0
-        for batch in self._batches(file_index, group):
+        for batch in self._batches(file_index, group, self._columns):
             batches.append(batch)
             size += batch.nbytes
             if size > GROUP_BYTES:
@@ -272,11 +297,10 @@ class HuggingFaceRecords(TableRecords):
         with pa.memory_map(path) as source:
             return list(pa.ipc.open_stream(source).schema.names)
 
-    def _batches(self, file_index: int, group: int) -> Iterator[Any]:
+    def _batches(self, file_index: int, group: int, columns: list[str]) -> Iterator[Any]:
         if file_index not in self._mapped:
-            batches = _read_arrow(self._files.path(file_index))
-            self._mapped[file_index] = [batch.select(self._columns) for batch in batches]
-        yield self._mapped[file_index][group]
+            self._mapped[file_index] = _read_arrow(self._files.path(file_index))
+        yield self._mapped[file_index][group].select(columns)
 
 
 def _regroup(path: str) -> str:
