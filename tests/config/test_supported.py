@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import re
 from pathlib import Path
 
 import pytest
@@ -60,3 +61,33 @@ def test_unknown_keys_and_sections_are_refused(shipped):
     check_conflicts(config)
     with pytest.raises(ValueError, match=r"^teleport\.enable = true: .* default is false"):
         check_supported(config)
+
+
+@pytest.mark.parametrize("private", [True, False])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("optimizer.name", "SGD"),
+        ("optimizer.beta1", 1.0),
+        ("optimizer.beta2", -0.1),
+        ("optimizer.eps", -1e-8),
+        ("optimizer.weight_decay", -0.1),
+        ("lr_scheduler.warmup_steps", -1),
+        ("lr_scheduler.decay_ratio", 1.5),
+        ("lr_scheduler.min_lr_factor", -0.5),
+        ("training.gc_freq", 0),
+        ("comm.init_timeout_seconds", 0),
+        ("comm.train_timeout_seconds", -1),
+        ("checkpoint.keep_latest_k", 1),
+        ("checkpoint.keep_latest_k", -7),
+        ("activation_checkpoint.selective_ac_option", "ops"),
+        ("activation_checkpoint.memory_budget", 2.0),
+        ("activation_checkpoint.determinism_check", "strict"),
+        ("compile.backend", "inducter"),
+    ],
+)
+def test_values_that_torchtitan_would_fail_on_later_are_refused_at_once(key, value, private):
+    options = ["--compile.enable"] if key.startswith("compile") else []
+    options += [] if private else ["--privacy.no-enable"]
+    with pytest.raises(ValueError, match=f"^{re.escape(key)} = {re.escape(repr(value))}: must be"):
+        load_config(["--job.config_file", DEBUG, f"--{key}={value}", *options], 1)

@@ -307,8 +307,8 @@ def test_row49_and_67_rounding_is_told_beside_what_epsilon_counts():
         (["--privacy.accountant=prv"], "privacy.accountant = 'prv'.*privacy.accountant = 'pld'"),
         (["--privacy.clipping=per_layer"], "privacy.clipping = 'per_layer'.*'flat'"),
         (["--privacy.secure_noise", "--privacy.exact_sum"], "privacy.exact_sum = true.*false"),
-        (["--privacy.projections=4"], "privacy.projections = 4: from 8 to 4096"),
-        (["--privacy.projections=5000"], "privacy.projections = 5000: from 8 to 4096"),
+        (["--privacy.projections=4"], "privacy.projections = 4: choose 8 to 4096"),
+        (["--privacy.projections=5000"], "privacy.projections = 5000: choose 8 to 4096"),
     ],
     ids=str,
 )

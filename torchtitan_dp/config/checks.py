@@ -3,9 +3,9 @@
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.conflicts import check_conflicts
 from torchtitan_dp.config.samples import check_samples
-from torchtitan_dp.config.supported import check_supported
+from torchtitan_dp.config.supported import check_supported, check_values
 from torchtitan_dp.gradients.methods import METHODS, automatic
-from torchtitan_dp.privacy.envelope import FEWEST, MOST
+from torchtitan_dp.privacy.envelope import refuse_projections
 from torchtitan_dp.privacy.fixed_point import MAX_EXPECTED_BATCH, MAX_NOISE_MULTIPLIER
 
 
@@ -89,6 +89,7 @@ def check(config: JobConfig, world_size: int) -> None:
             "set data.heldout_fraction (0.05, say)"
         )
     _check_initial_weights(config)
+    check_values(config)
     check_samples(config)
     _check_lora(config)
     _check_ema(config)
@@ -238,10 +239,7 @@ def _check_privacy(config: JobConfig) -> None:
             f"privacy.sample_rate = {privacy.sample_rate}: it is a probability, above 0 and at "
             "most 1"
         )
-    if not FEWEST <= privacy.projections <= MOST:
-        raise ValueError(
-            f"privacy.projections = {privacy.projections}: from {FEWEST} to {MOST}; 32 is usual"
-        )
+    refuse_projections(privacy.projections)
     if privacy.exact_sum:
         _check_exact_sum(config)
     built: dict[str, tuple[str, ...]] = {

@@ -1,11 +1,13 @@
-"""The keys of TorchTitan that may differ from their defaults with privacy; all others are refused.
+"""TorchTitan's keys: the values that it takes, and the keys that privacy supports.
 
-A list of forbidden keys would miss those that a later TorchTitan adds. `conflicts` goes first: it
+Workers would fail on a wrong value later, with a traceback: ranges are checked at once. Of the keys
+only those listed may differ from their defaults with privacy. A list of forbidden keys would miss
+those that a later TorchTitan adds. `conflicts` goes first: it
 refuses single values, with a remedy of their own.
 """
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
@@ -36,6 +38,64 @@ _SUPPORTED = {
     "validation": "enable freq steps",
     "debug": "seed deterministic deterministic_warn_only",
 }
+
+
+def _share(value: Any) -> bool:
+    return bool(0 <= value <= 1)
+
+
+def _not_negative(value: Any) -> bool:
+    return bool(0 <= value < float("inf"))
+
+
+def _positive(value: Any) -> bool:
+    return bool(value > 0)
+
+
+# By key: the test of a value, and its words. TorchTitan or PyTorch fails on others, or ignores them.
+_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "optimizer.name": (lambda name: name in ("AdamW", "Adam"), "'AdamW' or 'Adam'"),
+    "optimizer.beta1": (lambda beta: 0 <= beta < 1, "at least 0 and below 1"),
+    "optimizer.beta2": (lambda beta: 0 <= beta < 1, "at least 0 and below 1"),
+    "optimizer.eps": (_not_negative, "0 or more"),
+    "optimizer.weight_decay": (_not_negative, "0 or more"),
+    "lr_scheduler.warmup_steps": (_not_negative, "0 or more"),
+    "lr_scheduler.decay_ratio": (lambda ratio: ratio is None or _share(ratio), "from 0 to 1"),
+    "lr_scheduler.min_lr_factor": (_share, "from 0 to 1"),
+    "training.gc_freq": (_positive, "1 or more"),
+    "comm.init_timeout_seconds": (_positive, "1 or more"),
+    "comm.train_timeout_seconds": (_positive, "1 or more"),
+    "checkpoint.keep_latest_k": (lambda k: k == 0 or k > 1, "2 or more, or 0 to keep all"),
+    "activation_checkpoint.selective_ac_option": (
+        lambda option: option == "op" or (option.isdecimal() and int(option) > 0),
+        "'op', or N to checkpoint every Nth layer",
+    ),
+    "activation_checkpoint.memory_budget": (_share, "from 0 to 1"),
+    "activation_checkpoint.determinism_check": (
+        lambda check: check in ("default", "none"),
+        "'default' or 'none'",
+    ),
+}
+
+
+def check_values(config: JobConfig) -> None:
+    """Refuse values of TorchTitan's keys that TorchTitan or PyTorch would fail on later.
+
+    Raises:
+        ValueError: one line for the user, that names the key, its value and the remedy.
+    """
+    values = {key: value for key, value, _ in _values(config, type(config)())}
+    for key, (is_right, words) in _RANGES.items():
+        if not is_right(values[key]):
+            raise ValueError(f"{key} = {values[key]!r}: must be {words}")
+    if config.compile.enable:
+        import torch._dynamo  # compiling imports it anyway
+
+        known = torch._dynamo.list_backends(None)
+        if config.compile.backend not in known:
+            raise ValueError(
+                f"compile.backend = {config.compile.backend!r}: must be one of {', '.join(known)}"
+            )
 
 
 def check_supported(config: JobConfig) -> None:

@@ -46,8 +46,8 @@ import torch.distributed as dist
 from torchtitan_dp.gradients import ghost_norm
 from torchtitan_dp.gradients.ghost_norm import Factors, some_tokens, squared_norms, token_blocks
 from torchtitan_dp.gradients.operands import Products
-from torchtitan_dp.privacy.blocks import BLOCK
 from torchtitan_dp.privacy.envelope import largest_ratio
+from torchtitan_dp.privacy.kernels import BLOCK
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 
 NormEstimator = Literal["hutchinson", "hutch++"]

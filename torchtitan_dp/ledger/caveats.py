@@ -21,7 +21,7 @@ _OF_EVERY_RUN = (
     "or whose kernels are missing, ends before it draws a record",
     "only the owner sees losses, gradient norms, batch sizes, timing and other logs of the run, "
     "which are computed from records without noise",
-    "draws, projections and noise, from counter-based generators with secret 128-bit keys of the "
+    "all draws and all noise, from counter-based generators with secret 128-bit keys of the "
     "operating system, are indistinguishable from random",
     "the program is correct: it is tested, not proven",
 )

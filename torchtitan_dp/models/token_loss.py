@@ -12,8 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.components.loss import IGNORE_INDEX
 
-from torchtitan_dp.privacy.blocks import BLOCK, on_threads
-from torchtitan_dp.privacy.kernels import compile_kernel
+from torchtitan_dp.privacy.kernels import BLOCK, compile_kernel, on_threads
 
 
 @torch.library.custom_op("torchtitan_dp::losses_to_gradients_", mutates_args=("logits_NV",))

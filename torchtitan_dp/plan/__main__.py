@@ -1,24 +1,26 @@
-"""What a configuration will spend and run, said before anything is started.
+"""The plan of a run: its epsilon, samples, noise, cost and memory, before anything is started.
 
     python -m torchtitan_dp.plan --job.config_file FILE [--section.key value …] [--world_size N]
                                  [--memory_gib G] [--json FILE] [--plot FILE.png] [--recommend]
 
-Checks all that can be checked in one plain process: `run_train.sh` runs it first. A user's mistake
-is one line and exit code 2. Memory (`planning`) takes longer, and is predicted when asked for:
-by `--memory_gib` (then a run that does not fit is a mistake too), `--json` or `--plot`. How much of
-an update is noise is always said (`signal`); `--recommend` weighs batch against steps.
+Checks everything that one process can check: `run_train.sh` runs it first. A user's mistake is one
+line and exit code 2. A prediction of memory (`memory`) takes longer, and is made with
+`--memory_gib` (then a run that does not fit is a mistake too), `--json` or `--plot`. The share of
+noise in an update is always shown (`signal`); `--recommend` compares batches and steps.
 """
 
 import argparse
 import contextlib
 import dataclasses
+import math
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_dp.checkpoint.plan import Plan, steps_within
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
+from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
 from torchtitan_dp.config.units import unit_word
 from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
@@ -28,7 +30,6 @@ from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_co
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
 from torchtitan_dp.plan.memory import DEFAULT_GIB, MemoryPlan, predicting
-from torchtitan_dp.plan.options import check, parse
 from torchtitan_dp.plan.recommend import (
     noise_line,
     noise_warning,
@@ -44,10 +45,53 @@ from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.process import lock_folder
 
 
+def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[str]]:
+    """Parse the plan's own options, and leave the configuration's command line."""
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_dp.plan",
+        description=description,
+        epilog="Any --section.key value of the configuration is taken too.",
+        allow_abbrev=False,
+    )
+    for name, kind, metavar, says in (
+        ("--world_size", int, "N", "processes; default: NGPU, else 1"),
+        ("--memory_gib", float, "G", "of a GPU: exit with code 2 if the run does not fit"),
+        ("--json", str, "FILE", "write the plan there; - is stdout"),
+        ("--tflops", float, "F", "that a device sustains, in TFLOP/s: also estimate the time"),
+        ("--plot", str, "FILE.png", "draw a rank's memory, by category"),
+    ):
+        parser.add_argument(name, type=kind, metavar=metavar, help=says)
+    parser.add_argument(
+        "--recommend",
+        action="store_true",
+        help="list batches, steps and adapters by the noise they leave at the same compute",
+    )
+    parser.add_argument("--no_memory", action="store_true", help="--json without memory: quick")
+    return parse_known(parser, argv)
+
+
+def world_size_of(options: argparse.Namespace) -> int:
+    """Check the options, and return the number of processes.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    for name, unit in (("memory_gib", "GiB"), ("tflops", "TFLOP/s")):
+        value = getattr(options, name)
+        if value is not None and not (value > 0 and math.isfinite(value)):
+            raise ValueError(f"--{name} = {value}: must be a positive number of {unit}")
+    given = options.world_size
+    text = os.environ.get("NGPU", "1") if given is None else str(given)
+    if not (text.isdecimal() and int(text) >= 1):
+        name = "NGPU" if given is None else "--world_size"
+        raise ValueError(f"{name} = '{text}': must be a number of processes, 1 or more")
+    return int(text)
+
+
 def main(argv: list[str]) -> None:
     options, overrides = parse(argv, (__doc__ or "").splitlines()[0])
     with exit_on_mistake():
-        world_size = check(options)
+        world_size = world_size_of(options)
         config = load_config(overrides, world_size)
         if options.recommend:
             refuse(config)

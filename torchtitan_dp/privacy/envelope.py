@@ -67,7 +67,7 @@ class Ratios:
 
 
 def refuse_projections(projections: int) -> None:
-    """Raise ValueError unless norms may be estimated from so many random projections."""
+    """Raise ValueError unless norms can be estimated from this number of random projections."""
     if not FEWEST <= projections <= MOST:
         raise ValueError(
             f"privacy.projections = {projections}: choose {FEWEST} to {MOST}; 32 is usual"

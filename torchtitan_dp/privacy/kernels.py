@@ -1,10 +1,15 @@
-"""How the kernels of CUDA are compiled: one function each, for every layout of its arguments."""
+"""How loops over values use the machine: blocks on threads of the CPU, compiled kernels on CUDA."""
 
 import inspect
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
+
+# Positions in a block. No more than torch's parallel grain size: an operation stays on its thread.
+BLOCK = 2**15
+_A_THREADS_LEAST = 4  # blocks; starting a thread takes as long as some of them
 
 LAYOUTS = 64
 """More graphs than the layouts of a kernel's arguments: contiguous vectors differ in whether their
@@ -13,13 +18,23 @@ size, and where they begin in their storage, is 0, 1 or more."""
 _HAS_LIMIT = "recompile_limit" in inspect.signature(torch.compile).parameters
 
 
+def on_threads(work: Callable[[range], None], blocks: range) -> None:
+    """Deal `blocks` out to torch's number of threads, or to fewer if there are few blocks."""
+    threads = min(torch.get_num_threads(), len(blocks) // _A_THREADS_LEAST)
+    if threads <= 1:
+        work(blocks)
+        return
+    with ThreadPoolExecutor(threads) as pool:  # numpy and torch release the GIL
+        list(pool.map(torch.no_grad()(work), (blocks[i::threads] for i in range(threads))))
+
+
 def compile_kernel(
     function: Callable[..., Any], backend: str | Callable[..., Any] = "inductor"
 ) -> Callable[..., Any]:
     """Compile a function into one kernel for each layout of its arguments, of any size.
 
-    Dynamo refuses the ninth graph of a function (`torch._dynamo.config.recompile_limit`), which the
-    callers stay below: they hand over contiguous vectors that are views of nothing. From PyTorch
+    Dynamo refuses the ninth graph of a function (`torch._dynamo.config.recompile_limit`), which
+    callers do not reach: they pass contiguous vectors that are views of nothing. From PyTorch
     2.13 on the limit is an argument, and `LAYOUTS` is far above what they need.
     """
     room = {"recompile_limit": LAYOUTS} if _HAS_LIMIT else {}

@@ -8,12 +8,12 @@ lives in memory only: anyone with it and the published weights can subtract the 
 Guarantee
 ---------
 If HMAC-SHA256 is a pseudo-random function, keys of different (label, step) pairs are
-indistinguishable from independent uniform ones, so sampling, noise, windows, projections and coins
-never share randomness. A stream serves a step once and only forwards, and a root key has one stream
-a label, so within a process nobody can draw the same noise twice. Across processes this rests on a
-fresh `RootKey.from_os()` at every start and load. Nothing here is saved, and neither `repr` nor
-pickle shows a key; memory that is swapped out or dumped is not resisted here (the launcher turns
-core dumps off). A root key from a debug seed can be guessed: such a run is not private.
+indistinguishable from independent uniform ones, so streams of different labels never share
+randomness. A root key has one stream for each label, which serves each step once, in rising order,
+so no noise is drawn twice within a process. Across processes this assumes a fresh
+`RootKey.from_os()` at every start and load. No key is saved, or shown by `repr` or pickle; memory
+that is swapped out or dumped is not protected here (the launcher turns core dumps off). A root key
+from a debug seed can be guessed: such a run is not private.
 """
 
 import hashlib

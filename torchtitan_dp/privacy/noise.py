@@ -38,8 +38,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_dp.privacy.blocks import BLOCK, on_threads
-from torchtitan_dp.privacy.kernels import compile_kernel
+from torchtitan_dp.privacy.kernels import BLOCK, compile_kernel, on_threads
 
 # Positions handed to the torch cipher at once: bounds the temporaries where it is not compiled.
 _CHUNK = 2**22

@@ -40,8 +40,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchtitan_dp.privacy.blocks import BLOCK, on_threads
-from torchtitan_dp.privacy.kernels import compile_kernel
+from torchtitan_dp.privacy.kernels import BLOCK, compile_kernel, on_threads
 from torchtitan_dp.privacy.noise import (
     check_arguments,
     chunk_starts,
