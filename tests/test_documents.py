@@ -16,8 +16,8 @@ PAGES = sorted(
 )
 NOT_HERE = (
     # What the recipes of docs/extending.md tell the reader to make.
-    "torchtitan_dp/models/qwen3/",
-    "torchtitan_dp/data/records/parquet.py",
+    "models/qwen3/",
+    "data/records/parquet.py",
     # What a run writes: into its folder, into the user's cache.
     "checkpoint/step-N/",
     "torchtitan_dp/index",

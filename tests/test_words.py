@@ -15,6 +15,7 @@ WORDS = re.compile(
 TO_DO = {"checkpoint", "config", "data", "gradients", "models", "release"}
 TO_DO |= {"baseline.py", "train_spec.py"}
 DOCUMENTS = ["README.md", "CHANGELOG.md", "docs/sharp_edges.md", "docs/README.md"]
+DOCUMENTS += ["docs/running.md", "docs/extending.md", "docs/architecture.md", "docs/data.md"]
 
 
 def cleaned() -> list[str]:
