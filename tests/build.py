@@ -23,11 +23,13 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.methods import GradientMethod
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import PrivateStep, build_step
-from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
-from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_fsdp_modules
+from torchtitan_dp.models.families import ModelArgs, family_of
+from torchtitan_dp.models.llama3.model import LlamaArgs
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.models.qwen3.model import QwenArgs
 from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.privacy.summation import FixedPointSum, Summation
 from torchtitan_dp.selfcheck import reference
@@ -39,6 +41,18 @@ T = 32
 VOCABULARY = 37  # no mesh divides it
 ARGS = LlamaArgs(
     dim=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=VOCABULARY, multiple_of=4, max_seq_len=T
+)
+
+
+QWEN = QwenArgs(
+    dim=24,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    hidden_dim=40,
+    vocab_size=VOCABULARY,
+    max_seq_len=T,
 )
 
 
@@ -61,7 +75,7 @@ def config(*overrides: str, degrees: tuple[int, int, int] = (1, 1, 1)) -> JobCon
 class Built:
     """A parallelized model and what accumulates its clipped gradients, on this rank."""
 
-    model: Llama
+    model: Any
     step: PrivateStep
     gradients: GradientMethod
     losses: SampleLosses
@@ -149,7 +163,7 @@ def _mesh(degrees: tuple[int, int, int]) -> tuple[ParallelDims, ReductionGroups]
 def build(
     degrees: tuple[int, int, int] = (1, 1, 1),
     *overrides: str,
-    args: LlamaArgs = ARGS,
+    args: ModelArgs = ARGS,
     frozen: str | None = None,
     max_grad_norm: float = 1.0,
     edit: Any = None,
@@ -167,11 +181,11 @@ def build(
     job_config = config(*overrides, degrees=degrees)
     dims, groups = _mesh(degrees)
     with torch.device("meta"):
-        model = Llama(copy.deepcopy(args))
+        model = family_of(args).model(copy.deepcopy(args))
     for name, parameter in model.named_parameters():
         if frozen is not None and frozen in name:
             parameter.requires_grad_(False)
-    parallelize_llama(model, dims, job_config)
+    parallelize(model, dims, job_config)
     model.to_empty(device="cpu")
     model.init_weights()
     fill_adapters(model, std=adapter_std)
@@ -201,7 +215,7 @@ def build(
 
 
 def data(
-    samples: int = 3, seed: int = 0, args: LlamaArgs = ARGS
+    samples: int = 3, seed: int = 0, args: ModelArgs = ARGS
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Samples of different lengths, one of which ends in its first quarter.
 
@@ -217,7 +231,7 @@ def data(
     return tokens_NT, labels_NT
 
 
-def reference_model(args: LlamaArgs = ARGS, adapter_std: float = 0.5) -> Llama:
+def reference_model(args: ModelArgs = ARGS, adapter_std: float = 0.5) -> Any:
     """The same weights in one process, without any parallelism."""
     return reference.reference_model(args, adapter_std)
 

@@ -64,10 +64,10 @@ from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
 from torchtitan_dp.ledger.files import to_bytes
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.ema import ema_of
-from torchtitan_dp.models.families import FAMILIES
 from torchtitan_dp.models.hugging_face import describe, origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.parallelize import trained_fsdp_modules
 from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
 from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.preflight.console import quiet
@@ -97,7 +97,7 @@ class DPTrainer(Trainer):
         # Undecorated: @record would keep a traceback of what `main` turns into one line.
         inspect.unwrap(Trainer.__init__)(self, job_config)
         job_config.training.global_batch_size = expected_batch_size
-        (model,), family = self.model_parts, FAMILIES[job_config.model.name]
+        (model,) = self.model_parts
         self.average = ema_of(job_config, model)
         if job_config.validation.enable:
             self.validator.compare(self.average)
@@ -112,7 +112,7 @@ class DPTrainer(Trainer):
             job_config.privacy,
             model,
             trainable_parameters(model),
-            family.trained_fsdp_modules(model),
+            trained_fsdp_modules(model),
             ReductionGroups.build(self.device.type, mesh_degrees(job_config)),
             max_grad_norm=settings.max_grad_norm,
             clipped_sum_type=self.clipped_sum_type,

@@ -29,6 +29,7 @@ from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.metrics import PrivateMetricsProcessor
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.preflight.check import build_reading, open_records
 from torchtitan_dp.validate import HeldOutValidator
 
@@ -171,7 +172,7 @@ def _spec(
     return TrainSpec(
         model_cls=functools.partial(build_model, family, decide),  # type: ignore[arg-type]
         model_args=flavors,  # type: ignore[arg-type]
-        parallelize_fn=family.parallelize,
+        parallelize_fn=parallelize,
         pipelining_fn=None,
         build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,

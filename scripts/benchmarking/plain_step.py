@@ -21,6 +21,7 @@ from torchtitan.distributed.context_parallel import prepare_context_parallel_inp
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.families import ModelArgs, family_of
+from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.plan.fake_step import end_stretches_at_blocks, parallel_dims
 from torchtitan_dp.plan.tracker import MemoryTracker
 
@@ -45,7 +46,7 @@ class PlainStep:
                 args = copy.deepcopy(args)
                 args.max_seq_len = config.training.seq_len
                 self.model: Any = family.model(args)
-            family.parallelize(self.model, dims, config)
+            parallelize(self.model, dims, config)
         with tracker.labelled("parameters"):
             self.model.to_empty(device="cpu")
             self.parameters = list(self.model.parameters())

@@ -15,11 +15,12 @@ def error_on_this_rank(
     C: float,
     samples: int,
     group_of: Callable[[str], str] | None = None,
+    family: str = "llama3",
 ) -> tuple[float, float]:
     """(error of the clipped sum, error of the norms) against the loop."""
     from tests import build
 
-    args = dataclasses.replace(build.ARGS, **changes)
+    args = dataclasses.replace(build.QWEN if family == "qwen3" else build.ARGS, **changes)
     tokens_NT, labels_NT = build.data(samples=samples)
     built = build.build(degrees, *overrides, args=args, max_grad_norm=C)
     actual, norms = built.clipped_sum(tokens_NT, labels_NT)
@@ -44,11 +45,12 @@ def check(
     C: float = 1.0,
     samples: int = 3,
     group_of: Callable[[str], str] | None = None,
+    family: str = "llama3",
     **changes: object,
 ) -> None:
     """The sum and the norms are the loop's, on every rank; `changes` are to the model's shape."""
     world_size = degrees[0] * degrees[1] * degrees[2]
-    arguments = (degrees, list(overrides), changes, C, samples, group_of)
+    arguments = (degrees, list(overrides), changes, C, samples, group_of, family)
     results = on_ranks(world_size, error_on_this_rank, *arguments)
     for error, norm_error in results:
         # clip() aims at C (1 - 1e-5)

@@ -54,7 +54,7 @@ def drawn_on_this_rank(degrees):
     with torch.device("meta"):
         model = Llama(copy.deepcopy(args))
     dims, _ = build._mesh(degrees)
-    build.parallelize_llama(model, dims, build.config(degrees=degrees))
+    build.parallelize(model, dims, build.config(degrees=degrees))
     model.to_empty(device="cpu")
     model.init_weights()
     found = {name: p.full_tensor() for name, p in trainable_parameters(model).items()}

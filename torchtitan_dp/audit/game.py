@@ -38,8 +38,8 @@ from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
-from torchtitan_dp.models.llama3.parallelize import fsdp_mesh
 from torchtitan_dp.models.lora import LoRA, add_adapters
+from torchtitan_dp.models.parallelize import fsdp_mesh
 from torchtitan_dp.models.parameters import copy_slice_, trainable_parameters
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import gaussian_mu
@@ -293,7 +293,7 @@ class Game:
 
 
 def _shard(model: _Dials, mesh: DeviceMesh) -> FSDPModule:
-    """Lay the model over `mesh` as `models.llama3.parallelize` does, in one group for speed."""
+    """Lay the model over `mesh` as `models.parallelize` does, in one group for speed."""
     module = fully_shard(model, mesh=mesh)
     if mesh.size() > 1:
         module.set_gradient_divide_factor(1.0)

@@ -1,6 +1,6 @@
-"""The model families that can be trained: what each is to the rest of the package.
+"""The model families that can be trained.
 
-A family is a folder (`llama3/`) and an entry of `FAMILIES`, under the name that `model.name` gives.
+A family is a folder (`llama3/`) and an entry of `FAMILIES`, by `model.name`.
 """
 
 import copy
@@ -10,18 +10,19 @@ from typing import Any, Protocol
 
 import torch
 import torch.nn as nn
-from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_dp.data.samples.tokenizer import Tokenizer
-from torchtitan_dp.models.llama3 import config_json
-from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
-from torchtitan_dp.models.llama3.model import FLAVORS, Llama, LlamaArgs
-from torchtitan_dp.models.llama3.parallelize import parallelize_llama, trained_fsdp_modules
+from torchtitan_dp.models.llama3 import adapter as llama_adapter
+from torchtitan_dp.models.llama3 import config_json as llama_config
+from torchtitan_dp.models.llama3 import model as llama
 from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.models.qwen3 import adapter as qwen_adapter
+from torchtitan_dp.models.qwen3 import config_json as qwen_config
+from torchtitan_dp.models.qwen3 import model as qwen
 
 
 class ModelArgs(Protocol):
-    """Names what the package reads of any family's arguments."""
+    """The arguments of any family, as far as the package reads them."""
 
     dim: int
     n_layers: int
@@ -38,16 +39,14 @@ class ModelArgs(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """Holds what differs from family to family.
+    """The differences of a family from the others.
 
     Args:
         title: its name for people.
         args: the type of its arguments.
         model: builds a model, whose `init_weights` does not depend on the mesh.
-        flavors: the sizes that `model.flavor` names.
-        parallelize: lays a model over the mesh, in place.
-        trained_fsdp_modules: one module of each FSDP2 group that reduces gradients.
-        adapter: turns its state dict into Hugging Face's and back.
+        flavors: its sizes, by `model.flavor`.
+        adapter: converts its state dict to Hugging Face's and back.
         read_args: from a `config.json`, its path and the key that names it; refuses in one line.
         new_settings: the `config.json` of its arguments and a tokenizer.
     """
@@ -56,8 +55,6 @@ class Family:
     args: type
     model: Callable[[Any], Any]
     flavors: Mapping[str, ModelArgs]
-    parallelize: Callable[..., Any]
-    trained_fsdp_modules: Callable[[Any], list[FSDPModule]]
     adapter: type
     read_args: Callable[[dict[str, Any], str, str], ModelArgs]
     new_settings: Callable[[Any, Tokenizer], dict[str, Any]]
@@ -66,14 +63,21 @@ class Family:
 FAMILIES: dict[str, Family] = {
     "llama3": Family(
         title="Llama",
-        args=LlamaArgs,
-        model=Llama,
-        flavors=FLAVORS,
-        parallelize=parallelize_llama,
-        trained_fsdp_modules=trained_fsdp_modules,
-        adapter=HuggingFaceAdapter,
-        read_args=config_json.read_args,
-        new_settings=config_json.new_settings,
+        args=llama.LlamaArgs,
+        model=llama.Llama,
+        flavors=llama.FLAVORS,
+        adapter=llama_adapter.HuggingFaceAdapter,
+        read_args=llama_config.read_args,
+        new_settings=llama_config.new_settings,
+    ),
+    "qwen3": Family(
+        title="Qwen3",
+        args=qwen.QwenArgs,
+        model=qwen.Qwen,
+        flavors=qwen.FLAVORS,
+        adapter=qwen_adapter.HuggingFaceAdapter,
+        read_args=qwen_config.read_args,
+        new_settings=qwen_config.new_settings,
     ),
 }
 

@@ -62,7 +62,14 @@ def _given_shape(config: JobConfig) -> ModelArgs:
     if source is None:
         return copy.deepcopy(family.flavors[config.model.flavor])
     path, key = source
-    args = family.read_args(read_settings(path, key), path, key)
+    settings = read_settings(path, key)
+    theirs = settings.get("model_type")
+    if theirs != config.model.name and theirs in FAMILIES:
+        raise ValueError(
+            f"model.name = '{config.model.name}': {path} describes a {theirs}; set model.name = "
+            f"'{theirs}'"
+        )
+    args = family.read_args(settings, path, key)
     if config.checkpoint.initial_load_in_hf:
         _refuse_another_model(weights_folder(config), source, args, family)
     return args

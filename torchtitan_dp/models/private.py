@@ -1,7 +1,7 @@
 """The parts of a model for private training that are the same in every family.
 
 A family has two classes, each with TorchTitan's own as the second base: arguments with
-`PrivateArgs`, a model with `PrivateModel`. All that it adds is in `initialize_` and `rotary_table`.
+`PrivateArgs`, a model with `PrivateModel`. A model adds its table of rotary embeddings.
 """
 
 import contextlib
@@ -79,10 +79,6 @@ class PrivateModel(nn.Module):
         """Compute the buffer of rotary embeddings, by position."""
         raise NotImplementedError
 
-    def initialize_(self, whole: torch.Tensor, name: str, generator: torch.Generator) -> None:
-        """Draw the whole matrix of that name, in place, from its distribution."""
-        raise NotImplementedError
-
     def forward(
         self,
         tokens: torch.Tensor,
@@ -148,5 +144,21 @@ class PrivateModel(nn.Module):
         elif "norm" in name:
             whole.fill_(1.0)
         else:
-            self.initialize_(whole, name, generator)
+            self._initialize_(whole, name, generator)
         return whole
+
+    def _initialize_(self, whole: torch.Tensor, name: str, generator: torch.Generator) -> None:
+        """Draw the whole matrix of that name, in place, from TorchTitan's distribution."""
+        args = self.model_args
+        if name == "output.weight" or (args.tie_embeddings and name == "tok_embeddings.weight"):
+            std = args.dim**-0.5
+            nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std, generator=generator)
+        elif name == "tok_embeddings.weight":
+            nn.init.normal_(whole, generator=generator)
+        elif name.rsplit(".", 2)[-2] in ("wq", "wk", "wv", "w1"):
+            nn.init.trunc_normal_(whole, std=0.02, generator=generator)
+        else:
+            layer = int(name.split(".")[1])
+            depth = layer + 1 if args.depth_init else args.n_layers
+            std = 0.02 / (2 * depth) ** 0.5
+            nn.init.trunc_normal_(whole, std=std, generator=generator)

@@ -38,6 +38,7 @@ from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.plan.tracker import MemoryTracker
 from torchtitan_dp.privacy import summation as dp_summation
@@ -92,7 +93,7 @@ class Step:
                 args = copy.deepcopy(args)
                 args.max_seq_len = config.training.seq_len
                 self.model = family.model(args)
-            family.parallelize(self.model, dims, config)
+            parallelize(self.model, dims, config)
             groups = ReductionGroups.build("cpu", degrees)
         with tracker.labelled("parameters"):
             self.model.to_empty(device="cpu")
@@ -104,7 +105,7 @@ class Step:
                 config.privacy,
                 self.model,
                 parameters,
-                family.trained_fsdp_modules(self.model),
+                trained_fsdp_modules(self.model),
                 groups,
                 max_grad_norm=config.privacy.max_grad_norm,
                 clipped_sum_type=_RoomyClippedSum,

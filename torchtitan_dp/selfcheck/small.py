@@ -16,6 +16,7 @@ from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.families import family_of
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
+from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.selfcheck.reference import Samples
@@ -48,7 +49,7 @@ class Small:
         self.dims, self.groups = mesh(device.type, terms.degrees)
         with torch.device("meta"):
             self.model = family.model(copy.deepcopy(terms.args))
-        family.parallelize(self.model, self.dims, config)
+        parallelize(self.model, self.dims, config)
         self.model.to_empty(device=device)
         self.model.init_weights()
         fill_adapters(self.model)
@@ -57,7 +58,7 @@ class Small:
             config.privacy,
             self.model,
             self.parameters,
-            family.trained_fsdp_modules(self.model),
+            trained_fsdp_modules(self.model),
             self.groups,
             max_grad_norm=max_grad_norm,
         )

@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant(
         13,
         "gradients reduced in bf16",
-        "models/llama3/parallelize.py",
+        "models/parallelize.py",
         "reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_reduce]",
         "reduce_dtype=TORCH_DTYPE_MAP[job_config.training.mixed_precision_param]",
         (f"{HERE}test_row13_hundreds_of_small_adds[microbatch]",),

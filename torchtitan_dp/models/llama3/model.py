@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 
 import torch
-import torch.nn as nn
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
@@ -23,21 +22,6 @@ class Llama(PrivateModel, Transformer):
 
     def rotary_table(self) -> torch.Tensor:
         return Transformer._precompute_freqs_cis(self)
-
-    def initialize_(self, whole: torch.Tensor, name: str, generator: torch.Generator) -> None:
-        args = self.model_args
-        if name == "output.weight" or (args.tie_embeddings and name == "tok_embeddings.weight"):
-            std = args.dim**-0.5
-            nn.init.trunc_normal_(whole, std=std, a=-3 * std, b=3 * std, generator=generator)
-        elif name == "tok_embeddings.weight":
-            nn.init.normal_(whole, generator=generator)
-        elif name.rsplit(".", 2)[-2] in ("wq", "wk", "wv", "w1"):
-            nn.init.trunc_normal_(whole, std=0.02, generator=generator)
-        else:
-            layer = int(name.split(".")[1])
-            depth = layer + 1 if args.depth_init else args.n_layers
-            std = 0.02 / (2 * depth) ** 0.5
-            nn.init.trunc_normal_(whole, std=std, generator=generator)
 
 
 FLAVORS: dict[str, LlamaArgs] = {

@@ -1,4 +1,4 @@
-"""Lay a Llama over the mesh `dp_replicate x dp_shard x cp`: CP, AC, compile, FSDP2, in this order.
+"""Lay a model over the mesh `dp_replicate x dp_shard x cp`: CP, AC, compile, FSDP2, in this order.
 
 Where only what lies between layers is compiled, that is done before AC: a block of such regions is
 checkpointed like any other.
@@ -9,7 +9,7 @@ over `dp_replicate`), so training with privacy calls its parts: FSDP2 lies on th
 `torchtitan_dp.gradients`, after clipping. Training without privacy is TorchTitan's own.
 """
 
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.nn as nn
@@ -35,15 +35,13 @@ from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.llama3.regions import compiled, use_regions
 from torchtitan_dp.models.lora import store_frozen
 from torchtitan_dp.models.loss_head import LossHead
-
-if TYPE_CHECKING:
-    from torchtitan_dp.models.llama3.model import Llama
+from torchtitan_dp.models.private import PrivateModel
 
 
-def parallelize_llama(
-    model: "Llama", parallel_dims: ParallelDims, job_config: JobConfig
+def parallelize(
+    model: PrivateModel, parallel_dims: ParallelDims, job_config: JobConfig
 ) -> nn.Module:
-    """Apply CP, AC, `torch.compile` and FSDP2 to a Llama on the meta device, in place.
+    """Apply CP, AC, `torch.compile` and FSDP2 to a model on the meta device, in place.
 
     With privacy, gradients are reduced within the `fsdp` mesh only, by whatever
     `set_custom_reduce_scatter` is given later; parameters are fp32 shards over `fsdp`, also when
@@ -79,7 +77,7 @@ def parallelize_llama(
 
 
 def _apply_parts(
-    model: "Llama", parallel_dims: ParallelDims, mesh: DeviceMesh, job_config: JobConfig
+    model: PrivateModel, parallel_dims: ParallelDims, mesh: DeviceMesh, job_config: JobConfig
 ) -> None:
     parallelism = job_config.parallelism
     if job_config.privacy.enable and job_config.training.loss_chunk_tokens:
@@ -136,7 +134,7 @@ def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
     return init_device_mesh(device_type, every_rank_alone, mesh_dim_names=("rank", "fsdp"))["fsdp"]
 
 
-def fsdp_groups(model: "Llama") -> list[list[nn.Module]]:
+def fsdp_groups(model: PrivateModel) -> list[list[nn.Module]]:
     """List the modules that are gathered and reduced together, in order of use."""
     blocks = [[block] for block in model.layers.values()]
     if model.model_args.tie_embeddings:
@@ -145,7 +143,7 @@ def fsdp_groups(model: "Llama") -> list[list[nn.Module]]:
     return [[model.tok_embeddings], *blocks, [model.norm, model.output]]
 
 
-def trained_fsdp_modules(model: "Llama") -> list[FSDPModule]:
+def trained_fsdp_modules(model: PrivateModel) -> list[FSDPModule]:
     """Return one module of each FSDP2 group that has something to train: those that reduce
     gradients."""
     return [
@@ -155,7 +153,7 @@ def trained_fsdp_modules(model: "Llama") -> list[FSDPModule]:
     ]
 
 
-def _apply_fsdp(model: "Llama", mesh: DeviceMesh, job_config: JobConfig) -> None:
+def _apply_fsdp(model: PrivateModel, mesh: DeviceMesh, job_config: JobConfig) -> None:
     policy = job_config.parallelism.fsdp_reshard_after_forward
     keep = job_config.privacy.enable and job_config.parallelism.keep_weights_gathered
     mp_policy = MixedPrecisionPolicy(
@@ -181,7 +179,7 @@ def _apply_fsdp(model: "Llama", mesh: DeviceMesh, job_config: JobConfig) -> None
             module.set_gradient_divide_factor(1.0)
 
 
-def _sum_reductions_only(model: "Llama") -> None:
+def _sum_reductions_only(model: PrivateModel) -> None:
     """Have FSDP2 reduce by plain sums: gloo lacks the pre-multiplied sum that it picks for a
     divide factor of 1."""
     for module in model.modules():

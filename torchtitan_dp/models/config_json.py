@@ -1,0 +1,92 @@
+"""Reading a `config.json`: each key that a family does not support is refused by its name."""
+
+import json
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+Supported = Iterable[tuple[str, tuple[Any, ...], str]]
+"""Keys of a `config.json`, the values that a family computes, and what else they would mean."""
+
+SUPPORTED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+    ("hidden_act", (None, "silu"), "only 'silu' is built"),
+    ("attention_bias", (None, False), "biases are not built"),
+    ("mlp_bias", (None, False), "biases are not built"),
+    ("attention_dropout", (None, 0), "dropout is not built; set it to 0"),
+    ("sliding_window", (None,), "attention is always over the whole record"),
+    ("quantization_config", (None,), "weights must be floating point; take the unquantized ones"),
+)
+"""The keys that mean the same in every family."""
+
+
+class Reader:
+    """The values of one `config.json`, checked as they are read.
+
+    Raises:
+        ValueError: in each method, one line for the user that names the key.
+    """
+
+    def __init__(self, settings: dict[str, Any], path: str, key: str, supported: Supported) -> None:
+        """
+        Args:
+            settings: the file's content.
+            path, key: the file, and the key that names its folder, for messages.
+        """
+        self.settings, self.path, self.key = settings, path, key
+        for name, values, why in supported:
+            if settings.get(name) not in values:
+                self.refuse(name, settings.get(name), why)
+
+    def size(self, name: str, default: int | None = None) -> int:
+        value = self.settings.get(name)
+        if value is None and default is not None:
+            return default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            self.refuse(name, value, "must be a whole number, 1 or more")
+        return value
+
+    def heads(self) -> tuple[int, int]:
+        """Read the numbers of heads of queries and of keys."""
+        heads = self.size("num_attention_heads")
+        kv_heads = self.size("num_key_value_heads", heads)
+        if heads % kv_heads != 0:
+            self.refuse("num_key_value_heads", kv_heads, f"must divide the {heads} heads")
+        return heads, kv_heads
+
+    def rope(self, *kinds: str) -> tuple[float, str, str, dict[str, Any]]:
+        """Read theta and the scaling, of transformers 5's `rope_parameters` or the keys before it.
+
+        Args:
+            kinds: the types of scaling that the family computes.
+
+        Returns:
+            theta; the scaling's type, its key and its values.
+        """
+        name = "rope_parameters" if self.settings.get("rope_parameters") else "rope_scaling"
+        values = self.settings.get(name) or {}
+        if not isinstance(values, dict):
+            self.refuse(name, values, "must be an object")
+        kind = values.get("rope_type", values.get("type", "default"))
+        if kind not in kinds:
+            built = " and ".join(f"'{kind}'" for kind in kinds)
+            only = f"only {built} {'are' if len(kinds) > 1 else 'is'} built"
+            self.refuse(f"{name}.rope_type", kind, only)
+        for holder, prefix in ((self.settings, ""), (values, f"{name}.")):
+            if (part := holder.get("partial_rotary_factor", 1)) != 1:
+                self.refuse(f"{prefix}partial_rotary_factor", part, "must be 1")
+        theta = values.get("rope_theta", self.settings.get("rope_theta", 10000.0))
+        if not is_positive(theta):
+            self.refuse("rope_theta", theta, "must be a positive number")
+        return float(theta), kind, name, values
+
+    def refuse(self, name: str, value: object, why: str) -> NoReturn:
+        """Raise ValueError for a key's value."""
+        shown = "missing" if value is None else json.dumps(value)
+        raise ValueError(
+            f"{self.key}: {self.path} has {name} = {shown}: {why}; use a model that has it so (for "
+            "the tokenizer alone, copy its files into a folder without config.json)"
+        )
+
+
+def is_positive(value: object) -> bool:
+    """Return whether a value is a positive number."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
