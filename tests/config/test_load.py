@@ -86,7 +86,7 @@ BAD = {
     "data missing": (["--training.dataset_path=/nowhere"], "training.dataset_path = '/nowhere'"),
     "glob of nothing": (["--training.dataset_path=/usr/*.nothing"], "training.dataset_path = '/u"),
     "no data": (["--training.dataset_path="], "training.dataset_path is not set"),
-    "data format": (["--training.dataset=parquet"], "training.dataset = 'parquet'"),
+    "data format": (["--training.dataset=csv"], "training.dataset = 'csv'"),
     "jsonl of none": (["--training.dataset=jsonl"], "training.dataset_path = "),
     "all held out": (["--data.heldout_fraction=1"], "data.heldout_fraction = 1.0"),
     "next to all held out": (["--data.heldout_fraction=0.9999999"], "data.heldout_fraction = 0.99"),

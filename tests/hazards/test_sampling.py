@@ -7,6 +7,8 @@ import hashlib
 import json
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 
@@ -204,6 +206,13 @@ def one_more(format, folder, more):
     if format == "jsonl":
         lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
         (folder / "a.jsonl").write_text(lines)
+    elif format in ("parquet", "hf"):
+        table = pa.table({"text": texts})
+        if format == "parquet":
+            pq.write_table(table, folder / "a.parquet")
+            return
+        with pa.ipc.new_stream(str(folder / "data-0.arrow"), table.schema) as stream:
+            stream.write_table(table)
     else:
         assert format == "text", "a new format: say here how one record is put before others"
         for text in texts:
