@@ -1,4 +1,4 @@
-"""What a run is told: the sections this project adds (`schema`), read and checked.
+"""The configuration of a run: the sections that this project adds (`schema`), read and checked.
 
 `load` reads a TOML and the command line; `checks`, `conflicts` and `supported` refuse settings;
 `saved` keeps a run's configuration in its folder, `reference` writes the documentation.

@@ -1,6 +1,6 @@
-"""Features of TorchTitan that are refused with privacy: each would go behind its back.
+"""Features of TorchTitan that would break the privacy guarantee, and are refused.
 
-They read, move or clip gradients, change who is sampled, lose the ledger, or tell what is private.
+They read, move or clip gradients, change who is sampled, lose the ledger, or leak private values.
 """
 
 from torchtitan_dp.config import JobConfig
@@ -9,7 +9,7 @@ from torchtitan_dp.privacy.mechanism import mechanism_of
 
 
 def check_conflicts(config: JobConfig) -> None:
-    """Refuse what would go behind the back of privacy.
+    """Refuse settings that would break the privacy guarantee.
 
     Raises:
         ValueError: one line for the user, that names the key, its value and the remedy.
@@ -124,8 +124,8 @@ def check_conflicts(config: JobConfig) -> None:
             not config.checkpoint.initial_load_model_only,
             "checkpoint.initial_load_model_only",
             False,
-            "set it to true; to go on with another run, with its optimizer and its ledger, copy "
-            "its whole job.dump_folder",
+            "set it to true; to continue another run with its optimizer and ledger, copy its "
+            "whole job.dump_folder",
         ),
         (
             config.fault_tolerance.enable,

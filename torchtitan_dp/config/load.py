@@ -93,7 +93,7 @@ def exit_on_mistake() -> Iterator[None]:
 
 
 def fail(message: str) -> NoReturn:
-    """Say what is wrong with the input, in one line, and exit with code 2."""
+    """Print a user's mistake in one line, and exit with code 2."""
     print("error: " + " ".join(message.split()), file=sys.stderr)
     raise SystemExit(2)
 
@@ -112,7 +112,7 @@ def parse_known(
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
-    """Write what a tool says to programs; `-` is stdout."""
+    """Write a tool's JSON output; `-` is stdout."""
     text = json.dumps(content, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)
@@ -131,7 +131,7 @@ def _option(argv: list[str], name: str) -> str | None:
 
 
 def _read_toml(path: str) -> dict[str, Any]:
-    """Return what a TOML file holds, or raise ValueError in one line."""
+    """Return the content of a TOML file, or raise ValueError in one line."""
     if not os.path.isfile(path):
         raise ValueError(f"job.config_file = '{path}': no such file")
     try:
@@ -142,7 +142,7 @@ def _read_toml(path: str) -> dict[str, Any]:
 
 
 def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out keys that are no longer there."""
+    """Return the values without removed keys."""
     return {
         name: {key: value for key, value in section.items() if f"{name}.{key}" not in KEYS}
         if isinstance(section, dict)
@@ -152,7 +152,7 @@ def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = "") -> None:
-    """Refuse keys that no section has, and values of another type than their key's.
+    """Refuse unknown keys, and values of another type than their key's.
 
     A misspelt key would silently keep its default. Values on the command line need no such check:
     they are parsed as their key's type.
@@ -184,7 +184,7 @@ def _parse(argv: list[str]) -> Any:
     messages = io.StringIO()
     titan_logger = logging.getLogger("root")
     level = titan_logger.level
-    titan_logger.setLevel(logging.ERROR)  # it warns of a tokenizer folder that is not asked for
+    titan_logger.setLevel(logging.ERROR)  # it warns of a missing tokenizer folder
     try:
         with contextlib.redirect_stderr(messages):
             return ConfigManager().parse_args(argv)
@@ -201,7 +201,7 @@ def _parse(argv: list[str]) -> Any:
 
 
 def _has_type(value: Any, annotation: Any) -> bool:
-    """Tell whether a value is of an annotated type."""
+    """Return whether a value is of an annotated type."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return True

@@ -1,4 +1,4 @@
-"""Keys and values that earlier versions had: each is refused in one line that names the remedy."""
+"""Keys and values of earlier versions, refused in one line each."""
 
 KEYS = {
     "data.token_cache": "removed, since token ids are cached in memory and never written to disk; "
@@ -16,10 +16,10 @@ VALUES = {
 
 
 def refuse_removed(key: str, value: object, source: str = "") -> None:
-    """Refuse a key or a value that is no longer there.
+    """Refuse a removed key or value.
 
     Args:
-        source: the file that it is in, for the message.
+        source: its file, for the message.
 
     Raises:
         ValueError: one line for the user.

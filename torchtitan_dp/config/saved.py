@@ -1,6 +1,6 @@
-"""The configuration that a run was started with, kept in its folder for tools that come later.
+"""A run's configuration, kept in its folder for later tools.
 
-It names the places of private data, so it is for its owner only and is never released.
+It has the paths of private data: readable by its owner only, and never released.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ def write_config(config: JobConfig) -> None:
 
 
 def read_config(folder: str) -> JobConfig:
-    """Return the configuration of the run in `folder` for one process, whatever its mesh was.
+    """Return the configuration of the run in `folder` for one process, on any mesh.
 
     `job.dump_folder` becomes `folder`: a run may have been moved.
 
@@ -42,8 +42,8 @@ def read_config(folder: str) -> JobConfig:
     path = os.path.join(folder, RUN_CONFIG_FILE)
     if not os.path.isfile(path):
         raise ValueError(
-            f"RUN = '{folder}': it has no {RUN_CONFIG_FILE}, which says what model it trains; give "
-            "the training command again (a finished run is not trained on), and it is written"
+            f"RUN = '{folder}': {RUN_CONFIG_FILE}, which describes its model, is missing; give the "
+            "training command again, which writes it (a finished run is not trained further)"
         )
     try:
         with open(path, encoding="utf-8") as file:

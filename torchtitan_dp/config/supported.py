@@ -1,9 +1,8 @@
-"""TorchTitan's keys: the values that it takes, and the keys that privacy supports.
+"""TorchTitan's keys: the values that work, and the keys that privacy supports.
 
-Workers would fail on a wrong value later, with a traceback: ranges are checked at once. Of the keys
-only those listed may differ from their defaults with privacy. A list of forbidden keys would miss
-those that a later TorchTitan adds. `conflicts` goes first: it
-refuses single values, with a remedy of their own.
+Ranges are checked at once, since a worker would fail later, with a traceback. With privacy, only
+the keys listed may differ from their defaults: a list of forbidden keys would miss those that a
+later TorchTitan adds. `conflicts` goes first, and refuses single values with their own remedy.
 """
 
 import dataclasses

@@ -1,19 +1,19 @@
-"""What a configuration's privacy unit is called, and what of its records is learned."""
+"""The privacy unit of a configuration in words, and the tokens that are trained on."""
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.units import word
 
 
 def unit_word(config: JobConfig) -> str:
-    """Call what is drawn, clipped and protected by its name, in a word."""
+    """Return the one-word name of the privacy unit: record, patient, …"""
     return word(config.data.unit_field)
 
 
 def resolve_sampling(config: JobConfig) -> None:
-    """Make `auto` the way to take samples that it stands for, in place.
+    """Replace `auto` by the sampling that it stands for, in place.
 
-    What is grouped is read whole over many draws, since most units have more than a sample: by
-    windows, or, where answers decide what is read of a record, by taking records in turn.
+    Most units are longer than one sample, so over many draws all of a unit is read: by windows,
+    or, where samples lie around answers, by random records.
     """
     data = config.data
     has_answers = data.prompt_field is not None or data.messages_field is not None
@@ -25,12 +25,12 @@ def resolve_sampling(config: JobConfig) -> None:
 
 
 def never_trained(config: JobConfig) -> str | None:
-    """Say what of a long record or unit no sample is made of; None where every part may be."""
+    """Describe the part of long records or units that no sample covers; None if there is none."""
     data = config.data
     takes_all = data.unit_field is not None and data.unit_sampling == "concat"
     has_answers = data.prompt_field is not None or data.messages_field is not None
     if data.long_records != "head" or (has_answers and not takes_all):
-        return None  # with answers, a sample of one record lies where the answer is
+        return None  # with answers, a sample of one record lies around the answer
     remedy = "data.long_records = 'window' samples a new part at each draw"
     if has_answers:
         remedy = "data.unit_sampling = 'random' samples a new record at each draw"
@@ -41,13 +41,13 @@ def never_trained(config: JobConfig) -> str | None:
 
 
 def privacy_unit(config: JobConfig) -> str:
-    """Name the unit as `privacy.json` does, behind "one"."""
+    """Return the unit's name in `privacy.json`, which follows "one"."""
     field = config.data.unit_field
     return "record" if field is None else f"unit of data.unit_field '{field}'"
 
 
 def targets(config: JobConfig) -> str:
-    """Say which tokens of a record the loss is the mean of, as `privacy.json` does."""
+    """Describe the target tokens of a record, as in `privacy.json`."""
     data = config.data
     if data.messages_field is not None:
         return f"the assistant's turns in data.messages_field '{data.messages_field}'"

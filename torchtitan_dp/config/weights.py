@@ -1,4 +1,4 @@
-"""The weights of a run by its configuration: the folder of initial ones, and which are trained."""
+"""The folder of initial weights, and the trained weights in words."""
 
 from torchtitan_dp.config import JobConfig
 
