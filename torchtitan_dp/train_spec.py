@@ -34,7 +34,7 @@ from torchtitan_dp.validate import HeldOutValidator
 
 
 class OpenOnce:
-    """Opens a configuration's records once, and returns them again for the same configuration."""
+    """A configuration's records, opened at the first call."""
 
     def __init__(self) -> None:
         self._terms: object = None
@@ -51,7 +51,7 @@ class OpenOnce:
 
 
 def build_model(family: Family, decide: Callable[[], Start] | None, args: Any) -> Any:
-    """Build a model that draws only the weights which its start does not load."""
+    """Build a model, which draws only the weights that its start does not load."""
     if decide is not None:
         start = decide()
         args.draw_weights, args.draw_adapters = not start.loads, not start.resumes
@@ -151,7 +151,7 @@ def register(
     Args:
         config: the run's; its flavor then has the shape of `hugging_face.shape`.
         open_records: with the records open already, or not.
-        decide: the decision how the run starts; by default weights are drawn, loaded or not.
+        decide: returns the run's start; by default all weights are drawn.
     """
     open_records = open_records or OpenOnce()
     for name, family in FAMILIES.items():

@@ -264,8 +264,8 @@ def _check_exact_sum(config: JobConfig) -> None:
     privacy = config.privacy
     if not privacy.secure_noise:
         raise ValueError(
-            "privacy.exact_sum = true with secure_noise = false: noise in fp32 would round the exact "
-            "sum; set privacy.secure_noise = true, or exact_sum to false"
+            "privacy.exact_sum = true with secure_noise = false: noise in fp32 would round the "
+            "exact sum; set privacy.secure_noise = true, or exact_sum to false"
         )
     if config.training.global_batch_size > MAX_EXPECTED_BATCH:
         raise ValueError(

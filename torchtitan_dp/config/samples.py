@@ -57,8 +57,8 @@ def _check_windows(config: JobConfig) -> None:
         )
     elif method in METHODS and not METHODS[method].averages_windows:
         why = (
-            f"privacy.gradient_method = '{method}' clips the gradient of one backward pass; set it to "
-            "'microbatch', which takes any training.local_batch_size"
+            f"privacy.gradient_method = '{method}' clips the gradient of one backward pass; set it "
+            "to 'microbatch', which takes any training.local_batch_size"
         )
     else:
         return

@@ -1,6 +1,6 @@
-"""The model families that can be trained: what each is to the rest of the package.
+"""The model families that can be trained, with all that the rest of the package needs of each.
 
-A family is a folder (`llama3/`) and an entry of `FAMILIES`, under the name that `model.name` gives.
+A family is a folder (`llama3/`) and an entry of `FAMILIES` under its `model.name`.
 """
 
 import copy
@@ -21,7 +21,7 @@ from torchtitan_dp.models.lora import LoRA
 
 
 class ModelArgs(Protocol):
-    """Names what the package reads of any family's arguments."""
+    """The arguments that the package reads of any family."""
 
     dim: int
     n_layers: int
@@ -38,7 +38,7 @@ class ModelArgs(Protocol):
 
 @dataclass(frozen=True)
 class Family:
-    """Holds what differs from family to family.
+    """One model family.
 
     Args:
         title: its name for people.

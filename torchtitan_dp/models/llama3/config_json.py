@@ -36,11 +36,11 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> LlamaArgs:
     """Return the arguments of the model that a `config.json` describes.
 
     Args:
-        settings: what the file holds.
+        settings: the content of the file.
         path, key: the file, and the key that names its folder, for messages.
 
     Raises:
-        ValueError: one line for the user; it describes what our Llama cannot compute.
+        ValueError: one line for the user; it describes a model that our Llama cannot compute.
     """
     return _Reader(settings, path, key).args()
 
