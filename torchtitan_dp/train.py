@@ -37,8 +37,7 @@ from torchtitan_dp.checkpoint.plan import earlier_ledger, most_lost, refuse_over
 from torchtitan_dp.checkpoint.start import Start, check_records, decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.load import load_config
-from torchtitan_dp.config.saved import write_config
+from torchtitan_dp.config.load import load_config, write_config
 from torchtitan_dp.data.batching import Microbatch, RecordLoader
 from torchtitan_dp.data.feed import Draw, Feed
 from torchtitan_dp.distributed.agreement import (

@@ -19,7 +19,7 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.feed import ContextGroup, Feed

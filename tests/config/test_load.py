@@ -12,8 +12,7 @@ import tokenizers
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes import forks
 from tests.processes.runs import CONFIG, ROOT, arguments, write_records
-from torchtitan_dp.config.load import load_config
-from torchtitan_dp.config.saved import RUN_CONFIG_FILE, read_config, write_config
+from torchtitan_dp.config.load import RUN_CONFIG_FILE, load_config, read_config, write_config
 
 RECORDS = 24
 

@@ -20,7 +20,7 @@ from tests.processes.runs import (
     write_records,
 )
 from torchtitan_dp.checkpoint.average import average_name
-from torchtitan_dp.config.saved import read_config
+from torchtitan_dp.config.load import read_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.models.lora import is_adapter

@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.weights import trained
+from torchtitan_dp.config.derived import trained
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.account import terms_in_words
 from torchtitan_dp.ledger.executed import ExecutedSteps

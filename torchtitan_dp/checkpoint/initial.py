@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.units import privacy_unit
+from torchtitan_dp.config.derived import privacy_unit
 from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger

@@ -12,7 +12,7 @@ from torchtitan_dp.checkpoint.baseline import refuse_baseline_folder
 from torchtitan_dp.checkpoint.initial import InitialWeights, inheritance
 from torchtitan_dp.checkpoint.terms import config_hash, settings_of
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.units import unit_word
+from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger.executed import EXECUTED_FILE, STARTS_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by

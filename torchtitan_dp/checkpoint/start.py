@@ -35,7 +35,7 @@ from torchtitan_dp.checkpoint.initial import InitialWeights, ledger_beside
 from torchtitan_dp.checkpoint.plan import Plan, make_plan
 from torchtitan_dp.checkpoint.safe_load import METADATA_FILE
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.weights import weights_folder
+from torchtitan_dp.config.derived import weights_folder
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, check_fingerprint
 from torchtitan_dp.models.lora import is_adapter, without_adapters
 

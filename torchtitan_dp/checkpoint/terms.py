@@ -7,9 +7,7 @@ import math
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.lengths import ladder
-from torchtitan_dp.config.units import privacy_unit, targets, unit_word
-from torchtitan_dp.config.weights import trained
+from torchtitan_dp.config.derived import ladder, privacy_unit, targets, trained, unit_word
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.mechanism import mechanism_of

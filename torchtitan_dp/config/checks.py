@@ -1,7 +1,6 @@
 """Settings that cannot work together, refused in one line that names the key and the remedy."""
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.conflicts import check_conflicts
 from torchtitan_dp.config.samples import check_samples
 from torchtitan_dp.config.supported import check_supported, check_values
 from torchtitan_dp.gradients.methods import METHODS, automatic
@@ -100,7 +99,6 @@ def check(config: JobConfig, world_size: int) -> None:
         )
     if config.privacy.enable:
         _check_privacy(config)
-        check_conflicts(config)
         check_supported(config)
 
 

@@ -11,11 +11,24 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan_dp.config.removed import refuse_removed
-
 _OTHER_NAMES = {"peft": "lora", "dp": "privacy"}
 """Other projects' names of sections."""
 _HELP = ("help", "h")
+
+# Of earlier versions; each with its remedy.
+REMOVED_KEYS = {
+    "data.token_cache": "removed, since token ids are cached in memory and never written to disk; "
+    "omit it",
+    "data.token_cache_gib": "removed, since token ids are cached in memory, in bounded room; "
+    "omit it",
+}
+_REMOVED_VALUES = {
+    ("data.verify_records", "drawn"): "removed; omit it: all files are read and hashed once a "
+    "machine ('contents'), and again only where they have changed",
+    ("privacy.new_segment", "adaptive"): "removed; set it to 'planned' if the change was fixed "
+    "before training, else start a run of its own from these weights "
+    "(checkpoint.initial_load_path)",
+}
 
 
 def check_command_line(argv: list[str], schema: Any) -> None:
@@ -55,6 +68,22 @@ def check_command_line(argv: list[str], schema: Any) -> None:
         refuse_removed(key, given)
         if not _fits(given, keys[key]):
             raise ValueError(f"{key} = {given!r}: must be {describe(keys[key])}")
+
+
+def refuse_removed(key: str, value: object, source: str = "") -> None:
+    """Refuse a removed key or value.
+
+    Args:
+        source: its file, for the message.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    place = f" in {source}" if source else ""
+    if key in REMOVED_KEYS:
+        raise ValueError(f"{key}{place}: {REMOVED_KEYS[key]}")
+    if isinstance(value, str) and (key, value) in _REMOVED_VALUES:
+        raise ValueError(f"{key} = {value!r}{place}: {_REMOVED_VALUES[key, value]}")
 
 
 def proposal(key: str, keys: typing.Collection[str]) -> str:

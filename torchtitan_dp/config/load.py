@@ -1,4 +1,4 @@
-"""From a TOML and command-line overrides to a checked configuration.
+"""A checked configuration from a TOML and the command line, or from a run's folder.
 
 A user's mistake is one `ValueError` line that names the key, the value and the remedy;
 `exit_on_mistake` prints it and exits with code 2.
@@ -26,9 +26,15 @@ from torchtitan.config import JobConfig as TorchTitanJobConfig
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check, resolve_degrees, resolve_gradient_method
-from torchtitan_dp.config.command_line import check_command_line, describe, other_section
-from torchtitan_dp.config.removed import KEYS, refuse_removed
-from torchtitan_dp.config.units import resolve_sampling
+from torchtitan_dp.config.command_line import (
+    REMOVED_KEYS,
+    check_command_line,
+    describe,
+    other_section,
+    refuse_removed,
+)
+from torchtitan_dp.config.derived import resolve_sampling
+from torchtitan_dp.process import write_atomically
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,6 +42,14 @@ else:
     import tomli as tomllib
 
 _CUSTOM_CONFIG = "torchtitan_dp.config"
+# Kept in a run's folder for later tools. It has the paths of private data: readable by its owner
+# only, and never released.
+RUN_CONFIG_FILE = "run_config.json"
+_ONE_PROCESS = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "context_parallel_degree",
+)
 
 
 def load_config(argv: list[str], world_size: int) -> JobConfig:
@@ -62,7 +76,7 @@ def config_from_values(values: dict[str, Any], source: str, world_size: int) -> 
     """Return a configuration from the values of all its sections, checked as `load_config` does.
 
     Args:
-        values: those of an earlier version may have `removed.KEYS`, which are left out.
+        values: those of an earlier version may have `REMOVED_KEYS`, which are left out.
         source: the file that they come from, for messages.
 
     Raises:
@@ -72,6 +86,42 @@ def config_from_values(values: dict[str, Any], source: str, world_size: int) -> 
     kept = _without_removed(values)
     _check_keys(kept, schema, source)
     return _checked(ConfigManager()._dict_to_dataclass(schema, kept), world_size)
+
+
+def write_config(config: JobConfig) -> None:
+    """Keep `config` in its `job.dump_folder`; the paths of public inputs are made absolute."""
+    values = dataclasses.asdict(config)
+    for section, key in (("model", "hf_assets_path"), ("checkpoint", "initial_load_path")):
+        if path := values[section][key]:
+            values[section][key] = os.path.abspath(path)
+    write_atomically(
+        os.path.join(config.job.dump_folder, RUN_CONFIG_FILE),
+        json.dumps(values, indent=2).encode() + b"\n",
+    )
+
+
+def read_config(folder: str) -> JobConfig:
+    """Return the configuration of the run in `folder` for one process, on any mesh.
+
+    `job.dump_folder` becomes `folder`: a run may have been moved.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    path = os.path.join(folder, RUN_CONFIG_FILE)
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"RUN = '{folder}': {RUN_CONFIG_FILE}, which describes its model, is missing; give the "
+            "training command again, which writes it (a finished run is not trained further)"
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+        values["job"]["dump_folder"] = folder
+        values["parallelism"].update(dict.fromkeys(_ONE_PROCESS, 1))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}): restore it") from error
+    return config_from_values(values, path, world_size=1)
 
 
 def _checked(config: Any, world_size: int) -> JobConfig:
@@ -144,7 +194,7 @@ def _read_toml(path: str) -> dict[str, Any]:
 def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
     """Return the values without removed keys."""
     return {
-        name: {key: value for key, value in section.items() if f"{name}.{key}" not in KEYS}
+        name: {key: value for key, value in section.items() if f"{name}.{key}" not in REMOVED_KEYS}
         if isinstance(section, dict)
         else section
         for name, section in values.items()

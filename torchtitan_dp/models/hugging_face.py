@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.weights import trained, weights_folder
+from torchtitan_dp.config.derived import trained, weights_folder
 from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 from torchtitan_dp.models.families import (
     FAMILIES,

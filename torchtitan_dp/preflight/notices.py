@@ -7,7 +7,7 @@ import os
 import sys
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.units import never_trained
+from torchtitan_dp.config.derived import never_trained
 from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.process import PLANNED

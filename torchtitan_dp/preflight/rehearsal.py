@@ -39,7 +39,7 @@ import torch.nn as nn
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import Microbatch
 from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.distributed.stop import is_lost_rank

@@ -42,8 +42,7 @@ from torchtitan_dp.checkpoint.average import average_name, has_average, read_dec
 from torchtitan_dp.checkpoint.folder import LEDGER_KEY, newest_whole_checkpoint, step_folder
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.load import exit_on_mistake
-from torchtitan_dp.config.saved import read_config
+from torchtitan_dp.config.load import exit_on_mistake, read_config
 from torchtitan_dp.data.samples.tokenizer import byte_tokenizer_files
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.ledger.files import write_published

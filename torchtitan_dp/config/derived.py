@@ -1,7 +1,17 @@
-"""The privacy unit of a configuration in words, and the tokens that are trained on."""
+"""Facts that follow from a configuration: sampling, lengths of samples, and its terms in words."""
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.units import word
+from torchtitan_dp.distributed.cpu import has_accelerator
+
+ALL = "all weights"
+
+# torch.compile's default limit on graphs of one function.
+MOST_LENGTHS = 8
+
+# The least length of each of a rank's two parts of a sample on an accelerator: cuDNN refuses a
+# single key, and memory-efficient kernels pad to this many rows.
+ALIGNED_TOKENS = 32
 
 
 def unit_word(config: JobConfig) -> str:
@@ -57,3 +67,36 @@ def targets(config: JobConfig) -> str:
             f"data.prompt_field '{data.prompt_field}'"
         )
     return "every token"
+
+
+def weights_folder(config: JobConfig) -> tuple[str, str]:
+    """Return the folder of initial weights, if any are loaded, and its key."""
+    if config.checkpoint.initial_load_path:
+        return config.checkpoint.initial_load_path, "checkpoint.initial_load_path"
+    return config.model.hf_assets_path, "model.hf_assets_path"
+
+
+def trained(config: JobConfig) -> str:
+    """Describe the trained weights, for `privacy.json`, cards and messages."""
+    lora = config.lora
+    if not lora.rank:
+        return ALL
+    return f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(sorted(lora.targets))}"
+
+
+def ladder(config: JobConfig) -> tuple[int, ...]:
+    """List the lengths that samples are padded to, rising; the last is `training.seq_len` = T.
+
+    Powers of two times 2 x context_parallel_degree (a ring needs multiples of that) between T / 128
+    and T; shorter ones would save little and cost a compilation each. On an accelerator a ring
+    has none below 64 x context_parallel_degree (`ALIGNED_TOKENS`).
+    """
+    seq_len, cp = config.training.seq_len, config.parallelism.context_parallel_degree
+    rung, shortest = 2 * cp, 2 * cp
+    if cp > 1 and has_accelerator():
+        shortest = 2 * cp * ALIGNED_TOKENS
+    lengths = [seq_len]
+    if config.data.length_buckets:
+        powers = (rung << power for power in range((seq_len // rung).bit_length()))
+        lengths = [length for length in powers if shortest <= length < seq_len] + lengths
+    return tuple(lengths[-MOST_LENGTHS:])
