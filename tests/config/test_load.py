@@ -172,7 +172,7 @@ BAD = {
     ),
     "a writer that outlives the run": (
         ["--checkpoint.async_mode=async_with_pinned_mem"],
-        "checkpoint.async_mode = async_with_pinned_mem",
+        "checkpoint.async_mode = 'async_with_pinned_mem'",
     ),
     "losses sent away": (["--metrics.enable_wandb"], "metrics.enable_wandb = true"),
     "an exact sum with fp32 noise": (["--privacy.exact_sum"], "privacy.exact_sum = true"),
@@ -188,7 +188,7 @@ BAD = {
         "privacy.noise_multiplier = 32769",
     ),
     "second clip": (["--training.max_norm=1"], "training.max_norm = 1"),
-    "bf16 weights": (["--training.dtype=bfloat16"], "training.dtype = bfloat16"),
+    "bf16 weights": (["--training.dtype=bfloat16"], "training.dtype = 'bfloat16'"),
     "cpu offload": (["--training.enable_cpu_offload"], "training.enable_cpu_offload = true"),
     "fault tolerance": (["--fault_tolerance.enable"], "fault_tolerance.enable = true"),
     "gdp": (["--privacy.accountant=gdp"], "privacy.accountant"),  # hazard 37: not offered
