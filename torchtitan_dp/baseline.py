@@ -48,7 +48,7 @@ class BaselineTrainer(Trainer):
         self._publish()
 
     def batch_generator(self, data_iterable: Any) -> Any:
-        """Begin to average, after loading; feed as TorchTitan does."""
+        """Start the average, after loading; yield TorchTitan's batches."""
         if self.average is not None:
             self.average.begin()
         return super().batch_generator(data_iterable)
@@ -59,7 +59,7 @@ class BaselineTrainer(Trainer):
             self.average.update()
 
     def train(self) -> None:
-        # Undecorated: @record would keep a traceback of what `main` turns into one line.
+        # Undecorated: @record would keep a traceback of an error that `main` prints in one line.
         inspect.unwrap(Trainer.train)(self)
         self._publish()
 

@@ -5,14 +5,14 @@
 
 torchrun itself answers SIGTERM by ending its workers within 30 s. Here SIGTERM, SIGUSR1 and Ctrl-C
 (SIGINT) ask them to stop after the step they are in (`distributed.stop`), and the exit code is then
-75, EX_TEMPFAIL: run the same command again, and it goes on (where the last step was done, it has
+75, EX_TEMPFAIL: run the same command again, and it resumes (where the last step was done, it has
 nothing to do). Before a worker listens nothing has begun, and all end at once. A second Ctrl-C does
 so at any time, with exit code 130.
 
 With `--processes`, for a run on this machine alone, the plan checks everything in this process
 before N workers are started; `auto` is one for each CUDA device, or 2 on a machine without. A
 user's mistake is then one line and exit code 2: torchrun would turn the line into 45 and 2 into 1.
-This process opens no CUDA context, which would hold memory of a device beside its worker.
+This process opens no CUDA context, which would take memory of its worker's device.
 """
 
 import argparse
@@ -98,7 +98,7 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     where their checkpoints will lie.
 
     Raises:
-        SystemExit: the plan found a mistake and has said which, or the devices cannot be used.
+        SystemExit: the plan found and printed a mistake, or the devices cannot be used.
     """
     import torch
 

@@ -1,4 +1,4 @@
-"""What a private run logs, with everything that is computed from records labelled not private.
+"""The metrics of a private run; all that are computed from records are labelled not private.
 
 Step, learning rate, sigma, epsilon and the configuration may be published with the weights. All
 else (loss, norms, batch size, tokens, throughput, memory) depends on records without noise: its

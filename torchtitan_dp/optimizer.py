@@ -2,7 +2,7 @@
 
 Guarantee:
     The gradient handed to the inner optimizer is (S + N(0, (sigma C)^2 I)) / b: S the clipped sum,
-    of sensitivity C (or, of estimated norms, as `privacy.randomized` says), and b the expected
+    of sensitivity C (or, with estimated norms, that of `privacy.randomized`), and b the expected
     batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
     whatever the inner optimizer makes of it. This holds for real numbers; `privacy.summation` says
     what becomes of it in fp32 and in fixed point. Each position of each parameter has one noise
@@ -24,7 +24,7 @@ from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
 
 class DPOptimizer:
-    """Steps `optimizer` on the noised mean. It holds no state of its own, so there is nothing to
+    """Steps `optimizer` on the noised mean. It has no state of its own, so there is nothing to
     checkpoint.
     """
 
@@ -44,7 +44,7 @@ class DPOptimizer:
             optimizer: any `torch.optim.Optimizer` over exactly `parameters`.
             parameters: DTensors sharded on dim 0, by canonical name.
             summation: how noise is added, and to what; the `ClippedSum` must have the same.
-            free_gathered: frees copies of the parameters that FSDP2 may still hold, which would be
+            free_gathered: frees copies of the parameters that FSDP2 may still keep, which would be
                 used as they were before the update.
         """
         self._optimizer = optimizer
@@ -108,7 +108,7 @@ class DPOptimizer:
             )
 
     def _inner(self) -> list[Optimizer]:
-        """Return the inner optimizer, or those that TorchTitan's container holds."""
+        """Return the inner optimizer, or those in TorchTitan's container."""
         return getattr(self._optimizer, "optimizers", [self._optimizer])
 
     def _prepare(self, clipped_sum: dict[str, Tensor], key: bytes) -> None:

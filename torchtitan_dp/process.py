@@ -75,7 +75,7 @@ def die_with_parent() -> None:
 
 
 def forbid_core_dumps() -> None:
-    """Forbid core dumps: a core file would hold the run's secrets and its records.
+    """Forbid core dumps: a core file would contain the run's secrets and its records.
 
     A limit of 0 keeps Linux from writing files alone; a program that core_pattern pipes cores to
     gets them all the same. For pipes the limit of 1 is the one that is heeded, and a file of one
@@ -117,7 +117,7 @@ def lock_folder(folder: str, wait_s: float = 15.0) -> IO[str]:
     Waits a little for the workers of a run that was just killed.
 
     Raises:
-        ValueError: if another run holds it, or it cannot be written.
+        ValueError: if another run has it, or it cannot be written.
     """
     try:
         os.makedirs(folder, mode=0o700, exist_ok=True)

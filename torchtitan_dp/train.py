@@ -37,8 +37,7 @@ from torchtitan_dp.checkpoint.plan import earlier_ledger, most_lost, refuse_over
 from torchtitan_dp.checkpoint.start import Start, check_records, decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.load import load_config
-from torchtitan_dp.config.saved import write_config
+from torchtitan_dp.config.load import load_config, write_config
 from torchtitan_dp.data.batching import Microbatch, RecordLoader
 from torchtitan_dp.data.feed import Draw, Feed
 from torchtitan_dp.distributed.agreement import (
@@ -160,12 +159,12 @@ class DPTrainer(Trainer):
     def accumulate(self, microbatch: Microbatch, statistics: SampleStatistics) -> None:
         """Clip each sample's gradient and add it to the step's sum.
 
-        It is also what is rehearsed: whatever of it needs memory or a kernel belongs here.
+        It is also rehearsed: every part of a step that needs memory or a kernel belongs here.
         """
         for part in microbatch.to(self.device).split(self.gradients.batch_size):
             *earlier, last = part.windows()
             earlier_B: torch.Tensor | float = 0.0
-            for window in earlier:  # as many on every rank, whatever it was dealt
+            for window in earlier:  # as many on every rank, also where fewer were dealt
                 loss_B = window.of_mean(self.sample_losses(window.tokens_BT, window.labels_BT))
                 self.gradients.hold(loss_B)
                 earlier_B = earlier_B + loss_B.detach()
@@ -227,11 +226,11 @@ class DPTrainer(Trainer):
         self.feed.close()
         super().close()
 
-    # What a checkpoint holds, besides weights, optimizer and LR schedule.
+    # The state in a checkpoint besides weights, optimizer and LR schedule.
 
     def state_dict(self) -> dict[str, Any]:
         if self.clipped_sum.accumulating:
-            raise RuntimeError("a checkpoint in the middle of a step would hold un-noised sums")
+            raise RuntimeError("a checkpoint in the middle of a step would contain un-noised sums")
         batch, seq_len = self.ledger.settings.expected_batch_size, self.job_config.training.seq_len
         windows = self.job_config.data.windows_per_draw
         return {
@@ -300,7 +299,7 @@ class DPTrainer(Trainer):
                 "the kind of device": kind(self.device),
             }
         )
-        ledger.rewind()  # until a checkpoint says otherwise
+        ledger.rewind()  # until a checkpoint is loaded
         executed = ExecutedSteps(folder)
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:

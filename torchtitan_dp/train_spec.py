@@ -19,7 +19,7 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.feed import ContextGroup, Feed
@@ -35,7 +35,7 @@ from torchtitan_dp.validate import HeldOutValidator
 
 
 class OpenOnce:
-    """Opens a configuration's records once, and returns them again for the same configuration."""
+    """A configuration's records, opened at the first call."""
 
     def __init__(self) -> None:
         self._terms: object = None
@@ -52,7 +52,7 @@ class OpenOnce:
 
 
 def build_model(family: Family, decide: Callable[[], Start] | None, args: Any) -> Any:
-    """Build a model that draws only the weights which its start does not load."""
+    """Build a model, which draws only the weights that its start does not load."""
     if decide is not None:
         start = decide()
         args.draw_weights, args.draw_adapters = not start.loads, not start.resumes
@@ -152,7 +152,7 @@ def register(
     Args:
         config: the run's; its flavor then has the shape of `hugging_face.shape`.
         open_records: with the records open already, or not.
-        decide: the decision how the run starts; by default weights are drawn, loaded or not.
+        decide: returns the run's start; by default all weights are drawn.
     """
     open_records = open_records or OpenOnce()
     for name, family in FAMILIES.items():

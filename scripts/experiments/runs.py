@@ -184,7 +184,7 @@ def noise_of(folder: Folder, arm: Arm) -> float | None:
 
 def privacy_of(run: Path, arm: Arm) -> dict[str, Any]:
     """Return what a private run spent, and how large its noise was beside a gradient of norm C."""
-    from torchtitan_dp.config.saved import read_config
+    from torchtitan_dp.config.load import read_config
     from torchtitan_dp.models.families import trained_count
     from torchtitan_dp.models.hugging_face import shape
     from torchtitan_dp.plan.signal import noise_of

@@ -238,7 +238,7 @@ def test_killed_in_its_first_save(finished, tmp_path):
         (folder.checkpoint(step) / ".metadata").unlink()
     begun = folder.steps_begun()
     output = folder.train("--training.steps=2")
-    assert "holds no whole checkpoint" in output
+    assert "has no whole checkpoint" in output
     assert "Training starts at step 1" in output
     spent = privacy(folder.out)
     assert spent["steps"] == 2

@@ -12,8 +12,7 @@ import tokenizers
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes import forks
 from tests.processes.runs import CONFIG, ROOT, arguments, write_records
-from torchtitan_dp.config.load import load_config
-from torchtitan_dp.config.saved import RUN_CONFIG_FILE, read_config, write_config
+from torchtitan_dp.config.load import RUN_CONFIG_FILE, load_config, read_config, write_config
 
 RECORDS = 24
 
@@ -173,7 +172,7 @@ BAD = {
     ),
     "a writer that outlives the run": (
         ["--checkpoint.async_mode=async_with_pinned_mem"],
-        "checkpoint.async_mode = async_with_pinned_mem",
+        "checkpoint.async_mode = 'async_with_pinned_mem'",
     ),
     "losses sent away": (["--metrics.enable_wandb"], "metrics.enable_wandb = true"),
     "an exact sum with fp32 noise": (["--privacy.exact_sum"], "privacy.exact_sum = true"),
@@ -189,7 +188,7 @@ BAD = {
         "privacy.noise_multiplier = 32769",
     ),
     "second clip": (["--training.max_norm=1"], "training.max_norm = 1"),
-    "bf16 weights": (["--training.dtype=bfloat16"], "training.dtype = bfloat16"),
+    "bf16 weights": (["--training.dtype=bfloat16"], "training.dtype = 'bfloat16'"),
     "cpu offload": (["--training.enable_cpu_offload"], "training.enable_cpu_offload = true"),
     "fault tolerance": (["--fault_tolerance.enable"], "fault_tolerance.enable = true"),
     "gdp": (["--privacy.accountant=gdp"], "privacy.accountant"),  # hazard 37: not offered

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from torchtitan_dp.config.conflicts import check_conflicts
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.supported import _values, check_supported, supported_keys
 
@@ -55,10 +54,8 @@ def test_unknown_keys_and_sections_are_refused(shipped):
         teleport: Teleport = dataclasses.field(default_factory=Teleport)
 
     config = Later(**{f.name: getattr(shipped, f.name) for f in dataclasses.fields(shipped)})
-    check_conflicts(config)
     check_supported(config)
     config.teleport.enable = True
-    check_conflicts(config)
     with pytest.raises(ValueError, match=r"^teleport\.enable = true: .* default is false"):
         check_supported(config)
 

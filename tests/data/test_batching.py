@@ -12,7 +12,7 @@ from tests.processes.ranks import on_ranks
 from tests.processes.runs import CONFIG
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config import lengths as lengths_module
-from torchtitan_dp.config.lengths import MOST_LENGTHS, ladder
+from torchtitan_dp.config.derived import MOST_LENGTHS, ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data import batching
 from torchtitan_dp.data.batching import Microbatch, RecordLoader, padded_lengths

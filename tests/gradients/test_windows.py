@@ -68,7 +68,7 @@ def accumulated(
 ) -> tuple[float, float, list[float]]:
     """(error of the clipped sum, its norm, the mean gradients' norms) on this rank."""
     from tests import build
-    from torchtitan_dp.config.lengths import ladder
+    from torchtitan_dp.config.derived import ladder
     from torchtitan_dp.metrics import SampleStatistics
     from torchtitan_dp.train import DPTrainer
 

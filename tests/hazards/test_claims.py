@@ -178,7 +178,7 @@ def test_row52_its_folder_says_so_and_is_no_place_for_a_private_run(baseline):
     refuse_private_folder(str(run))  # it may go on there itself
     with pytest.raises(ValueError, match=r"privacy\.enable = true: .* without privacy"):
         earlier_ledger(str(run))
-    with pytest.raises(ValueError, match="holds a run without privacy"):
+    with pytest.raises(ValueError, match="is a run without privacy"):
         verify(str(run))
 
 
@@ -217,7 +217,7 @@ def test_row53_an_audited_folder_is_no_place_for_a_run(tmp_path):
     audited = Ledger(SETTINGS, steps=4)
     audited.mark_audited(100)
     publish(tmp_path, audited)
-    with pytest.raises(ValueError, match="holds an audited run"):
+    with pytest.raises(ValueError, match="is that of an audited run"):
         earlier_ledger(str(tmp_path))
 
 

@@ -210,9 +210,9 @@ def one_more(format, folder, more):
         table = pa.table({"text": texts})
         if format == "parquet":
             pq.write_table(table, folder / "a.parquet")
-            return
-        with pa.ipc.new_stream(str(folder / "data-0.arrow"), table.schema) as stream:
-            stream.write_table(table)
+        else:
+            with pa.ipc.new_stream(str(folder / "data-0.arrow"), table.schema) as stream:
+                stream.write_table(table)
     else:
         assert format == "text", "a new format: say here how one record is put before others"
         for text in texts:

@@ -20,7 +20,7 @@ from tests.processes.runs import (
     write_records,
 )
 from torchtitan_dp.checkpoint.average import average_name
-from torchtitan_dp.config.saved import read_config
+from torchtitan_dp.config.load import read_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.models.lora import is_adapter
@@ -264,7 +264,7 @@ def test_it_is_switched_off_and_on_without_a_new_segment(place, finished, tmp_pa
         release([str(out), str(tmp_path / "model"), "--ema"])
     assert stop.value.code == 2
     said = resumed(place, finished, out, *HELD_OUT, world_size=1)
-    assert "step-3 holds no average; it begins with the weights there" in said
+    assert "step-3 has no average; it begins with the weights there" in said
     before, after = state(out, 3), state(out, STEPS)
     assert after["ema.updates"] == 1
     for name, found in averages(after).items():

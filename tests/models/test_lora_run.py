@@ -9,7 +9,7 @@ import torch
 from tests.models.hugging_face import PLAIN, sample_tokens, transformers_logits, write_llama
 from tests.processes import forks
 from tests.processes.runs import arguments, load, privacy, train, weights, with_sigma, write_records
-from torchtitan_dp.config.saved import read_config
+from torchtitan_dp.config.load import read_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.models.lora import is_adapter

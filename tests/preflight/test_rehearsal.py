@@ -206,7 +206,7 @@ def test_row47_ranks_of_one_cp_group_rehearse_alike(tmp_path, how):
 def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
     """On stand-ins that note what is asked of them, in order."""
     from tests.hazards.test_trainer import feed
-    from torchtitan_dp.config.lengths import ladder
+    from torchtitan_dp.config.derived import ladder
     from torchtitan_dp.preflight.rehearsal import rehearse
 
     did: list[Any] = []
@@ -272,7 +272,7 @@ def rehearsed_on(device: Device, root: Path) -> Any:
 
 
 def test_row47_what_fails_on_the_device_is_named_with_its_own_length(tmp_path):
-    from torchtitan_dp.config.lengths import ladder
+    from torchtitan_dp.config.derived import ladder
 
     rungs = ladder(load_config(command(tmp_path), 1))
     assert len(rungs) > 2
@@ -305,7 +305,7 @@ def test_row47_collectives_must_outwait_a_device_behind_its_host(tmp_path):
 def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     """Of each length: the peak bytes of a microbatch of padding, and of a full one; and whether
     both run the same operators on the same shapes."""
-    from torchtitan_dp.config.lengths import ladder
+    from torchtitan_dp.config.derived import ladder
     from torchtitan_dp.data.batching import Microbatch
     from torchtitan_dp.metrics import SampleStatistics
     from torchtitan_dp.plan.tracker import MemoryTracker

@@ -30,7 +30,7 @@ def has_average(step: str) -> bool:
     Raises:
         ValueError: its metadata is damaged.
     """
-    return safe_load.holds(step, f"{AVERAGE}.{WEIGHTS}")
+    return safe_load.has_state(step, f"{AVERAGE}.{WEIGHTS}")
 
 
 def states_to_save(average: Stateful, decay: float) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""The ledger of a run without privacy, by which its weights count as not private.
+"""The ledger of a run without privacy, which marks its weights as not private.
 
 Guarantee:
-    Weights of such a run bring "not private" along, in each checkpoint, beside each export and in
-    the run's folder, so that a private run that starts from them cannot pass for private.
+    Weights of such a run are marked "not private" in each checkpoint, beside each export and in the
+    run's folder, so that a run that starts from them cannot pass for private.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ import os
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.weights import trained
+from torchtitan_dp.config.derived import trained
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.account import terms_in_words
 from torchtitan_dp.ledger.executed import ExecutedSteps
@@ -51,9 +51,9 @@ def published_baseline(ledger: Ledger) -> dict[str, Any]:
 
 
 def refuse_private_folder(folder: str) -> None:
-    """Refuse to train without privacy where a private run lives.
+    """Refuse to train without privacy in a private run's folder.
 
-    Its weights would be gone on from beside a `privacy.json` that no longer holds.
+    Its `privacy.json` would no longer cover the weights.
 
     Raises:
         ValueError: one line.
@@ -61,21 +61,21 @@ def refuse_private_folder(folder: str) -> None:
     is_there = os.path.exists(os.path.join(folder, PRIVACY_FILE))
     if (is_there and not _is_baseline(folder)) or ExecutedSteps(folder).count > 0:
         raise ValueError(
-            f"privacy.enable = false: job.dump_folder = '{folder}' holds a private run; give this "
-            "one its own job.dump_folder"
+            f"privacy.enable = false: job.dump_folder = '{folder}' is that of a private run; give "
+            "this one its own job.dump_folder"
         )
 
 
 def refuse_baseline_folder(folder: str) -> None:
-    """Refuse to train with privacy where a run without privacy lives: its weights are not private.
+    """Refuse to train with privacy in the folder of a run without: its weights are not private.
 
     Raises:
         ValueError: one line.
     """
     if _is_baseline(folder):
         raise ValueError(
-            f"privacy.enable = true: job.dump_folder = '{folder}' holds a run without privacy, "
-            "whose weights nothing makes private; give this one its own job.dump_folder"
+            f"privacy.enable = true: job.dump_folder = '{folder}' is that of a run without "
+            "privacy, whose weights cannot become private; give this one its own job.dump_folder"
         )
 
 

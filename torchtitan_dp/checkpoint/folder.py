@@ -1,9 +1,9 @@
-"""A run's checkpoints on disk: which are whole, which are damaged, what a killed save left.
+"""A run's checkpoints on disk: whole, damaged, or left by a killed save.
 
-DCP renames `.metadata` into place when all else is on disk, so a `step-N` that has it was saved to
-its end. What happened to it since is told by its sizes (`damage`) and by the CRC-32 of each of its
-entries (`damaged_entry`, which reads them). A flipped bit in `.metadata` that leaves it readable is
-told by entries, chunks or names that no longer fit; what else it holds is not used for loading.
+DCP renames `.metadata` into place last, so a `step-N` with it was saved completely. Later damage
+shows in the sizes of files (`damage`) and the CRC-32 of each entry (`damaged_entry`, which reads
+them). A flipped bit in a readable `.metadata` shows in entries, chunks or names that do not fit;
+loading uses nothing else of it.
 """
 
 import os
@@ -23,38 +23,38 @@ _LAST = (safe_load.METADATA_FILE, "model.safetensors.index.json")
 
 
 def checkpoint_folder(config: JobConfig) -> str:
-    """Return where a run's checkpoints lie."""
+    """Return the folder of a run's checkpoints."""
     return os.path.join(config.job.dump_folder, config.checkpoint.folder)
 
 
 def finished_checkpoints(folder: str) -> list[int]:
-    """Return the steps whose save came to its end, the furthest first."""
+    """Return the steps that were saved completely, newest first."""
     whole = [s for s in _steps(folder) if any(os.path.exists(os.path.join(s, f)) for f in _LAST)]
     return sorted((int(step.rpartition("-")[2]) for step in whole), reverse=True)
 
 
 def newest_whole_checkpoint(folder: str) -> int:
-    """Return the furthest step whose save came to its end; -1 if there is none."""
+    """Return the newest step that was saved completely; -1 if there is none."""
     return next(iter(finished_checkpoints(folder)), -1)
 
 
 def step_folder(folder: str, step: int) -> str:
-    """Return where TorchTitan puts a step's checkpoint."""
+    """Return TorchTitan's folder of a step's checkpoint."""
     return os.path.join(folder, f"step-{step}")
 
 
 def checkpoint_folders(dump_folder: str) -> list[str]:
-    """Return all folders of a run that hold checkpoints, without those set aside as damaged."""
+    """Return all folders of a run with checkpoints, without those set aside as damaged."""
     entries = (entry.path for entry in os.scandir(dump_folder) if entry.is_dir())
     held = (path for path in entries if not path.endswith(_DAMAGED))
     return sorted(path for path in held if finished_checkpoints(path))
 
 
 def drop_unfinished(folder: str) -> bool:
-    """Remove a folder that holds unfinished checkpoints only; return whether there was one.
+    """Remove a folder of unfinished checkpoints only; return whether there was one.
 
-    TorchTitan would load none of them and, with the folder there, would not load the initial
-    weights that were asked for either. Anything else in the folder is left, and raises OSError.
+    TorchTitan would load none of them, nor, since the folder exists, the initial weights.
+    Anything else in the folder is kept, and raises OSError.
     """
     if not os.path.isdir(folder) or newest_whole_checkpoint(folder) >= 0:
         return False
@@ -65,7 +65,7 @@ def drop_unfinished(folder: str) -> bool:
 
 
 def damage(step: str) -> str:
-    """Say what metadata and file sizes tell is wrong with a checkpoint; "" if nothing is.
+    """Return the damage that metadata and file sizes show of a checkpoint, or "".
 
     Args:
         step: the checkpoint's own folder.
@@ -78,7 +78,7 @@ def damage(step: str) -> str:
 
 
 def damaged_entry(step: str, rank: int, ranks: int) -> str:
-    """Say what is wrong with one rank's share of a checkpoint's entries; "" if nothing is.
+    """Return the damage in one rank's share of a checkpoint's entries, or "".
 
     It reads about 1 / ranks of the checkpoint, one entry at a time.
     """
@@ -110,7 +110,7 @@ def _sizes(step: str, metadata: Metadata) -> None:
 
 
 def set_aside(folder: str, step: int) -> str:
-    """Keep a damaged checkpoint where TorchTitan does not look; return its new place."""
+    """Move a damaged checkpoint out of TorchTitan's sight; return its new place."""
     target = os.path.join(f"{folder}{_DAMAGED}", f"step-{step}")
     while os.path.exists(target):
         target += "_"
@@ -124,8 +124,8 @@ def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], orig
 
     Args:
         step: the checkpoint's own folder, with readable metadata.
-        state_dict: the model's parameters; on `meta` will do.
-        origin: what decides the model's shape, for the message.
+        state_dict: the model's parameters; tensors on `meta` suffice.
+        origin: the source of the model's shape, for the message.
     """
     saved = safe_load.shapes(safe_load.read_metadata(step))
     given = {name: tuple(tensor.shape) for name, tensor in state_dict.items()}
@@ -134,14 +134,14 @@ def refuse_another_model(step: str, state_dict: Mapping[str, torch.Tensor], orig
         if saved.get(name) != given.get(name):
             here, there = (list(s[name]) if name in s else "none" for s in (given, saved))
             raise ValueError(
-                f"{origin}: its {name} is {here}, that of the checkpoint {step} is {there}; set "
-                "the model back to the one that was saved, or start afresh in another "
+                f"{origin}: its {name} is {here}, that of the checkpoint {step} is {there}; "
+                "restore the saved model's configuration, or start afresh in another "
                 "job.dump_folder"
             )
 
 
 def none_whole(folder: str, newest: int, problem: str) -> str:
-    """Say it to a user all of whose checkpoints are damaged."""
+    """Return the error for a run all of whose checkpoints are damaged."""
     return (
         f"no checkpoint in {folder} is whole (step-{newest}: {problem}): restore one, or start "
         "afresh in another job.dump_folder"
@@ -155,7 +155,7 @@ def _steps(folder: str) -> list[str]:
 
 
 def read_ledger(step: str) -> str | None:
-    """Return the ledger in a checkpoint, as JSON; None if it holds none, or is no checkpoint.
+    """Return the ledger in a checkpoint, as JSON; None if it has none, or is no checkpoint.
 
     Args:
         step: the checkpoint's own folder.

@@ -1,10 +1,10 @@
 """The ledger that initial weights bring along, or the assumption that they are public.
 
 Guarantee:
-    What the runs behind the initial weights spent is composed with this run's, whatever records
-    they saw: that bounds what is revealed of a unit of both, and of one of either. "Not private"
-    sticks to weights. Those without a ledger are taken only if the user says that they are public,
-    which is recorded as an assumption.
+    The spending of the runs behind the initial weights is composed with this run's, on any records:
+    that bounds what is revealed of a unit of both runs, or of either. "Not private" stays with
+    weights. Weights without a ledger are refused unless the user declares them public, which is
+    recorded as an assumption.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.units import privacy_unit
+from torchtitan_dp.config.derived import privacy_unit
 from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger
@@ -43,7 +43,7 @@ class Inheritance:
     private: bool = True
 
     def enter_into(self, ledger: Ledger) -> None:
-        """Add it to a ledger, from which nothing takes it out again."""
+        """Add the entries to a ledger, which keeps them forever."""
         ledger.private = ledger.private and self.private
         for caveat in self.caveats:
             ledger.add_caveat(caveat)
@@ -54,8 +54,8 @@ def inheritance(config: JobConfig, initial: InitialWeights | None) -> Inheritanc
     """Return the entries of a run's initial weights; none, where it has no such weights.
 
     Raises:
-        ValueError: one line for the user; nothing is known of the weights, or no epsilon of this
-            run could cover their steps.
+        ValueError: one line for the user; the weights have no ledger, or no epsilon of this run
+            could cover their steps.
     """
     if initial is None:
         return Inheritance()
@@ -80,11 +80,11 @@ def inheritance(config: JobConfig, initial: InitialWeights | None) -> Inheritanc
 
 
 def _refuse_unknown(config: JobConfig, path: str) -> None:
-    """Raise ValueError unless weights without a ledger are said to be, and can be, public."""
+    """Raise ValueError unless weights without a ledger are declared public, and can be."""
     if not config.privacy.initial_weights_public:
         raise ValueError(
-            f"privacy.initial_weights_public = false: the weights in '{path}' come without a "
-            "ledger of what they spent; set it to true if they never saw private records"
+            f"privacy.initial_weights_public = false: the weights in '{path}' have no "
+            "ledger of their spending; set it to true if they never saw private records"
         )
     if os.path.realpath(path).startswith(os.path.realpath(config.job.dump_folder) + os.sep):
         raise ValueError(
@@ -116,11 +116,11 @@ def _refuse_what_does_not_compose(config: JobConfig, earlier: Ledger, path: str)
 
 
 def ledger_beside(path: str) -> InitialWeights:
-    """Return the ledger that lies beside the weights at `path`, if there is one.
+    """Return the weights at `path` with the ledger beside them, if there is one.
 
-    Exported or released weights have their own there. Other weights within a run's folder (saved
-    without optimizer, say) could be any of that run: then all steps that were ever begun there are
-    charged as well.
+    Exported or released weights have their own. Other weights within a run's folder (such as those
+    saved without optimizer) could be any of that run, so all steps ever begun there are charged,
+    too.
     """
     place = os.path.realpath(path)
     if (own := read_published(place)) is not None:
@@ -132,9 +132,10 @@ def ledger_beside(path: str) -> InitialWeights:
 
 
 def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
-    """Return all steps ever begun in a folder, as if they had made the weights: their log knows
-    what epsilon depends on. Lost steps are brought to the number and the terms on which they are
-    published, and all are listed by their names, whose order is random."""
+    """Return all steps ever begun in a folder, as if they had made the weights.
+
+    The log has all that epsilon depends on. Lost steps take the number and terms on which they
+    are published; all are listed by their names, whose order is random."""
     executed = ExecutedSteps(folder)
     executed.enter_lost(ledger)
     begun = executed.begun(ledger.settings)

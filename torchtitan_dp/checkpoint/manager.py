@@ -1,4 +1,4 @@
-"""TorchTitan's checkpointer, which loads what was decided and runs no code from it."""
+"""TorchTitan's checkpointer, which loads the decided weights and runs no code from them."""
 
 import shutil
 from typing import Any
@@ -35,19 +35,19 @@ from torchtitan_dp.process import Fault, mistakes_as_faults
 
 
 class Checkpointer(CheckpointManager):
-    """Load and save as TorchTitan's does, but what was decided, whole, and told in one line."""
+    """TorchTitan's manager, for the decided start, whole checkpoints and errors of one line."""
 
     start: Start
-    """What was decided, and once `load` returns, how the run did start."""
+    """The decided start; after `load`, the actual one."""
 
     def __init__(
         self, trainer: Trainer, start: Start, origin: str, average: Stateful | None = None
     ) -> None:
-        """Take the place of the one that TorchTitan's Trainer has made, with the same states.
+        """Replace the manager of TorchTitan's Trainer, with the same states.
 
         Args:
             start: from `decide_start`; rank 0's counts.
-            origin: what decides the model's shape, for messages.
+            origin: the source of the model's shape, for messages.
             average: of weights, to be saved and loaded with them.
         """
         config, theirs = trainer.job_config, trainer.checkpointer
@@ -66,17 +66,17 @@ class Checkpointer(CheckpointManager):
         self.start, self._origin, self._config = start, origin, config
 
     def load(self, step: int = -1) -> bool:
-        """Load the weights that were decided on; return whether any were loaded.
+        """Load the decided weights; return whether any were loaded.
 
         A damaged checkpoint of this run is set aside for an older whole one, in a warning.
         Collective over the world.
 
         Args:
-            step: the only one to be taken, as runs without privacy may ask for; -1 for the newest.
+            step: the only one to take, on request of a run without privacy; -1 for the newest.
 
         Raises:
-            Fault: there are checkpoints, and none is whole; nothing was moved. Or the one that is
-                taken has an average of another `ema.decay`.
+            Fault: there are checkpoints, and none is whole; nothing was moved. Or the loaded
+                one has an average of another `ema.decay`.
             ValueError: the checkpoint is of another model.
         """
         if not self.enable:
@@ -93,17 +93,17 @@ class Checkpointer(CheckpointManager):
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
         """Read a checkpoint into the states, without running code from it."""
-        if from_hf:  # safetensors hold no code
+        if from_hf:  # safetensors have no code
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         model = self.states[MODEL].state_dict()
         if not self.start.resumes and not has_adapters(checkpoint_id):  # they may be new
             model, state_dict = without_adapters(model), without_adapters(state_dict)
         refuse_another_model(checkpoint_id, model, self._origin)
-        if OPTIMIZER in state_dict and not safe_load.holds(checkpoint_id, OPTIMIZER):
+        if OPTIMIZER in state_dict and not safe_load.has_state(checkpoint_id, OPTIMIZER):
             raise Fault(
-                f"checkpoint {checkpoint_id} holds weights only (checkpoint.last_save_model_only), "
-                "so that training cannot resume from it: name it as checkpoint.initial_load_path, "
+                f"checkpoint {checkpoint_id} has weights only (checkpoint.last_save_model_only), "
+                "so training cannot resume from it: name it as checkpoint.initial_load_path, "
                 "with another job.dump_folder"
             )
         if self.start.resumes:
@@ -119,16 +119,15 @@ class Checkpointer(CheckpointManager):
         self.states[MODEL].load_state_dict(state_dict)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save as TorchTitan does; a save that failed, now or in the background, is one line."""
+        """Save as TorchTitan does; raise Fault in one line if this or a background save failed."""
         try:
             super().save(curr_step, last_step)
         except (CheckpointException, OSError) as error:
-            self._tell_unsaved(curr_step, error)
+            self._raise_unsaved(curr_step, error)
 
     @torch.no_grad()
     def stop_at(self, step: int, steps: int) -> bool:
-        """Leave a whole checkpoint of `step`, for a run that was asked to stop, and say so; return
-        whether it was saved.
+        """Save and log a checkpoint of `step` for a requested stop; return whether it was saved.
 
         Collective over the world.
         """
@@ -143,15 +142,15 @@ class Checkpointer(CheckpointManager):
                     async_mode=AsyncMode.DISABLED,
                 )
         except (CheckpointException, OSError) as error:
-            self._tell_unsaved(step, error)
+            self._raise_unsaved(step, error)
         kept = "saved" if saves else "not saved, since checkpoint.enable is false"
         logger.info(
             f"stopped at step {step} of {steps}, as requested, {kept}: the same command resumes"
         )
         return saves
 
-    def _tell_unsaved(self, step: int, error: BaseException) -> None:
-        """Raise Fault, with how much room there is and what is left to go on from."""
+    def _raise_unsaved(self, step: int, error: BaseException) -> None:
+        """Raise Fault with the free space and the last whole checkpoint."""
         newest = newest_whole_checkpoint(self.folder)
         whole = f"step-{newest}" if newest >= 0 else "none"
         free = shutil.disk_usage(self.folder).free / 2**30
@@ -162,22 +161,22 @@ class Checkpointer(CheckpointManager):
         ) from error
 
     def _drop_unfinished(self) -> None:
-        """Remove what a save left that was killed, if there is nothing else. Collective."""
-        dist.barrier()  # all ranks have looked, for what they draw or load
+        """Remove the remains of a killed save, if there is nothing else. Collective."""
+        dist.barrier()  # all ranks have decided what they draw or load
         if dist.get_rank() == 0 and drop_unfinished(self.folder):
-            logger.warning(f"{self.folder} holds no whole checkpoint: starting from the beginning")
+            logger.warning(f"{self.folder} has no whole checkpoint: starting from the beginning")
         dist.barrier()
 
     def _confirmed(self, step: int) -> Start:
         """Return rank 0's decision, revised where the ranks together find damage. Collective.
 
         Args:
-            step: as of `load`.
+            step: the argument of `load`.
         """
         decided: list[Any] = [self.start, finished_checkpoints(self.folder)]
         dist.broadcast_object_list(decided, src=0)
         start, steps = decided
-        if step == -1 and (start.resumes or steps):  # one that has come since is held to the same
+        if step == -1 and (start.resumes or steps):  # a newer one is checked, too
             step = self._newest_whole(steps)
         if step != -1:
             return own_checkpoint(self.folder, step)
@@ -210,12 +209,12 @@ class Checkpointer(CheckpointManager):
     def _with_average_if_any(self, state_dict: dict[str, Any], checkpoint: str) -> dict[str, Any]:
         """Return the states to load from a checkpoint of this run; log it if `[ema]` changed since.
 
-        `ema.decay` is not loaded: it was compared.
+        `ema.decay` was compared before, and is not loaded.
         """
         wanted, there = AVERAGE in state_dict, has_average(checkpoint)
         left_out = {DECAY}
         if wanted and not there:
-            logger.info(f"ema: {checkpoint} holds no average; it begins with the weights there")
+            logger.info(f"ema: {checkpoint} has no average; it begins with the weights there")
             left_out.add(AVERAGE)
         if there and not wanted:
             logger.info(f"ema.enable = false: the average in {checkpoint} is not continued")
@@ -223,7 +222,7 @@ class Checkpointer(CheckpointManager):
 
 
 def _damage_on_any_rank(checkpoint: str) -> str:
-    """Say what a rank found wrong with its share of a checkpoint; "" if none did. Collective."""
+    """Return the damage that any rank found in its share of a checkpoint, or "". Collective."""
     problems: list[str] = [""] * dist.get_world_size()
     found = damaged_entry(checkpoint, dist.get_rank(), dist.get_world_size())
     dist.all_gather_object(problems, found)
@@ -231,9 +230,9 @@ def _damage_on_any_rank(checkpoint: str) -> str:
 
 
 def _first_line(error: BaseException) -> str:
-    """Say in one line why a checkpoint was not written or read.
+    """Return in one line why a checkpoint was not written or read.
 
-    Several ranks may have failed: an error of the operating system tells most, and is taken first.
+    If several ranks failed, an error of the operating system comes first: it is the most specific.
     """
     if isinstance(error, CheckpointException):
         failures = [failure for failure, _ in error.failures.values()]

@@ -1,7 +1,7 @@
 """The terms on which a run trains, fixed at its first start: noise and sampling rate.
 
-They follow from the configuration, the number of units, and the ledgers of what the run's folder
-and its initial weights have spent already.
+They follow from the configuration, the number of units, and the earlier spending in the ledgers of
+the run's folder and its initial weights.
 """
 
 import bisect
@@ -12,7 +12,7 @@ from torchtitan_dp.checkpoint.baseline import refuse_baseline_folder
 from torchtitan_dp.checkpoint.initial import InitialWeights, inheritance
 from torchtitan_dp.checkpoint.terms import config_hash, settings_of
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.units import unit_word
+from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger.executed import EXECUTED_FILE, STARTS_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by
@@ -23,11 +23,11 @@ from torchtitan_dp.privacy import accounting
 
 @dataclass(frozen=True)
 class Plan:
-    """The spending of a run to come, and its terms."""
+    """The terms and the spending of a planned run."""
 
     ledger: Ledger
     steps: int
-    epsilon: float  # after `steps`, all that came before included
+    epsilon: float  # after `steps`, all earlier ones included
     epsilon_stated: float  # at its end, by the card of a release: lost steps included
     warnings: tuple[str, ...]
 
@@ -51,14 +51,14 @@ def make_plan(
 ) -> Plan:
     """Fix the noise, the sampling rate and the epsilon of a run.
 
-    `checkpoint.start.plan_start` hands it the ledgers that a start finds.
+    `checkpoint.start.plan_start` passes the ledgers of a start.
 
     Args:
         units: number of training units.
         account: the ledger of this folder's earlier steps; its noise and rate are kept, unless
             `privacy.new_segment` is set.
-        resumed: that of the weights that are gone on from, which may be older than `account`;
-            None where a run takes no weights of its own.
+        resumed: ledger of the weights to resume from, which may be older than `account`; None if
+            the run has no weights yet.
         initial: the weights of another run that this one starts from, if any.
 
     Raises:
@@ -108,8 +108,7 @@ def steps_within(plan: Plan, target_epsilon: float) -> int | None:
 
 
 def _lost(account: Ledger | None) -> Ledger | None:
-    """Return the account of a run whose weights are lost: its terms stay, its steps are taken
-    again."""
+    """Return the account of a run whose weights are lost: its terms stay, its steps start anew."""
     if account is None:
         return None
     lost = dataclasses.replace(account)
@@ -168,13 +167,13 @@ def _outright(word: str) -> str:
 
 def _chance(delta: float) -> str:
     return (
-        f"so that epsilon holds but for a probability of 1 in {1 / delta:,.0f}; use a tenth of "
-        "that or less"
+        f"so epsilon may fail with a probability of 1 in {1 / delta:,.0f}; use a tenth of that "
+        "or less"
     )
 
 
 def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
-    """Return the epsilon that a run will have spent at its last step.
+    """Return the epsilon after a run's last step.
 
     Raises:
         ValueError: it is above the target.
@@ -194,11 +193,11 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
 def _noise_multiplier(
     config: JobConfig, units: int, ancestors: list[Ancestor], before: Ledger | None
 ) -> float:
-    """Return the configuration's noise, the resumed run's, or what the target leaves to come.
+    """Return the configuration's noise, the resumed run's, or the least that meets the target.
 
     Args:
         ancestors: the runs that the initial weights come from, whose steps count as well.
-        before: the ledger of this run's own weights, if it goes on.
+        before: the ledger of this run's own weights, if it resumes.
     """
     privacy = config.privacy
     if privacy.noise_multiplier is not None:
@@ -253,7 +252,7 @@ def earlier_ledger(folder: str) -> Ledger | None:
         )
     if published["audit"] is not None:
         raise ValueError(
-            f"job.dump_folder = '{folder}' holds an audited run, whose weights nothing makes "
+            f"job.dump_folder = '{folder}' is that of an audited run, whose weights cannot become "
             "private; give this one its own job.dump_folder"
         )
     ledger = ledger_of(published)

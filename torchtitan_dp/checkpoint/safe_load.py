@@ -1,8 +1,8 @@
-"""Reading DCP checkpoints without running what is in them.
+"""Loading of DCP checkpoints without running code from them.
 
-PyTorch unpickles a checkpoint's `.metadata` and every value in it that is no tensor with the full
-`pickle`, which runs whatever a file tells it to. Here `.metadata` may name DCP's own records only,
-and values are plain ones (`torch.load(weights_only=True)`). All loading goes through `load`.
+PyTorch unpickles a checkpoint's `.metadata` and all values but tensors with the full `pickle`,
+which runs any code in a file. Here `.metadata` may name DCP's own records only, and values are
+plain (`torch.load(weights_only=True)`). All loading goes through `load`.
 """
 
 import io
@@ -48,7 +48,7 @@ _ALLOWED: dict[tuple[str, str], Any] = {
 
 
 class Entry(NamedTuple):
-    """Say where in a file the `torch.save` archive of a chunk or a value lies."""
+    """The place in a file of the `torch.save` archive of a chunk or a value."""
 
     file: str
     offset: int
@@ -58,9 +58,9 @@ class Entry(NamedTuple):
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """Makes only the records in `_ALLOWED`, and takes no more memory than its file does.
+    """An unpickler of the records in `_ALLOWED` alone, in no more memory than the file's size.
 
-    Python's own implementation: the one in C reserves whatever a damaged byte asks for (24 GiB).
+    In Python: the implementation in C reserves the size that a damaged byte names (24 GiB).
     """
 
     def find_class(self, module: str, name: str) -> Any:
@@ -99,8 +99,8 @@ def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
             if isinstance(kind, records.TensorStorageMetadata):
                 _check_chunks(metadata, name, kind)
     except Exception as error:  # pickle raises a dozen kinds for damaged bytes
-        told = str(error) or type(error).__name__
-        raise ValueError(f"its {METADATA_FILE} cannot be read: {told}") from error
+        reason = str(error) or type(error).__name__
+        raise ValueError(f"its {METADATA_FILE} cannot be read: {reason}") from error
     return metadata
 
 
@@ -144,18 +144,18 @@ def _rows_overlap(tensor: records.TensorStorageMetadata) -> bool:
 
 
 def entries(metadata: Metadata) -> Iterator[Entry]:
-    """List all that a checkpoint's files hold."""
+    """Yield all entries of a checkpoint's files."""
     for index, place in metadata.storage_data.items():
         kind = metadata.state_dict_metadata[index.fqn]
         is_tensor = isinstance(kind, records.TensorStorageMetadata)
         yield Entry(place.relative_path, place.offset, place.length, is_tensor, index.fqn)
 
 
-def holds(folder: str | os.PathLike[str], state: str) -> bool:
-    """Tell whether a checkpoint holds anything of a state, by the name it was saved under.
+def has_state(folder: str | os.PathLike[str], state: str) -> bool:
+    """Return whether a checkpoint has any entry of a state, by the state's name.
 
     Raises:
-        ValueError: as `read_metadata`.
+        ValueError: its metadata is missing or damaged.
     """
     names = read_metadata(folder).state_dict_metadata
     return any(name.startswith(f"{state}.") for name in names)
@@ -171,9 +171,9 @@ def shapes(metadata: Metadata) -> dict[str, tuple[int, ...]]:
 
 
 def check_entry(file: IO[bytes], entry: Entry) -> None:
-    """Raise ValueError unless the entry is what was saved, by the CRC-32 that `torch.save` added.
+    """Raise ValueError unless an entry has the CRC-32 that `torch.save` wrote.
 
-    Reads it into memory. Not a guard against forgery: whoever writes a file writes its sums.
+    Reads it into memory. No protection against forgery: a forger can write the sums, too.
     """
     file.seek(entry.offset)
     content = io.BytesIO(file.read(entry.length))
@@ -186,12 +186,12 @@ def check_entry(file: IO[bytes], entry: Entry) -> None:
             content.seek(0)
             _load_value(content)
     except Exception as error:  # zipfile, zlib and struct each have their own
-        told = " ".join(str(error).split()) or type(error).__name__
-        raise ValueError(f"{entry.name} in {entry.file} is damaged: {told}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise ValueError(f"{entry.name} in {entry.file} is damaged: {reason}") from error
 
 
 class SafeReader(dcp.FileSystemReader):
-    """Read files as PyTorch's reader does, and `.metadata` with the restricted unpickler."""
+    """PyTorch's reader of files, with the restricted unpickler for `.metadata`."""
 
     # Without its `kwargs` DCP does not look for metadata of single ranks, which we never save.
     def read_metadata(self) -> Metadata:
@@ -202,7 +202,7 @@ class SafeReader(dcp.FileSystemReader):
 
 
 class SafePlanner(DefaultLoadPlanner):
-    """Take plain values only where PyTorch's planner unpickles anything."""
+    """PyTorch's planner, but for plain values only."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         plain = io.BytesIO()

@@ -5,7 +5,7 @@ and sizes of files alone. At the load all ranks read the checkpoint's entries; i
 `manager.Checkpointer` sets that checkpoint aside and revises the decision to the newest whole one.
 
 Guarantee:
-    Weights always come with their past: this run's with the ledger in their checkpoint, another
+    Weights always come with their history: this run's with the ledger in their checkpoint, another
     run's with the ledger in it or beside it. Weights without a ledger are reported, and refused by
     `checkpoint.initial` unless the user answers for them.
 """
@@ -35,7 +35,7 @@ from torchtitan_dp.checkpoint.initial import InitialWeights, ledger_beside
 from torchtitan_dp.checkpoint.plan import Plan, make_plan
 from torchtitan_dp.checkpoint.safe_load import METADATA_FILE
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.weights import weights_folder
+from torchtitan_dp.config.derived import weights_folder
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, check_fingerprint
 from torchtitan_dp.models.lora import is_adapter, without_adapters
 
@@ -51,7 +51,7 @@ class Weights(enum.Enum):
 
 @dataclass(frozen=True)
 class Start:
-    """How a run starts, with the ledger of its weights."""
+    """The decided start of a run, with the ledger of its weights."""
 
     weights: Weights = Weights.DRAWN
     place: str = ""  # their folder
@@ -119,8 +119,8 @@ def decide_start(config: JobConfig) -> Start:
 def decision(config: JobConfig) -> Callable[[], Start]:
     """Return a function that decides how a run starts, once, at its first call.
 
-    That call comes with the model, after the process group's start, when rank 0 holds the folder's
-    lock: no other run changes the folder any more.
+    That call comes with the model, after the process group's start: rank 0 has the folder's lock
+    by then, so no other run changes the folder.
     """
     return functools.cache(functools.partial(decide_start, config))
 
@@ -143,11 +143,11 @@ def has_adapters(step: str) -> bool:
 
 
 def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: str) -> None:
-    """Refuse a checkpoint that cannot be loaded, as far as one process sees in a moment.
+    """Refuse a checkpoint that cannot be loaded, by the files that one process checks quickly.
 
     Args:
-        start: one that loads a checkpoint, this run's own or an initial one.
-        state_dict: the model's parameters; on `meta` will do. An initial checkpoint may lack all
+        start: one that loads a checkpoint, this run's own or an initial one. state_dict: the
+        model's parameters; tensors on `meta` suffice. An initial checkpoint may lack all
             adapters of LoRA, which are then drawn.
         origin: the source of the model's shape, for the message.
 
@@ -197,7 +197,7 @@ def plan_start(config: JobConfig, units: int, start: Start, account: Ledger | No
 
     Args:
         units: number of training units.
-        account: of the earlier runs in its folder (`checkpoint.plan.earlier_ledger`).
+        account: ledger of the earlier runs in its folder (`checkpoint.plan.earlier_ledger`).
 
     Raises:
         ValueError: one line for the user.

@@ -1,4 +1,4 @@
-"""The terms that a configuration asks for: noise, sampling rate, unit and the rest."""
+"""The terms of a configuration: noise, sampling rate, privacy unit and the rest."""
 
 import dataclasses
 import hashlib
@@ -7,21 +7,19 @@ import math
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.lengths import ladder
-from torchtitan_dp.config.units import privacy_unit, targets, unit_word
-from torchtitan_dp.config.weights import trained
+from torchtitan_dp.config.derived import ladder, privacy_unit, targets, trained, unit_word
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.mechanism import mechanism_of
 
 
 def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Settings:
-    """Return the terms that the configuration asks for.
+    """Return the terms of a configuration.
 
     Args:
         units: number of training units. It is public where the rate follows from it, and then
             neighbours are data sets of as many units (`zero_out`).
-        noise_multiplier: the configuration's own, or the one that its target epsilon leads to.
+        noise_multiplier: the configuration's own, or that of its target epsilon.
 
     Raises:
         ValueError: one line; more units are expected in a step than there are.
@@ -75,7 +73,7 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
 
 
 def _most_drawn(expected: int) -> int:
-    """Return how many units a step exceeds only once in 1e9 steps, whatever their number.
+    """Return a number of drawn units that one step in 1e9 exceeds, for any number of units.
 
     A binomial tail is below that of the Poisson distribution of the same mean (Anderson & Samuels
     1967).
@@ -86,7 +84,7 @@ def _most_drawn(expected: int) -> int:
 
 
 def config_hash(config: JobConfig) -> str:
-    """Return the SHA-256 of the configuration without the places of records and outputs."""
+    """Return the SHA-256 of the configuration without the paths of records and outputs."""
     sections = dataclasses.asdict(config)
     sections["training"].pop("dataset_path")
     sections["job"].pop("dump_folder")

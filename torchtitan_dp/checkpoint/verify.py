@@ -1,9 +1,9 @@
-"""Whether what a run's folder says of privacy holds together: its account, log and checkpoints.
+"""A check that a run's `privacy.json`, log of steps and checkpoints agree.
 
 Guarantee:
     `verify` reports a fault wherever `privacy.json`, `steps_executed.log` and the ledgers inside
-    the checkpoints contradict each other, or where an epsilon is below what their steps spend. Who
-    edits all of them alike is believed.
+    the checkpoints contradict each other, or an epsilon is below the spending of their steps. It
+    cannot detect consistent edits of all of them.
 """
 
 from collections.abc import Sequence
@@ -32,19 +32,19 @@ _SLACK = 1e-6  # relative: of the accountants' arithmetic on another machine
 
 
 def verify(folder: str) -> Run:
-    """Read a run's folder and hold its files against each other.
+    """Read a run's folder and compare its files with each other.
 
     Raises:
         ValueError: one line, if there is no run, or a file of it cannot be read.
     """
-    said = read_published_fields(folder)  # before the log, which a live run lengthens
-    if said is None:
-        raise ValueError(f"'{folder}' holds no {PRIVACY_FILE}: name the job.dump_folder of a run")
-    if schema.is_release(said):
-        raise ValueError(f"'{folder}' is a release: name the job.dump_folder of the run it is of")
-    if said["mechanism"] == NoMechanism.name:
-        raise ValueError(f"'{folder}' holds a run without privacy, which no epsilon covers")
-    ledger, executed = ledger_of(said), ExecutedSteps(folder)
+    published = read_published_fields(folder)  # before the log, which a live run lengthens
+    if published is None:
+        raise ValueError(f"'{folder}' has no {PRIVACY_FILE}: name the job.dump_folder of a run")
+    if schema.is_release(published):
+        raise ValueError(f"'{folder}' is a release: name the job.dump_folder of its run")
+    if published["mechanism"] == NoMechanism.name:
+        raise ValueError(f"'{folder}' is a run without privacy: no epsilon covers it")
+    ledger, executed = ledger_of(published), ExecutedSteps(folder)
     begun = [*ledger.taken(), *executed.begun(ledger.settings)]
     run = Run(folder, ledger, begun, read_fingerprint(folder))
     for checkpoints in checkpoint_folders(folder):
@@ -53,58 +53,62 @@ def verify(folder: str) -> Run:
     terms = ledger.settings.fields()
     for name in (*_TERMS, *(ledger.settings.mechanism.fields().keys() - set(_TERMS))):
         term = terms[name]
-        if said.get(name, term) != term:  # what a file of before lacks is the default
+        if published.get(name, term) != term:  # an older file lacks some: their defaults
             run.faults.append(f"{PRIVACY_FILE}: {name} is not that of its last segment")
     if missing := executed.missing(ledger.taken()):
         run.faults.append(f"{EXECUTED_FILE} lacks {missing} of the steps of {PRIVACY_FILE}")
     executed.enter_lost(ledger, also=run.begun)
-    found, told = ledger.steps_executed, said["steps_executed"]
-    if found < told:
-        run.faults.append(f"{EXECUTED_FILE} leads to {found} steps, but {PRIVACY_FILE} has {told}")
-    elif found > told:
+    found, recorded = ledger.steps_executed, published["steps_executed"]
+    if found < recorded:
+        run.faults.append(
+            f"{EXECUTED_FILE} leads to {found} steps, but {PRIVACY_FILE} has {recorded}"
+        )
+    elif found > recorded:
         run.notes.append(f"steps were begun after {PRIVACY_FILE} was last written")
-    _check_epsilon(run, "epsilon", said["epsilon"], run.epsilon)
-    if found <= told:
-        _check_epsilon(run, "epsilon_executed", said["epsilon_executed"], run.epsilon_executed)
-        _check_epsilon(run, "epsilon_planned", said["epsilon_planned"], run.epsilon_planned)
+    _check_epsilon(run, "epsilon", published["epsilon"], run.epsilon)
+    if found <= recorded:
+        _check_epsilon(run, "epsilon_executed", published["epsilon_executed"], run.epsilon_executed)
+        _check_epsilon(run, "epsilon_planned", published["epsilon_planned"], run.epsilon_planned)
     return run
 
 
-def _check_epsilon(run: Run, name: str, said: float | None, found: float | None) -> None:
-    """Enter into `run.faults` where less is said than was spent.
+def _check_epsilon(run: Run, name: str, stated: float | None, found: float | None) -> None:
+    """Add to `run.faults` an epsilon below the spending.
 
-    More may be said: an account tells the next point of a curve.
+    It may be higher: an account reports the next point of a curve.
     """
-    if (said is None) != (found is None):
-        run.faults.append(f"{PRIVACY_FILE}: {name} = {said}, but the ledger gives {found}")
-    elif said is not None and found is not None and said < found * (1 - _SLACK):
-        run.faults.append(f"{PRIVACY_FILE}: {name} = {said:.6g}, but its steps spend {found:.6g}")
+    if (stated is None) != (found is None):
+        run.faults.append(f"{PRIVACY_FILE}: {name} = {stated}, but the ledger gives {found}")
+    elif stated is not None and found is not None and stated < found * (1 - _SLACK):
+        run.faults.append(f"{PRIVACY_FILE}: {name} = {stated:.6g}, but its steps spend {found:.6g}")
 
 
 def check_checkpoint(run: Run, step: int, folder: str) -> None:
-    """Enter into `run.faults` where a checkpoint's ledger contradicts `privacy.json`."""
+    """Add to `run.faults` where a checkpoint's ledger contradicts `privacy.json`."""
     name, ledger = f"checkpoint step-{step}", run.ledger
     try:
         text = read_ledger(folder)
         if text is None:
-            raise ValueError("it holds none")
+            raise ValueError("there is none")
         kept = Ledger.from_json(text)
     except (ValueError, KeyError, TypeError) as error:
         run.faults.append(f"{name}: its ledger cannot be read ({error})")
         return
-    run.begun.extend(kept.taken())  # of which the log may know nothing
+    run.begun.extend(kept.taken())  # the log may lack some
     if kept.run != ledger.run:
         run.faults.append(f"{name}: is of another run, {kept.run}")
     if kept.steps != step:
         run.faults.append(f"{name}: its ledger counts {kept.steps} steps")
     if ledger.private and not kept.private:
-        run.faults.append(f"{name}: is not private, but {PRIVACY_FILE} says so")
+        run.faults.append(f"{name}: is not private, but {PRIVACY_FILE} is")
     if kept.planned_steps > ledger.planned_steps:
-        run.faults.append(f"{name}: was planned for more steps than {PRIVACY_FILE} says")
+        run.faults.append(f"{name}: was planned for more steps than {PRIVACY_FILE} has")
     if kept.steps > ledger.steps:
         run.faults.append(f"{name}: is further than the {ledger.steps} steps of {PRIVACY_FILE}")
     elif kept.run == ledger.run and not _begins_as(ledger.segments(), kept.segments()):
-        run.faults.append(f"{name}: its steps were taken on other terms than {PRIVACY_FILE} says")
+        run.faults.append(
+            f"{name}: its steps were taken on other terms than those in {PRIVACY_FILE}"
+        )
     for what, lost in (
         ("a caveat", set(kept.caveats) - set(ledger.caveats)),
         ("an ancestor", {a.run for a in set(kept.ancestors) - set(ledger.ancestors)}),
@@ -114,8 +118,8 @@ def check_checkpoint(run: Run, step: int, folder: str) -> None:
 
 
 def _begins_as(whole: Sequence[RunSegment], part: Sequence[RunSegment]) -> bool:
-    """Tell whether the first steps of `whole` were taken on the terms of `part`."""
-    whole, part = ([s for s in told if s.steps > 0] for told in (whole, part))
+    """Return whether the first steps of `whole` were taken on the terms of `part`."""
+    whole, part = ([s for s in run if s.steps > 0] for run in (whole, part))
     if len(part) > len(whole):
         return False
     pairs = list(zip(part, whole, strict=False))

@@ -1,7 +1,8 @@
-"""What a run is told: the sections this project adds (`schema`), read and checked.
+"""The configuration of a run: the sections that this project adds (`schema`), read and checked.
 
-`load` reads a TOML and the command line; `checks`, `conflicts` and `supported` refuse settings;
-`saved` keeps a run's configuration in its folder, `reference` writes the documentation.
+`load` reads a TOML and the command line, and keeps a run's configuration in its folder; `checks`,
+`samples` and `supported` refuse settings; `derived` are facts that follow from them; `reference`
+writes the documentation.
 TorchTitan's `job.custom_config_module = "torchtitan_dp.config"` finds `JobConfig` here.
 """
 

@@ -1,7 +1,6 @@
 """Settings that cannot work together, refused in one line that names the key and the remedy."""
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.conflicts import check_conflicts
 from torchtitan_dp.config.samples import check_samples
 from torchtitan_dp.config.supported import check_supported, check_values
 from torchtitan_dp.gradients.methods import METHODS, automatic
@@ -22,8 +21,8 @@ def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
 def resolve_degrees(config: JobConfig, world_size: int) -> None:
     """Fill in `parallelism` degrees of -1 for `world_size` ranks, in place.
 
-    `context_parallel_degree = -1` takes all ranks that the other degrees leave;
-    `data_parallel_shard_degree = -1` takes what is left after that.
+    `context_parallel_degree = -1` takes all ranks that the other degrees leave, and
+    `data_parallel_shard_degree = -1` the rest.
     """
     parallelism = config.parallelism
     if parallelism.context_parallel_degree == -1:
@@ -37,7 +36,7 @@ def resolve_degrees(config: JobConfig, world_size: int) -> None:
 
 
 def resolve_gradient_method(config: JobConfig) -> None:
-    """Make `auto` the method that it stands for, in place: it depends on MBS alone."""
+    """Replace `auto` by the method that it stands for, in place. It depends on MBS alone."""
     if config.privacy.gradient_method == "auto":
         config.privacy.gradient_method = automatic(config.training.local_batch_size)
 
@@ -100,12 +99,11 @@ def check(config: JobConfig, world_size: int) -> None:
         )
     if config.privacy.enable:
         _check_privacy(config)
-        check_conflicts(config)
         check_supported(config)
 
 
 def _check_lora(config: JobConfig) -> None:
-    """Refuse adapters of no size or none at all; which targets there are, the model knows."""
+    """Refuse adapters without size or targets; the model checks the targets' names."""
     lora = config.lora
     if lora.rank < 0:
         raise ValueError(f"lora.rank = {lora.rank}: must be 1 or more, or 0 for no adapters")
@@ -121,7 +119,7 @@ def _check_lora(config: JobConfig) -> None:
 
 
 def _check_ema(config: JobConfig) -> None:
-    """Refuse an average that never moves or diverges, or that could not be kept as it is."""
+    """Refuse an average that diverges, is not in fp32, or is saved while it changes."""
     if not config.ema.enable:
         return
     if not 0 <= config.ema.decay < 1:
@@ -131,8 +129,8 @@ def _check_ema(config: JobConfig) -> None:
     if config.training.dtype != "float32":
         raise ValueError(
             f"ema.enable = true with training.dtype = '{config.training.dtype}': averages are of "
-            "fp32 weights; set training.dtype = 'float32' (mixed_precision_param decides what is "
-            "computed in), or ema.enable to false"
+            "fp32 weights; set training.dtype = 'float32' (mixed_precision_param sets the "
+            "dtype of computation), or ema.enable to false"
         )
     if config.checkpoint.async_mode.lower() == "async_with_pinned_mem":
         raise ValueError(
@@ -143,7 +141,7 @@ def _check_ema(config: JobConfig) -> None:
 
 
 def _check_initial_weights(config: JobConfig) -> None:
-    """Refuse initial weights that would not be loaded, or not as they are."""
+    """Refuse initial weights that would not be loaded, or not exactly."""
     checkpoint = config.checkpoint
     if checkpoint.initial_load_in_hf_quantized:
         raise ValueError(
@@ -152,18 +150,18 @@ def _check_initial_weights(config: JobConfig) -> None:
         )
     if checkpoint.initial_load_in_hf and not checkpoint.initial_load_model_only:
         raise ValueError(
-            "checkpoint.initial_load_model_only = false: Hugging Face folders hold a model only; "
+            "checkpoint.initial_load_model_only = false: Hugging Face folders have only a model; "
             "set it to true, or checkpoint.initial_load_in_hf to false"
         )
     if not checkpoint.enable and (checkpoint.initial_load_in_hf or checkpoint.initial_load_path):
         raise ValueError(
-            "checkpoint.enable = false: then no initial weights are loaded either; set it to true, "
+            "checkpoint.enable = false: no initial weights are loaded either; set it to true, "
             "or remove checkpoint.initial_load_in_hf and checkpoint.initial_load_path"
         )
 
 
 def _check_parallelism(config: JobConfig, world_size: int) -> None:
-    """Refuse a mesh that does not fit the processes, or that samples cannot be laid over."""
+    """Refuse a mesh that does not fit the processes, or `seq_len`."""
     parallelism = config.parallelism
     for key in ("tensor_parallel_degree", "pipeline_parallel_degree", "expert_parallel_degree"):
         if getattr(parallelism, key) != 1:
@@ -206,7 +204,7 @@ def _check_parallelism(config: JobConfig, world_size: int) -> None:
 
 
 def _check_privacy(config: JobConfig) -> None:
-    """Refuse terms of privacy that are missing, out of range or not built."""
+    """Refuse settings of privacy that are missing, out of range or unknown."""
     privacy = config.privacy
     if (privacy.target_epsilon is None) == (privacy.noise_multiplier is None):
         given = "neither is" if privacy.target_epsilon is None else "both are"
@@ -249,7 +247,7 @@ def _check_privacy(config: JobConfig) -> None:
     for key, values in built.items():
         if (value := getattr(privacy, key)) not in values:
             raise ValueError(
-                f"privacy.{key} = '{value}': not built yet; use "
+                f"privacy.{key} = '{value}': unknown; use "
                 + " or ".join(f"'{built_value}'" for built_value in values)
             )
     if config.training.global_batch_size < 1:
@@ -260,12 +258,12 @@ def _check_privacy(config: JobConfig) -> None:
 
 
 def _check_exact_sum(config: JobConfig) -> None:
-    """Refuse what 64-bit sums have no room for."""
+    """Refuse sums that could exceed 64 bits."""
     privacy = config.privacy
     if not privacy.secure_noise:
         raise ValueError(
-            "privacy.exact_sum = true with secure_noise = false: noise in fp32 would round what is "
-            "summed exactly; set privacy.secure_noise = true, or exact_sum to false"
+            "privacy.exact_sum = true with secure_noise = false: noise in fp32 would round the "
+            "exact sum; set privacy.secure_noise = true, or exact_sum to false"
         )
     if config.training.global_batch_size > MAX_EXPECTED_BATCH:
         raise ValueError(

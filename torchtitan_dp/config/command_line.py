@@ -1,6 +1,6 @@
-"""The command line held against the schema before it is parsed: mistakes in plain words, one line.
+"""Checks of the command line against the schema before TorchTitan parses it.
 
-TorchTitan's parser (tyro) has boxes, its own spelling of names and Python's words for types.
+A mistake is one plain line; TorchTitan's parser (tyro) prints boxes and Python's names of types.
 """
 
 import contextlib
@@ -11,18 +11,31 @@ import typing
 from collections.abc import Iterator
 from typing import Any
 
-from torchtitan_dp.config.removed import refuse_removed
-
 _OTHER_NAMES = {"peft": "lora", "dp": "privacy"}
-"""Sections, by what others call them."""
+"""Other projects' names of sections."""
 _HELP = ("help", "h")
+
+# Of earlier versions; each with its remedy.
+REMOVED_KEYS = {
+    "data.token_cache": "removed, since token ids are cached in memory and never written to disk; "
+    "omit it",
+    "data.token_cache_gib": "removed, since token ids are cached in memory, in bounded room; "
+    "omit it",
+}
+_REMOVED_VALUES = {
+    ("data.verify_records", "drawn"): "removed; omit it: all files are read and hashed once a "
+    "machine ('contents'), and again only where they have changed",
+    ("privacy.new_segment", "adaptive"): "removed; set it to 'planned' if the change was fixed "
+    "before training, else start a run of its own from these weights "
+    "(checkpoint.initial_load_path)",
+}
 
 
 def check_command_line(argv: list[str], schema: Any) -> None:
-    """Refuse options that no section has, values of another type, and words that belong to none.
+    """Refuse unknown options, values of another type, and words that belong to no option.
 
     Args:
-        argv: `--section.key value` or `--section.key=value`, a switch alone; `-` is as `_`.
+        argv: `--section.key value` or `--section.key=value`, a switch alone; `-` equals `_`.
         schema: the dataclass of all sections.
 
     Raises:
@@ -57,8 +70,24 @@ def check_command_line(argv: list[str], schema: Any) -> None:
             raise ValueError(f"{key} = {given!r}: must be {describe(keys[key])}")
 
 
+def refuse_removed(key: str, value: object, source: str = "") -> None:
+    """Refuse a removed key or value.
+
+    Args:
+        source: its file, for the message.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    place = f" in {source}" if source else ""
+    if key in REMOVED_KEYS:
+        raise ValueError(f"{key}{place}: {REMOVED_KEYS[key]}")
+    if isinstance(value, str) and (key, value) in _REMOVED_VALUES:
+        raise ValueError(f"{key} = {value!r}{place}: {_REMOVED_VALUES[key, value]}")
+
+
 def proposal(key: str, keys: typing.Collection[str]) -> str:
-    """Propose what is meant by a key, `section.name` or a section, that is not among `keys`."""
+    """Propose a remedy for a key (`section.name`) or a section that is not among `keys`."""
     section, _, name = key.partition(".")
     sections = {one.partition(".")[0] for one in keys if "." in one}
     if not name:
@@ -80,14 +109,14 @@ def proposal(key: str, keys: typing.Collection[str]) -> str:
 
 
 def other_section(section: str, sections: typing.Collection[str]) -> str | None:
-    """Return the section that is meant by a name that is none."""
+    """Return the section that an unknown name probably means."""
     if _OTHER_NAMES.get(section) in sections:
         return _OTHER_NAMES[section]
     return next(iter(difflib.get_close_matches(section, sections, n=1)), None)
 
 
 def describe(annotation: Any) -> str:
-    """Say in words what an annotation allows."""
+    """Describe the values that an annotation allows."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     names = {float: "a number", int: "a whole number", bool: "true or false", str: "a string"}
     if origin is typing.Literal:
@@ -127,7 +156,7 @@ def _switch(key: str) -> str:
 
 
 def _stray(word: str, option: str, keys: dict[str, Any]) -> str:
-    """Say what is wrong with a word that is no option and no option's value."""
+    """Return the error for a word that is neither an option nor the value of one."""
     if keys.get(_switched(option)) is bool:
         return f"--{option} {word}: {_switch(_switched(option))}"
     if typing.get_origin(keys.get(option)) is list:
@@ -136,7 +165,7 @@ def _stray(word: str, option: str, keys: dict[str, Any]) -> str:
 
 
 def _fits(text: str, annotation: Any) -> bool:
-    """Tell whether a value of the command line can be of an annotated type."""
+    """Return whether a value of the command line fits an annotated type."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if origin is typing.Literal:
         return text in map(str, arguments)

@@ -1,4 +1,4 @@
-"""From a TOML and command-line overrides to a checked configuration.
+"""A checked configuration from a TOML and the command line, or from a run's folder.
 
 A user's mistake is one `ValueError` line that names the key, the value and the remedy;
 `exit_on_mistake` prints it and exits with code 2.
@@ -26,9 +26,15 @@ from torchtitan.config import JobConfig as TorchTitanJobConfig
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check, resolve_degrees, resolve_gradient_method
-from torchtitan_dp.config.command_line import check_command_line, describe, other_section
-from torchtitan_dp.config.removed import KEYS, refuse_removed
-from torchtitan_dp.config.units import resolve_sampling
+from torchtitan_dp.config.command_line import (
+    REMOVED_KEYS,
+    check_command_line,
+    describe,
+    other_section,
+    refuse_removed,
+)
+from torchtitan_dp.config.derived import resolve_sampling
+from torchtitan_dp.process import write_atomically
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,6 +42,14 @@ else:
     import tomli as tomllib
 
 _CUSTOM_CONFIG = "torchtitan_dp.config"
+# Kept in a run's folder for later tools. It has the paths of private data: readable by its owner
+# only, and never released.
+RUN_CONFIG_FILE = "run_config.json"
+_ONE_PROCESS = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "context_parallel_degree",
+)
 
 
 def load_config(argv: list[str], world_size: int) -> JobConfig:
@@ -62,7 +76,7 @@ def config_from_values(values: dict[str, Any], source: str, world_size: int) -> 
     """Return a configuration from the values of all its sections, checked as `load_config` does.
 
     Args:
-        values: those of an earlier version may have `removed.KEYS`, which are left out.
+        values: those of an earlier version may have `REMOVED_KEYS`, which are left out.
         source: the file that they come from, for messages.
 
     Raises:
@@ -72,6 +86,42 @@ def config_from_values(values: dict[str, Any], source: str, world_size: int) -> 
     kept = _without_removed(values)
     _check_keys(kept, schema, source)
     return _checked(ConfigManager()._dict_to_dataclass(schema, kept), world_size)
+
+
+def write_config(config: JobConfig) -> None:
+    """Keep `config` in its `job.dump_folder`; the paths of public inputs are made absolute."""
+    values = dataclasses.asdict(config)
+    for section, key in (("model", "hf_assets_path"), ("checkpoint", "initial_load_path")):
+        if path := values[section][key]:
+            values[section][key] = os.path.abspath(path)
+    write_atomically(
+        os.path.join(config.job.dump_folder, RUN_CONFIG_FILE),
+        json.dumps(values, indent=2).encode() + b"\n",
+    )
+
+
+def read_config(folder: str) -> JobConfig:
+    """Return the configuration of the run in `folder` for one process, on any mesh.
+
+    `job.dump_folder` becomes `folder`: a run may have been moved.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    path = os.path.join(folder, RUN_CONFIG_FILE)
+    if not os.path.isfile(path):
+        raise ValueError(
+            f"RUN = '{folder}': {RUN_CONFIG_FILE}, which describes its model, is missing; give the "
+            "training command again, which writes it (a finished run is not trained further)"
+        )
+    try:
+        with open(path, encoding="utf-8") as file:
+            values = json.load(file)
+        values["job"]["dump_folder"] = folder
+        values["parallelism"].update(dict.fromkeys(_ONE_PROCESS, 1))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} cannot be read ({error!r}): restore it") from error
+    return config_from_values(values, path, world_size=1)
 
 
 def _checked(config: Any, world_size: int) -> JobConfig:
@@ -93,7 +143,7 @@ def exit_on_mistake() -> Iterator[None]:
 
 
 def fail(message: str) -> NoReturn:
-    """Say what is wrong with the input, in one line, and exit with code 2."""
+    """Print a user's mistake in one line, and exit with code 2."""
     print("error: " + " ".join(message.split()), file=sys.stderr)
     raise SystemExit(2)
 
@@ -112,7 +162,7 @@ def parse_known(
 
 
 def write_json(path: str, content: dict[str, Any]) -> None:
-    """Write what a tool says to programs; `-` is stdout."""
+    """Write a tool's JSON output; `-` is stdout."""
     text = json.dumps(content, indent=2) + "\n"
     if path == "-":
         sys.stdout.write(text)
@@ -131,7 +181,7 @@ def _option(argv: list[str], name: str) -> str | None:
 
 
 def _read_toml(path: str) -> dict[str, Any]:
-    """Return what a TOML file holds, or raise ValueError in one line."""
+    """Return the content of a TOML file, or raise ValueError in one line."""
     if not os.path.isfile(path):
         raise ValueError(f"job.config_file = '{path}': no such file")
     try:
@@ -142,9 +192,9 @@ def _read_toml(path: str) -> dict[str, Any]:
 
 
 def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
-    """Leave out keys that are no longer there."""
+    """Return the values without removed keys."""
     return {
-        name: {key: value for key, value in section.items() if f"{name}.{key}" not in KEYS}
+        name: {key: value for key, value in section.items() if f"{name}.{key}" not in REMOVED_KEYS}
         if isinstance(section, dict)
         else section
         for name, section in values.items()
@@ -152,7 +202,7 @@ def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = "") -> None:
-    """Refuse keys that no section has, and values of another type than their key's.
+    """Refuse unknown keys, and values of another type than their key's.
 
     A misspelt key would silently keep its default. Values on the command line need no such check:
     they are parsed as their key's type.
@@ -184,7 +234,7 @@ def _parse(argv: list[str]) -> Any:
     messages = io.StringIO()
     titan_logger = logging.getLogger("root")
     level = titan_logger.level
-    titan_logger.setLevel(logging.ERROR)  # it warns of a tokenizer folder that is not asked for
+    titan_logger.setLevel(logging.ERROR)  # it warns of a missing tokenizer folder
     try:
         with contextlib.redirect_stderr(messages):
             return ConfigManager().parse_args(argv)
@@ -201,7 +251,7 @@ def _parse(argv: list[str]) -> Any:
 
 
 def _has_type(value: Any, annotation: Any) -> bool:
-    """Tell whether a value is of an annotated type."""
+    """Return whether a value is of an annotated type."""
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
     if annotation is Any:
         return True

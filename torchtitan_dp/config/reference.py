@@ -32,7 +32,7 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def field_docs(cls: Any) -> dict[str, str]:
-    """Return the docstring below each field, by its name; Python itself does not keep it."""
+    """Return the docstring below each field, by its name; Python does not keep it."""
     (definition,) = ast.parse(inspect.getsource(cls)).body
     assert isinstance(definition, ast.ClassDef)
     docs = {}
@@ -54,7 +54,7 @@ def _type(annotation: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    """As a TOML spells it; None is a key that is left out."""
+    """Return the TOML spelling of a value; None is an unset key."""
     if value is None:
         return "unset"
     if isinstance(value, bool):

@@ -1,11 +1,11 @@
-"""Refusals of what a sample cannot be made of: fields of answers, several windows of a unit."""
+"""Checks of the settings by which samples are made of units: answers, and windows per draw."""
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.gradients.methods import METHODS
 
 
 def check_samples(config: JobConfig) -> None:
-    """Refuse settings by which no sample, or not so many, can be made of a unit.
+    """Refuse settings by which a unit has no sample, or not as many.
 
     Raises:
         ValueError: one line for the user, that names the key, its value and the remedy.
@@ -15,7 +15,7 @@ def check_samples(config: JobConfig) -> None:
 
 
 def _check_answers(config: JobConfig) -> None:
-    """Refuse fields of prompts or chats that exclude each other, or that nothing can be read by."""
+    """Refuse fields of prompts or chats that are empty or exclude each other."""
     data = config.data
     for key in ("prompt_field", "messages_field"):
         field = getattr(data, key)
@@ -25,7 +25,7 @@ def _check_answers(config: JobConfig) -> None:
             raise ValueError(f"data.{key} = '': name the JSON field, or remove it")
         if data.long_records == "window":
             raise ValueError(
-                f"data.long_records = 'window': with data.{key} a sample lies where the answer is; "
+                f"data.long_records = 'window': with data.{key} a sample lies around the answer; "
                 "set it to 'head'"
             )
     if data.prompt_field is not None and data.messages_field is not None:
@@ -35,13 +35,13 @@ def _check_answers(config: JobConfig) -> None:
         )
     if data.prompt_field is not None and data.prompt_field == data.text_field:
         raise ValueError(
-            f"data.prompt_field = '{data.prompt_field}': that is data.text_field, which holds the "
+            f"data.prompt_field = '{data.prompt_field}': it is data.text_field, the field of the "
             "answer; name another field"
         )
 
 
 def _check_windows(config: JobConfig) -> None:
-    """Refuse several windows of a unit where there are none, or nobody averages them."""
+    """Refuse several windows per draw where a unit has one, or the method cannot average them."""
     data, method = config.data, config.privacy.gradient_method
     count = data.windows_per_draw
     if count < 1:
@@ -57,8 +57,8 @@ def _check_windows(config: JobConfig) -> None:
         )
     elif method in METHODS and not METHODS[method].averages_windows:
         why = (
-            f"privacy.gradient_method = '{method}' clips what one backward pass finds; set it to "
-            "'microbatch', which takes any training.local_batch_size"
+            f"privacy.gradient_method = '{method}' clips the gradient of one backward pass; set it "
+            "to 'microbatch', which takes any training.local_batch_size"
         )
     else:
         return

@@ -23,45 +23,45 @@ else:
 
 @dataclass
 class Data:
-    """Where records come from; `training.dataset` and `training.dataset_path` say which."""
+    """How records become samples; `training.dataset` and `training.dataset_path` locate them."""
 
     text_field: str = "text"
-    """The field of a `jsonl` line that holds the record's text."""
+    """The field of a `jsonl` line with the record's text."""
 
     prompt_field: str | None = None
-    """The field of a `jsonl` line that holds a prompt, which the model reads before the text of
-    `text_field`. Then that text alone, the answer, is what it learns to write: no token of the
-    prompt is a target. Nothing is put between the two, which are tokenized apart."""
+    """The field of a `jsonl` line with a prompt, which the model reads before `text_field`. Only
+    the latter, the answer, is learned: no token of the prompt is a target. The two are tokenized
+    separately, with nothing between them."""
 
     messages_field: str | None = None
-    """In place of `text_field`, the field of a `jsonl` line that holds a chat: a list of `{"role":
-    ..., "content": ...}` with two texts. It is written by the tokenizer's own chat template, and
-    the turns of the role `assistant` alone are targets: by the template's `{% generation %}`
-    blocks, else by what it adds for such a turn. Other fields of a message are not read."""
+    """In place of `text_field`, the field of a `jsonl` line with a chat: a list of `{"role": ...,
+    "content": ...}` with two texts. The tokenizer's own chat template formats it, and only the
+    turns of the role `assistant` are targets: the template's `{% generation %}` blocks, else the
+    text that it adds for such a turn. Other fields of a message are not read."""
 
     unit_field: str | None = None
-    """Whose record it is: a patient, user or repository, whose records together then are the unit
-    that is drawn, clipped and protected, by one sample. For `jsonl` a field that holds a string or
-    a whole number; for `text` only `folder`, the first folder below `training.dataset_path`. A
-    line without it, and a file that lies in no folder, is a unit of its own that contributes
-    nothing. Unset: every record is a unit."""
+    """The owner of a record: a patient, user or repository, whose records together are then the
+    unit that is drawn, clipped and protected, with one sample. For `jsonl` a field with a string
+    or a whole number; for `text` only `folder`, the first folder below `training.dataset_path`. A
+    line without it, or a file in no folder, is a unit of its own that contributes nothing. Unset:
+    every record is a unit."""
 
     unit_sampling: Literal["auto", "concat", "random"] = "auto"
-    """What a unit's sample is made of: `concat`, its records one after the other, in the order of
+    """The content of a unit's sample: `concat`, its records one after the other, in the order of
     files and lines; `random`, one of its records, chosen anew at each draw. `auto`: `random` for
     prompts or chats with `unit_field`, else `concat`."""
 
     long_records: Literal["auto", "head", "window"] = "auto"
-    """Of what is longer than `training.seq_len`: `head` takes the beginning, so that the rest is
-    never trained on; `window` a part chosen anew at each draw. `auto`: `window` with `unit_field`,
-    whose units often have several samples' length, else `head`. With prompts or chats only `head`:
-    it begins a quarter of a sample before the first target, or earlier if the record ends within
-    it, so that a long prompt loses its beginning."""
+    """The part of a text longer than `training.seq_len`: `head` takes the beginning, so the rest
+    is never trained on; `window` a part chosen anew at each draw. `auto`: `window` with
+    `unit_field`, whose units are often several samples long, else `head`. With prompts or chats
+    only `head`: it begins a quarter of a sample before the first target, or earlier if the record
+    ends within the sample, so a long prompt loses its beginning."""
 
     windows_per_draw: int = 1
-    """K: with privacy, how many samples are taken of a unit that is drawn, each of
-    `training.seq_len` tokens, by a forward and backward pass of its own. Their gradients are
-    averaged, and the mean is clipped as one, so that epsilon stays the same. With `unit_sampling =
+    """K: with privacy, the number of samples of a drawn unit, each of `training.seq_len` tokens
+    with its own forward and backward pass. Their gradients are averaged, and the mean is clipped
+    once, so epsilon stays the same. With `unit_sampling =
     "random"` they are K different records (all, where a unit has fewer); with `long_records =
     "window"` K windows of the unit's text, each from another K-th of it. A step takes K times as
     long. Needs `privacy.gradient_method = "microbatch"`."""
@@ -71,19 +71,19 @@ class Data:
     `validation.enable` evaluates. The loss on them is not private."""
 
     on_undecodable: Literal["empty", "error"] = "empty"
-    """What to do with a record that is no UTF-8 text (or no JSON with the field): `empty` keeps it
-    as a record that contributes exactly nothing, and counts it; `error` refuses to start."""
+    """The treatment of a record that is not UTF-8 text (or not JSON with the field): `empty`
+    keeps and counts it as a record that contributes exactly nothing; `error` refuses to start."""
 
     verify_records: Literal["contents"] = "contents"
-    """How ranks make sure that they hold the same records under the same indices; else one person
-    could enter twice. All files are read and hashed before the first step, by one process a
-    machine, and again only where they have changed; other contents on another node, or on resume,
-    are refused. The ranks of one machine are assumed to read the same files, and nobody to write to
-    them during the run."""
+    """How ranks ensure that they have the same records under the same indices; else one person
+    could be drawn twice. One process per machine reads and hashes all files before the first step,
+    and again only those that changed; other contents on another node, or on resume, are refused.
+    Assumed: the ranks of one machine read the same files, and nobody writes to them during the
+    run."""
 
     length_buckets: bool = True
-    """With privacy: pad each sample to the smallest of a few public lengths that holds it (a power
-    of two times 2 x `context_parallel_degree`, at least T / 128, at most T = `training.seq_len`)
+    """With privacy: pad each sample to the smallest of a few public lengths that fits (a power of
+    two times 2 x `context_parallel_degree`, at least T / 128, at most T = `training.seq_len`)
     and run equal lengths together. Epsilon stays the same. False, and the baseline without
     privacy: pad to T."""
 
@@ -106,13 +106,13 @@ class Training(_Training):
     """The expected number of units (records) in a step; also the update's divisor. Required."""
 
     loss_chunk_tokens: int = 2048
-    """With privacy: of how many tokens the logits exist at a time, on each rank. 0: of all, as
-    TorchTitan has it."""
+    """With privacy: the number of tokens whose logits exist at a time, on each rank. 0: all, as
+    in TorchTitan."""
 
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
-    """What forward and backward compute in; sums over ranks and samples, norms and the update are
+    """The dtype of forward and backward; sums over ranks and samples, norms and the update are
     fp32. `float16` has more digits and less range than `bfloat16`: gradients below 6e-8 become 0,
-    which long samples, whose tokens share one loss, reach first."""
+    first in long samples, whose tokens share one loss."""
 
     loss_scale: float = 1.0
     """Must stay 1. Scaling the loss up against fp16's range multiplies every record's gradient
@@ -125,13 +125,13 @@ class Training(_Training):
 
 @dataclass
 class Parallelism(_Parallelism):
-    """TorchTitan's section, with one option more."""
+    """TorchTitan's section, with one more option."""
 
     keep_weights_gathered: bool = False
     """With privacy: gather weights once a step, in its first microbatch, instead of in each
     microbatch's forward and backward pass, and free them before the update. Results are the same
-    bit by bit. Every rank then holds the whole model in `training.mixed_precision_param`: the plan
-    says whether that fits. `fsdp_reshard_after_forward` then has no effect."""
+    bit by bit. Every rank then keeps the whole model in `training.mixed_precision_param`: the plan
+    reports whether that fits. `fsdp_reshard_after_forward` then has no effect."""
 
 
 @dataclass
@@ -139,26 +139,26 @@ class Checkpoint(_Checkpoint):
     """TorchTitan's section; these defaults differ."""
 
     last_save_model_only: bool = False
-    """Save the last checkpoint without optimizer state. False, so that a finished run can go on."""
+    """Save the last checkpoint without optimizer state. False, so a finished run can resume."""
 
     initial_load_in_hf: bool = False
     """Start from the safetensors of `initial_load_path`, or else of `model.hf_assets_path`. See
     `privacy.initial_weights_public`."""
 
     last_save_in_hf: bool = False
-    """At the end, also write `<job.dump_folder>/hf`, which `transformers` loads as it is. Its
-    weights are in `export_dtype`, or, where that is float32, in the bfloat16 that a given
-    `config.json` asks for."""
+    """At the end, also write `<job.dump_folder>/hf`, which `transformers` loads. Its weights are
+    in `export_dtype`, or, if that is float32 and a given `config.json` has bfloat16, in
+    bfloat16."""
 
 
 @dataclass
 class ActivationCheckpoint(_ActivationCheckpoint):
-    """TorchTitan's section, with one option more."""
+    """TorchTitan's section, with one more option."""
 
     offload_inputs: bool = False
     """With `mode = "full"`: keep the inputs of checkpointed blocks in the host's memory, for
-    samples longer than the device's memory allows. The plan says how much of the host's a rank
-    takes: for each block the longest sample's input, rounded up to a power of two of bytes."""
+    samples longer than the device's memory allows. The plan reports the host memory of a
+    rank: for each block the longest sample's input, rounded up to a power of two of bytes."""
 
 
 @dataclass
@@ -182,36 +182,37 @@ class LoRA:
     """r: the smaller side of an adapter's matrices. 0: no adapters, all weights are trained."""
 
     alpha: float = 16.0
-    """What adapters add is multiplied by alpha / r."""
+    """The adapters' output is multiplied by alpha / r."""
 
     targets: list[str] = field(default_factory=lambda: ["wq", "wk", "wv", "wo", "w1", "w2", "w3"])
     """The linear layers of each block that have adapters, by the last part of their names. The
     output layer and the embedding have none."""
 
     export: Literal["adapter", "merged"] = "adapter"
-    """What `checkpoint.last_save_in_hf` writes, and a release by default: `adapter`, the trained
-    matrices in PEFT's format, for the model that training started from; `merged`, a whole model."""
+    """The weights that `checkpoint.last_save_in_hf`, and by default a release, writes: `adapter`,
+    the trained matrices in PEFT's format, for the model that training started from; `merged`, a
+    whole model."""
 
 
 @dataclass
 class EMA:
-    """An average of weights (De et al. 2022), which carries less noise than the weights of one
-    step. It is made from these alone, so that epsilon stays the same."""
+    """An average of weights (De et al. 2022), with less noise than the weights of one
+    step. It is computed from these alone, so epsilon stays the same."""
 
     enable: bool = False
-    """Keep an exponential moving average of all that is trained, in fp32 (4 bytes a trained value,
-    sharded like it), in checkpoints too. Validation tells its loss beside that of the weights, and
-    what is exported (`checkpoint.last_save_in_hf`, a release) is the average."""
+    """Keep an exponential moving average of all trained weights, in fp32 (4 bytes a value, sharded
+    like them), in checkpoints, too. Validation reports its loss beside that of the weights, and
+    exports (`checkpoint.last_save_in_hf`, a release) are of the average."""
 
     decay: float = 0.9999
     """d: the average becomes d times itself and 1 - d times the weights. After t steps d is at most
-    (1 + t) / (10 + t), so that the average of a short run reaches back over about a tenth of its
-    steps, whatever this is. 0.9 reaches back over about 10 steps, 0.99 over about 100."""
+    (1 + t) / (10 + t), so the average of a short run always reaches back over about a tenth of its
+    steps. 0.9 reaches back over about 10 steps, 0.99 over about 100."""
 
 
 @dataclass
 class JobConfig(_JobConfig):
-    """What `job.custom_config_module = "torchtitan_dp.config"` adds to TorchTitan's `JobConfig`."""
+    """The sections that `job.custom_config_module = "torchtitan_dp.config"` adds."""
 
     privacy: Privacy = field(default_factory=Privacy)
     data: Data = field(default_factory=Data)

@@ -1,9 +1,9 @@
-"""TorchTitan's keys: the values that it takes, and the keys that privacy supports.
+"""TorchTitan's keys: the values that work, and the keys that privacy supports.
 
-Workers would fail on a wrong value later, with a traceback: ranges are checked at once. Of the keys
-only those listed may differ from their defaults with privacy. A list of forbidden keys would miss
-those that a later TorchTitan adds. `conflicts` goes first: it
-refuses single values, with a remedy of their own.
+Ranges are checked at once, since a worker would fail later, with a traceback. With privacy, only
+the keys listed may differ from their defaults: a list of forbidden keys would miss those that a
+later TorchTitan adds. Unsupported features read, move or clip gradients, change who is sampled,
+lose the ledger, or leak private values.
 """
 
 import dataclasses
@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.privacy.mechanism import mechanism_of
 
 # By section. The keys that `schema` defines are supported too.
 _SUPPORTED = {
@@ -37,6 +39,35 @@ _SUPPORTED = {
     "save_traces_file_prefix",
     "validation": "enable freq steps",
     "debug": "seed deterministic deterministic_warn_only",
+}
+
+# Remedies of keys that must keep their defaults, where "remove it" is not enough.
+_REMEDIES = {
+    "training.max_norm": "set it to 0; each record's gradient is clipped by privacy.max_grad_norm",
+    "training.loss_scale": "set it to 1; a scaled loss scales the gradient that is clipped to "
+    "privacy.max_grad_norm, and can only overflow; where fp16 loses small gradients, set "
+    "training.mixed_precision_param to 'bfloat16'",
+    "training.enable_cpu_offload": "set it to false; it is not supported with privacy",
+    "training.dtype": "set it to 'float32' (and mixed_precision_param to 'bfloat16' for bf16 "
+    "compute); norms, noise and updates need fp32",
+    "optimizer.early_step_in_backward": "set it to false; the step needs the whole batch's clipped "
+    "sum",
+    "model.converters": "remove them; float8 and other converters are not supported with privacy",
+    "checkpoint.exclude_from_loading": "remove it; weights must come with the ledger of their "
+    "spending",
+    "checkpoint.load_step": "set it to -1; a branch from an earlier step would share this folder's "
+    "ledger",
+    "checkpoint.last_save_model_only": "set it to false: a checkpoint of weights alone lacks the "
+    "ledger of their spending; python -m torchtitan_dp.release publishes them with it",
+    "checkpoint.initial_load_model_only": "set it to true; to continue another run with its "
+    "optimizer and ledger, copy its whole job.dump_folder",
+    "checkpoint.create_seed_checkpoint": "remove it; initial weights follow from debug.seed on any "
+    "mesh",
+    "fault_tolerance.enable": "set it to false; replicas that come and go would change who is "
+    "sampled",
+    "comm.mode": "set it to 'default'; the others do not train",
+    "metrics.enable_wandb": "use metrics.enable_tensorboard; losses and paths, which are not "
+    "private, would be sent to somebody else",
 }
 
 
@@ -99,7 +130,10 @@ def check_values(config: JobConfig) -> None:
 
 
 def check_supported(config: JobConfig) -> None:
-    """Refuse every key that is not supported with privacy and differs from its default.
+    """Refuse values that privacy does not support.
+
+    These are any but the default of a key that is not supported, and values that do not work
+    together.
 
     Raises:
         ValueError: one line for the user, that names the key, its value and the remedy.
@@ -107,11 +141,88 @@ def check_supported(config: JobConfig) -> None:
     supported = supported_keys()
     for key, value, default in _values(config, type(config)()):
         if key not in supported and value != default:
-            shown = str(value).lower() if isinstance(value, bool) else repr(value)
-            usual = str(default).lower() if isinstance(default, bool) else repr(default)
-            raise ValueError(
-                f"{key} = {shown}: not supported with privacy; remove it (the default is {usual})"
+            remedy = _REMEDIES.get(
+                key, f"not supported with privacy; remove it (the default is {_shown(default)})"
             )
+            raise ValueError(f"{key} = {_shown(value)}: {remedy}")
+    for refused, key, value, remedy in _conflicts(config):
+        if refused:
+            shown = value if isinstance(value, str) else _shown(value)
+            raise ValueError(f"{key} = {shown}: {remedy}")
+
+
+def _shown(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def _conflicts(config: JobConfig) -> list[tuple[bool, str, object, str]]:
+    """List (refused, key, value in words, remedy) of supported keys."""
+    privacy, checkpoint, blocks = (
+        config.privacy,
+        config.checkpoint,
+        config.activation_checkpoint,
+    )
+    name, method = privacy.gradient_method, METHODS[privacy.gradient_method]
+    by_regions = config.compile.enable and method.compiles == "regions"
+    twice = method.backward_passes(privacy) > 1
+    by_operation = blocks.mode == "selective" and blocks.selective_ac_option == "op"
+    mechanism = mechanism_of(
+        privacy,
+        noise_multiplier=1.0,
+        sample_rate=1.0,
+        estimates_norms=method.estimates_norms,
+    )
+    return [
+        *mechanism.refusals(privacy),
+        (
+            privacy.clipping == "flat" and bool(privacy.clipping_groups),
+            "privacy.clipping_groups",
+            privacy.clipping_groups,
+            "remove it, or set privacy.clipping to 'per_layer'; 'flat' clips all as one group",
+        ),
+        (
+            by_regions and by_operation,
+            "activation_checkpoint.selective_ac_option",
+            "'op'",
+            "set it to a number ('1'), or compile.enable to false; it chooses among operations, "
+            f"and those that '{name}' compiles would run uncompiled",
+        ),
+        (
+            by_regions and blocks.mode == "memory_budget",
+            "activation_checkpoint.mode",
+            "'memory_budget'",
+            f"set it to 'full'; the budget is of compiled blocks, and '{name}' compiles only the "
+            "regions between their layers",
+        ),
+        (
+            twice and config.compile.enable,
+            "privacy.ghost_passes",
+            "'two'",
+            "compiled code runs backward once; set ghost_passes = 'one', or compile.enable = false",
+        ),
+        (
+            twice and by_operation,
+            "privacy.ghost_passes",
+            "'two'",
+            "with activation_checkpoint.selective_ac_option = 'op' PyTorch allows one backward "
+            "pass; set ghost_passes = 'one', or selective_ac_option = '1'",
+        ),
+        (
+            checkpoint.folder in ("", ".", "..")
+            or "/" in checkpoint.folder
+            or checkpoint.folder.endswith(".damaged"),
+            "checkpoint.folder",
+            repr(checkpoint.folder),
+            "give the name of a folder inside job.dump_folder ('checkpoint')",
+        ),
+        (
+            checkpoint.async_mode.lower() == "async_with_pinned_mem",
+            "checkpoint.async_mode",
+            repr(checkpoint.async_mode),
+            "use 'async'; the process that saves would outlive a killed run, and write into the "
+            "next one's checkpoint",
+        ),
+    ]
 
 
 def supported_keys() -> set[str]:
@@ -120,7 +231,7 @@ def supported_keys() -> set[str]:
     for section in dataclasses.fields(JobConfig):
         own: Any = section.default_factory
         keys |= {f"{section.name}.{key.name}" for key in dataclasses.fields(own)}
-    return keys
+    return keys - _REMEDIES.keys()
 
 
 def _values(config: Any, default: Any, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
-from torchtitan_dp.config.units import unit_word
 from torchtitan_dp.data.console import Progress, say, warn
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.samples.samples import SampleStore

@@ -1,7 +1,7 @@
-"""LoRA's factors for others: in PEFT's format, or merged into the weights that they are beside.
+"""Export of LoRA's factors: in PEFT's format, or merged into the adapted weights.
 
-PEFT (Hugging Face's library of adapters) keeps A and B apart from the model, by the model's names
-in `transformers`, beside an `adapter_config.json` that says r, alpha and targets.
+PEFT (Hugging Face's library of adapters) keeps A and B apart from the model, under the model's
+names in `transformers`, beside an `adapter_config.json` with r, alpha and targets.
 """
 
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ _PEFT_NAMES = {"lora_a": "lora_A", "lora_b": "lora_B"}
 
 
 def adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) -> dict[str, Any]:
-    """Return what `adapter_config.json` says.
+    """Return the content of `adapter_config.json`.
 
     Args:
         names: the names of `peft_tensors`.
@@ -44,7 +44,7 @@ def adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) -> 
 def peft_tensors(state_dict: Mapping[str, Any], args: ModelArgs) -> dict[str, torch.Tensor]:
     """Return all factors as whole fp32 tensors on the CPU, under PEFT's names.
 
-    B's rows are those of its layer's output, in the order that `transformers` has them in.
+    B's rows are those of its layer's output, in the order of `transformers`.
     Collective over the FSDP mesh: each factor is gathered.
     """
     found = {}
@@ -61,8 +61,8 @@ def peft_tensors(state_dict: Mapping[str, Any], args: ModelArgs) -> dict[str, to
 def _rows_for_transformers(
     layer: str, shape: torch.Size, args: ModelArgs
 ) -> tuple[str, torch.Tensor]:
-    """Return a layer's name in `transformers`, and which of our rows of its weight is each of
-    theirs: the family's adapter tells by a weight that holds its rows' numbers."""
+    """Return a layer's name in `transformers`, and the index of our row for each row of its weight
+    there. The family's adapter is applied to a weight whose values are the row numbers."""
     rows = torch.arange(shape[0], dtype=torch.int32)[:, None].expand(shape)
     ((name, moved),) = family_of(args).adapter(args, None).to_hf({f"{layer}.weight": rows}).items()
     return name.removesuffix(".weight"), moved[:, 0].long()

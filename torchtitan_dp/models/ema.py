@@ -56,7 +56,7 @@ class WeightAverage:
 
     def update(self) -> None:
         """Follow the weights after a step of the optimizer."""
-        assert not self._swapped, "the model holds averages, not weights"
+        assert not self._swapped, "the model has averages, not weights"
         d = min(self._decay, (1 + self.updates) / (10 + self.updates))
         for average, weight in self._pairs():
             average.lerp_(weight, 1 - d)
@@ -77,7 +77,7 @@ class WeightAverage:
 
     def state_dict(self) -> dict[str, Any]:
         """Return its state for a checkpoint; tensors are its own, to be read or loaded into."""
-        assert not self._swapped, "the model holds averages, not weights"
+        assert not self._swapped, "the model has averages, not weights"
         return {WEIGHTS: dict(self._averages), "updates": self.updates}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

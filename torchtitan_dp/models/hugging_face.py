@@ -11,7 +11,7 @@ import os
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.weights import trained, weights_folder
+from torchtitan_dp.config.derived import trained, weights_folder
 from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 from torchtitan_dp.models.families import (
     FAMILIES,
@@ -128,11 +128,10 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
 
 
 def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
-    """Return the `config.json` of the trained model: the one that it came with, or one of its
-    shape.
+    """Return the `config.json` of the trained model: the given one, or one of its shape.
 
-    `torch_dtype` is what weights are saved in: `checkpoint.export_dtype`, unless that is
-    "float32" and the given `config.json` says "bfloat16".
+    `torch_dtype` is the dtype of saved weights: `checkpoint.export_dtype`, unless that is
+    "float32" and the given `config.json` has "bfloat16".
     """
     source = config_file(config)
     if source is None:

@@ -46,12 +46,11 @@ SHARD_BYTES = 2 * 2**30
 
 
 def export(model: nn.Module, config: JobConfig, beside: Mapping[str, bytes] | None = None) -> str:
-    """Write `<job.dump_folder>/hf`, a folder that `transformers` loads as it is, or, of adapters,
-    PEFT; its path.
+    """Write `<job.dump_folder>/hf` for `transformers` or, of adapters, PEFT; return its path.
 
-    It holds what `write_folder` writes, for its owner only. An older one is replaced when the new
-    one is whole. Collective: parameters are gathered one at a time; rank 0 keeps at most a shard of
-    `SHARD_BYTES` in memory, or all adapters, and writes.
+    Its files are those of `write_folder`, readable by the owner only. A complete new folder
+    replaces an older one. Collective: parameters are gathered one at a time; rank 0 writes, with at
+    most a shard of `SHARD_BYTES` or all adapters in memory.
 
     Args:
         model: parallelized or not.

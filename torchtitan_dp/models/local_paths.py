@@ -1,7 +1,7 @@
-"""Takes the places on this machine out of JSON that others are to read.
+"""Removal of local paths from JSON that is published.
 
-`transformers` and PEFT note in their files where a model or tokenizer was loaded from, and the name
-of a folder may tell whose records are trained on.
+`transformers` and PEFT record the folder of a model or tokenizer, whose name may reveal whose
+records are trained on.
 """
 
 import os
@@ -19,9 +19,9 @@ _PATH_KEYS = frozenset(
 
 
 def is_local_path(text: str) -> bool:
-    r"""Tell whether a text is an absolute path, or a relative one that exists.
+    r"""Return whether a text is an absolute path, or a relative one that exists.
 
-    A name without a separator is none, though a file here may bear it: "llama" is a model type.
+    A name without a separator is none, even if such a file exists: "llama" is a model type.
 
     >>> [is_local_path(t) for t in ("/data/oncology", "~/llama", r"C:\models", "file:///llama")]
     [True, True, True, True]
@@ -35,14 +35,13 @@ def is_local_path(text: str) -> bool:
 
 
 def without_local_paths(value: Any) -> Any:
-    """Copy a JSON value without its strings that are paths, and without the keys for paths, at any
-    depth.
+    """Copy a JSON value without paths and the keys for paths, at any depth.
 
     Guarantee:
         No string of the copy is an absolute path, on Linux, macOS or Windows, nor one that exists
-        from the working directory. Keys of objects are kept as they are, and so are texts that a
-        path is only a part of. Not for `tokenizer.json`: its strings are tokens and merges, some of
-        which begin with a slash, and `tokenizers` notes no path in it.
+        from the working directory. Keys of objects are kept, and so are texts of which a path is
+        only a part. Not for `tokenizer.json`: some of its tokens begin with a slash, and it has no
+        paths.
     """
     if isinstance(value, dict):
         return {

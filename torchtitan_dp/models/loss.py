@@ -28,7 +28,7 @@ def per_sample_loss(
         fp32 of shape (B,); summed over the context-parallel ranks it is the sample's mean loss.
 
     Guarantee:
-        A sample's loss depends on that sample alone, whatever else was drawn and on whatever mesh.
+        A sample's loss depends on that sample alone: not on other samples, nor on the mesh.
     """
     B, T, V = logits_BTV.shape
     losses_BT = F.cross_entropy(
@@ -42,7 +42,7 @@ def per_sample_loss(
 
 @dataclass(frozen=True)
 class SampleLosses:
-    """Calls a Llama on whole samples: shards them over `cp_mesh`, and returns `per_sample_loss`."""
+    """The loss of a model on whole samples, which are sharded over `cp_mesh`."""
 
     model: nn.Module
     device: torch.device

@@ -43,8 +43,8 @@ def parallelize(
 ) -> nn.Module:
     """Apply CP, AC, `torch.compile` and FSDP2 to a model on the meta device, in place.
 
-    With privacy, gradients are reduced within the `fsdp` mesh only, by whatever
-    `set_custom_reduce_scatter` is given later; parameters are fp32 shards over `fsdp`, also when
+    With privacy, gradients are reduced within the `fsdp` mesh only, by the later
+    `set_custom_reduce_scatter`; parameters are fp32 shards over `fsdp`, also when
     that mesh has one rank (which keeps the bf16 / fp32 semantics the same on every mesh). Where
     `privacy.gradient_method` needs per-sample layers, layers form per-sample gradients instead.
     """
@@ -113,13 +113,13 @@ def _apply_parts(
 
 
 def _compiles_regions(job_config: JobConfig) -> bool:
-    """Tell whether only what lies between layers may be compiled."""
+    """Return whether only the regions between layers may be compiled."""
     privacy = job_config.privacy
     return privacy.enable and METHODS[privacy.gradient_method].compiles == "regions"
 
 
 def _ops_to_save() -> set[torch._ops.OpOverload]:
-    """Return what selective AC keeps: TorchTitan's list, and the attention kernel that CPU uses."""
+    """Return the operations that selective AC saves: TorchTitan's, and CPU's attention kernel."""
     on_cpu = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
     return torchtitan_llama._op_sac_save_list | {on_cpu}
 

@@ -1,4 +1,4 @@
-"""A model's parameters, whatever its family: their names, which are trained, which were loaded."""
+"""The parameters of a model of any family: their names, and whether they are trained and loaded."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ TIED_OUTPUT = "output.weight"
 
 
 def canonical_name(name: str) -> str:
-    """Return a parameter's name without what compile and activation checkpointing put into it."""
+    """Return a parameter's name without the parts that compile and activation checkpointing add."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -28,15 +28,15 @@ def trainable_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank holds of a tensor: its shard, or all of one that is not sharded."""
+    """Return this rank's part of a tensor: its shard, or all of one that is not sharded."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def require_loaded(model: nn.Module) -> None:
-    """Raise RuntimeError if a parameter holds NaN: it was never loaded, or what was is broken."""
+    """Raise RuntimeError if a parameter has a NaN: it was never loaded, or the file is broken."""
     for name, parameter in model.named_parameters():
         if local_part(parameter).isnan().any():
-            raise RuntimeError(f"{canonical_name(name)} was not loaded, or holds a NaN")
+            raise RuntimeError(f"{canonical_name(name)} was not loaded, or has a NaN")
 
 
 def copy_slice_(parameter: torch.Tensor, whole: torch.Tensor) -> None:

@@ -30,8 +30,8 @@ class PrivateArgs:
     lora: LoRA | None = None
     init_seed: int = 0
     draw_weights: bool = True
-    """Whether `init_weights` draws the weights. If not, they are about to be loaded (for 8B a draw
-    takes minutes), and are NaN until then, which `require_loaded` finds."""
+    """Whether `init_weights` draws the weights. If not, they are NaN until they are loaded, which
+    `require_loaded` checks (a draw of 8B takes minutes)."""
     draw_adapters: bool = True
     """The same for the factors of `lora`, which initial weights may lack."""
 

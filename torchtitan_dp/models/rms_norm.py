@@ -13,7 +13,7 @@ from torchtitan_dp.gradients.operands import Existing
 
 
 class LeanRMSNorm(nn.RMSNorm):
-    """Computes `nn.RMSNorm` by `rms_norm`; `use_lean_norms` gives modules this class."""
+    """An `nn.RMSNorm` that is computed by `rms_norm`; `use_lean_norms` converts modules to it."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.normalized_shape, self.weight, self.eps)
@@ -65,9 +65,9 @@ class _RMSNorm(torch.autograd.Function):
 
 
 class _OfSamples(torch.autograd.Function):
-    """Hands the weight's gradient of each sample to the layer's sink, in fp32.
+    """The norm of a layer whose sink receives the weight's per-sample gradients, in fp32.
 
-    Backward takes the weight from the layer: FSDP2 has gathered it again by then.
+    Backward reads the weight from the layer: FSDP2 has gathered it again by then.
     """
 
     @staticmethod
@@ -126,7 +126,7 @@ def _gradients(
 
 
 def _eps(eps: float | None, x: torch.Tensor) -> float:
-    """Return the epsilon that PyTorch takes where there is none."""
+    """Return PyTorch's default for an unset epsilon."""
     return torch.finfo(x.dtype).eps if eps is None else eps
 
 

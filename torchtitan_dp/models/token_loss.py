@@ -1,4 +1,4 @@
-"""From logits to losses and to the gradient of the logits, in their memory and in one kernel.
+"""Losses of logits and their gradient, which overwrites the logits, in one kernel.
 
 Guarantee:
     A token's loss and gradient depend on its own logits, label and scale alone.
@@ -20,16 +20,16 @@ def losses_to_gradients_(logits_NV: Tensor, labels_N: Tensor, scale_N: Tensor) -
     """Compute the losses of some tokens, and overwrite their logits by the losses' gradients.
 
     Args:
-        logits_NV: any floating dtype; what is computed of it is fp32.
+        logits_NV: any floating dtype; computed in fp32.
         labels_N: int64; tokens of `IGNORE_INDEX` have loss 0 and, for finite logits, gradient 0.
-        scale_N: fp32: what each token's loss is multiplied by.
+        scale_N: fp32 factors of the tokens' losses.
 
     Returns:
         fp32 losses, shape (N,).
 
-    It is one operator, so that whoever counts operations counts what CUDA runs: one kernel, which
-    reads the logits (the second time, mostly, from its cache) and writes the gradients. On CPU
-    blocks of rows fit a core's cache. The fp32 logits of all rows never exist.
+    One operator, so that counters of operations see what CUDA runs: one kernel, which reads the
+    logits (the second time mostly from cache) and writes the gradients. On CPU, blocks of rows fit
+    a core's cache. The fp32 logits of all rows never exist.
     """
     if logits_NV.is_cuda:
         return _compiled_by_comparison()(logits_NV, labels_N, scale_N)
@@ -51,7 +51,7 @@ def _(logits_NV: Tensor, labels_N: Tensor, scale_N: Tensor) -> Tensor:
 
 
 def _by_index(logits_NV: Tensor, labels_N: Tensor, scale_N: Tensor) -> Tensor:
-    """Look the labels up: what is fast where every operation is a loop."""
+    """Look the labels up, which is fast on CPU, where every operation is a loop."""
     log_p_NV = F.log_softmax(logits_NV, dim=-1, dtype=torch.float32)
     ignored_N = labels_N == IGNORE_INDEX
     label_N1 = labels_N.masked_fill(ignored_N, 0)[:, None]

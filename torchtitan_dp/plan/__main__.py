@@ -20,8 +20,8 @@ from typing import Any
 
 from torchtitan_dp.checkpoint.plan import Plan, steps_within
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
-from torchtitan_dp.config.units import unit_word
 from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.gradients.methods import METHODS

@@ -12,7 +12,7 @@ from rich.table import Column, Table
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.units import unit_word
+from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger import ExecutedSteps
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.models.families import ModelArgs, trained_count, without_lora

@@ -1,1 +1,1 @@
-"""What a run does before its first step: `check` its configuration and data, then a `rehearsal`."""
+"""The checks of a run before its first step: of its configuration and data, and a rehearsal."""

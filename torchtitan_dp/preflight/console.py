@@ -1,4 +1,4 @@
-"""The console of a run: our lines, TorchTitan's step lines, and warnings that somebody can act on.
+"""The console of a run: our lines, TorchTitan's step lines, and warnings that need action.
 
 `LOGLEVEL=DEBUG` in the environment shows all lines (the variable is torchrun's). Errors and all
 other warnings pass in any case.
@@ -30,7 +30,7 @@ _WARNINGS = (
 
 
 def quiet(logger: logging.Logger) -> None:
-    """Hide lines of TorchTitan's logger, and warnings of libraries, that nobody can act on."""
+    """Hide lines of TorchTitan's logger and warnings of libraries that need no action."""
     if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
         return
     logger.addFilter(is_shown)

@@ -87,11 +87,11 @@ def _safetensors(problem: str, folder: str) -> list[str]:
     names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
     if names == [ADAPTER_FILE]:
         raise ValueError(
-            f"{problem}: it holds an adapter, not a whole model; release its run with --merged and "
+            f"{problem}: it is an adapter, not a whole model; release its run with --merged and "
             "name that folder"
         )
     if not names:
-        raise ValueError(f"{problem}: it holds no *.safetensors; download the model's weights")
+        raise ValueError(f"{problem}: it has no *.safetensors; download the model's weights")
     index = os.path.join(folder, INDEX_FILE)
     if os.path.exists(index):
         try:

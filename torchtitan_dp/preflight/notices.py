@@ -1,21 +1,20 @@
 """Notices to the owner of the records before a run: printed once, by the plan or by the start.
 
-Those that depend on records go through `data.console`, which labels them. The rest follows from the
-configuration.
+Those that depend on records go through `data.console`, which labels them.
 """
 
 import os
 import sys
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.units import never_trained
+from torchtitan_dp.config.derived import never_trained
 from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.process import PLANNED
 
 
 def show(config: JobConfig, records: Records) -> None:
-    """Print notices of records that read as nothing or are never trained on, unless a plan did."""
+    """Print notices of empty or never trained records, unless a plan did."""
     if PLANNED in os.environ:
         return
     for warning in records.warnings:

@@ -1,32 +1,30 @@
-"""A rehearsal before step 1: padding of every length a step may have, and an update of nothing.
+"""A rehearsal before step 1: padding of every length a step may have, and an empty update.
 
-Memory that runs out on the longest sample only, a kernel that is missing or a compilation that
-fails would end a run when the first record of that length is drawn; the number of steps, which is
-published, would reveal that it was (hazard row 47). So each length of `config.lengths.ladder` runs
-first, on padding: no record is read for it, and what fails, fails whatever the records hold.
+A lack of memory on the longest sample, a missing kernel or a failed compilation would end a run
+when the first record of that length is drawn, and the published number of steps would reveal the
+draw (hazard row 47). So each length of `ladder` runs first, on padding: no record is read, and
+failures do not depend on records.
 
 Guarantee:
-    Nothing that training depends on is changed: weights, optimizer state (made where there is none,
-    all zeros), LR schedule, clipped sum, key streams, ledgers, RNG. Where it passes, a later step
-    allocates on the device nothing larger than was allocated here: a microbatch of padding runs
-    the same operators on the same shapes as one of samples, and the optimizer's state and the
-    accumulator are there meanwhile.
+    The state of training is unchanged: weights, optimizer state (created if missing, all zeros), LR
+    schedule, clipped sum, key streams, ledgers, RNG. If it passes, no later step allocates more on
+    the device: a microbatch of padding runs the same operators on the same shapes as one of
+    samples, beside the optimizer's state and the accumulator.
 
 Assumed, as crashes that do not depend on records:
-    - the memory that is free to this process stays as it is, and a device's allocator finds a place
-      again for what it has placed before (the orders of lengths differ);
-    - the host has room for what one sample is made of, in each of two threads: at most
-      `excerpts.most_bytes` of text or one row (`RecordStore.most_row_bytes`), parsed, and
-      some 200 bytes for each of its tokens; for the samples that lie ready, `feed.SAMPLES_AHEAD`
-      and those of two microbatches, 8 bytes for each of their tokens, padding included; beside
-      that, `token_cache.MOST_BYTES`; for the index, 4 bytes a unit (made here, by `TokenCounts`), a
-      step's statistics, 32 bytes a sample, and for the next draw about 2,000 bytes for each unit
-      that was never drawn before;
-    - checkpoints, validation and `privacy.json` need what they need at the same steps of every
+    - this process's free memory stays the same, and a device's allocator finds room again for
+      earlier allocations (the orders of lengths differ);
+    - the host has room for one sample's text in each of two threads: at most `excerpts.most_bytes`
+      or one row (`RecordStore.most_row_bytes`), parsed, and some 200 bytes per token; for samples
+      made ahead, `feed.SAMPLES_AHEAD` and those of two microbatches, 8 bytes per token, padding
+      included; for `token_cache.MOST_BYTES`; for the index, 4 bytes a unit (made here, by
+      `TokenCounts`), a step's statistics, 32 bytes a sample, and for the next draw about 2,000
+      bytes for each unit never drawn before;
+    - checkpoints, validation and `privacy.json` take the same memory at the same steps of every
       run: their shapes are public;
-    - what takes time is waited for: the longest microbatch's time on an accelerator is held here
-      against `comm.train_timeout_seconds`; one sample's text and JSON are bounded
-      (`excerpts.most_bytes`), and read, parsed and tokenized in less than the rest;
+    - time: the longest microbatch on an accelerator is compared here with
+      `comm.train_timeout_seconds`; one sample's text and JSON are bounded (`excerpts.most_bytes`),
+      and read, parsed and tokenized in less than the rest;
     - the machine: power, hardware, network, disks, drivers.
 """
 
@@ -41,7 +39,7 @@ import torch.nn as nn
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import Microbatch
 from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.distributed.stop import is_lost_rank
@@ -52,7 +50,7 @@ from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.process import Fault
 
-# How many microbatches a device may be behind its host: launches queue about 1,000 deep.
+# Microbatches that a device may lag behind its host: launches queue about 1,000 deep.
 _MICROBATCHES_BEHIND = 4
 _OUT_OF_MEMORY = (
     "out of memory",
@@ -61,7 +59,7 @@ _OUT_OF_MEMORY = (
     "bad_alloc",
     "alloc_failed",
 )
-# All that C++ and Python say of a thread whose stack finds no room, or that is one too many.
+# The whole message of C++ or Python for a thread without room for its stack, or one too many.
 _NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
 
 
@@ -90,11 +88,10 @@ class Rehearsed(Protocol):
 
 
 def rehearse(trainer: Rehearsed) -> None:
-    """Run padding of every length, and an update that changes nothing; log that, and how long.
+    """Run padding of every length, and an update that changes nothing; log the time.
 
-    Collective over the world: those of two microbatches of the shortest length and one of each
-    other (on an accelerator two of the longest as well), with their share over cp
-    (`feed.Feed.padding`), and of an update.
+    Collective over the world: two microbatches of the shortest length and one of each other (on an
+    accelerator two of the longest as well), shared over cp (`feed.Feed.padding`), and an update.
 
     Raises:
         Fault: one line that names what failed and what would fit.
@@ -105,17 +102,19 @@ def rehearse(trainer: Rehearsed) -> None:
     logger.info(f"rehearsal: padding of {_listed(rungs)} tokens, before any record is drawn")
     feed.make_room()
     statistics = SampleStatistics()
-    trainer.gradients.start_step(bytes(32))  # a public key: nothing comes of padding
+    trainer.gradients.start_step(bytes(32))  # a public key: padding contributes nothing
     passed = 0
     # The first lays out the accumulator, the update makes the optimizer's state: all others run
     # beside both.
     for place, length in enumerate((rungs[0], *rungs)):
-        with _told(f"a microbatch of {_samples(config)} of {length:,} tokens", config, passed):
+        with _failing_in_one_line(
+            f"a microbatch of {_samples(config)} of {length:,} tokens", config, passed
+        ):
             trainer.accumulate(feed.padding(length), statistics)
             _wait_for(trainer.device)
         passed = length
         if place == 0:
-            with _told("an update (noise and optimizer)", config, None):
+            with _failing_in_one_line("an update (noise and optimizer)", config, None):
                 trainer.dp_optimizer.rehearse(trainer.clipped_sum.take())
                 _wait_for(trainer.device)
     _check_device(trainer, rungs[-1], statistics)
@@ -129,15 +128,17 @@ def rehearse(trainer: Rehearsed) -> None:
 
 
 def _check_device(trainer: Rehearsed, length: int, statistics: SampleStatistics) -> None:
-    """Refuse a time-out that a device behind its host may exceed; a CPU never is.
+    """Refuse a time-out that a device may exceed which lags behind its host; a CPU never lags.
 
-    NCCL counts from the launch of a collective, and the host is some microbatches ahead. What is
-    timed is padding that was run before, so that nothing is compiled: public, like its length.
+    NCCL counts from the launch of a collective, and the host is some microbatches ahead. The timed
+    padding has run before, so nothing is compiled, and its time is public, like its length.
     """
     if trainer.device.type == "cpu":
         return
     config, begun = trainer.job_config, time.perf_counter()
-    with _told(f"a microbatch of {_samples(config)} of {length:,} tokens", config, length):
+    with _failing_in_one_line(
+        f"a microbatch of {_samples(config)} of {length:,} tokens", config, length
+    ):
         trainer.accumulate(trainer.feed.padding(length), statistics)
         _wait_for(trainer.device)
     seconds, timeout = time.perf_counter() - begun, config.comm.train_timeout_seconds
@@ -152,17 +153,17 @@ def _check_device(trainer: Rehearsed, length: int, statistics: SampleStatistics)
 
 
 def _wait_for(device: torch.device) -> None:
-    """Wait until the device has run what was launched: what fails there is raised here."""
+    """Wait for the device, so that its failures are raised here."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 @contextlib.contextmanager
-def _told(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
-    """Turn what fails within into one line.
+def _failing_in_one_line(what: str, config: JobConfig, fits: int | None) -> Iterator[None]:
+    """Turn a failure within into one line.
 
     Args:
-        fits: the longest sample that passed, 0 if none did; None for what has no length.
+        fits: the longest sample that passed, 0 if none did; None for work without a length.
     """
     try:
         yield
@@ -190,7 +191,7 @@ def _short_of(error: Exception) -> str | None:
 
 
 def _remedy(config: JobConfig, fits: int | None) -> str:
-    """Say what would need less memory, the surest first."""
+    """Return settings that need less memory, the surest first."""
     if fits is None:
         return "what would fit: more ranks, or a smaller model"
     training, checkpointing = config.training, config.activation_checkpoint

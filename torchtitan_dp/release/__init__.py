@@ -1,4 +1,4 @@
-"""What may be published of a run: `python -m torchtitan_dp.release`.
+"""The publishable part of a run: `python -m torchtitan_dp.release`.
 
-`claims` says what a release may claim, `card` how it says so, `owner` what its owner must add.
+`claims` are the terms that a release may claim, `card` is its model card.
 """

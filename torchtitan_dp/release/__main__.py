@@ -1,23 +1,23 @@
-"""Take out of a private run what may be published, with its guarantee in words.
+"""Release the weights of a private run, with their guarantee in words.
 
     python -m torchtitan_dp.release RUN OUT [--stop_not_from_results] [--lost_steps_not_seen]
         [--merged] [--no-ema] [--base_model NAME] [--unit_name WORD]
 
 RUN is the `job.dump_folder` of a private run. OUT, which must not exist yet, becomes a Hugging Face
-folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. Of a run with
-`[lora]` it holds adapters for PEFT in the place of weights, or, merged, a whole model; with `[ema]`
-the weights are averages, or, with `--no-ema`, those after the last step. Optimizer state, logs,
-TensorBoard, configuration, fingerprint and the list of executed steps stay behind. One plain
-process on the CPU, which holds the weights in fp32; the private records are not opened.
+folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. A run
+with `[lora]` gives adapters for PEFT or, merged, a whole model; one with `[ema]` the average of
+weights or, with `--no-ema`, those after the last step. Optimizer state, logs, TensorBoard,
+configuration, fingerprint and the list of executed steps are left out. It runs as one process on
+the CPU, with the weights in fp32, and does not open the private records.
 
 Guarantee:
-    What OUT says is never less than what was spent: the terms are those of the ledger inside the
-    checkpoint that the weights come from, and epsilon covers every step of `steps_executed.log` and
-    every step that was planned, unless the owner states that neither results nor a clock decided
-    when to stop, or that nobody saw anything of lost steps.
+    The epsilon in OUT is never less than the spending: the terms are those of the ledger inside the
+    weights' checkpoint, and epsilon covers every step of `steps_executed.log` and every planned
+    step, unless the owner states that neither results nor a clock decided when to stop, or that
+    nobody saw anything of lost steps.
     A run that is not private is refused, and so is one whose `privacy.json` is missing or
-    disagrees with that ledger. It trusts the run's owner: who edits the checkpoint and the log as
-    well is believed. Only the keys that `ledger.schema` calls released are published of the terms.
+    disagrees with that ledger. The run's owner is trusted: consistent edits of checkpoint and log
+    are not detected. Of the terms only the released keys of `ledger.schema` are published.
     No JSON file has a path of this machine as a value (`models.local_paths`).
 """
 
@@ -42,8 +42,7 @@ from torchtitan_dp.checkpoint.average import average_name, has_average, read_dec
 from torchtitan_dp.checkpoint.folder import LEDGER_KEY, newest_whole_checkpoint, step_folder
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.load import exit_on_mistake
-from torchtitan_dp.config.saved import read_config
+from torchtitan_dp.config.load import exit_on_mistake, read_config
 from torchtitan_dp.data.samples.tokenizer import byte_tokenizer_files
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.ledger.files import write_published
@@ -72,14 +71,14 @@ def release(
     base_model: str | None = None,
     unit_name: str | None = None,
 ) -> dict[str, Any]:
-    """Write OUT whole, or leave nothing; what its `privacy.json` says.
+    """Write OUT whole or not at all; return its `privacy.json`.
 
     Args:
         base_model: the public name of the model that training started from.
-        unit_name: what the card calls a unit, in a word: "patient".
+        unit_name: the card's word for a unit, such as "patient".
         merge: write whole weights where adapters were trained, as `lora.export = "merged"` does.
         stop_not_from_results, lost_steps_not_seen: statements of the owner, for `claims.claims`.
-        average: whether the average of weights is written; None: if the checkpoint holds one.
+        average: whether the average of weights is written; None: if the checkpoint has one.
 
     Raises:
         ValueError: one line for the user, who gave a run or a folder that cannot be used.
@@ -133,7 +132,7 @@ def _check_folders(run: str, out: str) -> None:
         raise ValueError(f"RUN = '{run}': no such folder; name a run's job.dump_folder")
     if not os.path.exists(os.path.join(run, PRIVACY_FILE)):
         raise ValueError(
-            f"RUN = '{run}': it has no {PRIVACY_FILE}, so nothing is known of its privacy; name "
+            f"RUN = '{run}': it has no {PRIVACY_FILE}, so its privacy is unknown; name "
             "the job.dump_folder of a private run, or restore the file"
         )
     if os.path.exists(out) and (not os.path.isdir(out) or os.listdir(out)):
@@ -143,7 +142,7 @@ def _check_folders(run: str, out: str) -> None:
             f"OUT = '{out}': inside the run, whose other files are private; name a folder elsewhere"
         )
     if os.path.lexists(f"{out}.tmp"):
-        raise ValueError(f"OUT = '{out}': '{out}.tmp' is left from a release that died; remove it")
+        raise ValueError(f"OUT = '{out}': '{out}.tmp' is left from a failed release; remove it")
 
 
 def _check_names(base_model: str | None, unit_name: str | None) -> None:
@@ -165,17 +164,16 @@ def _newest_checkpoint(run: str, config: JobConfig) -> str:
     step = newest_whole_checkpoint(folder)
     if step < 0:
         raise ValueError(
-            f"RUN = '{run}': {folder} holds no whole checkpoint; train with "
-            "checkpoint.enable = true"
+            f"RUN = '{run}': {folder} has no whole checkpoint; train with checkpoint.enable = true"
         )
     return step_folder(folder, step)
 
 
 def _load(folder: str, state: dict[str, Any]) -> None:
-    """Fill `state`, whole tensors and values, in place: the one place that reads a checkpoint.
+    """Read whole tensors and values of a checkpoint into `state`, in place.
 
     Raises:
-        ValueError: if it lacks one, holds it in another shape, or is broken.
+        ValueError: if it lacks one, has it in another shape, or is broken.
     """
     try:
         safe_load.load(state, folder, no_dist=True)
@@ -190,7 +188,7 @@ def _load(folder: str, state: dict[str, Any]) -> None:
 
 
 def read_ledger(folder: str) -> Ledger:
-    """Read the ledger that the checkpoint in `folder` carries; raise ValueError, one line."""
+    """Read the ledger in the checkpoint `folder`; raise ValueError, one line."""
     state: dict[str, Any] = {LEDGER_KEY: ""}
     _load(folder, state)
     try:
@@ -214,11 +212,11 @@ def empty_model(args: ModelArgs) -> nn.Module:
 
 
 def _takes_average(checkpoint: str, wanted: bool | None) -> bool:
-    """Tell whether the average in a checkpoint is released; raise ValueError if it holds none."""
+    """Return whether the average in a checkpoint is released; raise ValueError if it has none."""
     there = has_average(checkpoint)
     if wanted and not there:
         raise ValueError(
-            f"--ema: {checkpoint} holds no average of weights, since it was saved with ema.enable "
+            f"--ema: {checkpoint} has no average of weights, since it was saved with ema.enable "
             "= false; omit --ema to release the weights after its last step"
         )
     return there if wanted is None else wanted
@@ -228,10 +226,10 @@ def load_weights(folder: str, model: nn.Module, *, average: bool = False) -> Non
     """Read the weights, and nothing else, of the checkpoint in `folder` into `model`, in place.
 
     Args:
-        average: read the average of what was trained, in the place of what the last step left.
+        average: read the average of the trained weights in place of those after the last step.
 
     Raises:
-        ValueError: if they are not those of such a model, or not all numbers.
+        ValueError: if they are of another model, or have a NaN.
     """
     held = {
         average_name(name) if average and parameter.requires_grad else name: parameter.data
@@ -245,7 +243,7 @@ def load_weights(folder: str, model: nn.Module, *, average: bool = False) -> Non
 
 
 def _complete(folder: str, terms: dict[str, Any], card: str) -> None:
-    """Write what a release has beside its model, all synced; the sums last."""
+    """Write the files beside the model, all synced, the sums last."""
     if not os.path.exists(os.path.join(folder, "tokenizer.json")):
         for name, text in byte_tokenizer_files().items():
             write_atomically(os.path.join(folder, name), text.encode())
@@ -293,7 +291,7 @@ def main(argv: list[str]) -> None:
         "--ema",
         action=argparse.BooleanOptionalAction,
         help="of a run with [ema]: the average of weights, or those after the last step; by "
-        "default the average, where the newest checkpoint holds one",
+        "default the average, where the newest checkpoint has one",
     )
     parser.add_argument(
         "--base_model",
@@ -318,7 +316,7 @@ def main(argv: list[str]) -> None:
             base_model=options.base_model,
             unit_name=options.unit_name,
         )
-    print("\n".join(_said(options.out, terms)), file=sys.stderr)
+    print("\n".join(_closing_lines(options.out, terms)), file=sys.stderr)
 
 
 _COUNTED = {
@@ -329,8 +327,8 @@ _COUNTED = {
 }
 
 
-def _said(out: str, terms: dict[str, Any]) -> list[str]:
-    """List what to tell the owner at the end."""
+def _closing_lines(out: str, terms: dict[str, Any]) -> list[str]:
+    """Return the lines for the owner at the end."""
     return [
         f"released: {out}/ (epsilon = {rounded_up(terms['epsilon'])}, delta = {terms['delta']}; "
         f"{_COUNTED[terms['epsilon_counts']]})",

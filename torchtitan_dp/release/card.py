@@ -1,10 +1,10 @@
-"""The model card of a release: the values that `card.md.j2`, its text, is filled in with.
+"""The model card of a release: the values for its text, `card.md.j2`.
 
 Guarantee:
-    The card holds the terms that it is handed, fixed text, and settings from an allow-list: no
-    path, name or number that records decide; the base model and the word for a unit are the
-    owner's. No claim is rounded in its own favour: epsilon, its consequences and q are rounded up,
-    sigma is rounded down, and delta and C are exact.
+    The card has the given terms, fixed text, and settings from an allow-list: no path, name or
+    number that depends on records; the base model and the word for a unit are the owner's. No claim
+    is rounded in its own favour: epsilon, its consequences and q are rounded up, sigma is rounded
+    down, and delta and C are exact.
 """
 
 import functools
@@ -72,12 +72,12 @@ def model_card(
     """Write Markdown with Hugging Face's front matter.
 
     Args:
-        terms: as `release.claims.claims` returns them.
+        terms: from `release.claims.claims`.
         config: the run's, of which public settings are shown.
-        args: of the model that is released: with `lora`, its adapters alone are.
-        decay: of the average of weights, if that is released; None: the last step's weights are.
-        base_model: the public name of the model that training started from; None leaves it to be
-            filled in.
+        args: of the released model; with `lora`, of its adapters alone.
+        decay: of the released average of weights; None for the last step's weights.
+        base_model: the public name of the model that training started from; None leaves a
+            blank.
         unit_name: a word for a unit, in the place of "unit" or "record".
     """
     unit = unit_name or str(terms["privacy_unit"]).split()[0]
@@ -169,7 +169,7 @@ def _factor(epsilon: float) -> str:
 
 
 def _start_and_tokens(terms: dict[str, Any], config: JobConfig) -> list[str]:
-    """Return what is assumed of the starting weights and of the tokenizer."""
+    """Return the assumptions about the starting weights and the tokenizer."""
     # The ledger's entry counts, too: the configuration is the last start's, which may have resumed.
     given = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
     given = given or any(caveat.endswith(PUBLIC) for caveat in terms["caveats"])
@@ -180,8 +180,8 @@ def _start_and_tokens(terms: dict[str, Any], config: JobConfig) -> list[str]:
         )
     elif given:
         start = (
-            "the weights that training started from were given. Whatever they reveal of the same "
-            "data themselves is not counted, unless a line below counts it"
+            "the weights that training started from were given. Anything they reveal themselves of "
+            "the same data is not counted, unless a line below counts it"
         )
     else:
         start = "training started from random weights of a public seed"

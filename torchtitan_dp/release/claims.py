@@ -1,10 +1,10 @@
-"""What may be claimed of a checkpoint: its own ledger, `privacy.json` and the executed steps agree.
+"""The claims of a release, on which checkpoint, `privacy.json` and executed steps must agree.
 
 Guarantee:
     The returned terms are those of the ledger inside the checkpoint, and count every step that the
     run ever began and every step that was planned, unless the owner states that neither results nor
-    a clock decided when to stop, or that nobody saw anything of lost steps. Disagreement is never
-    settled: it is refused. Nothing in the terms depends on how many steps each start took or lost.
+    a clock decided when to stop, or that nobody saw anything of lost steps. Disagreement is
+    refused, never resolved. Nothing in the terms depends on how many steps each start took or lost.
 """
 
 from typing import Any
@@ -31,10 +31,10 @@ def claims(
     stop_not_from_results: bool = False,
     lost_steps_not_seen: bool = False,
 ) -> dict[str, Any]:
-    """Return the terms that hold for the weights in the folder `checkpoint`: a `privacy.json`.
+    """Return the `privacy.json` of the weights in the folder `checkpoint`.
 
     Args:
-        run: the folder that holds `privacy.json` and the executed steps.
+        run: the folder with `privacy.json` and the executed steps.
         checkpoint: named `step-N`.
         ledger: that of the checkpoint.
         stop_not_from_results: the owner states of a run that stopped before its planned steps that
@@ -46,10 +46,10 @@ def claims(
     Raises:
         ValueError: one line for the user; the run is not private, or its files disagree.
     """
-    told = read_published_fields(run)
-    if told is None:
+    published = read_published_fields(run)
+    if published is None:
         raise ValueError(f"RUN = '{run}': it has no {PRIVACY_FILE}; restore it")
-    _refuse_not_private(run, ledger, told)
+    _refuse_not_private(run, ledger, published)
     step = int(checkpoint.rpartition("-")[2])
     if ledger.steps != step:
         raise ValueError(
@@ -63,7 +63,7 @@ def claims(
         )
     # The folder's account gives epsilon: its caveats, marks, budget and lost steps count.
     account = found.ledger
-    account.go_back_to(ledger)  # what is planned is planned from the released weights on
+    account.go_back_to(ledger)  # planned steps count from the released weights on
     ExecutedSteps(run).enter_lost(account, also=found.begun)
     executed, planned = found.epsilon_executed, found.epsilon_planned
     assert executed is not None
@@ -87,11 +87,13 @@ def claims(
     )
 
 
-def _refuse_not_private(run: str, ledger: Ledger, told: dict[str, Any]) -> None:
-    if ledger.private and told["private"] and told["epsilon"] is not None:
+def _refuse_not_private(run: str, ledger: Ledger, published: dict[str, Any]) -> None:
+    if ledger.private and published["private"] and published["epsilon"] is not None:
         return
-    why = "; ".join(dict.fromkeys([*ledger.caveats, *recorded(told["caveats"])])) or PRIVACY_FILE
+    why = (
+        "; ".join(dict.fromkeys([*ledger.caveats, *recorded(published["caveats"])])) or PRIVACY_FILE
+    )
     raise ValueError(
-        f"RUN = '{run}': it is NOT private ({why}), and nothing undoes that; train afresh in "
+        f"RUN = '{run}': it is NOT private ({why}), permanently; train afresh in "
         "another job.dump_folder"
     )

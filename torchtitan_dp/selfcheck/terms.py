@@ -14,7 +14,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.lengths import ladder
+from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.families import ModelArgs, on_meta

@@ -1,15 +1,15 @@
-"""A Llama's blocks with what lies between their layers compiled, each region by itself.
+"""Compilation of the regions between the layers of a Llama's blocks.
 
-Layers that hand over per-sample gradients start collectives within backward, so they run eagerly,
-and a block around them cannot be compiled whole (nor by graph breaks at its layers: TorchTitan
-calls `w3` between silu and product, so that what could be fused would be in two graphs). Here a
-block calls its layers one after another, and between them functions of tensors alone, each compiled
-into one graph: norms, also with the residual add before them; rotary embeddings; SwiGLU. To
-activation checkpointing, FSDP2 and offloading it is the block that it was.
+Layers with per-sample gradients start collectives within backward, so they run eagerly, and a block
+around them cannot be compiled whole (nor with graph breaks at its layers: TorchTitan calls `w3`
+between silu and product, which would then lie in two graphs). Here a block calls its layers one
+after another, and between them functions of tensors alone, each compiled into one graph: norms,
+also with the residual add before them; rotary embeddings; SwiGLU. Activation checkpointing, FSDP2
+and offloading see an unchanged block.
 
 Guarantee:
-    No compiled function holds a parameter, and none adds up over samples: row b of what it returns
-    depends on rows b of what it is given. Norm weights come as a copy a sample (`sample_copies`).
+    No compiled function has a parameter or a sum over samples: row b of its results depends on row
+    b of its arguments. Norm weights come as one copy per sample (`sample_copies`).
 """
 
 import functools
@@ -68,7 +68,7 @@ def swiglu(gate_BTH: Tensor, up_BTH: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Regions:
-    """Holds the functions that a block calls between its layers."""
+    """The functions that a block calls between its layers."""
 
     norm: Callable[[Tensor, Tensor, float], Tensor]
     add_and_norm: Callable[[Tensor, Tensor, Tensor, float], tuple[Tensor, Tensor]]

@@ -1,0 +1,102 @@
+"""Facts that follow from a configuration: sampling, lengths of samples, and its terms in words."""
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.units import word
+from torchtitan_dp.distributed.cpu import has_accelerator
+
+ALL = "all weights"
+
+# torch.compile's default limit on graphs of one function.
+MOST_LENGTHS = 8
+
+# The least length of each of a rank's two parts of a sample on an accelerator: cuDNN refuses a
+# single key, and memory-efficient kernels pad to this many rows.
+ALIGNED_TOKENS = 32
+
+
+def unit_word(config: JobConfig) -> str:
+    """Return the one-word name of the privacy unit: record, patient, …"""
+    return word(config.data.unit_field)
+
+
+def resolve_sampling(config: JobConfig) -> None:
+    """Replace `auto` by the sampling that it stands for, in place.
+
+    Most units are longer than one sample, so over many draws all of a unit is read: by windows,
+    or, where samples lie around answers, by random records.
+    """
+    data = config.data
+    has_answers = data.prompt_field is not None or data.messages_field is not None
+    is_grouped = data.unit_field is not None
+    if data.unit_sampling == "auto":
+        data.unit_sampling = "random" if is_grouped and has_answers else "concat"
+    if data.long_records == "auto":
+        data.long_records = "window" if is_grouped and not has_answers else "head"
+
+
+def never_trained(config: JobConfig) -> str | None:
+    """Describe the part of long records or units that no sample covers; None if there is none."""
+    data = config.data
+    takes_all = data.unit_field is not None and data.unit_sampling == "concat"
+    has_answers = data.prompt_field is not None or data.messages_field is not None
+    if data.long_records != "head" or (has_answers and not takes_all):
+        return None  # with answers, a sample of one record lies around the answer
+    remedy = "data.long_records = 'window' samples a new part at each draw"
+    if has_answers:
+        remedy = "data.unit_sampling = 'random' samples a new record at each draw"
+    return (
+        f"only the first {config.training.seq_len:,} tokens of a "
+        f"{'unit' if takes_all else 'record'} are trained on; {remedy}"
+    )
+
+
+def privacy_unit(config: JobConfig) -> str:
+    """Return the unit's name in `privacy.json`, which follows "one"."""
+    field = config.data.unit_field
+    return "record" if field is None else f"unit of data.unit_field '{field}'"
+
+
+def targets(config: JobConfig) -> str:
+    """Describe the target tokens of a record, as in `privacy.json`."""
+    data = config.data
+    if data.messages_field is not None:
+        return f"the assistant's turns in data.messages_field '{data.messages_field}'"
+    if data.prompt_field is not None:
+        return (
+            f"the answer in data.text_field '{data.text_field}', after the prompt in "
+            f"data.prompt_field '{data.prompt_field}'"
+        )
+    return "every token"
+
+
+def weights_folder(config: JobConfig) -> tuple[str, str]:
+    """Return the folder of initial weights, if any are loaded, and its key."""
+    if config.checkpoint.initial_load_path:
+        return config.checkpoint.initial_load_path, "checkpoint.initial_load_path"
+    return config.model.hf_assets_path, "model.hf_assets_path"
+
+
+def trained(config: JobConfig) -> str:
+    """Describe the trained weights, for `privacy.json`, cards and messages."""
+    lora = config.lora
+    if not lora.rank:
+        return ALL
+    return f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(sorted(lora.targets))}"
+
+
+def ladder(config: JobConfig) -> tuple[int, ...]:
+    """List the lengths that samples are padded to, rising; the last is `training.seq_len` = T.
+
+    Powers of two times 2 x context_parallel_degree (a ring needs multiples of that) between T / 128
+    and T; shorter ones would save little and cost a compilation each. On an accelerator a ring
+    has none below 64 x context_parallel_degree (`ALIGNED_TOKENS`).
+    """
+    seq_len, cp = config.training.seq_len, config.parallelism.context_parallel_degree
+    rung, shortest = 2 * cp, 2 * cp
+    if cp > 1 and has_accelerator():
+        shortest = 2 * cp * ALIGNED_TOKENS
+    lengths = [seq_len]
+    if config.data.length_buckets:
+        powers = (rung << power for power in range((seq_len // rung).bit_length()))
+        lengths = [length for length in powers if shortest <= length < seq_len] + lengths
+    return tuple(lengths[-MOST_LENGTHS:])
