@@ -10,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def keep_gathered(model: nn.Module) -> None:
-    """Have weights stay gathered after backward, until `free_gathered`.
+    """Keep weights gathered after backward, until `free_gathered`.
 
     Args:
         model: all of its FSDP2 groups are made with `reshard_after_forward=False`.
@@ -20,10 +20,10 @@ def keep_gathered(model: nn.Module) -> None:
 
 
 def free_gathered(model: nn.Module) -> None:
-    """Free all weights that are gathered: the next use gathers them as they are then.
+    """Free all gathered weights, so that the next use gathers the current ones.
 
-    A forward pass without a backward pass leaves some gathered whether they are to be kept or not:
-    those of groups that FSDP2 does not free after forward.
+    A forward pass without a backward pass also leaves some gathered: the groups that FSDP2 does not
+    free after forward.
     """
     for module in _fsdp_modules(model):
         module.reshard()

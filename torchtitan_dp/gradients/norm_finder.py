@@ -10,20 +10,20 @@ from torchtitan_dp.gradients.ghost_norm import Factors, is_cheaper, squared_norm
 
 
 class NormFinder(Protocol):
-    """Finds squared norms of matrices' gradients from their factors."""
+    """A finder of squared norms of matrices' gradients from their factors: exact, or estimated by
+    `randomized_norm`."""
 
     def cap(self, name: str) -> float:
-        """Give how many times the norm that was found in this microbatch a parameter's gradient may
-        have when it is added."""
+        """Return how large a parameter's added gradient may be, relative to its found norm."""
 
     def start_step(self, key: bytes) -> None:
-        """Take the key of a step, for what is random in it."""
+        """Set the key of a step's randomness."""
 
     def start_microbatch(self, positions: Sequence[int] | None) -> None:
-        """Note whose samples the coming microbatch has: the units' positions, if they are known."""
+        """Set the units of the coming microbatch, by positions if they are known."""
 
     def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
-        """Tell whether to find a norm from factors, for so many tokens of a whole sample."""
+        """Return whether to find a norm from factors, for `tokens` tokens of a whole sample."""
 
     def squared_norms(
         self, name: str, shape: torch.Size, factors: Sequence[Factors]
@@ -32,7 +32,7 @@ class NormFinder(Protocol):
 
 
 class ExactNorms:
-    """Finds ghost norms."""
+    """Ghost norms."""
 
     def __init__(self, cp: dist.ProcessGroup | None) -> None:
         self._cp = cp

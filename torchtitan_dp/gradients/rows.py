@@ -14,7 +14,7 @@ import torch
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Describes how one parameter is laid out."""
+    """The layout of one parameter over `dp_shard x cp`."""
 
     shape: torch.Size  # of the whole parameter
     dp_shard: int
@@ -22,7 +22,7 @@ class RowLayout:
 
     @property
     def rows(self) -> int:
-        """Count the rows in a chunk, padding included."""
+        """The rows of a chunk, padding included."""
         return -(-self.shape[0] // (self.dp_shard * self.cp))
 
     @property
@@ -30,16 +30,16 @@ class RowLayout:
         return self.rows * self.shape[1:].numel()
 
     def allocate(self, batch_size: int, device: torch.device) -> torch.Tensor:
-        """Allocate fp32 `(cp, B, dp_shard, rows, …)` to be written to, in which padding is zero."""
+        """Allocate an fp32 `(cp, B, dp_shard, rows, …)` buffer, in which padding is zero."""
         padded = self.rows * self.dp_shard * self.cp != self.shape[0]
         make = torch.zeros if padded else torch.empty
         size = (self.cp, batch_size, self.dp_shard, self.rows, *self.shape[1:])
         return make(size, dtype=torch.float32, device=device)
 
     def chunks(self, whole: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
-        """Yield ranges of the parameter's rows, and of each a view `(B, n, …)` in `whole`.
+        """Yield ranges of the parameter's rows, each with its view `(B, n, …)` of `whole`.
 
-        One sample's rows lie in one piece if dp_shard is 1, and then there is one range.
+        There is one range if each sample's rows are contiguous.
         """
         if self.in_one_piece(whole):
             joined = whole.view(whole.shape[1], -1, *self.shape[1:])
@@ -56,7 +56,7 @@ class RowLayout:
                 )
 
     def in_one_piece(self, whole: torch.Tensor) -> bool:
-        """Tell whether the rows of each sample follow one another in `whole`."""
+        """Return whether each sample's rows are contiguous in `whole`."""
         return self.dp_shard == 1 and (self.cp == 1 or whole.shape[1] == 1)
 
     def positions(self, row_BT: torch.Tensor) -> torch.Tensor:
