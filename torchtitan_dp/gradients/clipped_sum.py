@@ -26,8 +26,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from torchtitan_dp.gradients.reduction import ReductionGroups, reduce_scatter_sum
-from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, reduce_scatter_sum
 from torchtitan_dp.privacy.clip_policy import ClipPolicy
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
 from torchtitan_dp.privacy.summation import FP32_SUM, Summation

@@ -43,11 +43,10 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.ghost_norm import Factors
+from torchtitan_dp.gradients.fsdp import sum_over_cp, sum_together_over_cp
+from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors, NormFinder
 from torchtitan_dp.gradients.layers import Formed, connect_all, layers_of_each_parameter
-from torchtitan_dp.gradients.norm_finder import ExactNorms, NormFinder
 from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
-from torchtitan_dp.gradients.reduction import sum_over_cp, sum_together_over_cp
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
 
 Passes = Literal["one", "two"]

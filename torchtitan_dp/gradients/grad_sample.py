@@ -21,9 +21,9 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.fsdp import reduce_scatter_sum, sum_together_over_cp
 from torchtitan_dp.gradients.layers import Formed, connect_all, layers_of_each_parameter
 from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
-from torchtitan_dp.gradients.reduction import reduce_scatter_sum, sum_together_over_cp
 from torchtitan_dp.privacy.clipping import Clip
 
 

@@ -21,7 +21,7 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
-from torchtitan_dp.gradients.reduction import ReduceScatterOverCP
+from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.privacy.clipping import Clip
 
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.gradients.products import write_product_
-from torchtitan_dp.gradients.rows import RowLayout
 
 # A layer whose microbatch of per-sample gradients is larger is formed one sample at a time.
 TRANSIENT_BYTES = 2**28

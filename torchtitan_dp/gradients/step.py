@@ -17,9 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.gathered import free_gathered
+from torchtitan_dp.gradients.fsdp import ReductionGroups, free_gathered
 from torchtitan_dp.gradients.methods import METHODS, GradientMethod
-from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.privacy.clip_policy import clip_policy
 from torchtitan_dp.privacy.fixed_point import unit
