@@ -26,17 +26,6 @@ for arg in "$@"; do
     esac
 done
 
-[[ "${NGPU:=auto}" =~ ^([1-9][0-9]*|auto)$ ]] || {
-    echo "NGPU is '$NGPU': it must be a number of processes, 1 or more" >&2
-    exit 2
-}
-# TorchTitan's own setting: less fragmentation of GPU memory.
-export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
-
-# Workers that find another parent know that their launcher died; exec keeps the process id.
-export TORCHTITAN_DP_LAUNCHER_PID=$$
 # exec: a signal to this script is a signal to the launcher, which checks everything first.
 # ${config[@]+…}: an empty array counts as unset in bash before 4.4.
-exec "$PY" -m torchtitan_dp.launch --processes "$NGPU" --rdzv_backend c10d \
-    --rdzv_endpoint=localhost:0 --local-ranks-filter "${LOG_RANK:-0}" --role rank --tee 3 \
-    -m torchtitan_dp.train ${config[@]+"${config[@]}"} "$@"
+exec "$PY" -m torchtitan_dp train ${config[@]+"${config[@]}"} "$@"

@@ -17,7 +17,7 @@ PAGES = sorted(
 NOT_HERE = (
     # What the recipes of docs/extending.md tell the reader to make.
     "models/qwen3/",
-    "data/records/parquet.py",
+    "data/records/csv.py",
     # What a run writes: into its folder, into the user's cache.
     "checkpoint/step-N/",
     "torchtitan_dp/index",

@@ -3,6 +3,7 @@
 import inspect
 import logging
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -41,6 +42,8 @@ def test_torchtitans_other_lines_are_hidden(message: str) -> None:
 def test_steps_and_all_lines_of_ours_are_shown() -> None:
     assert shown("model: 963,456 parameters", OURS)
     assert shown("step: 12  epsilon: 3.1", OURS)
+    # Installed from a wheel, both lie in one folder.
+    assert shown("done: 12 steps", f"{Path(torchtitan.__file__).parent}_dp/train.py")
     assert shown("Training starts at step 4")
     assert shown("Finished saving the checkpoint (or staging if async is enabled)in 0.14 seconds.")
     assert shown(f"{Color.red}step: 12  loss: 3.1")  # of a run without privacy

@@ -77,8 +77,9 @@ class Records:
                     f"data.{key} = {field!r}: {format} files have no fields; use "
                     "training.dataset = 'jsonl', or remove it"
                 )
-        store = open_store(format, path, text_field=text_field, unit_field=unit_field)
         wanted = wanted_fields(text_field, prompt_field, messages_field)
+        keys = {one.field: one.key for one in wanted}
+        store = open_store(format, path, text_field=text_field, unit_field=unit_field, keys=keys)
         units, census = _group(store, facts, unit_field, wanted)
         refuse_unnamed(store, facts, units, unit_field, wanted, census)
         if census is not None:
@@ -108,6 +109,8 @@ class Records:
             "data.verify_records": "contents",
         }
         found = warnings(store, facts, units, unit_field, wanted, census, len(train))
+        if store.notice is not None:
+            found += (store.notice,)
         return cls(store, units, train, heldout, fingerprint, settings, found)
 
 

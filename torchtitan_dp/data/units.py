@@ -218,7 +218,7 @@ def _group(write: WriteWords, store: RecordStore, count: Count | None) -> None:
     """Write the numbers of units and of named records, members, starts, hashes and owners."""
     digests, named = bytearray(), 0
     names = iter(store.unit_names(count))
-    progress = Progress("reading whose each record is", len(store), "records")
+    progress = Progress("grouping records by unit", len(store), "records")
     while chunk := list(islice(names, CHUNK)):
         first = len(digests) // _HASH_BYTES
         digests += b"".join(

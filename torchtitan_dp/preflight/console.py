@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torchtitan
 
-_TORCHTITAN = str(Path(torchtitan.__file__).parent)
+_TORCHTITAN = str(Path(torchtitan.__file__).parent) + os.sep  # installed beside torchtitan_dp
 # Of TorchTitan's own lines at the level of information; our trainer logs steps itself, a run
 # without privacy leaves that to TorchTitan.
 _SHOWN = re.compile(

@@ -125,7 +125,7 @@ def test_a_unit_field_that_no_line_has_is_refused_with_the_fields_there_are(tmp_
 @pytest.mark.parametrize(
     "data, said",
     [
-        (b"PAR1\x15\x04\n\x15\x00\nPAR1", "is Parquet, not JSON lines; convert it: python -c"),
+        (b"PAR1\x15\x04\n\x15\x00\nPAR1", "is Parquet, not JSON lines; set training.dataset"),
         (gzip.compress(b"".join(b"%d\n" % i for i in range(999))), "is gzip"),
         (b"\x28\xb5\x2f\xfd\n\n", "is zstd"),
         (b'[\n{"note":\n"x"}\n]', "is one JSON array"),
@@ -144,12 +144,6 @@ def test_first_bytes_alone_refuse_nothing(tmp_path: Path) -> None:
     """They are one record's: whether a run starts must not follow from one."""
     (warning,) = opened(tmp_path, [b"PAR1", *NOTES]).warnings
     assert warning == "1 of 21 lines are no JSON objects and contribute nothing"
-
-
-@pytest.mark.parametrize("format", ["parquet", "hf"])
-def test_a_format_that_is_not_built_is_refused_with_its_conversion(format: str) -> None:
-    with pytest.raises(ValueError, match=r"not built yet: .*; to convert: python -c \"import pand"):
-        Records.open(format, "x")
 
 
 def test_names_of_fields_are_bounded(tmp_path: Path) -> None:

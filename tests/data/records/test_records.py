@@ -467,9 +467,12 @@ def test_fingerprint_sees_the_order_of_lines(tmp_path: Path, open_: Open) -> Non
 @pytest.mark.parametrize(
     "format, path, options, message",
     [
-        ("csv", "d", {}, r"training\.dataset = 'csv' is not a known format: use 'text' or 'jsonl'"),
-        ("parquet", "d", {}, r"training\.dataset = 'parquet' is not built yet"),
-        ("hf", "d", {}, r"training\.dataset = 'hf' is not built yet"),
+        (
+            "csv",
+            "d",
+            {},
+            r"training\.dataset = 'csv' is not a known format: use one of 'text', 'js",
+        ),
         ("text", "nowhere", {}, r"training\.dataset_path = '.*nowhere' does not exist"),
         ("text", "nowhere/*.txt", {}, r"training\.dataset_path = '.*nowhere/\*.txt' does not"),
         ("jsonl", "python-stdlib", {}, r"training\.dataset_path = '.*' does not exist"),

@@ -6,7 +6,7 @@ in `formats.FORMATS`. No other code depends on a format.
 
 import codecs
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -20,7 +20,13 @@ class OpenStore(Protocol):
     """A function that opens the records of files, such as a store's class."""
 
     def __call__(
-        self, files: Files, text_field: str, unit_field: str | None, index_folder: str
+        self,
+        files: Files,
+        text_field: str,
+        unit_field: str | None,
+        index_folder: str,
+        *,
+        keys: Mapping[str, str],
     ) -> RecordStore:
         """Open a store.
 
@@ -28,6 +34,7 @@ class OpenStore(Protocol):
             text_field: the field that holds the text, in a format whose records have fields.
             unit_field: the field that names a record's unit, or None.
             index_folder: the folder of the index (`index`).
+            keys: all fields that the run reads, with the configuration's key of each.
         """
         ...
 

@@ -3,20 +3,18 @@
 Stores keep offsets, never the records.
 """
 
+from collections.abc import Mapping
+
 from torchtitan_dp.data.records.files import list_files, locate
 from torchtitan_dp.data.records.format import Format
 from torchtitan_dp.data.records.index import writable_folder
-from torchtitan_dp.data.records.jsonl import JSONL, by_pandas
+from torchtitan_dp.data.records.jsonl import JSONL
 from torchtitan_dp.data.records.store import RecordStore
+from torchtitan_dp.data.records.tables import HF, PARQUET
 from torchtitan_dp.data.records.text import TEXT
 
-FORMATS: dict[str, Format] = {"text": TEXT, "jsonl": JSONL}
+FORMATS: dict[str, Format] = {"text": TEXT, "jsonl": JSONL, "parquet": PARQUET, "hf": HF}
 FOLDER = "folder"  # the unit field of records without fields
-
-_PLANNED = {  # formats that are not built yet, and commands that convert them
-    "parquet": by_pandas("pd.read_parquet('notes.parquet')", "notes"),
-    "hf": by_pandas("__import__('datasets').load_from_disk('notes').to_pandas()", "notes"),
-}
 
 
 def format_named(name: str) -> Format:
@@ -26,13 +24,8 @@ def format_named(name: str) -> Format:
         ValueError: one line, if it is not known.
     """
     if name not in FORMATS:
-        known = " or ".join(f"'{known}'" for known in FORMATS)
-        if name not in _PLANNED:
-            raise ValueError(f"training.dataset = {name!r} is not a known format: use {known}")
-        raise ValueError(
-            f"training.dataset = {name!r} is not built yet: use {known}; to convert: "
-            + _PLANNED[name]
-        )
+        known = ", ".join(f"'{known}'" for known in FORMATS)
+        raise ValueError(f"training.dataset = {name!r} is not a known format: use one of {known}")
     return FORMATS[name]
 
 
@@ -42,6 +35,7 @@ def open_store(
     *,
     text_field: str = "text",
     unit_field: str | None = None,
+    keys: Mapping[str, str] | None = None,
     index_folder: str | None = None,
 ) -> RecordStore:
     """Open the records of `training.dataset` = `format` at `training.dataset_path` = `path`.
@@ -55,6 +49,9 @@ def open_store(
     string or a whole number; 7 and "7" are one unit, other names are equal only character by
     character. In a format without, it is "folder": the first folder below `path` (for a glob: below
     its part without wildcards). A record without a unit is a unit of its own and reads as None.
+
+    `keys` has the fields that a run reads besides the unit, each with its key of the configuration;
+    by default `text_field` alone. A format with columns decodes no others.
 
     All files are read once, to find records and to hash contents (`hashing`), on which the
     fingerprint depends. The result is kept in `index_folder` (default: `$XDG_CACHE_HOME` or
@@ -77,9 +74,13 @@ def open_store(
     if unit_field == "":
         raise ValueError(f"data.unit_field = '': name the {facts.fields} of the unit, or remove it")
     folder = writable_folder(index_folder)
+    keys = dict(keys or {text_field: "data.text_field"})
+    if unit_field is not None:
+        keys[unit_field] = "data.unit_field"
     try:
         root, names = locate(path, facts.below, has_stdlib=facts.has_stdlib)
-        store = facts.open(list_files(root, names), text_field, unit_field, folder)
+        files = list_files(root, names)
+        store = facts.open(files, text_field, unit_field, folder, keys=keys)
     except OSError as error:
         raise ValueError(
             f"training.dataset_path = {path!r} cannot be listed or indexed ({error}): check "

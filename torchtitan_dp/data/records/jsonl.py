@@ -3,98 +3,51 @@
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import PurePath
 from typing import IO
 
 import numpy as np
 
+from torchtitan_dp.data.records.fields import FieldRecords
 from torchtitan_dp.data.records.files import Files
-from torchtitan_dp.data.records.format import Format, checked, decode, fingerprint
+from torchtitan_dp.data.records.format import Format, fingerprint
 from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, read_contents
 from torchtitan_dp.data.records.index import WriteWords, cached_words
-from torchtitan_dp.data.records.store import Fields, RecordStore, text_of
+from torchtitan_dp.data.records.store import Fields
 
 MAX_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
 CHUNK = 2**16
 LINES_VERSION = "hashed-lines-1"  # of the index's format and name
 
 
-class JsonlRecords(RecordStore):
-    """Lines of files. `record_id` is "<relative path>:<line, from 1>"."""
+class JsonlRecords(FieldRecords):
+    """Lines of files."""
 
     most_row_bytes = MAX_LINE_BYTES
 
     def __init__(
-        self, files: Files, text_field: str, unit_field: str | None, index_folder: str
+        self, files: Files, text_field: str, unit_field: str | None, index_folder: str, **_: object
     ) -> None:
-        self._files, self._text_field, self._unit_field = files, text_field, unit_field
-        self._is_of: Callable[[int, str], bool] | None = None
         # (records + 1,)
         self._bounds, hashed = line_bounds(files, index_folder)
-        self._first = np.searchsorted(self._bounds, files.starts)  # (files + 1,) first record
+        super().__init__(files, text_field, unit_field, np.searchsorted(self._bounds, files.starts))
         lines = hashlib.sha256(self._bounds.data).hexdigest()  # in which order they are
         self.fingerprint = fingerprint("jsonl", files, lines, hashed)
         self.place_hash = f"jsonl-{files.place_hash}"
 
-    def __len__(self) -> int:
-        return len(self._bounds) - 1
-
-    def file_of(self, index: int) -> str:
-        return self._files.path(self._file_of(index))
-
-    def _file_of(self, index: int) -> int:
-        return int(np.searchsorted(self._first, checked(index, len(self)), side="right")) - 1
-
-    def read(self, index: int, max_bytes: int | None = None, start: int = 0) -> str | None:
-        text = text_of((self.fields(index) or {}).get(self._text_field))
-        if text is None:
-            return None
-        stop = None if max_bytes is None else start + max_bytes + 1
-        return decode(text.encode()[start:stop], max_bytes, start, codec="utf-8")
-
-    def fields(self, index: int) -> Fields | None:
-        file_index = self._file_of(index)
+    def _row(self, file_index: int, row: int) -> Fields | None:
+        index = int(self._first[file_index]) + row
         begin, end = int(self._bounds[index]), int(self._bounds[index + 1])
         try:
             with open(self._files.path(file_index), "rb") as file:
                 file.seek(begin - int(self._files.starts[file_index]))
-                fields = _read_object(file, end - begin)
+                return _read_object(file, end - begin)
         except OSError:
             return None
-        if fields is not None and self._unit_field is not None:
-            name = _unit_name(fields.get(self._unit_field))
-            if name is None or (self._is_of is not None and not self._is_of(index, name)):
-                return None  # of an unknown unit, or of another one by now
-        return fields
-
-    def are_as_listed(self, indices: np.ndarray) -> bool:
-        files = np.unique(np.searchsorted(self._first, indices, side="right")) - 1
-        return all(self._files.is_as_listed(index) for index in files.tolist())
 
     def stored_bytes(self, indices: np.ndarray) -> np.ndarray:
         return self._bounds[indices + 1] - self._bounds[indices]
-
-    def record_id(self, index: int) -> str:
-        file_index = self._file_of(index)
-        return f"{self._files.names[file_index]}:{index - int(self._first[file_index]) + 1}"
-
-    def record_ids(self) -> Iterator[str]:  # much faster than `record_id` one by one
-        for name, lines in zip(self._files.names, np.diff(self._first).tolist(), strict=True):
-            for line in range(1, lines + 1):
-                yield f"{name}:{line}"
-
-    def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:
-        self._is_of = is_of
-
-    def unit_names(
-        self, count: Callable[[Fields | None], None] | None = None
-    ) -> Iterator[str | None]:
-        assert self._unit_field is not None
-        for fields in self.all_fields():
-            if count is not None:
-                count(fields)
-            yield None if fields is None else _unit_name(fields.get(self._unit_field))
 
     def all_fields(self) -> Iterator[Fields | None]:
         for file_index in range(len(self._files)):
@@ -121,13 +74,6 @@ def _parse(line: bytes, size: int) -> Fields | None:
     except (ValueError, RecursionError, MemoryError):
         return None
     return value if isinstance(value, dict) else None
-
-
-def _unit_name(value: object) -> str | None:
-    # A bool is an int in Python, and 1.0 is not 1 in other JSON readers.
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return text_of(value) or None
 
 
 def line_bounds(files: Files, folder: str) -> tuple[np.ndarray, str]:
@@ -157,22 +103,17 @@ def _write_bounds(write: WriteWords, files: Files) -> None:
     write(np.frombuffer(digest, dtype="<i8"))
 
 
-def by_pandas(reader: str, stem: str) -> str:
-    """Return the command that writes what `reader`, an expression, reads to `stem`.jsonl.
-
-    >>> by_pandas("pd.read_csv('a.csv')", "a")[:36]
-    'python -c "import pandas as pd; pd.r'
-    """
-    write = f"to_json('{stem}.jsonl', orient='records', lines=True, force_ascii=False)"
-    return f'python -c "import pandas as pd; {reader}.{write}"'
-
-
-# The first bytes of another format, its name, and a command that converts it.
+# The first bytes of another format, its name, and a remedy.
 _FOREIGN = (
-    (b"PAR1", "Parquet", lambda name, stem: by_pandas(f"pd.read_parquet('{name}')", stem)),
-    (b"\x1f\x8b", "gzip", lambda name, stem: f"gunzip -c '{name}' > '{stem}.jsonl'"),
-    (b"\x28\xb5\x2f\xfd", "zstd", lambda name, stem: f"zstd -dc '{name}' > '{stem}.jsonl'"),
-    (b"[", "one JSON array", lambda name, stem: by_pandas(f"pd.read_json('{name}')", stem)),
+    (b"PAR1", "Parquet", "set training.dataset = 'parquet'"),
+    (b"\x1f\x8b", "gzip", "unpack it: gunzip -c '{name}' > '{stem}.jsonl'"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "unpack it: zstd -dc '{name}' > '{stem}.jsonl'"),
+    (
+        b"[",
+        "one JSON array",
+        "convert it: python -c \"import pandas as pd; pd.read_json('{name}').to_json("
+        "'{stem}.jsonl', orient='records', lines=True, force_ascii=False)\"",
+    ),
 )
 
 
@@ -184,10 +125,10 @@ def _explain(path: str, text_field: str, lines: int) -> str:
             head = file.read(4)
     except OSError:
         head = b""
-    for magic, format, command in _FOREIGN:
+    for magic, format, remedy in _FOREIGN:
         if head.startswith(magic):
-            done = command(name, name.partition(".")[0])
-            return f"{name!r} is {format}, not JSON lines; convert it: {done}"
+            remedy = remedy.format(name=name, stem=name.partition(".")[0])
+            return f"{name!r} is {format}, not JSON lines; {remedy}"
     return (
         f"none of the {lines} lines is a JSON object; 'jsonl' needs one a line, "
         f'{{"{text_field}": …}}'

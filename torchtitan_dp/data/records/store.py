@@ -34,6 +34,9 @@ class RecordStore(ABC):
     """The size above which a record is undecodable, where a record is parsed as a whole; None where
     any part of it can be read by itself."""
 
+    notice: str | None = None
+    """A line about the files for their owner, such as that they are slow to read."""
+
     @abstractmethod
     def __len__(self) -> int:
         """Count the records, undecodable ones included."""

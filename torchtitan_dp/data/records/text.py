@@ -30,7 +30,7 @@ class TextRecords(RecordStore):
     """
 
     def __init__(
-        self, files: Files, text_field: str, unit_field: str | None, index_folder: str
+        self, files: Files, text_field: str, unit_field: str | None, index_folder: str, **_: object
     ) -> None:
         self._files, self._by_folder = files, unit_field is not None
         hashed, unreadable = text_contents(files, index_folder)

@@ -1,0 +1,93 @@
+"""One command for everything: names of configurations, and a wheel that needs no checkout."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from torchtitan_dp import __main__ as command
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_every_command_is_a_module_and_is_described() -> None:
+    for name in command._COMMANDS:
+        module = ROOT / "torchtitan_dp" / name
+        assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
+        assert f"  {name} " in command.usage()
+    assert "llama3_debug" in command.usage()
+
+
+def test_a_configuration_is_a_path_or_a_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = ROOT / "train_configs" / "llama3_debug.toml"
+    assert (
+        command.config_path("llama3_debug") == command.config_path("llama3_debug.toml") == shipped
+    )
+    Path("llama3_debug.toml").touch()
+    assert command.config_path("llama3_debug.toml") == Path("llama3_debug.toml")
+    with pytest.raises(SystemExit) as stopped:
+        command.config_path("mine.toml")
+    assert stopped.value.code == 2
+    assert "error: 'mine.toml': no such file; shipped configurations: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["trian"], ["train", "no_such_config"]])
+def test_mistakes_exit_with_2(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        command.main(argv)
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith("error: ")
+
+
+def test_train_refuses_a_wrong_number_of_processes(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NGPU", "two")
+    with pytest.raises(SystemExit) as stopped:
+        command.main(["train", "llama3_debug"])
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err == "error: NGPU = 'two': must be 1 or more, or auto\n"
+
+
+@pytest.mark.slow
+def test_a_wheel_has_all_that_a_run_needs(tmp_path: Path) -> None:
+    """Built from a copy, since setuptools writes into the tree."""
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    listed = subprocess.run(
+        ["git", "ls-files", "torchtitan_dp", "train_configs", "*.toml", "README.md", "LICENSE"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    ).stdout.split()
+    if not listed:
+        pytest.skip("not a checkout of git")
+    for name in listed:
+        (copy / name).parent.mkdir(parents=True, exist_ok=True)
+        (copy / name).write_bytes((ROOT / name).read_bytes())
+    build = [
+        "-m",
+        "pip",
+        "wheel",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(copy),
+    ]
+    subprocess.run([sys.executable, *build], check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("torchtitan_dp-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in listed:
+        if name.startswith("torchtitan_dp/"):
+            assert name in names, name
+        elif name.startswith("train_configs/"):
+            assert any(found.endswith(f".data/data/share/torchtitan_dp/{name}") for found in names)
+    entry = next(name for name in names if name.endswith("entry_points.txt"))
+    text = zipfile.ZipFile(wheel).read(entry).decode()
+    assert "torchtitan-dp = torchtitan_dp.__main__:main" in text

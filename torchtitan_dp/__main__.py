@@ -1,0 +1,100 @@
+"""One command for everything: `torchtitan-dp COMMAND …`, or `python -m torchtitan_dp COMMAND …`.
+
+CONFIG is a TOML, or the name of a shipped one, such as llama3_debug. `COMMAND --help` has a
+command's own options.
+"""
+
+import os
+import runpy
+import sys
+import sysconfig
+from pathlib import Path
+
+_COMMANDS = {
+    "train": "CONFIG [--section.key value …]: train on this machine",
+    "plan": "CONFIG: epsilon, samples, noise, cost and memory of a run, before it",
+    "data": "CONFIG: units and tokens of the records, and what a sequence length cuts off",
+    "audit": "CONFIG: attack the mechanism or a run, for a lower bound on epsilon",
+    "ledger": "RUN…: verify runs, and add up their privacy budgets",
+    "release": "RUN FOLDER: write what may be published, with a model card",
+    "selfcheck": "check gradients, sums and noise on this machine",
+}
+_TAKE_CONFIG = ("train", "plan", "data", "audit")
+_SHIPPED = "share/torchtitan_dp/train_configs"  # below the environment's prefix
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command in this process; SystemExit with its exit code.
+
+    Args:
+        argv: by default the process's own.
+    """
+    command, *rest = [*(sys.argv[1:] if argv is None else argv)] or ["--help"]
+    if command in ("-h", "--help"):
+        print(usage())
+        return
+    if command not in _COMMANDS:
+        print(f"error: '{command}' is no command: use {', '.join(_COMMANDS)}", file=sys.stderr)
+        raise SystemExit(2)
+    if command in _TAKE_CONFIG and rest and not rest[0].startswith("-"):
+        rest[:1] = ["--job.config_file", str(config_path(rest[0]))]
+    module = command
+    if command == "train":
+        module, rest = ("plan", ["--help"]) if {"-h", "--help"} & {*rest} else _training(rest)
+    sys.argv = [f"torchtitan_dp.{module}", *rest]
+    runpy.run_module(f"torchtitan_dp.{module}", run_name="__main__", alter_sys=True)
+
+
+def usage() -> str:
+    """Describe the commands and the shipped configurations."""
+    width = max(map(len, _COMMANDS))
+    commands = [f"  {name:{width}}  {words}" for name, words in _COMMANDS.items()]
+    names = ", ".join(shipped())
+    return "\n".join(
+        ["usage: torchtitan-dp COMMAND …", "", *commands, "", f"shipped configurations: {names}"]
+    )
+
+
+def config_path(name: str) -> Path:
+    """Find a configuration by its path, or by the name of a shipped one.
+
+    Raises:
+        SystemExit: code 2, after one line; there is none.
+    """
+    if (path := Path(name)).is_file():
+        return path
+    configs = shipped()
+    if name.removesuffix(".toml") not in configs:
+        names = ", ".join(configs)
+        print(f"error: '{name}': no such file; shipped configurations: {names}", file=sys.stderr)
+        raise SystemExit(2)
+    return configs[name.removesuffix(".toml")]
+
+
+def shipped() -> dict[str, Path]:
+    """Find the shipped configurations, by name: of the checkout, else of the installed wheel."""
+    checkout = Path(__file__).parents[1] / "train_configs"
+    installed = Path(sysconfig.get_path("data")) / _SHIPPED
+    folder = checkout if checkout.is_dir() else installed
+    return {path.stem: path for path in sorted(folder.glob("*.toml"))}
+
+
+def _training(rest: list[str]) -> tuple[str, list[str]]:
+    """Return the launcher and its arguments, with a process for each CUDA device or NGPU ones."""
+    processes = os.environ.get("NGPU", "auto")
+    if processes != "auto" and not (processes.isdecimal() and int(processes) > 0):
+        print(f"error: NGPU = '{processes}': must be 1 or more, or auto", file=sys.stderr)
+        raise SystemExit(2)
+    # TorchTitan's own setting: less fragmentation of GPU memory.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
+    # Workers with another parent know that their launcher died.
+    os.environ["TORCHTITAN_DP_LAUNCHER_PID"] = str(os.getpid())
+    return "launch", [
+        *("--processes", processes, "--rdzv_backend", "c10d", "--rdzv_endpoint=localhost:0"),
+        *("--local-ranks-filter", os.environ.get("LOG_RANK", "0"), "--role", "rank"),
+        *("--tee", "3", "-m", "torchtitan_dp.train", *rest),
+    ]
+
+
+if __name__ == "__main__":
+    main()
