@@ -72,7 +72,7 @@ def test_what_streams_leave_open_is_found(case, found):
 
 
 def test_only_the_files_asked_for_are_looked_at():
-    with watched("gradients/reduction.py") as watch:
+    with watched("gradients/fsdp.py") as watch:
         x = torch.zeros(4)
         freed_while_in_use(torch.cpu.current_stream(), torch.cpu.Stream(), x)
         del x

@@ -48,7 +48,7 @@ from torchtitan_dp.distributed.agreement import (
 from torchtitan_dp.distributed.devices import kind, require_usable_devices
 from torchtitan_dp.distributed.stop import StopRequest, lost_ranks_as_faults, shorten_timeouts
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.reduction import ReductionGroups
+from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.ledger import (
     PRIVACY_FILE,

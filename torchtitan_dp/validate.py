@@ -16,7 +16,7 @@ from torchtitan.tools.logging import logger
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
-from torchtitan_dp.gradients.gathered import free_gathered
+from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.models.loss import SampleLosses
 

@@ -13,7 +13,7 @@ from torchtitan.distributed import ParallelDims
 from tests import build
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.distributed.stop import shorten_timeouts
-from torchtitan_dp.gradients.reduction import ReductionGroups
+from torchtitan_dp.gradients.fsdp import ReductionGroups
 
 
 def groups_without_the_short_timeout():

@@ -148,7 +148,7 @@ def test_row05_and_07_a_sample_knows_no_neighbour_in_its_microbatch(cp, slot, pa
 def found_by(changes, tokens, method):
     """The parameters whose norms are ghosts, of all that have rows and columns."""
     from tests import build
-    from torchtitan_dp.gradients import norm_finder as module
+    from torchtitan_dp.gradients import ghost_norm as module
 
     built = build.build((1, 1, 1), *method, args=dataclasses.replace(build.ARGS, **changes))
     shapes = []
@@ -185,7 +185,7 @@ def with_wrong_norms(degrees, method, scale, again):
     """One sample's part of the sum, over C: ghost norms are scaled, and what is formed after."""
     from tests import build
     from torchtitan_dp.gradients import ghost
-    from torchtitan_dp.gradients import norm_finder as module
+    from torchtitan_dp.gradients import ghost_norm as module
 
     args = dataclasses.replace(build.ARGS, **GHOST, **TIED)
     built = build.build(degrees, *method, args=args, max_grad_norm=0.5)

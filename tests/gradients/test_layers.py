@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.gradients.layers import connect, per_sample_layers
-from torchtitan_dp.gradients.rows import RowLayout
 
 B = 4
 MESHES = [(1, 1), (1, 2), (2, 2), (3, 2)]  # (dp_shard, cp)

@@ -11,7 +11,7 @@ from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT
 from tests.streams import watched
 
-REDUCTION = "gradients/reduction.py"
+REDUCTION = "gradients/fsdp.py"
 MESHES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2)]
 
 

@@ -186,7 +186,7 @@ def norms_not_reduced():
 
 def samples_summed_over_dp():
     """As FSDP2 itself reduces: over dp_shard too."""
-    from torchtitan_dp.gradients.reduction import ReduceScatterOverCP
+    from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 
     reduce = ReduceScatterOverCP.__call__
 

@@ -126,8 +126,8 @@ def test_the_logits_of_one_chunk_exist():
 def flops_of(samples, per_sample):
     """Of the head's forward and backward, in units of one product of logits."""
     from scripts.benchmarking.counting import Counts
+    from torchtitan_dp.gradients.fsdp import RowLayout
     from torchtitan_dp.gradients.layers import connect, per_sample_layers
-    from torchtitan_dp.gradients.rows import RowLayout
 
     class Sink:
         def keeps_outputs(self, name, tokens):

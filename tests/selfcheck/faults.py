@@ -46,7 +46,7 @@ def sums_of_partial_norms():
 
 def own_tokens_alone():
     """A rank keeps the gradient of its own tokens: the reduction over cp does not add."""
-    from torchtitan_dp.gradients.reduction import ReduceScatterOverCP
+    from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 
     def keep(self, output_tensor, input_tensor, group, op, async_op=False):
         chunks_CN = input_tensor.view(self._cp_size, -1)

@@ -22,7 +22,7 @@ from torchtitan_dp.config import Data
 from torchtitan_dp.data.samples.excerpts import Excerpt
 from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.privacy.clipping import Clip
 
 NORM = 100.0  # of an included canary's gradient before it is clipped, in multiples of C

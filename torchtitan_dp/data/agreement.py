@@ -16,30 +16,29 @@ def require_same_step(failure: BaseException | None, drawn: int, device: torch.d
     """Refuse the step on all ranks if one of them failed, or if they drew different units.
 
     Collective: an all-reduce of three int64 over the world, if there is a process group; read at
-    once, since lengths and samples, which are sent next, are as long as the draw.
+    once, since the sizes of the next collectives depend on the draw.
 
     Args:
         failure: why this rank could not make a sample; None if it made all of them.
-        drawn: `feed.Draw.fingerprint` of the draw that is dealt out next, 0 to 2^62 - 1; `NO_DRAW`
-            if none is. SECRET: it is neither in the message nor kept.
-        device: what the process group sends from.
+        drawn: `feed.Draw.fingerprint` of the next draw, 0 to 2^62 - 1; `NO_DRAW` without one.
+            SECRET: neither in the message nor kept.
+        device: the process group's.
 
     Raises:
         Fault: on all ranks alike. The line of the rank that failed has the reason.
 
     Guarantee:
-        If no rank raises, all hold the same draw (two that differ pass with a probability of
-        2^-62), so that each drawn unit is dealt out once. That ranks compute one draw from one key
-        rests otherwise on numpy's binomial, whose logarithms come from each machine's own libm.
-        Integers of 62 bits are compared as such, exactly: the largest must be minus the largest of
-        the negated ones.
+        If no rank raises, all hold the same draw (different ones pass with probability 2^-62), so
+        that each drawn unit is dealt out once. Without this check, equal draws would rest on
+        numpy's binomial, whose logarithms come from each machine's own libm. The comparison of
+        62-bit integers is exact: the largest must equal minus the largest negated one.
     """
     mine = torch.tensor([failure is not None, drawn, -drawn], dtype=torch.int64, device=device)
     if dist.is_initialized():
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
     failed, highest, negated_lowest = mine.tolist()
     if failure is not None:
-        # What is raised may speak of a record.
+        # The exception's text may contain private data.
         raise Fault(f"a sample could not be made (not private: {_described(failure)})") from failure
     if failed:
         raise Fault("a sample could not be made on another rank, whose own line says why")

@@ -1,7 +1,7 @@
-"""A background thread that does jobs in order.
+"""A background thread that runs jobs in order, and no collective.
 
-It is a daemon, unlike the thread of a `ThreadPoolExecutor`, which Python joins at exit: a run that
-ends by a fault does not wait for a disk that hangs. It runs no collective.
+It is a daemon, unlike the threads of a `ThreadPoolExecutor`, which Python joins at exit, so that a
+run that fails does not wait for a disk that hangs.
 """
 
 import threading
@@ -13,7 +13,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 END_S = 5.0
-"""How long `close` waits for the job in progress: a library may not bear to be cut off."""
+"""Time limit of `close` for the job in progress, which a library may not survive cutting off."""
 
 
 class Background:

@@ -1,17 +1,16 @@
 """From a draw of units to the microbatches of one data-parallel rank.
 
-`feed` makes the same microbatches ahead of time, and once in a context-parallel group.
+`feed` makes the same microbatches ahead of time, once per context-parallel group.
 
 Guarantee, with `data.length_buckets`:
     A sample's padded length is a public function of its own number of tokens, whatever else is
     drawn and on whatever mesh: nothing is rounded up to a neighbour's length. That number depends
-    on the unit alone (with `data.unit_sampling = "random"`: on which of its records is taken, so
-    on its own randomness too; of several windows, the longest counts). What it leaves out is
-    padding behind the last token, which a causal model's earlier positions never see and whose
-    labels are ignored, so the sample's gradient is that of the sample padded to T, up to
-    rounding. Epsilon does not change. What does depend on the lengths of the records drawn is how
-    long a step takes, how many microbatches it has and in which order they are summed (rounding):
-    timing is labelled not private.
+    on the unit alone (with `data.unit_sampling = "random"`, on its own random choice of a record
+    too; of several windows, the longest counts). Only padding behind the last token is left out,
+    which a causal model's earlier positions never see and whose labels are ignored, so that the
+    sample's gradient is that of the sample padded to T, up to rounding. Epsilon does not change. A
+    step's duration, its number of microbatches and their order of summation (rounding) do depend on
+    the lengths of drawn records: timing is labelled not private.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +24,7 @@ from torchtitan_dp.data.console import Progress
 from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
 from torchtitan_dp.privacy.sampling import choices, deal
 
-EVER_SAME = bytes(32)  # as a key: the same records and windows each time, to compare losses
+EVER_SAME = bytes(32)  # a key for the same records and windows each time, to compare losses
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 _UNKNOWN = -1
 
@@ -38,35 +37,31 @@ class Window(NamedTuple):
     share_B: torch.Tensor | None  # fp32: of the unit's mean, 1 / its windows; None: it has one
 
     def of_mean(self, loss_B: torch.Tensor) -> torch.Tensor:
-        """Scale the losses of these windows, so that those of a unit's windows add up to their
-        mean.
-        """
+        """Scale these windows' losses, so that a unit's add up to their mean."""
         return loss_B if self.share_B is None else loss_B * self.share_B
 
 
 class Microbatch(NamedTuple):
-    """The samples of B units; padding has `valid_B` False, labels that are all ignored, and a
-    position of -1.
+    """The samples of B units; padding has `valid_B` False, ignored labels and position -1.
 
-    A unit has one, or K windows (`data.windows_per_draw`), one after the other in the first
-    dimension, which then is B K long.
+    Each unit has K windows (`data.windows_per_draw`), consecutive in the first dimension, which is
+    B K long.
     """
 
     tokens_BT: torch.Tensor  # int64
     labels_BT: torch.Tensor  # int64, shifted
     valid_B: torch.Tensor  # bool
-    positions_B: torch.Tensor  # int64, always on the CPU: as in `Dealt.slots`, and as private
+    positions_B: torch.Tensor  # int64 on the CPU: indices in the population, private
 
     @property
     def windows_per_unit(self) -> int:
-        """Return K."""
+        """K."""
         return len(self.tokens_BT) // max(len(self.valid_B), 1)
 
     def windows(self) -> list[Window]:
-        """Part it into the units' first windows, their second ones, and so on.
+        """Split it into the units' first windows, their second ones, and so on.
 
-        A unit's mean is over those of its windows that have a target: how many these are is a
-        function of that unit's windows alone.
+        A unit's mean is over its windows with a target, whose number depends on that unit alone.
         """
         count = self.windows_per_unit
         if count == 1:
@@ -79,7 +74,7 @@ class Microbatch(NamedTuple):
         ]
 
     def to(self, device: torch.device) -> "Microbatch":
-        """Copy all but the positions to a device: pinned memory without a wait."""
+        """Copy all but the positions to a device, asynchronously from pinned memory."""
         tokens_BT, labels_BT, valid_B = (
             tensor.to(device, non_blocking=True)
             for tensor in (self.tokens_BT, self.labels_BT, self.valid_B)
@@ -98,16 +93,15 @@ class Microbatch(NamedTuple):
 class Dealt(NamedTuple):
     """The units and the length of one microbatch of one data-parallel rank."""
 
-    length: int  # what its samples are padded to
-    # int64 (B K,), positions in the loader's `units`, each K times in a row; -1 is padding
+    length: int  # padded length of its samples
+    # int64 (B K,): indices in the loader's `units`, each K times in a row; -1 is padding
     slots: np.ndarray
 
 
 class RecordLoader:
-    """Loads samples of the training units, for one data-parallel rank.
+    """Samples of the training units, for one data-parallel rank.
 
-    Stateless: which units a step uses is drawn afresh from secrets, so a checkpoint holds nothing
-    of it.
+    Stateless: each step's units are drawn afresh from secrets, so that a checkpoint contains none.
     """
 
     def __init__(
@@ -125,15 +119,13 @@ class RecordLoader:
     ) -> None:
         """
         Args:
-            units: those of `samples` that may be trained on; positions in this array are what
-                is drawn.
-            ranks, rank: data-parallel degree and this rank's place in it; the ranks of one
-                context-parallel group have the same.
+            units: the population: the units of `samples` to train on; draws are indices in it.
+            ranks, rank: data-parallel degree and rank, equal within a context-parallel group.
             batch_size: B, units in a microbatch.
             windows: K, samples of each unit.
-            fingerprint: of the data and how it was split; private.
-            settings: that the fingerprint depends on, by their keys.
-            shuffle_seed: of the baseline without privacy.
+            fingerprint: hash of the data and its split; private.
+            settings: the settings that the fingerprint depends on, by key.
+            shuffle_seed: for the baseline without privacy.
         """
         self.samples, self.units, self.fingerprint = samples, units, fingerprint
         self.ranks, self.rank, self.batch_size, self.windows = ranks, rank, batch_size, windows
@@ -142,8 +134,8 @@ class RecordLoader:
         self._shuffle_seed = shuffle_seed
 
     def sources(self, draw: np.ndarray, key: bytes = EVER_SAME) -> np.ndarray:
-        """List the sources of each drawn unit's samples, int64 (n, at most K); -1: there are
-        fewer (`SampleStore.chosen`).
+        """List the sources of each drawn unit's samples (`SampleStore.chosen`), int64
+        (n, at most K), filled up with -1.
         """
         units = ((int(self.units[p]), self.rng(key, p)) for p in draw)
         rows = [self.samples.chosen(*unit, self.windows) for unit in units]
@@ -159,11 +151,11 @@ class RecordLoader:
         device: torch.device,
         key: bytes = EVER_SAME,
     ) -> np.ndarray:
-        """Find what each drawn unit is padded to: a function of its own number of tokens, that of
-        the longest of its windows.
+        """Find each drawn unit's padded length: a function of its own number of tokens, in the
+        longest of its windows.
 
         Args:
-            key: of this step, the one that `microbatches` takes.
+            key: this step's, as passed to `microbatches`.
 
         Collective (of `TokenCounts`), unless `ladder` has one length.
         """
@@ -178,17 +170,17 @@ class RecordLoader:
         device: torch.device,
         count: Callable[[int], int] | None = None,
     ) -> np.ndarray:
-        """Find what units with these `sources` are padded to.
+        """Find the padded lengths of units with these `sources`.
 
         Args:
-            device, count: for `TokenCounts.of`, whose collectives it has.
+            device, count: for `TokenCounts.of`, whose collectives run.
         """
         is_one, counts = sources >= 0, np.zeros_like(sources)
         counts[is_one] = self.counts.of(sources[is_one], device, count)
         return padded_lengths(counts.max(axis=1, initial=0), ladder)
 
     def rng(self, key: bytes, position: int) -> np.random.Generator | None:
-        """Start a drawn unit's generator; None if nothing of it is random, and for padding."""
+        """Start a drawn unit's generator; None if samples are not random, and for padding."""
         is_needed = self.samples.is_random and position >= 0
         return choices(key, int(position)) if is_needed else None
 
@@ -199,13 +191,13 @@ class RecordLoader:
 
         Args:
             draw: global positions in `units`, the same on every rank.
-            lengths: to which each is padded, the same on every rank; `seq_len` if None.
-            rank: the data-parallel rank that is dealt to; this one, if None.
+            lengths: padded lengths, the same on every rank; `seq_len` if None.
+            rank: the receiving data-parallel rank; this one, if None.
 
-        Every rank is dealt the same number of microbatches of the same lengths in the same order,
-        whatever was drawn; the rest is padding. Each length is dealt out by itself, the longest
-        first, so that ranks in lockstep compute equally much and no sample is padded for another's
-        sake. It costs at most one microbatch a length more, whose lengths together are below 2T.
+        Every rank gets the same number of microbatches of the same lengths in the same order,
+        filled up with padding. Each length is dealt out by itself, the longest first, so that ranks
+        in lockstep compute equally much and no sample is padded to another's length. This costs at
+        most one more microbatch for each length, whose lengths together are below 2T.
         """
         if lengths is None:
             lengths = np.full(len(draw), self.samples.seq_len)
@@ -221,12 +213,12 @@ class RecordLoader:
     def microbatches(
         self, draw: np.ndarray, lengths: np.ndarray | None = None, key: bytes = EVER_SAME
     ) -> Iterator[Microbatch]:
-        """Yield this rank's share of a draw, each microbatch made when it is asked for.
+        """Yield this rank's share of a draw, making each microbatch on demand.
 
         Args:
             draw: global positions in `units`, the same on every rank.
-            lengths: what each is padded to, the same on every rank; `seq_len` if None.
-            key: of this step, the same on every rank, for the choice of records and windows.
+            lengths: padded lengths, the same on every rank; `seq_len` if None.
+            key: this step's, the same on every rank, for the choice of records and windows.
         """
         for length, slots in self.deal(draw, lengths):
             valid = slots >= 0
@@ -261,7 +253,7 @@ class RecordLoader:
 
 
 class TokenCounts:
-    """Counts the tokens of samples when they are first drawn, alike on all ranks.
+    """Token counts of samples, made when first drawn, alike on all ranks.
 
     PRIVATE, like the records: in memory only, never logged, saved or put in a checkpoint.
     """
@@ -269,13 +261,13 @@ class TokenCounts:
     def __init__(self, samples: SampleStore, at_once: int) -> None:
         """
         Args:
-            at_once: how many samples a rank counts, at most, while the others may wait for it.
+            at_once: how many samples, at most, a rank counts between collectives.
         """
         self._samples, self._at_once = samples, at_once
-        self._counts: np.ndarray | None = None  # 4 bytes a source, once somebody asks
+        self._counts: np.ndarray | None = None  # 4 bytes a source, once needed
 
     def share(self, sources: np.ndarray) -> np.ndarray:
-        """List those of `sources` that this rank counts when `of` is asked for them next."""
+        """List this rank's share of the unknown `sources`, which the next `of` counts."""
         ranks, rank = _world()
         return self._unknown(sources)[rank::ranks]
 
@@ -285,20 +277,19 @@ class TokenCounts:
         device: torch.device,
         count: Callable[[int], int] | None = None,
     ) -> np.ndarray:
-        """Count the tokens of `sources`, int64 and alike on every rank: what samples are made of.
+        """Count the tokens of `sources`, int64 and alike on every rank.
 
-        Every rank counts its share of those not known yet, and all take the sum: if one could not
-        read a record that others can, they still agree on how to deal out the draw, so that no
-        record is processed twice. In rounds, so that nobody waits for more than `at_once` samples
-        of another, each of which takes a bounded time (`excerpts.most_bytes`).
+        Every rank counts its share of those not known yet, and all take the sum: even if one cannot
+        read a record that others can, they agree on how to deal out the draw, so that no record is
+        processed twice. Rounds bound the wait for another rank to `at_once` samples, each of
+        bounded time (`excerpts.most_bytes`).
 
-        Collective: for every `at_once` samples a rank that are not known yet, an all-reduce of 4
-        bytes each over the world, if there is a process group. A line of rank 0 on stderr
-        reports progress, every 5 seconds after the first 5.
+        Collective: for every `at_once` unknown samples a rank, an all-reduce over the world of 4
+        bytes each, if there is a process group. Rank 0 reports progress on stderr every 5 seconds.
 
         Args:
-            device: what the process group sends from.
-            count: what counts the tokens of a source; `SampleStore.tokens`, if None.
+            device: the process group's.
+            count: counts a source's tokens; `SampleStore.tokens` if None.
         """
         count = count or self._samples.tokens
         unknown, counts = self._unknown(sources), self._known()
@@ -330,14 +321,14 @@ class TokenCounts:
 
 
 def _world() -> tuple[int, int]:
-    """Return how many ranks there are, and which one this is."""
+    """Return the number of ranks, and this one's."""
     if dist.is_initialized():
         return dist.get_world_size(), dist.get_rank()
     return 1, 0
 
 
 def padded_lengths(counts: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:
-    """Find the shortest length that holds each number of tokens, at most the last of `lengths`.
+    """Find the shortest of `lengths` that fits each number of tokens, or else the last.
 
     >>> padded_lengths(np.array([0, 4, 5, 100]), (4, 8, 100))
     array([  4,   4,   8, 100])

@@ -1,7 +1,7 @@
 """Lines on stderr about private records: each is labelled, here and nowhere else.
 
-What these lines say depends on the records themselves, without noise. They are for the owner of the
-records, who runs the program; no file that may be published has any of it.
+These lines depend on the records themselves, without noise. They are for the records' owner, who
+runs the program; no file that may be published contains any of them.
 """
 
 import sys
@@ -29,27 +29,27 @@ class Progress:
     def __init__(self, what: str, total: int, things: str = "") -> None:
         """
         Args:
-            what: the work, in the words of the log.
+            what: the work, for the log.
             total: bytes, or `things`.
-            things: a word for the things that are counted, if not bytes.
+            things: the noun of counted things, if not bytes.
         """
         self._what, self._total, self._done = what, total, 0
         self._scale, self._things = (1.0, things) if things else (1e9, "GB")
         self._begin = time.monotonic()
         self._next = self._begin + FIRST_LINE_S
-        self._told = False
+        self._has_reported = False
 
     def add(self, size: int) -> None:
-        """Count so many bytes, or things, more as done."""
+        """Count `size` more bytes, or things, as done."""
         self._done += size
         now = time.monotonic()
         if now >= self._next:
-            self._next, self._told = now + INTERVAL_S, True
+            self._next, self._has_reported = now + INTERVAL_S, True
             self._tell(f"{100 * self._done // max(self._total, 1)}% of ", self._total, now)
 
     def end(self) -> None:
         """Report the end, if progress was reported before."""
-        if self._told:
+        if self._has_reported:
             self._tell("all of ", self._total, time.monotonic())
 
     def _tell(self, share: str, total: int, now: float) -> None:

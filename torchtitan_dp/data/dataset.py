@@ -1,4 +1,4 @@
-"""The data of a run: records, their units, and which of these are trained on."""
+"""The data of a run: records, their units, and the split into training and held-out units."""
 
 import hashlib
 from collections.abc import Mapping
@@ -22,15 +22,15 @@ from torchtitan_dp.data.units import Units, open_units, split, word
 
 @dataclass(frozen=True)
 class Records:
-    """The data of a run: records, their units, and which of these are trained on or held out."""
+    """The data of a run: records, their units, and the split into training and held-out units."""
 
     store: RecordStore
     units: Units
     train: np.ndarray
     heldout: np.ndarray
     fingerprint: str  # private
-    settings: Mapping[str, object]  # that the fingerprint depends on, by their keys
-    warnings: tuple[str, ...]  # of records that read as nothing; private
+    settings: Mapping[str, object]  # by key; the fingerprint depends on them
+    warnings: tuple[str, ...]  # about records without usable content; private
 
     @classmethod
     def open(
@@ -54,9 +54,9 @@ class Records:
             prompt_field, messages_field: the field beside the text, or in its place, that
                 `conversations` reads; in a format whose records have fields.
             heldout_fraction: the share of units to hold out, by a hash of their ids.
-            needs_heldout: whether it is a mistake if nothing is held out.
-            number_is_secret: whether data sets that differ by one unit more or less are
-                neighbours, as with a public `privacy.sample_rate`.
+            needs_heldout: whether holding out no unit is an error.
+            number_is_secret: whether neighbouring data sets differ in their number of units, as
+                with a public `privacy.sample_rate`.
 
         Raises:
             ValueError: one line, also if there is nothing to train on.
@@ -117,7 +117,7 @@ class Records:
 def _group(
     store: RecordStore, facts: Format, unit_field: str | None, wanted: tuple[Wanted, ...]
 ) -> tuple[Units, Census | None]:
-    """Group records by unit, and count what they have in the fields that are wanted."""
+    """Group records by unit, and count the records with each wanted field."""
     if not facts.fields:
         return open_units(store, unit_field), None
     folder, begun = writable_folder(None), Census()
@@ -132,7 +132,7 @@ def _group(
 
 
 def _refuse_names_by_position(format: str, heldout_fraction: float) -> None:
-    """Refuse a format in which one record more would change which others are held out."""
+    """Refuse a format in which one more record would change which others are held out."""
     facts = format_named(format)
     if facts.named_by_position:
         raise ValueError(

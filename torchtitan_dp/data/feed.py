@@ -1,17 +1,17 @@
 """Microbatches made in the background while others are computed.
 
-A sample is made on one rank of its context-parallel (cp) group, in turns, and sent to the others.
-While a step runs, one thread makes the samples of the microbatches ahead, and another counts the
-tokens of what the next step draws, so that its first microbatches are made before it begins.
+The ranks of a context-parallel (cp) group take turns to make samples, and send them to each other.
+While a step runs, one thread makes the samples of the next microbatches, and another counts the
+tokens of the next draw, so that its first microbatches are made before its step begins.
 
 Guarantee:
     Microbatches are those of `RecordLoader.microbatches`, in the same order and bit by bit, on
-    every rank of the cp group. Collectives run in the caller's thread alone, and which of them run,
-    in which order, follows from draws and lengths, alike on all ranks. A sample that cannot be made
-    (a disk that fails, a fault of this program) refuses the step on all ranks before anything comes
-    of it: until then it stands as zeros, so that nobody waits for a rank that has stopped. So do
-    ranks that drew different units: a draw is compared before anything that follows from it is
-    sent, with the verdict on the step before, or by itself where no step of this feed was before.
+    every rank of the cp group. Collectives run only in the caller's thread, in an order that
+    depends on draws and lengths alone, hence alike on all ranks. A sample that cannot be made (a
+    failing disk, a bug) aborts the step on all ranks before the update. Until they have agreed, the
+    sample is zeros, so that no collective blocks. Different draws on different ranks abort it too:
+    a draw is compared before any collective that depends on it, together with the agreement on the
+    previous step, or alone if there is none.
 """
 
 import functools
@@ -33,12 +33,11 @@ from torchtitan_dp.data.batching import EVER_SAME, Dealt, Microbatch, RecordLoad
 T = TypeVar("T")
 
 SAMPLES_AHEAD = 2
-"""How many samples a rank makes ahead of those that its step computes on, about: with the one that
-is used, they take 8 bytes for each of their tokens."""
+"""About how many samples a rank makes ahead: with the one in use, 8 bytes a token."""
 
 
 class ContextGroup(NamedTuple):
-    """The ranks that share a sample; those of the world are numbered group by group."""
+    """The ranks that share a sample; the world is numbered group by group."""
 
     group: dist.ProcessGroup | None = None
     size: int = 1
@@ -57,12 +56,12 @@ class ContextGroup(NamedTuple):
         return cls.of(None if mesh is None else mesh.get_group())
 
     def maker(self, number: int, slots: np.ndarray, row: int) -> int:
-        """Choose the rank of the group that makes a sample: all take turns, over the microbatches.
+        """Choose the rank of the group that makes a sample, in turns over all microbatches.
 
         Args:
-            number: of the microbatch in its step.
-            slots: of the microbatch (`batching.Dealt`).
-            row: the sample's place among them.
+            number: the microbatch's index in its step.
+            slots: the microbatch's (`batching.Dealt`).
+            row: the sample's index in `slots`.
         """
         return (number * len(slots) + row) % self.size
 
@@ -77,36 +76,36 @@ class Draw(NamedTuple):
     key: bytes = EVER_SAME  # 32 bytes, for the choice of records and windows
 
     def fingerprint(self) -> int:
-        """Hash the draw to 62 bits, under its key: equal if both are, on ranks that compare.
+        """Hash the draw to 62 bits, under its key.
 
-        SECRET, like the draw: for a collective alone, never logged, saved or published. The key is
-        of one step, so that equal draws of two steps have different fingerprints.
+        SECRET, like the draw: for a collective alone, never logged, saved or published. Keys are
+        per step, so that equal draws of two steps have different fingerprints.
         """
         hashed = hashlib.blake2b(self.positions.tobytes(), key=self.key, digest_size=8)
         return int.from_bytes(hashed.digest(), "little") >> 2
 
 
 class _Row(NamedTuple):
-    """A sample that this rank makes of its microbatch."""
+    """A sample of a microbatch that this rank makes."""
 
     row: int
     sample_2L: torch.Tensor  # int32: tokens and labels, to be filled in
-    undecodable: "Future[int]"  # how many records, once it is made
+    undecodable: "Future[int]"  # records, once it is made
 
 
 class _Step:
-    """A draw, and how far it was prepared."""
+    """A draw and the progress of its preparation."""
 
     def __init__(self, draw: Draw) -> None:
         self.draw = draw
-        self.counts: dict[int, Future[int]] = {}  # by source, while they are not agreed on
+        self.counts: dict[int, Future[int]] = {}  # by source, until ranks have exchanged them
         self.dealt: list[Dealt] | None = None
-        self.begun = 0  # microbatches that are being made, or were taken
+        self.begun = 0  # number of microbatches begun, taken ones included
         self.ahead: deque[list[_Row]] = deque()
 
 
 class Feed:
-    """Yields the microbatches of one rank, step after step."""
+    """The microbatches of one rank, step after step."""
 
     def __init__(
         self,
@@ -117,14 +116,14 @@ class Feed:
     ) -> None:
         """
         Args:
-            loader: of this data-parallel rank.
-            ladder: the lengths that samples are padded to, rising.
-            device: what microbatches are put on, and the process groups send from.
-            cp: the ranks that are fed the same.
+            loader: this data-parallel rank's.
+            ladder: padded lengths of samples, rising.
+            device: the device of microbatches and of the process groups.
+            cp: the ranks that get the same microbatches.
         """
         self.loader, self.device = loader, device
         self._ladder, self._cp = ladder, cp
-        # One thread each: of the texts of samples, one lies in memory at a time.
+        # One thread each, so that only one sample's text is in memory at a time.
         self._samples, self._counts = Background("samples"), Background("counts")
         self._next: _Step | None = None
         self._failure: BaseException | None = None
@@ -135,19 +134,19 @@ class Feed:
 
     @property
     def undecodable(self) -> int:
-        """Count the undecodable records met in this rank's microbatches, repeats included. The
-        number is computed from private records: for the log, labelled not private.
+        """The number of undecodable records in this rank's microbatches, repeats included: computed
+        from private records, for the log, labelled not private.
         """
         return int(self._undecodable.item())
 
     def close(self) -> None:
-        """End the threads, after what they have begun, a sample each, or a few seconds."""
+        """End the threads after their jobs in progress, a sample each, or after a few seconds."""
         self._samples.close()
         self._counts.close()
 
     def padding(self, length: int) -> Microbatch:
-        """Make a microbatch of padding alone, as a draw that leaves this rank nothing has it,
-        reading no record. Collective over cp: the all-reduce of one microbatch.
+        """Make a microbatch of padding, as for a rank without drawn units, reading no record.
+        Collective over cp: the all-reduce of one microbatch.
         """
         step, dealt = _Step(Draw(np.empty(0, np.int64))), Dealt(length, self._empty_slots())
         return self._put_together(dealt, self._begin_rows(step, 0, dealt))
@@ -161,18 +160,18 @@ class Feed:
         """Yield this rank's share of a draw, and prepare the next.
 
         Args:
-            draw: of this step: the object that was `following` in the step before, if there was.
-            following: of the next step, if there will be one.
+            draw: this step's: the previous step's `following` object, if there was one.
+            following: the next step's, if there will be one.
 
-        Collective, on every rank alike: what `TokenCounts` sends over the world; for each
-        microbatch an all-reduce over cp, where that is more than one rank, of its tokens and labels
-        (8 bytes a token; zeros but on the ranks that made them); and before the last is yielded,
-        and before the first of a draw that is no step's `following`, three numbers over the world
+        Collective, on every rank alike: those of `TokenCounts` over the world; for each microbatch,
+        if cp has several ranks, an all-reduce over cp of its tokens and labels (8 bytes a token;
+        zeros except on the ranks that made them); before the last is yielded, and before the first
+        of a draw that was not a step's `following`, three numbers over the world
         (`require_same_step`).
 
         Raises:
-            Fault: on all ranks, in the place of the first microbatch or of the last: they drew
-                different units for this step or the next, or one of them could not make a sample.
+            Fault: on all ranks, instead of the first or last microbatch: they drew different units
+                for this step or the next, or one of them could not make a sample.
         """
         step, self._next = self._next, None
         if step is None or step.draw is not draw:
@@ -192,7 +191,7 @@ class Feed:
             self._end()
 
     def _begin(self, draw: Draw) -> _Step:
-        """Start counting the tokens of this rank's share of the units that are new in a draw."""
+        """Start counting the tokens of this rank's share of a draw's new units."""
         step = _Step(draw)
         if len(self._ladder) > 1:
             sources = self.loader.sources(*draw)
@@ -202,7 +201,7 @@ class Feed:
         return step
 
     def _deal(self, step: _Step) -> None:
-        """Deal a draw out, once all ranks know its lengths. Collective, unless that was done."""
+        """Exchange a draw's lengths and deal it out. Collective, unless that was done."""
         if step.dealt is not None:
             return
         positions, key = step.draw
@@ -218,7 +217,7 @@ class Feed:
         step.dealt = self.loader.deal(positions, lengths)
 
     def _end(self) -> None:
-        """Agree with all ranks that none failed and on the next draw, and begin that step's first
+        """Require that no rank failed and that all agree on the next draw, and begin its first
         microbatches.
         """
         drawn = NO_DRAW if self._next is None else self._next.draw.fingerprint()
@@ -228,7 +227,7 @@ class Feed:
             self._make_ahead(self._next, self._depth)
 
     def _make_ahead(self, step: _Step, stop: int) -> None:
-        """Have this rank's samples made of the microbatches before the number `stop`."""
+        """Begin this rank's samples of the microbatches before number `stop`."""
         assert step.dealt is not None
         for number in range(step.begun, min(stop, len(step.dealt))):
             step.ahead.append(self._begin_rows(step, number, step.dealt[number]))
@@ -257,9 +256,9 @@ class Feed:
         return self._samples.submit(make)
 
     def _put_together(self, dealt: Dealt, rows: list[_Row]) -> Microbatch:
-        """Wait for this rank's samples and take the others'. Collective over cp."""
+        """Wait for this rank's samples and receive the others'. Collective over cp."""
         count, slots = len(dealt.slots), dealt.slots
-        # In the last column, how many undecodable records were met.
+        # The last column is the number of undecodable records.
         both_2BL = torch.zeros((2, count, dealt.length + 1), dtype=torch.int32, device=self.device)
         for row, sample_2L, future in rows:
             undecodable = self._result(future)
@@ -279,7 +278,7 @@ class Feed:
         return Microbatch(tokens_BT, labels_BT, valid_B, torch.from_numpy(drawn.copy()))
 
     def _result(self, future: "Future[T]") -> T | None:
-        """Wait for a job; if it failed, remember why, and go on without it to the step's end."""
+        """Wait for a job; if it failed, keep its error for the step's end and return None."""
         error = future.exception()
         if error is None:
             return future.result()
@@ -287,7 +286,7 @@ class Feed:
         return None
 
     def _empty(self, length: int) -> torch.Tensor:
-        """Allocate a sample in memory that the device can copy from while this process goes on."""
+        """Allocate a sample in memory from which the device can copy asynchronously."""
         pinned = self.device.type == "cuda"
         return torch.empty((2, length), dtype=torch.int32, pin_memory=pinned)
 

@@ -1,8 +1,8 @@
-"""Records that read as nothing: refused if all of them do, else counted in warnings.
+"""Records without usable content: refused if that is all of them, else counted in warnings.
 
 Guarantee:
-    A refusal depends on "no row" against "at least one" alone (`census`). Warnings, and names of
-    fields and values in refusals, are computed from private records and are labelled so.
+    A refusal depends only on whether any row is usable (`census`). Warnings, and names of fields
+    and values in refusals, are computed from private records and labelled so.
 """
 
 from torchtitan_dp.data.records.census import Census, Wanted
@@ -34,10 +34,10 @@ def wanted_fields(
 def refuse_unreadable(
     store: RecordStore, facts: Format, wanted: tuple[Wanted, ...], census: Census
 ) -> None:
-    """Refuse rows none of which has a wanted field.
+    """Refuse a data set in which no row has a wanted field.
 
     Raises:
-        ValueError: one line; the true format of files of another one.
+        ValueError: one line; it names the files' true format, if that is another one.
     """
     if census.undecodable == census.lines:
         raise ValueError(_without_fields(store, facts, wanted))
@@ -57,7 +57,7 @@ def refuse_unnamed(
     wanted: tuple[Wanted, ...],
     census: Census | None,
 ) -> None:
-    """Refuse records none of which names its unit.
+    """Refuse a data set in which no record names its unit.
 
     Args:
         census: of a format with fields.
@@ -103,7 +103,7 @@ def warnings(
     census: Census | None,
     trained: int,
 ) -> tuple[str, ...]:
-    """Describe the records that read as nothing, and why. NOT PRIVATE: for `console.warn` alone.
+    """Describe the records without usable content. NOT PRIVATE: for `console.warn` alone.
 
     Args:
         trained: the number of units to train on.

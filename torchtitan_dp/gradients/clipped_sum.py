@@ -2,23 +2,21 @@
 
 Guarantee:
     `take` returns this rank's shard of sum_i clip(g_i) over the samples of all data-parallel ranks
-    since `reset`, each counting at most C (see `privacy.clipping`), if norms are exact; of
-    estimates see `privacy.randomized`. Assumes that the shards passed to `add` are those of one
-    sample each, summed over the context-parallel group, and that the cp ranks together hold every
-    element of a gradient exactly once. How samples are added up is the `Summation`'s: in fixed
-    point a sample moves the sum by at most C, exactly; in fp32 it also changes how later samples
-    round, which moves the sum of n samples on a rank by up to n^2 / 2^24 of C more
-    (`privacy.summation.fp32_sum_excess`): more than C itself from 4,096 samples on.
+    since `reset`, each counting at most C (`privacy.clipping`) if norms are exact; for estimates
+    see `privacy.randomized`. Assumes that each row passed to `add` is one sample's gradient, summed
+    over the context-parallel group, and that the cp ranks together hold every element exactly once.
+    The `Summation` decides the arithmetic: in fixed point a sample moves the sum by at most C,
+    exactly; in fp32 it also changes how later samples round, which moves the sum of n samples on a
+    rank by up to n^2 / 2^24 of C more (`privacy.summation.fp32_sum_excess`): more than C itself
+    from 4,096 samples on.
 
-Gradients arrive in bundles: a bundle is one flat tensor of what a method reduces together, which is
-all parameters of an FSDP2 group (`microbatch`) or one parameter alone (`grad_sample`). It says how
-gradients travel, and nothing about how they are clipped, which is what groups are for
-(`privacy.clip_policy`): `part` gives a parameter's values whatever the bundles are.
+Gradients arrive in bundles. A bundle is one flat tensor of parameters that are reduced together: an
+FSDP2 group (`microbatch`) or one parameter (`grad_sample`). Bundles decide how gradients are
+communicated, clip groups (`privacy.clip_policy`) how they are clipped; the two are independent.
 
-A method whose gradients are all there at once calls `add`. One that has those of a group earlier
-calls `add_group`, so that they can be freed. One that knows the norms by other means calls the
-steps that these are made of: `squared_norms`, `policy.clip` and `accumulate`, or `accumulate_part`
-for each parameter, so that one parameter's gradients exist at a time.
+A method that has all gradients at once calls `add`; one that completes a group early calls
+`add_group`, which frees them; one with norms from elsewhere calls `policy.clip`, then `accumulate`,
+or `accumulate_part` so that one parameter's gradients exist at a time.
 """
 
 from collections.abc import Sequence
@@ -28,15 +26,14 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from torchtitan_dp.gradients.reduction import ReductionGroups, reduce_scatter_sum
-from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, reduce_scatter_sum
 from torchtitan_dp.privacy.clip_policy import ClipPolicy
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
 from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
 
 class Place(NamedTuple):
-    """Tells where a parameter's local shard lies: in which bundle, and there in the flat chunk."""
+    """The place of a parameter's local shard: its bundle, and its range in that flat chunk."""
 
     bundle: int
     offset: int
@@ -44,7 +41,7 @@ class Place(NamedTuple):
 
 
 class ClippedSum:
-    """Keeps the clipped sum of one step, on flat `(dp_shard, chunk)` shards."""
+    """The clipped sum of one step, in flat `(dp_shard, chunk)` shards."""
 
     takes_groups_early = True
     """Whether a group may be added before the others are known."""
@@ -60,9 +57,8 @@ class ClippedSum:
         Args:
             parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
             groups: the mesh's process groups.
-            policy: of these parameters.
-            summation: the arithmetic that samples are added up in; the optimizer must have the
-                same.
+            policy: the clip groups and bounds of these parameters.
+            summation: the arithmetic of the sum; the optimizer must have the same.
         """
         self.parameters = parameters
         self.groups = groups
@@ -79,12 +75,11 @@ class ClippedSum:
         return bool(self._places)
 
     def lay_out(self, sizes: Sequence[int], places: dict[str, Place], device: torch.device) -> None:
-        """Fix the bundles that samples arrive in, once.
+        """Fix the layout of bundles, once.
 
         Args:
-            sizes: of each bundle's chunk, in the order in which `add` is given the bundles.
-            places: where each parameter lies in them. Its rows there are padded as FSDP2 pads them
-                (`rows.RowLayout`), with zeros.
+            sizes: elements in each bundle's chunk, in the order of the bundles passed to `add`.
+            places: each parameter's place, where FSDP2's padding (`RowLayout`) is zeros.
         """
         assert not self._places
         assert places.keys() == self.parameters.keys(), places.keys() ^ self.parameters.keys()
@@ -94,7 +89,7 @@ class ClippedSum:
         self._places = places
 
     def lay_out_parameters(self) -> dict[str, RowLayout]:
-        """Fix one bundle for each parameter, in order; return how its rows lie, by name."""
+        """Fix one bundle for each parameter, in order; return row layouts by name."""
         dp_shard, cp = self.groups.dp_shard_size, self.groups.cp_size
         layouts = {n: RowLayout(p.shape, dp_shard, cp) for n, p in self.parameters.items()}
         self.lay_out(
@@ -108,10 +103,9 @@ class ClippedSum:
         return layouts
 
     def part(self, shards: list[torch.Tensor], name: str) -> torch.Tensor:
-        """View what `shards` hold of one parameter: `(B, dp_shard, n)`.
+        """View one parameter's part of `shards`: `(B, dp_shard, n)`.
 
-        The n values of each dp_shard rank include the zeros that pad uneven rows, so that parts are
-        of one shape, and together they are all of `shards`.
+        The n values of each dp_shard rank include the zeros that pad uneven rows.
         """
         shape = self.parameters[name].shape
         layout = RowLayout(shape, self.groups.dp_shard_size, self.groups.cp_size)
@@ -122,12 +116,12 @@ class ClippedSum:
         """Clip B samples, each group by the norm of its part of the gradient, and add them.
 
         Args:
-            shards: fp32 `(B, dp_shard, chunk)` per bundle: for every dp_shard rank, the part of
-                each sample's gradient that belongs to this cp rank. Freed one by one.
+            shards: fp32 `(B, dp_shard, chunk)` per bundle: this cp rank's part of each sample's
+                gradient, for every dp_shard rank. Freed one by one.
             valid_B: bool, on the device; False for padding, which then contributes exactly 0.
 
         Returns:
-            What became of each sample: of shape (B,).
+            Per-sample clip result, fields of shape (B,).
 
         Collectives: one all-reduce of G B numbers over cp, for G groups.
         """
@@ -136,16 +130,16 @@ class ClippedSum:
         return clipped.over_groups()
 
     def add_group(self, group: int, parts: dict[str, torch.Tensor], valid_B: torch.Tensor) -> Clip:
-        """Clip B samples' gradients of one group, and add them: what `add` does with it.
+        """Clip and add one clip group of B samples' gradients, as `add` does.
 
         Args:
             group: an index of `policy.members`.
-            parts: fp32 `(B, dp_shard, n)` of each of its parameters, as of `part`. Freed one by
-                one.
-            valid_B: as of `add`.
+            parts: fp32 `(B, dp_shard, n)` by parameter of the group, in the layout of `part`.
+                Freed one by one.
+            valid_B: bool (B,): False for padding.
 
         Returns:
-            What became of this group of each sample: of shape (1, B).
+            The group's clip result, fields of shape (1, B).
 
         Collectives: one all-reduce of B numbers over cp.
         """
@@ -160,10 +154,10 @@ class ClippedSum:
         return clipped
 
     def squared_norms(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Square the norm of each group's part of each sample's gradient.
+        """Compute the squared norm of each sample's gradient, by clip group.
 
         Args:
-            shards: as of `add`; they are read only.
+            shards: the layout that `add` takes; unchanged.
 
         Returns:
             fp64 `(G, B)`, the same on all cp ranks.
@@ -180,7 +174,7 @@ class ClippedSum:
         return self._over_cp(squares_GB)
 
     def over_groups(self, squares: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Sum up, for each group, what is known of each parameter: `(G, B)` of `(B,)`."""
+        """Sum squared norms within each clip group: {name: (B,)} -> (G, B)."""
         members = self.policy.members
         return torch.stack(
             [torch.stack([squares[name] for name in names]).sum(0) for names in members]
@@ -192,13 +186,13 @@ class ClippedSum:
         return squares
 
     def accumulate(self, shards: list[torch.Tensor], clipped: Clip) -> None:
-        """Add samples to the sum as `clipped` says, which is of shape (G, B).
+        """Add samples to the sum, scaled by a clip result of shape (G, B).
 
-        It must be of norms that are at least those of these very shards: nothing here measures
-        them again.
+        The result must come from norms at least as large as those of these very shards: they are
+        not measured again.
 
         Args:
-            shards: as of `add`; freed one by one.
+            shards: the layout that `add` takes; freed one by one.
         """
         assert len(shards) == len(self._bundles), (len(shards), len(self._bundles))
         if not self.policy.is_flat:
@@ -224,13 +218,13 @@ class ClippedSum:
     ) -> None:
         """Add one parameter's part of B samples to the sum.
 
-        Over the parts of a sample in one group, what is added must have a norm of at most the
-        group's bound: nothing here measures it.
+        The caller ensures that a sample's scaled parts in one clip group have a norm of at most the
+        group's bound: they are not measured here.
 
         Args:
-            shard_BDN: fp32 `(B, dp_shard, n)`, as of `part`; kept.
-            factor_B: fp32: what each sample's part is multiplied by.
-            rejected_B: bool: adds exactly 0.
+            shard_BDN: fp32 `(B, dp_shard, n)`, in the layout of `part`; unchanged.
+            factor_B: fp32 factor of each sample.
+            rejected_B: bool: the sample adds exactly 0.
         """
         self.accumulating = True
         total_DN = self.part(list(self._bundles), name)
@@ -241,8 +235,8 @@ class ClippedSum:
     def take(self) -> dict[str, torch.Tensor]:
         """Sum over all data-parallel ranks, and return this rank's flat local shards by name.
 
-        They are of the summation's dtype, for its `add_noise_`, and valid until `reset`; they may
-        be changed in place. Zeros if nothing was accumulated, which holds on all ranks or on none.
+        They have the summation's dtype, for its `add_noise_`, may be changed in place, and are
+        valid until `reset`. Zeros if nothing was accumulated (then on all ranks).
 
         Collectives: a reduce-scatter over dp_shard, and an all-reduce over dp_replicate.
         """

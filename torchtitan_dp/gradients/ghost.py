@@ -1,40 +1,37 @@
-"""Ghost clipping with its relatives: norms without per-sample gradients, which then exist one at a
-time, as they are added.
+"""Ghost clipping: norms without per-sample gradients, which then exist one at a time to be added.
 
-What ZeRO-DP+ is made of (LongShield, section 4.1): the mixed ghost norm, which is a layer at a time
-the cheaper of ghost norm and per-sample gradient (`ghost_norm.is_cheaper`); and, as `passes`,
+The parts of ZeRO-DP+ (LongShield, section 4.1): the mixed ghost norm, for each layer the cheaper of
+ghost norm and per-sample gradient (`ghost_norm.is_cheaper`); and, as `passes`,
 
 - "one", book-keeping (Bu et al. 2023, "Differentially Private Optimization on Large Model at Small
-  Cost"): a layer's input and its output's gradient are kept until the norms are known, and
-  per-sample gradients that were formed for their norms are kept as well. Nothing is computed twice.
+  Cost"): layers' inputs and outputs' gradients, and per-sample gradients formed for their norms,
+  are kept until the norms are known. Nothing is computed twice.
 - "two", fast gradient clipping with ghost norms (Lee and Kifer 2021; Li et al. 2021; Opacus since
-  1.5): nothing is kept, and a second backward pass over the same graph finds it again.
+  1.5): nothing is kept; a second backward pass over the same graph computes them again.
 
-Published are sums over samples of factor times gradient in ONE product over all samples' tokens, of
-factors that were multiplied into the outputs' gradients. In 16 bits that rounds each of them, and
-so changes the gradient after its norm was taken: by a share of sum_t |l_t| |r_t|, which can be far
-more than the gradient's own norm. A second pass with scaled losses rounds otherwise throughout.
-Here each sample's gradient of a layer is therefore written in fp32, by a product of its own, and
-multiplied there; the second pass goes over the same losses, unscaled. It costs the same FLOPs, and
-20 bytes of traffic for each sample and value.
+Published methods multiply the factors into the outputs' gradients and sum in ONE product over all
+samples' tokens. In 16 bits that rounds each of them, which changes the gradient after its norm was
+taken, by a share of sum_t |l_t| |r_t|, which can be far more than the gradient's own norm. A second
+pass with scaled losses rounds differently throughout. Here each sample's gradient of a layer is
+written in fp32 by its own product and multiplied there, and the second pass has the same unscaled
+losses: the same FLOPs, and 20 bytes of traffic for each sample and value.
 
-`randomized` is the same with estimates in the place of large layers' norms (`NormFinder`).
+`randomized` is the same with estimates of large layers' norms (`NormFinder`).
 
 Guarantee:
     With `ExactNorms`, one sample moves the sum by at most C, as with any other method and for any
     `Summation`, whatever error the ghost norms have. Let n_l be the norm of the sample's gradient
     of parameter l as it was found for clipping, whose squares sum to n^2, and f the sample's
-    factor, f n <= C; of parameters that are clipped apart, of each group.
-    What is added of parameter l is f min(1, n_l / m_l) g_l, where g_l is the very fp32 tensor that
-    is added, summed over cp, and m_l its norm, measured as in `grad_sample`: at most f n_l, over
-    all parameters at most f n. A ghost norm only says how much of the sample's gradient is added:
-    in fp32 what the loop adds, within 1e-5 (tests). Rejected samples are left out by selection. A
-    part whose m_l is not finite, though n_l was, is left out too. Assumes what `grad_sample` does.
+    factor, f n <= C (for each clip group, if there are several).
+    The sum gets f min(1, n_l / m_l) g_l of parameter l, where g_l is the very fp32 tensor that is
+    added, summed over cp, and m_l its norm, measured as in `grad_sample`: at most f n_l, over all
+    parameters at most f n. A ghost norm only decides how much of the gradient is added: in fp32 the
+    same as the loop, within 1e-5 (tests). Rejected samples are left out by selection, and so is a
+    part whose m_l is not finite though n_l was. Assumes what `grad_sample` does.
 
-    So it is with estimates that are capped. With a finder whose `cap` is above 1, n_l is an
-    estimate, and what is added of parameter l is f min(1, cap n_l / m_l) g_l: at most cap C in all,
-    surely, and else at most C times the whole gradient's true norm over its estimate
-    (`privacy.randomized`).
+    The same holds for capped estimates. With a finder whose `cap` is above 1, n_l is an estimate
+    and the sum gets f min(1, cap n_l / m_l) g_l: always at most cap C in all, and at most C times
+    the whole gradient's true norm over its estimate (`privacy.randomized`).
 """
 
 from collections import Counter
@@ -46,18 +43,17 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.ghost_norm import Factors
+from torchtitan_dp.gradients.fsdp import sum_over_cp, sum_together_over_cp
+from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors, NormFinder
 from torchtitan_dp.gradients.layers import Formed, connect_all, layers_of_each_parameter
-from torchtitan_dp.gradients.norm_finder import ExactNorms, NormFinder
 from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
-from torchtitan_dp.gradients.reduction import sum_over_cp, sum_together_over_cp
 from torchtitan_dp.privacy.clipping import Clip, squared_norm
 
 Passes = Literal["one", "two"]
 
 
 class GhostGradients:
-    """Adds one microbatch at a time to a `ClippedSum`, in a bundle for each parameter."""
+    """Ghost clipping of one microbatch at a time, in a bundle for each parameter."""
 
     batch_size = None  # any
     makes_gradients: ClassVar[tuple[str, ...]] = ("_form_some", "_add_capped")
@@ -73,10 +69,10 @@ class GhostGradients:
     ) -> None:
         """
         Args:
-            model: turned by `per_sample_layers`, then laid over the mesh by FSDP2.
-            passes: of backward, over each microbatch.
-            norms: how norms are found from factors; exactly, if None.
-            transient_bytes: bound, if one sample is smaller, on what one layer holds unreduced.
+            model: converted by `per_sample_layers`, then sharded by FSDP2.
+            passes: backward passes over each microbatch.
+            norms: the finder of norms from factors; exact, if None.
+            transient_bytes: bound on one layer's unreduced gradients, of at least one sample.
         """
         self.clipped_sum = clipped_sum
         self._cp, self._cp_size = clipped_sum.groups.cp, clipped_sum.groups.cp_size
@@ -92,7 +88,7 @@ class GhostGradients:
         self._start(0)
 
     def _start(self, samples: int) -> None:
-        """Forget the last microbatch, if there was one."""
+        """Reset the state of a microbatch."""
         self._samples = samples
         self._calls: Counter[str] = Counter()  # of `form_grad_samples`, in the first backward
         self._writes: dict[str, list[Write]] = {}  # whose norms are to be found, or sums added
@@ -106,7 +102,7 @@ class GhostGradients:
         self.norms.start_step(key)
 
     def hold(self, loss_B: torch.Tensor) -> None:
-        """Refuse: what one backward pass found of a sample is clipped at its end."""
+        """Refuse: each backward pass ends with clipping."""
         raise AssertionError("refused with the configuration: data.windows_per_draw")
 
     def accumulate_clipped(
@@ -115,16 +111,11 @@ class GhostGradients:
         valid_B: torch.Tensor,
         positions: Sequence[int] | None = None,
     ) -> Clip:
-        """Backpropagate a microbatch and add its samples' clipped gradients to the sum.
-
-        Args:
-            loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
-            valid_B: bool: False for a padding sample, which contributes exactly 0.
-            positions: as of `methods.GradientMethod`; estimates need them.
+        """Add a microbatch (`methods.GradientMethod`); estimates need `positions`.
 
         Collectives, over cp: for each parameter all-gathers of the factors of its ghost norm, a
-        reduce-scatter of gradients and an all-reduce of as many numbers as samples, within backward
-        or after it; between norms and sums, one all-reduce of the norms of all parameters.
+        reduce-scatter of gradients and an all-reduce of B numbers, within backward or after it;
+        between norms and sums, one all-reduce of the norms of all parameters.
         """
         assert not self._writes
         assert not self._kept
@@ -153,11 +144,11 @@ class GhostGradients:
         return self._passes == "two" or self._is_ghost(name, tokens * self._layers[name])
 
     def held(self) -> list[torch.Tensor]:
-        """Return no tensor: gradients exist within a call, for one layer at a time."""
+        """Return no tensor: gradients exist within a call only."""
         return []
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
-        """Take what a layer's gradients are made of: keep it, measure it, or add it."""
+        """Keep, measure or add a layer's gradients, given by their operands."""
         assert batch_size == self._samples, f"{name}: dim 0 of its layer's input is not the sample"
         if self._clip is not None:
             if name not in self._added:
@@ -182,12 +173,12 @@ class GhostGradients:
             add_to(self._kept, name, self._form(name, [write]))
 
     def form(self, name: str, batch_size: int, write: Write) -> Formed:
-        """Have the loss head write its gradients while it has the logits."""
+        """Write the loss head's gradients while it has the logits."""
         self._samples = batch_size
         return Formed(self._form(name, [write]), None)
 
     def add(self, name: str, formed: Formed, factor_B: torch.Tensor | None = None) -> None:
-        """Keep gradients that were formed, each sample's multiplied by its factor."""
+        """Keep formed gradients, each sample's multiplied by its factor."""
         shard_BDN = formed.shard
         assert shard_BDN is not None
         assert len(shard_BDN) == self._samples, (
@@ -202,11 +193,11 @@ class GhostGradients:
     # Norms.
 
     def _is_ghost(self, name: str, tokens: int) -> bool:
-        """Tell whether a ghost norm is the cheaper one, for so many tokens on this rank."""
+        """Return whether a norm from factors is cheaper, for `tokens` tokens on this rank."""
         return self.norms.is_cheaper(tokens * self._cp_size, self._layouts[name].shape)
 
     def _clip_by_norms(self, valid_B: torch.Tensor) -> Clip:
-        """Find the norms that are not known yet, sum their squares over cp, and clip by them."""
+        """Find the remaining norms, sum squares over cp, and clip."""
         self._kept |= sum_together_over_cp(self._vectors, self._cp)
         self._vectors.clear()
         for name in self._kept.keys() & self._writes.keys():  # layers of which one is not ghost
@@ -227,12 +218,12 @@ class GhostGradients:
         return self.clipped_sum.policy.clip(self.clipped_sum.over_groups(self._squares), valid_B)
 
     def _of_group(self, name: str, clip: Clip) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return factors and rejections of the group that a parameter is clipped with."""
+        """Return factors and rejections of a parameter's clip group."""
         group = self._group[name]
         return clip.factor_B[group], clip.rejected_B[group]
 
     def _measure(self, name: str, writes: Sequence[Write]) -> None:
-        """Square the norms of one parameter's gradients: this rank's part of them."""
+        """Find one parameter's squared norms: this rank's part."""
         factors = [write for write in writes if isinstance(write, Factors)]
         tokens = sum(map(_tokens, factors))
         if len(factors) == len(writes) and self._is_ghost(name, tokens):
@@ -245,8 +236,8 @@ class GhostGradients:
     # Gradients.
 
     def _add_capped(self, name: str, writes: Sequence[Write]) -> None:
-        """Form one parameter's gradients and add them, none with a norm of more than `cap` times
-        what was found."""
+        """Form one parameter's gradients and add them, each capped at `cap` times its found
+        norm."""
         assert self._clip is not None
         for samples in self._slices(name):
             shard_BDN = self._form_some(name, writes, samples)
@@ -264,7 +255,7 @@ class GhostGradients:
         self._added.add(name)
 
     def _slices(self, name: str) -> list[slice]:
-        """Cut the microbatch into what is formed at once."""
+        """Cut the microbatch into slices of samples that are formed at once."""
         fits = 4 * self._layouts[name].shape.numel() * self._samples <= self._transient_bytes
         at_once = max(self._samples, 1) if fits else 1
         return [slice(start, start + at_once) for start in range(0, self._samples, at_once)]
@@ -275,7 +266,7 @@ class GhostGradients:
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _form_some(self, name: str, writes: Sequence[Write], samples: slice) -> torch.Tensor:
-        """As `_form`, of some of the samples."""
+        """Write some samples' gradients and sum them over cp: (b, dp_shard, chunk)."""
         return sum_over_cp(self._write(name, writes, samples), self._cp).flatten(2)
 
     def _write(self, name: str, writes: Sequence[Write], samples: slice) -> torch.Tensor:

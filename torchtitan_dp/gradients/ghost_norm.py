@@ -7,38 +7,38 @@ The gradient of sample b is a sum over its tokens, G_b = sum_t l_t r_t^T, so tha
 two products of (T, T) in the place of one of (P, D) (Goodfellow 2015; Li et al. 2021; Bu et al.
 2022, "Scalable and Efficient Training of Large Convolutional Neural Networks with Differential
 Privacy"). An embedding's l_t is the unit vector of token t. A parameter with several layers (a tied
-weight) has the tokens of all of them, and the sum over t, s has the pairs across layers: its cross
-term. The (T, T) products exist a block of rows at a time.
+weight) has the tokens of all of them, and the pairs across layers are its cross term. The (T, T)
+products exist a block of rows at a time.
 
-Under context parallelism the pairs across ranks belong to it as well. Each rank pairs its own
-tokens with those of all ranks, which it is sent block by block: as many bytes as the factors of the
-whole sample have, O(T) (P + D), and O(T^2) (P + D) FLOPs, shared by the ranks. This is what
-LongShield's section 2 avoids.
+Under context parallelism each rank pairs its own tokens with those of all ranks, which are gathered
+block by block: the bytes of the whole sample's factors, O(T) (P + D), and O(T^2) (P + D) FLOPs,
+shared by the ranks. LongShield avoids this (section 2).
 
 Guarantee:
-    None for privacy: see `ghost`, which caps what is added by what is found here. The squares are
-    sums of products that cancel: computed from the very factors that a gradient is written from,
+    None for privacy: `ghost` caps the added gradients by these norms. The squares are sums of
+    products that cancel: computed from the very factors that a gradient is written from,
     in fp32 within blocks and fp64 across them, their error is a share of
     (sum_t |l_t| |r_t|)^2, not of themselves (tests: 1e-6 of a Llama's at random weights).
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
 
+from torchtitan_dp.gradients.fsdp import gather_from_all
 from torchtitan_dp.gradients.operands import Products, Rows
 from torchtitan_dp.gradients.products import accumulates_wide, write_product_
-from torchtitan_dp.gradients.reduction import gather_from_all
 
 Factors = Products | Rows
 
 
 def is_cheaper(tokens: int, shape: torch.Size) -> bool:
-    """Tell whether a ghost norm is the cheaper way to a matrix's norm, by the published rule.
+    """Return whether a ghost norm is cheaper than a matrix's gradient, by the published rule.
 
     Args:
-        tokens: T of the whole sample, those of all the parameter's layers together.
+        tokens: T of the whole sample, summed over the parameter's layers.
         shape: (P, D).
 
     The mixed ghost norm (Bu et al. 2022, section 4; used by DP-ZeRO, appendix A.1): 2 T^2 < P D.
@@ -52,13 +52,14 @@ def is_cheaper(tokens: int, shape: torch.Size) -> bool:
 def squared_norms(
     factors: Sequence[Factors], cp: dist.ProcessGroup | None, *, block_elements: int = 2**24
 ) -> torch.Tensor:
-    """Square the norms of B samples' gradients of one parameter.
+    """Find the squared norms of B samples' gradients of one parameter.
 
     Args:
-        factors: of each of the parameter's layers: of this rank's tokens, as many on each rank.
-        cp: the context-parallel group, whose ranks have the other tokens; None if there are none.
-        block_elements: bound, if one token takes less, on the numbers of a (B, rows, T) product,
-            and of a block of factors from all ranks.
+        factors: those of each of the parameter's layers, for this rank's tokens, as many on each
+            rank.
+        cp: the context-parallel group; None without one.
+        block_elements: bound on the elements of a (B, rows, T) product, and of a block of factors
+            from all ranks, of at least one token.
 
     Returns:
         fp64 (B,): this rank's part. The sum over `cp` is the square, up to rounding, which can
@@ -89,10 +90,10 @@ def _pairs(rows: Factors, columns: Factors, block_elements: int) -> torch.Tensor
 
 
 def _pairs_with_itself(factors: Factors, block_elements: int) -> torch.Tensor:
-    """Sum over all pairs of a sample's tokens, of which each unequal one is computed once."""
+    """Sum over all pairs of a sample's tokens; each unequal pair is computed once."""
     tokens = factors.left.shape[1]
     total_B = torch.zeros(len(factors.left), dtype=torch.float64, device=factors.left.device)
-    # Several blocks even if one has room: what lies below the diagonal is then not computed.
+    # Several blocks even if one has room, to skip products below the diagonal.
     at_once = max(min(block_elements // (len(factors.left) * tokens), -(-tokens // 4)), 1)
     for block in token_blocks(tokens, at_once):
         rows = some_tokens(factors, block)
@@ -138,8 +139,7 @@ def _products(rows_BRK: torch.Tensor, columns_BSK: torch.Tensor) -> torch.Tensor
 def _from_all_ranks(
     factors: Factors, cp: dist.ProcessGroup, block_elements: int
 ) -> Iterator[Factors]:
-    """Yield the factors of all ranks' tokens, those of one rank's block at a time; each block is
-    gathered from all ranks at once."""
+    """Yield all ranks' factors, one rank's block at a time, gathered a block from all ranks."""
     ranks, (samples, tokens) = dist.get_world_size(cp), factors.left.shape[:2]
     a_token = ranks * samples * sum(x[0, 0].numel() for x in (factors.left, factors.right))
     scale_NB = None
@@ -168,3 +168,49 @@ def token_blocks(tokens: int, size: int) -> Iterator[slice]:
     """Cut tokens into blocks of at most `size`."""
     for start in range(0, tokens, size):
         yield slice(start, min(start + size, tokens))
+
+
+class NormFinder(Protocol):
+    """A finder of squared norms of matrices' gradients from their factors: exact, or estimated by
+    `randomized_norm`."""
+
+    def cap(self, name: str) -> float:
+        """Return how large a parameter's added gradient may be, relative to its found norm."""
+
+    def start_step(self, key: bytes) -> None:
+        """Set the key of a step's randomness."""
+
+    def start_microbatch(self, positions: Sequence[int] | None) -> None:
+        """Set the units of the coming microbatch, by positions if they are known."""
+
+    def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
+        """Return whether to find a norm from factors, for `tokens` tokens of a whole sample."""
+
+    def squared_norms(
+        self, name: str, shape: torch.Size, factors: Sequence[Factors]
+    ) -> torch.Tensor:
+        """Find squared norms: fp64 (B,), this rank's part of the sum over cp."""
+
+
+class ExactNorms:
+    """Ghost norms."""
+
+    def __init__(self, cp: dist.ProcessGroup | None) -> None:
+        self._cp = cp
+
+    def cap(self, name: str) -> float:
+        return 1.0
+
+    def start_step(self, key: bytes) -> None:
+        """Nothing is random."""
+
+    def start_microbatch(self, positions: Sequence[int] | None) -> None:
+        """Nothing depends on whose samples these are."""
+
+    def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
+        return is_cheaper(tokens, shape)
+
+    def squared_norms(
+        self, name: str, shape: torch.Size, factors: Sequence[Factors]
+    ) -> torch.Tensor:
+        return squared_norms(factors, self._cp)

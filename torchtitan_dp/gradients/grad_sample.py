@@ -1,10 +1,9 @@
 """Per-sample gradients for microbatches of several samples: LongShield's V1, V2 and, with AC, V3.
 
-Each layer's backward forms its samples' gradients from this rank's tokens (`layers`). V2, section
-3.2's input-stationary pattern: their sum over the context-parallel group starts at once, as a
-reduce-scatter that runs while backward goes on, and leaves each rank `1 / cp` of it (section 3.1).
-V1 keeps all of them whole and sums them after backward; it is the paper's baseline. With V2, a
-group of parameters that is clipped apart from others is added, and freed, within backward.
+Each layer's backward forms its samples' gradients from this rank's tokens (`layers`). V2 (section
+3.2, input-stationary) reduce-scatters them over the context-parallel group while backward continues
+and keeps `1 / cp` on each rank (section 3.1). V1, the paper's baseline, keeps them whole and sums
+them after backward. With V2, a clip group is added, and freed, within backward.
 
 Guarantee:
     What is added to the `ClippedSum` for sample b is the gradient of loss b over the whole
@@ -22,14 +21,14 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.fsdp import reduce_scatter_sum, sum_together_over_cp
 from torchtitan_dp.gradients.layers import Formed, connect_all, layers_of_each_parameter
 from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
-from torchtitan_dp.gradients.reduction import reduce_scatter_sum, sum_together_over_cp
 from torchtitan_dp.privacy.clipping import Clip
 
 
 class GradSampleGradients:
-    """Adds one microbatch at a time to a `ClippedSum`, in a bundle for each parameter."""
+    """Per-sample gradients of one microbatch at a time, in a bundle for each parameter."""
 
     batch_size = None  # any
     makes_gradients: ClassVar[tuple[str, ...]] = ("form", "add")
@@ -44,9 +43,9 @@ class GradSampleGradients:
     ) -> None:
         """
         Args:
-            model: turned by `per_sample_layers`, then laid over the mesh by FSDP2.
+            model: converted by `per_sample_layers`, then sharded by FSDP2.
             shard_grad_samples: V2 if True, V1 if False.
-            transient_bytes: bound, if one sample is smaller, on what one layer holds unreduced.
+            transient_bytes: bound on one layer's unreduced gradients, of at least one sample.
         """
         self.clipped_sum = clipped_sum
         self._cp = clipped_sum.groups.cp
@@ -70,7 +69,7 @@ class GradSampleGradients:
         """Nothing is random here."""
 
     def hold(self, loss_B: torch.Tensor) -> None:
-        """Refuse: what one backward pass found of a sample is clipped at its end."""
+        """Refuse: each backward pass ends with clipping."""
         raise AssertionError("refused with the configuration: data.windows_per_draw")
 
     def accumulate_clipped(
@@ -79,16 +78,11 @@ class GradSampleGradients:
         valid_B: torch.Tensor,
         positions: Sequence[int] | None = None,
     ) -> Clip:
-        """Backpropagate a microbatch and add its samples' clipped gradients to the sum.
-
-        Args:
-            loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
-            valid_B: bool: False for a padding sample, which contributes exactly 0.
-            positions: not needed: nothing is random here.
+        """Add a microbatch (`methods.GradientMethod`).
 
         Collectives, over cp: a reduce-scatter per layer within backward, one more after it (V2),
-        or an all-reduce per parameter after it (V1); then an all-reduce of B numbers for each group
-        that is clipped apart, with V2 some of them within backward.
+        or an all-reduce per parameter after it (V1); then an all-reduce of B numbers for each clip
+        group, with V2 some of them within backward.
         """
         assert not self._shards
         assert not self._wholes
@@ -107,14 +101,14 @@ class GradSampleGradients:
         return Clip(*map(torch.cat, zip(*clips, strict=True))).over_groups()
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
-        """Have a layer, in its backward, write its per-sample gradients, and start their sum."""
+        """Write a layer's per-sample gradients within backward, and start their sum over cp."""
         self.add(name, self.form(name, batch_size, write))
 
     def keeps_outputs(self, name: str, tokens: int) -> bool:
         return False
 
     def form(self, name: str, batch_size: int, write: Write) -> Formed:
-        """Have a layer write its per-sample gradients, and start their sum; nothing is added yet.
+        """Write a layer's per-sample gradients and start their sum over cp, without adding them.
 
         Matrices are reduced at once, while the next is written: two at a time are held whole.
         Vectors (norm weights) are small: they wait for each other.
@@ -148,7 +142,7 @@ class GradSampleGradients:
         """Add a layer's per-sample gradients to the microbatch's.
 
         Args:
-            factor_B: what each sample's are multiplied by, in fp32; None for 1.
+            factor_B: fp32 factor of each sample; None for 1.
         """
         batch_size = formed.batch_size
         samples = len(self._valid_B)
@@ -172,7 +166,7 @@ class GradSampleGradients:
     def _add_group(self, group: int) -> None:
         """Clip and add a group of parameters, all of whose layers have formed their gradients.
 
-        What other layers have started goes on.
+        Sums of other layers keep running.
         """
         names = self.clipped_sum.policy.members[group]
         while any(running.name in names for running in self._in_flight):
@@ -187,7 +181,7 @@ class GradSampleGradients:
         return [*self._shards.values(), *self._wholes.values()]
 
     def _gather(self) -> None:
-        """Finish the sums over cp, so that `_shards` has what is not added yet."""
+        """Finish the sums over cp, so that `_shards` has all gradients that are not added yet."""
         self._wait()
         for name in list(self._factors):
             self._settle(name)
@@ -201,9 +195,7 @@ class GradSampleGradients:
         assert not unused, f"trainable but had no gradient: {sorted(unused)}"
 
     def _reduce_wholes_alone(self) -> None:
-        """Sum over cp what was kept whole, by an all-reduce for each parameter, and keep this
-        rank's part.
-        """
+        """Sum whole gradients over cp, an all-reduce per parameter, and keep this rank's part."""
         for name, whole in self._wholes.items():
             if self._cp is not None:
                 dist.all_reduce(whole, group=self._cp)
@@ -211,30 +203,30 @@ class GradSampleGradients:
         self._wholes.clear()
 
     def _settle(self, name: str) -> None:
-        """Have a matrix's gradients summed and multiplied, if a factor is left to do."""
+        """Wait for a matrix's sum and apply its pending factor, if there is one."""
         factor_B = self._factors.pop(name, None)
         if factor_B is not None:
             self._wait()
             self._shards[name].mul_(_along(factor_B, self._shards[name], dim=0))
 
     def _wait(self, running: int = 0) -> None:
-        """Wait until at most so many sums are running."""
+        """Wait until at most `running` sums are running."""
         while len(self._in_flight) > running:
             self._in_flight.popleft().work.wait()
 
 
 class _Running(NamedTuple):
-    """Holds a sum over cp that was started."""
+    """A running sum over cp."""
 
     work: dist.Work
     name: str
-    whole: torch.Tensor  # what it reads
+    whole: torch.Tensor  # its input, kept alive
 
 
 class _WholeGroups:
-    """Tells which groups of parameters have all their gradients, while backward goes on.
+    """The clip groups whose gradients are complete, while backward continues.
 
-    One with a vector is whole at the end: vectors wait for each other.
+    A group with a vector completes at the end: vectors wait for each other.
     """
 
     def __init__(self, model: nn.Module, clipped_sum: ClippedSum) -> None:
@@ -251,12 +243,12 @@ class _WholeGroups:
 
     @property
     def added(self) -> set[str]:
-        """Name the parameters of groups that were taken."""
+        """The parameters of groups that were taken."""
         return {name for group in self._taken for name in self._members[group]}
 
     def take(self, name: str) -> list[int]:
-        """Note that one more layer has formed gradients of `name`, and return the groups that were
-        whole before: this layer's sum over cp has only just begun.
+        """Count one more layer's gradients of `name`, and return the groups that were complete
+        before: this layer's sum over cp has only just begun.
         """
         before, self._whole = self._whole, []
         group = self._group[name]

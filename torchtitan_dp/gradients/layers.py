@@ -1,13 +1,14 @@
-"""Layers whose backward forms each sample's own gradient, and no other.
+"""Layers whose backward forms per-sample gradients only.
 
-`per_sample_layers` puts an `autograd.Function` in the place of every trainable layer's forward.
-What backward needs lies in `save_for_backward`, so that activation checkpointing frees and
-recomputes it like anything else; module hooks would hold what the first forward captured
-(LongShield, section 3.3). The weight's ordinary gradient, a sum over samples, is never computed.
+`per_sample_layers` replaces every trainable layer's forward by an `autograd.Function`. Its tensors
+for backward are in `save_for_backward`, so that activation checkpointing frees and recomputes them;
+module hooks would hold those of the first forward (LongShield, section 3.3). The weight's ordinary
+gradient, a sum over samples, is never computed.
 
 Guarantee:
-    Row b of what a layer hands to its sink depends on row b of its input and of its output's
-    gradient alone. For layers other than Linear, Embedding and RMSNorm, it rests on Opacus' rule.
+    Row b of a gradient that a layer passes to its sink depends only on row b of its input and of
+    its output's gradient. For layers other than Linear, Embedding and RMSNorm, this rests on
+    Opacus' rule.
 """
 
 import copy
@@ -23,14 +24,14 @@ from torchtitan_dp.gradients.operands import Existing, Products, Rows, Write
 
 
 class Formed(NamedTuple):
-    """Holds a parameter's per-sample gradients of one layer, whose sum over cp may be running."""
+    """One layer's per-sample gradients of a parameter, whose sum over cp may be running."""
 
     shard: torch.Tensor | None  # (B, dp_shard, rows, …), summed over cp
     whole: torch.Tensor | None  # (cp, B, dp_shard, rows, …), not yet summed
 
     @property
     def batch_size(self) -> int:
-        """Count the samples."""
+        """B."""
         if self.whole is not None:
             return self.whole.shape[1]
         assert self.shard is not None
@@ -38,32 +39,32 @@ class Formed(NamedTuple):
 
 
 class Sink(Protocol):
-    """Takes per-sample gradients, from within backward."""
+    """A receiver of per-sample gradients, from within backward."""
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
         """Add what `write` will write to the gradients of the parameter `name`."""
 
     def keeps_outputs(self, name: str, tokens: int) -> bool:
-        """Tell whether the loss head is to hand over its logits' gradients, of so many tokens a
-        sample, by `form_grad_samples`; else it forms gradients of its weight in chunks.
+        """Return whether the loss head should pass its logits' gradients, of `tokens` tokens a
+        sample, to `form_grad_samples`; otherwise it forms its weight's gradients in chunks.
         """
 
     def form(self, name: str, batch_size: int, write: Write) -> "Formed":
-        """Have `write` write gradients of the parameter `name`, before or within backward."""
+        """Write gradients of the parameter `name`, before or within backward."""
 
     def add(self, name: str, formed: "Formed", factor_B: torch.Tensor | None = None) -> None:
-        """Add, within backward, what was formed, each sample multiplied by its factor."""
+        """Add formed gradients, within backward, each sample multiplied by its factor."""
 
 
 class Applied(Protocol):
-    """Stands for an `autograd.Function`, or for what chooses one."""
+    """An `autograd.Function`, or a chooser of one."""
 
     def apply(self, *args: Any) -> Any:
         """Run it."""
 
 
 class PerSampleLayer(nn.Module):
-    """Adds to a layer's class what `per_sample_layers` turns it with."""
+    """The class that `per_sample_layers` adds to a layer's own."""
 
     sink: Sink
     rule_type: type[nn.Module]  # whose per-sample rule holds
@@ -82,10 +83,10 @@ class PerSampleLayer(nn.Module):
 
 
 def per_sample_layers(model: nn.Module) -> None:
-    """Turn every layer of `model` that has parameters of its own to train, in place.
+    """Convert every layer of `model` that has trainable parameters of its own, in place.
 
-    As `fully_shard` does, this gives the module a class that adds to its own: names, parameters
-    and `isinstance` stay. Call it before activation checkpointing and FSDP2.
+    Like `fully_shard`, this extends the module's class: names, parameters and `isinstance` stay.
+    Call it before activation checkpointing and FSDP2.
 
     Raises:
         ValueError: if a layer's type has no rule. Other layers follow Opacus' registration,
@@ -117,7 +118,7 @@ def per_sample_layers(model: nn.Module) -> None:
 
 
 def register_per_sample(kind: type[nn.Module], function: Applied) -> None:
-    """Give a layer type a function of its own, for layers that Opacus' rules do not fit.
+    """Register a function for a layer type that Opacus' rules do not fit.
 
     Args:
         function: takes (layer, *inputs of forward, *the layer's own parameters); its backward
@@ -127,13 +128,13 @@ def register_per_sample(kind: type[nn.Module], function: Applied) -> None:
 
 
 def connect_all(model: nn.Module, sink: Sink, parameters: Iterable[str]) -> None:
-    """Do as `connect`, and make sure that every one of `parameters` is in a layer."""
+    """Call `connect`, and assert that every one of `parameters` is in a layer."""
     missing = set(parameters) - connect(model, sink)
     assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
 
 
 def connect(model: nn.Module, sink: Sink) -> set[str]:
-    """Send what the layers form to `sink`, and return the names of their parameters."""
+    """Send the layers' gradients to `sink`, and return the names of their parameters."""
     layers = [layer for layer in model.modules() if isinstance(layer, PerSampleLayer)]
     for layer in layers:
         layer.sink = sink
@@ -141,7 +142,7 @@ def connect(model: nn.Module, sink: Sink) -> set[str]:
 
 
 def layers_of_each_parameter(model: nn.Module) -> Counter[str]:
-    """Count, by canonical name, the layers that have a parameter: several have a tied weight."""
+    """Count the layers of each parameter, by canonical name: a tied weight has several."""
     layers = [layer for layer in model.modules() if isinstance(layer, PerSampleLayer)]
     return Counter(name for layer in layers for name in layer.parameter_names.values())
 
@@ -154,7 +155,7 @@ def _opacus_rules() -> dict[type[nn.Module], Callable[..., Any]]:
 
 
 class _Linear(torch.autograd.Function):
-    """Computes y = x W^T + b."""
+    """y = x W^T + b."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -185,7 +186,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _OwnForward(torch.autograd.Function):
-    """Runs the layer's own forward, and saves its input for backward.
+    """The layer's own forward, which saves its input for backward.
 
     Backward may use the layer and its parameters, which FSDP2 has gathered again by then.
     """
@@ -203,7 +204,7 @@ class _OwnForward(torch.autograd.Function):
 
 
 class _Embedding(_OwnForward):
-    """Computes y = W[tokens]."""
+    """y = W[tokens]."""
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[None, ...]:  # type: ignore[override]
@@ -220,7 +221,7 @@ class _Embedding(_OwnForward):
 
 
 class _RMSNorm(_OwnForward):
-    """Computes y = x / rms(x) * w."""
+    """y = x / rms(x) * w."""
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
@@ -251,7 +252,7 @@ def _rms_norm_grad(
 
 
 class _ByRule(_OwnForward):
-    """Serves any other layer for which Opacus has a rule, or for which a user registers one."""
+    """Any other layer with a rule of Opacus' or of a user."""
 
     @staticmethod
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]

@@ -1,7 +1,7 @@
 """The gradient methods that `privacy.gradient_method` names, and the facts that set them apart.
 
-`METHODS` is the only place that distinguishes their names: code that treats one method differently
-asks for the fact that makes the difference, and a new method states it once, here.
+Only `METHODS` distinguishes their names: code that treats one method differently asks for the fact
+behind the difference, which a new method states here, once.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,26 +25,25 @@ class GradientMethod(Protocol):
     """The way from per-sample losses to a `ClippedSum`."""
 
     makes_gradients: ClassVar[tuple[str, ...]]
-    """The names of its functions in which per-sample gradients are allocated, so that the plan can
-    count their memory apart."""
+    """The methods that allocate per-sample gradients, whose memory the plan counts apart."""
 
     @property
     def batch_size(self) -> int | None:
-        """Give the number of samples that one call takes; None if it takes any number."""
+        """The number of samples of one call; None if any."""
 
     def held(self) -> list[torch.Tensor]:
-        """Return the per-sample gradients that it holds between such calls."""
+        """List the per-sample gradients that it holds between calls that allocate them."""
 
     def start_step(self, key: bytes) -> None:
-        """Take the key of what is random in the coming step's norms, before its first microbatch.
+        """Set the key of the coming step's random norms, before its first microbatch.
 
         Args:
             key: 32 bytes, the same on all ranks, of this step alone.
         """
 
     def hold(self, loss_B: torch.Tensor) -> None:
-        """Backpropagate losses whose gradients are added, before they are clipped, to those of the
-        next call: of an earlier window of the same units, where the method `averages_windows`.
+        """Backpropagate an earlier window of the next call's units, whose gradients are added to
+        that call's before clipping, where the method `averages_windows`.
         """
 
     def accumulate_clipped(
@@ -58,8 +57,11 @@ class GradientMethod(Protocol):
         Args:
             loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
             valid_B: bool: False for a padding sample, which contributes exactly 0.
-            positions: of the samples' units, in what is drawn from, each at most once in a step; -1
-                for padding. What is random in a unit's norms depends on its position.
+            positions: index of each sample's unit in the training population, -1 for padding; no
+                duplicates within a step. Random norms depend on it and need it.
+
+        Returns:
+            Per-sample clip result, fields of shape (B,).
         """
 
 
@@ -77,13 +79,13 @@ class Method:
     build: Build
 
     chosen_for: str
-    """When it is the one to choose; `docs/methods.md` has the figures."""
+    """When to choose it; `docs/methods.md` has the figures."""
 
     per_sample_layers: bool
-    """Whether the model's layers must first be turned by `layers.per_sample_layers`."""
+    """Whether the model's layers must first be converted by `layers.per_sample_layers`."""
 
     compiles: Literal["blocks", "regions"]
-    """What may be compiled: blocks as a whole, or only what lies between their layers."""
+    """What may be compiled: whole blocks, or only the regions between their layers."""
 
     backward_passes: Callable[[Privacy], int] = lambda _: 1
     """How often backward runs over a microbatch."""
@@ -98,7 +100,7 @@ class Method:
     """Whether norms are estimated from `projections`."""
 
     smallest_layer: Callable[[Privacy], tuple[int, int, int]] = lambda _: (1, 1, 1)
-    """(T, P, D): from how many tokens, rows and columns on a layer shows what the method does."""
+    """(T, P, D): the tokens, rows and columns of the smallest layer on which the method differs."""
 
 
 def _microbatch(
@@ -178,5 +180,5 @@ METHODS: dict[str, Method] = {
 
 
 def automatic(samples: int) -> Literal["microbatch", "grad_sample"]:
-    """Name the method that `auto` stands for, which depends on the size of microbatches alone."""
+    """Return the method of `auto`, which depends on the microbatch size alone."""
     return "microbatch" if samples == 1 else "grad_sample"

@@ -1,17 +1,17 @@
-"""Per-sample gradients for microbatches of one sample: the gradient FSDP2 reduces anyway.
+"""Per-sample gradients for microbatches of one sample: the gradient that FSDP2 reduces anyway.
 
 With one sample in a microbatch, the gradient that FSDP2 reduce-scatters over the context-parallel
 group is that sample's gradient, already sharded and overlapped with backward (LongShield's
-section 3.1 at MBS 1). No hooks, no einsum; activation checkpointing and `torch.compile` are
-untouched. What is left: one all-reduce of a squared norm and one scaled add.
+section 3.1 at MBS 1). Without hooks or einsum, activation checkpointing and `torch.compile` work
+as ever; the cost is one all-reduce of a squared norm and one scaled add.
 
 Guarantee:
-    What is added to the `ClippedSum` is the gradient of one loss over the whole context-parallel
-    group, or of the sum of one unit's losses: gradients that are held (`hold`) are summed over cp
-    and added up before their sum is clipped, once, so that a unit with K windows counts at most C
-    (hazard row 57). Gradients of different units are never added before they are clipped. Assumes
-    that each loss passed to `accumulate_clipped`, and those held before it, are of one unit, and
-    the same unit on all ranks of a cp group.
+    The `ClippedSum` gets the gradient of one loss over the whole context-parallel group, or of the
+    sum of one unit's losses: held gradients (`hold`) are summed over cp and added up before their
+    sum is clipped, once, so that a unit with K windows counts at most C (hazard row 57). Gradients
+    of different units are never added before clipping. Assumes that each loss passed to
+    `accumulate_clipped`, and those held before it, are of one unit, the same on all ranks of a cp
+    group.
 """
 
 from collections.abc import Sequence
@@ -21,12 +21,12 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
-from torchtitan_dp.gradients.reduction import ReduceScatterOverCP
+from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.privacy.clipping import Clip
 
 
 class MicrobatchGradients:
-    """Adds one sample at a time to a `ClippedSum`, in a bundle for each FSDP2 group."""
+    """FSDP2's reduced gradients of one sample at a time, in a bundle for each FSDP2 group."""
 
     batch_size = 1
     makes_gradients: ClassVar[tuple[str, ...]] = ()  # FSDP2 does, in its reduction
@@ -43,11 +43,8 @@ class MicrobatchGradients:
         self._held: list[torch.Tensor] = []  # of the unit's earlier windows, as `shards`
 
     def hold(self, loss_B: torch.Tensor) -> None:
-        """Backpropagate the loss of one of a unit's windows, and keep its gradient, unclipped, to
-        be added to that of the next. It takes as much memory as a sample's share of a gradient.
-
-        Args:
-            loss_B: as of `accumulate_clipped`.
+        """Backpropagate the loss, shape (1,), of one of a unit's windows, and keep its unclipped
+        gradient shard, which the next call adds to its own.
 
         Collectives: reduce-scatter over cp, each FSDP2 group, within backward.
         """
@@ -57,7 +54,7 @@ class MicrobatchGradients:
         """Nothing is random here."""
 
     def held(self) -> list[torch.Tensor]:
-        """Return no tensor: a sample's gradient is added as soon as it is whole."""
+        """Return no tensor: gradients are in FSDP2's buffers."""
         return []
 
     def accumulate_clipped(
@@ -66,13 +63,7 @@ class MicrobatchGradients:
         valid_B: torch.Tensor,
         positions: Sequence[int] | None = None,
     ) -> Clip:
-        """Backpropagate one sample's loss and add its clipped gradient to the sum.
-
-        Args:
-            loss_B: shape (1,): this rank's part of the sample's loss; summed over cp it is the
-                loss.
-            valid_B: bool, shape (1,): False for a padding sample, which contributes exactly 0.
-            positions: not needed: nothing is random here.
+        """Add one sample (`methods.GradientMethod`): `loss_B` and `valid_B` have shape (1,).
 
         Collectives: reduce-scatter over cp, each FSDP2 group, within backward; then an all-reduce
         of one number over cp.
@@ -80,14 +71,14 @@ class MicrobatchGradients:
         return self.clipped_sum.add(self._with_held(self._backward(loss_B)), valid_B)
 
     def _with_held(self, shards: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Add what was held, of which nothing is held any more."""
+        """Add the held gradients, and release them."""
         held, self._held = self._held, []
         for earlier, shard_1DN in zip(held, shards, strict=bool(held)):
             shard_1DN.add_(earlier)
         return shards
 
     def _backward(self, loss_B: torch.Tensor) -> list[torch.Tensor]:
-        """Backpropagate, and take what was reduced: fp32 `(1, dp_shard, chunk)` per bundle."""
+        """Backpropagate and return reduced gradients: fp32 `(1, dp_shard, chunk)` per bundle."""
         assert loss_B.shape == (1,), "samples would be merged before they are clipped"
         loss_B.sum().backward()
         taken = [reduction.take() for reduction in self._reductions]
@@ -102,7 +93,7 @@ class MicrobatchGradients:
         return shards
 
     def _find_places(self, outputs: list[torch.Tensor]) -> dict[str, Place]:
-        """Find where each parameter lies: its `.grad` is a view that FSDP2 makes of its output."""
+        """Find each parameter's place: its `.grad` is a view of FSDP2's output."""
         bundles = {output.untyped_storage().data_ptr(): i for i, output in enumerate(outputs)}
         places = {}
         for name, parameter in self.clipped_sum.parameters.items():

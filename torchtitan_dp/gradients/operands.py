@@ -1,11 +1,11 @@
-"""What a layer's per-sample gradients are made of, and how they are written where FSDP2 has them.
+"""The operands of a layer's per-sample gradients, and how these are written in FSDP2's layout.
 
-A layer's backward knows two factors of them, which are far smaller than they are at short contexts:
-its input and its output's gradient. Whoever takes them (`layers.Sink`) may have the gradients
-written at once, or later, or find their norms without (`ghost_norm`).
+A layer's backward has two factors, which at short contexts are far smaller than the gradients: its
+input and its output's gradient. A `layers.Sink` has the gradients written at once, or later, or
+finds their norms without them (`ghost_norm`).
 
 Guarantee:
-    What is written for sample b depends on row b of the tensors alone.
+    The gradient written for sample b depends on row b of the tensors alone.
 """
 
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
+from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.gradients.products import write_product_
-from torchtitan_dp.gradients.rows import RowLayout
 
 # A layer whose microbatch of per-sample gradients is larger is formed one sample at a time.
 TRANSIENT_BYTES = 2**28
@@ -24,8 +24,8 @@ Write = Callable[[RowLayout, torch.Tensor, slice], None]
 
 
 def add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) -> None:
-    """Add to a parameter's gradients those of another layer that shares it, in place. A tied weight
-    has two layers' gradients, of which the sum is one sample's gradient.
+    """Add, in place, the gradients of another layer that shares the parameter: those of a tied
+    weight's layers sum to one sample's gradient.
     """
     if name in gradients:
         gradients[name].add_(more)
@@ -35,15 +35,15 @@ def add_to(gradients: dict[str, torch.Tensor], name: str, more: torch.Tensor) ->
 
 @dataclass(frozen=True)
 class Products:
-    """Stands for a matrix's gradients: for sample b, factor_b left_TP^T right_TD."""
+    """A matrix's gradients as products: for sample b, factor_b left_TP^T right_TD."""
 
     left: torch.Tensor  # (B, T, P): the output's gradient
     right: torch.Tensor  # (B, T, D): the input, of the same dtype
     factor_B: torch.Tensor | None = None  # fp32; None for 1
 
     def __call__(self, layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
-        """Write them: in one product for each sample and dp_shard rank where rows are not padded,
-        or in one for all samples where their rows lie in one piece."""
+        """Write them: one product for all samples where their rows are contiguous, else one for
+        each sample and dp_shard rank, or for each chunk where rows are padded."""
         left_BPT, right_BTD = self.left[samples].mT, self.right[samples]
         padded = layout.rows * layout.dp_shard * layout.cp != layout.shape[0]
         if padded or layout.in_one_piece(whole):
@@ -61,7 +61,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Rows:
-    """Stands for an embedding's gradients: row left_bt has what is right_btD, added up over t."""
+    """An embedding's gradients: row left_bt is the sum of right_btD over t."""
 
     left: torch.Tensor  # int64 (B, T): tokens
     right: torch.Tensor  # (B, T, D): the output's gradient
@@ -76,7 +76,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Existing:
-    """Holds gradients that exist already, `(B, *shape)`."""
+    """Gradients that exist already, `(B, *shape)`."""
 
     gradients: torch.Tensor
 

@@ -1,9 +1,9 @@
 """Matrix products whose factors are 16 bits wide and whose results are fp32, without temporaries.
 
-A gradient of a weight sums over thousands of tokens: rounded to 16 bits and copied, it would take
-3 times the memory traffic, and the sum of several would be of rounded terms. Both functions are
-operators, so that whoever counts operations counts what CUDA runs: one GEMM, which reads its
-factors and writes (or adds to) its fp32 result.
+A weight's gradient sums over thousands of tokens. Rounding it to 16 bits and copying it would take
+3 times the memory traffic and sum rounded terms. Both functions are operators, so that a count of
+operations is that of CUDA: one GEMM, which reads its factors and writes (or adds to) its fp32
+result.
 """
 
 from typing import Any
@@ -32,7 +32,7 @@ def write_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 @torch.library.custom_op("torchtitan_dp::add_product_", mutates_args=("out",))
 def add_product_(out: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left @ right to `out`: as `write_product_`, of two matrices."""
+    """Add left @ right to `out`, for two matrices of the dtypes of `write_product_`."""
     if out.dtype == left.dtype:
         out.addmm_(left, right)
     elif accumulates_wide(out):
@@ -52,5 +52,5 @@ def _(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def accumulates_wide(out: Tensor) -> bool:
-    """Tell whether there is a GEMM that writes what it sums in fp32: on CUDA, since torch 2.8."""
+    """Return whether a GEMM with a fp32 result exists: on CUDA, since torch 2.8."""
     return out.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out")

@@ -3,37 +3,37 @@
 The gradient of sample b is G_b = L_b^T R_b, with its factors L of (T, P) and R of (T, D). For a
 matrix P of (P, k), of independent N(0, 1 / k), Y = G^T P = R^T (L P) has E|Y|^2 = |G|^2:
 Hutchinson's estimator of the trace of G^T G ("Efficient DP-SGD for LLMs with Randomized Clipping",
-2026). It takes T k (P + D) multiplications and k (T + P + D) numbers, where a ghost norm takes T^2
-(P + D) and a gradient T P D. Hutch++ (Meyer, Musco, Musco & Woodruff 2021) finds an orthonormal
-basis Q of k columns, of a sketch G^T S, and estimates what lies outside only:
+2026). It takes T k (P + D) multiplications and k (T + P + D) numbers; a ghost norm takes T^2
+(P + D) multiplications and a gradient T P D. Hutch++ (Meyer, Musco, Musco & Woodruff 2021) finds an
+orthonormal basis Q of k columns of a sketch G^T S, and estimates only the part outside it:
 
     |Q^T G^T|^2 + |(1 - Q Q^T) G^T P|^2,
 
-with as many projections for S as for P, three times the products, and the same accounting: whoever
-knows the head is left with an estimate of the tail, of k projections (`privacy.envelope`).
+with as many projections for S as for P, three times the products, and the same accounting: given
+the head, the tail's estimate has k projections (`privacy.envelope`).
 
-Y is a sum over tokens. So under context parallelism the ranks add up (B, D, k) numbers, and no
-token leaves its rank; a tied weight's Y is the sum over its layers.
+Y is a sum over tokens, and for a tied weight over its layers. Under context parallelism the ranks
+sum (B, D, k) numbers, and no token leaves its rank.
 
-Which layers are estimated depends on shapes alone (with length buckets, on the unit's own length):
-those whose estimate takes less room than a ghost norm or a gradient (`estimates`). All others, and
+Shapes alone (with length buckets, the unit's own length) decide which layers are estimated: those
+whose estimate takes less room than a ghost norm or a gradient (`estimates`). All others, and
 vectors, are measured exactly.
 
 Guarantee:
-    The projections of a sample are a function of (key, parameter, the unit's position in what is
-    drawn from): of nothing that another unit's records hold, of no other unit's being drawn, and of
-    no mesh. No two units, parameters or steps share any, if each step has a key of its own and
-    draws a unit once: they are independent as `privacy.noise` says. They are secret, and nothing
-    computed here leaves the process but by the factors that gradients are clipped by. If `capped`,
-    `ghost` adds of no layer more than its estimate. So, given a step's key, whether a unit is drawn
-    and what its records hold changes no other unit's projections, estimates, factors or
-    contribution, but for how a device rounds products of other rows of a microbatch
-    (`privacy.fixed_point`), and moves the sum by at most C, whatever its own estimates are: steps
-    are accounted for as those of exact norms. (That a unit leaves the records altogether, which
-    moves the positions of those after it, is the same as its leaving them from the last position:
-    units are drawn, and have projections, without regard to their order.) Else `ghost` adds at most
-    `largest_ratio` times the estimate, and `privacy.randomized` accounts for that. In floating
-    point an estimate errs by a share of (sum_t |l_t| |r_t|)^2; both bounds hold whatever the error.
+    A sample's projections depend only on (step key, parameter name, unit index): not on other
+    units' data, on who else was drawn, or on the mesh. No two units, parameters or steps share any,
+    if each step has its own key and draws a unit once: they are independent in the sense of
+    `privacy.noise`. They are secret; only through clip factors do they affect anything outside the
+    process.
+    If `capped`, `ghost` adds no more of a layer than its estimate. Given a step's key, a unit's
+    presence and records then change no other unit's projections, estimates, factors or contribution
+    (but for how a device rounds products of other rows of a microbatch, `privacy.fixed_point`), and
+    move the sum by at most C, whatever its own estimates: steps are accounted for as with exact
+    norms. (Removing a unit from the population shifts later indices; that is equivalent to removing
+    the last one, because draws and projections do not depend on the units' order.)
+    Otherwise `ghost` adds at most `largest_ratio` times the estimate, and `privacy.randomized`
+    accounts for that. In floating point an estimate errs by a share of (sum_t |l_t| |r_t|)^2; both
+    bounds hold whatever the error.
 """
 
 import math
@@ -54,8 +54,7 @@ NormEstimator = Literal["hutchinson", "hutch++"]
 
 
 class RandomizedNorms:
-    """Finds the squared norms that `ghost` clips by: estimates of large layers', exact ones of
-    others."""
+    """Squared norms for `ghost`: estimates of large layers', exact ones of others."""
 
     def __init__(
         self,
@@ -67,9 +66,9 @@ class RandomizedNorms:
     ) -> None:
         """
         Args:
-            projections: k; unless `capped`, the run is accounted for with it.
-            cp: the ranks that have parts of the same samples.
-            capped: a gradient counts for no more than was estimated.
+            projections: k; accounting depends on it unless `capped`.
+            cp: the context-parallel group.
+            capped: whether added gradients are capped at their estimated norms.
         """
         self.k, self.estimator = projections, estimator
         self._largest_ratio = 1.0 if capped else largest_ratio(projections)
@@ -80,13 +79,13 @@ class RandomizedNorms:
         self._met: set[int] = set()  # all units' of this rank, in this step
 
     def start_step(self, key: bytes) -> None:
-        """Take a key that serves this step alone."""
+        """Set the key, 32 bytes, of this step alone."""
         assert len(key) == 32
         self._key = key
         self._met.clear()
 
     def start_microbatch(self, positions: Sequence[int] | None) -> None:
-        """Note whose samples come: see `methods.GradientMethod.accumulate_clipped`."""
+        """Set the units of the microbatch (`methods.GradientMethod.accumulate_clipped`)."""
         units = [position for position in positions or () if position >= 0]
         count = len(self._met) + len(units)
         self._met.update(units)
@@ -95,27 +94,27 @@ class RandomizedNorms:
         self._estimated.clear()
 
     def cap(self, name: str) -> float:
-        """Give 1, or, for what was estimated and is not capped, `largest_ratio`."""
+        """Return `largest_ratio` for an estimated parameter that is not capped, else 1."""
         return self._largest_ratio if name in self._estimated else 1.0
 
     def is_cheaper(self, tokens: int, shape: torch.Size) -> bool:
-        """Tell whether a norm is to be found from factors, for so many tokens of a whole sample."""
+        """Return whether to find a norm from factors, for `tokens` tokens of a whole sample."""
         return self.estimates(tokens, shape) or ghost_norm.is_cheaper(tokens, shape)
 
     def estimates(self, tokens: int, shape: torch.Size) -> bool:
-        """Tell whether a matrix's norm is estimated: k (T + P + D) < min(2 T^2, P D)."""
+        """Return whether a matrix's norm is estimated: k (T + P + D) < min(2 T^2, P D)."""
         room = self.k * (tokens + sum(shape))
         return room < min(2 * tokens * tokens, shape.numel())
 
     def squared_norms(
         self, name: str, shape: torch.Size, factors: Sequence[Factors]
     ) -> torch.Tensor:
-        """Estimate or find the squares of the norms of B samples' gradients of one parameter.
+        """Estimate or find squared norms of B samples' gradients of one parameter.
 
         Args:
-            name: canonical; once for each microbatch.
-            shape: of the parameter: (P, D).
-            factors: of each of its layers: of this rank's tokens.
+            name: the canonical name, once for each microbatch.
+            shape: the parameter's (P, D).
+            factors: those of each of its layers, for this rank's tokens.
 
         Returns:
             fp64 (B,): this rank's part; the sum over cp is the square.
@@ -166,10 +165,10 @@ class RandomizedNorms:
 
 
 def first_number(position: int, count: int) -> int:
-    """Find where in a parameter's stream the `count` numbers of a unit begin.
+    """Return where a unit's `count` numbers begin in a parameter's stream.
 
-    Each begins a block of the generator, which therefore draws nothing in vain; padding, at -1, has
-    the first place. Starts are below 2^63 for fewer than 2^32 units of 2^31 numbers.
+    Each begins a block of the generator, so that none is drawn in vain; padding, at -1, has the
+    first place. Starts are below 2^63 for fewer than 2^32 units of 2^31 numbers.
     """
     return (position + 1) * places(count)
 
@@ -189,10 +188,10 @@ def project(
     """Multiply B samples' transposed gradients by matrices of their own, without forming any.
 
     Args:
-        factors: of one parameter, of this rank's tokens.
+        factors: one parameter's, for this rank's tokens.
         by_BPK: fp32.
-        columns: D, of the parameter.
-        block_elements: bound, if one token takes less, on the numbers of a block in fp32.
+        columns: D of the parameter.
+        block_elements: bound on the fp32 elements of a block, of at least one token.
 
     Returns:
         fp32 (B, D, k): G^T `by`, summed over these tokens.
@@ -237,8 +236,8 @@ def _add_up(
     add: Callable[[torch.Tensor, Factors], None],
     at_once: int,
 ) -> torch.Tensor:
-    """Add to `total` what `add` makes of each layer, in blocks of at most `at_once` tokens (or 1),
-    each sample's times its factor."""
+    """Add each layer's part, by `add` in blocks of at most `at_once` tokens (at least 1), times
+    each sample's factor, to `total`."""
     for layer in factors:
         part = torch.zeros_like(total)
         for block in token_blocks(layer.left.shape[1], max(at_once, 1)):

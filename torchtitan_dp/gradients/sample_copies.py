@@ -1,12 +1,12 @@
 """A parameter's copy for every sample, where code that is compiled uses the parameter itself.
 
-Compiled code may not hold a parameter: backward would sum its gradient over samples. Given one copy
-a sample, autograd itself forms each sample's gradient, as that of the sample's own copy. This suits
-vectors (norm weights): a matrix would be held once a sample.
+Compiled code may not hold a parameter: backward would sum its gradient over samples. With a copy
+for each sample, autograd itself forms per-sample gradients. This suits vectors (norm weights): a
+matrix would be held once a sample.
 
 Guarantee:
-    Row b of what a layer hands to its sink is the gradient of row b of the copies, and nothing is
-    added to it. It is sample b's own gradient if row b is used for sample b alone.
+    Row b of the gradient that a layer passes to its sink is that of row b of the copies, unchanged.
+    It is sample b's own gradient if row b is used for sample b alone.
 """
 
 from typing import Any, cast
@@ -22,7 +22,7 @@ def sample_copies(layer: nn.Module, attribute: str, batch_size: int) -> torch.Te
     """Return a parameter of `layer` once for each sample: `(batch_size, *shape)`, fp32.
 
     Args:
-        layer: turned by `per_sample_layers`, or without anything to train.
+        layer: converted by `per_sample_layers`, or frozen.
         attribute: the parameter's name in the layer.
     """
     parameter = getattr(layer, attribute)

@@ -1,12 +1,12 @@
-"""One builder of all that a private step is made of, for whoever takes one.
+"""The one builder of private steps.
 
-Training, the plan's fake step, the audit's game and the tests build their steps here, so that what
-is predicted, attacked and tested is what trains.
+Training, the plan's fake step, the audit's game and the tests build their steps here, so that the
+step that is predicted, attacked and tested is the step that trains.
 
 Guarantee:
-    The clipped sum and every optimizer of one `PrivateStep` have the same C and the same summation:
-    the noise is of the standard deviation that the sum's sensitivity asks for, and is added as the
-    sum was. Both rest on the guarantees of `clipped_sum` and of `optimizer`.
+    The clipped sum and every optimizer of one `PrivateStep` have the same C and summation, so that
+    noise fits the sum's sensitivity and is added in its arithmetic. This rests on the guarantees of
+    `clipped_sum` and `optimizer`.
 """
 
 import functools
@@ -17,9 +17,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.gathered import free_gathered
+from torchtitan_dp.gradients.fsdp import ReductionGroups, free_gathered
 from torchtitan_dp.gradients.methods import METHODS, GradientMethod
-from torchtitan_dp.gradients.reduction import ReductionGroups
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.privacy.clip_policy import clip_policy
 from torchtitan_dp.privacy.fixed_point import unit
@@ -29,10 +28,10 @@ from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, Summation
 
 @dataclass(frozen=True)
 class PrivateStep:
-    """Holds what turns per-sample losses into a noised update, on this rank."""
+    """The parts that turn per-sample losses into a noised update, on this rank."""
 
     model: nn.Module
-    parameters: dict[str, nn.Parameter]  # all that are trained, by canonical name
+    parameters: dict[str, nn.Parameter]  # every trainable one, by canonical name
     summation: Summation
     clipped_sum: ClippedSum
     gradients: GradientMethod
@@ -48,7 +47,7 @@ class PrivateStep:
         """Make the optimizer that adds noise to the clipped sum and steps `inner` on the result.
 
         Args:
-            inner: as of `DPOptimizer`, over exactly `parameters`.
+            inner: the optimizer that `DPOptimizer` wraps, over exactly `parameters`.
             noise_multiplier: sigma.
             expected_batch_size: the divisor of the sum, fixed and public.
         """
@@ -80,8 +79,8 @@ def build_step(
         parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
         fsdp_modules: one module of each FSDP2 group that holds a trainable parameter.
         groups: the mesh's process groups.
-        max_grad_norm: C, on whose terms a run was started: the ledger's, if there is one.
-        clipped_sum_type: that of an audit plants canaries in samples.
+        max_grad_norm: C; the ledger's, if there is one.
+        clipped_sum_type: an audit passes one that plants canaries in samples.
     """
     summation = build_summation(privacy, parameters, max_grad_norm)
     policy = clip_policy(parameters, privacy, max_grad_norm=max_grad_norm)
@@ -94,10 +93,10 @@ def build_step(
 def build_summation(
     privacy: Privacy, parameters: dict[str, nn.Parameter], max_grad_norm: float
 ) -> Summation:
-    """Choose what clipped gradients are added up in, and how noise is added to them.
+    """Choose the arithmetic in which clipped gradients and noise are added up.
 
     Args:
-        parameters: every trainable parameter, a DTensor: its shape is the whole's on every rank.
+        parameters: every trainable parameter, a DTensor, which has its global shape.
         max_grad_norm: C.
     """
     if not privacy.exact_sum:

@@ -28,7 +28,7 @@ from torchtitan_dp.distributed.attention import (
     use_efficient_attention,
 )
 from torchtitan_dp.distributed.offload import InputsOnHost
-from torchtitan_dp.gradients.gathered import keep_gathered
+from torchtitan_dp.gradients.fsdp import keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm

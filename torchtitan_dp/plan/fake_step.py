@@ -30,9 +30,7 @@ from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.distributed import offload
 from torchtitan_dp.gradients import randomized_norm
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.gathered import free_gathered
-from torchtitan_dp.gradients.reduction import ReductionGroups
-from torchtitan_dp.gradients.rows import RowLayout
+from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, free_gathered
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models import rms_norm
 from torchtitan_dp.models.ema import ema_of

@@ -18,9 +18,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP, RowLayout
 from torchtitan_dp.gradients.methods import METHODS, GradientMethod
-from torchtitan_dp.gradients.reduction import ReduceScatterOverCP
-from torchtitan_dp.gradients.rows import RowLayout
 from torchtitan_dp.models import loss_head
 from torchtitan_dp.plan.tracker import MemoryTracker, wrapped
 

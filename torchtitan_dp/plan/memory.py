@@ -105,7 +105,7 @@ def communicators(degrees: tuple[int, int, int]) -> int:
     communicator for each that is used.
 
     They are the world's; of more ranks also TorchTitan's `loss`, which is the world again, its
-    `fsdp` and `cp`, and those of the clipped sum (`gradients.reduction`).
+    `fsdp` and `cp`, and those of the clipped sum (`gradients.fsdp`).
 
     >>> [communicators(degrees) for degrees in ((1, 1, 1), (1, 1, 4), (1, 4, 1), (2, 2, 2))]
     [1, 5, 4, 7]

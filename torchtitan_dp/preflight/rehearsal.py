@@ -44,7 +44,7 @@ from torchtitan_dp.data.batching import Microbatch
 from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.distributed.stop import is_lost_rank
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.gathered import free_gathered
+from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.gradients.methods import GradientMethod
 from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.optimizer import DPOptimizer

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.components.optimizer import build_optimizers
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_dp.gradients.reduction import ReductionGroups
+from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.families import family_of
 from torchtitan_dp.models.lora import fill_adapters

@@ -25,7 +25,7 @@ MUTANTS = [
     Mutant(
         1,
         "squared before the sum over cp",
-        "gradients/reduction.py",
+        "gradients/fsdp.py",
         "            reduce_scatter_sum(shard_N, input_CN, self._cp)\n",
         "            shard_N.copy_(input_CN[dist.get_rank(self._cp)])\n",
         (f"{HERE}test_row01_norms_are_of_the_whole_gradient[microbatch-2]",),
@@ -41,7 +41,7 @@ MUTANTS = [
     Mutant(
         1,
         "V2 keeps its own tokens part of vectors",
-        "gradients/reduction.py",
+        "gradients/fsdp.py",
         "    reduce_scatter_sum(shard, whole, cp)\n",
         "    shard.copy_(whole[dist.get_rank(cp)])\n",
         (f"{HERE}test_row01_norms_are_of_the_whole_gradient[V2-2]",),
@@ -57,7 +57,7 @@ MUTANTS = [
     Mutant(
         2,
         "uneven rows dropped",
-        "gradients/rows.py",
+        "gradients/fsdp.py",
         "            if start < stop:\n",
         "            if start + self.rows <= self.shape[0]:\n",
         (f"{LAYERS}test_chunks_and_positions_agree_with_fsdp",),

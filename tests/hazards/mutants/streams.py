@@ -6,7 +6,7 @@ MUTANTS = [
     Mutant(
         29,
         "a gradient in memory that the next may have early",
-        "gradients/reduction.py",
+        "gradients/fsdp.py",
         "            with streams.stream(self._home):\n                self._output",
         "            if True:\n                self._output",
         ("gradients/test_streams.py::test_streams_leave_nothing_open[(1, 1, 2)]",),

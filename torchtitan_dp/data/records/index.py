@@ -75,7 +75,7 @@ def cached_words(
 
 @contextlib.contextmanager
 def _alone(path: str) -> Iterator[None]:
-    """Hold a lock file, which is removed at the end; the kernel frees it if this process dies.
+    """Lock a file, which is removed at the end; the kernel frees it if this process dies.
 
     On a file system without locks nobody waits, and several processes do the same work.
     """

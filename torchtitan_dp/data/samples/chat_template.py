@@ -56,8 +56,8 @@ class Written(NamedTuple):
     """A conversation as text, and the cost of writing it."""
 
     pieces: list[Piece] | None
-    """None where the template refuses the conversation, where its turns cannot be told apart, and
-    for what no text should hold."""
+    """None if the template refuses the conversation or its turns cannot be separated, and for
+    content that no text should hold."""
 
     cost: int
     """Characters that were rendered, over all renderings, refused ones too; a message stands for
@@ -134,7 +134,7 @@ class ChatTemplate:
         if pieces is None:
             raise ValueError(
                 "writes earlier turns otherwise once there are later ones, so that the "
-                "assistant's cannot be told: mark them with {% generation %}"
+                "assistant's cannot be identified: mark them with {% generation %}"
             )
         answers = "".join(piece.text for piece in pieces if piece.is_target)
         others = "".join(piece.text for piece in pieces if not piece.is_target)

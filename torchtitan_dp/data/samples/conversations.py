@@ -166,8 +166,8 @@ def reading(
         raise ValueError(
             f"data.messages_field = {messages_field!r}: the tokenizer of model.hf_assets_path = "
             f"{assets_path!r} has other tokens for a chat than for its turns one by one, so that "
-            "the assistant's cannot be told; use another, or prompts and answers "
-            "(data.prompt_field)"
+            "the assistant's cannot be identified; use another, or prompts and "
+            "answers (data.prompt_field)"
         )
     return Chats(messages_field, template)
 
@@ -189,7 +189,7 @@ def _last(text: str, most: int) -> str:
 
 
 def _last_of(messages: Sequence[Message], most: int) -> tuple[list[Message], bool]:
-    """Keep the end of all contents, and tell whether that is all: earlier ones become empty."""
+    """Keep the end of all contents, and return whether that is all: earlier ones become empty."""
     kept: list[Message] = []
     for message in reversed(messages):
         content = _last(message.content, most)
@@ -200,9 +200,8 @@ def _last_of(messages: Sequence[Message], most: int) -> tuple[list[Message], boo
 
 
 def _first_of(messages: Sequence[Message], most: int) -> tuple[list[Message], bool]:
-    """Keep the beginning of a conversation whose first turn is an answer, up to an answer's end, or
-    to where that was cut; tell whether no answer was cut. Before a question that is too long it
-    ends.
+    """Keep the beginning of a conversation whose first turn is an answer, up to the end of an
+    answer or its cut, or before a question that is too long. Return whether no answer was cut.
     """
     kept: list[Message] = []
     for number, message in enumerate(messages):
@@ -239,8 +238,8 @@ class Marked(NamedTuple):
 
 
 def cut(whole: Marked, limit: int) -> Marked:
-    """Take `limit` ids of one record in a row, as above; all, if there are not more. What follows
-    the last target is left out.
+    """Take `limit` consecutive ids of one record, as above, or all if there are fewer; ids after
+    the last target are left out.
 
     >>> ids = np.arange(12)
     >>> cut(Marked(ids, ids >= 9), 8).ids  # a short answer: as much of the prompt as there is room
@@ -259,7 +258,7 @@ def cut(whole: Marked, limit: int) -> Marked:
 
 
 class Answers:
-    """Takes samples' ids from records with answers. It keeps nothing: any thread may ask."""
+    """Samples' ids from records with answers. Stateless, hence thread-safe."""
 
     def __init__(
         self, records: RecordStore, tokenizer: Tokenizer, limit: int, reading: Reading
@@ -286,7 +285,7 @@ class Answers:
         """Take the ids and targets of a unit's sample.
 
         Args:
-            members: its records. Of more than `limit` the rest is not looked at.
+            members: its records; those beyond `limit` are not read.
         """
         parts: list[Marked] = []
         have, undecodable = 0, 0

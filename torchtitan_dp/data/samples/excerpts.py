@@ -1,9 +1,9 @@
-"""Which token ids of a unit make its sample: the first ones, or a random window.
+"""The token ids of a unit's sample: the first ones, or a random window.
 
 A unit's ids are those of its records, one after the other, each with its marks: [bos] text [eos]
-(marks that exist; where there are none, a blank line comes between records). Records without text
-tokens, empty or undecodable, are left out; one that the tokenizer has no tokens for, in the part
-that is read, is undecodable too. Only about as much is read and tokenized as `limit` ids need,
+(marks that exist; without marks, a blank line separates records). Records without text tokens,
+empty or undecodable, are left out; one whose text, in the part that is read, has no tokens is
+undecodable too. Only about as much is read and tokenized as `limit` ids need,
 however large a record and however many there are: one look at a unit hands at most `most_bytes` to
 the tokenizer, over all its records and over text that is read again.
 
@@ -52,19 +52,18 @@ class Excerpt(NamedTuple):
 
     ids: np.ndarray  # int64
     undecodable: int
-    """How many undecodable records. It is computed from private records: for the log, labelled not
-    private."""
+    """The number of undecodable records: for the log, labelled not private."""
     targets: np.ndarray | None = None
     """Which ids are targets, bool; None: all."""
 
 
 class Budget:
-    """The costs that a look may still have."""
+    """The remaining budget of one look at a unit."""
 
     def __init__(self, limit: int, most_row_bytes: int | None) -> None:
         """
         Args:
-            most_row_bytes: as of the store (`RecordStore`).
+            most_row_bytes: the store's (`RecordStore`).
         """
         self._most_row_bytes = most_row_bytes
         self.text = most_bytes(limit)
@@ -73,7 +72,7 @@ class Budget:
         self.rendered = RENDERED_BYTES * self.text
 
     def open(self, records: RecordStore, record: int, max_bytes: int) -> None:
-        """Charge for opening a record, of whose text at most `max_bytes` are to be read."""
+        """Charge for opening a record to read at most `max_bytes` of its text."""
         stored = int(records.stored_bytes(np.array([record]))[0])
         row = self._most_row_bytes
         self.read -= min(stored, max_bytes if row is None else row)
@@ -85,7 +84,7 @@ class Budget:
 
 
 class Excerpts:
-    """Takes excerpts of at most `limit` ids. It keeps nothing of them: any thread may ask."""
+    """Excerpts of at most `limit` ids. Stateless, hence thread-safe."""
 
     def __init__(self, records: RecordStore, tokenizer: Tokenizer, limit: int) -> None:
         self._records, self._tokenizer, self._limit = records, tokenizer, limit
@@ -103,14 +102,13 @@ class Excerpts:
         """Take the first `limit` ids of a unit, or all if there are fewer.
 
         Args:
-            members: its records. Of more than `limit` the rest is not looked at, even if many of
-                these are empty.
+            members: its records; those beyond `limit` are not read, even if many are empty.
         """
         found = self._first(members, self._limit)
         return found._replace(ids=found.ids[: self._limit])
 
     def window(self, members: np.ndarray, place: float, head: np.ndarray) -> np.ndarray:
-        """Take `limit` ids in a row from somewhere in the unit, int64, or all if there are fewer.
+        """Take `limit` consecutive ids from a random place, int64, or all if there are fewer.
 
         Where it begins is uniform in bytes as stored, from about a window's length before the
         first byte to the last, and is then moved inside: ids near both ends are taken up to twice

@@ -4,9 +4,8 @@ Labels are shifted here, before any sharding over context-parallel ranks, so tha
 its neighbour's first token (hazard rows 6 and 7).
 
 Guarantee:
-    A draw of a unit gives one sample (or several, `windows`, of a number that is public), each a
-    function of that unit's records and of randomness that is independent of all records, whatever
-    the unit's number of records and their lengths.
+    A draw of a unit makes one sample (or a public number, `windows`), each a function of that
+    unit's records and of randomness independent of all records, whatever their number and lengths.
 """
 
 from collections.abc import Sequence
@@ -27,10 +26,10 @@ _NOTHING = Excerpt(np.empty(0, dtype=np.int64), 0)
 
 
 class SampleStore:
-    """Makes samples of `seq_len` tokens from the units of a record store.
+    """Samples of `seq_len` tokens from the units of a record store.
 
-    `undecodable` counts the undecodable records met in samples that were handed out, repeats
-    included. It is computed from private records: for the log, labelled not private.
+    `undecodable` counts the undecodable records in samples that were made, repeats included: for
+    the log, labelled not private.
     """
 
     def __init__(
@@ -48,11 +47,12 @@ class SampleStore:
         """
         Args:
             units: by default each record is one.
-            unit_sampling: whether a sample is made of all of a unit's records, one after the other,
-                or of one of them, each equally likely.
-            long_records: of a longer text, the beginning or a random window.
-            reading: how records with answers are read, which alone are targets then; needs "head".
-            cache: an empty one of this store's own; nothing is cached without.
+            unit_sampling: all of a unit's records, concatenated, or one of them, each equally
+                likely.
+            long_records: the beginning of a longer text, or a random window.
+            reading: how to read records with answers, which are then the only targets; needs
+                "head".
+            cache: an empty one for this store alone; None caches nothing.
         """
         assert reading is None or long_records == "head"
         self.records, self.tokenizer, self.seq_len = records, tokenizer, seq_len
@@ -68,19 +68,17 @@ class SampleStore:
 
     @property
     def most_bytes(self) -> int:
-        """Bound the text that making one sample hands to the tokenizer: a function of `seq_len` and
-        of how samples are made, not of the records.
-        """
+        """A bound on the text that is tokenized for one sample: independent of the records."""
         looks = WINDOW_LOOKS if self._window else 1
         return looks * most_bytes(self.seq_len + 1)
 
     @property
     def sources(self) -> int:
-        """Count the different `source`s."""
+        """The number of `source`s."""
         return len(self.records) if self._one_record else len(self.units)
 
     def source(self, unit: int, rng: np.random.Generator | None = None) -> int:
-        """Return the source of a sample of the unit, where one is taken."""
+        """Choose the source of the only sample of a unit."""
         return int(self.chosen(unit, rng, 1)[0])
 
     def chosen(self, unit: int, rng: np.random.Generator | None, windows: int) -> np.ndarray:
@@ -91,8 +89,8 @@ class SampleStore:
             windows: how many samples are wanted.
 
         Returns:
-            int64: one number, or, where a sample is one record, those of `windows` different
-            records, or of all where the unit has not more.
+            int64 (1,); with one record a sample, (n,) for n = min(`windows`, the unit's records)
+            different records.
         """
         if not self._one_record:
             return np.array([unit])
@@ -104,9 +102,8 @@ class SampleStore:
         return places.start + rng.choice(len(places), size=count, replace=False)
 
     def tokens(self, source: int) -> int:
-        """Count the tokens, padding left out, of a sample made of `source`. Whatever the window, it
-        is the number of the source's tokens up to seq_len; 0 if it has no text tokens. Any thread
-        may ask.
+        """Count the tokens of a sample made of `source`, without padding: whatever the window, the
+        source's tokens up to seq_len; 0 without text tokens. Thread-safe.
         """
         return max(len(self._head(source).ids) - 1, 0)
 
@@ -117,14 +114,14 @@ class SampleStore:
         window: int = 0,
         windows: int = 1,
     ) -> Excerpt:
-        """Take the ids of one sample, int64, at most seq_len + 1 with marks. Any thread may ask.
+        """Take the ids of one sample, int64, at most seq_len + 1 with marks. Thread-safe.
 
         Args:
             unit: -1 is padding, which has none.
             rng: of this unit and this draw, like new; needed if `is_random`.
-            window: which of the unit's `windows` samples, from 0. Those of one long text begin each
-                in another of as many equal parts of it; a text that is no longer than one sample,
-                and a unit with fewer records, has fewer, and no ids for the last ones.
+            window: the index of the sample among the unit's `windows`. Those of one long text begin
+                in different ones of as many equal parts of it; a text no longer than one sample,
+                and a unit with fewer records, has no ids for the last ones.
 
         Raises `IndexError` for a unit below -1 or beyond the store.
         """
@@ -143,9 +140,7 @@ class SampleStore:
         return head._replace(ids=self._excerpts.window(self._members(source), place, head.ids))
 
     def lay_out(self, excerpt: Excerpt, tokens_T: np.ndarray, labels_T: np.ndarray) -> None:
-        """Fill in a sample of these ids: tokens, and labels that are the tokens after them, where
-        these are targets.
-        """
+        """Write a sample of these ids: tokens, and shifted labels where these are targets."""
         ids = excerpt.ids[: len(tokens_T) + 1]
         count = max(len(ids) - 1, 0)
         tokens_T[:count], tokens_T[count:] = ids[:-1], self.pad_id
@@ -154,7 +149,7 @@ class SampleStore:
             labels_T[:count][~excerpt.targets[1 : count + 1]] = IGNORE_INDEX
 
     def hand_out(self, units: np.ndarray) -> None:
-        """Take note that these units' samples, or padding (-1), go into the next microbatch."""
+        """Note the units, or padding (-1), of the next microbatch; a no-op to override."""
 
     def sample(
         self,
@@ -169,18 +164,17 @@ class SampleStore:
         With ids = [bos] + text + [eos] (marks that exist; of each record, if there are several),
         cut to seq_len + 1: tokens are all but the last id, labels all but the first; tokens are
         padded with eos (or 0), labels with `IGNORE_INDEX`. A unit without text tokens (empty,
-        undecodable, or unit -1, which is the padding of a draw) has labels that are all ignored:
-        it contributes exactly 0. With a `reading`, ids and targets are those of
-        `conversations`, and labels that are no targets are ignored; a unit without an answer
-        contributes exactly 0.
+        undecodable, or -1, a draw's padding) has ignored labels only and contributes exactly 0.
+        With a `reading`, ids and targets are those of `conversations`, and other labels are
+        ignored; a unit without an answer contributes exactly 0.
 
-        Only about as much of a huge unit is read and tokenized as `seq_len` tokens need. Within
-        that part the ids are those of the whole text, except that a tokenizer whose merges reach
-        more than 64 tokens ahead may choose others: still a fixed function of the unit.
+        Of a huge unit, only about as much is read and tokenized as `seq_len` tokens need. Its ids
+        are those of the whole text, unless a tokenizer's merges reach more than 64 tokens ahead;
+        they are a fixed function of the unit all the same.
 
         Args:
             rng: of this unit and this draw, like new; needed if `is_random`.
-            window, windows: which of the unit's samples, of how many (`excerpt`).
+            window, windows: index and number of the unit's samples (`excerpt`).
 
         Raises `IndexError` for a unit below -1 or beyond the store.
         """
@@ -201,7 +195,7 @@ class SampleStore:
         """Make `(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`), of `sample`s.
 
         Args:
-            windows: how many samples of each unit: `units` lists each as often, in a row.
+            windows: samples of each unit, which `units` repeats as often in a row.
         """
         shape = len(units), self.seq_len if length is None else length
         tokens_BT = torch.empty(shape, dtype=torch.int64)
@@ -223,9 +217,8 @@ class SampleStore:
             return kept
         members = self._members(source)
         head = (self._answers or self._excerpts).head(members)
-        # A file that could not be read just now is taken for undecodable: it may be read again. And
-        # one that was exchanged since it was listed may be another unit's: kept, it would be taken
-        # for this one's long after the files were put back.
+        # Not cached: a file that is unreadable now (undecodable) may be readable later, and one
+        # replaced since it was listed may be another unit's, even after the files are put back.
         if self._cache is None or head.undecodable:
             return head
         if self.records.are_as_listed(members[: self.seq_len + 1]):

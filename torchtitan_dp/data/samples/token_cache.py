@@ -1,11 +1,10 @@
-"""A bounded cache of token ids in memory: a unit that is drawn again needs no tokenizer.
+"""A bounded cache of token ids in memory, so that a unit is tokenized once.
 
-PRIVATE, like the records, which it spells out. It is never written anywhere, and ends with the
-process.
+PRIVATE, like the records that its ids spell out. It is never written anywhere.
 
 Guarantee:
-    `get` returns what was `put` for the same source, or nothing, so no sample depends on what is
-    cached. It takes at most `most_bytes`, a public bound; the least recently used give way.
+    `get` returns the value `put` for the same source, or None, so that samples do not depend on the
+    cache. It takes at most `most_bytes`, a public bound, and evicts the least recently used.
 """
 
 import threading
@@ -14,13 +13,13 @@ from collections import OrderedDict
 from torchtitan_dp.data.samples.excerpts import Excerpt
 
 MOST_BYTES = 2**29
-"""Of one store of samples; training and validation have one each."""
+"""The bound for one store of samples; training and validation have one each."""
 ENTRY_BYTES = 512
-"""An upper bound on what an entry takes beside its ids and targets."""
+"""An upper bound on an entry's memory beside its ids and targets."""
 
 
 class TokenCache:
-    """The heads of sources that were used last. Any thread may ask."""
+    """The heads of the most recently used sources. Thread-safe."""
 
     def __init__(self, most_bytes: int = MOST_BYTES) -> None:
         self._most_bytes, self._bytes = most_bytes, 0
@@ -28,7 +27,7 @@ class TokenCache:
         self._lock = threading.Lock()
 
     def get(self, source: int) -> Excerpt | None:
-        """Return a copy of a source's head; None if it is not kept."""
+        """Return a copy of a source's head, or None."""
         with self._lock:
             head = self._heads.get(source)
             if head is None:
@@ -38,7 +37,7 @@ class TokenCache:
         return Excerpt(head.ids.astype("int64"), head.undecodable, targets)
 
     def put(self, source: int, head: Excerpt) -> None:
-        """Keep a copy of a source's head, if it has room at all."""
+        """Keep a copy of a source's head, if it fits."""
         targets = None if head.targets is None else head.targets.copy()
         kept = Excerpt(head.ids.astype("int32"), head.undecodable, targets)
         if _size(kept) > self._most_bytes:

@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
     def encode(self, text: str) -> np.ndarray | None:
         """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
 
-        `None` for a text that it has no tokens for. Never raises for what a text holds.
+        `None` for a text without tokens in the vocabulary. Never raises, whatever the text.
         """
         ...
 
@@ -38,7 +38,7 @@ class Tokenizer(Protocol):
 
 
 class ByteTokenizer:
-    """Makes ids 0..255 of the bytes of UTF-8: public, learned from nothing."""
+    """UTF-8 bytes as ids 0..255: public, learned from nothing."""
 
     bos_id: int | None = 256
     eos_id: int | None = 257
@@ -91,9 +91,7 @@ def byte_tokenizer_files() -> dict[str, str]:
 
 
 class HFTokenizer:
-    """Wraps a tokenizer.json without its truncation, padding, dropout and special-token
-    templates.
-    """
+    """A tokenizer.json without its truncation, padding, dropout and special-token templates."""
 
     bytes_per_token = 8
 

@@ -1,29 +1,40 @@
-"""FSDP2's gradient reduction, stopped where it would mix samples: over cp only.
+"""FSDP2 as samples need it: gradients reduced over cp only, rows, and gathered weights.
 
 The ranks of a context-parallel group hold parts of the same sample, so their gradients are summed
 in backward, overlapped by FSDP2 as always. Ranks that differ in `dp_shard` or `dp_replicate` hold
-different samples; they meet after clipping, once a step.
+different samples, which are summed after clipping, once a step.
+
+FSDP2 cuts a parameter's dim 0 into size(fsdp) chunks of equally many rows, the last ones padded;
+fsdp rank = dp_shard rank * cp + cp rank. Per-sample gradients are written straight into the layout
+`(cp, B, dp_shard, rows, …)` (`RowLayout`), whose equal contiguous parts a reduce-scatter over cp
+sends without a permuting copy: for every dp_shard rank, the chunk of one cp rank.
+
+Weights do not change within a step, so those that the first microbatch gathers (and casts to the
+dtype of compute) serve all others, if they are kept. They are copies, which no update reaches:
+FSDP2 gathers again only weights that were freed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule
 
 
 @dataclass(frozen=True)
 class ReductionGroups:
-    """Holds the process groups of `dp_replicate x dp_shard x cp`; None where the degree is 1."""
+    """The process groups of `dp_replicate x dp_shard x cp`; None where the degree is 1."""
 
     dp_replicate: dist.ProcessGroup | None
     dp_shard: dist.ProcessGroup | None
     cp: dist.ProcessGroup | None
 
     def all(self) -> tuple[dist.ProcessGroup | None, ...]:
-        """Return the groups in the order of the mesh."""
+        """List the groups in the order of the mesh."""
         return self.dp_replicate, self.dp_shard, self.cp
 
     @property
@@ -36,7 +47,7 @@ class ReductionGroups:
 
     @property
     def dp_rank(self) -> int:
-        """Number this rank among those that have different samples, in the order of the mesh."""
+        """This rank's index among ranks with different samples, in the order of the mesh."""
         replicate = dist.get_rank(self.dp_replicate) if self.dp_replicate else 0
         return replicate * self.dp_shard_size + (
             dist.get_rank(self.dp_shard) if self.dp_shard else 0
@@ -44,8 +55,8 @@ class ReductionGroups:
 
     @classmethod
     def build(cls, device_type: str, degrees: tuple[int, int, int]) -> "ReductionGroups":
-        """Make the groups for degrees of (dp_replicate, dp_shard, cp), whose ranks are row-major as
-        TorchTitan's.
+        """Make the groups for degrees of (dp_replicate, dp_shard, cp), with TorchTitan's row-major
+        ranks.
 
         Collective over the world.
         """
@@ -66,8 +77,8 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 def reduce_scatter_sum(
     output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
 ) -> dist.Work | None:
-    """Sum `input` over the group, and write this rank's part of the sum to `output`. The parts, one
-    a rank, are equal and contiguous.
+    """Sum `input` over the group, and write this rank's part to `output`. Parts are equal and
+    contiguous.
     """
     return _reduce_scatter(
         output.view(-1), input.view(-1), op=dist.ReduceOp.SUM, group=group, async_op=async_op
@@ -106,23 +117,21 @@ def gather_from_all(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tens
 
 
 class ReduceScatterOverCP:
-    """Stands in for one FSDP2 group's reduce-scatter over `dp_shard x cp`.
+    """A replacement of one FSDP2 group's reduce-scatter over `dp_shard x cp`, over cp only.
 
     FSDP2 lays its input out as (fsdp rank, chunk), and fsdp rank = dp_shard rank * cp + cp rank.
     Seen as (dp_shard, cp, chunk) and summed over cp, this rank keeps `(dp_shard, chunk)`: the
     part of ONE sample's gradient that belongs to its cp rank, for every dp_shard rank.
 
     The contract is FSDP2's public `set_custom_reduce_scatter`. A one-rank FSDP group never calls
-    it: it takes two buffers from `allocate` and copies the one into the other, so there it is given
-    the same one twice.
+    it: it copies between two buffers from `allocate`, so there it gets the same one twice.
 
-    Streams: FSDP2 reduces on a stream R of its own, and a sample's gradient is read on the stream C
-    that backward runs on. Every buffer is allocated on C, also where it is asked for on R. R waits
-    for C between the allocation and its first write, so what had the memory before is done; C waits
-    for R before backward ends (FSDP2 does that for `.grad`), so what C does next comes after all
-    that R did. A buffer may thus be dropped as soon as its last reader is queued: C alone can reuse
-    its memory, in order, and an unmapping that waits for C, the owner, waits for every user. No
-    block is left waiting for the host to see an event, and none lies in a pool that C cannot use.
+    Streams: FSDP2 reduces on a stream R of its own; a sample's gradient is read on backward's
+    stream C. Every buffer is allocated on C, even if requested on R. R waits for C between
+    allocation and first write, so the memory's previous user is done; C waits for R before backward
+    ends (FSDP2 does that for `.grad`). A buffer may thus be dropped as soon as its last reader is
+    queued: only C can reuse its memory, in order, and an unmapping that waits for C waits for every
+    user. No block waits for the host to see an event, and none lies in a pool that C cannot use.
     """
 
     def __init__(self, groups: ReductionGroups) -> None:
@@ -135,13 +144,13 @@ class ReduceScatterOverCP:
 
     @property
     def keeps_input(self) -> bool:
-        """Tell whether FSDP2's input is the gradient that is taken: there is nothing to sum."""
+        """Whether FSDP2's input is the gradient itself, because there is nothing to sum."""
         return self._is_called and self._cp is None
 
     def allocate(
         self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device
     ) -> torch.Tensor:
-        """Allocate FSDP2's input, asked for on C, and then its output, asked for on R."""
+        """Allocate FSDP2's input, requested on C, and then its output, requested on R."""
         streams = torch.get_device_module(device)
         if self._home is None:
             self._home = streams.current_stream()
@@ -180,10 +189,9 @@ class ReduceScatterOverCP:
         return None
 
     def take(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hand over what the last backward left, to be read on the stream that it ran on.
-
-        It is FSDP2's output buffer, whose views it made `.grad`, and this sample's fp32 gradient
-        shard (dp_shard, chunk), which shares the buffer's memory where dp_shard is 1.
+        """Return the last backward's result, to be read on that backward's stream: FSDP2's output
+        buffer, whose views are `.grad`, and this sample's fp32 gradient shard (dp_shard, chunk),
+        which shares the buffer's memory where dp_shard is 1.
         """
         assert self._output is not None, "no gradient was reduced: is a whole group unused?"
         output, shard_DN = self._output, self._shard_DN
@@ -192,3 +200,84 @@ class ReduceScatterOverCP:
         assert self._home == current, "backward ran on another stream"
         self._home = self._output = self._shard_DN = None
         return output, output.view(1, -1) if shard_DN is None else shard_DN
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """The layout of one parameter over `dp_shard x cp`."""
+
+    shape: torch.Size  # of the whole parameter
+    dp_shard: int
+    cp: int
+
+    @property
+    def rows(self) -> int:
+        """The rows of a chunk, padding included."""
+        return -(-self.shape[0] // (self.dp_shard * self.cp))
+
+    @property
+    def chunk_numel(self) -> int:
+        return self.rows * self.shape[1:].numel()
+
+    def allocate(self, batch_size: int, device: torch.device) -> torch.Tensor:
+        """Allocate an fp32 `(cp, B, dp_shard, rows, …)` buffer, in which padding is zero."""
+        padded = self.rows * self.dp_shard * self.cp != self.shape[0]
+        make = torch.zeros if padded else torch.empty
+        size = (self.cp, batch_size, self.dp_shard, self.rows, *self.shape[1:])
+        return make(size, dtype=torch.float32, device=device)
+
+    def chunks(self, whole: torch.Tensor) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Yield ranges of the parameter's rows, each with its view `(B, n, …)` of `whole`.
+
+        There is one range if each sample's rows are contiguous.
+        """
+        if self.in_one_piece(whole):
+            joined = whole.view(whole.shape[1], -1, *self.shape[1:])
+            yield slice(0, self.shape[0]), joined.narrow(1, 0, self.shape[0])
+            return
+        for fsdp_rank in range(self.dp_shard * self.cp):
+            start = fsdp_rank * self.rows
+            stop = min(start + self.rows, self.shape[0])
+            if start < stop:
+                dp_shard_rank, cp_rank = divmod(fsdp_rank, self.cp)
+                yield (
+                    slice(start, stop),
+                    whole[cp_rank, :, dp_shard_rank].narrow(1, 0, stop - start),
+                )
+
+    def in_one_piece(self, whole: torch.Tensor) -> bool:
+        """Return whether each sample's rows are contiguous in `whole`."""
+        return self.dp_shard == 1 and (self.cp == 1 or whole.shape[1] == 1)
+
+    def positions(self, row_BT: torch.Tensor) -> torch.Tensor:
+        """Find sample b's rows in `whole` when flattened to `(cp * B * dp_shard * rows, …)`."""
+        fsdp_rank_BT = row_BT // self.rows
+        cp_rank_BT, dp_shard_rank_BT = fsdp_rank_BT % self.cp, fsdp_rank_BT // self.cp
+        B = len(row_BT)
+        sample_B1 = torch.arange(B, device=row_BT.device)[:, None]
+        block_BT = (cp_rank_BT * B + sample_B1) * self.dp_shard + dp_shard_rank_BT
+        return block_BT * self.rows + row_BT % self.rows
+
+
+def keep_gathered(model: nn.Module) -> None:
+    """Keep weights gathered after backward, until `free_gathered`.
+
+    Args:
+        model: all of its FSDP2 groups are made with `reshard_after_forward=False`.
+    """
+    for module in _fsdp_modules(model):
+        module.set_reshard_after_backward(False, recurse=False)
+
+
+def free_gathered(model: nn.Module) -> None:
+    """Free all gathered weights, so that the next use gathers the current ones.
+
+    A forward pass without a backward pass also leaves some gathered: the groups that FSDP2 does not
+    free after forward.
+    """
+    for module in _fsdp_modules(model):
+        module.reshard()
+
+
+def _fsdp_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
