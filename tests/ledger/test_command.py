@@ -147,7 +147,7 @@ def test_a_folder_without_a_run_is_refused(tmp_path, capsys):
     with pytest.raises(SystemExit) as stop:
         main([str(tmp_path)])
     assert stop.value.code == 2
-    assert "holds no privacy.json" in capsys.readouterr().err
+    assert "has no privacy.json" in capsys.readouterr().err
 
 
 def test_hazard_45_weights_of_a_run_on_the_same_records_spend_on(first, data, tmp_path):

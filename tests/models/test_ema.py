@@ -172,7 +172,7 @@ def test_weights_and_average_are_given_back_bit_by_bit():
         with average.in_place_of_weights():
             assert all(torch.equal(weights[name], value) for name, value in held.items())
             for refused in (average.update, average.state_dict):
-                with pytest.raises(AssertionError, match="the model holds averages"):
+                with pytest.raises(AssertionError, match="the model has averages"):
                     refused()
             raise KeyError("stop")
 
