@@ -10,8 +10,7 @@ import torch
 
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import CONFIG
-from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config import lengths as lengths_module
+from torchtitan_dp.config import JobConfig, derived
 from torchtitan_dp.config.derived import MOST_LENGTHS, ladder
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data import batching
@@ -86,7 +85,7 @@ def test_rungs_on_an_accelerator_fill_the_rows_that_kernels_load(
     """A ring's parts have 32 tokens at least; without a ring, and on CPU, nothing changes."""
     on_cpu = ladder(configured(seq_len=1024, cp=2))
     alone = ladder(configured(seq_len=1024))
-    monkeypatch.setattr(lengths_module, "has_accelerator", lambda: True)
+    monkeypatch.setattr(derived, "has_accelerator", lambda: True)
     for seq_len, cp in [(1024, 2), (1000, 2), (131072, 8), (64, 2), (96, 3)]:
         rungs = ladder(configured(seq_len=seq_len, cp=cp))
         assert rungs[-1] == seq_len
@@ -100,7 +99,7 @@ def test_the_default_command_on_two_gpus_takes_no_unaligned_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """fp32 on a ring: whatever is drawn, a rank's two parts are whole blocks of 32 rows."""
-    monkeypatch.setattr(lengths_module, "has_accelerator", lambda: True)
+    monkeypatch.setattr(derived, "has_accelerator", lambda: True)
     config = load_config(["--job.config_file", str(CONFIG)], 2)
     cp = config.parallelism.context_parallel_degree
     assert (cp, config.training.mixed_precision_param) == (2, "float32")

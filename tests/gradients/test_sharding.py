@@ -79,7 +79,7 @@ def wholes_alive(degrees, overrides):
     """How many unreduced per-sample gradients are alive, or not waited for, each time that another
     is sent."""
     from tests import build
-    from torchtitan_dp.gradients import grad_sample, reduction
+    from torchtitan_dp.gradients import fsdp, grad_sample
 
     built = build.build(degrees, *overrides, "--training.local_batch_size=2")
     sent, alive = [], []
@@ -95,11 +95,11 @@ def wholes_alive(degrees, overrides):
         sent.append((weakref.ref(whole), Awaited(work)))
         return sent[-1][1]
 
-    grad_sample.reduce_scatter_sum = reduction.reduce_scatter_sum = watched
+    grad_sample.reduce_scatter_sum = fsdp.reduce_scatter_sum = watched
     try:
         built.accumulate(*build.data(samples=2))
     finally:
-        grad_sample.reduce_scatter_sum = reduction.reduce_scatter_sum = send
+        grad_sample.reduce_scatter_sum = fsdp.reduce_scatter_sum = send
     return alive
 
 

@@ -66,7 +66,7 @@ def start(argv: list[str], trainer_type: Any = None, *arguments: Any) -> Any:
     from torchtitan_dp.train_spec import register
 
     config = load_config(argv, dist.get_world_size())
-    train_spec._extra_train_specs.pop("llama3", None)
+    train_spec._extra_train_specs.clear()
     decide = decision(config)
     register(config, decide=decide)
     os.makedirs(config.job.dump_folder, exist_ok=True)

@@ -418,7 +418,7 @@ REFUSED = [
     (lambda run: shutil.rmtree(run), "no such folder"),
     (lambda run: (run / "privacy.json").unlink(), "no privacy.json"),
     (unreadable, "cannot be read"),
-    (lambda run: (run / "run_config.json").unlink(), "no run_config.json"),
+    (lambda run: (run / "run_config.json").unlink(), "run_config.json, which describes"),
     (misspelt, "privcy: unknown key"),
     (another_model, "model.flavor = '30M'"),
     (marked, "NOT private (privacy.debug_seed was set)"),
