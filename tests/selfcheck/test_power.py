@@ -63,15 +63,15 @@ FAULTS = [  # the fault, on how many ranks, which checks, which of their measure
     ("noise_not_added", 1, "noise, ", "moments"),
     ("noise_too_small", 1, "noise, ", "moments"),
     ("noise_without_tails", 1, "noise, ", "tails"),
-    ("noise_shared_by_shards", 2, "noise, ", "values that another mesh has otherwise"),
-    ("noise_shared_by_parameters", 1, "noise, ", "runs that occur twice"),
-    ("key_repeated", 1, "noise, ", "runs that occur twice"),
-    ("keys_of_their_own", 2, "root key", "ranks with another"),
+    ("noise_shared_by_shards", 2, "noise, ", "values that differ from another mesh"),
+    ("noise_shared_by_parameters", 1, "noise, ", "repeated stretches"),
+    ("key_repeated", 1, "noise, ", "repeated stretches"),
+    ("keys_of_their_own", 2, "root key", "ranks that differ"),
     ("divided_by_the_ranks", 1, "update, microbatch", "sum + noise"),
     ("weights_differ", 2, "update, microbatch", "AdamW's weights"),
     ("adamw_forgets", 1, "update, grad_sample", "AdamW's weights"),
-    ("checkpoint_loses_a_tensor", 1, "checkpoint", "tensors that are not as they were"),
-    ("checkpoint_without_optimizer", 2, "checkpoint", "tensors that are not as they were"),
+    ("checkpoint_loses_a_tensor", 1, "checkpoint", "tensors that changed"),
+    ("checkpoint_without_optimizer", 2, "checkpoint", "tensors that changed"),
 ]
 
 
@@ -149,7 +149,7 @@ def test_replicas_that_differ_are_seen():
     """Weights on the last rank alone: its replica has others."""
     config = ("--job.config_file", str(CONFIG), "--parallelism.data_parallel_replicate_degree=2")
     for found in on_ranks(2, outcomes, "weights_differ", "update", config):
-        assert any("ranks with other weights" in name for name, _, _ in failed(found)), found
+        assert any("ranks whose weights differ" in name for name, _, _ in failed(found)), found
 
 
 @pytest.mark.parametrize(

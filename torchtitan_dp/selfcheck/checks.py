@@ -41,17 +41,17 @@ def machine_checks(ranks: Ranks) -> list[Check]:
 def _devices() -> Sequence[Measured]:
     """Count the CUDA devices that cannot be used: the run would be on the CPU."""
     unusable = 0 if torch.cuda.is_available() else torch.cuda.device_count()
-    return (Measured("there but not usable", unusable, 0),)
+    return (Measured("present but unusable", unusable, 0),)
 
 
 def _memory(ranks: Ranks) -> Sequence[Measured]:
     free, needed = free_memory_gib(ranks.device)
-    return (Measured("GiB too few", max(needed - free, 0.0), 0.0),)
+    return (Measured("missing GiB", max(needed - free, 0.0), 0.0),)
 
 
 def _same_versions(ranks: Ranks) -> Sequence[Measured]:
     found = ranks.gather((versions(), torch.__version__, platform.python_version()))
-    return (Measured("ranks with others", sum(one != found[0] for one in found), 0),)
+    return (Measured("ranks that differ", sum(one != found[0] for one in found), 0),)
 
 
 def _one_key(ranks: Ranks) -> Sequence[Measured]:
@@ -61,7 +61,7 @@ def _one_key(ranks: Ranks) -> Sequence[Measured]:
     """
     derived = shared_root_key(ranks.device, None).stream("coin").take(1)
     found = ranks.gather(hashlib.sha256(derived).hexdigest())
-    return (Measured("ranks with another", sum(one != found[0] for one in found), 0),)
+    return (Measured("ranks that differ", sum(one != found[0] for one in found), 0),)
 
 
 def free_memory_gib(device: torch.device) -> tuple[float, float]:

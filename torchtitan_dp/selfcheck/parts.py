@@ -201,8 +201,8 @@ def noise(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
     return (
         Measured("moments", _moments(z), _DEVIATIONS),
         Measured("tails", _tails(z), _DEVIATIONS),
-        Measured("runs that occur twice", _repeats(torch.cat(values)), 0),
-        Measured("values that another mesh has otherwise", differ, 0),
+        Measured("repeated stretches", _repeats(torch.cat(values)), 0),
+        Measured("values that differ from another mesh", differ, 0),
     )
 
 

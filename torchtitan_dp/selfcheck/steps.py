@@ -121,7 +121,7 @@ def updates(ranks: Ranks, terms: Terms, loops: Loops) -> Sequence[Measured]:
         Measured("sum + noise", relative_error(handed[0], expected), 1e-5 + _SAFETY),
         # The weights are rounded to fp32: 6e-8 of 1, over a change of 1e-2.
         Measured("AdamW's weights", relative_error(moved, should), 1e-4),
-        Measured("ranks with other weights", sum(h != hashes[0] for h in hashes), 0),
+        Measured("ranks whose weights differ", sum(h != hashes[0] for h in hashes), 0),
         Measured("frozen weights that changed", sum(ranks.gather(changed)), 0),
     )
 
@@ -172,7 +172,7 @@ def checkpoint(ranks: Ranks, terms: Terms, place: str) -> Sequence[Measured]:
     loaded = _state(small)
     lost = sum(not torch.equal(loaded[name], tensor) for name, tensor in kept.items())
     lost += run.step != 2
-    return (Measured("tensors that are not as they were", lost, 0),)
+    return (Measured("tensors that changed", lost, 0),)
 
 
 def _state(small: Small) -> dict[str, torch.Tensor]:
