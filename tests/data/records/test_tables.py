@@ -319,3 +319,29 @@ def test_groups_and_files_may_be_empty(tmp_path: Path, open_: Open) -> None:
     assert [fields["note"] for fields in store.all_fields() if fields] == texts(store)
     assert store.record_id(50) == "c.parquet:1"
     assert store.stored_bytes(np.arange(55)).min() > 0
+
+
+def test_rows_before_a_broken_page_read_alike_by_position_and_in_order(
+    tmp_path: Path, open_: Open
+) -> None:
+    import pyarrow.parquet as pq
+
+    rows = [{"note": f"note {i} " * 50} for i in range(200)]
+    root = as_parquet(
+        *(tmp_path / "d", rows),
+        row_group_size=200,
+        data_page_size=1024,
+        use_dictionary=False,
+        write_batch_size=10,
+        compression="snappy",
+    )
+    data = bytearray((root / "a.parquet").read_bytes())
+    column = pq.read_metadata(root / "a.parquet").row_group(0).column(0)
+    middle = column.data_page_offset + column.total_compressed_size // 2
+    data[middle : middle + 400] = b"\xff" * 400
+    (root / "a.parquet").write_bytes(data)
+    store = open_("parquet", root)
+    found = texts(store)
+    assert found == [None if fields is None else fields["note"] for fields in store.all_fields()]
+    assert found[0] == rows[0]["note"]
+    assert found[-1] is None

@@ -17,7 +17,7 @@ import os
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -89,22 +89,23 @@ class TableRecords(FieldRecords):
     def _batches(self, file_index: int, group: int, columns: list[str]) -> Iterator[Any]:
         """Yield some columns of a group's rows, in record batches."""
 
-    def _batch_of(self, file_index: int, group: int, row: int) -> tuple[Any, int]:
-        """Return a batch that has a row of a group, and the row's number in the batch."""
-        for batch in self._batches(file_index, group, self._columns):
-            if row < batch.num_rows:
-                return batch, row
-            row -= batch.num_rows
-        raise OSError("the group has fewer rows than before")
+    def _group(self, file_index: int, group: int) -> Iterable[Any]:
+        """Return a group's rows, in record batches of the columns that the run reads."""
+        return self._batches(file_index, group, self._columns)
 
     def _row(self, file_index: int, row: int) -> Fields | None:
         index = int(self._first[file_index]) + row
         found = int(np.searchsorted(self._group_first, index, side="right")) - 1
         group = found - int(self._file_group[file_index])
+        row = index - int(self._group_first[found])
         try:
-            return _cells(*self._batch_of(file_index, group, index - int(self._group_first[found])))
+            for batch in self._group(file_index, group):
+                if row < batch.num_rows:
+                    return _cells(batch, row)
+                row -= batch.num_rows
         except _errors():
-            return None
+            pass
+        return None
 
     def all_fields(self) -> Iterator[Fields | None]:
         return self._all(self._columns)
@@ -252,26 +253,27 @@ class ParquetRecords(TableRecords):
                 batch_size=_BATCH_ROWS, row_groups=[group], columns=columns, use_threads=False
             )
 
-    def _batch_of(self, file_index: int, group: int, row: int) -> tuple[Any, int]:
+    def _group(self, file_index: int, group: int) -> Iterable[Any]:
         with self._lock:
             kept = self._decoded.get((file_index, group))
             if kept is None:
                 kept = self._keep(file_index, group)
             else:
                 self._decoded.move_to_end((file_index, group))
-        if kept:
-            return kept[row // _BATCH_ROWS], row % _BATCH_ROWS
-        return super()._batch_of(file_index, group, row)
+        return kept or super()._group(file_index, group)
 
     def _keep(self, file_index: int, group: int) -> Batches:
-        """Decode a group to keep it in memory; empty if it is too large for that."""
+        """Decode a group to keep it in memory; empty if it is too large for that, or broken."""
         batches, size = [], 0
-        for batch in self._batches(file_index, group, self._columns):
-            batches.append(batch)
-            size += batch.nbytes
-            if size > GROUP_BYTES:
-                batches = []
-                break
+        try:
+            for batch in self._batches(file_index, group, self._columns):
+                batches.append(batch)
+                size += batch.nbytes
+                if size > GROUP_BYTES:
+                    batches = []
+                    break
+        except _errors():
+            batches = []  # the rows before the broken one are read without it
         self._decoded[file_index, group] = batches
         while sum(b.nbytes for kept in self._decoded.values() for b in kept) > CACHE_BYTES:
             self._decoded.popitem(last=False)
