@@ -183,3 +183,10 @@ def test_initial_weights_are_equal_on_every_start() -> None:
     for (name, a), b in zip(first.named_parameters(), second.parameters(), strict=True):
         assert torch.equal(a, b), name
     assert sum(p.numel() for p in on_meta(build.QWEN).parameters()) > 0
+
+
+def test_selfcheck_keeps_the_size_of_heads(tmp_path: Path) -> None:
+    """0.6B has 16 heads of 128 in a model of 1,024."""
+    small = FLAVORS["0.6B"].with_heads(4, 2, n_layers=2)
+    assert (small.dim, small.head_dim, small.head_size, small.hidden_dim) == (512, 128, 128, 768)
+    assert on_meta(small).layers["0"].attention.wq.weight.shape == (512, 512)

@@ -61,7 +61,7 @@ def test_a_check_that_fails_is_a_line_with_a_remedy_and_exit_code_1(tmp_path):
     code, said = forks.call(alone, argv, tmp_path, "checkpoint_loses_a_tensor")
     assert code == 1
     (line,) = [line for line in said.splitlines() if line.startswith("FAILED")]
-    assert line.startswith("FAILED: checkpoint, float32, mesh 1 x 1 x 1: tensors that are not")
+    assert line.startswith("FAILED: checkpoint, float32, mesh 1 x 1 x 1: tensors that changed")
     assert "another job.dump_folder" in line
     assert not json.loads((tmp_path / "said").read_text())["passed"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["said"]

@@ -63,4 +63,4 @@ def test_json_is_json():
 
 def test_a_failure_says_what_is_right_and_what_to_do():
     told = failure(Outcome("noise: tails", 7.25, 5.0, "do not train"))
-    assert told == "FAILED: noise: tails: 7.25, and at most 5 is right; do not train"
+    assert told == "FAILED: noise: tails: 7.25 (the limit is 5); do not train"

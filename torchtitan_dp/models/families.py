@@ -33,6 +33,13 @@ class ModelArgs(Protocol):
     tie_embeddings: bool
     lora: LoRA | None
 
+    @property
+    def head_size(self) -> int:
+        """The size of a head of queries or keys."""
+
+    def with_heads(self, heads: int, kv_heads: int, **changes: Any) -> Any:
+        """Return the arguments of a narrower model, of so many heads of this one's size."""
+
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, float]:
         """Return the number of parameters and the FLOPs of a token (TorchTitan's own count)."""
 

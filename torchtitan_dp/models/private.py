@@ -5,6 +5,7 @@ A family has two classes, each with TorchTitan's own as the second base: argumen
 """
 
 import contextlib
+import dataclasses
 import functools
 import hashlib
 from collections.abc import Callable
@@ -34,6 +35,16 @@ class PrivateArgs:
     `require_loaded` checks (a draw of 8B takes minutes)."""
     draw_adapters: bool = True
     """The same for the factors of `lora`, which initial weights may lack."""
+
+    @property
+    def head_size(self) -> int:
+        """The size of a head of queries or keys."""
+        return int(self.dim // self.n_heads)  # type: ignore[attr-defined]
+
+    def with_heads(self, heads: int, kv_heads: int, **changes: Any) -> Any:
+        """Return the arguments of a narrower model, of so many heads of this one's size."""
+        changes |= {"dim": self.head_size * heads, "n_heads": heads, "n_kv_heads": kv_heads}
+        return dataclasses.replace(self, **changes)
 
     def update_from_config(self, job_config, **kwargs) -> None:  # type: ignore[no-untyped-def]
         super().update_from_config(job_config, **kwargs)  # type: ignore[misc]

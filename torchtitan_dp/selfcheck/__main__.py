@@ -149,7 +149,7 @@ def failure(outcome: Outcome) -> str:
     """Return one line: what failed, and what to do."""
     found = outcome.error
     if outcome.value is not None:
-        found = f"{outcome.value:.3g}, and at most {outcome.bound:.3g} is right"
+        found = f"{outcome.value:.3g} (the limit is {outcome.bound:.3g})"
     return f"FAILED: {outcome.name}: {found}; {outcome.remedy}"
 
 

@@ -67,7 +67,7 @@ def _attention_error(
     As a share of the row's norm plus rows' mean: early rows are larger than late ones.
     """
     heads, kv_heads = terms.heads
-    head_dim = terms.args.dim // terms.args.n_heads
+    head_dim = terms.args.head_size
     generator = torch.Generator().manual_seed(length)
     # q, k, v and the gradient of the output, rounded to the dtype before either side computes
     q, k, v, g = (

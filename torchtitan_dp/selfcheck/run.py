@@ -24,7 +24,7 @@ _GRACE_S = 20  # how long a rank whose check failed waits before it ends all of 
 
 @dataclass(frozen=True)
 class Measured:
-    """A number that a check measured on this rank; it is right up to `bound`."""
+    """A number that a check measured on this rank, with its limit `bound`."""
 
     what: str
     value: float

@@ -142,12 +142,11 @@ def _small(args: ModelArgs, seq_len: int) -> ModelArgs:
     """Return arguments of few layers and heads, each head as in `args`."""
     shared = _shared(args)
     kv_heads = 2 if shared == 1 else 1
-    return dataclasses.replace(  # type: ignore[type-var]
-        args,
-        dim=args.dim // args.n_heads * shared * kv_heads,
+    small: ModelArgs = args.with_heads(
+        shared * kv_heads,
+        kv_heads,
         n_layers=min(args.n_layers, 2),
-        n_heads=shared * kv_heads,
-        n_kv_heads=kv_heads,
         vocab_size=_VOCABULARY,
         max_seq_len=seq_len,
     )
+    return small

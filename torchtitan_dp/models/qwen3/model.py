@@ -18,6 +18,14 @@ class QwenArgs(PrivateArgs, Qwen3ModelArgs):
         assert not self.moe_enabled, "experts see each other's samples"
         self.enable_weight_tying = self.tie_embeddings  # TorchTitan's name
 
+    @property
+    def head_size(self) -> int:
+        return self.head_dim
+
+    def with_heads(self, heads: int, kv_heads: int, **changes: Any) -> Any:
+        hidden = max(self.hidden_dim * heads // self.n_heads, 1)
+        return super().with_heads(heads, kv_heads, hidden_dim=hidden, **changes)
+
 
 class Qwen(PrivateModel, Qwen3Model):
     """A dense Qwen3."""
