@@ -54,6 +54,7 @@ def test_what_is_done_is_not_run_again_and_all_parts_are_listed(tmp_path):
     assert "no part 'nothing'" in wrong.stderr
 
 
+@pytest.mark.slow
 def test_the_tests_parts_name_every_file_with_tests_for_cuda(tmp_path):
     """Files by name: all tests together take most of a part's time to collect."""
     lines = run(tmp_path, "--dry_run", "tests", "selfcheck_tests").stdout.splitlines()
@@ -67,6 +68,7 @@ def test_the_tests_parts_name_every_file_with_tests_for_cuda(tmp_path):
     assert all("-m cuda" in line and "--junitxml" in line for line in lines)
 
 
+@pytest.mark.slow
 def test_a_part_that_fails_or_takes_too_long_is_told(tmp_path):
     """With a device, as the script sees it: what is run is a stand-in for Python."""
     python = tmp_path / "python"

@@ -63,6 +63,7 @@ def test_the_log_and_the_build_of_torch_are_named_before_they_are_fetched(tmp_pa
     assert second.startswith(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lint, how", [(0, "passed"), (1, "failed")])
 def test_ci_names_what_it_has_tested_first_and_last(tmp_path, lint, how):
     """With stand-ins for the checks, of which the first passes or fails."""

@@ -113,6 +113,7 @@ def test_a_second_install_wraps_no_wrapper():
     assert on_ranks(1, installed_twice_beside_a_gpu) == [True]
 
 
+@pytest.mark.slow
 def test_gpu_hosts_give_gloo_one_thread_and_nothing_else():
     """Checkpoints and the ranks that share a GPU use gloo there too."""
     program = (  # the file alone: beside it, TorchTitan would want a GPU's packages
