@@ -4,14 +4,15 @@ Guarantee:
     The gradient handed to the inner optimizer is (S + N(0, (sigma C)^2 I)) / b: S the clipped sum,
     of sensitivity C (or, with estimated norms, that of `privacy.randomized`), and b the expected
     batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
-    whatever the inner optimizer makes of it. This holds for real numbers; `privacy.summation` says
+    whatever the inner optimizer makes of it. With noise that is correlated over steps the noise is
+    that of `privacy.banded`. This holds for real numbers; `privacy.summation` says
     what becomes of it in fp32 and in fixed point. Each position of each parameter has one noise
     value, from (key, name, position) alone: shards do not share it, replicas do, and it is the same
-    on every mesh. Assumes that a key is used for one step only.
+    on every mesh. Assumes that keys come from one `NoiseChain`.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn as nn
@@ -20,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.optim import Optimizer
 
+from torchtitan_dp.privacy.banded import WeightedKey
 from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
 
@@ -43,6 +45,7 @@ class DPOptimizer:
         Args:
             optimizer: any `torch.optim.Optimizer` over exactly `parameters`.
             parameters: DTensors sharded on dim 0, by canonical name.
+            noise_multiplier: the noise of a key of weight 1 over C: `Mechanism.noise_of_step`.
             summation: how noise is added, and to what; the `ClippedSum` must have the same.
             free_gathered: frees copies of the parameters that FSDP2 may still keep, which would be
                 used as they were before the update.
@@ -55,15 +58,16 @@ class DPOptimizer:
         self._free_gathered = free_gathered
         self._starts = {name: _flat_start(parameter) for name, parameter in parameters.items()}
 
-    def step(self, clipped_sum: dict[str, Tensor], key: bytes) -> None:
+    def step(self, clipped_sum: dict[str, Tensor], keys: Sequence[WeightedKey]) -> None:
         """Take one step.
 
         Args:
             clipped_sum: by name, this rank's flat shard of the sum, as `ClippedSum.take` has it;
                 overwritten.
-            key: this step's noise key, the same on all ranks, used once.
+            keys: of this step's noise, with their weights, the same on all ranks, from
+                `NoiseChain.take`.
         """
-        self._prepare(clipped_sum, key)
+        self._prepare(clipped_sum, keys)
         self._optimizer.step()
         self._optimizer.zero_grad(set_to_none=True)
 
@@ -77,7 +81,7 @@ class DPOptimizer:
         Args:
             clipped_sum: as in `step`; overwritten.
         """
-        self._prepare(clipped_sum, bytes(32))
+        self._prepare(clipped_sum, [(bytes(32), 1.0)])
         for optimizer in self._inner():
             if not any(optimizer.state.values()):
                 _make_state(optimizer)
@@ -111,14 +115,17 @@ class DPOptimizer:
         """Return the inner optimizer, or those in TorchTitan's container."""
         return getattr(self._optimizer, "optimizers", [self._optimizer])
 
-    def _prepare(self, clipped_sum: dict[str, Tensor], key: bytes) -> None:
+    def _prepare(self, clipped_sum: dict[str, Tensor], keys: Sequence[WeightedKey]) -> None:
         """Free what an update would make stale, and set the noised gradients."""
         if self._free_gathered is not None:
             self._free_gathered()
         for name, parameter in self._parameters.items():
-            gradient = clipped_sum[name]
             gradient = self._summation.add_noise_(
-                gradient, std=self._noise_std, key=key, name=name, start=self._starts[name]
+                clipped_sum[name],
+                std=self._noise_std,
+                keys=keys,
+                name=name,
+                start=self._starts[name],
             )
             gradient.div_(self._expected_batch_size)
             parameter.grad = _as_gradient_of(parameter, gradient)

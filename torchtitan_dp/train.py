@@ -72,6 +72,7 @@ from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.preflight.console import quiet
 from torchtitan_dp.preflight.notices import show
 from torchtitan_dp.preflight.rehearsal import rehearse
+from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import lock_folder, mistakes_as_faults, os_errors_as_faults, protect
 from torchtitan_dp.train_spec import OpenOnce, build_feed, register
@@ -119,7 +120,7 @@ class DPTrainer(Trainer):
         self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
         self.dp_optimizer = step.optimizer(
             self.optimizers,
-            noise_multiplier=settings.mechanism.noise_multiplier,
+            noise_multiplier=settings.mechanism.noise_of_step,
             expected_batch_size=settings.expected_batch_size,
         )
         self.sample_losses = SampleLosses(
@@ -265,17 +266,20 @@ class DPTrainer(Trainer):
         A draw made ahead of time depends on its step's keys alone. If the run stops before that
         step, the draw is discarded.
         """
-        settings, population = self.ledger.settings, len(self.feed.loader.units)
-        units = poisson_draw(
-            self.sampling_keys.take(step), population, settings.mechanism.sample_rate
-        )
-        return Draw(units, self.window_keys.take(step))
+        mechanism = self.ledger.settings.mechanism
+        group = self.feed.loader.groups(mechanism.period)[step % mechanism.period]
+        drawn = poisson_draw(self.sampling_keys.take(step), len(group), mechanism.draw_rate)
+        return Draw(group[drawn], self.window_keys.take(step))
 
     def _draw_secrets(self) -> None:
         """Draw fresh keys, at each start and each load. Collective over the world."""
         self._next_draw = None
         root = shared_root_key(self.device, self.job_config.privacy.debug_seed)
-        self.sampling_keys, self.noise_keys = root.stream("sampling"), root.stream("noise")
+        bands = self.ledger.settings.mechanism.period
+        self.sampling_keys, self.noise_keys = (
+            root.stream("sampling"),
+            NoiseChain(root.stream("noise"), bands),
+        )
         self.window_keys = root.stream("window")
         self.projection_keys = root.stream("projection")  # of estimated norms
         self.coin_keys = root.stream("coin")  # of audits

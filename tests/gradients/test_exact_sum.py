@@ -109,7 +109,7 @@ def update(degrees, overrides):
     for samples in (0, 3):
         if samples:
             built.accumulate(*build.data(samples=samples))
-        dp.step(clipped_sum.take(), bytes([samples]) * 32)
+        dp.step(clipped_sum.take(), [(bytes([samples]) * 32, 1.0)])
         clipped_sum.reset()
     return seen
 

@@ -142,7 +142,7 @@ def steps(degrees, overrides, changes, reshard=False):
                 built.accumulate(tokens_NT, labels_NT)
             held = [x for x in built.model.parameters() if not isinstance(x, DTensor)]
             inner.gathered = held if step != 1 else []
-            optimizer.step(built.step.clipped_sum.take(), bytes([step]) * 32)
+            optimizer.step(built.step.clipped_sum.take(), [(bytes([step]) * 32, 1.0)])
             built.step.clipped_sum.reset()
             if step == 0:
                 counts = gathers.collectives[1:], gathers.groups[1:]

@@ -122,7 +122,7 @@ def step_of_27M(degrees, overrides):
         torch.optim.AdamW(trained, lr=1e-3), noise_multiplier=1.0, expected_batch_size=3.0
     )
     built.accumulate(tokens_NT, labels_NT)
-    optimizer.step(built.step.clipped_sum.take(), bytes(32))
+    optimizer.step(built.step.clipped_sum.take(), [(bytes(32), 1.0)])
     built.step.clipped_sum.reset()
     moved = {
         name: not torch.equal(before[name], p.to_local())

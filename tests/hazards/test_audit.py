@@ -549,7 +549,7 @@ def canary_scores(degrees, method, options, adapters=False):
         drawn.extend(units[slot] if slot >= 0 else None for slot in built.slots(np.arange(7)))
         built.accumulate(tokens_NT, labels_NT)
         assert not drawn
-        dp.step(sums.take(), bytes(32))
+        dp.step(sums.take(), [(bytes(32), 1.0)])
         sums.reset()
     return (keeper.scores(degrees[0]) * 4.0 / sums.policy.bounds[0]).tolist(), canaries.names
 

@@ -485,7 +485,7 @@ def frozen_layer(degrees, frozen, method):
     )
     tokens_NT, labels_NT = build.data(samples=1)
     norms = built.accumulate(tokens_NT, labels_NT)
-    dp.step(built.gradients.clipped_sum.take(), bytes(32))
+    dp.step(built.gradients.clipped_sum.take(), [(bytes(32), 1.0)])
     changed = {
         n: not torch.equal(before[n], p.full_tensor()) for n, p in built.model.named_parameters()
     }

@@ -36,7 +36,7 @@ def gradients_handed_to_adam(degrees, *, microbatches, sigma, C, batch, key=KEY)
     for _ in range(microbatches):
         loss_1 = built.losses(tokens_NT, torch.full_like(labels_NT, -100))
         built.gradients.accumulate_clipped(loss_1, torch.tensor([True]))
-    dp.step(built.gradients.clipped_sum.take(), key)
+    dp.step(built.gradients.clipped_sum.take(), [(key, 1.0)])
     return recorder.seen
 
 
@@ -97,7 +97,7 @@ def hashes_after_steps(degrees):
     )
     for step in range(5):
         built.accumulate(*build.data(samples=3, seed=step))
-        dp.step(built.gradients.clipped_sum.take(), bytes([step]) * 32)
+        dp.step(built.gradients.clipped_sum.take(), [(bytes([step]) * 32, 1.0)])
         built.gradients.clipped_sum.reset()
     return [p.to_local().double().sum().item() for p in built.model.parameters()]
 
@@ -121,7 +121,7 @@ def update_of(degrees, samples, batch):
         sgd, built.parameters, noise_multiplier=0.0, max_grad_norm=1.0, expected_batch_size=batch
     )
     built.accumulate(*build.data(samples=samples))
-    dp.step(built.gradients.clipped_sum.take(), KEY)
+    dp.step(built.gradients.clipped_sum.take(), [(KEY, 1.0)])
     moved = {n: before[n] - p.full_tensor() for n, p in built.parameters.items()}
     reference = build.reference_gradients(build.reference_model(), *build.data(samples=samples))
     expected = {n: g / batch for n, g in build.reference_sum(reference, 1.0).items()}

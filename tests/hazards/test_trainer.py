@@ -19,6 +19,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from tests.accounts import mechanism, with_terms
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.ledger import Ledger, Settings
+from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.privacy.keys import RootKey
 
@@ -83,7 +84,8 @@ class Step:
         trainer.feed, trainer._next_draw = self.feed, None
         trainer._draw = functools.partial(train.DPTrainer._draw, trainer)
         trainer.ledger = Ledger(settings, steps=STEP - 1)
-        trainer.sampling_keys, trainer.noise_keys = root.stream("sampling"), root.stream("noise")
+        trainer.sampling_keys = root.stream("sampling")
+        trainer.noise_keys = NoiseChain(root.stream("noise"), 1)
         trainer.window_keys = root.stream("window")
         trainer.projection_keys = root.stream("projection")
         trainer.metrics_processor.ntokens_since_last_log = 0
@@ -220,7 +222,7 @@ def test_row11_and_41_the_next_draw_is_the_one_it_would_be_in_time(monkeypatch):
 
 def test_row40_noise_has_a_key_of_its_own(monkeypatch):
     step = Step(monkeypatch)
-    assert step.key == RootKey(ROOT).stream("noise").take(STEP)
+    assert step.key == [(RootKey(ROOT).stream("noise").take(STEP), 1.0)]
     assert step.key != step.drawn[0][0]
 
 
@@ -238,14 +240,17 @@ def secrets(debug_seed=None):
     from tests import build
     from torchtitan_dp.train import DPTrainer
 
-    trainer = SimpleNamespace(job_config=build.config(), device=torch.device("cpu"))
+    device, ledger = torch.device("cpu"), Ledger(SETTINGS)
+    trainer = SimpleNamespace(job_config=build.config(), device=device, ledger=ledger)
     trainer.job_config.privacy.debug_seed = debug_seed
     found = []
     for _ in range(2):
         DPTrainer._draw_secrets(trainer)
         streams = trainer.sampling_keys, trainer.noise_keys, trainer.window_keys, trainer.coin_keys
         for keys in streams:
-            found.append(hashlib.sha256(keys.take(1)).hexdigest())
+            key = keys.take(1)
+            key = key if isinstance(key, bytes) else key[0][0]  # of a chain
+            found.append(hashlib.sha256(key).hexdigest())
     return found
 
 
@@ -288,7 +293,7 @@ def test_row30_drawing_secrets_tells_nobody(monkeypatch, caplog, capfd):
     with caplog.at_level("DEBUG"):
         train.DPTrainer._draw_secrets(trainer)
     told = caplog.text + "".join(capfd.readouterr())
-    for secret in (ROOT, trainer.noise_keys.take(1), trainer.sampling_keys.take(1)):
+    for secret in (ROOT, trainer.noise_keys.take(1)[0][0], trainer.sampling_keys.take(1)):
         for spelling in (secret.hex(), repr(secret)[2:-1], str(int.from_bytes(secret, "big"))):
             assert spelling not in told
 

@@ -375,13 +375,13 @@ def test_epsilon_does_not_show_where_a_start_began():
 def test_the_steps_of_a_lineage_have_its_terms_in_order():
     louder = with_terms(SETTINGS, noise_multiplier=0.5)
     segments = [RunSegment(SETTINGS, 2), RunSegment(louder, 1)]
-    assert name_steps(segments, ["a", "b", "c"]) == [
+    assert name_steps(segments, ["a", "b", "c"], "run") == [
         NamedStep("a", mechanism(1.0, 0.01).as_logged()),
         NamedStep("b", mechanism(1.0, 0.01).as_logged()),
         NamedStep("c", mechanism(0.5, 0.01).as_logged()),
     ]
     with pytest.raises(ValueError, match="zip"):
-        name_steps(segments, ["a", "b"])
+        name_steps(segments, ["a", "b"], "run")
 
 
 def test_a_step_counts_once_and_others_add_up():

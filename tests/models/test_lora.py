@@ -85,7 +85,7 @@ def held(degrees, dtype, method):
     optimizer = built.step.optimizer(adamw, noise_multiplier=1.0, expected_batch_size=3.0)
     built.accumulate(*build.data())
     accumulated = sum(flat.numel() for flat in built.step.clipped_sum.take().values())
-    optimizer.step(built.step.clipped_sum.take(), bytes(32))
+    optimizer.step(built.step.clipped_sum.take(), [(bytes(32), 1.0)])
     built.step.clipped_sum.reset()
     return (
         {p.dtype for p in frozen.values()},

@@ -524,9 +524,9 @@ def noise_of_a_rehearsal_and_a_step():
     asked = []
 
     class Recording(FloatSum):
-        def add_noise_(self, flat, *, std, key, name, start):
+        def add_noise_(self, flat, *, std, keys, name, start):
             asked.append((name, tuple(flat.shape), std, start))
-            return super().add_noise_(flat, std=std, key=key, name=name, start=start)
+            return super().add_noise_(flat, std=std, keys=keys, name=name, start=start)
 
     parameters = build.build().parameters
     optimizer = DPOptimizer(
@@ -544,7 +544,7 @@ def noise_of_a_rehearsal_and_a_step():
     optimizer.rehearse(clipped_sum())
     rehearsed = asked.copy()
     asked.clear()
-    optimizer.step(clipped_sum(), bytes(32))
+    optimizer.step(clipped_sum(), [(bytes(32), 1.0)])
     return rehearsed, asked
 
 

@@ -174,7 +174,7 @@ def update(degrees: tuple[int, int, int]) -> dict[str, torch.Tensor]:
         expected_batch_size=1,
         summation=FloatSum(secure_noise=True),
     )
-    dp.step(built.gradients.clipped_sum.take(), KEY)
+    dp.step(built.gradients.clipped_sum.take(), [(KEY, 1.0)])
     return seen
 
 

@@ -233,7 +233,7 @@ class Game:
         self._model, self._sum, self._gradients = model, step.clipped_sum, step.gradients
         self._observer = _Observer(parameters, model.dials, mesh)
         self._optimizer = step.optimizer(
-            self._observer, noise_multiplier=mechanism.noise_multiplier, expected_batch_size=1
+            self._observer, noise_multiplier=mechanism.noise_of_step, expected_batch_size=1
         )
 
     def claim(self, *, trials: int, confidence: float) -> float:
@@ -288,7 +288,7 @@ class Game:
                 unit_BPN = units_UPN[slot_B].masked_fill(~valid_B[:, None, None], 0.0)
                 loss_B = self._model(unit_BPN)
                 self._gradients.accumulate_clipped(loss_B, valid_B, slot_B.tolist())
-        self._optimizer.step(self._sum.take(), self._noise_keys.take(self._trial))
+        self._optimizer.step(self._sum.take(), [(self._noise_keys.take(self._trial), 1.0)])
         self._sum.reset()
 
 

@@ -139,7 +139,7 @@ def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
     executed = ExecutedSteps(folder)
     executed.enter_lost(ledger)
     begun = executed.begun(ledger.settings)
-    kept, worst = set(ledger.taken()), ledger.published_lost().mechanism
+    kept, worst = set(ledger.taken()), ledger.published_lost().mechanism.at_unknown()
     begun = [step if step in kept else NamedStep(step.name, worst) for step in begun]
     begun += executed.spare(ledger.spare())
     begun.sort(key=lambda step: (Segment(step.mechanism, 1).order, step.name))

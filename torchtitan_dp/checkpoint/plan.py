@@ -19,6 +19,7 @@ from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.steps import union
 from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.mechanism import steps_in_a_row
 
 
 @dataclass(frozen=True)
@@ -99,8 +100,10 @@ def steps_within(plan: Plan, target_epsilon: float) -> int | None:
     ledger = plan.ledger
 
     def exceeds(steps: int) -> bool:
-        more = ledger.settings.spending(steps - ledger.steps)
-        return ledger.compose([*ledger.executed(), more]) > target_epsilon
+        coming = steps_in_a_row(
+            ledger.settings.mechanism, ledger.steps + 1, steps - ledger.steps, ledger.run
+        )
+        return ledger.compose([*ledger.executed(), *coming]) > target_epsilon
 
     tried = range(ledger.steps, plan.steps + 1)
     found = bisect.bisect_left(tried, True, key=exceeds)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchtitan_dp.data.console import Progress
 from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.privacy.sampling import choices, deal
+from torchtitan_dp.privacy.sampling import choices, deal, groups_of
 
 EVER_SAME = bytes(32)  # a key for the same records and windows each time, to compare losses
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -132,6 +132,16 @@ class RecordLoader:
         self.settings = settings or {}
         self.counts = TokenCounts(samples, batch_size)
         self._shuffle_seed = shuffle_seed
+        self._groups: dict[int, list[np.ndarray]] = {}  # by their number
+
+    def groups(self, count: int) -> list[np.ndarray]:
+        """Divide the population into groups that take turns, the same ones in every run."""
+        if count == 1:
+            return [np.arange(len(self.units))]
+        if count not in self._groups:
+            hashes = np.concatenate(list(self.samples.units.hashes()))
+            self._groups[count] = groups_of(hashes[self.units], count)
+        return self._groups[count]
 
     def sources(self, draw: np.ndarray, key: bytes = EVER_SAME) -> np.ndarray:
         """List the sources of each drawn unit's samples (`SampleStore.chosen`), int64

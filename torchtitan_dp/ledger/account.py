@@ -22,6 +22,7 @@ from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.caveats import assumptions, caveats
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.steps import union
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.curve import EpsilonCurve
 from torchtitan_dp.privacy.meaning import Meaning, meaning
@@ -131,10 +132,9 @@ class Account:
         """
         settings, own = self._ledger.settings, self._own_steps()
         present = settings.mechanism.as_logged()
-        beside = [
-            settings.spending(s.steps - own) if s.mechanism == present else s
-            for s in self._ledger.taken_in_all()
-        ]
+        taken = self._ledger.taken()
+        on_present = {step for step in taken if step.mechanism.at_any() == present}
+        beside = union({*self._ledger.taken_before(), *taken} - on_present)
         return EpsilonCurve(
             [*beside, *lost],
             present,

@@ -81,7 +81,7 @@ class ExecutedSteps:
     def begin(self, step: int, settings: Settings) -> None:
         """Record, durably, that `step`'s update is about to happen. Call on one rank."""
         number = self._taken[self._start] + 1
-        begun = NamedStep(step_name(self._start, number), settings.mechanism.as_logged())
+        begun = NamedStep(step_name(self._start, number), settings.mechanism.at(step))
         self._append_steps(step, [(self._start, begun)])
         self._taken[self._start] = number
 
@@ -111,7 +111,7 @@ class ExecutedSteps:
         found = list(self._begun)
         of_torn = worst({settings.mechanism.as_logged(), *(step.mechanism for step in found)})
         torn = step_names(self._torn_name, self._torn)
-        return [*found, *(NamedStep(name, of_torn) for name in torn)]
+        return [*found, *(NamedStep(name, of_torn.at_unknown()) for name in torn)]
 
     def enter_lost(self, ledger: Ledger, also: Iterable[NamedStep] = ()) -> None:
         """Enter into a ledger the steps that were begun in this folder and are not of its lineage.
@@ -124,18 +124,26 @@ class ExecutedSteps:
         begun = {*self.begun(ledger.settings), *also}
         of_lost = worst({present, *(step.mechanism for step in begun | lineage)})
         lost = begun - lineage
-        counted = self._by_blocks(lost)
+        counted = self._by_blocks(lost, present.period)
         ledger.lost = Segment(of_lost, counted) if counted else None
         ledger.lost_exactly = len(lost)
 
-    def _by_blocks(self, lost: Iterable[NamedStep]) -> int:
+    def _by_blocks(self, lost: Iterable[NamedStep], period: int) -> int:
         """Return at least the number of lost steps, as many whatever a crash did lose: a start that
-        crashed counts as what it could lose at most, or a multiple of that."""
+        crashed counts as what it could lose at most, or a multiple of that.
+
+        What a start lost is steps in a row; steps of an unknown start need not be. Blocks are whole
+        periods, so that all of them together are dominated as steps in a row are.
+        """
         by_start = Counter(self._begun.get(step, "") for step in lost)
         crashed = {name for name, start in self._starts.items() if not start.ended}
         total = 0
         for name in {*by_start, *crashed - {self._start}}:
             block = self._starts[name].most_lost if name in self._starts else 1
+            block = -(-block // period) * period
+            if not name:
+                total += block * by_start[name]
+                continue
             total += block * max(name in crashed - {self._start}, -(-by_start[name] // block))
         return total
 
@@ -143,7 +151,8 @@ class ExecutedSteps:
         """Name steps that were never begun, the same ones each time; nobody else can name them."""
         start = next(iter(self._taken), self._start)
         secret = f"spare {os.path.realpath(self._folder)} {start}"
-        return [NamedStep(name, steps.mechanism) for name in step_names(secret, steps.steps)]
+        mechanism = steps.mechanism.at_unknown()
+        return [NamedStep(name, mechanism) for name in step_names(secret, steps.steps)]
 
     def _append_start(self, line: str) -> None:
         """Write and sync a line; on a new one, whatever a crash has left of the line before."""

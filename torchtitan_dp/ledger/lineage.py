@@ -23,7 +23,13 @@ from torchtitan_dp.ledger.steps import (
     union,
 )
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import Mechanism, Segment, from_fields, worst
+from torchtitan_dp.privacy.mechanism import (
+    Mechanism,
+    Segment,
+    from_fields,
+    steps_in_a_row,
+    worst,
+)
 
 FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
 
@@ -53,7 +59,7 @@ class Ancestor:
 
     def taken(self) -> list[NamedStep]:
         """Return the steps that made the weights."""
-        return name_steps(self.segments, self.step_names.split())
+        return name_steps(self.segments, self.step_names.split(), self.run)
 
     def fields(self) -> dict[str, Any]:
         """Return it as `privacy.json` and checkpoints record it."""
@@ -192,7 +198,7 @@ class Ledger:
 
     def taken(self) -> list[NamedStep]:
         """Return the steps of this folder's lineage."""
-        return name_steps(self.segments(), self.names())
+        return name_steps(self.segments(), self.names(), self.run)
 
     def taken_before(self) -> list[NamedStep]:
         """Return the steps of the lineage of the initial weights."""
@@ -251,13 +257,23 @@ class Ledger:
         """Return the steps that this run and those behind its initial weights planned but did not
         take, on the worst terms that each run had: terms that were made better on the way count
         from there on only for steps that were taken."""
-        behind = [segment for a in self.ancestors for segment in _worst(a.segments, a.left)]
-        return [*_worst(self.segments(), self.left), *behind]
+        behind = [
+            segment for a in self.ancestors for segment in _worst(a.segments, a.left, a.run)
+        ]
+        return [*_worst(self.segments(), self.left, self.run), *behind]
 
     def epsilon(self, steps: int | None = None) -> float:
         """Return the epsilon after `steps` steps of this lineage."""
-        own = [segment.spending() for segment in self.segments(steps)]
-        return self.compose([*self.before(), *own])
+        return self.compose([*self.before(), *self.own(steps)])
+
+    def own(self, steps: int | None = None) -> list[Segment]:
+        """Return this folder's lineage for an accountant, up to `steps`."""
+        found: list[Segment] = []
+        first = 1
+        for part in self.segments(steps):
+            found += steps_in_a_row(part.settings.mechanism, first, part.steps, self.run)
+            first += part.steps
+        return found
 
     def compose(self, segments: list[Segment]) -> float:
         """Return the epsilon of these segments one after the other, as this ledger accounts."""
@@ -334,8 +350,10 @@ def _lost_of(fields: dict[str, Any] | None) -> Segment | None:
 _CHANGED = "the settings changed during training, in a way assumed to be fixed before it"
 
 
-def _worst(segments: Sequence[RunSegment], steps: int) -> list[Segment]:
-    """Return so many steps of the worst mechanism that any segment has, if there are any."""
+def _worst(segments: Sequence[RunSegment], steps: int, run: str) -> list[Segment]:
+    """Return so many steps that follow these, of the worst mechanism that any of them has."""
     if not segments or steps == 0:
         return []
-    return [Segment(worst(segment.settings.mechanism for segment in segments), steps)]
+    mechanism = worst(segment.settings.mechanism for segment in segments)
+    taken = sum(segment.steps for segment in segments)
+    return steps_in_a_row(mechanism, taken + 1, steps, run)

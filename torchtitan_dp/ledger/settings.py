@@ -43,6 +43,11 @@ class Settings:
         return self.privacy_unit.split()[0]
 
     @property
+    def bands(self) -> int:
+        """The number of groups of units that take turns; 1 for independent noise."""
+        return self.mechanism.period
+
+    @property
     def implied_units(self) -> int:
         """The number of units that the public rate stands for; their number need not be public."""
         return round(self.expected_batch_size / self.mechanism.sample_rate)
@@ -132,6 +137,7 @@ _OF_A_RUN = {
     "privacy.sample_rate": "neighbouring_relation",
     "data.unit_field": "privacy_unit",
     "lora": "trained",
+    "privacy.bands": "bands",
 }
 
 

@@ -12,10 +12,11 @@ Guarantee:
 """
 
 import hashlib
+import itertools
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_dp.ledger.settings import RunSegment
@@ -53,20 +54,28 @@ class NamedStep:
 
     name: str
     mechanism: Mechanism
+    run: str = field(default="", compare=False)  # whose groups of units these are
 
 
-def name_steps(segments: Sequence[RunSegment], names: Sequence[str]) -> list[NamedStep]:
+def name_steps(
+    segments: Sequence[RunSegment], names: Sequence[str], run: str
+) -> list[NamedStep]:
     """Return the steps of a lineage, with their mechanisms.
 
     Args:
         segments: its steps by terms, in order.
         names: of the same steps, in the same order.
+        run: that took them.
     """
-    mechanisms = [s.settings.mechanism.as_logged() for s in segments for _ in range(s.steps)]
-    return [NamedStep(name, which) for name, which in zip(names, mechanisms, strict=True)]
+    number = itertools.count(1)
+    mechanisms = [s.settings.mechanism.at(next(number)) for s in segments for _ in range(s.steps)]
+    return [NamedStep(name, which, run) for name, which in zip(names, mechanisms, strict=True)]
 
 
 def union(steps: Iterable[NamedStep]) -> list[Segment]:
-    """Return all steps, each once, by mechanism."""
-    counts = Counter(step.mechanism for step in set(steps))
-    return sorted((Segment(*item) for item in counts.items()), key=lambda segment: segment.order)
+    """Return all steps, each once, by mechanism, and groups by run too."""
+    counts = Counter(
+        (step.mechanism, "" if step.mechanism.group is None else step.run) for step in set(steps)
+    )
+    found = (Segment(mechanism, count, run) for (mechanism, run), count in counts.items())
+    return sorted(found, key=lambda segment: segment.order)

@@ -229,7 +229,7 @@ def _lost_steps(config: JobConfig, plan: Plan) -> list[str]:
 def _explain(plan: Plan) -> None:
     """Say what epsilon means for one person."""
     ledger = plan.ledger
-    spent = [*ledger.before(), *(s.spending() for s in ledger.segments(plan.steps))]
+    spent = [*ledger.before(), *ledger.own(plan.steps)]
     meaning = explain(ledger, spent, plan.epsilon)
     for line in meaning.sentences(ledger.settings.unit) if meaning else ():
         print(f"      {line}", file=sys.stderr)

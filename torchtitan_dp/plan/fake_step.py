@@ -173,7 +173,7 @@ class Step:
         with self.tracker.labelled("accumulator"):
             clipped_sum = self.clipped_sum.take()
         with self.tracker.labelled("optimizer"):
-            self.optimizer.step(clipped_sum, bytes(32))
+            self.optimizer.step(clipped_sum, [(bytes(32), 1.0)])
             if self.average is not None:
                 self.average.update()
         del clipped_sum

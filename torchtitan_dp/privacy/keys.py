@@ -27,7 +27,7 @@ KEY_BYTES = 32
 _DEBUG_DOMAIN = b"torchtitan_dp/debug_seed/"
 
 
-class _Secret:
+class Secret:
     """A secret that must not be printed, pickled, copied or changed."""
 
     __slots__ = ()
@@ -39,7 +39,7 @@ class _Secret:
         raise TypeError(f"a {type(self).__name__} is secret: it is never pickled, saved or copied")
 
 
-class KeyStream(_Secret):
+class KeyStream(Secret):
     """Hands out the keys of one purpose: one for each step, each once, in rising order."""
 
     __slots__ = ("__key", "__last")
@@ -71,7 +71,7 @@ class KeyStream(_Secret):
         return hmac.digest(self.__key, step.to_bytes(8, "big"), "sha256")
 
 
-class RootKey(_Secret):
+class RootKey(Secret):
     """The 32 secret bytes from which every key of this start is derived.
 
     >>> RootKey.from_os()

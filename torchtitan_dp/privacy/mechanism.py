@@ -12,19 +12,23 @@ step of several mechanisms is dominated by a step of their `worst`.
 """
 
 import dataclasses
+import math
 from abc import ABC, abstractmethod
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from torchtitan_dp.privacy.banded import column_norm
 from torchtitan_dp.privacy.envelope import largest_ratio, ratios, refuse_projections
 from torchtitan_dp.privacy.lower_bounds import mixture_mu
 from torchtitan_dp.privacy.segments import GaussianSteps, merged
 from torchtitan_dp.privacy.settings import Privacy
 
 NOT_RECORDED = "not recorded"  # the estimator, where a log is the only record of a step
+IN_A_ROW, UNKNOWN = -1, -2  # in the place of a banded step's number
 
-_OF_NORMS = (
+_OF_NORMS: tuple[tuple[str, type, str], ...] = (
     (
         "projections",
         int,
@@ -86,7 +90,40 @@ class Mechanism(ABC):
 
     @abstractmethod
     def composition(self, steps: int) -> tuple[GaussianSteps, ...]:
-        """Return subsampled Gaussian steps that dominate `steps` steps from a start on."""
+        """Return subsampled Gaussian steps that dominate `steps` steps in a row."""
+
+    @property
+    def period(self) -> int:
+        """b, the number of groups of units, of which each step draws from the next one: a unit is
+        drawn at every b-th step at most."""
+        return 1
+
+    @property
+    def group(self) -> int | None:
+        """The number, modulo b, of the one step that this is; None: of any step."""
+        return None
+
+    @property
+    def draw_rate(self) -> float:
+        """The probability with which a step draws each unit of its group."""
+        return self.period * self.sample_rate
+
+    @property
+    def noise_of_step(self) -> float:
+        """The least standard deviation of the noise that one step adds, over C."""
+        return self.noise_multiplier
+
+    def at(self, step: int) -> "Mechanism":
+        """Return it as the log of steps records the step of this number."""
+        return self.as_logged()
+
+    def at_unknown(self) -> "Mechanism":
+        """Return it for single steps of unknown numbers."""
+        return self
+
+    def at_any(self) -> "Mechanism":
+        """Return it for steps in a row, whatever step it is of."""
+        return self
 
     def with_noise(self, noise_multiplier: float) -> "Mechanism":
         """Return the same mechanism with another noise multiplier."""
@@ -150,7 +187,10 @@ class Mechanism(ABC):
 
 @dataclass(frozen=True)
 class Segment:
-    """`steps` optimizer steps of one mechanism, from a start on.
+    """`steps` optimizer steps of one mechanism: of one group, or in a row.
+
+    Args:
+        run: of a group, the run whose groups these are: in another, a unit may be of another.
 
     Raises:
         ValueError: their number is negative.
@@ -158,22 +198,44 @@ class Segment:
 
     mechanism: Mechanism
     steps: int
+    run: str = ""
 
     def __post_init__(self) -> None:
         if self.steps < 0:
             raise ValueError(f"training.steps = {self.steps} is negative; choose 0 or more")
 
     @property
-    def order(self) -> tuple[float, float, float]:
+    def order(self) -> tuple[float, float, float, int, str]:
         """The key that segments are sorted by: the least noise first, exact norms first."""
         mechanism = self.mechanism
         rarity = 1 / mechanism.largest_share if mechanism.largest_share > 1 else 0.0
-        return mechanism.noise_multiplier, mechanism.sample_rate, rarity
+        group = -1 if mechanism.group is None else mechanism.group
+        return mechanism.noise_multiplier, mechanism.sample_rate, rarity, group, self.run
 
 
 def composition(segments: Iterable[Segment]) -> tuple[GaussianSteps, ...]:
-    """Return the fewest subsampled Gaussian steps that dominate all segments, sorted."""
-    return merged(part for s in segments for part in s.mechanism.composition(s.steps))
+    """Return the fewest subsampled Gaussian steps that dominate all segments, sorted.
+
+    A unit is of one group of a run, so that of its groups the one with the most steps counts.
+    """
+    parts: list[GaussianSteps] = []
+    by_group: dict[tuple[Mechanism, str], Counter[int]] = defaultdict(Counter)
+    for s in segments:
+        if s.mechanism.group is None:
+            parts += s.mechanism.composition(s.steps)
+        else:
+            by_group[s.mechanism.at_any(), s.run][s.mechanism.group] += s.steps
+    for (mechanism, _), steps in by_group.items():
+        parts += mechanism.composition(max(steps.values()) * mechanism.period)
+    return merged(parts)
+
+
+def steps_in_a_row(mechanism: Mechanism, first: int, steps: int, run: str) -> list[Segment]:
+    """Return the steps from number `first` of a run on, by group."""
+    if mechanism.period == 1:
+        return [Segment(mechanism, steps)]
+    counts = Counter(mechanism.at(number) for number in range(first, first + steps))
+    return [Segment(one, count, run) for one, count in counts.items()]
 
 
 @dataclass(frozen=True)
@@ -225,6 +287,114 @@ class PoissonGaussian(Mechanism):
     @property
     def logged(self) -> tuple[str, ...]:
         return ()
+
+
+@dataclass(frozen=True)
+class BandedGaussian(PoissonGaussian):
+    """The Gaussian mechanism with noise that is correlated over steps, and cyclic Poisson sampling
+    (`banded`, with its proof).
+
+    Args:
+        sample_rate: q, with which a unit is drawn on average over steps: b q at every b-th step.
+        bands: b.
+        step: the number modulo b of the one step that this is; `IN_A_ROW`, or `UNKNOWN`.
+    """
+
+    bands: int = 2
+    step: int = IN_A_ROW
+
+    name = "banded_gaussian_of_cyclic_poisson_sampling"
+    keys = (
+        *_OF_NORMS,
+        (
+            "bands",
+            int,
+            "b: units are in b groups, of which each step draws from the next one, each unit with "
+            "probability b q; noise is correlated over steps by a matrix of b bands. 1: it is not.",
+        ),
+        (
+            "step_modulo_bands",
+            int,
+            "The number modulo b of the steps, where those of one group are listed by themselves; "
+            "-1: they are in a row; -2: it is not known, and each of them counts for every unit.",
+        ),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.draw_rate > 1:
+            raise ValueError(
+                f"privacy.bands = {self.bands}: each unit would be drawn with probability "
+                f"{self.bands} x {self.sample_rate:.4g} at every {self.bands}th step; use at most "
+                f"{math.floor(1 / self.sample_rate)}"
+            )
+
+    def composition(self, steps: int) -> tuple[GaussianSteps, ...]:
+        rounds = steps if self.step == UNKNOWN else -(-steps // self.bands)
+        return (GaussianSteps(self.noise_multiplier, self.draw_rate, rounds),)
+
+    @property
+    def period(self) -> int:
+        return self.bands
+
+    @property
+    def group(self) -> int | None:
+        return self.step if self.step >= 0 else None
+
+    @property
+    def noise_of_step(self) -> float:
+        return self.noise_multiplier * column_norm(self.bands)
+
+    def at(self, step: int) -> Mechanism:
+        if self.step != IN_A_ROW:
+            return self.as_logged()
+        return dataclasses.replace(self, step=step % self.bands).as_logged()
+
+    def at_unknown(self) -> Mechanism:
+        return dataclasses.replace(self, step=UNKNOWN)
+
+    def at_any(self) -> Mechanism:
+        return dataclasses.replace(self, step=IN_A_ROW)
+
+    @property
+    def norms(self) -> str:
+        noise = f"noise correlated over steps by {self.bands} bands"
+        return ", ".join(filter(None, (super().norms, noise)))
+
+    def claimed_mu(self, *, trials: int, confidence: float) -> float:
+        return 1 / self.noise_of_step
+
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
+        return [
+            (
+                privacy.secure_noise,
+                "privacy.secure_noise",
+                True,
+                "with privacy.noise = 'banded' a step adds the noise of several keys, whose sum "
+                "on the grid is not proven; set it to false, or privacy.noise to 'independent'",
+            )
+        ]
+
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields(), "bands": self.bands, "step_modulo_bands": self.step}
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> "BandedGaussian":
+        gaussian = PoissonGaussian.from_fields(fields)
+        of_norms = gaussian.capped, gaussian.estimator
+        rates = gaussian.noise_multiplier, gaussian.sample_rate
+        return cls(*rates, *of_norms, fields["bands"], fields["step_modulo_bands"])
+
+    @property
+    def logged(self) -> tuple[str, ...]:
+        return (self.name, str(self.bands), str(self.step))
+
+    @classmethod
+    def from_logged(
+        cls, noise_multiplier: float, sample_rate: float, *words: str
+    ) -> "BandedGaussian":
+        bands, step = map(int, words)
+        return cls(noise_multiplier, sample_rate, 0, NOT_RECORDED, bands, step)
 
 
 @dataclass(frozen=True)
@@ -306,6 +476,13 @@ class EstimatedNorms(Mechanism):
                 f"{here} a unit moves the sum by more than C at times, for which fixed point has "
                 f"no room; set it to false, {capped}",
             ),
+            (
+                privacy.noise == "banded",
+                "privacy.noise",
+                "'banded'",
+                f"{here} a unit's steps are not accounted for together; set it to 'independent', "
+                f"{capped}",
+            ),
         ]
 
     def fields(self) -> dict[str, Any]:
@@ -333,7 +510,12 @@ class NoMechanism(PoissonGaussian):
     name = "none"
 
 
-MECHANISMS: tuple[type[Mechanism], ...] = (PoissonGaussian, EstimatedNorms, NoMechanism)
+MECHANISMS: tuple[type[Mechanism], ...] = (
+    PoissonGaussian,
+    BandedGaussian,
+    EstimatedNorms,
+    NoMechanism,
+)
 
 
 def mechanism_of(
@@ -344,12 +526,13 @@ def mechanism_of(
     Args:
         estimates_norms: whether the gradient method estimates norms.
     """
-    if not estimates_norms:
-        return PoissonGaussian(noise_multiplier, sample_rate)
-    norms = privacy.projections, privacy.norm_estimator
-    if privacy.underestimates == "capped":
-        return PoissonGaussian(noise_multiplier, sample_rate, *norms)
-    return EstimatedNorms(noise_multiplier, sample_rate, *norms)
+    rates, norms = (noise_multiplier, sample_rate), (privacy.projections, privacy.norm_estimator)
+    if estimates_norms and privacy.underestimates == "accounted":
+        return EstimatedNorms(*rates, *norms)
+    exact = PoissonGaussian(*rates, *(norms if estimates_norms else ()))
+    if privacy.noise == "independent" or privacy.bands == 1:
+        return exact
+    return BandedGaussian(*rates, exact.capped, exact.estimator, privacy.bands)
 
 
 def from_fields(fields: dict[str, Any]) -> Mechanism:
@@ -390,7 +573,8 @@ def worst(known: Iterable[Mechanism]) -> Mechanism:
     >>> worst([exact, rough, EstimatedNorms(2.0, 0.1, 32)])
     EstimatedNorms(noise_multiplier=1.0, sample_rate=0.2, projections=8, estimator='not recorded')
     """
-    known = list(known)
+    known = [mechanism.at_any() for mechanism in known]
+    assert len({mechanism.period for mechanism in known}) == 1, "none dominates the rest"
     kinds = {type(mechanism) for mechanism in known}
     assert len(kinds) == 1 or kinds <= {PoissonGaussian, EstimatedNorms}, "none dominates the rest"
     return dataclasses.replace(

@@ -54,6 +54,25 @@ def poisson_draw(key: bytes, population: int, sample_rate: float) -> Indices:
     return np.sort(drawn).astype(np.int64, copy=False)
 
 
+def groups_of(hashes: npt.NDArray[np.uint64], groups: int) -> list[Indices]:
+    """Divide a population into groups that take turns, by the hash of each unit's name.
+
+    A unit's group depends on its own name, and on their number, alone. Groups are of unequal sizes;
+    the rate is what all of them have.
+
+    Args:
+        hashes: one for each unit, shape (N,).
+
+    Returns:
+        The units of each group, rising: int64.
+
+    >>> [group.tolist() for group in groups_of(np.array([4, 7, 9, 2, 3], dtype=np.uint64), 2)]
+    [[0, 3], [1, 2, 4]]
+    """
+    group = hashes % np.uint64(groups)
+    return [np.flatnonzero(group == number) for number in range(groups)]
+
+
 def choices(key: bytes, position: int) -> np.random.Generator:
     """Draw what one unit of one step takes: which of its records, and which window of it.
 

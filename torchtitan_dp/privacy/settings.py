@@ -42,6 +42,15 @@ class Privacy:
     without a ledger of what they spent, and recorded as an assumption; where they have one, it
     counts whatever is said here."""
 
+    noise: Literal["independent", "banded"] = "independent"
+    """`independent`: each step adds noise of its own. `banded` (BandMF): noise is correlated over
+    steps, so that much of it cancels in the sum of updates, and units are in `bands` groups that
+    take turns; wants about twice the learning rate (docs/tuning.md)."""
+
+    bands: int = 8
+    """For `banded`, b: a unit is drawn at every b-th step at most, with b times the rate. At most
+    1 / the sample rate, and there is no gain above `training.steps`."""
+
     sample_rate: float | None = None
     """q: the public probability that a unit (by default a record) takes part in a step. By default
     `training.global_batch_size` / number of training units, which makes that number public."""

@@ -15,12 +15,14 @@ rank by at most C (1 + fp32_sum_excess(n)): negligible for a few hundred samples
 bound unless thousands of gradients and their order are made for it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
+from torchtitan_dp.privacy.banded import WeightedKey
 from torchtitan_dp.privacy.clipping import add_clipped_
 from torchtitan_dp.privacy.fixed_point import (
     add_clipped_units_,
@@ -51,12 +53,15 @@ class Summation(Protocol):
             factor, rejected: scalars on the device, of `clipping.clip`.
         """
 
-    def add_noise_(self, flat: Tensor, *, std: float, key: bytes, name: str, start: int) -> Tensor:
-        """Add N(0, std^2) to one shard of the sum.
+    def add_noise_(
+        self, flat: Tensor, *, std: float, keys: Sequence[WeightedKey], name: str, start: int
+    ) -> Tensor:
+        """Add N(0, std^2), times its weight, of each key to one shard of the sum.
 
         Args:
             flat: `dtype`, shape (n,); overwritten.
-            std, key, name, start: those of `noise.add_gaussian_noise_`; a std of 0 adds nothing.
+            keys: in fixed point, and with secure noise, one of weight 1.
+            std, name, start: those of `noise.add_gaussian_noise_`; a std of 0 adds nothing.
 
         Returns:
             The noised sum, fp32, shape (n,), in the memory of `flat`.
@@ -78,9 +83,14 @@ class FloatSum:
     ) -> None:
         add_clipped_(accumulator, gradient, factor, rejected)
 
-    def add_noise_(self, flat: Tensor, *, std: float, key: bytes, name: str, start: int) -> Tensor:
-        add_noise = add_secure_gaussian_noise_ if self.secure_noise else add_gaussian_noise_
-        add_noise(flat, std=std, key=key, name=name, start=start)
+    def add_noise_(
+        self, flat: Tensor, *, std: float, keys: Sequence[WeightedKey], name: str, start: int
+    ) -> Tensor:
+        if self.secure_noise:
+            add_secure_gaussian_noise_(flat, std=std, key=_only(keys), name=name, start=start)
+            return flat
+        for key, weight in keys:
+            add_gaussian_noise_(flat, std=std, key=key, name=name, start=start, weight=weight)
         return flat
 
 
@@ -96,12 +106,22 @@ class FixedPointSum:
     ) -> None:
         add_clipped_units_(accumulator, gradient, factor, rejected, unit=self.unit)
 
-    def add_noise_(self, flat: Tensor, *, std: float, key: bytes, name: str, start: int) -> Tensor:
+    def add_noise_(
+        self, flat: Tensor, *, std: float, keys: Sequence[WeightedKey], name: str, start: int
+    ) -> Tensor:
+        key = _only(keys)
         add_noise_units_(flat, unit=self.unit, std=std, key=key, name=name, start=start)
         return units_to_fp32_(flat, unit=self.unit, std=std)
 
 
 FP32_SUM = FloatSum()
+
+
+def _only(keys: Sequence[WeightedKey]) -> bytes:
+    """Return the one key of independent noise."""
+    ((key, weight),) = keys
+    assert weight == 1.0, "correlated noise is not proven on a grid"
+    return key
 
 
 def fp32_sum_excess(samples: int, ranks: int = 1) -> float:

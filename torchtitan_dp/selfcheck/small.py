@@ -114,7 +114,7 @@ class Small:
         optimizer = self.step.optimizer(
             self.optimizers, noise_multiplier=sigma, expected_batch_size=batch
         )
-        optimizer.step(self.step.clipped_sum.take(), key)
+        optimizer.step(self.step.clipped_sum.take(), [(key, 1.0)])
         self.step.clipped_sum.reset()
         handed, self._handed = self._handed, {}
         return handed
@@ -133,7 +133,7 @@ class Small:
         shape, summation = self.parameters[name].shape, self.step.summation
         zeros = torch.zeros(shape.numel(), dtype=summation.dtype, device=self.device)
         std = sigma * self.step.max_grad_norm
-        noise = summation.add_noise_(zeros, std=std, key=key, name=name, start=0)
+        noise = summation.add_noise_(zeros, std=std, keys=[(key, 1.0)], name=name, start=0)
         return noise.div_(batch).view(shape).cpu()
 
     def _record(self, *_: object) -> None:
