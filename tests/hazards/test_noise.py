@@ -1,4 +1,5 @@
-"""Hazards of noise and of the update, by row, on real meshes: rows 8, 9, 10, 12, 14, 16, 36.
+"""Hazards of noise and of the update, by row, on real meshes: rows 8, 9, 10, 12, 14, 16, 36,
+64.
 
 What noise is at a position, and rows 11, 39 and 40, are held by tests/privacy.
 """
@@ -13,7 +14,7 @@ from tests.processes.ranks import on_ranks
 KEY = bytes(range(32))
 
 
-def gradients_handed_to_adam(degrees, *, microbatches, sigma, C, batch, key=KEY):
+def gradients_handed_to_adam(degrees, *, microbatches, sigma, C, batch, keys=((KEY, 1.0),)):
     """The whole gradients, by name, that the inner optimizer sees, for padding samples only."""
     from tests import build
     from torchtitan_dp.optimizer import DPOptimizer
@@ -36,13 +37,13 @@ def gradients_handed_to_adam(degrees, *, microbatches, sigma, C, batch, key=KEY)
     for _ in range(microbatches):
         loss_1 = built.losses(tokens_NT, torch.full_like(labels_NT, -100))
         built.gradients.accumulate_clipped(loss_1, torch.tensor([True]))
-    dp.step(built.gradients.clipped_sum.take(), [(key, 1.0)])
+    dp.step(built.gradients.clipped_sum.take(), keys)
     return recorder.seen
 
 
 def noise_of(degrees, microbatches, sigma, C, batch, key=KEY):
     return gradients_handed_to_adam(
-        degrees, microbatches=microbatches, sigma=sigma, C=C, batch=batch, key=key
+        degrees, microbatches=microbatches, sigma=sigma, C=C, batch=batch, keys=[(key, 1.0)]
     )
 
 
@@ -80,6 +81,33 @@ def test_row12_noise_is_bit_identical_on_every_mesh():
     alone, *others = [on_ranks(math.prod(d), noise_of, d, 1, 1.0, 1.0, 1.0)[0] for d in meshes]
     for other in others:
         assert all(torch.equal(alone[name], other[name]) for name in alone)
+
+
+def correlated_noise_of(degrees):
+    """The noise of a few steps of a chain of 8 bands."""
+    from torchtitan_dp.privacy.banded import NoiseChain
+    from torchtitan_dp.privacy.keys import RootKey
+
+    chain, found = NoiseChain(RootKey(KEY).stream("noise"), 8), {}
+    for step in range(1, 65):
+        keys = chain.take(step)
+        if step in (1, 2, 20, 64):
+            seen = gradients_handed_to_adam(
+                degrees, microbatches=0, sigma=1.0, C=1.0, batch=1.0, keys=keys
+            )
+            found.update({f"{step} {name}": gradient for name, gradient in seen.items()})
+    return found
+
+
+def test_row64_correlated_noise_is_bit_identical_on_every_mesh():
+    """Of 64 steps, four: each has the noise of all keys before it."""
+    meshes = [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)]
+    alone, *others = [on_ranks(math.prod(d), correlated_noise_of, d)[0] for d in meshes]
+    for other in others:
+        assert all(torch.equal(alone[name], other[name]) for name in alone)
+    first, last = (flat({n: g for n, g in alone.items() if n.startswith(s)}) for s in ("1 ", "2 "))
+    correlation = torch.corrcoef(torch.stack([first, last]))[0, 1].item()
+    assert correlation == pytest.approx(-0.5 / math.sqrt(1.25), abs=0.02)
 
 
 def hashes_after_steps(degrees):

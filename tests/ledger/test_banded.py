@@ -116,7 +116,9 @@ def test_lost_steps_are_whole_rounds(tmp_path):
     assert third.lost.steps % BANDS == 0
     assert rounds([third.published_lost()]) >= 2
     assert rounds(third.executed()) >= 3
-    most = max(sum(step.mechanism.group == g for step in executed.begun(SETTINGS)) for g in range(4))
+    most = max(
+        sum(step.mechanism.group == g for step in executed.begun(SETTINGS)) for g in range(4)
+    )
     assert rounds(third.executed()) >= most
 
 

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 
 from torchtitan_dp.checkpoint.baseline import refuse_baseline_folder
 from torchtitan_dp.checkpoint.initial import InitialWeights, inheritance
+from torchtitan_dp.checkpoint.noise import choose_noise
 from torchtitan_dp.checkpoint.terms import config_hash, settings_of
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger.executed import EXECUTED_FILE, STARTS_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
-from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by
+from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.ledger.steps import union
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import steps_in_a_row
 
@@ -70,9 +70,9 @@ def make_plan(
     inherited = inheritance(config, initial)
     before = resumed or _lost(account)
     ancestors = [*(account.ancestors if account else ()), *inherited.ancestors]
-    sigma = _noise_multiplier(config, units, ancestors, before)
+    sigma, bands = choose_noise(config, units, ancestors, before)
     ledger = Ledger(
-        settings_of(config, units, sigma),
+        settings_of(config, units, sigma, bands),
         planned_steps=steps,
         config_hash=config_hash(config),
     )
@@ -191,40 +191,6 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
             "start afresh in another job.dump_folder"
         )
     return epsilon
-
-
-def _noise_multiplier(
-    config: JobConfig, units: int, ancestors: list[Ancestor], before: Ledger | None
-) -> float:
-    """Return the configuration's noise, the resumed run's, or the least that meets the target.
-
-    Args:
-        ancestors: the runs that the initial weights come from, whose steps count as well.
-        before: the ledger of this run's own weights, if it resumes.
-    """
-    privacy = config.privacy
-    if privacy.noise_multiplier is not None:
-        return privacy.noise_multiplier
-    assert privacy.target_epsilon is not None
-    assert privacy.delta is not None
-    steps, spent = config.training.steps, union(taken_by(ancestors))
-    if before is not None:
-        kept = before.settings.mechanism.noise_multiplier
-        terms = settings_of(config, units, kept)
-        if privacy.new_segment is None or terms.same_terms(before.settings, targets_too=True):
-            return kept
-        steps -= before.steps
-        spent = [*spent, *(segment.spending() for segment in before.segments())]
-        if steps <= 0:
-            return kept
-    return accounting.noise_for(
-        settings_of(config, units, 0.0).mechanism,
-        steps,
-        target_epsilon=privacy.target_epsilon,
-        delta=privacy.delta,
-        accountant=privacy.accountant,
-        before=spent,
-    )
 
 
 def most_lost(config: JobConfig) -> int:

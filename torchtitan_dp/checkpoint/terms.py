@@ -13,13 +13,16 @@ from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.mechanism import mechanism_of
 
 
-def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Settings:
+def settings_of(
+    config: JobConfig, units: int, noise_multiplier: float, bands: int | None = None
+) -> Settings:
     """Return the terms of a configuration.
 
     Args:
         units: number of training units. It is public where the rate follows from it, and then
             neighbours are data sets of as many units (`zero_out`).
         noise_multiplier: the configuration's own, or that of its target epsilon.
+        bands: of correlated noise; by default `privacy.bands`, which is then a number.
 
     Raises:
         ValueError: one line; more units are expected in a step than there are.
@@ -42,11 +45,15 @@ def settings_of(config: JobConfig, units: int, noise_multiplier: float) -> Setti
         clipping += f": {', '.join(privacy.clipping_groups)}"
     replicate, shard, _ = mesh_degrees(config)
     ranks = max(replicate, 1) * max(shard, 1)
+    if bands is None:
+        assert privacy.noise == "independent" or privacy.bands != "auto"
+        bands = 1 if privacy.noise == "independent" else int(privacy.bands)
     mechanism = mechanism_of(
         privacy,
         noise_multiplier=float(noise_multiplier),
         sample_rate=rate,
         estimates_norms=METHODS[privacy.gradient_method].estimates_norms,
+        bands=bands,
     )
     return Settings(
         mechanism,

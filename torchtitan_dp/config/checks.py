@@ -237,6 +237,8 @@ def _check_privacy(config: JobConfig) -> None:
             f"privacy.sample_rate = {privacy.sample_rate}: it is a probability, above 0 and at "
             "most 1"
         )
+    if privacy.noise == "banded":
+        _check_bands(config)
     refuse_projections(privacy.projections)
     if privacy.exact_sum:
         _check_exact_sum(config)
@@ -255,6 +257,19 @@ def _check_privacy(config: JobConfig) -> None:
             f"training.global_batch_size = {config.training.global_batch_size}: set the expected "
             "number of records in a step (it is also the update's divisor)"
         )
+
+
+def _check_bands(config: JobConfig) -> None:
+    """Refuse bands that cannot be chosen, or that are none."""
+    privacy = config.privacy
+    if privacy.bands == "auto":
+        if privacy.target_epsilon is None:
+            raise ValueError(
+                "privacy.bands = 'auto': it is chosen for privacy.target_epsilon; set that, or "
+                "bands to a number (8, say)"
+            )
+    elif privacy.bands < 1:
+        raise ValueError(f"privacy.bands = {privacy.bands}: must be 1 or more, or 'auto'")
 
 
 def _check_exact_sum(config: JobConfig) -> None:

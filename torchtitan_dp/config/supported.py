@@ -169,8 +169,9 @@ def _conflicts(config: JobConfig) -> list[tuple[bool, str, object, str]]:
     mechanism = mechanism_of(
         privacy,
         noise_multiplier=1.0,
-        sample_rate=1.0,
+        sample_rate=0.0,
         estimates_norms=method.estimates_norms,
+        bands=2 if privacy.noise == "banded" else 1,
     )
     return [
         *mechanism.refusals(privacy),

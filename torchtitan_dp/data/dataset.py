@@ -45,6 +45,7 @@ class Records:
         heldout_fraction: float = 0.0,
         needs_heldout: bool = False,
         number_is_secret: bool = False,
+        in_groups: bool = False,
     ) -> "Records":
         """Open records, group them by unit, and hold some units out.
 
@@ -57,6 +58,7 @@ class Records:
             needs_heldout: whether holding out no unit is an error.
             number_is_secret: whether neighbouring data sets differ in their number of units, as
                 with a public `privacy.sample_rate`.
+            in_groups: whether units take turns in groups, by a hash of their names.
 
         Raises:
             ValueError: one line, also if there is nothing to train on.
@@ -66,8 +68,8 @@ class Records:
                 "training.dataset_path is not set: give a file, a directory or a glob "
                 "('python-stdlib' to try)"
             )
-        if number_is_secret and heldout_fraction > 0 and unit_field is None:
-            _refuse_names_by_position(format, heldout_fraction)
+        if number_is_secret and unit_field is None:
+            _refuse_names_by_position(format, heldout_fraction, in_groups)
         beside = {"prompt_field": prompt_field, "messages_field": messages_field}
         fields = {key: field for key, field in beside.items() if field is not None}
         facts = format_named(format)
@@ -131,10 +133,17 @@ def _group(
         ) from error
 
 
-def _refuse_names_by_position(format: str, heldout_fraction: float) -> None:
-    """Refuse a format in which one more record would change which others are held out."""
+def _refuse_names_by_position(format: str, heldout_fraction: float, in_groups: bool) -> None:
+    """Refuse a format in which one more record would change which others are held out, or in which
+    group they are."""
     facts = format_named(format)
-    if facts.named_by_position:
+    if facts.named_by_position and in_groups:
+        raise ValueError(
+            f"privacy.noise = 'banded': with a public privacy.sample_rate, one {format} "
+            f"{facts.row} more would change which {facts.row}s take turns together; set "
+            "data.unit_field, or remove privacy.sample_rate"
+        )
+    if facts.named_by_position and heldout_fraction > 0:
         raise ValueError(
             f"data.heldout_fraction = {heldout_fraction}: with a public privacy.sample_rate, one "
             f"{format} {facts.row} more would change which {facts.row}s are held out; keep "

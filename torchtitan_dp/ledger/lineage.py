@@ -257,9 +257,7 @@ class Ledger:
         """Return the steps that this run and those behind its initial weights planned but did not
         take, on the worst terms that each run had: terms that were made better on the way count
         from there on only for steps that were taken."""
-        behind = [
-            segment for a in self.ancestors for segment in _worst(a.segments, a.left, a.run)
-        ]
+        behind = [segment for a in self.ancestors for segment in _worst(a.segments, a.left, a.run)]
         return [*_worst(self.segments(), self.left, self.run), *behind]
 
     def epsilon(self, steps: int | None = None) -> float:

@@ -57,9 +57,7 @@ class NamedStep:
     run: str = field(default="", compare=False)  # whose groups of units these are
 
 
-def name_steps(
-    segments: Sequence[RunSegment], names: Sequence[str], run: str
-) -> list[NamedStep]:
+def name_steps(segments: Sequence[RunSegment], names: Sequence[str], run: str) -> list[NamedStep]:
     """Return the steps of a lineage, with their mechanisms.
 
     Args:

@@ -54,6 +54,7 @@ def open_records(config: JobConfig) -> Records:
         heldout_fraction=data.heldout_fraction,
         needs_heldout=config.validation.enable,
         number_is_secret=privacy.enable and privacy.sample_rate is not None,
+        in_groups=privacy.enable and privacy.noise == "banded",
     )
 
 

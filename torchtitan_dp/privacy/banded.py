@@ -14,10 +14,10 @@ t draws at the t-th step of a chain, and no memory.
 Guarantee
 ---------
 What a chain releases is x + ‖c‖ C⁻¹ z, x the clipped sums, and follows from C x + ‖c‖ z. Where a
-unit's draws lie at least b steps apart, they change rows of C x that do not overlap, each draw by at
-most ‖c‖ times the clip norm in all: as many Gaussian mechanisms of noise multiplier σ as the unit
-is drawn, adaptively (Denisov et al. 2022, theorem 2.1). A chain cut short only lacks rows. A new
-chain has new z, so that draws of one unit before and after it are separate mechanisms too. So n
+unit's draws lie at least b steps apart, they change rows of C x that do not overlap, each draw by
+at most ‖c‖ times the clip norm in all: as many Gaussian mechanisms of noise multiplier σ as the
+unit is drawn, adaptively (Denisov et al. 2022, theorem 2.1). A chain cut short only lacks rows. A
+new chain has new z, so that draws of one unit before and after it are separate mechanisms too. So n
 steps in a row are dominated by ⌈n / b⌉ Poisson-subsampled Gaussian mechanisms of rate b q, if each
 unit is drawn with that rate at every b-th step and never otherwise (`sampling.groups_of`). C⁻¹ is
 never cut off, which would be another mechanism, of another sensitivity.

@@ -19,7 +19,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan_dp.privacy.banded import column_norm
+from torchtitan_dp.privacy.banded import column_norm, noise_in_step, noise_in_sum
 from torchtitan_dp.privacy.envelope import largest_ratio, ratios, refuse_projections
 from torchtitan_dp.privacy.lower_bounds import mixture_mu
 from torchtitan_dp.privacy.segments import GaussianSteps, merged
@@ -110,8 +110,13 @@ class Mechanism(ABC):
 
     @property
     def noise_of_step(self) -> float:
-        """The least standard deviation of the noise that one step adds, over C."""
+        """The standard deviation of the noise that a start's first step adds, over C."""
         return self.noise_multiplier
+
+    def noise_of_run(self, steps: int) -> tuple[float, float]:
+        """Return the standard deviation, over C, of the noise of a step in a run of so many, as a
+        root mean square, and that of the sum of all steps over sqrt(steps)."""
+        return self.noise_multiplier, self.noise_multiplier
 
     def at(self, step: int) -> "Mechanism":
         """Return it as the log of steps records the step of this number."""
@@ -345,6 +350,10 @@ class BandedGaussian(PoissonGaussian):
     def noise_of_step(self) -> float:
         return self.noise_multiplier * column_norm(self.bands)
 
+    def noise_of_run(self, steps: int) -> tuple[float, float]:
+        shares = noise_in_step(self.bands, steps), noise_in_sum(self.bands, steps)
+        return self.noise_multiplier * shares[0], self.noise_multiplier * shares[1]
+
     def at(self, step: int) -> Mechanism:
         if self.step != IN_A_ROW:
             return self.as_logged()
@@ -519,20 +528,26 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
 
 
 def mechanism_of(
-    privacy: Privacy, *, noise_multiplier: float, sample_rate: float, estimates_norms: bool
+    privacy: Privacy,
+    *,
+    noise_multiplier: float,
+    sample_rate: float,
+    estimates_norms: bool,
+    bands: int = 1,
 ) -> Mechanism:
     """Return the mechanism that the configuration asks for.
 
     Args:
         estimates_norms: whether the gradient method estimates norms.
+        bands: b; 1 for independent noise.
     """
     rates, norms = (noise_multiplier, sample_rate), (privacy.projections, privacy.norm_estimator)
     if estimates_norms and privacy.underestimates == "accounted":
         return EstimatedNorms(*rates, *norms)
     exact = PoissonGaussian(*rates, *(norms if estimates_norms else ()))
-    if privacy.noise == "independent" or privacy.bands == 1:
+    if bands == 1:
         return exact
-    return BandedGaussian(*rates, exact.capped, exact.estimator, privacy.bands)
+    return BandedGaussian(*rates, exact.capped, exact.estimator, bands)
 
 
 def from_fields(fields: dict[str, Any]) -> Mechanism:

@@ -47,9 +47,10 @@ class Privacy:
     steps, so that much of it cancels in the sum of updates, and units are in `bands` groups that
     take turns; wants about twice the learning rate (docs/tuning.md)."""
 
-    bands: int = 8
-    """For `banded`, b: a unit is drawn at every b-th step at most, with b times the rate. At most
-    1 / the sample rate, and there is no gain above `training.steps`."""
+    bands: int | Literal["auto"] = "auto"
+    """For `banded`, b: a unit is drawn at every b-th step at most, with b times the rate; at most
+    1 / the sample rate. `auto`: the power of two with the least noise in the sum of all updates at
+    `target_epsilon`, which the plan names."""
 
     sample_rate: float | None = None
     """q: the public probability that a unit (by default a record) takes part in a step. By default
