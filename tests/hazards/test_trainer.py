@@ -4,6 +4,7 @@ What whole runs show of the same (test_run.py, ../test_resume.py) takes half a m
 order of a step, what it draws and divides by are looked at directly.
 """
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -22,6 +23,7 @@ from torchtitan_dp.ledger import Ledger, Settings
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.privacy.keys import RootKey
+from torchtitan_dp.privacy.mechanism import BandedGaussian
 
 SETTINGS = Settings(
     mechanism(1.0, 0.5),
@@ -230,6 +232,29 @@ def test_row40_noise_has_a_key_of_its_own(monkeypatch):
 def test_row22_and_25_a_bad_loss_changes_no_course(monkeypatch, loss):
     good, bad = Step(monkeypatch), Step(monkeypatch, loss=loss)
     assert bad.did == good.did
+
+
+@pytest.mark.parametrize("step", [STEP, STEP + 1, STEP + 4])
+def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, step):
+    from torchtitan_dp import train
+
+    settings = dataclasses.replace(SETTINGS, mechanism=BandedGaussian(1.0, 0.2, bands=4))
+    groups = [np.arange(g, 40, 4) for g in range(4)]
+    rates, root = [], RootKey(ROOT)
+
+    def everybody(key, population, rate):
+        rates.append(rate)
+        return np.arange(population)
+
+    monkeypatch.setattr(train, "poisson_draw", everybody)
+    trainer = SimpleNamespace(
+        ledger=Ledger(settings),
+        feed=SimpleNamespace(loader=SimpleNamespace(groups=lambda count: groups)),
+        sampling_keys=root.stream("sampling"),
+        window_keys=root.stream("window"),
+    )
+    assert train.DPTrainer._draw(trainer, step).units.tolist() == groups[step % 4].tolist()
+    assert rates == [0.8]
 
 
 # Secrets.

@@ -128,7 +128,7 @@ def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings
                 f"trains {values:,}; ask for fewer"
             )
         return
-    sigma, confidence = settings.mechanism.noise_multiplier, share_of(options.confidence)
+    sigma, confidence = settings.mechanism.noise_of_step, share_of(options.confidence)
 
     def suffice(trials: int) -> bool:
         expected = expected_mu(2 / sigma, trials, confidence)
@@ -188,6 +188,11 @@ def main(argv: list[str]) -> None:
                 f"privacy.gradient_method = '{method}': a canary is planted in a sample's whole "
                 "gradient, which never exists here; audit it with --instrument game, or set "
                 "another method"
+            )
+        if options.instrument == "canaries" and config.privacy.noise == "banded":
+            raise ValueError(
+                "privacy.noise = 'banded': a canary is in no group of units; audit it with "
+                "--instrument game, or set it to 'independent'"
             )
         if options.instrument == "canaries":
             prepare_run(config, options.folder or config.job.dump_folder.rstrip("/") + "_audit")

@@ -3,6 +3,8 @@
 Both are fixed at a run's first start.
 """
 
+import math
+
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by
@@ -78,14 +80,16 @@ def noise_by_bands(
     config: JobConfig, units: int, spent: list[Segment]
 ) -> dict[int, tuple[float, float, float]]:
     """Return, by the number of bands, sigma and the noise of a step and of the run's sum
-    (`Mechanism.noise_of_run`), all for the target epsilon: of 1, 2, 4, … up to one round."""
-    steps, found, bands = max(config.training.steps, 1), {}, 1
+    (`Mechanism.noise_of_run`), all for the target epsilon: of 1, 2, 4, … rounds, as far as the
+    rate allows."""
+    steps = max(config.training.steps, 1)
     rate = settings_of(config, units, 0.0, 1).mechanism.sample_rate
-    while bands < 2 * steps and bands * rate <= 1:
+    of_rounds = {-(-steps // 2**power) for power in range(steps.bit_length() + 1)}
+    found = {}
+    for bands in sorted({min(bands, math.floor(1 / rate)) for bands in of_rounds}):
         sigma = _least_noise(config, units, bands, spent, steps)
         mechanism = settings_of(config, units, sigma, bands).mechanism
         found[bands] = (sigma, *mechanism.noise_of_run(steps))
-        bands *= 2
     return found
 
 

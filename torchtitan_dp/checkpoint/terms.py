@@ -67,6 +67,7 @@ def settings_of(
         targets=targets(config),
         windows_per_draw=config.data.windows_per_draw,
         target_epsilon=privacy.target_epsilon,
+        sampling="poisson" if bands == 1 else "cyclic_poisson",
         clipping=clipping,
         clip_function=privacy.clip_function,
         secure_noise=privacy.secure_noise,

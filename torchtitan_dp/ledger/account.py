@@ -215,12 +215,13 @@ def explain(ledger: Ledger, segments: list[Segment], epsilon: float) -> Meaning 
 def summary(spent: dict[str, Any]) -> list[str]:
     """Return the lines that end a run's console, from its `privacy.json`."""
     epsilon = f"epsilon = {rounded_up(spent['epsilon'])}" if spent["private"] else "NOT private"
-    norms = from_fields(spent).norms
+    mechanism = from_fields(spent)
+    how = "".join(f"{words}, " for words in (mechanism.norms, mechanism.noise) if words)
     lines = [
         f"done: {spent['steps']} steps",
         f"privacy: {epsilon}, delta = {spent['delta']:g} "
         f"(sigma = {spent['noise_multiplier']:.4f}, q = {spent['sample_rate']:.5f}, "
-        f"C = {spent['max_grad_norm']:g}, {norms and norms + ', '}{spent['accountant']}; unit: one "
+        f"C = {spent['max_grad_norm']:g}, {how}{spent['accountant']}; unit: one "
         f"{spent['privacy_unit']}; neighbours: {spent['neighbouring_relation']})",
     ]
     if spent["private"] and spent["steps_executed"] > spent["steps"]:

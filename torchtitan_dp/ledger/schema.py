@@ -101,16 +101,24 @@ KEYS = (
         "`poisson_sampled_gaussian`: each step adds Gaussian noise to the sum of the clipped "
         "gradients of the units that were drawn. `poisson_sampled_gaussian_of_randomized_norms`: "
         "the same, of gradients clipped by estimates of their norms, so that each step is a "
-        "mixture of Gaussians. `none`: trained without privacy.",
+        "mixture of Gaussians. `banded_gaussian_of_cyclic_poisson_sampling`: noise is correlated "
+        "over steps, so that n steps in a row are ⌈n / bands⌉ subsampled Gaussian mechanisms. "
+        "`none`: trained without privacy.",
     ),
     Key(
         "sampling",
         str,
         _SETTINGS,
-        "`poisson`: every unit is drawn at each step by a coin of its own. `shuffled`: in batches "
+        "`poisson`: every unit is drawn at each step by a coin of its own. `cyclic_poisson`: every "
+        "unit of one of `bands` groups, which take turns. `shuffled`: in batches "
         "of one size, which no ε here counts.",
     ),
-    Key("sample_rate", _NUMBER, _SETTINGS, "q: the probability that a unit is drawn at a step."),
+    Key(
+        "sample_rate",
+        _NUMBER,
+        _SETTINGS,
+        "q: the probability that a unit is drawn at a step, on average over steps.",
+    ),
     Key("sample_rate_source", str, _SETTINGS, "What q follows from."),
     Key(
         "noise_multiplier",

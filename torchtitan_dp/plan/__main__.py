@@ -183,6 +183,7 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"      gradient method: {method} ({METHODS[method].chosen_for}); "
         f"clipping: {settings.clipping}",
         *_estimated(config, plan),
+        *_correlated(plan),
         *_lost_steps(config, plan),
     ]
     print("\n".join(lines), file=sys.stderr)
@@ -190,6 +191,21 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
 
 def _windows(count: int) -> str:
     return "" if count == 1 else f"{count} averaged windows of "
+
+
+def _correlated(plan: Plan) -> list[str]:
+    """Return a line on correlated noise, where it is."""
+    mechanism = plan.settings.mechanism
+    if not mechanism.noise:
+        return []
+    bands, rate = mechanism.period, mechanism.draw_rate
+    one = mechanism.noise_multiplier
+    in_step, in_sum = (noise / one for noise in mechanism.noise_of_run(max(plan.steps, 1)))
+    return [
+        f"      {mechanism.noise}: each of {bands} groups of units is drawn from at every "
+        f"{bands}th step, with probability {rate:.3g}; noise in a step {in_step:.3g} times, in the "
+        f"sum of all steps {in_sum:.3g} times that of independent noise of this sigma"
+    ]
 
 
 def _estimated(config: JobConfig, plan: Plan) -> list[str]:

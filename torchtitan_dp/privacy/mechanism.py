@@ -149,6 +149,11 @@ class Mechanism(ABC):
         """How norms were found, for a model card; empty for exact norms."""
         return ""
 
+    @property
+    def noise(self) -> str:
+        """How noise depends on earlier steps', in words; empty where it does not."""
+        return ""
+
     def claimed_mu(self, *, trials: int, confidence: float) -> float:
         """Return the largest mu that an audit of one whole step may find, with this confidence."""
         return 1 / self.noise_multiplier
@@ -366,9 +371,8 @@ class BandedGaussian(PoissonGaussian):
         return dataclasses.replace(self, step=IN_A_ROW)
 
     @property
-    def norms(self) -> str:
-        noise = f"noise correlated over steps by {self.bands} bands"
-        return ", ".join(filter(None, (super().norms, noise)))
+    def noise(self) -> str:
+        return f"noise correlated over steps, {self.bands} bands"
 
     def claimed_mu(self, *, trials: int, confidence: float) -> float:
         return 1 / self.noise_of_step
