@@ -120,12 +120,9 @@ class DPOptimizer:
         if self._free_gathered is not None:
             self._free_gathered()
         for name, parameter in self._parameters.items():
+            gradient = clipped_sum[name]
             gradient = self._summation.add_noise_(
-                clipped_sum[name],
-                std=self._noise_std,
-                keys=keys,
-                name=name,
-                start=self._starts[name],
+                gradient, std=self._noise_std, keys=keys, name=name, start=self._starts[name]
             )
             gradient.div_(self._expected_batch_size)
             parameter.grad = _as_gradient_of(parameter, gradient)

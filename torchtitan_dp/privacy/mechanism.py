@@ -545,7 +545,8 @@ def mechanism_of(
         estimates_norms: whether the gradient method estimates norms.
         bands: b; 1 for independent noise.
     """
-    rates, norms = (noise_multiplier, sample_rate), (privacy.projections, privacy.norm_estimator)
+    rates = noise_multiplier, sample_rate
+    norms = privacy.projections, privacy.norm_estimator
     if estimates_norms and privacy.underestimates == "accounted":
         return EstimatedNorms(*rates, *norms)
     exact = PoissonGaussian(*rates, *(norms if estimates_norms else ()))

@@ -49,8 +49,8 @@ class Privacy:
 
     bands: int | Literal["auto"] = "auto"
     """For `banded`, b: a unit is drawn at every b-th step at most, with b times the rate; at most
-    1 / the sample rate. `auto`: of 1, 2, 4, … rounds of groups in the run, those with the least noise
-    in the sum of all updates at `target_epsilon`, which the plan names."""
+    1 / the sample rate. `auto`: of 1, 2, 4, … rounds of groups in the run, those with the least
+    noise in the sum of all updates at `target_epsilon`, which the plan names."""
 
     sample_rate: float | None = None
     """q: the public probability that a unit (by default a record) takes part in a step. By default

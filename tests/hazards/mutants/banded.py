@@ -48,7 +48,7 @@ MUTANTS = [
         "a chain that goes on after a load",
         "train.py",
         '            NoiseChain(root.stream("noise"), bands),\n',
-        '            getattr(self, "noise_keys", None) or NoiseChain(root.stream("noise"), bands),\n',
+        '            getattr(self, "noise_keys", 0) or NoiseChain(root.stream("noise"), bands),\n',
         (f"{TRAINER}test_row11_and_32_all_ranks_hold_one_key_and_each_start_another",),
     ),
     Mutant(

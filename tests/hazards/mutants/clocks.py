@@ -11,7 +11,7 @@ MUTANTS = [
         59,
         "lost steps published exactly",
         EXECUTED,
-        "        counted = self._by_blocks(lost)\n",
+        "        counted = self._by_blocks(lost, present.period)\n",
         "        counted = len(lost)\n",
         (f"{LEDGER_TEST}test_lost_steps_are_published_by_blocks",),
         quick=True,

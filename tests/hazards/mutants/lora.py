@@ -22,8 +22,8 @@ MUTANTS = [
         56,
         "noise is named by adapted layer",
         "optimizer.py",
-        "key=key, name=name, start",
-        'key=key, name=name.partition(".lora_")[0], start',
+        "keys=keys, name=name, start",
+        'keys=keys, name=name.partition(".lora_")[0], start',
         (PLAYED,),
     ),
     Mutant(

@@ -70,8 +70,9 @@ MUTANTS = [
         10,
         "replicas draw their own noise",
         OPTIMIZER,
-        "std=self._noise_std, key=key,",
-        "std=self._noise_std, key=key[1:] + bytes([__import__('torch').distributed.get_rank()]),",
+        "std=self._noise_std, keys=keys,",
+        "std=self._noise_std, keys=[(keys[0][0][1:] + "
+        "bytes([__import__('torch').distributed.get_rank()]), 1.0)],",
         (f"{HERE}test_row10_replicas_stay_identical",),
     ),
     Mutant(
