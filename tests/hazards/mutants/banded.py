@@ -22,7 +22,7 @@ MUTANTS = [
         "train.py",
         "[step % mechanism.period]\n",
         "[0]\n",
-        (f"{TRAINER}test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate",),
+        (f"{TRAINER}test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate[3]",),
         quick=True,
     ),
     Mutant(
