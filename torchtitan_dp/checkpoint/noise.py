@@ -95,6 +95,10 @@ def noise_by_bands(
 
 def best_bands(config: JobConfig, units: int, spent: list[Segment]) -> int:
     """Return the bands of the least noise in the sum of all updates, or fewer that are as good."""
-    found = noise_by_bands(config, units, spent)
+    return best_of(noise_by_bands(config, units, spent))
+
+
+def best_of(found: dict[int, tuple[float, float, float]]) -> int:
+    """Return the best bands of `noise_by_bands`."""
     least = min(in_sum for _, _, in_sum in found.values())
     return min(bands for bands, (*_, in_sum) in found.items() if in_sum <= AS_GOOD * least)

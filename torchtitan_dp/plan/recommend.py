@@ -17,6 +17,7 @@ from torchtitan_dp.ledger import ExecutedSteps
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.models.families import ModelArgs, trained_count, without_lora
 from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.plan.bands import Bands, weigh_bands
 from torchtitan_dp.plan.signal import (
     DROWNS,
     FEWEST_STEPS,
@@ -31,6 +32,7 @@ _LOG_WIDTH = 160  # where there is no terminal that a table could be too wide fo
 _TITLE = (  # a table's own is cut to its width
     "      the noise's norm over C, at the compute asked for: in a step, and averaged over the run"
 )
+_BANDS = "      the same, with noise correlated over steps, at the batch and steps asked for"
 _RANKS = (16, 8)  # of the adapters that a full run is compared with, the larger first
 
 
@@ -108,6 +110,7 @@ class Recommendation:
     units: int
     word: str  # for a unit
     rate_is_set: bool  # by `privacy.sample_rate`, which another batch must change too
+    bands: Bands | None  # of correlated noise, at the batch and steps asked for
 
     @property
     def variant(self) -> Variant:
@@ -178,6 +181,9 @@ class Recommendation:
         console = Console(stderr=True, highlight=False, soft_wrap=True, width=width)
         table = Padding.indent(self.table(), 6)
         console.print(_TITLE, table, self.sentence(), sep="\n", markup=False)
+        if self.bands is not None:
+            table = Padding.indent(self.bands.table(), 6)
+            console.print(_BANDS, table, self.bands.sentence(), sep="\n", markup=False)
 
     def for_programs(self) -> dict[str, Any]:
         """Return it as JSON has it."""
@@ -188,6 +194,7 @@ class Recommendation:
             "sample_rate": best and best.sample_rate,
             "lora_rank": self.variant.rank,
             "reason": self.sentence(),
+            "bands": self.bands and self.bands.for_programs(),
             "rows": [
                 {
                     "global_batch_size": row.batch,
@@ -226,13 +233,16 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> R
         target,
         batch=settings.expected_batch_size,
         steps=plan.steps,
-        noise_multiplier=settings.mechanism.noise_multiplier,
+        noise_multiplier=settings.mechanism.noise_multiplier
+        if settings.bands == 1
+        else target.noise_multiplier(settings.expected_batch_size, plan.steps),
     )
     ranks = (0,) if config.lora.rank else _RANKS if start.loads else ()
     others = tuple(Variant(rank, trained_count(_with_rank(config, args, rank))) for rank in ranks)
     own = Variant(config.lora.rank, trained_count(args))
     rate_is_set = config.privacy.sample_rate is not None
-    return Recommendation(rows, own, others, units, unit_word(config), rate_is_set)
+    bands = weigh_bands(config, plan, own.trained)
+    return Recommendation(rows, own, others, units, unit_word(config), rate_is_set, bands)
 
 
 def _with_rank(config: JobConfig, args: ModelArgs, rank: int) -> ModelArgs:

@@ -1,0 +1,96 @@
+"""Bands in the plan: the rows of `--recommend`, what `auto` chooses, and what is refused."""
+
+import json
+
+import pytest
+
+from tests import build
+from torchtitan_dp.checkpoint.noise import best_bands, choose_noise, noise_by_bands
+from torchtitan_dp.plan import __main__ as plan
+from torchtitan_dp.plan.bands import Bands
+
+EIGHT = ("--privacy.target_epsilon=8", "--privacy.noise_multiplier=None", "--privacy.delta=1e-5")
+
+
+def config(batch: int, steps: int, *more: str):
+    return build.config(
+        *EIGHT, f"--training.global_batch_size={batch}", f"--training.steps={steps}", *more
+    )
+
+
+def test_noise_by_bands_is_that_of_the_published_computation():
+    """2,634 units, 32 x 16: the table that the method was chosen by."""
+    rows = noise_by_bands(config(32, 16), 2_634, [])
+    independent = rows[1]
+    assert list(rows) == [1, 2, 4, 8, 16]
+    assert [round(sigma, 2) for sigma, *_ in rows.values()] == [0.42, 0.44, 0.47, 0.49, 0.48]
+    shares = [round(in_sum / independent[2], 2) for *_, in_sum in rows.values()]
+    assert shares == [1.0, 0.81, 0.69, 0.63, 0.57]
+
+
+def test_auto_chooses_bands_that_the_rate_allows():
+    assert best_bands(config(32, 16), 2_634, []) == 16
+    rows = noise_by_bands(config(64, 200), 1_000, [])
+    assert max(rows) == 15  # 16 would draw with a probability above 1
+
+
+def test_a_resume_keeps_the_bands_and_the_noise():
+    auto = config(32, 16, "--privacy.noise=banded")
+    sigma, bands = choose_noise(auto, 2_634, [], None)
+    assert bands == 16
+    from torchtitan_dp.checkpoint.terms import settings_of
+    from torchtitan_dp.ledger import Ledger
+
+    before = Ledger(settings_of(auto, 2_634, sigma, 8), steps=4)
+    assert choose_noise(auto, 2_634, [], before) == (sigma, 8)
+
+
+def test_independent_noise_is_recommended_where_it_is_as_good():
+    rows = {1: (1.0, 1.0, 1.0), 4: (1.3, 2.0, 0.95)}
+    assert Bands(rows, asked=1, scale=1.0, steps=4).best == 1
+    assert "as good" in Bands(rows, asked=1, scale=1.0, steps=4).sentence()
+    rows[4] = (1.3, 2.0, 0.6)
+    found = Bands(rows, asked=1, scale=1.0, steps=4)
+    assert found.best == 4
+    assert "privacy.bands = 4: 0.3 C" in found.sentence()
+
+
+@pytest.mark.parametrize(
+    "options, line",
+    [
+        (("--privacy.bands=0",), "privacy.bands = 0: must be 1 or more"),
+        (("--privacy.secure_noise",), "privacy.secure_noise = true: with privacy.noise = 'banded'"),
+        (
+            ("--privacy.target_epsilon=None", "--privacy.noise_multiplier=1"),
+            "privacy.bands = 'auto': it is chosen for privacy.target_epsilon",
+        ),
+        (
+            ("--privacy.gradient_method=randomized", "--privacy.underestimates=accounted"),
+            "privacy.noise = 'banded': with privacy.underestimates = 'accounted'",
+        ),
+    ],
+)
+def test_what_is_refused(options, line):
+    asked = (*EIGHT, "--privacy.noise=banded", *options)
+    with pytest.raises(ValueError) as error:
+        build.config(*asked)
+    assert line in str(error.value)
+
+
+def test_the_plan_has_bands(tmp_path, capsys):
+    (tmp_path / "data").mkdir()
+    for number in range(40):
+        (tmp_path / "data" / f"{number}.txt").write_text("text")
+    json_file = tmp_path / "plan.json"
+    plan.main(
+        [
+            *("--job.config_file", "train_configs/llama3_debug.toml", "--no_memory"),
+            *("--json", str(json_file), "--recommend", "--privacy.noise=banded"),
+            *("--training.dataset_path", str(tmp_path / "data"), "--privacy.delta=1e-3"),
+            *("--training.global_batch_size=4", "--training.steps=4", "--validation.no_enable"),
+            *("--job.dump_folder", str(tmp_path / "out"), "--data.heldout_fraction=0"),
+        ]
+    )
+    shown = capsys.readouterr().err
+    assert "noise correlated over steps, 4 bands: each of 4 groups of units" in shown
+    assert json.loads(json_file.read_text())["recommendation"]["bands"]["bands"] == 4
