@@ -1,6 +1,7 @@
 """Bands in the plan: the rows of `--recommend`, what `auto` chooses, and what is refused."""
 
 import json
+import re
 
 import pytest
 
@@ -72,9 +73,8 @@ def test_independent_noise_is_recommended_where_it_is_as_good():
 )
 def test_what_is_refused(options, line):
     asked = (*EIGHT, "--privacy.noise=banded", *options)
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ValueError, match=re.escape(line)):
         build.config(*asked)
-    assert line in str(error.value)
 
 
 def test_the_plan_has_bands(tmp_path, capsys):
