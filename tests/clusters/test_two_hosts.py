@@ -62,7 +62,7 @@ def test_a_killed_host_is_one_line_of_the_other(killed, hosts, argv, tmp_path):
 @pytest.mark.thorough
 def test_a_host_whose_first_is_killed_before_training_is_one_line(hosts, argv):
     first, second = (hosts.start(number, argv, in_place_of={}) for number in (0, 1))
-    first.wait_for("from model.flavor")
+    first.wait_for("to watch")  # both have joined
     first.kill()
     assert second.ends() == 1
     assert "Traceback" not in second.output()
