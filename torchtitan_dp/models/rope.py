@@ -91,14 +91,15 @@ class Yarn:
 
     def settings(self) -> dict[str, Any]:
         """Return the value of `rope_scaling` in a `config.json`."""
+        factor = self.given_attention_factor
         return {
             "rope_type": "yarn",
             "factor": self.factor,
             "original_max_position_embeddings": self.original,
             "beta_fast": self.beta_fast,
             "beta_slow": self.beta_slow,
-            "attention_factor": self.attention_factor,
             "truncate": self.truncate,
+            **({} if factor is None else {"attention_factor": factor}),
         }
 
 
