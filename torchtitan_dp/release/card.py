@@ -208,7 +208,7 @@ def _training(
     windows = terms["windows_per_draw"]
     return {
         "trained": terms["trained"],
-        "rotary embeddings": rope_in_words(config),
+        **({"rotary embeddings": rope} if (rope := rope_in_words(config)) != AS_GIVEN else {}),
         "weights": "those after the last step" if decay is None else _average(decay),
         "model": f"{family_of(args).title}, {args.n_layers} layers of {args.dim}, {args.n_heads} "
         f"heads, {args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
