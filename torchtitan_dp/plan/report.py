@@ -193,9 +193,9 @@ leaves {headroom:.0%} free, for the CUDA context and fragmentation, and {communi
 each NCCL communicator; both are estimates. What your own configuration takes:
 `python -m torchtitan_dp.plan --job.config_file FILE --world_size {ranks} --memory_gib {memory:g}`.
 
-Beside `llama3_8b_1m_lora` stands a measurement of TRL: Qwen3-8B, all weights, without privacy, took
-56.2 GB a GPU at as many tokens on 8 GPUs of 80 GB
-([trl#6845](https://github.com/huggingface/trl/pull/6845)).
+Beside `llama3_8b_1m_lora` stands a measurement of TRL: Qwen3-8B, all weights, without privacy, with
+checkpoints offloaded to the host, took 56.2 GB a GPU at 1,048,576 tokens on 8 H100
+([trl#6846](https://github.com/huggingface/trl/pull/6846)).
 
 | configuration | tokens | AC | {parts} | **peak** | fits |
 | --- | --- | --- | {rule} | --- | --- |
