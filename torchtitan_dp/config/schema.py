@@ -206,7 +206,7 @@ class Rope:
     type: Literal["default", "linear", "yarn"] | None = None
     """The scaling, in place of the model's own, computed as `transformers` does: `default` is none;
     `linear` divides positions by `factor` (Chen et al. 2023); `yarn` divides them for long
-    wavelengths only, and sharpens attention by 0.1 ln(factor) + 1 (Peng et al. 2023)."""
+    wavelengths only, and multiplies cosines and sines by 0.1 ln(factor) + 1 (Peng et al. 2023)."""
 
     factor: float | None = None
     """The new window divided by the trained one."""

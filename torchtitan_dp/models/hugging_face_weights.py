@@ -101,12 +101,12 @@ def write_folder(
     if folder is not None:
         for name, content in tokenizer_files(config).items():
             write_atomically(os.path.join(folder, name), content)
-    adapters = args.lora is not None and not merge
+    adapters = None if merge else args.lora
     settings = without_local_paths(export_settings(config, args))
-    if folder is not None and (not adapters or rope_in_words(config) != AS_GIVEN):
+    if folder is not None and (adapters is None or rope_in_words(config) != AS_GIVEN):
         _write_json(os.path.join(folder, CONFIG_FILE), settings)
-    if args.lora is not None and not merge:
-        _write_adapters(model, args, args.lora, base_model, folder)
+    if adapters is not None:
+        _write_adapters(model, args, adapters, base_model, folder)
         return
     dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
     _write_weights(model, args, dtype, folder)
