@@ -131,9 +131,9 @@ def origin(config: JobConfig) -> str:
 def describe(config: JobConfig, args: ModelArgs) -> str:
     """Describe the model, the source of its shape and that of its weights, for the console."""
     of_these = f"{trained_count(args):,} trained: {trained(config)}; " if args.lora else ""
-    tied = ", tied embeddings" if args.tie_embeddings else ""
-    rope = rope_in_words(config)
-    rotary = "" if rope == AS_GIVEN else f", rotary embeddings of {rope} in place of its own"
+    more = ", tied embeddings" if args.tie_embeddings else ""
+    if (rope := rope_in_words(config)) != AS_GIVEN:
+        more += f", rotary embeddings of {rope} in place of its own"
     if config.checkpoint.initial_load_in_hf:
         start = weights_folder(config)[0]
     else:
@@ -141,7 +141,7 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
         start = config.checkpoint.initial_load_path or drawn
     return (
         f"model: {parameter_count(args):,} parameters ({args.n_layers} layers of {args.dim:,}, "
-        f"{args.n_heads} heads, vocabulary {args.vocab_size:,}{tied}{rotary}), from {origin(config)}; "
+        f"{args.n_heads} heads, vocabulary {args.vocab_size:,}{more}), from {origin(config)}; "
         f"{of_these}initial weights: {start}"
     )
 
