@@ -1,5 +1,6 @@
 """The keys of `[rope]`: combinations that cannot work are refused; the rest, as a term in words."""
 
+import dataclasses
 import math
 
 from torchtitan_dp.config import JobConfig
@@ -56,9 +57,5 @@ def check_rope(config: JobConfig) -> None:
 
 def rope_in_words(config: JobConfig) -> str:
     """Describe what `[rope]` changes, for `privacy.json`, which a resume compares."""
-    keys = ("theta", "type", "factor", "original_max_position_embeddings", "beta_fast", "beta_slow")
-    changes = {key: getattr(config.rope, key) for key in keys}
-    return (
-        ", ".join(f"{key} {value}" for key, value in changes.items() if value is not None)
-        or AS_GIVEN
-    )
+    keys = dataclasses.asdict(config.rope).items()
+    return ", ".join(f"{key} {value}" for key, value in keys if value is not None) or AS_GIVEN

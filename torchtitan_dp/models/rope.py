@@ -2,7 +2,7 @@
 
 A scaling gives inverse frequencies, and a factor of the table's cosines and sines, which queries
 and keys are both multiplied by. They are those of `transformers`, in its order of operations: at a
-million positions, frequencies that differ by one rounding are angles that differ by 0.1.
+million positions, frequencies that differ by one rounding are angles that differ by up to 0.06.
 """
 
 import dataclasses
@@ -15,8 +15,9 @@ import torch
 from torchtitan_dp.config import JobConfig
 
 
-def _inverse_frequencies(theta: float, head_size: int) -> torch.Tensor:
-    return 1.0 / theta ** (torch.arange(0, head_size, 2).float() / head_size)
+def _positions_per_radian(theta: float, head_size: int) -> torch.Tensor:
+    """Return the positions in a radian, for each pair of a head's values."""
+    return theta ** (torch.arange(0, head_size, 2).float() / head_size)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class LinearScaling:
 
     def inverse_frequencies(self, theta: float, head_size: int) -> torch.Tensor:
         """Return the angle of a position of 1, for each pair of a head's values."""
-        return _inverse_frequencies(theta, head_size) / self.factor
+        return 1.0 / _positions_per_radian(theta, head_size) / self.factor
 
     def window(self, given: int) -> int:
         """Return the longest sample, of a model whose own is `given`."""
@@ -77,8 +78,8 @@ class Yarn:
         width = (last - first) or 0.001
         scaled = torch.clamp((torch.arange(head_size // 2).float() - first) / width, 0, 1)
         kept = 1 - scaled
-        wavelengths = theta ** (torch.arange(0, head_size, 2).float() / head_size)
-        return 1.0 / (self.factor * wavelengths) * (1 - kept) + 1.0 / wavelengths * kept
+        positions = _positions_per_radian(theta, head_size)
+        return 1.0 / (self.factor * positions) * (1 - kept) + 1.0 / positions * kept
 
     def _pair(self, turns: float, theta: float, head_size: int) -> float:
         """Return the (fractional) pair that turns so often in the original window."""
