@@ -227,7 +227,7 @@ BAD_CONFIGS = [
     ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
     ({"hidden_size": None}, "hidden_size = missing"),
     ({"intermediate_size": "100"}, 'intermediate_size = "100"'),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type = "yarn"'),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, 'rope_type = "longrope"'),
     (
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         'rope_scaling.rope_type = "dynamic"',

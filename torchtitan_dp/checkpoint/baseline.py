@@ -11,6 +11,7 @@ from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import trained
+from torchtitan_dp.config.rope import rope_in_words
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.account import terms_in_words
 from torchtitan_dp.ledger.executed import ExecutedSteps
@@ -37,6 +38,7 @@ def baseline_ledger(config: JobConfig, units: int) -> Ledger:
         clipping="none",
         clip_function="none",
         trained=trained(config),
+        rope=rope_in_words(config),
     )
     ledger = Ledger(settings, planned_steps=config.training.steps)
     ledger.mark_not_private(WHY)

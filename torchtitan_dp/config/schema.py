@@ -195,6 +195,33 @@ class LoRA:
 
 
 @dataclass
+class Rope:
+    """Rotary embeddings for samples beyond the window that the model was trained on. Unset keys
+    leave them as the model has them. No resume may change a key; exports have them in
+    `config.json`. docs/running.md has an example."""
+
+    theta: float | None = None
+    """The base of wavelengths, in place of the model's `rope_theta`."""
+
+    type: Literal["default", "linear", "yarn"] | None = None
+    """The scaling, in place of the model's own, computed as `transformers` does: `default` is none;
+    `linear` divides positions by `factor` (Chen et al. 2023); `yarn` divides them for long
+    wavelengths only, and multiplies cosines and sines by 0.1 ln(factor) + 1 (Peng et al. 2023)."""
+
+    factor: float | None = None
+    """The new window divided by the trained one."""
+
+    original_max_position_embeddings: int | None = None
+    """The trained window in tokens, before any scaling. Only `yarn` needs it."""
+
+    beta_fast: float | None = None
+    """Of `yarn`: what turns at least so often in the trained window is not scaled. Unset: 32."""
+
+    beta_slow: float | None = None
+    """Of `yarn`: what turns at most so often is scaled by all of `factor`. Unset: 1."""
+
+
+@dataclass
 class EMA:
     """An average of weights (De et al. 2022), with less noise than the weights of one
     step. It is computed from these alone, so epsilon stays the same."""
@@ -222,4 +249,5 @@ class JobConfig(_JobConfig):
     model: Model = field(default_factory=Model)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     lora: LoRA = field(default_factory=LoRA)
+    rope: Rope = field(default_factory=Rope)
     ema: EMA = field(default_factory=EMA)

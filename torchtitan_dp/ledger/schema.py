@@ -161,6 +161,14 @@ KEYS = (
         added=True,
     ),
     Key(
+        "rope",
+        str,
+        _SETTINGS,
+        "What `[rope]` changed of the rotary embeddings: `as given`, nothing. ε does not depend on "
+        "it; the weights serve no other embeddings.",
+        added=True,
+    ),
+    Key(
         "expected_batch_size",
         int,
         _SETTINGS,

@@ -29,6 +29,7 @@ class Settings:
     secure_noise: bool = False
     exact_sum: bool = False
     trained: str = "all weights"
+    rope: str = "as given"
     units: int | None = None  # where their number is public
     samples_per_rank: int | None = None  # hardly ever exceeded in a step, whatever is drawn
     ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
@@ -132,6 +133,7 @@ _OF_A_RUN = {
     "privacy.sample_rate": "neighbouring_relation",
     "data.unit_field": "privacy_unit",
     "lora": "trained",
+    "rope": "rope",
 }
 
 

@@ -21,6 +21,7 @@ from torchtitan_dp.models.lora import LoRA, add_adapters, draw_factor_, is_adapt
 from torchtitan_dp.models.loss import per_sample_loss
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_, in_threads
+from torchtitan_dp.models.rope import Scaling
 
 
 @dataclass
@@ -29,6 +30,8 @@ class PrivateArgs:
 
     tie_embeddings: bool = False
     lora: LoRA | None = None
+    rope: Scaling | None = None
+    """A scaling of rotary embeddings; None for the family's own table."""
     init_seed: int = 0
     draw_weights: bool = True
     """Whether `init_weights` draws the weights. If not, they are NaN until they are loaded, which

@@ -26,6 +26,11 @@ from torchtitan_dp.plan.memory import (
 )
 
 TRAIN_CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
+_OFFLOADED = "--activation_checkpoint.offload_inputs"
+_VARIANTS: dict[str, list[tuple[int, list[str]]]] = {
+    "llama3_8b_1m_lora": [(8, []), (8, [_OFFLOADED]), (4, [_OFFLOADED])]
+}
+"""Ranks and overrides of the rows of a configuration that is not for the page's ranks alone."""
 
 
 def report(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None:
@@ -183,10 +188,14 @@ Every number here is a **prediction**, made without a GPU; none was measured on 
 
     python -m torchtitan_dp.plan.report docs/plans.md
 
-For {ranks} ranks of {memory:g} GiB: GiB of a rank at its peak. "fits" leaves {headroom:.0%} free,
-for the CUDA context and fragmentation, and {communicator:g} GiB for each NCCL communicator; both
-are estimates. What your own configuration takes:
+For {ranks} ranks of {memory:g} GiB, unless a row has more: GiB of a rank at its peak. "fits"
+leaves {headroom:.0%} free, for the CUDA context and fragmentation, and {communicator:g} GiB for
+each NCCL communicator; both are estimates. What your own configuration takes:
 `python -m torchtitan_dp.plan --job.config_file FILE --world_size {ranks} --memory_gib {memory:g}`.
+
+Beside `llama3_8b_1m_lora` stands a measurement of TRL: Qwen3-8B, all weights, without privacy, with
+checkpoints offloaded to the host, took 56.2 GB a GPU at 1,048,576 tokens on 8 H100
+([trl#6846](https://github.com/huggingface/trl/pull/6846)).
 
 | configuration | tokens | AC | {parts} | **peak** | fits |
 | --- | --- | --- | {rule} | --- | --- |
@@ -197,15 +206,22 @@ def write_page(path: str, folder: Path, *, ranks: int = 4, memory_gib: float = 8
     """Write the predictions for each TOML of a folder, as a Markdown page."""
     rows = []
     for toml in sorted(folder.glob("*.toml")):
-        overrides = ["--job.config_file", str(toml)]
-        config = load_config(overrides, ranks)
-        memory = predict(overrides, ranks, memory_gib, longest=False)
-        sizes = [f"{size / GIB:.2f}" for size in memory.parts.values()]
-        fits = "yes" if memory.fits else "no"
-        mode, peak = config.activation_checkpoint.mode, f"**{memory.peak_bytes / GIB:.1f}**"
-        cells = [f"`{toml.stem}`", f"{memory.seq_len:,}", mode, *sizes, peak, fits]
-        rows.append((memory.parts["parameters"], memory.seq_len, f"| {' | '.join(cells)} |"))
-        print(rows[-1][-1], file=sys.stderr)
+        for number, more in _VARIANTS.get(toml.stem, [(ranks, [])]):
+            overrides = ["--job.config_file", str(toml), *more]
+            config = load_config(overrides, number)
+            memory = predict(overrides, number, memory_gib, longest=False)
+            sizes = [f"{size / GIB:.2f}" for size in memory.parts.values()]
+            fits = "yes" if memory.fits else "no"
+            checkpointing, peak = config.activation_checkpoint, memory.peak_bytes / GIB
+            name, mode = f"`{toml.stem}`", checkpointing.mode
+            if number != ranks:
+                name += f", {number} ranks"
+            if checkpointing.offload_inputs:
+                mode += f", {memory.host_bytes / GIB:.0f} GiB a rank offloaded to the host"
+            cells = [name, f"{memory.seq_len:,}", mode, *sizes, f"**{peak:.1f}**", fits]
+            whole = memory.parts["parameters"] * number
+            rows.append((whole, memory.seq_len, f"| {' | '.join(cells)} |"))
+            print(rows[-1][-1], file=sys.stderr)
     page = _PAGE.format(
         ranks=ranks,
         memory=memory_gib,

@@ -10,6 +10,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import never_trained
 from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.process import PLANNED
 
 
@@ -25,5 +26,16 @@ def show(config: JobConfig, records: Records) -> None:
 
 def notices(config: JobConfig) -> list[str]:
     """List the notices of the configuration."""
-    unread = never_trained(config)
-    return [] if unread is None else [unread]
+    lines = [never_trained(config), _beyond_the_window(config)]
+    return [line for line in lines if line is not None]
+
+
+def _beyond_the_window(config: JobConfig) -> str | None:
+    """Describe samples that are longer than the model's window; None if none are."""
+    window, length = shape(config).max_seq_len, config.training.seq_len
+    if length <= window:
+        return None
+    return (
+        f"training.seq_len = {length:,} is beyond the {window:,} positions of the model "
+        "(max_position_embeddings); [rope] extends them"
+    )

@@ -16,6 +16,7 @@ import jinja2
 
 from torchtitan_dp.checkpoint.initial import PUBLIC
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.rope import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.records.formats import FORMATS
 from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora
@@ -92,6 +93,7 @@ def model_card(
         kind_of_unit=f" (all records with one value of `{field}`)" if field else f" ({record})",
         title=_title(args),
         adapters=args.lora is not None,
+        extended=rope_in_words(config) != AS_GIVEN,
         base_model=base_model,
         factor=_factor(terms["epsilon"]),
         meaning=Meaning.from_json(terms["meaning"]).sentences(unit),
@@ -206,6 +208,7 @@ def _training(
     windows = terms["windows_per_draw"]
     return {
         "trained": terms["trained"],
+        **({"rotary embeddings": rope} if (rope := rope_in_words(config)) != AS_GIVEN else {}),
         "weights": "those after the last step" if decay is None else _average(decay),
         "model": f"{family_of(args).title}, {args.n_layers} layers of {args.dim}, {args.n_heads} "
         f"heads, {args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),
