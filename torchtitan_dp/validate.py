@@ -141,8 +141,8 @@ def buckets(seq_len: int) -> dict[int, str]:
     starts = [0]
     while (following := max(64, 4 * starts[-1])) < seq_len:
         starts.append(following)
-    ends = [*starts[1:], seq_len]
-    return {start: f"{_short(start)}-{_short(end)}" for start, end in zip(starts, ends, strict=True)}
+    spans = zip(starts, [*starts[1:], seq_len], strict=True)
+    return {start: f"{_short(start)}-{_short(end)}" for start, end in spans}
 
 
 def mean_at(names: Sequence[str], sums_K2: torch.Tensor) -> dict[str, float]:

@@ -54,7 +54,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
 from torchtitan_dp.release.card import OWNER_ITEMS, model_card
 from torchtitan_dp.release.claims import claims
-from torchtitan_dp.release.names import PublicNames
+from torchtitan_dp.release.names import NO_NAMES, PublicNames
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"
@@ -68,7 +68,7 @@ def release(
     lost_steps_not_seen: bool = False,
     merge: bool = False,
     average: bool | None = None,
-    names: PublicNames = PublicNames(),
+    names: PublicNames = NO_NAMES,
 ) -> dict[str, Any]:
     """Write OUT whole or not at all; return its `privacy.json`.
 

@@ -22,7 +22,7 @@ from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count,
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.mechanism import from_fields
-from torchtitan_dp.release.names import PublicNames
+from torchtitan_dp.release.names import NO_NAMES, PublicNames
 
 OWNER_ITEMS = {
     "License and base model": "Also in the front matter: `license`, `base_model`, `datasets`.",
@@ -67,7 +67,7 @@ def model_card(
     args: ModelArgs,
     *,
     decay: float | None = None,
-    names: PublicNames = PublicNames(),
+    names: PublicNames = NO_NAMES,
 ) -> str:
     """Write Markdown with Hugging Face's front matter.
 

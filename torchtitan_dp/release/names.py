@@ -39,6 +39,9 @@ class PublicNames:
             )
 
 
+NO_NAMES = PublicNames()
+
+
 def _check_of_the_hub(option: str, name: str, kind: str, example: str) -> None:
     if not _is_name(_OF_THE_HUB, name):
         raise ValueError(
