@@ -43,7 +43,7 @@ from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release.__main__ import empty_model, main, release
 from torchtitan_dp.release.card import OWNER_ITEMS, _factor, model_card
 from torchtitan_dp.release.claims import LOST_STATED, STOP_STATED
-from torchtitan_dp.release.names import PublicNames
+from torchtitan_dp.release.names import PublicNames, name_in_config
 
 FILES = [
     "README.md",
@@ -370,6 +370,24 @@ def test_a_path_is_no_base_model(name, run, tmp_path, capfd):
     assert said.startswith("error: --base_model = '")
     assert said.count("\n") == 1
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "noted, found",
+    [
+        ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
+        ("torchtitan_dp/release", None),  # a folder, from here
+        *(("/data/oncology/llama", None), ("llama", None), (None, None), (7, None)),
+    ],
+)
+def test_the_base_models_probable_name_is_a_hint(noted, found, tmp_path):
+    """It may be a path relative to elsewhere: the card has what the owner gives, and no more."""
+    given = write_llama(tmp_path / "given", tied=True, rope=SCALED, eps=1e-6)
+    edit_config(given, _name_or_path=noted)
+    config = small_config(f"--model.hf_assets_path={given}", "--checkpoint.enable")
+    assert name_in_config(config) is None
+    config.checkpoint.initial_load_in_hf = True
+    assert name_in_config(config) == found
 
 
 def test_a_units_name_is_a_word(run, tmp_path):

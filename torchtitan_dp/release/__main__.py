@@ -54,7 +54,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
 from torchtitan_dp.release.card import OWNER_ITEMS, model_card
 from torchtitan_dp.release.claims import claims
-from torchtitan_dp.release.names import NO_NAMES, PublicNames
+from torchtitan_dp.release.names import NO_NAMES, PublicNames, name_in_config
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"
@@ -309,7 +309,8 @@ def main(argv: list[str]) -> None:
                 unit_name=options.unit_name,
             ),
         )
-    print("\n".join(_closing_lines(options.out, terms)), file=sys.stderr)
+        hint = None if options.base_model else name_in_config(read_config(options.run))
+    print("\n".join(_closing_lines(options.out, terms, hint)), file=sys.stderr)
 
 
 _COUNTED = {
@@ -320,13 +321,18 @@ _COUNTED = {
 }
 
 
-def _closing_lines(out: str, terms: dict[str, Any]) -> list[str]:
-    """Return the lines for the owner at the end."""
+def _closing_lines(out: str, terms: dict[str, Any], hint: str | None) -> list[str]:
+    """Return the lines for the owner at the end, with the base model's probable name."""
+    named = (
+        f"          the starting model's config.json notes '{hint}': if that is its public name, "
+        f"release again with --base_model {hint}"
+    )
     return [
         f"released: {out}/ (epsilon = {rounded_up(terms['epsilon'])}, delta = {terms['delta']}; "
         f"{_COUNTED[terms['epsilon_counts']]})",
         f"          read {CARD_FILE} before you publish it, and fill in what only you know:",
         *(f"          - {item}" for item in OWNER_ITEMS),
+        *([named] if hint else []),
     ]
 
 

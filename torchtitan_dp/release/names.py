@@ -3,6 +3,10 @@
 import re
 from dataclasses import dataclass
 
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.models.hugging_face import config_file, read_settings
+from torchtitan_dp.models.local_paths import is_local_path
+
 _OF_THE_HUB = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)  # a model or a data set
 _LICENSE = re.compile(r"[a-z][a-z0-9.+-]*", re.ASCII)
 _NOT_TEXT_IN_YAML = re.compile(r"\d[^/]*|null|true|false|yes|no|on|off|y|n", re.IGNORECASE)
@@ -40,6 +44,19 @@ class PublicNames:
 
 
 NO_NAMES = PublicNames()
+
+
+def name_in_config(config: JobConfig) -> str | None:
+    """Find the name that the starting model's `config.json` notes, if it looks like a hub's.
+
+    It is not published unasked: `transformers` notes the place a model was loaded from, and a
+    relative path looks like a name.
+    """
+    source = config_file(config) if config.checkpoint.initial_load_in_hf else None
+    name = None if source is None else read_settings(*source).get("_name_or_path")
+    if not isinstance(name, str) or "/" not in name or is_local_path(name):
+        return None
+    return name if _is_name(_OF_THE_HUB, name) else None
 
 
 def _check_of_the_hub(option: str, name: str, kind: str, example: str) -> None:
