@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import doctest
 import math
 from collections import defaultdict
 from types import SimpleNamespace
@@ -15,7 +16,6 @@ import torch.nn.functional as F
 from tests.processes.ranks import on_ranks
 
 SEQ_LEN = 320  # the last bucket ends within a power of four
-HEAD_TAIL, IN_ORDER = "headtail", "none"
 
 
 class Texts:
@@ -155,6 +155,12 @@ def test_buckets_are_powers_of_four(seq_len: int, names: list[str]) -> None:
     from torchtitan_dp.validate import buckets
 
     assert list(buckets(seq_len).values()) == names
+
+
+def test_examples_in_docstrings() -> None:
+    import torchtitan_dp.validate as module
+
+    assert doctest.testmod(module).failed == 0
 
 
 def test_a_bucket_without_a_target_is_left_out() -> None:
