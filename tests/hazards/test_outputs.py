@@ -175,13 +175,14 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     from torchtitan.tools.logging import logger
 
     from tests.hazards.test_trainer import loader
-    from torchtitan_dp.validate import HeldOutValidator
+    from torchtitan_dp.validate import HeldOutValidator, buckets
 
     validator = MagicMock(_loader=loader())
     validator._config.training.seq_len = 8
     validator._positions.return_value = np.empty(0, dtype=np.int64)
     validator._dims.get_optional_mesh.return_value = None
-    validator._mean_loss = functools.partial(HeldOutValidator._mean_loss, validator)
+    validator._buckets = buckets(8)
+    validator._held_out = functools.partial(HeldOutValidator._held_out, validator)
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO):
         HeldOutValidator.validate(validator, [nn.Linear(2, 2)], 3)

@@ -2,9 +2,9 @@
 
 Guarantee:
     The card has the given terms, fixed text, and settings from an allow-list: no path, name or
-    number that depends on records; the base model and the word for a unit are the owner's. No claim
-    is rounded in its own favour: epsilon, its consequences and q are rounded up, sigma is rounded
-    down, and delta and C are exact.
+    number that depends on records; `PublicNames` are the owner's. No claim is rounded in its own
+    favour: epsilon, its consequences and q are rounded up, sigma is rounded down, and delta and C
+    are exact.
 """
 
 import functools
@@ -23,9 +23,10 @@ from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count,
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.mechanism import from_fields
+from torchtitan_dp.release.names import NO_NAMES, PublicNames
 
 OWNER_ITEMS = {
-    "License and base model": "Also in the front matter: `license`, `base_model`.",
+    "License and base model": "Also in the front matter: `license`, `base_model`, `datasets`.",
     "Purpose": "What is the model for, and what is it not for?",
     "Origin of the data": (
         "Where do the records come from, and on what legal ground or consent are they used?"
@@ -67,8 +68,7 @@ def model_card(
     args: ModelArgs,
     *,
     decay: float | None = None,
-    base_model: str | None = None,
-    unit_name: str | None = None,
+    names: PublicNames = NO_NAMES,
 ) -> str:
     """Write Markdown with Hugging Face's front matter.
 
@@ -77,11 +77,9 @@ def model_card(
         config: the run's, of which public settings are shown.
         args: of the released model; with `lora`, of its adapters alone.
         decay: of the released average of weights; None for the last step's weights.
-        base_model: the public name of the model that training started from; None leaves a
-            blank.
-        unit_name: a word for a unit, in the place of "unit" or "record".
+        names: those that the owner gave; the card has blanks for others.
     """
-    unit = unit_name or str(terms["privacy_unit"]).split()[0]
+    unit = names.unit_name or str(terms["privacy_unit"]).split()[0]
     field = config.data.unit_field
     record = FORMATS[config.training.dataset].record
     earlier = [s for ancestor in terms["ancestors"] for s in ancestor["segments"]]
@@ -94,7 +92,9 @@ def model_card(
         title=_title(args),
         adapters=args.lora is not None,
         extended=rope_in_words(config) != AS_GIVEN,
-        base_model=base_model,
+        license=names.license,
+        base_model=names.base_model,
+        datasets=names.datasets,
         factor=_factor(terms["epsilon"]),
         meaning=Meaning.from_json(terms["meaning"]).sentences(unit),
         covers=_covers(terms),
