@@ -109,7 +109,7 @@ class HeldOutValidator:
         for microbatch in feed.microbatches(Draw(self._positions())):
             with self._amp:
                 found = losses.of_tokens(microbatch.tokens_BT, microbatch.labels_BT)
-            targets_B = (microbatch.labels_BT >= 0).sum(dim=1)
+            targets_B = (microbatch.labels_BT >= 0).sum(dim=1).to(losses.device)
             loss_BT = found.loss_BT.double()
             sums_K2[0, 0] += (loss_BT.sum(dim=1) / targets_B.clamp(min=1)).sum()
             sums_K2[0, 1] += (targets_B > 0).sum() / self._dims.cp
