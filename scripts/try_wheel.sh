@@ -17,7 +17,7 @@ keep=""
 if [[ -n "${1:-}" ]]; then keep="$(mkdir -p "$1" && cd "$1" && pwd -P)"; fi
 tmp="$(mktemp -d)"
 trap 'rm -rf "$tmp"' EXIT
-unset PYTHONPATH
+unset PYTHONPATH PYTHONDONTWRITEBYTECODE
 export PIP_USER=0 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
 
 run() { # prints what the command printed only if it fails
