@@ -49,4 +49,3 @@ def test_train_refuses_a_wrong_number_of_processes(
         command.main(["train", "llama3_debug"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: NGPU = 'two': must be 1 or more, or auto\n"
-

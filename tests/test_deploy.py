@@ -61,17 +61,27 @@ def test_the_image_copies_only_what_the_wheel_is_built_from() -> None:
 
 
 def test_exit_codes_decide_about_restarts(jobset: dict[str, Any], job: dict[str, Any]) -> None:
-    rules = {
-        code: rule["action"]
-        for rule in job["podFailurePolicy"]["rules"]
-        for code in rule["onExitCodes"]["values"]
-    }
-    assert rules == {EXIT_STOPPED: "Ignore", MISTAKE: "FailJob"}
+    (failing,) = job["podFailurePolicy"]["rules"]
+    assert failing["action"] == "FailJob"
+    assert set(failing["onExitCodes"]["values"]) == {MISTAKE, EXIT_STOPPED}
     assert job["backoffLimit"] == 0
-    (rule,) = jobset["spec"]["failurePolicy"]["rules"]
-    assert (rule["action"], rule["onJobFailureReasons"]) == ("FailJobSet", ["PodFailurePolicy"])
-    # As JobSet's webhook has it, which no schema does.
-    assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
+    rules = jobset["spec"]["failurePolicy"]["rules"]
+    for code, action in (
+        (MISTAKE, "FailJobSet"),
+        (EXIT_STOPPED, "RestartJobSetAndIgnoreMaxRestarts"),
+    ):
+        # Kubernetes' message. JobSet takes the first rule that matches.
+        message = f"Container x for pod y/z failed with exit code {code} matching FailJob rule at 0"
+        matching = [
+            rule["action"]
+            for rule in rules
+            if any(re.search(p, message) for p in rule.get("onJobFailureMessagePatterns", [""]))
+        ]
+        assert matching[0] == action
+    for rule in rules:
+        assert rule["onJobFailureReasons"] == ["PodFailurePolicy"]
+        # As JobSet's webhook has it, which no schema does.
+        assert re.fullmatch(r"[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?", rule["name"])
 
 
 def test_the_commands_are_the_package_s(

@@ -105,6 +105,9 @@ def test_shipped_configurations_are_found_wherever_pip_puts_the_package(
         usage = run("-m", "torchtitan_dp", cwd=tmp_path, PYTHONPATH=str(place))
         assert usage.endswith(f"shipped configurations: {shipped}\n")
         found = run(
-            "-c", "import torchtitan_dp as t; print(t.__file__)", cwd=tmp_path, PYTHONPATH=str(place)
+            "-c",
+            "import torchtitan_dp as t; print(t.__file__)",
+            cwd=tmp_path,
+            PYTHONPATH=str(place),
         )
         assert Path(found).is_relative_to(place)
