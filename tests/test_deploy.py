@@ -100,7 +100,7 @@ def test_the_commands_are_the_package_s(
     assert plan["args"][1:] == ["/work/my.toml", "--world_size", str(nodes * gpus)]
     assert (options.module, options.training_script) == (True, "torchtitan_dp.train")
     assert options.training_script_args == ["--job.config_file=/work/my.toml"]
-    # The name in DNS of the first pod: JobSet, replicated job, job, pod; then the JobSet's subdomain.
+    # The first pod's name in DNS: JobSet, replicated job, job, pod; then the JobSet's subdomain.
     name, replicated = jobset["metadata"]["name"], jobset["spec"]["replicatedJobs"][0]["name"]
     assert options.rdzv_endpoint == f"{name}-{replicated}-0-0.{name}:29500"
 

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tarfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ def tracked() -> set[str]:
 
 
 @pytest.fixture(scope="module")
-def built(tracked: set[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def built(tracked: set[str], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with both, built from a copy, since setuptools writes into the tree."""
     copy, built = tmp_path_factory.mktemp("copy"), tmp_path_factory.mktemp("built")
     for name in tracked:
@@ -56,7 +55,7 @@ def built(tracked: set[str], tmp_path_factory: pytest.TempPathFactory) -> Iterat
     (archive,) = built.glob("*.tar.gz")
     wheel = ("-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", built, archive)
     run(*wheel, cwd=built)
-    yield built
+    return built
 
 
 def the(folder: Path, pattern: str) -> Path:
