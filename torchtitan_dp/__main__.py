@@ -7,7 +7,6 @@ command's own options.
 import os
 import runpy
 import sys
-import sysconfig
 from pathlib import Path
 
 _COMMANDS = {
@@ -20,7 +19,6 @@ _COMMANDS = {
     "selfcheck": "check gradients, sums and noise on this machine",
 }
 _TAKE_CONFIG = ("train", "plan", "data", "audit")
-_SHIPPED = "share/torchtitan_dp/train_configs"  # below the environment's prefix
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,10 +70,8 @@ def config_path(name: str) -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """Find the shipped configurations, by name: of the checkout, else of the installed wheel."""
-    checkout = Path(__file__).parents[1] / "train_configs"
-    installed = Path(sysconfig.get_path("data")) / _SHIPPED
-    folder = checkout if checkout.is_dir() else installed
+    """Find the shipped configurations, by name: in a checkout, those of its `train_configs/`."""
+    folder = (Path(__file__).parent / "train_configs").resolve()
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 
