@@ -19,6 +19,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -73,7 +74,13 @@ from torchtitan_dp.preflight.console import quiet
 from torchtitan_dp.preflight.notices import show
 from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.sampling import poisson_draw
-from torchtitan_dp.process import lock_folder, mistakes_as_faults, os_errors_as_faults, protect
+from torchtitan_dp.process import (
+    STOPPED_FILE,
+    lock_folder,
+    mistakes_as_faults,
+    os_errors_as_faults,
+    protect,
+)
 from torchtitan_dp.train_spec import OpenOnce, build_feed, register
 from torchtitan_dp.validate import HeldOutValidator
 
@@ -187,6 +194,8 @@ class DPTrainer(Trainer):
         saved = True
         if super().should_continue_training():
             saved = self.checkpointer.stop_at(self.step, self.job_config.training.steps)
+            if (stopped := os.environ.get(STOPPED_FILE)) is not None:
+                Path(stopped).write_text("stopped")
         elif spent is not None:
             for line in summary(spent):
                 logger.info(line)
