@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_dp.process import PLANNED, STOP_SIGNAL, Fault
+from torchtitan_dp.watch.terminal import bar, leave
 
 EXIT_STOPPED = 75
 
@@ -68,7 +69,8 @@ def main(argv: list[str]) -> None:
         os.environ.setdefault("NO_COLOR", "1")  # workers, whose output is copied, cannot see it
     checked = True
     try:
-        run.main(["--signals-to-handle", "SIGHUP,SIGQUIT", *argv])
+        with bar():
+            run.main(["--signals-to-handle", "SIGHUP,SIGQUIT", *argv])
     except ChildFailedError as error:
         _say(str(error))  # which worker failed; a traceback of torchrun's adds nothing
         if error.get_first_failure()[1].exitcode < 0:  # killed: no fault of the run's
@@ -154,6 +156,7 @@ def _end(workers: list[int], code: int) -> NoReturn:
     """End this process, and its workers without waiting for them, as torchrun would."""
     _send(workers, signal.SIGKILL)
     if workers:
+        leave()
         os._exit(code)
     raise SystemExit(code)
 

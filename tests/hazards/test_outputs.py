@@ -57,7 +57,7 @@ def logged(monkeypatch, caplog):
     from torchtitan.tools.logging import logger
     from torchtitan.tools.utils import NoColor
 
-    from torchtitan_dp.metrics import LabellingLogger, PrivateMetricsProcessor
+    from torchtitan_dp.watch.processor import PrivateMetricsProcessor
 
     inner = MagicMock()
     metrics = SimpleNamespace(
