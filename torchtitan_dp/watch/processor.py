@@ -26,7 +26,6 @@ from torchtitan_dp.watch.progress import (
     pace_words,
     speed_words,
 )
-from torchtitan_dp.watch.terminal import clock
 
 
 class LabelledMetricsProcessor(MetricsProcessor):
@@ -62,6 +61,7 @@ class LabelledMetricsProcessor(MetricsProcessor):
         if self.job_config.metrics.enable_tensorboard:
             folder = shlex.quote(self.job_config.job.dump_folder)
             logger.info(f"to watch (not private): tensorboard --logdir {folder}")
+        self.time_last_log = time.perf_counter()  # opening may take seconds
 
 
 class PrivateMetricsProcessor(LabelledMetricsProcessor):
@@ -126,8 +126,7 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         scalars = {**public, **self._planned, **statistics, **measured}
         self.logger.log(scalars, step)
         spent = epsilon_words(scalars, beside_epsilon)
-        speed, paced = speed_words(scalars), pace_words(self.pace)
-        self.screen.public, self.screen.private = spent, f"{paced}  {speed}"
+        self.screen.logged(scalars)
         color = self.color
         logger.info(
             f"{color.red}step: {step}/{self.pace.total}  {color.blue}{spent}  "
@@ -136,8 +135,8 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
             f"{color.orange}batch: {statistics['realized_batch_size']:.0f}  "
             f"clipped: {100 * statistics['clipped_fraction']:.0f}%  "
             f"norm p50: {statistics['norm_p50']:.3g}  "
-            f"{color.turquoise}{speed}  "
-            f"{color.cyan}{paced}  ETA: {clock(self.pace.seconds_left)}{color.reset}"
+            f"{color.turquoise}{speed_words(scalars)}  "
+            f"{color.cyan}{pace_words(self.pace)}{color.reset}"
         )
         self.ntokens_since_last_log = 0
         self.data_loading_times.clear()

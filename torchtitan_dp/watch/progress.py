@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.watch.terminal import SOCKET
+from torchtitan_dp.watch.terminal import SOCKET, clock
 
 
 @dataclass
@@ -61,16 +61,38 @@ def epsilon_words(scalars: dict[str, float], beside: str) -> str:
 
 
 def speed_words(scalars: dict[str, float]) -> str:
-    """Write tokens a second, MFU where it is known, and memory."""
-    mfu = f"mfu: {scalars['mfu(%)']:.1f}%  " if "mfu(%)" in scalars else ""
+    """Write memory, tokens a second, and MFU where it is known."""
+    mfu = f"  mfu: {scalars['mfu(%)']:.1f}%" if "mfu(%)" in scalars else ""
     memory = f"memory: {scalars['memory/max_reserved(GiB)']:.2f}GiB"
-    return f"tps: {round(scalars['throughput(tps)']):,}  {mfu}{memory}"
+    return f"{memory}  tps: {round(scalars['throughput(tps)']):,}{mfu}"
 
 
 def pace_words(pace: Pace) -> str:
-    """Write the seconds of a step."""
+    """Write the seconds of a step and the time left."""
     seconds = pace.seconds_per_step
-    return f"s/step: {'?' if seconds is None else f'{seconds:.3g}'}"
+    shown = "?" if seconds is None else f"{seconds:.3g}"
+    return f"s/step: {shown}  ETA: {clock(pace.seconds_left)}"
+
+
+def bar_epsilon(scalars: dict[str, float]) -> str:
+    """Write epsilon so far and at the end as short as a terminal's width asks for."""
+    if "epsilon" not in scalars:
+        return ""
+    planned = scalars.get("epsilon_planned")
+    at_end = "" if planned is None else f" of {rounded_up(planned, 3)}"
+    return f"ε {rounded_up(scalars['epsilon'], 3)}{at_end}"
+
+
+def bar_speed(pace: Pace, scalars: dict[str, float]) -> str:
+    """Write speed and memory as short."""
+    words = []
+    if pace.seconds_per_step is not None:
+        words.append(f"{pace.seconds_per_step:.3g} s/step")
+    if scalars:
+        words.append(f"{round(scalars['throughput(tps)']):,} tps")
+        words.extend([f"mfu {scalars['mfu(%)']:.1f}%"] if "mfu(%)" in scalars else [])
+        words.append(f"{scalars['memory/max_reserved(GiB)']:.1f} GiB")
+    return "  ".join(words)
 
 
 class Screen:
@@ -83,12 +105,16 @@ class Screen:
         """
         self._path = path
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if path else None
-        self.public, self.private = "", ""  # words of the newest step that was logged
+        self._scalars: dict[str, float] = {}
 
     @classmethod
     def of_launcher(cls) -> "Screen":
         """Build that of this process."""
         return cls(os.environ.get(SOCKET) if os.environ.get("RANK") == "0" else None)
+
+    def logged(self, scalars: dict[str, float]) -> None:
+        """Take over the scalars of the newest step that was logged."""
+        self._scalars = scalars
 
     def show(self, pace: Pace, part: float, within: str) -> None:
         """Draw the present state.
@@ -104,8 +130,8 @@ class Screen:
             "total": pace.total,
             "part": part,
             "left": pace.seconds_left,
-            "public": self.public,
-            "private": "  ".join(filter(None, (within, self.private))),
+            "public": bar_epsilon(self._scalars),
+            "private": "  ".join(filter(None, (bar_speed(pace, self._scalars), within))),
         }
         # Where its launcher is suspended, or ends, a picture is missed: no step waits for it.
         with contextlib.suppress(OSError):

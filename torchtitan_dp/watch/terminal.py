@@ -26,6 +26,7 @@ from rich.text import Text
 SOCKET = "TORCHTITAN_DP_PROGRESS"
 """The variable with the path of the launcher's socket, in the environment of its workers."""
 _LONGEST_PATH = 100  # of a socket: the kernel allows 107 bytes
+_BAR_WIDTH = 12
 _ERASE_AND_SHOW_CURSOR = "\r\x1b[2K\x1b[?25h"
 
 
@@ -113,13 +114,13 @@ class Drawing:
         done, total = state.get("done", 0), state.get("total", 1)
         words = Text(no_wrap=True, overflow="ellipsis")
         words.append(f"{state['public']}  " if state.get("public") else "", "blue")
-        words.append(f"not private: {clock(now - self._begun)}  ETA: {clock(left)}  ", "cyan")
+        words.append(f"not private: {clock(now - self._begun)}  ETA {clock(left)}  ", "cyan")
         words.append(state.get("private", ""), "dim")
         row = Table.grid(padding=(0, 1), expand=True)
         row.add_column(no_wrap=True)
-        row.add_column(width=20)
+        row.add_column(width=_BAR_WIDTH)
         row.add_column(ratio=1, no_wrap=True)
-        bar = ProgressBar(total=total, completed=done + state.get("part", 0.0), width=20)
+        bar = ProgressBar(total=total, completed=done + state.get("part", 0.0), width=_BAR_WIDTH)
         row.add_row(Text(f"step {done}/{total}", "red"), bar, words)
         return row
 

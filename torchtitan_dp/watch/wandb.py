@@ -38,7 +38,7 @@ class WandB:
                 settings=wandb.Settings(
                     console="off",
                     silent=True,
-                    capture_loggers=[],
+                    capture_loggers={},
                     save_code=False,
                     disable_code=True,
                     disable_git=True,
