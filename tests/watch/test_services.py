@@ -24,6 +24,7 @@ PROGRAM = """
 import sys, time, logging
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 sys.argv[1:], (which, folder, everything) = ["--secret_argument"], sys.argv[1:]
+import torchtitan_dp.distributed
 from torchtitan_dp.watch.outlets import Guarded, Outlets
 from torchtitan_dp.watch.mlflow import MLflow
 from torchtitan_dp.watch.wandb import WandB
