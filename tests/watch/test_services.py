@@ -6,7 +6,9 @@ Neither is in CI's environment: they bring 60 packages. Run this where they are 
 
 import getpass
 import os
+import re
 import socket
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -66,7 +68,12 @@ def written(which: str, folder: Path, everything: bool = False) -> bytes:
 
 def assert_nothing_else(content: bytes, folder: Path) -> None:
     """Neither other scalars, nor the console, nor this machine, user or code."""
-    for text in (SECRET, "loss", "throughput", "secret", "not_private", "3.45678", "4.56789"):
+    for text in (SECRET, "loss", "throughput", "not_private", "3.45678", "4.56789", "5.67891"):
+        assert text.encode() not in content, text
+    for value in (3.4567891, 4.5678912, 5.6789123):
+        assert struct.pack("<d", value) not in content
+        assert struct.pack(">d", value) not in content
+    for text in ("secret_argument", "secret_value", "console line"):
         assert text.encode() not in content, text
     revision = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
@@ -98,8 +105,6 @@ def test_wandb_has_all_where_the_user_says_so(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_wandb_has_no_times_of_steps(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    import re
-
     stamps = re.findall(rb"_timestamp[^0-9]{1,4}([0-9.e+]+)", written("wandb", tmp_path / "run"))
     assert len(stamps) >= 3
     assert len(set(stamps)) == 1
