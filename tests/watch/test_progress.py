@@ -3,8 +3,10 @@
 import io
 import json
 import os
+import re
 import socket
 import sys
+import threading
 
 import pytest
 from rich.console import Console
@@ -65,10 +67,10 @@ def test_rank_0_alone_draws(monkeypatch, tmp_path) -> None:
             monkeypatch.setenv("RANK", rank)
             screen = Screen.of_launcher()
             screen.logged(SCALARS)
-            screen.show(Pace(0, 2), 0.25, f"microbatch: {rank}")
+            screen.show(Pace(0, 2), 0.25, f"microbatch {rank}")
             screen.close()
         state = json.loads(launcher.recv(65536))
-        assert state["private"] == "1,234 tps  12.3 GiB  microbatch: 0"
+        assert state["private"] == "microbatch 0  1,234 tps  12.3 GiB"
         assert state["public"] == "ε 2.5 of 7.96"
         with pytest.raises(BlockingIOError):
             launcher.recv(65536)
@@ -79,7 +81,7 @@ def test_the_bar_is_one_line_that_labels_what_is_not_private(width: int) -> None
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
     drawing = terminal.Drawing(console)
     state = {"done": 7, "total": 12, "part": 0.5, "left": 31.0, "public": "ε 2.5 of 7.96"}
-    drawing.show({**state, "private": "3 s/step  1,234 tps  12.3 GiB  microbatch: 5"})
+    drawing.show({**state, "private": "microbatch 5  3 s/step  1,234 tps  12.3 GiB"})
     with console.capture() as shown:
         console.print(drawing.render())
     drawing.stop()
@@ -87,7 +89,7 @@ def test_the_bar_is_one_line_that_labels_what_is_not_private(width: int) -> None
     assert line.count("\n") == 1
     assert line.startswith("step 7/12 ")
     assert line.index("ε 2.5 of 7.96") < line.index("not private: ")
-    assert ("ETA 0:00:31" in line) == ("microbatch: 5" in line) == (width == 120)
+    assert ("ETA 0:00:31" in line) == ("12.3 GiB" in line) == (width == 120)
 
 
 def test_lines_are_printed_whole_above_the_bar() -> None:
@@ -105,3 +107,49 @@ def test_where_there_is_no_terminal_nothing_is_changed(monkeypatch) -> None:
     with terminal.bar():
         assert (sys.stdout, sys.stderr) == before
         assert terminal.SOCKET not in os.environ
+
+
+class Tty(io.StringIO):
+    """A terminal that keeps what it gets."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_gets_a_bar_and_is_left_as_it_was(monkeypatch) -> None:
+    tty, drawn, render = Tty(), threading.Event(), terminal.Drawing.render
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "100"), ("LINES", "30")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setattr(terminal.Drawing, "render", lambda self: (render(self), drawn.set())[0])
+    monkeypatch.setattr(sys, "stdout", tty)
+    monkeypatch.setattr(sys, "stderr", tty)
+    with terminal.bar():
+        path = os.environ[terminal.SOCKET]
+        screen = Screen(path)
+        screen.show(Pace(3, 12), 0.5, "microbatch 5")
+        assert drawn.wait(60)
+        print("a worker's line")
+    screen.close()
+    assert terminal.SOCKET not in os.environ
+    assert not os.path.exists(os.path.dirname(path))
+    assert sys.stdout is sys.stderr is tty
+    shown = re.sub(r"\x1b\[[0-9;]*m", "", tty.getvalue())
+    assert "step 3/12" in shown
+    assert "microbatch 5" in shown
+    assert "a worker's line\n" in shown
+    assert shown.rindex("\x1b[?25h") > shown.rindex("\x1b[?25l")  # the cursor is shown again
+
+
+def test_a_launcher_that_ends_at_once_leaves_nothing_behind(monkeypatch, tmp_path) -> None:
+    path = tmp_path / "torchtitan_dp_x" / "progress"
+    path.parent.mkdir()
+    path.touch()
+    monkeypatch.setenv(terminal.SOCKET, str(path))
+    written: list[bytes] = []
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
+    monkeypatch.setattr(sys.stdout, "fileno", lambda: 1, raising=False)
+    monkeypatch.setattr(terminal.os, "write", lambda number, text: written.append(text))
+    terminal.leave()
+    assert not path.parent.exists()
+    assert written[0].endswith(b"\x1b[?25h")

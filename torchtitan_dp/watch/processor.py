@@ -87,7 +87,7 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         self._begun += 1
         # The bar's scale is the expected number: that of a draw is not known ahead of time here.
         part = min(self._begun / self._expected, 0.95)
-        self.screen.show(self.pace, part, f"microbatch: {self._begun}")
+        self.screen.show(self.pace, part, f"microbatch {self._begun}")
 
     def step_done(self, step: int) -> None:
         """Note that a step was taken."""
@@ -127,6 +127,7 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         self.logger.log(scalars, step)
         spent = epsilon_words(scalars, beside_epsilon)
         self.screen.logged(scalars)
+        self.screen.show(self.pace, 0.0, "")
         color = self.color
         logger.info(
             f"{color.red}step: {step}/{self.pace.total}  {color.blue}{spent}  "

@@ -131,7 +131,7 @@ class Screen:
             "part": part,
             "left": pace.seconds_left,
             "public": bar_epsilon(self._scalars),
-            "private": "  ".join(filter(None, (bar_speed(pace, self._scalars), within))),
+            "private": "  ".join(filter(None, (within, bar_speed(pace, self._scalars)))),
         }
         # Where its launcher is suspended, or ends, a picture is missed: no step waits for it.
         with contextlib.suppress(OSError):

@@ -39,12 +39,11 @@ def clock(seconds: float | None) -> str:
 def bar() -> Iterator[None]:
     """Draw the run's progress below its lines, where stdout is a terminal that can."""
     console = Console(file=sys.stdout)
-    folder = tempfile.mkdtemp(prefix="torchtitan_dp_")
-    path = os.path.join(folder, "progress")
-    if not console.is_terminal or console.is_dumb_terminal or len(path) > _LONGEST_PATH:
-        os.rmdir(folder)
+    longest = len(tempfile.gettempdir()) + len("/torchtitan_dp_12345678/progress")
+    if not console.is_terminal or console.is_dumb_terminal or longest > _LONGEST_PATH:
         yield
         return
+    path = os.path.join(tempfile.mkdtemp(prefix="torchtitan_dp_"), "progress")
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as receiver:
         receiver.bind(path)
         os.environ[SOCKET] = path
@@ -60,15 +59,23 @@ def bar() -> Iterator[None]:
             drawing.stop()
             del os.environ[SOCKET]
             sys.stdout, sys.stderr = before
-            os.unlink(path)
-            os.rmdir(folder)
+            _remove(path)
 
 
 def leave() -> None:
     """Leave the terminal as it was, where the process ends at once; a signal's handler may."""
-    if SOCKET in os.environ and sys.stdout.isatty():
-        with contextlib.suppress(OSError):  # the terminal is gone
-            os.write(sys.stdout.fileno(), _ERASE_AND_SHOW_CURSOR.encode())
+    if (path := os.environ.get(SOCKET)) is None:
+        return
+    with contextlib.suppress(OSError):  # the terminal is gone
+        os.write(sys.stdout.fileno(), _ERASE_AND_SHOW_CURSOR.encode())
+    _remove(path)
+
+
+def _remove(path: str) -> None:
+    """Remove the socket and its folder."""
+    with contextlib.suppress(OSError):  # somebody cleaned up before
+        os.unlink(path)
+        os.rmdir(os.path.dirname(path))
 
 
 class Drawing:
@@ -77,6 +84,7 @@ class Drawing:
     def __init__(self, console: Console) -> None:
         self._state: dict[str, Any] = {}
         self._begun = self._heard = time.monotonic()
+        self._lock, self._stopped = threading.Lock(), False
         self._live = Live(
             console=console,
             get_renderable=self.render,
@@ -96,15 +104,20 @@ class Drawing:
             self.show(json.loads(message))
 
     def show(self, state: dict[str, Any]) -> None:
-        """Draw a state from now on."""
-        if not self._state:
-            self._begun = time.monotonic()
-            self._live.start()
-        self._state, self._heard = state, time.monotonic()
+        """Draw a state from now on, unless the drawing was stopped."""
+        with self._lock:
+            if self._stopped:
+                return
+            first, self._state, self._heard = not self._state, state, time.monotonic()
+            if first:
+                self._begun = self._heard
+                self._live.start(refresh=True)
 
     def stop(self) -> None:
         """Erase the line, and show the cursor again."""
-        self._live.stop()
+        with self._lock:
+            self._stopped = True
+            self._live.stop()
 
     def render(self) -> Table:
         """Lay out the line; the words at its end give way on a narrow terminal."""
