@@ -82,9 +82,9 @@ def test_the_bar_is_one_line_that_labels_what_is_not_private(width: int) -> None
     drawing = terminal.Drawing(console)
     state = {"done": 7, "total": 12, "part": 0.5, "left": 31.0, "public": "ε 2.5 of 7.96"}
     drawing.show({**state, "private": "microbatch 5  3 s/step  1,234 tps  12.3 GiB"})
+    drawing.stop()  # now the console prints nothing but what it is asked to
     with console.capture() as shown:
         console.print(drawing.render())
-    drawing.stop()
     line = shown.get()
     assert line.count("\n") == 1
     assert line.startswith("step 7/12 ")
