@@ -117,11 +117,13 @@ class Tty(io.StringIO):
 
 
 def test_a_terminal_gets_a_bar_and_is_left_as_it_was(monkeypatch) -> None:
-    tty, drawn, render = Tty(), threading.Event(), terminal.Drawing.render
+    tty, drawn, show = Tty(), threading.Event(), terminal.Drawing.show
     for name, value in (("TERM", "xterm"), ("COLUMNS", "100"), ("LINES", "30")):
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setattr(terminal.Drawing, "render", lambda self: (render(self), drawn.set())[0])
+    monkeypatch.setattr(
+        terminal.Drawing, "show", lambda self, state: (show(self, state), drawn.set())
+    )
     monkeypatch.setattr(sys, "stdout", tty)
     monkeypatch.setattr(sys, "stderr", tty)
     with terminal.bar():
