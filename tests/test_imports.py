@@ -22,7 +22,7 @@ FLOORS = [
     {"config"},
     {"models"},
     {"checkpoint"},
-    {"metrics"},
+    {"watch"},
     {"preflight", "validate"},
     {"train_spec", "baseline"},
     {"train"},

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from torchtitan_dp.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault
+from torchtitan_dp.watch.terminal import bar, leave
 
 EXIT_STOPPED = 75
 
@@ -69,7 +70,7 @@ def main(argv: list[str]) -> None:
         os.environ.setdefault("NO_COLOR", "1")  # workers, whose output is copied, cannot see it
     checked = True
     try:
-        with tempfile.NamedTemporaryFile(prefix="torchtitan_dp_stopped_") as stopped:
+        with bar(), tempfile.NamedTemporaryFile(prefix="torchtitan_dp_stopped_") as stopped:
             os.environ[STOPPED_FILE] = stopped.name
             run.main(["--signals-to-handle", "SIGHUP,SIGQUIT", *argv])
             asked = asked or bool(stopped.read())
@@ -158,6 +159,7 @@ def _end(workers: list[int], code: int) -> NoReturn:
     """End this process, and its workers without waiting for them, as torchrun would."""
     _send(workers, signal.SIGKILL)
     if workers:
+        leave()
         os._exit(code)
     raise SystemExit(code)
 

@@ -62,7 +62,6 @@ from torchtitan_dp.ledger import (
 )
 from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
 from torchtitan_dp.ledger.files import to_bytes
-from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import describe, origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
@@ -83,6 +82,8 @@ from torchtitan_dp.process import (
 )
 from torchtitan_dp.train_spec import OpenOnce, build_feed, register
 from torchtitan_dp.validate import HeldOutValidator
+from torchtitan_dp.watch.processor import PrivateMetricsProcessor
+from torchtitan_dp.watch.statistics import SampleStatistics
 
 
 class DPTrainer(Trainer):
@@ -148,7 +149,7 @@ class DPTrainer(Trainer):
             self._next_draw = self._draw(self.step + 1)
         self.gradients.start_step(self.projection_keys.take(self.step))
         for microbatch in feed.microbatches(draw, self._next_draw):  # may be none
-            self.metrics_processor.ntokens_since_last_log += microbatch.labels_BT.numel()
+            self.metrics_processor.microbatch_begun(microbatch.labels_BT.numel())
             self.accumulate(microbatch, statistics)
         self.checkpointer.maybe_wait_for_staging()
         if dist.get_rank() == 0:
@@ -159,6 +160,7 @@ class DPTrainer(Trainer):
         self.clipped_sum.reset()
         self.lr_schedulers.step()
         self.ledger.steps = self.step
+        self.metrics_processor.step_done(self.step)
         self._log(lr, statistics)
         if self._should_publish(self.step):
             self._publish()
@@ -228,7 +230,12 @@ class DPTrainer(Trainer):
             rehearse(self)
             if dist.get_rank() == 0:
                 self.executed.begin_start(most_lost(self.job_config))
-        self._publish()
+        published = self._publish()
+        self.metrics_processor.begin(
+            self.step,
+            private=self.ledger.private,
+            epsilon_planned=published["epsilon_planned"] if published else None,
+        )
         return self.feed
 
     def close(self) -> None:

@@ -167,6 +167,7 @@ def prepare_run(config: JobConfig, folder: str) -> None:
     config.job.dump_folder = folder
     config.validation.enable = False
     config.metrics.enable_tensorboard = False
+    config.metrics.enable_wandb = config.metrics.enable_mlflow = False
     config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
     loads = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
     config.checkpoint.enable = bool(loads)

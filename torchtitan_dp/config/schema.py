@@ -14,11 +14,13 @@ if TYPE_CHECKING:  # At run time the sections are merged by name.
     from torchtitan.config.job_config import ActivationCheckpoint as _ActivationCheckpoint
     from torchtitan.config.job_config import Checkpoint as _Checkpoint
     from torchtitan.config.job_config import JobConfig as _JobConfig
+    from torchtitan.config.job_config import Metrics as _Metrics
     from torchtitan.config.job_config import Model as _Model
     from torchtitan.config.job_config import Parallelism as _Parallelism
     from torchtitan.config.job_config import Training as _Training
 else:
-    _JobConfig = _Training = _Checkpoint = _Model = _ActivationCheckpoint = _Parallelism = object
+    _JobConfig = _Training = _Checkpoint = _Model = _ActivationCheckpoint = object
+    _Parallelism = _Metrics = object
 
 
 @dataclass
@@ -121,6 +123,20 @@ class Training(_Training):
     max_norm: float = 0.0
     """TorchTitan's clipping of the summed gradient; 0 is none. With privacy it must stay 0, since
     each record's gradient is clipped by `privacy.max_grad_norm`."""
+
+
+@dataclass
+class Metrics(_Metrics):
+    """TorchTitan's section, with two more options. `enable_wandb` sends as `enable_mlflow` does."""
+
+    enable_mlflow: bool = False
+    """Send the scalars that may be published to MLflow (`pip install 'torchtitan-dp[mlflow]'`), at
+    `MLFLOW_TRACKING_URI`, by default a database in `job.dump_folder`."""
+
+    send_not_private: bool = False
+    """Send all scalars to W&B and MLflow, also those that are computed from records without noise
+    and no epsilon covers. False: those that may be published, and none of a run that is not
+    private."""
 
 
 @dataclass
@@ -246,6 +262,7 @@ class JobConfig(_JobConfig):
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     lora: LoRA = field(default_factory=LoRA)

@@ -23,6 +23,7 @@ from torchtitan_dp.data.samples.excerpts import scan_undecodable
 from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.preflight.model import check_model
+from torchtitan_dp.preflight.packages import check_packages
 
 _WHOLE = 2**62, 2**62  # more than a record's text can have, or cost
 
@@ -74,6 +75,7 @@ def check_run(
     Raises:
         ValueError: one line for the user.
     """
+    check_packages(config)
     start = decide_start(config)
     refuse_another_decay(config, start)
     args = check_model(config, start)

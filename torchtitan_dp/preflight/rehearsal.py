@@ -46,9 +46,10 @@ from torchtitan_dp.distributed.stop import is_lost_rank
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.gradients.methods import GradientMethod
-from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.process import Fault
+from torchtitan_dp.watch.processor import PrivateMetricsProcessor
+from torchtitan_dp.watch.statistics import SampleStatistics
 
 # Microbatches that a device may lag behind its host: launches queue about 1,000 deep.
 _MICROBATCHES_BEHIND = 4
