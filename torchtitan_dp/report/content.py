@@ -23,7 +23,7 @@ from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.release.card import guarantee
 from torchtitan_dp.report.charts import Chart, Line, Points
 from torchtitan_dp.report.run_folder import RunFolder
-from torchtitan_dp.report.scalars import Scalar
+from torchtitan_dp.report.scalars import SECONDS, Scalar
 from torchtitan_dp.report.status import Row
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
@@ -221,96 +221,62 @@ def _noise_chart(run: RunFolder, trained: int) -> Chart:
 def _charts_of_records(run: RunFolder) -> list[Chart]:
     """Return the charts of what is computed from records."""
     settings = run.ledger.settings
-    c, batch = settings.max_grad_norm, settings.expected_batch_size
-    private = run.with_privacy
-    of = _Charts(run)
+
+    def draw(
+        title: str,
+        unit: str,
+        names: dict[str, str],
+        *,
+        zero: bool = False,
+        logarithmic: bool = False,
+        reference: tuple[str, float] | None = None,
+    ) -> Chart:
+        scalars = [(name, run.scalars.of(key)) for key, name in names.items()]
+        lines = _lines([(name, scalar) for name, scalar in scalars if scalar.kept])
+        if reference is not None and lines and run.with_privacy:
+            last, (name, value) = max(x for line in lines for x, _ in line.points), reference
+            lines.append(Line(name, [(0, value), (last, value)], "reference", f"{value:g}"))
+        return Chart(title, unit, lines, False, logarithmic, zero, run.scalars.starts[1:])
+
+    memory = {"memory/max_active(GiB)": "active", "memory/max_reserved(GiB)": "reserved"}
+    losses = {"loss": "training", "heldout_loss": "held out", "heldout_loss_ema": "average"}
+    norms = {"norm_p10": "10%", "norm_p50": "median", "norm_p90": "90%"}
+    counts = {"realized_batch_size": "drawn", "rejected": "left out"}
+    utilization = {"mfu(%)": "MFU"} if any(p.value for p in run.scalars.of("mfu(%)").kept) else {}
+    expected, bound = float(settings.expected_batch_size), settings.max_grad_norm
     return [
-        of.chart("Loss", "", loss="training", heldout_loss="held out", heldout_loss_ema="average"),
-        of.chart("Clipped share", "of a step's samples", clipped_fraction="clipped", zero=True),
-        of.chart(
+        draw("Loss", "", losses),
+        draw("Clipped share", "of a step's samples", {"clipped_fraction": "clipped"}, zero=True),
+        draw(
             "Gradient norms",
-            "per sample, before clipping",
-            norm_p10="10%",
-            norm_p50="median",
-            norm_p90="90%",
-            reference=("C", c) if private else None,
+            "of samples, before clipping",
+            norms,
+            reference=("C", bound),
             logarithmic=True,
         ),
-        of.chart(
-            "Realized batch",
-            "samples",
-            realized_batch_size="drawn",
-            rejected="left out",
-            reference=("expected", batch) if private else None,
-            zero=True,
-        ),
-        of.chart("Throughput", "tokens/s a device", zero=True, **{"throughput(tps)": "tokens/s"}),
-        of.chart("MFU", "%", zero=True, **{"mfu(%)": "MFU"}),
-        of.chart(
-            "Memory",
-            "GiB",
-            zero=True,
-            **{"memory/max_active(GiB)": "active", "memory/max_reserved(GiB)": "reserved"},
-        ),
-        of.of_scalars("Time a step", "s", {"seconds": run.scalars.seconds}, zero=True),
+        draw("Realized batch", "samples", counts, reference=("expected", expected), zero=True),
+        draw("Throughput", "tokens/s a device", {"throughput(tps)": "tokens/s"}, zero=True),
+        draw("MFU", "%", utilization, zero=True),
+        draw("Memory", "GiB", memory, zero=True),
+        draw("Time a step", "s, saves and validation included", {SECONDS: "seconds"}, zero=True),
     ]
 
 
-@dataclasses.dataclass
-class _Charts:
-    """Charts of a run's scalars, which are not private."""
-
-    run: RunFolder
-
-    def chart(
-        self,
-        title: str,
-        unit: str,
-        *,
-        zero: bool = False,
-        logarithmic: bool = False,
-        reference: tuple[str, float] | None = None,
-        **names: str,
-    ) -> Chart:
-        """Draw scalars by their names, each with its word for the legend."""
-        scalars = {word: self.run.scalars.of(name) for name, word in names.items()}
-        return self.of_scalars(
-            title, unit, scalars, zero=zero, logarithmic=logarithmic, reference=reference
-        )
-
-    def of_scalars(
-        self,
-        title: str,
-        unit: str,
-        scalars: dict[str, Scalar],
-        *,
-        zero: bool = False,
-        logarithmic: bool = False,
-        reference: tuple[str, float] | None = None,
-    ) -> Chart:
-        lines, last = [], 1
-        for colour, (word, scalar) in zip(_COLOURS, scalars.items(), strict=False):
-            if not scalar.kept:
-                continue
-            last = max(last, scalar.kept[-1].step)
-            points = [(p.step, p.value) for p in scalar.kept]
-            lines.append(Line(word, points, colour, _last(scalar.kept)))
-        lost = [part for scalar in scalars.values() for part in scalar.lost]
-        for n, part in enumerate(lost):
-            word = "" if n else "lost steps"
-            lines.append(Line(word, [(p.step, p.value) for p in part], "lost"))
-        if reference is not None and lines:
-            name, value = reference
-            lines.append(Line(name, [(0, value), (last, value)], "reference", f"{value:g}"))
-        starts = self.run.scalars.starts[1:]
-        return Chart(title, unit, lines, False, logarithmic, zero, starts)
+def _lines(scalars: list[tuple[str, Scalar]]) -> list[Line]:
+    """Draw what was kept of scalars, and what was lost."""
+    lines = [
+        Line(name, [(p.step, p.value) for p in scalar.kept], colour, _last(scalar.kept))
+        for colour, (name, scalar) in zip(_COLOURS, scalars, strict=False)
+    ]
+    lost = [[(p.step, p.value) for p in part] for _, scalar in scalars for part in scalar.lost]
+    return [*lines, *(Line("" if n else "lost steps", part, "lost") for n, part in enumerate(lost))]
 
 
 _DRAWN = {
     *("loss", "heldout_loss", "heldout_loss_ema", "clipped_fraction", "lr", "epsilon"),
     *("norm_p10", "norm_p50", "norm_p90", "realized_batch_size", "rejected", "noise_multiplier"),
     *("throughput(tps)", "mfu(%)", "memory/max_active(GiB)", "memory/max_reserved(GiB)"),
-    "epsilon_planned",
+    *("epsilon_planned", SECONDS),
 }
 
 
@@ -334,9 +300,9 @@ def _terms(run: RunFolder) -> list[tuple[str, str]]:
     rounded = {"noise_multiplier": rounded_down, "sample_rate": rounded_up}
     found = []
     for key, name in _TABLE.items():
-        value = run.published.get(key)
-        shown = rounded[key](value, 6) if key in rounded else _word(value)
-        found.append((name, shown))
+        if (value := run.published.get(key)) is not None:  # an older file lacks some
+            shown = rounded[key](value, 6) if key in rounded else _word(value)
+            found.append((name, shown))
     if run.published["units"] is not None:
         found.append(("units in training, public", f"{run.published['units']:,}"))
     return found

@@ -4,6 +4,7 @@ Each start writes one file, into a folder of its own or a common one. Where star
 crash lost steps, the later start's values hold; the earlier ones are kept as lost.
 """
 
+import itertools
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 _SECTIONS = ("not_private/", "private_to_publish/")
 _ALL = {"scalars": 0}  # no reservoir sampling
+SECONDS = "a step's time, s"  # no scalar of the run's: from the times of its logged steps
 _EVENTS = "events.out.tfevents."
 
 
@@ -43,7 +45,6 @@ class Scalars:
 
     by_name: dict[str, Scalar] = field(default_factory=dict)
     starts: list[int] = field(default_factory=list)  # the first logged step of each start
-    seconds: Scalar = field(default_factory=Scalar)  # a step's time, between logged steps
 
     def of(self, name: str) -> Scalar:
         """Return a scalar; without points if it was never logged."""
@@ -62,11 +63,11 @@ def read(folder: Path) -> Scalars:
     found = Scalars()
     for start in filter(None, map(_read_file, files)):
         first = min(points[0].step for points in start.values())
-        for scalar in (*found.by_name.values(), found.seconds):
+        for scalar in found.by_name.values():
             _take_back(scalar, first)
+        start[SECONDS] = _seconds(start)
         for name, points in start.items():
             found.by_name.setdefault(name, Scalar()).kept += points
-        found.seconds.kept += _seconds(start)
         found.starts.append(first)
     return found
 
@@ -103,6 +104,6 @@ def _seconds(start: dict[str, list[Point]]) -> list[Point]:
     logged = start.get("loss", [])
     return [
         Point(now.step, (now.time - then.time) / (now.step - then.step), now.time)
-        for then, now in zip(logged, logged[1:], strict=False)
+        for then, now in itertools.pairwise(logged)
         if now.step > then.step
     ]

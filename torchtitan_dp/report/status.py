@@ -5,6 +5,7 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_dp.report.run_folder import RunFolder
+from torchtitan_dp.report.scalars import SECONDS
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def _state(run: RunFolder) -> str:
 
 def _time_left(run: RunFolder, step: int) -> str:
     """Estimate it from the median time of the last few steps."""
-    seconds = sorted(p.value for p in run.scalars.seconds.kept[-9:] if math.isfinite(p.value))
+    seconds = sorted(p.value for p in run.scalars.of(SECONDS).kept[-9:] if math.isfinite(p.value))
     if not seconds:
         return "not known until two steps are logged"
     left = max(run.total - step, 0) * seconds[len(seconds) // 2]
