@@ -126,14 +126,14 @@ def _log_ticks(low: float, high: float) -> list[float]:
     for mantissas in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
         powers = range(math.floor(low), math.ceil(high) + 1)
         found = [float(f"{m}e{p}") for p in powers for m in mantissas]
-        found = [
-            tick
-            for tick in found
-            if low <= math.log10(tick) + 1e-9 and math.log10(tick) <= high + 1e-9
-        ]
+        found = [tick for tick in found if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
         if len(found) >= 3:
             break
-    return found[:: math.ceil(len(found) / 6) or 1]
+    apart: list[float] = []
+    for tick in reversed(found):  # ticks lie the closer, the larger their mantissa
+        if not apart or math.log10(apart[-1] / tick) > (high - low) / 9:
+            apart.append(tick)
+    return apart[::-1]
 
 
 def _short(value: float) -> str:
