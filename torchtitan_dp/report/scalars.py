@@ -12,6 +12,7 @@ from pathlib import Path
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 _SECTIONS = ("not_private/", "private_to_publish/")
+_OTHER_NAMES = {"loss_metrics/global_avg_loss": "loss"}  # TorchTitan's, of the baseline
 _ALL = {"scalars": 0}  # no reservoir sampling
 SECONDS = "a step's time, s"  # no scalar of the run's: from the times of its logged steps
 _EVENTS = "events.out.tfevents."
@@ -87,7 +88,7 @@ def _read_file(path: Path) -> dict[str, list[Point]]:
         for section in _SECTIONS:
             name = name.removeprefix(section)
         points = (Point(e.step, e.value, e.wall_time) for e in events.Scalars(tag))
-        found[name] = sorted(points, key=lambda point: point.step)
+        found[_OTHER_NAMES.get(name, name)] = sorted(points, key=lambda point: point.step)
     return found
 
 
