@@ -27,6 +27,7 @@ FLOORS = [
     {"train_spec", "baseline"},
     {"train"},
     {"plan", "audit", "release", "selfcheck", "ledger.__main__", "data.__main__"},
+    {"report"},
     {"launch"},
 ]
 STAGES = [  # of data/: each imports from itself and from those before

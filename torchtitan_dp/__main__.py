@@ -16,6 +16,7 @@ _COMMANDS = {
     "audit": "CONFIG: attack the mechanism or a run, for a lower bound on epsilon",
     "ledger": "RUN…: verify runs, and add up their privacy budgets",
     "release": "RUN FOLDER: write what may be published, with a model card",
+    "report": "RUN: one HTML page on a run, or its --status",
     "selfcheck": "check gradients, sums and noise on this machine",
 }
 _TAKE_CONFIG = ("train", "plan", "data", "audit")

@@ -80,23 +80,18 @@ def model_card(
         names: those that the owner gave; the card has blanks for others.
     """
     unit = names.unit_name or str(terms["privacy_unit"]).split()[0]
-    field = config.data.unit_field
-    record = FORMATS[config.training.dataset].record
     earlier = [s for ancestor in terms["ancestors"] for s in ancestor["segments"]]
     earlier += terms["segments"][:-1]
     return _template().render(
         terms=terms,
         mechanism=from_fields(terms),
-        unit=unit,
-        kind_of_unit=f" (all records with one value of `{field}`)" if field else f" ({record})",
         title=_title(args),
         adapters=args.lora is not None,
         extended=rope_in_words(config) != AS_GIVEN,
         license=names.license,
         base_model=names.base_model,
         datasets=names.datasets,
-        factor=_factor(terms["epsilon"]),
-        meaning=Meaning.from_json(terms["meaning"]).sentences(unit),
+        **guarantee(terms, config, unit_name=names.unit_name),
         covers=_covers(terms),
         lost=_lost(terms),
         heldout_fraction=config.data.heldout_fraction,
@@ -106,6 +101,28 @@ def model_card(
         training=_training(terms, config, args, unit, decay),
         owner_items=OWNER_ITEMS,
     )
+
+
+def guarantee(
+    terms: dict[str, Any], config: JobConfig | None, *, unit_name: str | None = None
+) -> dict[str, Any]:
+    """Return the values of the guarantee in words, `meaning.j2`.
+
+    Args:
+        config: the run's; None leaves open what a unit is.
+        unit_name: as for `model_card`.
+    """
+    unit = unit_name or str(terms["privacy_unit"]).split()[0]
+    kind = ""
+    if config is not None:
+        field, record = config.data.unit_field, FORMATS[config.training.dataset].record
+        kind = f" (all records with one value of `{field}`)" if field else f" ({record})"
+    return {
+        "unit": unit,
+        "kind_of_unit": kind,
+        "factor": _factor(terms["epsilon"]),
+        "meaning": Meaning.from_json(terms["meaning"]).sentences(unit),
+    }
 
 
 @functools.cache
@@ -122,7 +139,7 @@ def _template() -> jinja2.Template:
     environment.filters |= {
         "up": rounded_up,
         "down": rounded_down,
-        "exact": _exact,
+        "exact": exact,
         "sentence": lambda text: f"{text[:1].upper()}{text[1:]}.",
     }
     return environment.get_template("card.md.j2")
@@ -153,10 +170,10 @@ def _lost(terms: dict[str, Any]) -> int:
     return int(terms["steps_executed"] - terms["steps"])
 
 
-def _exact(value: float) -> str:
+def exact(value: float) -> str:
     """Write a number with as many digits as it has.
 
-    >>> _exact(1e-5), _exact(1.2345649e-06), _exact(1.0), _exact(0.1)
+    >>> exact(1e-5), exact(1.2345649e-06), exact(1.0), exact(0.1)
     ('1e-05', '1.2345649e-06', '1', '0.1')
     """
     short = f"{value:g}"
