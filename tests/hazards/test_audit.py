@@ -112,7 +112,7 @@ def no_clipping():
         clipped = clipping.clip(squared_norm_B, valid_B, **terms)
         return clipped._replace(factor_B=torch.ones_like(clipped.factor_B))
 
-    return mock.patch("torchtitan_dp.privacy.clip_policy.clip", unclipped)
+    return mock.patch("torchtitan_dp.privacy.clipping.clip", unclipped)
 
 
 @contextlib.contextmanager
@@ -153,7 +153,7 @@ def bad_samples_kept():
             rejected_B=torch.zeros_like(clipped.rejected_B),
         )
 
-    return mock.patch("torchtitan_dp.privacy.clip_policy.clip", keep_all)
+    return mock.patch("torchtitan_dp.privacy.clipping.clip", keep_all)
 
 
 def noise_repeated_across_shards():

@@ -34,7 +34,7 @@ from tests.processes.runs import (
     write_records,
 )
 from torchtitan_dp.ledger import Ledger, schema
-from torchtitan_dp.ledger.steps import step_names
+from torchtitan_dp.ledger.settings import step_names
 
 STEPS = 4
 SECRET = bytes(range(101, 133))  # what `RootKey.from_os` gives in `probed`

@@ -25,7 +25,7 @@ from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import read_fingerprint
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.runs import Run, total
-from torchtitan_dp.ledger.steps import NamedStep, name_steps, new_name, step_names, union
+from torchtitan_dp.ledger.settings import NamedStep, name_steps, new_name, step_names, union
 from torchtitan_dp.privacy import accounting
 
 SETTINGS = Settings(

@@ -64,7 +64,7 @@ def _clip(**changed):
         clipped = clipping.clip(*args, **terms)
         return clipped._replace(**{field: new(clipped) for field, new in changed.items()})
 
-    return mock.patch("torchtitan_dp.privacy.clip_policy.clip", clip)
+    return mock.patch("torchtitan_dp.privacy.clipping.clip", clip)
 
 
 def clip_factor_off():

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.ledger.steps import NamedStep, new_name, step_name, step_names
+from torchtitan_dp.ledger.settings import NamedStep, Settings, new_name, step_name, step_names
 from torchtitan_dp.privacy.mechanism import Segment, from_log, worst
 from torchtitan_dp.process import Fault, private_opener
 
@@ -252,14 +251,9 @@ def _append(path: str, content: bytes, expected_size: int | None = None) -> None
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    if is_new:
-        _sync_folder(os.path.dirname(path))
-
-
-def _sync_folder(folder: str) -> None:
-    """Sync a folder: a new file's name is on disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if is_new:  # a new file's name is on disk only when its folder is
+        descriptor = os.open(os.path.dirname(path), os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.caveats import recorded
 from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.steps import names_of_starts
+from torchtitan_dp.ledger.settings import names_of_starts
 from torchtitan_dp.process import write_atomically
 
 PRIVACY_FILE = "privacy.json"

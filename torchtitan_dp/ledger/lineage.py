@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_dp.ledger.settings import RunSegment, Settings
-from torchtitan_dp.ledger.steps import (
+from torchtitan_dp.ledger.settings import (
     NamedStep,
+    RunSegment,
+    Settings,
     name_steps,
     names_of_starts,
     new_name,

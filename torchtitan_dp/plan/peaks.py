@@ -11,7 +11,7 @@ import contextlib
 import copy
 import gc
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.families import ModelArgs
@@ -105,21 +105,8 @@ def _by_category(peak: dict[str, int]) -> dict[str, int]:
     return parts | {"communication": parts.get("communication", 0) + gathered}
 
 
-class Peaks(Protocol):
-    """Names what the search for the longest sample needs: peaks in bytes, by length."""
-
-    def update(self) -> float:
-        """Return the peak of an update, which no sample's length changes, after any estimate."""
-
-    def estimate(self, *lengths: int) -> list[float]:
-        """Return peaks to go by."""
-
-    def decide(self, seq_len: int) -> float:
-        """Return a peak to hold against the limit."""
-
-
 class Whole:
-    """Predicts with all layers."""
+    """Peaks in bytes, by length, predicted with all layers."""
 
     def __init__(self, config: JobConfig, args: ModelArgs, mode: str) -> None:
         self.config, self.args, self.mode = config, args, mode
@@ -127,10 +114,12 @@ class Whole:
         self._update: float | None = None
 
     def update(self) -> float:
+        """Return the peak of an update, which no sample's length changes, after any estimate."""
         assert self._update is not None, "nothing has been predicted"
         return self._update
 
     def estimate(self, *lengths: int) -> list[float]:
+        """Return peaks to go by."""
         if wanted := [length for length in lengths if length not in self.known]:
             model = Model(self.config, self.args, self.mode)
             self._update = model.update[0]
@@ -139,11 +128,12 @@ class Whole:
         return [self.known[length] for length in lengths]
 
     def decide(self, seq_len: int) -> float:
+        """Return a peak to compare with the limit."""
         return self.estimate(seq_len)[0]
 
 
 class Extrapolated:
-    """Predicts from few layers and two lengths; what is close to the limit, with all layers."""
+    """The same from few layers and two lengths; what is close to the limit, with all layers."""
 
     def __init__(self, whole: Whole, limit: int, unit: int) -> None:
         self._whole, self._limit = whole, limit
@@ -188,6 +178,9 @@ class Extrapolated:
         (guess,) = self.estimate(seq_len)
         close = abs(guess - self._limit) <= CLOSE * self._limit
         return self._whole.decide(seq_len) if close else guess
+
+
+Peaks = Whole | Extrapolated
 
 
 def of_layers(n_layers: int, few: float, more: float) -> float:

@@ -7,7 +7,7 @@ record brings to light after some steps would reveal that record (hazard row 47)
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan_dp.checkpoint.baseline import refuse_private_folder
+from torchtitan_dp.checkpoint.initial import refuse_private_folder
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
 from torchtitan_dp.checkpoint.start import (
     Start,
