@@ -33,9 +33,8 @@ def compile_kernel(
 ) -> Callable[..., Any]:
     """Compile a function into one kernel for each layout of its arguments, of any size.
 
-    Dynamo refuses the ninth graph of a function (`torch._dynamo.config.recompile_limit`), which
-    callers do not reach: they pass contiguous vectors that are views of nothing. From PyTorch
-    2.13 on the limit is an argument, and `LAYOUTS` is far above what they need.
+    Dynamo refuses the ninth graph of a function (`torch._dynamo.config.recompile_limit`). Callers
+    pass contiguous vectors, views of nothing, which need fewer; PyTorch 2.13 also takes a limit.
     """
     room = {"recompile_limit": LAYOUTS} if _HAS_LIMIT else {}
     kernel: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]
