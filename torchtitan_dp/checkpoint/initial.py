@@ -122,9 +122,8 @@ def _refuse_what_does_not_compose(config: JobConfig, earlier: Ledger, path: str)
 def ledger_beside(path: str) -> InitialWeights:
     """Return the weights at `path` with the ledger beside them, if there is one.
 
-    Exported or released weights have their own. Other weights within a run's folder (such as those
-    saved without optimizer) could be any of that run, so all steps ever begun there are charged,
-    too.
+    Exported or released weights have their own. Other weights within a run's folder could be any of
+    that run, so all steps ever begun there are charged, too.
     """
     place = os.path.realpath(path)
     if (own := read_published(place)) is not None:
@@ -183,13 +182,8 @@ def published_baseline(ledger: Ledger) -> dict[str, Any]:
 
 
 def refuse_private_folder(folder: str) -> None:
-    """Refuse to train without privacy in a private run's folder.
-
-    Its `privacy.json` would no longer cover the weights.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuse to train without privacy in a private run's folder, by ValueError: its `privacy.json`
+    would no longer cover the weights."""
     is_there = os.path.exists(os.path.join(folder, PRIVACY_FILE))
     if (is_there and not _is_baseline(folder)) or ExecutedSteps(folder).count > 0:
         raise ValueError(
@@ -199,11 +193,7 @@ def refuse_private_folder(folder: str) -> None:
 
 
 def refuse_baseline_folder(folder: str) -> None:
-    """Refuse to train with privacy in the folder of a run without: its weights are not private.
-
-    Raises:
-        ValueError: one line.
-    """
+    """Refuse to train with privacy in the folder of a run without, by ValueError."""
     if _is_baseline(folder):
         raise ValueError(
             f"privacy.enable = true: job.dump_folder = '{folder}' is that of a run without "

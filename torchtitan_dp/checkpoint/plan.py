@@ -49,8 +49,6 @@ def make_plan(
 ) -> Plan:
     """Fix the noise, the sampling rate and the epsilon of a run.
 
-    `checkpoint.start.plan_start` passes the ledgers of a start.
-
     Args:
         units: number of training units.
         account: the ledger of this folder's earlier steps; its noise and rate are kept, unless
@@ -165,11 +163,7 @@ def _chance(delta: float) -> str:
 
 
 def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
-    """Return the epsilon after a run's last step.
-
-    Raises:
-        ValueError: it is above the target.
-    """
+    """Return the epsilon after a run's last step; raise ValueError if it is above the target."""
     privacy, steps = config.privacy, config.training.steps
     epsilon = ledger.epsilon(max(steps, ledger.steps))
     if privacy.target_epsilon is not None and epsilon > privacy.target_epsilon:
@@ -185,12 +179,8 @@ def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
 def _noise_multiplier(
     config: JobConfig, units: int, ancestors: list[Ancestor], before: Ledger | None
 ) -> float:
-    """Return the configuration's noise, the resumed run's, or the least that meets the target.
-
-    Args:
-        ancestors: the runs that the initial weights come from, whose steps count as well.
-        before: the ledger of this run's own weights, if it resumes.
-    """
+    """Return the configuration's noise, that of the resumed run (whose ledger is `before`), or the
+    least that meets the target, the steps of `ancestors` included."""
     privacy = config.privacy
     if privacy.noise_multiplier is not None:
         return privacy.noise_multiplier

@@ -33,11 +33,7 @@ class ExecutedSteps:
     """
 
     def __init__(self, folder: str) -> None:
-        """Read the files, if there are any.
-
-        Raises:
-            ValueError: if a file is not one of ours.
-        """
+        """Read the files, if there are any; raise ValueError if one is not ours."""
         self._start = new_name()
         self._folder = folder
         self._path = os.path.join(folder, EXECUTED_FILE)
@@ -63,11 +59,8 @@ class ExecutedSteps:
         return self._start
 
     def begin_start(self, most_lost: int) -> None:
-        """Record, durably, that this start is about to draw its first units. Call on one rank.
-
-        Args:
-            most_lost: the number of steps that it counts as lost if it crashes.
-        """
+        """Record, durably, that this start is about to draw its first units, and the steps that it
+        counts as lost if it crashes. Call on one rank."""
         self._starts[self._start] = StartLine(most_lost)
         self._append_start(f"begin {self._start} {most_lost}")
 
@@ -102,11 +95,8 @@ class ExecutedSteps:
         return sum(step not in self._begun for step in lineage)
 
     def begun(self, settings: Settings) -> list[NamedStep]:
-        """Return all steps ever begun.
-
-        Torn lines are taken for steps of a start of their own, of the worst mechanism that is
-        known, that of `settings` included.
-        """
+        """Return all steps ever begun; torn lines as steps of a start of their own, on the worst
+        mechanism that is known, that of `settings` included."""
         found = list(self._begun)
         of_torn = worst({settings.mechanism.as_logged(), *(step.mechanism for step in found)})
         torn = step_names(self._torn_name, self._torn)
@@ -128,8 +118,8 @@ class ExecutedSteps:
         ledger.lost_exactly = len(lost)
 
     def _by_blocks(self, lost: Iterable[NamedStep]) -> int:
-        """Return at least the number of lost steps, as many whatever a crash did lose: a start that
-        crashed counts as what it could lose at most, or a multiple of that."""
+        """Count lost steps, whatever a crash did lose: a start that crashed counts as what it could
+        lose at most, or a multiple of that."""
         by_start = Counter(self._begun.get(step, "") for step in lost)
         crashed = {name for name, start in self._starts.items() if not start.ended}
         total = 0
@@ -145,7 +135,7 @@ class ExecutedSteps:
         return [NamedStep(name, steps.mechanism) for name in step_names(secret, steps.steps)]
 
     def _append_start(self, line: str) -> None:
-        """Write and sync a line; on a new one, whatever a crash has left of the line before."""
+        """Write and sync a line, on a new one after what a crash may have left."""
         _append(os.path.join(self._folder, STARTS_FILE), f"\n{line}\n".encode())
 
     def _append_steps(self, step: int, steps: list[tuple[str, NamedStep]]) -> None:

@@ -236,9 +236,7 @@ def assemble(
     """Return the whole content of a `privacy.json`, in the order of `KEYS`.
 
     Args:
-        computed: the value of every key that is computed (`Origin.ACCOUNT`; for a release also
-            `Origin.RELEASE`), and of no other.
-        release: whether it is a release's file.
+        computed: of every key of `Origin.ACCOUNT`, for a release also `Origin.RELEASE`; no other.
     """
     values = {**computed, "format": FORMAT}
     expected = set(names(_ACCOUNT, _RELEASE) if release else names(_ACCOUNT))

@@ -188,12 +188,7 @@ def new_name() -> str:
 
 
 def step_name(start: str, number: int) -> str:
-    """Return the public name of a start's step.
-
-    Args:
-        start: the secret name of the start.
-        number: of the step among those of its start, from 1.
-    """
+    """Return the public name of a start's step, by the start's secret name; from 1."""
     return hashlib.sha256(f"{start} {number}".encode()).hexdigest()[:16]
 
 
@@ -216,12 +211,7 @@ class NamedStep:
 
 
 def name_steps(segments: Sequence[RunSegment], names: Sequence[str]) -> list[NamedStep]:
-    """Return the steps of a lineage, with their mechanisms.
-
-    Args:
-        segments: its steps by terms, in order.
-        names: of the same steps, in the same order.
-    """
+    """Return the steps of a lineage, with their mechanisms; names are in the segments' order."""
     mechanisms = [s.settings.mechanism.as_logged() for s in segments for _ in range(s.steps)]
     return [NamedStep(name, which) for name, which in zip(names, mechanisms, strict=True)]
 

@@ -41,11 +41,7 @@ class Model:
     def __init__(
         self, config: JobConfig, args: ModelArgs, mode: str, make: MakeStep = Step
     ) -> None:
-        """
-        Args:
-            mode: of activation checkpointing.
-            make: the step to predict; by default the private one.
-        """
+        """Build a step with this mode of activation checkpointing, and predict its update."""
         config = copy.deepcopy(config)
         config.activation_checkpoint.mode = mode
         self._stack = contextlib.ExitStack()
@@ -79,10 +75,8 @@ class Model:
         return max(self.update, self.microbatch(seq_len).peak, key=lambda found: found[0])
 
     def kept_gathered(self, seq_len: int) -> int:
-        """Bound the peak of both from above, were the weights kept gathered within a step.
-
-        It is an upper bound: the buffers of the last gather are taken to be there all the time.
-        """
+        """Bound the peak of both, were the weights kept gathered within a step, as if the buffers
+        of the last gather were there all the time."""
         without = self.microbatch(seq_len).bytes_without_gathered
         return max(self.update[0], without + self._step.gathered_bytes)
 
@@ -190,8 +184,7 @@ def of_layers(n_layers: int, few: float, more: float) -> float:
 
 
 def shortest(config: JobConfig) -> int:
-    """Return the length that every other is a multiple of: context parallelism cuts it in two for
-    each rank."""
+    """Return the length that divides all: context parallelism cuts it in two for each rank."""
     return 2 * config.parallelism.context_parallel_degree
 
 

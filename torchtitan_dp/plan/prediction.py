@@ -158,7 +158,7 @@ def answer(
 
 
 def _beside(function: Callable[[], Found]) -> Callable[[], Found]:
-    """Run a function in a process that is forked from this one, and return what waits for it.
+    """Run a function in a process forked from this one, and return a function that waits for it.
 
     Nothing here has a thread or a device: accelerators are hidden (`memory.predicting`).
     """

@@ -22,9 +22,6 @@ _FLOATS = ("F32", "BF16", "F16")
 def check_model(config: JobConfig, start: Start) -> ModelArgs:
     """Return the shape of the model that a run trains.
 
-    Args:
-        start: from `decide_start`.
-
     Raises:
         ValueError: one line for the user: the model is of no family; its files do not fit it; its
             tokenizer has ids outside the vocabulary (a record with one would end the run); no
@@ -47,11 +44,7 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
 
 
 def check_clipping(config: JobConfig, args: ModelArgs) -> None:
-    """Refuse groups that do not divide the model's parameters.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Refuse, by ValueError, groups that do not divide the model's parameters."""
     privacy = config.privacy
     if not privacy.clipping_groups:
         return
@@ -82,14 +75,7 @@ def _check_attention(config: JobConfig, args: ModelArgs) -> None:
 
 
 def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
-    """Refuse weights that cannot be loaded and an export that cannot be written; in one process.
-
-    Args:
-        start: from `decide_start`.
-
-    Raises:
-        ValueError: one line that names the key, its value and the remedy.
-    """
+    """Refuse, by ValueError, weights that cannot be loaded and an export that cannot be written."""
     if config.checkpoint.last_save_in_hf:
         _check_target(os.path.join(config.job.dump_folder, EXPORT_FOLDER), config)
         tokenizer_files(config)

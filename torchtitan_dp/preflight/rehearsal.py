@@ -151,7 +151,7 @@ def _failing_in_one_line(what: str, config: JobConfig, fits: int | None) -> Iter
     """Turn a failure within into one line.
 
     Args:
-        fits: the longest sample that passed, 0 if none did; None for work without a length.
+        fits: the longest length that passed, or 0; None for work without a length.
     """
     try:
         yield
@@ -169,8 +169,7 @@ def _failing_in_one_line(what: str, config: JobConfig, fits: int | None) -> Iter
 
 
 def _short_of(error: Exception) -> str | None:
-    """Name the memory that ran out, on a CPU (a RuntimeError) or within a library as well; None
-    if another thing went wrong."""
+    """Name the memory that ran out, if that went wrong: a RuntimeError on a CPU."""
     text = str(error).strip().lower()
     if text in _NO_THREAD:
         return "memory for a thread, or over the limit on threads, ulimit -u"
