@@ -237,7 +237,7 @@ def compiled_noise(folder):
 
     *_, key = derived(STEPS)
     flat = torch.zeros(1000)
-    with mock.patch.object(noise, "_add_normal", noise._compiled_add_normal()):
+    with mock.patch.object(noise, "_add_normal", noise.compile_kernel(noise._add_normal)):
         noise._add_threefry(flat, 1.0, noise.threefry_key(key, "w", "cpu"), start=5)
     return flat.std().item()
 

@@ -39,7 +39,6 @@ class ExecutedSteps:
         self._path = os.path.join(folder, EXECUTED_FILE)
         self._begun: dict[NamedStep, str] = {}  # in their order, with their start; "": not known
         self._taken: Counter[str] = Counter()  # steps by start
-        self._adopted = 0  # of all, steps of checkpoints that came without their log
         self._torn = 0  # lines whose terms were lost: counted on the worst terms
         self._torn_name = ""  # of their own in each folder: copies may tear at different steps
         self._tail_is_torn = False
@@ -82,13 +81,6 @@ class ExecutedSteps:
         missing = [(_NAMED + step.name, step) for step in lineage if step not in self._begun]
         if missing:
             self._append_steps(0, missing)
-
-    def unlogged(self, lineage: Iterable[NamedStep]) -> int:
-        """Count the steps of a lineage that were taken elsewhere, without a line here before them.
-
-        More may have been begun there, and lost. A torn line may stand for one of them.
-        """
-        return max(self._adopted + self.missing(lineage) - self._torn, 0)
 
     def missing(self, lineage: Iterable[NamedStep]) -> int:
         """Count the steps of a lineage that have no line here."""
@@ -151,7 +143,6 @@ class ExecutedSteps:
         self._tail_is_torn = False
         self._size += len(content)
         self._begun.update((taken, "" if step == 0 else start) for start, taken in steps)
-        self._adopted += len(steps) * (step == 0)
 
     def _read(self) -> None:
         """Read all lines, and count those that were torn by a crash."""
@@ -177,7 +168,7 @@ class ExecutedSteps:
         try:
             step, sigma, rate, start, *rest = line.split()
             mechanism = from_log(float(sigma), float(rate), rest)
-            self._adopted += int(step) == 0
+            int(step)
         except ValueError:
             raise ValueError(
                 f"{self._path}, line {number}: '{line[:40]}' is not a step; restore the file, or "

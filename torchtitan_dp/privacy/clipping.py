@@ -19,7 +19,6 @@ Guarantee:
 """
 
 import fnmatch
-import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -248,7 +247,7 @@ def _add_scaled_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected
             gradient = factor = gradient.new_zeros(())
         accumulator.addcmul_(gradient, factor)
     elif accumulator.device.type == "cuda":
-        _add_rows(_compiled_add_scaled(), accumulator, gradient, factor, rejected)
+        _add_rows(compile_kernel(_add_scaled), accumulator, gradient, factor, rejected)
     else:
         _add_scaled(accumulator, gradient, factor, rejected)
 
@@ -277,8 +276,3 @@ def _add_rows(
 
 def _add_scaled(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
     accumulator.add_(torch.where(rejected, 0.0, gradient * factor))
-
-
-@functools.cache
-def _compiled_add_scaled() -> _Add:
-    return compile_kernel(_add_scaled)

@@ -33,7 +33,6 @@ then the sum reaches 2^62 units, and noise stays below 2^61 for sigma up to `MAX
 The expected batch may be half as many samples (`MAX_EXPECTED_BATCH`); both limits are public.
 """
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -103,7 +102,9 @@ def _add_row_(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) 
         _add_units_on_cpu(total, gradient, scale, rejected)
         return
     if gradient.device.type == "cuda":
-        _add_in_chunks(_compiled_add_units(), _COMPILED_CHUNK, total, gradient, scale, rejected)
+        _add_in_chunks(
+            compile_kernel(_add_units), _COMPILED_CHUNK, total, gradient, scale, rejected
+        )
     else:
         _add_in_chunks(_add_units, _CHUNK, total, gradient, scale, rejected)
 
@@ -132,11 +133,6 @@ def _add_units_on_cpu(total: Tensor, gradient: Tensor, scale: Tensor, rejected: 
 def _add_units(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:
     """Add round(gradient * scale) as int64; the product of 24 and 24 bits is exact in fp64."""
     total.add_(gradient.masked_fill(rejected, 0.0).double().mul_(scale).round_().to(torch.int64))
-
-
-@functools.cache
-def _compiled_add_units() -> _Add:
-    return compile_kernel(_add_units)
 
 
 @torch.no_grad()

@@ -26,10 +26,8 @@ resisted: timing, and attacks on floating-point noise, which `secure_noise` is f
 8.2 standard deviations on CPU (missing mass 2.4e-16 a value) and at 9.5 elsewhere.
 """
 
-import functools
 import hmac
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -215,15 +213,11 @@ def _add_normal(flat: Tensor, key: Tensor, start: Tensor, std: Tensor) -> None:
     flat.add_(threefry_normal(key, start, flat.numel()) * std)
 
 
-@functools.cache
-def _compiled_add_normal() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    return compile_kernel(_add_normal)
-
-
 def _add_threefry(flat: Tensor, std: float, key: Tensor, start: int) -> None:
     """Add in one kernel a chunk, whose arguments lie on the device, which never waits."""
-    on_cuda = flat.device.type == "cuda"
-    add, size = (_compiled_add_normal(), _COMPILED_CHUNK) if on_cuda else (_add_normal, _CHUNK)
+    add, size = _add_normal, _CHUNK
+    if flat.device.type == "cuda":
+        add, size = compile_kernel(_add_normal), _COMPILED_CHUNK
     scale = torch.full((), std, dtype=torch.float32, device=flat.device)
     for part, first in zip(flat.split(size), chunk_starts(flat, start, size), strict=True):
         add(part, key, first, scale)

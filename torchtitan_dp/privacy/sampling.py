@@ -56,7 +56,7 @@ def choices(key: bytes, position: int) -> np.random.Generator:
     """Draw what one unit of one step takes: which of its records, and which window of it.
 
     The unit at `position` of the population has 2^128 blocks of the key's Philox stream to itself,
-    so its choices are the same on every rank and mesh, whoever else is drawn. Each call begins
+    so its choices are the same on every rank and mesh, whatever else is drawn. Each call begins
     anew, so that a choice can be repeated.
 
     Args:

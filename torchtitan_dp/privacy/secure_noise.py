@@ -161,12 +161,8 @@ def _unsigned(word: Tensor) -> Tensor:
     return word.to(torch.float64) + torch.where(word < 0, 2.0**32, 0.0)
 
 
-@functools.cache
-def _compiled_threefry_normal_sum() -> Callable[[Tensor, Tensor, int], Tensor]:
-    return compile_kernel(threefry_normal_sum)
-
-
 def _add_threefry(flat: Tensor, add: Add, key: Tensor, start: int) -> None:
-    total = _compiled_threefry_normal_sum() if flat.device.type == "cuda" else threefry_normal_sum
+    on_cuda = flat.device.type == "cuda"
+    total = compile_kernel(threefry_normal_sum) if on_cuda else threefry_normal_sum
     for part, first in zip(flat.split(_CHUNK), chunk_starts(flat, start, _CHUNK), strict=True):
         add(part, total(key, first, part.numel()))
