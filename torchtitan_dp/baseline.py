@@ -16,7 +16,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.train import Trainer
 
-from torchtitan_dp.checkpoint.baseline import baseline_ledger, published_baseline
+from torchtitan_dp.checkpoint.initial import baseline_ledger, published_baseline
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig

@@ -69,8 +69,7 @@ from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import trained_fsdp_modules
 from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
 from torchtitan_dp.preflight.check import check_run
-from torchtitan_dp.preflight.console import quiet
-from torchtitan_dp.preflight.notices import show
+from torchtitan_dp.preflight.console import quiet, show_notices
 from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import (
@@ -394,7 +393,7 @@ def main(argv: list[str]) -> None:
         here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         records = check_run(config, open_records, share=here).records
         if os.environ["RANK"] == "0":
-            show(config, records)
+            show_notices(config, records)
         # Held by the kernel until this process ends.
         lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
     logger.info(describe(config, shape(config)))

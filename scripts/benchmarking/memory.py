@@ -13,7 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
-from torchtitan_dp.privacy.clip_policy import ClipPolicy
+from torchtitan_dp.privacy.clipping import ClipPolicy
 
 
 def map_tensors_alone() -> None:

@@ -34,7 +34,7 @@ from tests.processes.runs import (
     write_records,
 )
 from torchtitan_dp.ledger import Ledger, schema
-from torchtitan_dp.ledger.steps import step_names
+from torchtitan_dp.ledger.settings import step_names
 from torchtitan_dp.watch.scalars import find
 
 STEPS = 4
@@ -238,7 +238,7 @@ def compiled_noise(folder):
 
     *_, key = derived(STEPS)
     flat = torch.zeros(1000)
-    with mock.patch.object(noise, "_add_normal", noise._compiled_add_normal()):
+    with mock.patch.object(noise, "_add_normal", noise.compile_kernel(noise._add_normal)):
         noise._add_threefry(flat, 1.0, noise.threefry_key(key, "w", "cpu"), start=5)
     return flat.std().item()
 

@@ -76,9 +76,17 @@ def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
     """Say what would shrink the largest part, and which longest samples fit, a line each."""
     lines = [f"      largest: {shrink(memory.largest, config)}"]
     if memory.host_bytes:
-        lines.append(f"      {_on_the_host(memory)}")
-    if memory.fits and memory.kept_gathered_bytes is not None:
-        lines.append(f"      {_if_kept_gathered(memory, memory.kept_gathered_bytes)}")
+        rank, ranks = memory.host_bytes / GIB, memory.world_size
+        lines.append(
+            f"      pinned host memory for offloaded inputs (predicted): {rank:.1f} GiB per rank, "
+            f"{ranks * rank:.1f} GiB with all {ranks} on one node"
+        )
+    if memory.fits and (size := memory.kept_gathered_bytes) is not None:
+        fits = "it fits; set parallelism.keep_weights_gathered = true"
+        lines.append(
+            f"      keeping the weights gathered within a step needs at most {size / GIB:.1f} GiB: "
+            f"{fits if size <= memory.limit_bytes else 'it does not fit'}"
+        )
     for mode in MODES:
         length = memory.longest_seq_len.get(mode)
         found = "none fits" if length is None else f"{length:,} tokens"
@@ -87,21 +95,6 @@ def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
             f"      longest sample with activation_checkpoint.mode = '{mode}': {found}{more}"
         )
     return lines
-
-
-def _on_the_host(memory: MemoryPlan) -> str:
-    rank, ranks = memory.host_bytes / GIB, memory.world_size
-    return (
-        f"pinned host memory for offloaded inputs (predicted): {rank:.1f} GiB per rank, "
-        f"{ranks * rank:.1f} GiB with all {ranks} on one node"
-    )
-
-
-def _if_kept_gathered(memory: MemoryPlan, size: int) -> str:
-    fits = size <= memory.limit_bytes
-    return f"keeping the weights gathered within a step needs at most {size / GIB:.1f} GiB: " + (
-        "it fits; set parallelism.keep_weights_gathered = true" if fits else "it does not fit"
-    )
 
 
 def shrink(category: str, config: JobConfig) -> str:

@@ -7,7 +7,7 @@ record brings to light after some steps would reveal that record (hazard row 47)
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan_dp.checkpoint.baseline import refuse_private_folder
+from torchtitan_dp.checkpoint.initial import refuse_private_folder
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
 from torchtitan_dp.checkpoint.start import (
     Start,
@@ -39,11 +39,7 @@ class Checked:
 
 
 def open_records(config: JobConfig) -> Records:
-    """Open the records that a configuration names, as it names them.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Open the records that a configuration names; raise ValueError, one line, if it cannot."""
     data, privacy = config.data, config.privacy
     return Records.open(
         config.training.dataset,
@@ -67,8 +63,7 @@ def check_run(
     """Check all of a run that one plain process can, and write nothing.
 
     Args:
-        config: from `config.load.load_config`.
-        open_records: the function above, or what keeps its result.
+        open_records: the function above, or one that keeps its result.
         share: this process and how many there are with the same files; with
             `data.on_undecodable` = "error" each reads a part of the records.
 
@@ -93,13 +88,10 @@ def check_run(
 
 
 def build_reading(config: JobConfig, tokenizer: Tokenizer | None = None) -> Reading | None:
-    """Choose how records with answers are read, as `[data]` asks for it.
+    """Choose how records with answers are read; raise ValueError, one line, for a mistake.
 
     Args:
         tokenizer: of `model.hf_assets_path`, if it was loaded already.
-
-    Raises:
-        ValueError: one line for the user.
     """
     data, assets_path = config.data, config.model.hf_assets_path
     if data.prompt_field is data.messages_field is None:
