@@ -13,7 +13,7 @@ import types
 import typing
 from typing import Any
 
-from torchtitan_dp.config.reference import cell, config_reference
+from torchtitan_dp.config.reference import cell, config_reference, field_docs
 from torchtitan_dp.ledger import schema
 
 _BEGIN, _END = "<!-- {} reference: begin -->", "<!-- {} reference: end -->"
@@ -30,11 +30,14 @@ _WORDS: dict[Any, str] = {
 def privacy_reference() -> str:
     """Return the table of the keys of `privacy.json`."""
     rows = ["| key | type | in a release | meaning |", "| --- " * 4 + "|"]
+    meanings = field_docs(schema.PrivacyFile)
     for key in schema.KEYS:
         is_only = key.origin is schema.Origin.RELEASE
         where = "only there" if is_only else "yes" if key.released else "no"
         kind = in_words(key.type)
-        rows.append(f"| `{key.name}` | {kind} | {where} | {cell(key.meaning)} |")
+        rows.append(
+            f"| `{key.name}` | {kind} | {where} | {cell(key.meaning or meanings[key.name])} |"
+        )
     return "\n".join(rows)
 
 

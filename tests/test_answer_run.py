@@ -46,7 +46,7 @@ def test_chats_are_trained_on_and_told(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     plan.main([*command, "--world_size=2", "--no_memory"])
     told = capsys.readouterr().err
-    assert "of 2 windows, averaged, of at most" in told
+    assert "2 averaged windows of at most" in told
     assert "targets: the assistant's turns in data.messages_field 'chat'" in told
     train(command, log=tmp_path / "log")
     spent = privacy(out)

@@ -1,8 +1,5 @@
-"""One command for everything: names of configurations, and a wheel that needs no checkout."""
+"""One command for everything: a command and its configuration by name."""
 
-import subprocess
-import sys
-import zipfile
 from pathlib import Path
 
 import pytest
@@ -52,42 +49,3 @@ def test_train_refuses_a_wrong_number_of_processes(
         command.main(["train", "llama3_debug"])
     assert stopped.value.code == 2
     assert capsys.readouterr().err == "error: NGPU = 'two': must be 1 or more, or auto\n"
-
-
-@pytest.mark.slow
-def test_a_wheel_has_all_that_a_run_needs(tmp_path: Path) -> None:
-    """Built from a copy, since setuptools writes into the tree."""
-    copy = tmp_path / "copy"
-    copy.mkdir()
-    listed = subprocess.run(
-        ["git", "ls-files", "torchtitan_dp", "train_configs", "*.toml", "README.md", "LICENSE"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    ).stdout.split()
-    if not listed:
-        pytest.skip("not a checkout of git")
-    for name in listed:
-        (copy / name).parent.mkdir(parents=True, exist_ok=True)
-        (copy / name).write_bytes((ROOT / name).read_bytes())
-    build = [
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(copy),
-    ]
-    subprocess.run([sys.executable, *build], check=True, capture_output=True)
-    (wheel,) = tmp_path.glob("torchtitan_dp-*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
-    for name in listed:
-        if name.startswith("torchtitan_dp/"):
-            assert name in names, name
-        elif name.startswith("train_configs/"):
-            assert any(found.endswith(f".data/data/share/torchtitan_dp/{name}") for found in names)
-    entry = next(name for name in names if name.endswith("entry_points.txt"))
-    text = zipfile.ZipFile(wheel).read(entry).decode()
-    assert "torchtitan-dp = torchtitan_dp.__main__:main" in text

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.processes import forks
 
@@ -74,3 +75,13 @@ def test_patients_are_trained_on_verified_and_released(place: Path) -> None:
     assert 0 < terms["epsilon"] <= 8
     assert "patient_id" in terms["privacy_unit"]
     assert terms["neighbouring_relation"] == "zero_out"
+
+
+@pytest.mark.parametrize("task", ["notes_perplexity", "notes_choice"])
+def test_tasks_for_lm_eval_name_files_and_fields_that_are_there(task: str) -> None:
+    settings = yaml.safe_load((ROOT / "examples" / "evaluation" / f"{task}.yaml").read_text())
+    assert settings["task"] == task
+    lines = (ROOT / settings["dataset_kwargs"]["data_files"]["test"]).read_text().splitlines()
+    texts = [v for k, v in settings.items() if k.startswith("doc_to_")]
+    fields = {name for text in texts for name in re.findall(r"{{(\w+)}}", text)}
+    assert all(set(json.loads(line)) == fields for line in lines)

@@ -22,11 +22,12 @@ FLOORS = [
     {"config"},
     {"models"},
     {"checkpoint"},
-    {"metrics"},
+    {"watch"},
     {"preflight", "validate"},
     {"train_spec", "baseline"},
     {"train"},
     {"plan", "audit", "release", "selfcheck", "ledger.__main__", "data.__main__"},
+    {"report"},
     {"launch"},
 ]
 STAGES = [  # of data/: each imports from itself and from those before
@@ -202,3 +203,32 @@ def test_no_name_is_imported_that_python_3_10_lacks() -> None:
         if alias.name in newer.get(node.module or "", ())
     ]
     assert found == []
+
+
+@pytest.mark.parametrize("folder", ["scripts", "tests"])
+def test_every_name_that_is_imported_from_the_package_exists(folder):
+    """Scripts import within functions, which no fast test calls."""
+    files = {"torchtitan_dp." + name.removesuffix(".__init__"): f for name, f in modules().items()}
+    missing = []
+    for path in sorted((PACKAGE.parent / folder).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and node.module in files:
+                has = names_in(files[node.module])
+                wanted = {alias.name for alias in node.names}
+                submodules = {name for name in wanted if f"{node.module}.{name}" in files}
+                submodules |= {n for n in wanted if (files[node.module].parent / n).is_dir()}
+                missing += [f"{path.name}: {node.module}.{n}" for n in wanted - has - submodules]
+    assert missing == []
+
+
+def names_in(path: Path) -> set[str]:
+    """Return the names that a module defines, or imports, at its top."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Assign | ast.AnnAssign):
+            found |= {name.id for name in ast.walk(node) if isinstance(name, ast.Name)}
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {(alias.asname or alias.name).split(".")[0] for alias in node.names}
+    return found

@@ -7,7 +7,6 @@ command's own options.
 import os
 import runpy
 import sys
-import sysconfig
 from pathlib import Path
 
 _COMMANDS = {
@@ -17,10 +16,10 @@ _COMMANDS = {
     "audit": "CONFIG: attack the mechanism or a run, for a lower bound on epsilon",
     "ledger": "RUN…: verify runs, and add up their privacy budgets",
     "release": "RUN FOLDER: write what may be published, with a model card",
+    "report": "RUN: one HTML page on a run, or its --status",
     "selfcheck": "check gradients, sums and noise on this machine",
 }
 _TAKE_CONFIG = ("train", "plan", "data", "audit")
-_SHIPPED = "share/torchtitan_dp/train_configs"  # below the environment's prefix
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -72,10 +71,8 @@ def config_path(name: str) -> Path:
 
 
 def shipped() -> dict[str, Path]:
-    """Find the shipped configurations, by name: of the checkout, else of the installed wheel."""
-    checkout = Path(__file__).parents[1] / "train_configs"
-    installed = Path(sysconfig.get_path("data")) / _SHIPPED
-    folder = checkout if checkout.is_dir() else installed
+    """Find the shipped configurations, by name: in a checkout, those of its `train_configs/`."""
+    folder = (Path(__file__).parent / "train_configs").resolve()
     return {path.stem: path for path in sorted(folder.glob("*.toml"))}
 
 

@@ -16,7 +16,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.train import Trainer
 
-from torchtitan_dp.checkpoint.baseline import baseline_ledger, published_baseline
+from torchtitan_dp.checkpoint.initial import baseline_ledger, published_baseline
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
@@ -26,6 +26,7 @@ from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import origin
 from torchtitan_dp.validate import HeldOutValidator
+from torchtitan_dp.watch.processor import LabelledMetricsProcessor
 
 
 class BaselineTrainer(Trainer):
@@ -33,6 +34,7 @@ class BaselineTrainer(Trainer):
 
     job_config: JobConfig
     dataloader: RecordLoader
+    metrics_processor: LabelledMetricsProcessor
     validator: HeldOutValidator
 
     def __init__(self, job_config: JobConfig, decide: Callable[[], Start]) -> None:
@@ -48,7 +50,8 @@ class BaselineTrainer(Trainer):
         self._publish()
 
     def batch_generator(self, data_iterable: Any) -> Any:
-        """Start the average, after loading; yield TorchTitan's batches."""
+        """Open the metrics and start the average, after loading; yield TorchTitan's batches."""
+        self.metrics_processor.begin(self.step, private=False)
         if self.average is not None:
             self.average.begin()
         return super().batch_generator(data_iterable)

@@ -5,9 +5,9 @@
 
 torchrun itself answers SIGTERM by ending its workers within 30 s. Here SIGTERM, SIGUSR1 and Ctrl-C
 (SIGINT) ask them to stop after the step they are in (`distributed.stop`), and the exit code is then
-75, EX_TEMPFAIL: run the same command again, and it resumes (where the last step was done, it has
-nothing to do). Before a worker listens nothing has begun, and all end at once. A second Ctrl-C does
-so at any time, with exit code 130.
+75, EX_TEMPFAIL, on every node, whichever was asked: run the same command again, and it resumes
+(where the last step was done, it has nothing to do). Before a worker listens nothing has begun, and
+all end at once. A second Ctrl-C does so at any time, with exit code 130.
 
 With `--processes`, for a run on this machine alone, the plan checks everything in this process
 before N workers are started; `auto` is one for each CUDA device, or 2 on a machine without. A
@@ -21,10 +21,12 @@ import os
 import runpy
 import signal
 import sys
+import tempfile
 from pathlib import Path
 from typing import NoReturn
 
-from torchtitan_dp.process import PLANNED, STOP_SIGNAL, Fault
+from torchtitan_dp.process import PLANNED, STOP_SIGNAL, STOPPED_FILE, Fault
+from torchtitan_dp.watch.terminal import bar, leave
 
 EXIT_STOPPED = 75
 
@@ -68,7 +70,10 @@ def main(argv: list[str]) -> None:
         os.environ.setdefault("NO_COLOR", "1")  # workers, whose output is copied, cannot see it
     checked = True
     try:
-        run.main(["--signals-to-handle", "SIGHUP,SIGQUIT", *argv])
+        with bar(), tempfile.NamedTemporaryFile(prefix="torchtitan_dp_stopped_") as stopped:
+            os.environ[STOPPED_FILE] = stopped.name
+            run.main(["--signals-to-handle", "SIGHUP,SIGQUIT", *argv])
+            asked = asked or bool(stopped.read())
     except ChildFailedError as error:
         _say(str(error))  # which worker failed; a traceback of torchrun's adds nothing
         if error.get_first_failure()[1].exitcode < 0:  # killed: no fault of the run's
@@ -154,6 +159,7 @@ def _end(workers: list[int], code: int) -> NoReturn:
     """End this process, and its workers without waiting for them, as torchrun would."""
     _send(workers, signal.SIGKILL)
     if workers:
+        leave()
         os._exit(code)
     raise SystemExit(code)
 

@@ -17,6 +17,9 @@ LOCK_FILE = ".lock"
 STOP_SIGNAL = signal.SIGUSR1
 """The signal from `launch` to each worker to save a checkpoint and end."""
 PLANNED = "TORCHTITAN_DP_PLANNED"
+# The path of a file into which a worker that stops early writes, for its launcher: another node's
+# may have been the one that was asked.
+STOPPED_FILE = "TORCHTITAN_DP_STOPPED_FILE"
 """Set in the environment of workers whose launcher has printed the plan."""
 _PR_SET_PDEATHSIG = 1
 _CORE_FILTER = "/proc/self/coredump_filter"

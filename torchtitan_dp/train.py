@@ -19,6 +19,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,7 +62,6 @@ from torchtitan_dp.ledger import (
 )
 from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
 from torchtitan_dp.ledger.files import to_bytes
-from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import describe, origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
@@ -69,14 +69,21 @@ from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import trained_fsdp_modules
 from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
 from torchtitan_dp.preflight.check import check_run
-from torchtitan_dp.preflight.console import quiet
-from torchtitan_dp.preflight.notices import show
+from torchtitan_dp.preflight.console import quiet, show_notices
 from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.sampling import poisson_draw
-from torchtitan_dp.process import lock_folder, mistakes_as_faults, os_errors_as_faults, protect
+from torchtitan_dp.process import (
+    STOPPED_FILE,
+    lock_folder,
+    mistakes_as_faults,
+    os_errors_as_faults,
+    protect,
+)
 from torchtitan_dp.train_spec import OpenOnce, build_feed, register
 from torchtitan_dp.validate import HeldOutValidator
+from torchtitan_dp.watch.processor import PrivateMetricsProcessor
+from torchtitan_dp.watch.statistics import SampleStatistics
 
 
 class DPTrainer(Trainer):
@@ -142,7 +149,7 @@ class DPTrainer(Trainer):
             self._next_draw = self._draw(self.step + 1)
         self.gradients.start_step(self.projection_keys.take(self.step))
         for microbatch in feed.microbatches(draw, self._next_draw):  # may be none
-            self.metrics_processor.ntokens_since_last_log += microbatch.labels_BT.numel()
+            self.metrics_processor.microbatch_begun(microbatch.labels_BT.numel())
             self.accumulate(microbatch, statistics)
         self.checkpointer.maybe_wait_for_staging()
         if dist.get_rank() == 0:
@@ -153,6 +160,7 @@ class DPTrainer(Trainer):
         self.clipped_sum.reset()
         self.lr_schedulers.step()
         self.ledger.steps = self.step
+        self.metrics_processor.step_done(self.step)
         self._log(lr, statistics)
         if self._should_publish(self.step):
             self._publish()
@@ -188,6 +196,8 @@ class DPTrainer(Trainer):
         saved = True
         if super().should_continue_training():
             saved = self.checkpointer.stop_at(self.step, self.job_config.training.steps)
+            if (stopped := os.environ.get(STOPPED_FILE)) is not None:
+                Path(stopped).write_text("stopped")
         elif spent is not None:
             for line in summary(spent):
                 logger.info(line)
@@ -220,7 +230,12 @@ class DPTrainer(Trainer):
             rehearse(self)
             if dist.get_rank() == 0:
                 self.executed.begin_start(most_lost(self.job_config))
-        self._publish()
+        published = self._publish()
+        self.metrics_processor.begin(
+            self.step,
+            private=self.ledger.private,
+            epsilon_planned=published["epsilon_planned"] if published else None,
+        )
         return self.feed
 
     def close(self) -> None:
@@ -382,7 +397,7 @@ def main(argv: list[str]) -> None:
         here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         records = check_run(config, open_records, share=here).records
         if os.environ["RANK"] == "0":
-            show(config, records)
+            show_notices(config, records)
         # Held by the kernel until this process ends.
         lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
     logger.info(describe(config, shape(config)))

@@ -26,12 +26,12 @@ from torchtitan_dp.data.feed import ContextGroup, Feed
 from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.data.samples.token_cache import TokenCache
 from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
-from torchtitan_dp.metrics import PrivateMetricsProcessor
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.preflight.check import build_reading, open_records
 from torchtitan_dp.validate import HeldOutValidator
+from torchtitan_dp.watch.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
 
 
 class OpenOnce:
@@ -111,8 +111,8 @@ def build_feed(
 def build_metrics(
     job_config: JobConfig, parallel_dims: ParallelDims, model_args: Any
 ) -> MetricsProcessor:
-    """Build labelled metrics with privacy, TorchTitan's without."""
-    processor = PrivateMetricsProcessor if job_config.privacy.enable else MetricsProcessor
+    """Build our metrics with privacy, TorchTitan's without; both are labelled."""
+    processor = PrivateMetricsProcessor if job_config.privacy.enable else LabelledMetricsProcessor
     return processor(job_config, parallel_dims)
 
 

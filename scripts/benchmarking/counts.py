@@ -196,8 +196,8 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
 
     # isort: split
     from torchtitan_dp.config.load import load_config
+    from torchtitan_dp.models import parallelize
     from torchtitan_dp.models.hugging_face import shape
-    from torchtitan_dp.models.llama3 import parallelize
     from torchtitan_dp.plan.fake_step import fake_world
     from torchtitan_dp.privacy import summation
 

@@ -4,7 +4,6 @@ import contextlib
 import ctypes
 import gc
 import itertools
-import sys
 import unittest.mock
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +12,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+
+from torchtitan_dp.privacy.clipping import ClipPolicy
 
 
 def map_tensors_alone() -> None:
@@ -92,7 +93,7 @@ def live_tensor_bytes() -> int:
 
 @dataclass
 class LiveAtClipping:
-    """The most bytes that live tensors took at any call of `clip`."""
+    """The most bytes that live tensors took whenever a method clipped."""
 
     most: int = 0
 
@@ -101,20 +102,13 @@ class LiveAtClipping:
 def watch_clipping() -> Iterator[LiveAtClipping]:
     """Look at live tensors whenever a gradient method clips: its per-sample gradients are whole.
 
-    For one measured step only: it stands in for `clip` in the modules of `torchtitan_dp.gradients`.
+    For one measured step only: it stands in for `ClipPolicy.clip`, by which all methods clip.
     """
-    seen = LiveAtClipping()
+    seen, clip = LiveAtClipping(), ClipPolicy.clip
 
-    def look_then(clip: Any) -> Any:
-        def clip_seen(*args: Any, **kwargs: Any) -> Any:
-            seen.most = max(seen.most, live_tensor_bytes())
-            return clip(*args, **kwargs)
+    def clip_seen(*args: Any, **kwargs: Any) -> Any:
+        seen.most = max(seen.most, live_tensor_bytes())
+        return clip(*args, **kwargs)
 
-        return clip_seen
-
-    with contextlib.ExitStack() as patches:
-        for name, module in list(sys.modules.items()):
-            if name.startswith("torchtitan_dp.gradients.") and hasattr(module, "clip"):
-                stand_in = look_then(module.clip)
-                patches.enter_context(unittest.mock.patch.object(module, "clip", stand_in))
+    with unittest.mock.patch.object(ClipPolicy, "clip", clip_seen):
         yield seen

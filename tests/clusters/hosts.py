@@ -9,6 +9,7 @@ and in a mount namespace, where it can have files of its own.
 
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -54,6 +55,17 @@ class Launcher:
             return self.process.wait(WAIT_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"no end in {WAIT_S} s:\n{self.output()}") from None
+
+    def ask_to_stop(self) -> None:
+        """SIGTERM to the launcher, and to nothing else of the host."""
+        below = [self.process.pid]
+        while below:
+            pid = below.pop()
+            if b"torchtitan_dp.launch" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGTERM)
+                return
+            below += map(int, Path(f"/proc/{pid}/task/{pid}/children").read_text().split())
+        raise AssertionError("no launcher runs on this host")
 
     def kill(self) -> None:
         """SIGKILL to all of the host at once: its kernel ends the connections."""

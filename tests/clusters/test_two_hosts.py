@@ -47,6 +47,15 @@ def test_a_run_of_two_hosts_ends_well(hosts, argv, tmp_path):
 
 
 @pytest.mark.thorough
+@pytest.mark.parametrize("asked", [0, 1])
+def test_both_launchers_end_with_the_code_of_a_stop_whichever_is_asked(asked, hosts, argv):
+    launchers = [hosts.start(number, argv, in_place_of={}) for number in (0, 1)]
+    launchers[0].wait_for("Saving the checkpoint")
+    launchers[asked].ask_to_stop()
+    assert [launcher.ends() for launcher in launchers] == [75, 75]
+
+
+@pytest.mark.thorough
 @pytest.mark.parametrize("killed", [0, 1])
 def test_a_killed_host_is_one_line_of_the_other(killed, hosts, argv, tmp_path):
     launchers = [hosts.start(number, argv, in_place_of={}) for number in (0, 1)]
@@ -62,7 +71,7 @@ def test_a_killed_host_is_one_line_of_the_other(killed, hosts, argv, tmp_path):
 @pytest.mark.thorough
 def test_a_host_whose_first_is_killed_before_training_is_one_line(hosts, argv):
     first, second = (hosts.start(number, argv, in_place_of={}) for number in (0, 1))
-    first.wait_for("Starting job")
+    first.wait_for("to watch")  # both have joined
     first.kill()
     assert second.ends() == 1
     assert "Traceback" not in second.output()

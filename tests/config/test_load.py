@@ -174,7 +174,6 @@ BAD = {
         ["--checkpoint.async_mode=async_with_pinned_mem"],
         "checkpoint.async_mode = 'async_with_pinned_mem'",
     ),
-    "losses sent away": (["--metrics.enable_wandb"], "metrics.enable_wandb = true"),
     "an exact sum with fp32 noise": (["--privacy.exact_sum"], "privacy.exact_sum = true"),
     "an exact sum of too many": (
         ["--privacy.exact_sum", "--privacy.secure_noise", "--training.global_batch_size=1048577"],

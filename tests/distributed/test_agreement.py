@@ -132,7 +132,7 @@ def test_ranks_keep_one_ledger():
 
 
 def test_a_run_without_privacy_may_not_use_a_private_folder(tmp_path):
-    from torchtitan_dp.checkpoint.baseline import refuse_private_folder
+    from torchtitan_dp.checkpoint.initial import refuse_private_folder
 
     refuse_private_folder(str(tmp_path))
     (tmp_path / "privacy.json").write_text(json.dumps({}))

@@ -302,7 +302,7 @@ def used_twice(passes):
     from torchtitan_dp.gradients.ghost import GhostGradients
     from torchtitan_dp.gradients.layers import per_sample_layers
     from torchtitan_dp.models.parallelize import fsdp_mesh
-    from torchtitan_dp.privacy.clip_policy import ClipPolicy
+    from torchtitan_dp.privacy.clipping import ClipPolicy
 
     dims, groups = build._mesh((1, 1, 1))
     torch.manual_seed(0)

@@ -64,7 +64,7 @@ def listed_tensors(found):
 def waits_of_a_step(degrees, overrides, fault=None):
     """Of two microbatches and the sum over ranks; the first ones, which lay out, go before."""
     from tests import build
-    from torchtitan_dp.privacy.clip_policy import ClipPolicy
+    from torchtitan_dp.privacy.clipping import ClipPolicy
 
     args = dataclasses.replace(build.ARGS, dim=96, vocab_size=101)  # `ghost` finds ghost norms
     built = build.build(degrees, *overrides, args=args)

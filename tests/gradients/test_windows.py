@@ -69,8 +69,8 @@ def accumulated(
     """(error of the clipped sum, its norm, the mean gradients' norms) on this rank."""
     from tests import build
     from torchtitan_dp.config.derived import ladder
-    from torchtitan_dp.metrics import SampleStatistics
     from torchtitan_dp.train import DPTrainer
+    from torchtitan_dp.watch.statistics import SampleStatistics
 
     args = dataclasses.replace(build.ARGS, vocab_size=258)
     built = build.build(degrees, *options, args=args, max_grad_norm=C)

@@ -106,13 +106,13 @@ def scaled_noise(scale, *names):
 
 
 def no_clipping():
-    from torchtitan_dp.privacy import clipping
+    from torchtitan_dp.privacy.clipping import clip as real_clip
 
     def unclipped(squared_norm_B, valid_B, **terms):
-        clipped = clipping.clip(squared_norm_B, valid_B, **terms)
+        clipped = real_clip(squared_norm_B, valid_B, **terms)
         return clipped._replace(factor_B=torch.ones_like(clipped.factor_B))
 
-    return mock.patch("torchtitan_dp.privacy.clip_policy.clip", unclipped)
+    return mock.patch("torchtitan_dp.privacy.clipping.clip", unclipped)
 
 
 @contextlib.contextmanager
@@ -144,16 +144,16 @@ def one_layers_adapters_left_out():
 
 
 def bad_samples_kept():
-    from torchtitan_dp.privacy import clipping
+    from torchtitan_dp.privacy.clipping import clip as real_clip
 
     def keep_all(squared_norm_B, valid_B, **terms):
-        clipped = clipping.clip(squared_norm_B, valid_B, **terms)
+        clipped = real_clip(squared_norm_B, valid_B, **terms)
         return clipped._replace(
             factor_B=torch.ones_like(clipped.factor_B),
             rejected_B=torch.zeros_like(clipped.rejected_B),
         )
 
-    return mock.patch("torchtitan_dp.privacy.clip_policy.clip", keep_all)
+    return mock.patch("torchtitan_dp.privacy.clipping.clip", keep_all)
 
 
 def noise_repeated_across_shards():

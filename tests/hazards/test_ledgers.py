@@ -17,7 +17,7 @@ from tests.hazards.test_trainer import SETTINGS, STEP, loader
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment
 from torchtitan_dp.ledger.lineage import Ancestor
-from torchtitan_dp.ledger.steps import step_names
+from torchtitan_dp.ledger.settings import step_names
 from torchtitan_dp.privacy.keys import RootKey
 
 # Checkpoints.

@@ -57,19 +57,24 @@ def logged(monkeypatch, caplog):
     from torchtitan.tools.logging import logger
     from torchtitan.tools.utils import NoColor
 
-    from torchtitan_dp.metrics import LabellingLogger, PrivateMetricsProcessor
+    from torchtitan_dp.watch.outlets import Outlets
+    from torchtitan_dp.watch.processor import PrivateMetricsProcessor
+    from torchtitan_dp.watch.progress import Pace, Screen
 
     inner = MagicMock()
     metrics = SimpleNamespace(
-        logger=LabellingLogger(inner),
+        logger=Outlets([inner], private=True),
         time_last_log=0.0,
         ntokens_since_last_log=64,
         parallel_dims=SimpleNamespace(non_data_parallel_size=1),
         device_memory_monitor=MagicMock(),
         num_flops_per_token=1,
-        gpu_peak_flops=1e12,
+        gpu_peak_flops=float("inf"),  # unknown
         color=NoColor(),
         data_loading_times=[],
+        pace=Pace(6, 12),
+        screen=Screen(None),
+        _planned={"epsilon_planned": 4.0},
     )
     peak = SimpleNamespace(max_active_gib=1.0, max_reserved_gib=2.0)
     metrics.device_memory_monitor.get_peak_stats.return_value = peak
@@ -82,14 +87,15 @@ def logged(monkeypatch, caplog):
     return tags, caplog.records[-1].getMessage()
 
 
-def test_row24_only_what_is_public_has_a_plain_tag(logged):
+PUBLIC = {"lr", "epsilon", "epsilon_planned", "noise_multiplier"}
+
+
+def test_row24_only_what_is_public_is_in_the_public_section(logged):
     tags, _ = logged
-    assert {t for t in tags if not t.startswith("not_private/")} == {
-        "lr",
-        "epsilon",
-        "noise_multiplier",
-    }
+    public = {t for t in tags if not t.startswith("not_private/")}
+    assert public == {f"private_to_publish/{name}" for name in PUBLIC}
     assert {f"not_private/{name}" for name in STATISTICS} < set(tags)
+    assert not any("mfu" in t for t in tags)  # the device's peak is unknown
 
 
 def test_row24_the_console_line_labels_what_is_not(logged):
@@ -97,7 +103,10 @@ def test_row24_the_console_line_labels_what_is_not(logged):
     public, label, private = line.partition("not private: ")
     assert label
     assert set(re.findall(r"\b([a-z][a-z0-9 ]*): ", public)) == {"step", "epsilon", "lr"}
+    assert public.startswith("step: 7/12  epsilon: 2.5 (4 at the end)  ")
     assert "loss: 1.2500" in private
+    assert "ETA: " in private
+    assert "mfu" not in line
     assert "batch: 3" in private
 
 
@@ -175,13 +184,14 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     from torchtitan.tools.logging import logger
 
     from tests.hazards.test_trainer import loader
-    from torchtitan_dp.validate import HeldOutValidator
+    from torchtitan_dp.validate import HeldOutValidator, buckets
 
     validator = MagicMock(_loader=loader())
     validator._config.training.seq_len = 8
     validator._positions.return_value = np.empty(0, dtype=np.int64)
     validator._dims.get_optional_mesh.return_value = None
-    validator._mean_loss = functools.partial(HeldOutValidator._mean_loss, validator)
+    validator._buckets = buckets(8)
+    validator._held_out = functools.partial(HeldOutValidator._held_out, validator)
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO):
         HeldOutValidator.validate(validator, [nn.Linear(2, 2)], 3)

@@ -34,7 +34,8 @@ from tests.processes.runs import (
     write_records,
 )
 from torchtitan_dp.ledger import Ledger, schema
-from torchtitan_dp.ledger.steps import step_names
+from torchtitan_dp.ledger.settings import step_names
+from torchtitan_dp.watch.scalars import find
 
 STEPS = 4
 SECRET = bytes(range(101, 133))  # what `RootKey.from_os` gives in `probed`
@@ -237,7 +238,7 @@ def compiled_noise(folder):
 
     *_, key = derived(STEPS)
     flat = torch.zeros(1000)
-    with mock.patch.object(noise, "_add_normal", noise._compiled_add_normal()):
+    with mock.patch.object(noise, "_add_normal", noise.compile_kernel(noise._add_normal)):
         noise._add_threefry(flat, 1.0, noise.threefry_key(key, "w", "cpu"), start=5)
     return flat.std().item()
 
@@ -288,7 +289,7 @@ def test_hazard_16_an_empty_draw_is_a_step(empty):
         # A norm's weights are 192 near 1, of which one comes back to the same fp32 number with
         # 1e-5: two of them would be 1%. Without the step, none moves.
         assert moved > 0.9, f"{name}: {moved:.2%} of it moved"
-    epsilons = [scalars["epsilon"][step] for step in range(1, STEPS + 1)]
+    epsilons = [scalars["private_to_publish/epsilon"][step] for step in range(1, STEPS + 1)]
     assert epsilons == sorted(epsilons)
     assert run.spent["steps"] == STEPS
     assert run.spent["epsilon"] > 0
@@ -328,11 +329,10 @@ def test_undecodable_records_are_counted_in_the_log(probed):
 
 def test_hazard_24_tags_are_labelled(probed):
     tags = set(probed.scalars())
-    assert {t for t in tags if not t.startswith("not_private/")} == {
-        "lr",
-        "epsilon",
-        "noise_multiplier",
-    }
+    public = {t for t in tags if not t.startswith("not_private/")}
+    names = ("lr", "epsilon", "epsilon_planned", "noise_multiplier")
+    assert public == {f"private_to_publish/{name}" for name in names}
+    assert [tag for tag in tags if find(tag.partition("/")[2]) is None] == []
     for tag in ("loss", "realized_batch_size", "clipped_fraction", "norm_p50", "throughput(tps)"):
         assert f"not_private/{tag}" in tags
 
@@ -354,7 +354,7 @@ def test_hazard_24_privacy_json_holds_the_schema_alone(probed):
 
 
 def test_hazard_24_published_epsilon_is_that_of_the_log(probed):
-    epsilons = probed.scalars()["epsilon"]
+    epsilons = probed.scalars()["private_to_publish/epsilon"]
     assert epsilons[STEPS] == pytest.approx(probed.spent["epsilon"], rel=1e-6)
     assert len(set(epsilons.values())) == STEPS
 

@@ -10,7 +10,7 @@ from tests.accounts import account
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, Settings, schema
 from torchtitan_dp.ledger.files import read_published
-from torchtitan_dp.ledger.steps import union
+from torchtitan_dp.ledger.settings import union
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import (
     BandedGaussian,

@@ -25,7 +25,7 @@ from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import read_fingerprint
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.runs import Run, total
-from torchtitan_dp.ledger.steps import NamedStep, name_steps, new_name, step_names, union
+from torchtitan_dp.ledger.settings import NamedStep, name_steps, new_name, step_names, union
 from torchtitan_dp.privacy import accounting
 
 SETTINGS = Settings(
@@ -449,7 +449,7 @@ def test_a_checkpoint_without_its_log_brings_its_steps(tmp_path):
     again = ExecutedSteps(str(tmp_path))
     assert again.count == executed.count == 4
     assert union([*again.begun(SETTINGS), *lineage]) == [SETTINGS.spending(4)]
-    assert again.unlogged(lineage) == executed.unlogged(lineage) == 3
+    assert again.missing(lineage) == executed.missing(lineage) == 0
 
 
 # Steps that crashes lost.

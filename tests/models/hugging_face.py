@@ -6,7 +6,7 @@ from typing import Any
 
 import tokenizers
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 VOCABULARY = 264
 # Wavelengths on both sides of and between the original 64 tokens / 4 and / 1.
@@ -67,6 +67,32 @@ def write_llama(
         "eos_token": "</s>",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(marks))
+    return folder
+
+
+def write_qwen(folder: Path, *, tied: bool) -> Path:
+    """A random Qwen3, without a tokenizer."""
+    torch.manual_seed(7)
+    config = Qwen3Config(
+        hidden_size=48,
+        intermediate_size=100,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,  # not hidden_size / heads
+        max_position_embeddings=512,
+        initializer_range=0.3,
+        vocab_size=VOCABULARY,
+        tie_word_embeddings=tied,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+        attn_implementation="eager",
+    )
+    model = Qwen3ForCausalLM(config)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    model.save_pretrained(folder)
     return folder
 
 

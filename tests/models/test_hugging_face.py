@@ -31,7 +31,7 @@ from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
 from torchtitan_dp.models.llama3.config_json import feed_forward_size
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.parameters import require_loaded
-from torchtitan_dp.preflight.model_files import check_files
+from torchtitan_dp.preflight.model import check_files
 from torchtitan_dp.train_spec import build_model
 
 HEADER = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}
@@ -227,7 +227,7 @@ BAD_CONFIGS = [
     ({"num_key_value_heads": 3}, "num_key_value_heads = 3"),
     ({"hidden_size": None}, "hidden_size = missing"),
     ({"intermediate_size": "100"}, 'intermediate_size = "100"'),
-    ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, 'rope_type = "yarn"'),
+    ({"rope_parameters": {"rope_type": "longrope", "factor": 4.0}}, 'rope_type = "longrope"'),
     (
         {"rope_parameters": None, "rope_scaling": {"type": "dynamic", "factor": 2.0}},
         'rope_scaling.rope_type = "dynamic"',

@@ -7,44 +7,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
 
 from tests import build
 from tests.gradients.loop import check
-from tests.models.hugging_face import edit_config, sample_tokens
+from tests.models.hugging_face import edit_config, sample_tokens, write_qwen
 from torchtitan_dp.models.families import FAMILIES, on_meta, parameter_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.qwen3.adapter import HuggingFaceAdapter
 from torchtitan_dp.models.qwen3.model import FLAVORS
-
-VOCABULARY = 264
-
-
-def write_qwen(folder: Path, *, tied: bool) -> Path:
-    torch.manual_seed(7)
-    config = Qwen3Config(
-        hidden_size=48,
-        intermediate_size=100,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=16,  # not hidden_size / heads
-        max_position_embeddings=512,
-        initializer_range=0.3,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        attn_implementation="eager",
-    )
-    model = Qwen3ForCausalLM(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "norm" in name:
-                parameter.uniform_(0.5, 1.5)
-    model.save_pretrained(folder)
-    return folder
 
 
 def given(folder: Path, *overrides: str) -> Any:
@@ -111,8 +84,8 @@ def test_a_flavor_comes_out_too(tmp_path: Path) -> None:
         ({"head_dim": 15}, "head_dim = 15: must be even"),
         ({"num_key_value_heads": 3}, "num_key_value_heads = 3: must divide the 4 heads"),
         (
-            {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}},
-            "rope_parameters.rope_type = \"yarn\": only 'default' is built",
+            {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e6}},
+            "rope_type = \"dynamic\": only 'default' and 'linear' and 'yarn' are built",
         ),
         ({"model_type": "qwen3_moe"}, "only dense Qwen3s have model.name = 'qwen3'"),
         ({"model_type": "llama"}, "only dense Qwen3s have model.name = 'qwen3'"),

@@ -16,7 +16,7 @@ from torchtitan.tools.utils import Color
 
 from torchtitan_dp.preflight.console import _NOTHING_TO_DO, is_shown, quiet
 
-OURS = "torchtitan_dp/metrics.py"
+OURS = "torchtitan_dp/watch/processor.py"
 THEIRS = torchtitan.train.__file__
 
 

@@ -307,8 +307,8 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     both run the same operators on the same shapes."""
     from torchtitan_dp.config.derived import ladder
     from torchtitan_dp.data.batching import Microbatch
-    from torchtitan_dp.metrics import SampleStatistics
     from torchtitan_dp.plan.tracker import MemoryTracker
+    from torchtitan_dp.watch.statistics import SampleStatistics
 
     class Operators(MemoryTracker):
         """Also notes what runs."""

@@ -149,7 +149,7 @@ def test_pld_out_of_its_depth_is_rdps_bound(caplog, sigma, steps, delta):
 def test_a_failing_pld_never_gives_a_smaller_number(monkeypatch, wrong):
     query = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1_000, "delta": 1e-5}
     pld.pld_epsilon.cache_clear()
-    monkeypatch.setattr(pld, "_compose", lambda *_: wrong)
+    monkeypatch.setattr(pld, "_attempts", lambda *_: [(wrong, None)])
     assert epsilon(**query, accountant="pld") == epsilon(**query, accountant="rdp")
     pld.pld_epsilon.cache_clear()
 

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
-from torchtitan_dp.privacy.clip_policy import ClipPolicy, clip_policy
-from torchtitan_dp.privacy.clipping import clip
+from torchtitan_dp.privacy.clipping import ClipPolicy, clip, clip_policy
 from torchtitan_dp.privacy.settings import Privacy
 
 NAMES = ["embedding.weight", "layers.0.wq.weight", "layers.0.wq.bias", "layers.1.wq.weight"]

@@ -8,7 +8,7 @@ import torch.nn as nn
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
 from torchtitan_dp.gradients.fsdp import ReductionGroups
-from torchtitan_dp.privacy.clip_policy import ClipPolicy
+from torchtitan_dp.privacy.clipping import ClipPolicy
 from torchtitan_dp.privacy.fixed_point import unit
 from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, fp32_sum_excess
 

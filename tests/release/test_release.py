@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from huggingface_hub import ModelCard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtitan_dp.release.__main__ as release_module
@@ -42,6 +43,7 @@ from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release.__main__ import empty_model, main, release
 from torchtitan_dp.release.card import OWNER_ITEMS, _factor, model_card
 from torchtitan_dp.release.claims import LOST_STATED, STOP_STATED
+from torchtitan_dp.release.names import PublicNames, name_in_config
 
 FILES = [
     "README.md",
@@ -279,6 +281,19 @@ def test_what_only_the_owner_knows_is_listed_at_the_end(run, tmp_path, capfd):
         assert f"- **{title}.** {question}\n  **TO FILL IN**" in card
 
 
+def test_adapters_of_an_extended_model_are_loaded_beside_its_positions(released, finished):
+    terms, config = privacy(released), read_config(str(finished))
+    config.lora.rank, config.rope.theta = 2, 3e6
+    card = model_card(terms, config, shape(config), base_model="org/base")
+    base = 'from_pretrained("org/base", config=AutoConfig.from_pretrained("."))\n'
+    assert f"AutoModelForCausalLM.{base}" in card
+    assert "| rotary embeddings | theta 3000000.0 |" in card
+    config.rope.theta = None
+    card = model_card(terms, config, shape(config), base_model="org/base")
+    assert "AutoPeftModelForCausalLM.from_pretrained" in card
+    assert "rotary" not in card
+
+
 def test_a_card_names_units_of_several_records_by_a_word(released, finished):
     terms, config = privacy(released), read_config(str(finished))
     config.data.unit_field = "patient"
@@ -344,9 +359,8 @@ def test_a_card_takes_the_owners_names(released, finished):
     terms, config = privacy(released), read_config(str(finished))
     config.data.unit_field, config.lora.rank = "patient_id", 4
     terms["privacy_unit"] = "unit of data.unit_field 'patient_id'"
-    card = model_card(
-        terms, config, shape(config), base_model="meta-llama/Llama-3.2-1B", unit_name="patient"
-    )
+    names = PublicNames(base_model="meta-llama/Llama-3.2-1B", unit_name="patient")
+    card = model_card(terms, config, shape(config), names=names)
     assert "private for one patient, with" in card
     assert "| privacy unit | one patient (all records with one value of `patient_id`) |" in card
     assert "| patients in training | 24, public |" in card
@@ -372,9 +386,83 @@ def test_a_path_is_no_base_model(name, run, tmp_path, capfd):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize(
+    "noted, found",
+    [
+        ("meta-llama/Llama-3.2-1B", "meta-llama/Llama-3.2-1B"),
+        ("torchtitan_dp/release", None),  # a folder, from here
+        *(("/data/oncology/llama", None), ("llama", None), (None, None), (7, None)),
+    ],
+)
+def test_the_base_models_probable_name_is_a_hint(noted, found, tmp_path):
+    """It may be a path relative to elsewhere: the card has what the owner gives, and no more."""
+    given = write_llama(tmp_path / "given", tied=True, rope=SCALED, eps=1e-6)
+    edit_config(given, _name_or_path=noted)
+    config = small_config(f"--model.hf_assets_path={given}", "--checkpoint.enable")
+    assert name_in_config(config) is None
+    config.checkpoint.initial_load_in_hf = True
+    assert name_in_config(config) == found
+
+
 def test_a_units_name_is_a_word(run, tmp_path):
     with pytest.raises(ValueError, match="--unit_name = 'my patient': must be one word"):
-        release(str(run), str(tmp_path / "out"), unit_name="my patient")
+        release(str(run), str(tmp_path / "out"), names=PublicNames(unit_name="my patient"))
+
+
+def front_matter(folder):
+    """As the hub reads it."""
+    return ModelCard.load(folder / "README.md").data.to_dict()
+
+
+def test_front_matter_has_what_the_owner_names_and_no_more(released, run, tmp_path):
+    assert front_matter(released) == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "tags": ["differential-privacy", "dp-sgd"],
+    }
+    blank = (released / "README.md").read_text().partition("---\n\n")[0]
+    for key in ("license", "base_model", "datasets"):
+        assert f"\n# {key}: TO FILL IN (" in blank
+    given = ["--base_model", "meta-llama/Llama-3.2-1B", "--license", "llama3.2"]
+    main([str(run), str(tmp_path / "out"), *given, "--datasets", "org/notes", "squad"])
+    assert front_matter(tmp_path / "out") == front_matter(released) | {
+        "base_model": "meta-llama/Llama-3.2-1B",
+        "base_model_relation": "finetune",
+        "license": "llama3.2",
+        "datasets": ["org/notes", "squad"],
+    }
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "TO FILL IN" not in card.partition("---\n\n")[0]
+
+
+def test_front_matter_of_adapters(released, finished, tmp_path):
+    config = read_config(str(finished))
+    config.lora.rank = 4
+    names = PublicNames(base_model="org/base", license="other")
+    card = model_card(privacy(released), config, shape(config), names=names)
+    (tmp_path / "README.md").write_text(card)
+    found = front_matter(tmp_path)
+    assert (found["library_name"], found["base_model_relation"]) == ("peft", "adapter")
+    assert found["tags"] == ["differential-privacy", "dp-sgd", "lora"]
+
+
+@pytest.mark.parametrize(
+    "option, name",
+    [
+        ("--license", "Apache 2.0"),
+        ("--license", "no"),
+        ("--license", "mit\nbase_model: x"),
+        ("--datasets", "/data/oncology/notes.jsonl"),
+        ("--datasets", "./notes"),
+        ("--datasets", "2024"),
+        ("--base_model", "null"),
+    ],
+)
+def test_names_that_would_break_the_front_matter_are_refused(option, name, run, tmp_path, capfd):
+    with pytest.raises(SystemExit, match="2"):
+        main([str(run), str(tmp_path / "out"), option, name])
+    assert capfd.readouterr().err.startswith(f"error: {option} = '")
+    assert not (tmp_path / "out").exists()
 
 
 def unreadable(run):

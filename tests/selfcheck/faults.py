@@ -58,13 +58,13 @@ def own_tokens_alone():
 
 def _clip(**changed):
     """`clip`, with fields changed by functions of the result."""
-    from torchtitan_dp.privacy import clipping
+    from torchtitan_dp.privacy.clipping import clip as real_clip
 
     def clip(*args, **terms):
-        clipped = clipping.clip(*args, **terms)
+        clipped = real_clip(*args, **terms)
         return clipped._replace(**{field: new(clipped) for field, new in changed.items()})
 
-    return mock.patch("torchtitan_dp.privacy.clip_policy.clip", clip)
+    return mock.patch("torchtitan_dp.privacy.clipping.clip", clip)
 
 
 def clip_factor_off():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.test_imports import PACKAGE, imported
-from torchtitan_dp.privacy.clip_policy import clip_policy
+from torchtitan_dp.privacy.clipping import clip_policy
 from torchtitan_dp.privacy.settings import Privacy
 from torchtitan_dp.selfcheck import reference
 

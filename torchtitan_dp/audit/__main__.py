@@ -90,11 +90,7 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
 
 
 def check(options: argparse.Namespace) -> None:
-    """Check the options, and set missing ones to their defaults, in place.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Check the options, and set missing ones to their defaults, in place."""
     for name, _, _, default, of, _ in _OPTIONS:
         if (given := getattr(options, name)) is None:
             setattr(options, name, default)
@@ -116,11 +112,7 @@ def check(options: argparse.Namespace) -> None:
 
 
 def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings) -> None:
-    """Refuse an audit that could not detect a fault, or not be run.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Refuse, by ValueError, an audit that could not detect a fault, or not be run."""
     if options.instrument == "canaries":
         if options.canaries > (values := trained_count(args)):
             raise ValueError(
@@ -155,10 +147,7 @@ def share_of(confidence: float) -> float:
 
 def prepare_run(config: JobConfig, folder: str) -> None:
     """Make `config` the audited run's, in place: a folder of its own, no output but the weights.
-
-    Raises:
-        ValueError: one line for the user, if a run lives in that folder.
-    """
+    Raise ValueError if a run lives in that folder."""
     if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or ExecutedSteps(folder).count > 0:
         raise ValueError(
             f"--folder = '{folder}': a run lives here, and an audited one is never private; name "
@@ -167,6 +156,7 @@ def prepare_run(config: JobConfig, folder: str) -> None:
     config.job.dump_folder = folder
     config.validation.enable = False
     config.metrics.enable_tensorboard = False
+    config.metrics.enable_wandb = config.metrics.enable_mlflow = False
     config.profiling.enable_profiling = config.profiling.enable_memory_snapshot = False
     loads = config.checkpoint.initial_load_path or config.checkpoint.initial_load_in_hf
     config.checkpoint.enable = bool(loads)

@@ -118,11 +118,7 @@ class CanarySum(ClippedSum):
     _spots: list[tuple[str, int, int] | None]
 
     def plant(self, canaries: Canaries, included: np.ndarray, drawn: deque[int | None]) -> None:
-        """
-        Args:
-            included: bool (canaries,): the coins.
-            drawn: of `CanarySamples`.
-        """
+        """Plant canaries, with coins `included`, bool (canaries,), and `CanarySamples.drawn`."""
         self._included, self._drawn = included, drawn
         cp = self.groups.cp_size
         cp_rank = dist.get_rank(self.groups.cp) if self.groups.cp is not None else 0
@@ -159,11 +155,7 @@ class ScoreKeeper:
     def __init__(
         self, canaries: Canaries, parameters: dict[str, nn.Parameter], optimizer: Any
     ) -> None:
-        """
-        Args:
-            parameters: DTensors sharded on dim 0, by canonical name.
-            optimizer: gradients are read before each of its steps.
-        """
+        """Read gradients of DTensors sharded on dim 0 before each step of the optimizer."""
         self._parameters = parameters
         self._mine: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}  # canaries, and where
         device = next(iter(parameters.values())).device
@@ -184,13 +176,9 @@ class ScoreKeeper:
             self._sums[which] += gradient[where].double()
 
     def scores(self, replicas: int) -> np.ndarray:
-        """Return fp64 (canaries,), the same on all ranks, in the units of the gradient.
-
-        Args:
-            replicas: dp_replicate: this many ranks have the same shard.
-
-        Collective: an all-reduce over the world.
-        """
+        """Return fp64 (canaries,), the same on all ranks, in the units of the gradient, where
+        `replicas` (dp_replicate) ranks have the same shard. Collective: an all-reduce over the
+        world."""
         total = self._sums.clone()
         dist.all_reduce(total)
         return (total / replicas).cpu().numpy()

@@ -93,9 +93,8 @@ def cases(rows: int) -> list[Case]:
 
 
 def sizes(privacy: Privacy, *, ranks: int, cp: int) -> tuple[int, int, int]:
-    """Choose the tokens of each rank, and a layer's rows and columns: the fewest at which the
-    gradient method works as on a real model. Estimates need nearly square matrices.
-    """
+    """Choose the fewest tokens of each rank, and rows and columns of a layer, at which the gradient
+    method works as on a real model. Estimates need nearly square matrices."""
     method = METHODS[privacy.gradient_method]
     tokens, rows, columns = method.smallest_layer(privacy)
     rows = max(_ROWS, -(-rows // ranks)) * ranks
@@ -162,11 +161,7 @@ class _Observer(torch.optim.Optimizer):
     def __init__(
         self, parameters: dict[str, nn.Parameter], dials: tuple[str, ...], mesh: DeviceMesh
     ) -> None:
-        """
-        Args:
-            parameters: all that are trained.
-            dials: the names of the W that directions are of.
-        """
+        """Take all trained parameters, and the names of the W that directions are of."""
         super().__init__(list(parameters.values()), {})
         self._watched, self._mesh = [parameters[name] for name in dials], mesh
         self._along: list[torch.Tensor] = []
@@ -200,7 +195,6 @@ class Game:
     ) -> None:
         """
         Args:
-            privacy: C, the clip function, the gradient method, the kinds of sum and noise.
             mechanism: the claim, with noise.
             batch_size: MBS.
             degrees: dp_replicate, dp_shard, cp.
@@ -241,13 +235,8 @@ class Game:
         return self._mechanism.claimed_mu(trials=trials, confidence=confidence)
 
     def play(self, case: Case, *, trials: int, confidence: float) -> Outcome:
-        """Guess in `trials` steps with the unit and in as many without.
-
-        Args:
-            confidence: of this case alone.
-
-        Collective over the world; all ranks return the same.
-        """
+        """Guess in `trials` steps with the unit and in as many without; the confidence is of this
+        case alone. Collective over the world; all ranks return the same."""
         without = self.scores(case, case.without_UPN, trials)
         with_it = self.scores(case, case.with_UPN, trials)
         # A NaN score gives the unit away: it counts as "with".

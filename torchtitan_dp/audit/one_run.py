@@ -131,7 +131,6 @@ def audit(
 
     Args:
         config: checked; its dump folder is the audit's own.
-        decide: from `checkpoint.start.decision`.
         guesses: the number of canaries to guess, fixed before training.
 
     Collective over the world; all ranks return the same.

@@ -22,14 +22,7 @@ def average_name(parameter: str) -> str:
 
 
 def has_average(step: str) -> bool:
-    """Return whether a checkpoint has an average: it was saved while `ema.enable` was true.
-
-    Args:
-        step: the checkpoint's own folder.
-
-    Raises:
-        ValueError: its metadata is damaged.
-    """
+    """Return whether a checkpoint's folder has an average; raise ValueError if it is damaged."""
     return safe_load.has_state(step, f"{AVERAGE}.{WEIGHTS}")
 
 
@@ -39,11 +32,7 @@ def states_to_save(average: Stateful, decay: float) -> dict[str, Any]:
 
 
 def read_decay(step: str, default: float) -> float:
-    """Read the `ema.decay` of the average in a checkpoint.
-
-    Args:
-        step: the checkpoint's own folder.
-        default: returned if the checkpoint records none.
+    """Read the `ema.decay` of the average in a checkpoint's folder, or the default.
 
     Raises:
         ValueError: one line; the checkpoint is damaged.

@@ -65,11 +65,7 @@ def drop_unfinished(folder: str) -> bool:
 
 
 def damage(step: str) -> str:
-    """Return the damage that metadata and file sizes show of a checkpoint, or "".
-
-    Args:
-        step: the checkpoint's own folder.
-    """
+    """Return the damage that metadata and file sizes show in a checkpoint's folder, or ""."""
     try:
         _sizes(step, safe_load.read_metadata(step))
     except ValueError as error:
@@ -156,9 +152,6 @@ def _steps(folder: str) -> list[str]:
 
 def read_ledger(step: str) -> str | None:
     """Return the ledger in a checkpoint, as JSON; None if it has none, or is no checkpoint.
-
-    Args:
-        step: the checkpoint's own folder.
 
     Raises:
         ValueError: its metadata is damaged.

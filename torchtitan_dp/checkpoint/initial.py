@@ -1,25 +1,30 @@
-"""The ledger that initial weights bring along, or the assumption that they are public.
+"""Ledgers of weights that this run's privacy does not cover: initial ones, and a baseline's.
 
 Guarantee:
     The spending of the runs behind the initial weights is composed with this run's, on any records:
     that bounds what is revealed of a unit of both runs, or of either. "Not private" stays with
     weights. Weights without a ledger are refused unless the user declares them public, which is
-    recorded as an assumption.
+    recorded as an assumption. Weights of a run without privacy are marked "not private" in each
+    checkpoint, beside each export and in the run's folder.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import privacy_unit
+from torchtitan_dp.config.derived import privacy_unit, trained
+from torchtitan_dp.config.rope import rope_in_words
+from torchtitan_dp.ledger import schema
+from torchtitan_dp.ledger.account import terms_in_words
 from torchtitan_dp.ledger.executed import ExecutedSteps
-from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published
+from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published, read_published_fields
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger
-from torchtitan_dp.ledger.settings import RunSegment
-from torchtitan_dp.ledger.steps import NamedStep
-from torchtitan_dp.privacy.mechanism import Segment
+from torchtitan_dp.ledger.settings import NamedStep, RunSegment, Settings
+from torchtitan_dp.privacy.mechanism import NoMechanism, Segment
 
 PUBLIC = "the initial weights are assumed to be public"
 _NOT_PRIVATE = "the initial weights are not private"
@@ -118,9 +123,8 @@ def _refuse_what_does_not_compose(config: JobConfig, earlier: Ledger, path: str)
 def ledger_beside(path: str) -> InitialWeights:
     """Return the weights at `path` with the ledger beside them, if there is one.
 
-    Exported or released weights have their own. Other weights within a run's folder (such as those
-    saved without optimizer) could be any of that run, so all steps ever begun there are charged,
-    too.
+    Exported or released weights have their own. Other weights within a run's folder could be any of
+    that run, so all steps ever begun there are charged, too.
     """
     place = os.path.realpath(path)
     if (own := read_published(place)) is not None:
@@ -148,3 +152,60 @@ def _all_begun(ledger: Ledger, folder: str) -> Ancestor:
         terms = dataclasses.replace(ledger.settings, mechanism=mechanism)
         segments.append(RunSegment(terms, len(list(steps))))
     return Ancestor(ledger.run, tuple(segments), " ".join(step.name for step in begun))
+
+
+def baseline_ledger(config: JobConfig, units: int) -> Ledger:
+    """Return the ledger of a run without privacy on so many training units."""
+    batch = config.training.global_batch_size
+    settings = Settings(
+        NoMechanism(0.0, min(max(batch, 1) / units, 1.0)),
+        max_grad_norm=0.0,  # none
+        delta=config.privacy.delta or 0.0,
+        expected_batch_size=batch,
+        accountant=config.privacy.accountant,
+        sample_rate_source="shuffled batches of one size",
+        neighbouring_relation="none",
+        sampling="shuffled",
+        clipping="none",
+        clip_function="none",
+        trained=trained(config),
+        rope=rope_in_words(config),
+    )
+    ledger = Ledger(settings, planned_steps=config.training.steps)
+    ledger.mark_not_private("trained without privacy (privacy.enable = false)")
+    return ledger
+
+
+def published_baseline(ledger: Ledger) -> dict[str, Any]:
+    """Return the `privacy.json` of a run without privacy."""
+    spent = dict.fromkeys(("epsilon", "epsilon_planned", "epsilon_executed"))
+    terms = terms_in_words(ledger, [], 0.0)
+    return schema.assemble(ledger, {**spent, "caveats": ledger.caveats, **terms})
+
+
+def refuse_private_folder(folder: str) -> None:
+    """Refuse to train without privacy in a private run's folder, by ValueError: its `privacy.json`
+    would no longer cover the weights."""
+    is_there = os.path.exists(os.path.join(folder, PRIVACY_FILE))
+    if (is_there and not _is_baseline(folder)) or ExecutedSteps(folder).count > 0:
+        raise ValueError(
+            f"privacy.enable = false: job.dump_folder = '{folder}' is that of a private run; give "
+            "this one its own job.dump_folder"
+        )
+
+
+def refuse_baseline_folder(folder: str) -> None:
+    """Refuse to train with privacy in the folder of a run without, by ValueError."""
+    if _is_baseline(folder):
+        raise ValueError(
+            f"privacy.enable = true: job.dump_folder = '{folder}' is that of a run without "
+            "privacy, whose weights cannot become private; give this one its own job.dump_folder"
+        )
+
+
+def _is_baseline(folder: str) -> bool:
+    """Return whether its `privacy.json` is of a run without privacy; one that is broken is not."""
+    with contextlib.suppress(ValueError):
+        published = read_published_fields(folder)
+        return published is not None and published["mechanism"] == NoMechanism.name
+    return False

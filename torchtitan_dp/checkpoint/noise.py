@@ -8,7 +8,7 @@ import math
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by
-from torchtitan_dp.ledger.steps import union
+from torchtitan_dp.ledger.settings import union
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import Segment
 

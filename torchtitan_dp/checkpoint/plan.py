@@ -8,8 +8,7 @@ import bisect
 import dataclasses
 from dataclasses import dataclass
 
-from torchtitan_dp.checkpoint.baseline import refuse_baseline_folder
-from torchtitan_dp.checkpoint.initial import InitialWeights, inheritance
+from torchtitan_dp.checkpoint.initial import InitialWeights, inheritance, refuse_baseline_folder
 from torchtitan_dp.checkpoint.noise import choose_noise
 from torchtitan_dp.checkpoint.terms import config_hash, settings_of
 from torchtitan_dp.config import JobConfig
@@ -52,8 +51,6 @@ def make_plan(
 ) -> Plan:
     """Fix the noise, the sampling rate and the epsilon of a run.
 
-    `checkpoint.start.plan_start` passes the ledgers of a start.
-
     Args:
         units: number of training units.
         account: the ledger of this folder's earlier steps; its noise and rate are kept, unless
@@ -68,7 +65,10 @@ def make_plan(
     privacy, steps = config.privacy, config.training.steps
     warnings = _refuse_delta(config, units)
     inherited = inheritance(config, initial)
-    before = resumed or _lost(account)
+    before = resumed
+    if before is None and account is not None:  # weights are lost: terms stay, steps start anew
+        before = dataclasses.replace(account)
+        before.rewind()
     ancestors = [*(account.ancestors if account else ()), *inherited.ancestors]
     sigma, bands = choose_noise(config, units, ancestors, before)
     ledger = Ledger(
@@ -108,15 +108,6 @@ def steps_within(plan: Plan, target_epsilon: float) -> int | None:
     tried = range(ledger.steps, plan.steps + 1)
     found = bisect.bisect_left(tried, True, key=exceeds)
     return tried[found - 1] if found else None
-
-
-def _lost(account: Ledger | None) -> Ledger | None:
-    """Return the account of a run whose weights are lost: its terms stay, its steps start anew."""
-    if account is None:
-        return None
-    lost = dataclasses.replace(account)
-    lost.rewind()
-    return lost
 
 
 def _refuse_delta(config: JobConfig, units: int) -> list[str]:
@@ -176,11 +167,7 @@ def _chance(delta: float) -> str:
 
 
 def refuse_overspending(config: JobConfig, ledger: Ledger) -> float:
-    """Return the epsilon after a run's last step.
-
-    Raises:
-        ValueError: it is above the target.
-    """
+    """Return the epsilon after a run's last step; raise ValueError if it is above the target."""
     privacy, steps = config.privacy, config.training.steps
     epsilon = ledger.epsilon(max(steps, ledger.steps))
     if privacy.target_epsilon is not None and epsilon > privacy.target_epsilon:

@@ -152,11 +152,7 @@ def entries(metadata: Metadata) -> Iterator[Entry]:
 
 
 def has_state(folder: str | os.PathLike[str], state: str) -> bool:
-    """Return whether a checkpoint has any entry of a state, by the state's name.
-
-    Raises:
-        ValueError: its metadata is missing or damaged.
-    """
+    """Return whether a checkpoint has any entry of a state; raise ValueError if it is damaged."""
     names = read_metadata(folder).state_dict_metadata
     return any(name.startswith(f"{state}.") for name in names)
 

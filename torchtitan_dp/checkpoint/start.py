@@ -131,14 +131,7 @@ def own_checkpoint(folder: str, step: int) -> Start:
 
 
 def has_adapters(step: str) -> bool:
-    """Return whether an initial checkpoint has adapters; they stay as drawn if it has none.
-
-    Args:
-        step: the checkpoint's own folder.
-
-    Raises:
-        ValueError: its metadata is damaged.
-    """
+    """Return whether an initial checkpoint has adapters; they stay as drawn if it has none."""
     return any(map(is_adapter, safe_load.shapes(safe_load.read_metadata(step))))
 
 
@@ -146,9 +139,9 @@ def check_start(start: Start, state_dict: Mapping[str, torch.Tensor], origin: st
     """Refuse a checkpoint that cannot be loaded, by the files that one process checks quickly.
 
     Args:
-        start: one that loads a checkpoint, this run's own or an initial one. state_dict: the
-        model's parameters; tensors on `meta` suffice. An initial checkpoint may lack all
-            adapters of LoRA, which are then drawn.
+        start: one that loads a checkpoint, this run's own or an initial one.
+        state_dict: the model's parameters; tensors on `meta` suffice. An initial checkpoint may
+            lack all adapters of LoRA, which are then drawn.
         origin: the source of the model's shape, for the message.
 
     Raises:
@@ -212,11 +205,7 @@ def check_records(folder: str, fingerprint: str, settings: Mapping[str, object])
     """Refuse other records than those of this folder's run, if it has begun a step or saved one.
 
     A start that failed before the first update binds the folder to nothing, since no output
-    depends on its records. `steps_executed.log` has a line of each update before it is made, and
-    the fingerprint is written earlier still.
-
-    Args:
-        fingerprint, settings: as in `ledger.check_fingerprint`.
+    depends on its records.
 
     Raises:
         ValueError: naming the key that changed and the remedy.

@@ -8,6 +8,7 @@ import math
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.derived import ladder, privacy_unit, targets, trained, unit_word
+from torchtitan_dp.config.rope import rope_in_words
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.mechanism import mechanism_of
@@ -73,6 +74,7 @@ def settings_of(
         secure_noise=privacy.secure_noise,
         exact_sum=privacy.exact_sum,
         trained=trained(config),
+        rope=rope_in_words(config),
         units=units if units_are_public else None,
         # Each length of the ladder is dealt out by itself, rounded up.
         samples_per_rank=math.ceil(_most_drawn(batch) / ranks) + len(ladder(config)),

@@ -73,10 +73,7 @@ def verify(folder: str) -> Run:
 
 
 def _check_epsilon(run: Run, name: str, stated: float | None, found: float | None) -> None:
-    """Add to `run.faults` an epsilon below the spending.
-
-    It may be higher: an account reports the next point of a curve.
-    """
+    """Add to `run.faults` an epsilon below the spending; a curve's next point may be above."""
     if (stated is None) != (found is None):
         run.faults.append(f"{PRIVACY_FILE}: {name} = {stated}, but the ledger gives {found}")
     elif stated is not None and found is not None and stated < found * (1 - _SLACK):

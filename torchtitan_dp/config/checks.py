@@ -1,6 +1,7 @@
 """Settings that cannot work together, refused in one line that names the key and the remedy."""
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.rope import check_rope
 from torchtitan_dp.config.samples import check_samples
 from torchtitan_dp.config.supported import check_supported, check_values
 from torchtitan_dp.gradients.methods import METHODS, automatic
@@ -91,6 +92,7 @@ def check(config: JobConfig, world_size: int) -> None:
     check_values(config)
     check_samples(config)
     _check_lora(config)
+    check_rope(config)
     _check_ema(config)
     if config.data.unit_field is None and config.data.unit_sampling != "concat":
         raise ValueError(

@@ -14,11 +14,13 @@ if TYPE_CHECKING:  # At run time the sections are merged by name.
     from torchtitan.config.job_config import ActivationCheckpoint as _ActivationCheckpoint
     from torchtitan.config.job_config import Checkpoint as _Checkpoint
     from torchtitan.config.job_config import JobConfig as _JobConfig
+    from torchtitan.config.job_config import Metrics as _Metrics
     from torchtitan.config.job_config import Model as _Model
     from torchtitan.config.job_config import Parallelism as _Parallelism
     from torchtitan.config.job_config import Training as _Training
 else:
-    _JobConfig = _Training = _Checkpoint = _Model = _ActivationCheckpoint = _Parallelism = object
+    _JobConfig = _Training = _Checkpoint = _Model = _ActivationCheckpoint = object
+    _Parallelism = _Metrics = object
 
 
 @dataclass
@@ -124,6 +126,20 @@ class Training(_Training):
 
 
 @dataclass
+class Metrics(_Metrics):
+    """TorchTitan's section, with two more options. `enable_wandb` sends as `enable_mlflow` does."""
+
+    enable_mlflow: bool = False
+    """Send the scalars that may be published to MLflow (`pip install 'torchtitan-dp[mlflow]'`), at
+    `MLFLOW_TRACKING_URI`, by default a database in `job.dump_folder`."""
+
+    send_not_private: bool = False
+    """Send all scalars to W&B and MLflow, also those that are computed from records without noise
+    and no epsilon covers. False: those that may be published, and none of a run that is not
+    private."""
+
+
+@dataclass
 class Parallelism(_Parallelism):
     """TorchTitan's section, with one more option."""
 
@@ -195,6 +211,33 @@ class LoRA:
 
 
 @dataclass
+class Rope:
+    """Rotary embeddings for samples beyond the window that the model was trained on. Unset keys
+    leave them as the model has them. No resume may change a key; exports have them in
+    `config.json`. docs/running.md has an example."""
+
+    theta: float | None = None
+    """The base of wavelengths, in place of the model's `rope_theta`."""
+
+    type: Literal["default", "linear", "yarn"] | None = None
+    """The scaling, in place of the model's own, computed as `transformers` does: `default` is none;
+    `linear` divides positions by `factor` (Chen et al. 2023); `yarn` divides them for long
+    wavelengths only, and multiplies cosines and sines by 0.1 ln(factor) + 1 (Peng et al. 2023)."""
+
+    factor: float | None = None
+    """The new window divided by the trained one."""
+
+    original_max_position_embeddings: int | None = None
+    """The trained window in tokens, before any scaling. Only `yarn` needs it."""
+
+    beta_fast: float | None = None
+    """Of `yarn`: what turns at least so often in the trained window is not scaled. Unset: 32."""
+
+    beta_slow: float | None = None
+    """Of `yarn`: what turns at most so often is scaled by all of `factor`. Unset: 1."""
+
+
+@dataclass
 class EMA:
     """An average of weights (De et al. 2022), with less noise than the weights of one
     step. It is computed from these alone, so epsilon stays the same."""
@@ -219,7 +262,9 @@ class JobConfig(_JobConfig):
     training: Training = field(default_factory=Training)
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    metrics: Metrics = field(default_factory=Metrics)
     model: Model = field(default_factory=Model)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     lora: LoRA = field(default_factory=LoRA)
+    rope: Rope = field(default_factory=Rope)
     ema: EMA = field(default_factory=EMA)

@@ -19,7 +19,7 @@ _SUPPORTED = {
     "job": "config_file dump_folder description print_config save_config_file custom_config_module",
     "profiling": "enable_profiling save_traces_folder profile_freq profiler_active profiler_warmup "
     "enable_memory_snapshot save_memory_snapshot_folder",
-    "metrics": "log_freq enable_tensorboard disable_color_printing save_tb_folder "
+    "metrics": "log_freq enable_tensorboard enable_wandb disable_color_printing save_tb_folder "
     "save_for_all_ranks",
     "model": "name",
     "optimizer": "name lr beta1 beta2 eps weight_decay implementation",
@@ -66,8 +66,6 @@ _REMEDIES = {
     "fault_tolerance.enable": "set it to false; replicas that come and go would change who is "
     "sampled",
     "comm.mode": "set it to 'default'; the others do not train",
-    "metrics.enable_wandb": "use metrics.enable_tensorboard; losses and paths, which are not "
-    "private, would be sent to somebody else",
 }
 
 

@@ -12,7 +12,7 @@ Guarantee:
 
 Gradients arrive in bundles. A bundle is one flat tensor of parameters that are reduced together: an
 FSDP2 group (`microbatch`) or one parameter (`grad_sample`). Bundles decide how gradients are
-communicated, clip groups (`privacy.clip_policy`) how they are clipped; the two are independent.
+communicated, clip groups (`privacy.clipping`) how they are clipped; the two are independent.
 
 A method that has all gradients at once calls `add`; one that completes a group early calls
 `add_group`, which frees them; one with norms from elsewhere calls `policy.clip`, then `accumulate`,
@@ -27,8 +27,7 @@ import torch.distributed as dist
 import torch.nn as nn
 
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, reduce_scatter_sum
-from torchtitan_dp.privacy.clip_policy import ClipPolicy
-from torchtitan_dp.privacy.clipping import Clip, squared_norm
+from torchtitan_dp.privacy.clipping import Clip, ClipPolicy, squared_norm
 from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
 

@@ -20,7 +20,7 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, free_gathered
 from torchtitan_dp.gradients.methods import METHODS, GradientMethod
 from torchtitan_dp.optimizer import DPOptimizer
-from torchtitan_dp.privacy.clip_policy import clip_policy
+from torchtitan_dp.privacy.clipping import clip_policy
 from torchtitan_dp.privacy.fixed_point import unit
 from torchtitan_dp.privacy.settings import Privacy
 from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, Summation

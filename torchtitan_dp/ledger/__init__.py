@@ -11,7 +11,7 @@ Nouns of this room, also in the documentation:
     lost step: An executed step that is not of the lineage, since a crash or a branch abandoned it.
     ancestor: A run that initial weights come from, with the steps that made them.
 
-Modules, from the bottom: `settings`, `steps` (which step is which), `lineage` (the `Ledger`),
+Modules, from the bottom: `settings` (terms, and which step is which), `lineage` (the `Ledger`),
 `schema` (the keys of `privacy.json`), `caveats` (the assumptions under epsilon), `executed` (the
 private logs), `files` (`privacy.json` and the fingerprint of the records), `account` (what is spent
 while training, and published) and `runs` (the sum over several runs). Configurations are read one

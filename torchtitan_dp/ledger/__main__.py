@@ -9,6 +9,7 @@ RUN is a `job.dump_folder`. Exit code 0 if all that the runs' files say holds to
 import argparse
 import dataclasses
 import sys
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
@@ -30,7 +31,7 @@ def main(argv: list[str]) -> int:
         holds = not any(run.faults for run in runs)
         spent = total(runs, options.delta, overlapping=options.overlapping) if holds else None
         if options.json:
-            _write(options.json, runs, spent)
+            write_json(options.json, for_programs(runs, spent))
         if options.plot:
             plot(runs, spent, options.plot)
     _show(runs, spent, overlapping=options.overlapping)
@@ -67,7 +68,7 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
             run.ledger.run,
             f"{run.ledger.steps:,}",
             _epsilon(run.epsilon),
-            f"{run.steps_executed:,}",
+            f"{run.ledger.steps_executed:,}",
             _epsilon(run.epsilon_executed),
             _epsilon(run.epsilon_planned),
             "NO" if run.faults else "yes",
@@ -112,9 +113,9 @@ def _epsilon(value: float | None) -> str:
     return "NOT private" if value is None else rounded_up(value)
 
 
-def _write(path: str, runs: list[Run], spent: Total | None) -> None:
-    """Write the findings as JSON."""
-    content = {
+def for_programs(runs: list[Run], spent: Total | None) -> dict[str, Any]:
+    """Return the content of `--json`."""
+    return {
         "runs": [
             {
                 "folder": run.folder,
@@ -122,7 +123,7 @@ def _write(path: str, runs: list[Run], spent: Total | None) -> None:
                 "private": run.ledger.private,
                 "steps": run.ledger.steps,
                 "epsilon": run.epsilon,
-                "steps_executed": run.steps_executed,
+                "steps_executed": run.ledger.steps_executed,
                 "epsilon_executed": run.epsilon_executed,
                 "epsilon_planned": run.epsilon_planned,
                 "delta": run.ledger.settings.delta,
@@ -135,7 +136,6 @@ def _write(path: str, runs: list[Run], spent: Total | None) -> None:
         ],
         "total": None if spent is None else dataclasses.asdict(spent),
     }
-    write_json(path, content)
 
 
 def plot(runs: list[Run], spent: Total | None, path: str) -> None:

@@ -22,7 +22,7 @@ from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.caveats import assumptions, caveats
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.steps import union
+from torchtitan_dp.ledger.settings import union
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.curve import EpsilonCurve
 from torchtitan_dp.privacy.meaning import Meaning, meaning
@@ -36,8 +36,8 @@ class Account:
     def __init__(self, ledger: Ledger, total_steps: int) -> None:
         """
         Args:
-            ledger: whose lost steps are entered.
-            total_steps: of the run: `training.steps`.
+            ledger: with lost steps entered.
+            total_steps: `training.steps`.
         """
         self._ledger, self._total = ledger, total_steps
 
@@ -81,8 +81,7 @@ class Account:
         return content
 
     def exported(self) -> dict[str, Any]:
-        """Return the `privacy.json` of weights that are exported now, in the form of a release, so
-        that a key has one meaning wherever weights leave the run's folder."""
+        """Return the `privacy.json` of weights that are exported now, in the form of a release."""
         _, executed, planned = self._epsilons()
         return released(
             self._ledger,
@@ -104,31 +103,25 @@ class Account:
         return self._ledger.compose(steps) if self._ledger.composes else math.inf
 
     def _at(self, curve: EpsilonCurve | None, steps: Callable[[], list[Segment]]) -> float:
-        """Return the spending of these steps, from the curve where there is one: no step that is
-        logged waits for a list of all steps before it."""
+        """Return the spending of these steps, from the curve, if any: no logged step waits."""
         if not self._ledger.composes or curve is None:
             return self._composed(steps())
         return curve.at(self._own_steps())
 
     @functools.cached_property
     def _lineage_curve(self) -> EpsilonCurve | None:
-        """The curve of the lineage."""
         return self._curve()
 
     @functools.cached_property
     def _executed_curve(self) -> EpsilonCurve | None:
-        """The curve of all executed steps."""
         lost = self._ledger.published_lost()
         return self._curve(lost) if lost.steps else self._lineage_curve
 
     def _curve(self, *lost: Segment) -> EpsilonCurve | None:
-        """Return a curve over this run's steps on the present terms, computed for a few points.
+        """Return a curve over this run's steps on the present terms, beside lost ones.
 
         Its points follow from the number of these steps, not from the step at which this start
         began, which a clock may have decided.
-
-        Args:
-            lost: steps that count beside those of the lineage.
         """
         settings, own = self._ledger.settings, self._own_steps()
         present = settings.mechanism.as_logged()
@@ -189,8 +182,7 @@ def terms_in_words(ledger: Ledger, segments: list[Segment], epsilon: float) -> d
     """Return the values of `privacy.json` that are the same for a run and for a release.
 
     Args:
-        segments: the steps that epsilon is of.
-        epsilon: infinite if they are not private.
+        segments, epsilon: steps, and what they spend; infinite if they are not private.
     """
     found = explain(ledger, segments, epsilon)
     return {
@@ -251,11 +243,8 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def source() -> dict[str, Any]:
-    """Return this package's name and version, and the commit of its files.
-
-    `commit` is the SHA-1 of the checkout that this package lies in and `modified` whether files
-    of the package differ from it; both are None outside of a checkout, and where git fails.
-    """
+    """Return this package's name and version, the commit of its checkout, and whether its files
+    differ from that; the latter two are None outside of a checkout, and where git fails."""
     commit = _git("rev-parse", "HEAD")
     tracked = commit is not None and _git("ls-files", "--", __file__)
     changes = _git("status", "--porcelain", "--", "..") if tracked else None

@@ -48,11 +48,7 @@ _ROUNDED = "the clipped sum is rounded: "
 
 
 def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]:
-    """Return the caveats to read beside the epsilon of this run.
-
-    Args:
-        epsilon, epsilon_planned: as in `privacy.json`; infinite if the run is not private.
-    """
+    """Return the caveats to read beside these epsilons of the run (infinite: not private)."""
     found = list(ledger.caveats)
     stopped = [f"{ledger.steps} of {ledger.planned_steps}"] if ledger.left else []
     for ancestor in ledger.ancestors:

@@ -15,8 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.ledger.steps import NamedStep, new_name, step_name, step_names
+from torchtitan_dp.ledger.settings import NamedStep, Settings, new_name, step_name, step_names
 from torchtitan_dp.privacy.mechanism import Segment, from_log, worst
 from torchtitan_dp.process import Fault, private_opener
 
@@ -34,17 +33,12 @@ class ExecutedSteps:
     """
 
     def __init__(self, folder: str) -> None:
-        """Read the files, if there are any.
-
-        Raises:
-            ValueError: if a file is not one of ours.
-        """
+        """Read the files, if there are any; raise ValueError if one is not ours."""
         self._start = new_name()
         self._folder = folder
         self._path = os.path.join(folder, EXECUTED_FILE)
         self._begun: dict[NamedStep, str] = {}  # in their order, with their start; "": not known
         self._taken: Counter[str] = Counter()  # steps by start
-        self._adopted = 0  # of all, steps of checkpoints that came without their log
         self._torn = 0  # lines whose terms were lost: counted on the worst terms
         self._torn_name = ""  # of their own in each folder: copies may tear at different steps
         self._tail_is_torn = False
@@ -64,11 +58,8 @@ class ExecutedSteps:
         return self._start
 
     def begin_start(self, most_lost: int) -> None:
-        """Record, durably, that this start is about to draw its first units. Call on one rank.
-
-        Args:
-            most_lost: the number of steps that it counts as lost if it crashes.
-        """
+        """Record, durably, that this start is about to draw its first units, and the steps that it
+        counts as lost if it crashes. Call on one rank."""
         self._starts[self._start] = StartLine(most_lost)
         self._append_start(f"begin {self._start} {most_lost}")
 
@@ -91,23 +82,13 @@ class ExecutedSteps:
         if missing:
             self._append_steps(0, missing)
 
-    def unlogged(self, lineage: Iterable[NamedStep]) -> int:
-        """Count the steps of a lineage that were taken elsewhere, without a line here before them.
-
-        More may have been begun there, and lost. A torn line may stand for one of them.
-        """
-        return max(self._adopted + self.missing(lineage) - self._torn, 0)
-
     def missing(self, lineage: Iterable[NamedStep]) -> int:
         """Count the steps of a lineage that have no line here."""
         return sum(step not in self._begun for step in lineage)
 
     def begun(self, settings: Settings) -> list[NamedStep]:
-        """Return all steps ever begun.
-
-        Torn lines are taken for steps of a start of their own, of the worst mechanism that is
-        known, that of `settings` included.
-        """
+        """Return all steps ever begun; torn lines as steps of a start of their own, on the worst
+        mechanism that is known, that of `settings` included."""
         found = list(self._begun)
         of_torn = worst({settings.mechanism.as_logged(), *(step.mechanism for step in found)})
         torn = step_names(self._torn_name, self._torn)
@@ -129,8 +110,8 @@ class ExecutedSteps:
         ledger.lost_exactly = len(lost)
 
     def _by_blocks(self, lost: Iterable[NamedStep], period: int) -> int:
-        """Return at least the number of lost steps, as many whatever a crash did lose: a start that
-        crashed counts as what it could lose at most, or a multiple of that.
+        """Count lost steps, whatever a crash did lose: a start that crashed counts as what it could
+        lose at most, or a multiple of that.
 
         What a start lost is steps in a row; steps of an unknown start need not be. Blocks are whole
         periods, so that all of them together are dominated as steps in a row are.
@@ -155,7 +136,7 @@ class ExecutedSteps:
         return [NamedStep(name, mechanism) for name in step_names(secret, steps.steps)]
 
     def _append_start(self, line: str) -> None:
-        """Write and sync a line; on a new one, whatever a crash has left of the line before."""
+        """Write and sync a line, on a new one after what a crash may have left."""
         _append(os.path.join(self._folder, STARTS_FILE), f"\n{line}\n".encode())
 
     def _append_steps(self, step: int, steps: list[tuple[str, NamedStep]]) -> None:
@@ -171,7 +152,6 @@ class ExecutedSteps:
         self._tail_is_torn = False
         self._size += len(content)
         self._begun.update((taken, "" if step == 0 else start) for start, taken in steps)
-        self._adopted += len(steps) * (step == 0)
 
     def _read(self) -> None:
         """Read all lines, and count those that were torn by a crash."""
@@ -197,7 +177,7 @@ class ExecutedSteps:
         try:
             step, sigma, rate, start, *rest = line.split()
             mechanism = from_log(float(sigma), float(rate), rest)
-            self._adopted += int(step) == 0
+            int(step)
         except ValueError:
             raise ValueError(
                 f"{self._path}, line {number}: '{line[:40]}' is not a step; restore the file, or "
@@ -261,14 +241,9 @@ def _append(path: str, content: bytes, expected_size: int | None = None) -> None
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    if is_new:
-        _sync_folder(os.path.dirname(path))
-
-
-def _sync_folder(folder: str) -> None:
-    """Sync a folder: a new file's name is on disk only when its folder is."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    if is_new:  # a new file's name is on disk only when its folder is
+        descriptor = os.open(os.path.dirname(path), os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

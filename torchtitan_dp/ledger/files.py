@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.caveats import recorded
 from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.steps import names_of_starts
+from torchtitan_dp.ledger.settings import names_of_starts
 from torchtitan_dp.process import write_atomically
 
 PRIVACY_FILE = "privacy.json"
@@ -22,21 +22,15 @@ FINGERPRINT_FILE = "data_fingerprint.private"
 
 
 def read_published(folder: str) -> Ledger | None:
-    """Return the ledger of this folder's `privacy.json`; None if there is no such file.
-
-    Raises:
-        ValueError: if the file is not one of ours.
-    """
+    """Return the ledger of this folder's `privacy.json`, if any; raise ValueError if it is not
+    ours."""
     content = read_published_fields(folder)
     return None if content is None else ledger_of(content)
 
 
 def read_published_fields(folder: str) -> dict[str, Any] | None:
-    """Return the content of `privacy.json`; `ledger_of` makes a ledger of it.
-
-    Raises:
-        ValueError: if the file is not one of ours.
-    """
+    """Return the content of this folder's `privacy.json`, if any; raise ValueError if it is not
+    ours."""
     path = os.path.join(folder, PRIVACY_FILE)
     if not os.path.exists(path):
         return None
@@ -55,11 +49,7 @@ def read_published_fields(folder: str) -> dict[str, Any] | None:
 
 
 def write_published(folder: str, content: Mapping[str, Any]) -> None:
-    """Write `privacy.json` atomically.
-
-    Args:
-        content: from `schema.assemble`.
-    """
+    """Write `privacy.json`, from `schema.assemble`, atomically."""
     write_atomically(os.path.join(folder, PRIVACY_FILE), to_bytes(content))
 
 
@@ -138,11 +128,7 @@ def write_fingerprint(folder: str, fingerprint: str, settings: Mapping[str, obje
 
 
 def _read_settings(folder: str) -> dict[str, object]:
-    """Return the settings beside the fingerprint; none of them in a file of one line.
-
-    Raises:
-        ValueError: if the second line is not ours.
-    """
+    """Return the settings beside the fingerprint; none in a file of one line."""
     path = os.path.join(folder, FINGERPRINT_FILE)
     with open(path, encoding="ascii") as file:
         _, *rest = file.read().splitlines()

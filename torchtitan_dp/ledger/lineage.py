@@ -13,9 +13,10 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan_dp.ledger.settings import RunSegment, Settings
-from torchtitan_dp.ledger.steps import (
+from torchtitan_dp.ledger.settings import (
     NamedStep,
+    RunSegment,
+    Settings,
     name_steps,
     names_of_starts,
     new_name,
@@ -143,8 +144,8 @@ class Ledger:
     def resume_from(self, loaded: "Ledger", *, new_segment: bool) -> None:
         """Become the account of weights that were loaded, to be trained on with this one's terms.
 
-        Exact norms may take the place of capped estimates, and these theirs, without a new segment
-        being asked for: that changes no epsilon. The norms of each step are recorded all the same.
+        Exact norms and capped estimates may take each other's place without `new_segment`: that
+        changes no epsilon. The norms of each step are recorded all the same.
 
         Args:
             new_segment: whether the terms may differ, by a change that was fixed before training.
@@ -236,8 +237,7 @@ class Ledger:
         return self.steps + self.published_lost().steps
 
     def executed(self) -> list[Segment]:
-        """Return every step ever begun, as it is published, by the runs behind the initial weights
-        too."""
+        """Return every step ever begun, as published, also behind the initial weights."""
         return [*self.taken_in_all(), self.published_lost(), *self.lost_before()]
 
     def planned(self) -> list[Segment]:
@@ -255,8 +255,7 @@ class Ledger:
 
     def still_planned(self) -> list[Segment]:
         """Return the steps that this run and those behind its initial weights planned but did not
-        take, on the worst terms that each run had: terms that were made better on the way count
-        from there on only for steps that were taken."""
+        take, on the worst terms that each run had: better ones count for steps taken alone."""
         behind = [segment for a in self.ancestors for segment in _worst(a.segments, a.left, a.run)]
         return [*_worst(self.segments(), self.left, self.run), *behind]
 
@@ -336,12 +335,10 @@ class Ledger:
 
 
 def _lost_fields(lost: Segment | None) -> dict[str, Any] | None:
-    """Return lost steps as `privacy.json` and checkpoints record them."""
     return None if lost is None else {**lost.mechanism.fields(), "steps": lost.steps}
 
 
 def _lost_of(fields: dict[str, Any] | None) -> Segment | None:
-    """Build lost steps from what `_lost_fields` gives."""
     return None if fields is None else Segment(from_fields(fields), fields["steps"])
 
 

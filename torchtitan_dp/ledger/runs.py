@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.lineage import Ledger
-from torchtitan_dp.ledger.steps import NamedStep, union
+from torchtitan_dp.ledger.settings import NamedStep, union
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import Segment, composition
 
@@ -30,11 +30,6 @@ class Run:
     fingerprint: str | None
     faults: list[str] = field(default_factory=list)  # contradictions
     notes: list[str] = field(default_factory=list)
-
-    @property
-    def steps_executed(self) -> int:
-        """The number of steps ever begun in the folder, as it is published."""
-        return self.ledger.steps_executed
 
     @property
     def epsilon(self) -> float | None:
@@ -57,13 +52,11 @@ class Run:
 
     def caveats(self) -> list[str]:
         """Return the caveats under its epsilon."""
-        spent, planned = self.epsilon, self.epsilon_planned
-        infinite = math.inf
-        return caveats(
-            self.ledger,
-            infinite if spent is None else spent,
-            infinite if planned is None else planned,
+        spent, planned = (
+            math.inf if epsilon is None else epsilon
+            for epsilon in (self.epsilon, self.epsilon_planned)
         )
+        return caveats(self.ledger, spent, planned)
 
 
 @dataclass(frozen=True)

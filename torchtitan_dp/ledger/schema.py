@@ -1,7 +1,7 @@
 """Every key of `privacy.json`, once: its type, its value's origin, who may see it, what it means.
 
 What is written (`assemble`), read (`check`), verified, released and documented
-(`docs/privacy_json.md`) follows from `KEYS`. Format 1.
+(`docs/privacy_json.md`) follows from `PrivacyFile`. Format 1.
 
 Guarantee:
     `assemble` writes the keys of `KEYS` and no other, so that nothing leaves by `privacy.json` that
@@ -12,9 +12,9 @@ import enum
 import math
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 from torchtitan_dp.ledger.lineage import FORMAT, Ledger
 from torchtitan_dp.privacy.mechanism import MECHANISMS, Mechanism
@@ -37,263 +37,195 @@ class Key:
     name: str
     type: Any  # of the value as JSON has it
     origin: Origin
-    meaning: str
     released: bool = True
-    added: bool = False  # to format 1 after files of it were written, which lack it
+    added: bool = False
+    meaning: str = ""  # of a mechanism's key; of others, the docstring in `PrivacyFile`
 
 
 _SETTINGS, _MECHANISM, _LEDGER, _ACCOUNT, _RELEASE = Origin
 _NUMBER = int | float
+_ADDED, _NOT_RELEASED = "added", "not released"
+
+
+class PrivacyFile:
+    """The keys of a `privacy.json`, in order, each with its type, origin and marks ("added": to
+    format 1 after files of it were written, which lack it; "not released"). The docstring below a
+    key is its reference. After `max_grad_norm` come those of the mechanism."""
+
+    format: Annotated[int, _ACCOUNT]
+    """The version of this table: 1."""
+
+    private: Annotated[bool, _LEDGER]
+    """Whether the weights are differentially private at all. Once false, it stays false for weights
+    that go on from these."""
+
+    epsilon: Annotated[_NUMBER | None, _ACCOUNT]
+    """The ε of these weights; null if they are not private. In a run's own folder: of every step of
+    their lineage, if neither results nor a clock decided when to stop. In a release: the ε that its
+    model card quotes."""
+
+    epsilon_counts: Annotated[str, _RELEASE]
+    """The steps that the released `epsilon` counts. `planned_steps`: it is `epsilon_planned`.
+    `executed_steps`: it is `epsilon_executed`, since the owner stated that neither results nor a
+    clock decided when to stop. `kept_and_planned_steps`, `kept_steps`: the same without lost steps,
+    since the owner stated that nobody saw anything of them."""
+
+    epsilon_planned: Annotated[_NUMBER | None, _ACCOUNT]
+    """The ε of every step ever begun and of those still planned, by the runs behind the initial
+    weights too: it also holds if weights decided when to stop. No ε covers a stop that followed
+    from losses, norms or other logs."""
+
+    epsilon_executed: Annotated[_NUMBER | None, _ACCOUNT]
+    """The ε of every step ever begun in the folder (`steps_executed`), lost and abandoned ones
+    included. Of an audited run, the cost of publishing the audit's result."""
+
+    delta: Annotated[_NUMBER, _SETTINGS]
+    """δ: the probability that ε may fail to hold."""
+
+    accountant: Annotated[str, _SETTINGS]
+    """How ε is computed: `pld`, `prv` or `rdp`."""
+
+    mechanism: Annotated[str, _SETTINGS]
+    """`poisson_sampled_gaussian`: each step adds Gaussian noise to the sum of the clipped gradients
+    of the units that were drawn. `poisson_sampled_gaussian_of_randomized_norms`: the same, of
+    gradients clipped by estimates of their norms, so that each step is a mixture of Gaussians.
+    `banded_gaussian_of_cyclic_poisson_sampling`: noise is correlated over steps, so that n steps in
+    a row are ⌈n / bands⌉ subsampled Gaussian mechanisms. `none`: trained without privacy."""
+
+    sampling: Annotated[str, _SETTINGS]
+    """`poisson`: every unit is drawn at each step by a coin of its own. `cyclic_poisson`: every
+    unit of one of `bands` groups, which take turns. `shuffled`: in batches of one size, which no ε
+    here counts."""
+
+    sample_rate: Annotated[_NUMBER, _SETTINGS]
+    """q: the probability that a unit is drawn at a step, on average over steps."""
+
+    sample_rate_source: Annotated[str, _SETTINGS]
+    """What q follows from."""
+
+    noise_multiplier: Annotated[_NUMBER, _SETTINGS]
+    """σ: the standard deviation of the noise on each coordinate of the sum, over C; of correlated
+    noise, over C times the norm of a column (docs/privacy.md)."""
+
+    max_grad_norm: Annotated[_NUMBER, _SETTINGS]
+    """C: the norm that a unit's gradient is clipped to, or the estimate of this norm."""
+
+    clipping: Annotated[str, _SETTINGS]
+    """`flat`: one norm over all parameters; `per_layer`: one for each layer or group, each clipped
+    to its share of the same C."""
+
+    clip_function: Annotated[str, _SETTINGS]
+    """How a gradient g is scaled: `vanilla` by min(1, C / |g|), `automatic` by C / (|g| + 0.01)."""
+
+    secure_noise: Annotated[bool, _SETTINGS]
+    """Whether the noise resists attacks on its low bits (`privacy.secure_noise`)."""
+
+    exact_sum: Annotated[bool, _SETTINGS]
+    """Whether the clipped sum is exact, so that rounding adds nothing to its sensitivity
+    (`privacy.exact_sum`)."""
+
+    trained: Annotated[str, _SETTINGS, _ADDED]
+    """What the steps changed: all weights, or the adapters of LoRA beside weights that stayed as
+    they were when training started."""
+
+    rope: Annotated[str, _SETTINGS, _ADDED]
+    """What `[rope]` changed of the rotary embeddings: `as given`, nothing. ε does not depend on it;
+    the weights serve no other embeddings."""
+
+    expected_batch_size: Annotated[int, _SETTINGS]
+    """The expected number of units in a step, which the sum is divided by; public."""
+
+    privacy_unit: Annotated[str, _SETTINGS]
+    """What ε protects: one of these."""
+
+    targets: Annotated[str, _SETTINGS, _ADDED]
+    """Which tokens of a record are learned: a sample's loss is the mean over its own. ε protects
+    the whole record, prompts included."""
+
+    windows_per_draw: Annotated[int, _SETTINGS, _ADDED]
+    """How many samples are taken of a unit that is drawn. Their gradients are averaged before the
+    mean is clipped, so that ε is that of one."""
+
+    neighbouring_relation: Annotated[str, _SETTINGS]
+    """Which two data sets ε compares: `zero_out` (one unit's content replaced by an empty one) or
+    `add_remove` (one unit more or less)."""
+
+    units: Annotated[int | None, _SETTINGS]
+    """The number of training units, which `zero_out` treats as public; null under `add_remove`,
+    which does not."""
+
+    steps: Annotated[int, _LEDGER]
+    """Optimizer steps of these weights, in this run."""
+
+    planned_steps: Annotated[int, _LEDGER]
+    """The largest `training.steps` that this run was ever started with."""
+
+    steps_executed: Annotated[int, _ACCOUNT]
+    """At least the number of steps ever begun in the folder: `steps`, and for each crash
+    `checkpoint.interval` steps (or all, if they are fewer), the most that it usually loses. How
+    many it did lose follows from how long steps took, and so from the lengths of records."""
+
+    lost: Annotated[dict | None, _LEDGER, _ADDED]
+    """The steps above `steps` in `steps_executed`, on the least noise and the highest rate of any
+    step begun in the folder; null if there are none."""
+
+    meaning: Annotated[dict | None, _ACCOUNT]
+    """What `epsilon_planned` (in a release: `epsilon`) means for one person: see below."""
+
+    dp_event: Annotated[dict | None, _ACCOUNT]
+    """The steps that `epsilon_planned` (in a release: `epsilon`) counts, as an event of Google's
+    dp-accounting (the fields of `DpEvent.to_named_tuple`), so that anybody can account for them
+    again. Null where a step has no noise."""
+
+    caveats: Annotated[list[str], _ACCOUNT]
+    """What ε rests on beyond what holds of every run; read each before you publish."""
+
+    assumptions: Annotated[list[str], _ACCOUNT]
+    """What ε of every run rests on."""
+
+    segments: Annotated[list[dict], _ACCOUNT]
+    """The steps of this run by the terms they were taken on, in order."""
+
+    step_names: Annotated[str, _ACCOUNT, _ADDED]
+    """A random name for each of the same steps, in order, so that a step that several files list
+    counts once. Names do not show which steps one start of the trainer took."""
+
+    ancestors: Annotated[list[dict], _LEDGER]
+    """The runs that the initial weights come from, with their segments and step names."""
+
+    audit: Annotated[dict | None, _LEDGER, _NOT_RELEASED]
+    """Of an audited run: how many canaries were trained on, and whether it would be private without
+    them."""
+
+    run: Annotated[str, _LEDGER]
+    """A random, public name of the run."""
+
+    config_hash: Annotated[str, _LEDGER]
+    """SHA-256 of what was trained and how, without the places of records and outputs."""
+
+    versions: Annotated[dict, _ACCOUNT]
+    """Versions of the libraries that ε rests on."""
+
+    source: Annotated[dict, _ACCOUNT]
+    """The program: its version and, from a git checkout, its commit and whether files were changed
+    since."""
 
 
 def keys_of(kind: type[Mechanism]) -> tuple[Key, ...]:
     """Return the keys of one kind of mechanism: files of others lack them."""
-    return tuple(Key(name, of, _MECHANISM, meaning) for name, of, meaning in kind.keys)
+    return tuple(Key(name, of, _MECHANISM, meaning=text) for name, of, text in kind.keys)
 
 
-KEYS = (
-    Key("format", int, _ACCOUNT, f"The version of this table: {FORMAT}."),
-    Key(
-        "private",
-        bool,
-        _LEDGER,
-        "Whether the weights are differentially private at all. Once false, it stays false for "
-        "weights that go on from these.",
-    ),
-    Key(
-        "epsilon",
-        _NUMBER | None,
-        _ACCOUNT,
-        "The ε of these weights; null if they are not private. In a run's own folder: of every "
-        "step of their lineage, if neither results nor a clock decided when to stop. In a release: "
-        "the ε that its model card quotes.",
-    ),
-    Key(
-        "epsilon_counts",
-        str,
-        _RELEASE,
-        "The steps that the released `epsilon` counts. `planned_steps`: it is `epsilon_planned`. "
-        "`executed_steps`: it is `epsilon_executed`, since the owner stated that neither results "
-        "nor a clock decided when to stop. `kept_and_planned_steps`, `kept_steps`: the same "
-        "without lost steps, since the owner stated that nobody saw anything of them.",
-    ),
-    Key(
-        "epsilon_planned",
-        _NUMBER | None,
-        _ACCOUNT,
-        "The ε of every step ever begun and of those still planned, by the runs behind the initial "
-        "weights too: it also holds if weights decided when to stop. No ε covers a stop that "
-        "followed from losses, norms or other logs.",
-    ),
-    Key(
-        "epsilon_executed",
-        _NUMBER | None,
-        _ACCOUNT,
-        "The ε of every step ever begun in the folder (`steps_executed`), lost and abandoned ones "
-        "included. Of an audited run, the cost of publishing the audit's result.",
-    ),
-    Key("delta", _NUMBER, _SETTINGS, "δ: the probability that ε may fail to hold."),
-    Key("accountant", str, _SETTINGS, "How ε is computed: `pld`, `prv` or `rdp`."),
-    Key(
-        "mechanism",
-        str,
-        _SETTINGS,
-        "`poisson_sampled_gaussian`: each step adds Gaussian noise to the sum of the clipped "
-        "gradients of the units that were drawn. `poisson_sampled_gaussian_of_randomized_norms`: "
-        "the same, of gradients clipped by estimates of their norms, so that each step is a "
-        "mixture of Gaussians. `banded_gaussian_of_cyclic_poisson_sampling`: noise is correlated "
-        "over steps, so that n steps in a row are ⌈n / bands⌉ subsampled Gaussian mechanisms. "
-        "`none`: trained without privacy.",
-    ),
-    Key(
-        "sampling",
-        str,
-        _SETTINGS,
-        "`poisson`: every unit is drawn at each step by a coin of its own. `cyclic_poisson`: every "
-        "unit of one of `bands` groups, which take turns. `shuffled`: in batches "
-        "of one size, which no ε here counts.",
-    ),
-    Key(
-        "sample_rate",
-        _NUMBER,
-        _SETTINGS,
-        "q: the probability that a unit is drawn at a step, on average over steps.",
-    ),
-    Key("sample_rate_source", str, _SETTINGS, "What q follows from."),
-    Key(
-        "noise_multiplier",
-        _NUMBER,
-        _SETTINGS,
-        "σ: the standard deviation of the noise on each coordinate of the sum, over C.",
-    ),
-    Key(
-        "max_grad_norm",
-        _NUMBER,
-        _SETTINGS,
-        "C: the norm that a unit's gradient is clipped to, or the estimate of this norm.",
-    ),
-    *dict.fromkeys(key for kind in MECHANISMS for key in keys_of(kind)),
-    Key(
-        "clipping",
-        str,
-        _SETTINGS,
-        "`flat`: one norm over all parameters; "
-        "`per_layer`: one for each layer or group, each clipped to its share of the same C.",
-    ),
-    Key(
-        "clip_function",
-        str,
-        _SETTINGS,
-        "How a gradient g is scaled: `vanilla` by min(1, C / |g|), `automatic` by C / (|g| + "
-        "0.01).",
-    ),
-    Key(
-        "secure_noise",
-        bool,
-        _SETTINGS,
-        "Whether the noise resists attacks on its low bits (`privacy.secure_noise`).",
-    ),
-    Key(
-        "exact_sum",
-        bool,
-        _SETTINGS,
-        "Whether the clipped sum is exact, so that rounding adds nothing to its sensitivity "
-        "(`privacy.exact_sum`).",
-    ),
-    Key(
-        "trained",
-        str,
-        _SETTINGS,
-        "What the steps changed: all weights, or the adapters of LoRA beside weights that stayed "
-        "as they were when training started.",
-        added=True,
-    ),
-    Key(
-        "expected_batch_size",
-        int,
-        _SETTINGS,
-        "The expected number of units in a step, which the sum is divided by; public.",
-    ),
-    Key("privacy_unit", str, _SETTINGS, "What ε protects: one of these."),
-    Key(
-        "targets",
-        str,
-        _SETTINGS,
-        "Which tokens of a record are learned: a sample's loss is the mean over its own. ε "
-        "protects the whole record, prompts included.",
-        added=True,
-    ),
-    Key(
-        "windows_per_draw",
-        int,
-        _SETTINGS,
-        "How many samples are taken of a unit that is drawn. Their gradients are averaged before "
-        "the mean is clipped, so that ε is that of one.",
-        added=True,
-    ),
-    Key(
-        "neighbouring_relation",
-        str,
-        _SETTINGS,
-        "Which two data sets ε compares: `zero_out` (one unit's content replaced by an empty one) "
-        "or `add_remove` (one unit more or less).",
-    ),
-    Key(
-        "units",
-        int | None,
-        _SETTINGS,
-        "The number of training units, which `zero_out` treats as public; null under "
-        "`add_remove`, which does not.",
-    ),
-    Key("steps", int, _LEDGER, "Optimizer steps of these weights, in this run."),
-    Key(
-        "planned_steps",
-        int,
-        _LEDGER,
-        "The largest `training.steps` that this run was ever started with.",
-    ),
-    Key(
-        "steps_executed",
-        int,
-        _ACCOUNT,
-        "At least the number of steps ever begun in the folder: `steps`, and for each crash "
-        "`checkpoint.interval` steps (or all, if they are fewer), the most that it usually loses. "
-        "How many it did lose follows from how long steps took, and so from the lengths of "
-        "records.",
-    ),
-    Key(
-        "lost",
-        dict | None,
-        _LEDGER,
-        "The steps above `steps` in `steps_executed`, on the least noise and the highest rate of "
-        "any step begun in the folder; null if there are none.",
-        added=True,
-    ),
-    Key(
-        "meaning",
-        dict | None,
-        _ACCOUNT,
-        "What `epsilon_planned` (in a release: `epsilon`) means for one person: see below.",
-    ),
-    Key(
-        "dp_event",
-        dict | None,
-        _ACCOUNT,
-        "The steps that `epsilon_planned` (in a release: `epsilon`) counts, as an event of "
-        "Google's dp-accounting (the fields of `DpEvent.to_named_tuple`), so that anybody can "
-        "account for them again. Null where a step has no noise.",
-    ),
-    Key(
-        "caveats",
-        list[str],
-        _ACCOUNT,
-        "What ε rests on beyond what holds of every run; read each before you publish.",
-    ),
-    Key("assumptions", list[str], _ACCOUNT, "What ε of every run rests on."),
-    Key(
-        "segments",
-        list[dict],
-        _ACCOUNT,
-        "The steps of this run by the terms they were taken on, in order.",
-    ),
-    Key(
-        "step_names",
-        str,
-        _ACCOUNT,
-        "A random name for each of the same steps, in order, so that a step that several files "
-        "list counts once. Names do not show which steps one start of the trainer took.",
-        added=True,
-    ),
-    Key(
-        "ancestors",
-        list[dict],
-        _LEDGER,
-        "The runs that the initial weights come from, with their segments and step names.",
-    ),
-    Key(
-        "audit",
-        dict | None,
-        _LEDGER,
-        "Of an audited run: how many canaries were trained on, and whether it would be private "
-        "without them.",
-        released=False,
-    ),
-    Key("run", str, _LEDGER, "A random, public name of the run."),
-    Key(
-        "config_hash",
-        str,
-        _LEDGER,
-        "SHA-256 of what was trained and how, without the places of records and outputs.",
-    ),
-    Key("versions", dict, _ACCOUNT, "Versions of the libraries that ε rests on."),
-    Key(
-        "source",
-        dict,
-        _ACCOUNT,
-        "The program: its version and, from a git checkout, its commit and whether files were "
-        "changed since.",
-    ),
-)
+def _keys() -> Iterator[Key]:
+    for name, hint in typing.get_type_hints(PrivacyFile, include_extras=True).items():
+        origin, *marks = hint.__metadata__
+        released, added = _NOT_RELEASED not in marks, _ADDED in marks
+        yield Key(name, hint.__origin__, origin, released=released, added=added)
+        if name == "max_grad_norm":
+            yield from dict.fromkeys(key for kind in MECHANISMS for key in keys_of(kind))
+
+
+KEYS = tuple(_keys())
 
 
 def names(*origins: Origin, released: bool | None = None) -> tuple[str, ...]:
@@ -311,9 +243,7 @@ def assemble(
     """Return the whole content of a `privacy.json`, in the order of `KEYS`.
 
     Args:
-        computed: the value of every key that is computed (`Origin.ACCOUNT`; for a release also
-            `Origin.RELEASE`), and of no other.
-        release: whether it is a release's file.
+        computed: of every key of `Origin.ACCOUNT`, for a release also `Origin.RELEASE`; no other.
     """
     values = {**computed, "format": FORMAT}
     expected = set(names(_ACCOUNT, _RELEASE) if release else names(_ACCOUNT))

@@ -1,7 +1,24 @@
-"""The terms that steps are taken on, segments of such steps, and which terms may change."""
+"""The terms that steps are taken on, which of them may change, and the names of steps.
+
+Each start of the trainer draws a random, secret name and numbers its steps. A step's own name is a
+hash of the two, so that a step that several accounts list counts once, and names in `privacy.json`
+hide which steps one start took: how many fitted into a job follows from how long they took, and so
+from records.
+
+Guarantee:
+    `union` leaves out no step: it drops only steps whose name and terms are already there. A copied
+    folder that was trained on in two places has two starts from there on, and so other names. Names
+    of one start cannot be linked without its own name (SHA-256 of 128 random bits and a number),
+    which is in the log of steps and in checkpoints, both private.
+"""
 
 import dataclasses
-from dataclasses import dataclass
+import hashlib
+import itertools
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torchtitan_dp.privacy import accounting
@@ -29,6 +46,7 @@ class Settings:
     secure_noise: bool = False
     exact_sum: bool = False
     trained: str = "all weights"
+    rope: str = "as given"
     units: int | None = None  # where their number is public
     samples_per_rank: int | None = None  # hardly ever exceeded in a step, whatever is drawn
     ranks_added_up: int = 1  # the data-parallel ranks whose sums are added up
@@ -138,6 +156,7 @@ _OF_A_RUN = {
     "data.unit_field": "privacy_unit",
     "lora": "trained",
     "privacy.bands": "bands",
+    "rope": "rope",
 }
 
 
@@ -170,3 +189,49 @@ def _changes(
     )
     changes = [(key, ours.get(key), theirs.get(key)) for key in ours | theirs]
     return [change for change in changes if change[1] != change[2]]
+
+
+def new_name() -> str:
+    """Draw a name of 128 random bits."""
+    return secrets.token_hex(16)
+
+
+def step_name(start: str, number: int) -> str:
+    """Return the public name of a start's step, by the start's secret name; from 1."""
+    return hashlib.sha256(f"{start} {number}".encode()).hexdigest()[:16]
+
+
+def step_names(start: str, steps: int) -> list[str]:
+    """Return the names of the first `steps` steps of a start."""
+    return [step_name(start, number) for number in range(1, steps + 1)]
+
+
+def names_of_starts(starts: Iterable[dict[str, Any]]) -> str:
+    """Return the names of a lineage that version 0.1.0 listed by start: `[{name, steps}]`."""
+    return " ".join(name for s in starts for name in step_names(s["name"], s["steps"]))
+
+
+@dataclass(frozen=True)
+class NamedStep:
+    """A step, with its mechanism as a log records it."""
+
+    name: str
+    mechanism: Mechanism
+    run: str = field(default="", compare=False)  # whose groups of units these are
+
+
+def name_steps(segments: Sequence[RunSegment], names: Sequence[str], run: str) -> list[NamedStep]:
+    """Return the steps of a run's lineage, with their mechanisms; names are in the segments'
+    order."""
+    number = itertools.count(1)
+    mechanisms = [s.settings.mechanism.at(next(number)) for s in segments for _ in range(s.steps)]
+    return [NamedStep(name, which, run) for name, which in zip(names, mechanisms, strict=True)]
+
+
+def union(steps: Iterable[NamedStep]) -> list[Segment]:
+    """Return all steps, each once, by mechanism, and groups by run too."""
+    counts = Counter(
+        (step.mechanism, "" if step.mechanism.group is None else step.run) for step in set(steps)
+    )
+    found = (Segment(mechanism, count, run) for (mechanism, run), count in counts.items())
+    return sorted(found, key=lambda segment: segment.order)

@@ -4,6 +4,8 @@ import json
 from collections.abc import Iterable
 from typing import Any, NoReturn
 
+from torchtitan_dp.models.rope import LinearScaling, Scaling, Yarn, mscale
+
 Supported = Iterable[tuple[str, tuple[Any, ...], str]]
 """Keys of a `config.json`, the values that a family computes, and what else they would mean."""
 
@@ -61,7 +63,10 @@ class Reader:
         Returns:
             theta; the scaling's type, its key and its values.
         """
-        name = "rope_parameters" if self.settings.get("rope_parameters") else "rope_scaling"
+        older, newer = (self.settings.get(key) for key in ("rope_scaling", "rope_parameters"))
+        if older and newer and older != newer:
+            self.refuse("rope_scaling", older, "rope_parameters has another; keep one of the two")
+        name = "rope_parameters" if newer else "rope_scaling"
         values = self.settings.get(name) or {}
         if not isinstance(values, dict):
             self.refuse(name, values, "must be an object")
@@ -77,6 +82,38 @@ class Reader:
         if not is_positive(theta):
             self.refuse("rope_theta", theta, "must be a positive number")
         return float(theta), kind, name, values
+
+    def scaling(self, kind: str, name: str, values: dict[str, Any]) -> Scaling | None:
+        """Read the scaling that `rope` found, if it is one of those that all families compute."""
+
+        def number(part: str, default: float | None = None, least: float = 0) -> float:
+            value: Any = default if values.get(part) is None else values[part]
+            if not is_positive(value) or value < least:
+                wanted = f"a number of {least} or more" if least else "a positive number"
+                self.refuse(f"{name}.{part}", values.get(part), f"must be {wanted}")
+            return float(value)
+
+        if kind == "linear":
+            return LinearScaling(number("factor", least=1))
+        if kind != "yarn":
+            return None
+        window, key = self.size("max_position_embeddings"), "original_max_position_embeddings"
+        original = self.size(key, int(number(key, window)))
+        # A `factor` of null is transformers' way to leave it to the two windows.
+        factor = number("factor", window / original if "factor" in values else None, least=1)
+        attention = None
+        if values.get("attention_factor") is not None:
+            attention = number("attention_factor")
+        elif values.get("mscale") and values.get("mscale_all_dim"):
+            over, under = (mscale(factor, number(part)) for part in ("mscale", "mscale_all_dim"))
+            attention = over / under
+        fast, slow = number("beta_fast", 32), number("beta_slow", 1)
+        if fast < slow:
+            self.refuse(f"{name}.beta_fast", fast, f"must be at least beta_slow = {slow:g}")
+        truncate = values.get("truncate", True)
+        if not isinstance(truncate, bool):
+            self.refuse(f"{name}.truncate", truncate, "must be true or false")
+        return Yarn(factor, original, fast, slow, attention, truncate)
 
     def refuse(self, name: str, value: object, why: str) -> NoReturn:
         """Raise ValueError for a key's value."""

@@ -19,6 +19,7 @@ from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.models.qwen3 import adapter as qwen_adapter
 from torchtitan_dp.models.qwen3 import config_json as qwen_config
 from torchtitan_dp.models.qwen3 import model as qwen
+from torchtitan_dp.models.rope import Scaling
 
 
 class ModelArgs(Protocol):
@@ -32,6 +33,8 @@ class ModelArgs(Protocol):
     max_seq_len: int
     tie_embeddings: bool
     lora: LoRA | None
+    rope: Scaling | None
+    rope_theta: float
 
     @property
     def head_size(self) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import trained, weights_folder
+from torchtitan_dp.config.rope import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 from torchtitan_dp.models.families import (
     FAMILIES,
@@ -21,6 +22,7 @@ from torchtitan_dp.models.families import (
     trained_count,
 )
 from torchtitan_dp.models.lora import lora_of
+from torchtitan_dp.models.rope import scaling_of
 
 CONFIG_FILE = "config.json"
 
@@ -40,13 +42,28 @@ def config_file(config: JobConfig) -> tuple[str, str] | None:
 def shape(config: JobConfig) -> ModelArgs:
     """Return the arguments of the model that `config` trains, a copy of its own.
 
+    `max_seq_len` is the window: that of the given model, or of `[rope]`.
+
     Raises:
         ValueError: one line for the user; the flavor is unknown, or `config.json` is broken or
             describes a model that ours cannot compute.
     """
     args = _given_shape(config)
     args.lora = lora_of(config)
+    _extend(args, config)
     return args
+
+
+def _extend(args: ModelArgs, config: JobConfig) -> None:
+    """Replace rotary embeddings by those of `[rope]`."""
+    if rope_in_words(config) == AS_GIVEN:
+        return
+    args.rope_theta = config.rope.theta or args.rope_theta
+    if (scaling := scaling_of(config)) is not None:
+        args.rope = scaling
+        args.max_seq_len = scaling.window(args.max_seq_len)
+    if config.rope.factor is None:  # theta alone: the window is where it is trained
+        args.max_seq_len = max(args.max_seq_len, config.training.seq_len)
 
 
 def _given_shape(config: JobConfig) -> ModelArgs:
@@ -114,7 +131,9 @@ def origin(config: JobConfig) -> str:
 def describe(config: JobConfig, args: ModelArgs) -> str:
     """Describe the model, the source of its shape and that of its weights, for the console."""
     of_these = f"{trained_count(args):,} trained: {trained(config)}; " if args.lora else ""
-    tied = ", tied embeddings" if args.tie_embeddings else ""
+    more = ", tied embeddings" if args.tie_embeddings else ""
+    if (rope := rope_in_words(config)) != AS_GIVEN:
+        more += f", rotary embeddings of {rope} in place of its own"
     if config.checkpoint.initial_load_in_hf:
         start = weights_folder(config)[0]
     else:
@@ -122,7 +141,7 @@ def describe(config: JobConfig, args: ModelArgs) -> str:
         start = config.checkpoint.initial_load_path or drawn
     return (
         f"model: {parameter_count(args):,} parameters ({args.n_layers} layers of {args.dim:,}, "
-        f"{args.n_heads} heads, vocabulary {args.vocab_size:,}{tied}), from {origin(config)}; "
+        f"{args.n_heads} heads, vocabulary {args.vocab_size:,}{more}), from {origin(config)}; "
         f"{of_these}initial weights: {start}"
     )
 
@@ -133,14 +152,24 @@ def export_settings(config: JobConfig, args: ModelArgs) -> dict[str, Any]:
     `torch_dtype` is the dtype of saved weights: `checkpoint.export_dtype`, unless that is
     "float32" and the given `config.json` has "bfloat16".
     """
-    source = config_file(config)
-    if source is None:
+    source, changed = config_file(config), rope_in_words(config) != AS_GIVEN
+    settings = {} if source is None else read_settings(*source)
+    if source is None or changed:
         tokenizer = load_tokenizer(config.model.hf_assets_path)
-        settings = FAMILIES[config.model.name].new_settings(args, tokenizer)
-    else:
-        settings = read_settings(*source)
+        new = FAMILIES[config.model.name].new_settings(args, tokenizer)
+        settings = new if source is None else _with_rope_of(new, settings)
     named = [key for key in ("dtype", "torch_dtype") if key in settings] or ["torch_dtype"]
     dtype = config.checkpoint.export_dtype
     if dtype == "float32" and settings.get(named[0]) == "bfloat16":
         dtype = "bfloat16"
     return {**settings, **dict.fromkeys(named, dtype)}
+
+
+_ROPE_KEYS = ("rope_theta", "rope_scaling", "max_position_embeddings")
+
+
+def _with_rope_of(new: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """Return a `config.json` with the rotary embeddings of another one of ours."""
+    older = ("rope_parameters", "original_max_position_embeddings")
+    kept = {key: value for key, value in settings.items() if key not in older}
+    return {**kept, **{key: new[key] for key in _ROPE_KEYS}}

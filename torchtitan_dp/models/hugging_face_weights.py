@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.rope import AS_GIVEN, rope_in_words
 from torchtitan_dp.models.adapter_export import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,
@@ -86,7 +87,8 @@ def write_folder(
     which exists.
 
     What was trained are weights and `config.json`; with `[lora]`, unless they are to be merged into
-    the weights, adapters in fp32 and `adapter_config.json`. Collective, as `export` is.
+    the weights, adapters in fp32 and `adapter_config.json`, and with `[rope]` a `config.json` as
+    well: the model that adapters are for has other positions. Collective, as `export` is.
 
     Args:
         folder: None on the ranks that do not write.
@@ -99,12 +101,13 @@ def write_folder(
     if folder is not None:
         for name, content in tokenizer_files(config).items():
             write_atomically(os.path.join(folder, name), content)
-    if args.lora is not None and not merge:
-        _write_adapters(model, args, args.lora, base_model, folder)
-        return
+    adapters = None if merge else args.lora
     settings = without_local_paths(export_settings(config, args))
-    if folder is not None:
+    if folder is not None and (adapters is None or rope_in_words(config) != AS_GIVEN):
         _write_json(os.path.join(folder, CONFIG_FILE), settings)
+    if adapters is not None:
+        _write_adapters(model, args, adapters, base_model, folder)
+        return
     dtype = TORCH_DTYPE_MAP[next(settings[k] for k in ("dtype", "torch_dtype") if k in settings)]
     _write_weights(model, args, dtype, folder)
 

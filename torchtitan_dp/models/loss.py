@@ -1,6 +1,7 @@
-"""One loss per sample, of that sample alone."""
+"""One loss per sample, of that sample alone; to look at, one per token."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -30,14 +31,26 @@ def per_sample_loss(
     Guarantee:
         A sample's loss depends on that sample alone: not on other samples, nor on the mesh.
     """
+    return token_losses(logits_BTV, labels_BT).sum(dim=1) / targets_B.clamp(min=1)
+
+
+def token_losses(logits_BTV: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
+    """Compute each token's cross-entropy, fp32 (B, T); 0 where the label is `IGNORE_INDEX`."""
     B, T, V = logits_BTV.shape
-    losses_BT = F.cross_entropy(
+    return F.cross_entropy(
         logits_BTV.reshape(B * T, V).float(),
         labels_BT.reshape(B * T),
         ignore_index=IGNORE_INDEX,
         reduction="none",
     ).view(B, T)
-    return losses_BT.sum(dim=1) / targets_B.clamp(min=1)
+
+
+class TokenLosses(NamedTuple):
+    """The losses of a rank's tokens, and their places in whole samples."""
+
+    loss_BT: torch.Tensor  # fp32, 0 without a label
+    is_target_BT: torch.Tensor  # bool
+    position_BT: torch.Tensor  # integers, from 0
 
 
 @dataclass(frozen=True)
@@ -52,14 +65,29 @@ class SampleLosses:
     def __call__(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> torch.Tensor:
         """Return this rank's parts, fp32 (B,). Inputs are int64 whole samples, the same on all
         cp ranks."""
-        tokens_BT, labels_BT = tokens_BT.to(self.device), labels_BT.to(self.device)
+        labels_BT = labels_BT.to(self.device)
         targets_B = (labels_BT != IGNORE_INDEX).sum(dim=1)
-        positions: dict[str, torch.Tensor] = {}
-        if self.cp_mesh is not None:
-            tokens_BT, labels_BT, positions = prepare_context_parallel_input(
-                tokens_BT, labels_BT, {}, self.cp_mesh, self.device, self.load_balancer
-            )
+        tokens_BT, labels_BT, positions = self._local(tokens_BT, labels_BT)
         loss_B: torch.Tensor = self.model(
             tokens_BT, labels=labels_BT, targets=targets_B, **positions
         )
         return loss_B
+
+    def of_tokens(self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor) -> TokenLosses:
+        """Return the losses of this rank's tokens, without gradients. Inputs as above."""
+        tokens_BT, labels_BT, positions = self._local(tokens_BT, labels_BT)
+        loss_BT = self.model(tokens_BT, labels=labels_BT, **positions)
+        in_order_T = torch.arange(labels_BT.shape[1], device=self.device)
+        position_BT = positions.get("positions", in_order_T).expand_as(labels_BT)
+        return TokenLosses(loss_BT, labels_BT != IGNORE_INDEX, position_BT)
+
+    def _local(
+        self, tokens_BT: torch.Tensor, labels_BT: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]:
+        """Take this rank's part of whole samples; `positions` are given where it is not all."""
+        tokens_BT, labels_BT = tokens_BT.to(self.device), labels_BT.to(self.device)
+        if self.cp_mesh is None:
+            return tokens_BT, labels_BT, {}
+        return prepare_context_parallel_input(
+            tokens_BT, labels_BT, {}, self.cp_mesh, self.device, self.load_balancer
+        )

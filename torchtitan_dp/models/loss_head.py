@@ -32,7 +32,7 @@ from torchtitan_dp.models.token_loss import losses_to_gradients_
 
 class LossHead(nn.Linear):
     """Wraps an output layer that, given labels, returns `models.loss.per_sample_loss` of its
-    logits."""
+    logits; given labels alone, `models.loss.token_losses`."""
 
     chunk_tokens: int
 
@@ -51,9 +51,12 @@ class LossHead(nn.Linear):
         labels_BT: torch.Tensor | None = None,
         targets_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return logits; with labels, fp32 losses of shape (B,), see `per_sample_loss`."""
+        """Return logits; with labels and targets, fp32 losses of shape (B,), see
+        `per_sample_loss`; with labels alone, and without gradients, fp32 losses of shape (B, T)."""
         if labels_BT is None:
             return super().forward(h_BTD)
+        if targets_B is None:
+            return _token_losses(h_BTD, labels_BT, self.weight, self.chunk_tokens)
         return _OneSample.apply(  # type: ignore[no-any-return]
             h_BTD, labels_BT, targets_B, self.weight, self.chunk_tokens, torch.is_grad_enabled()
         )
@@ -70,6 +73,19 @@ def _chunk(
     """
     logits_NV = h_ND @ weight_VD.T
     return losses_to_gradients_(logits_NV, labels_N, scale_N), logits_NV
+
+
+def _token_losses(
+    h_BTD: torch.Tensor, labels_BT: torch.Tensor, weight_VD: torch.Tensor, chunk_tokens: int
+) -> torch.Tensor:
+    """Compute each token's fp32 loss, (B, T)."""
+    assert not torch.is_grad_enabled(), "a token's loss has no gradient here"
+    loss_BT = torch.empty_like(labels_BT, dtype=torch.float32)
+    for loss_T, h_TD, labels_T in zip(loss_BT, h_BTD, labels_BT, strict=True):
+        for tokens in _chunks(len(h_TD), chunk_tokens):
+            scale_N = torch.ones_like(loss_T[tokens])
+            loss_T[tokens], _ = _chunk(h_TD[tokens], labels_T[tokens], weight_VD, scale_N)
+    return loss_BT
 
 
 def _scales(targets_B: torch.Tensor) -> torch.Tensor:

@@ -18,9 +18,10 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.models.lora import LoRA, add_adapters, draw_factor_, is_adapter, lora_of
-from torchtitan_dp.models.loss import per_sample_loss
+from torchtitan_dp.models.loss import per_sample_loss, token_losses
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_, in_threads
+from torchtitan_dp.models.rope import Scaling
 
 
 @dataclass
@@ -29,6 +30,8 @@ class PrivateArgs:
 
     tie_embeddings: bool = False
     lora: LoRA | None = None
+    rope: Scaling | None = None
+    """A scaling of rotary embeddings; None for the family's own table."""
     init_seed: int = 0
     draw_weights: bool = True
     """Whether `init_weights` draws the weights. If not, they are NaN until they are loaded, which
@@ -98,12 +101,13 @@ class PrivateModel(nn.Module):
         labels: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
     ) -> Any:
-        """Return logits (B, T, V); with labels and targets, their `models.loss.per_sample_loss`.
+        """Return logits (B, T, V); with labels and targets, their `models.loss.per_sample_loss`;
+        with labels alone, and without gradients, their `models.loss.token_losses`.
 
         Args:
             positions: int64 (1 or B, T), of this rank's tokens; the same for all samples.
         """
-        if labels is None or targets is None:
+        if labels is None:
             return super().forward(tokens, attention_masks, positions)  # type: ignore[misc]
         h_BTD = self.tok_embeddings(tokens)
         # Gathered once for all layers: samples have the same positions.
@@ -115,7 +119,10 @@ class PrivateModel(nn.Module):
         h_BTD = self.norm(h_BTD)
         if isinstance(self.output, LossHead):
             return self.output(h_BTD, labels, targets)
-        return per_sample_loss(self.output(h_BTD), labels, targets)
+        logits_BTV = self.output(h_BTD)
+        if targets is None:
+            return token_losses(logits_BTV, labels)
+        return per_sample_loss(logits_BTV, labels, targets)
 
     def compute_rotary(self, device: torch.device | None = None) -> None:
         """Set the buffer of rotary embeddings, on its own device by default."""

@@ -10,12 +10,11 @@ noise in an update is always shown (`signal`); `--recommend` compares batches an
 """
 
 import argparse
-import contextlib
 import dataclasses
 import math
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from torchtitan_dp.checkpoint.plan import Plan, steps_within
@@ -39,7 +38,7 @@ from torchtitan_dp.plan.recommend import (
 )
 from torchtitan_dp.plan.report import plot, report
 from torchtitan_dp.preflight.check import check_run
-from torchtitan_dp.preflight.notices import notices
+from torchtitan_dp.preflight.console import notices
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.process import lock_folder
@@ -95,8 +94,12 @@ def main(argv: list[str]) -> None:
         config = load_config(overrides, world_size)
         if options.recommend:
             refuse(config)
-    with _predicting(options, config, overrides, world_size) as memory:
-        _plan(options, config, world_size, memory)
+    asked = options.memory_gib is not None or options.json or options.plot
+    if not asked or options.no_memory or not config.privacy.enable:
+        _plan(options, config, world_size, None)
+        return
+    with predicting(overrides, world_size, options.memory_gib or DEFAULT_GIB) as memory:
+        _plan(options, config, world_size, memory)  # beside the prediction
 
 
 def _plan(
@@ -132,7 +135,11 @@ def _plan(
     count, rate = plan.settings.implied_units, plan.settings.mechanism.sample_rate
     costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
     print(f"      {costs.describe()}", file=sys.stderr)
-    _explain(plan)
+    ledger = plan.ledger
+    spent = [*ledger.before(), *ledger.own(plan.steps)]
+    meaning = explain(ledger, spent, plan.epsilon)
+    for line in meaning.sentences(ledger.settings.unit) if meaning else ():
+        print(f"      {line}", file=sys.stderr)
     recommended = None
     if options.recommend:
         with exit_on_mistake():
@@ -152,21 +159,10 @@ def _plan(
             report(memory, config, limited=options.memory_gib is not None)
 
 
-@contextlib.contextmanager
-def _predicting(
-    options: argparse.Namespace, config: JobConfig, overrides: list[str], world_size: int
-) -> Iterator[Callable[[], MemoryPlan] | None]:
-    """Predict memory beside all else, where it is asked for."""
-    asked = options.memory_gib is not None or options.json or options.plot
-    if not asked or options.no_memory or not config.privacy.enable:
-        yield None
-        return
-    with predicting(overrides, world_size, options.memory_gib or DEFAULT_GIB) as finish:
-        yield finish
-
-
 def _show(config: JobConfig, plan: Plan, records: Records) -> None:
     settings, method = plan.settings, config.privacy.gradient_method
+    windows = settings.windows_per_draw
+    averaged = "" if windows == 1 else f"{windows} averaged windows of "
     spent = f"epsilon = {rounded_up(plan.epsilon)}" if plan.private else "NOT private"
     lines = [
         f"plan: {spent} at delta = {settings.delta:g} after {plan.steps} steps "
@@ -178,7 +174,7 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"{len(records.train):,} training {unit_word(config)}s, "
         f"{len(records.heldout):,} held out; "
         f"{settings.expected_batch_size} per step on average, "
-        f"{_windows(settings.windows_per_draw)}at most {config.training.seq_len:,} tokens each; "
+        f"{averaged}at most {config.training.seq_len:,} tokens each; "
         f"targets: {settings.targets}",
         f"      gradient method: {method} ({METHODS[method].chosen_for}); "
         f"clipping: {settings.clipping}",
@@ -187,10 +183,6 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         *_lost_steps(config, plan),
     ]
     print("\n".join(lines), file=sys.stderr)
-
-
-def _windows(count: int) -> str:
-    return "" if count == 1 else f"{count} averaged windows of "
 
 
 def _correlated(plan: Plan) -> list[str]:
@@ -240,15 +232,6 @@ def _lost_steps(config: JobConfig, plan: Plan) -> list[str]:
             "anything of the lost steps"
         )
     return lines
-
-
-def _explain(plan: Plan) -> None:
-    """Say what epsilon means for one person."""
-    ledger = plan.ledger
-    spent = [*ledger.before(), *ledger.own(plan.steps)]
-    meaning = explain(ledger, spent, plan.epsilon)
-    for line in meaning.sentences(ledger.settings.unit) if meaning else ():
-        print(f"      {line}", file=sys.stderr)
 
 
 def _for_programs(

@@ -37,12 +37,8 @@ class StepCost:
 def step_cost(
     config: JobConfig, args: ModelArgs, *, records: int, rate: float, tflops: float | None = None
 ) -> StepCost:
-    """Work out the cost of a step that draws each of `records` with probability `rate`.
-
-    Args:
-        tflops: what each device sustains, in TFLOP/s; with full activation checkpointing the
-            forward pass counts twice.
-    """
+    """Work out the cost of a step that draws each of `records` with probability `rate`; `tflops`
+    is what each device sustains, in TFLOP/s."""
     seq_len = config.training.seq_len
     dp_replicate, dp_shard, cp = mesh_degrees(config)
     slots = dp_replicate * dp_shard * config.training.local_batch_size
@@ -52,6 +48,7 @@ def step_cost(
     _, flops_per_token = args.get_nparams_and_flops(on_meta(args), seq_len)
     flops, seconds = tokens * flops_per_token, None
     if tflops is not None:
+        # With full activation checkpointing the forward pass counts twice.
         computed = flops * (4 / 3 if config.activation_checkpoint.mode == "full" else 1)
         seconds = computed / (tflops * 1e12 * dp_replicate * dp_shard * cp)
     return StepCost(microbatches, tokens, flops, seconds, config.training.steps)

@@ -151,7 +151,7 @@ class Step:
 
     @property
     def gathered_bytes(self) -> int:
-        """Give the size of all weights when gathered, rows padded as FSDP2 pads them."""
+        """The size of all weights when gathered, rows padded as FSDP2 pads them."""
         _, dp_shard, cp = mesh_degrees(self.config)
         dtype = TORCH_DTYPE_MAP[self.config.training.mixed_precision_param]
         chunks = [RowLayout(p.shape, dp_shard, cp).chunk_numel for p in self.model.parameters()]
@@ -164,7 +164,7 @@ class Step:
         return around.host_bytes if isinstance(around, offload.InputsOnHost) else 0
 
     def _enter_loss_head(self, _: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
-        """Take what comes next for the loss head's, until backward has passed its input."""
+        """Label what comes next as the loss head's, until backward has passed its input."""
         self.tracker.base = "loss_head"
         inputs[0].register_hook(lambda _: setattr(self.tracker, "base", "activations"))
 
@@ -216,7 +216,7 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
     """Be rank 0 of `world_size`, none of which exist, with tensors that hold nothing.
 
     Args:
-        like_cuda: keep what CUDA's kernels keep, where the CPU's keep more or take less.
+        like_cuda: keep what CUDA's kernels keep.
     """
     # Registers the "fake" backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore

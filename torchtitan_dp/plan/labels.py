@@ -28,12 +28,8 @@ GATHERED = "gathered"  # the label of weights that FSDP2 has gathered
 
 @contextlib.contextmanager
 def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
-    """Enter a tracker that labels what FSDP2, the ring, the loss head and the gradient methods
-    make.
-
-    Labels: parameters, optimizer, accumulator, per_sample_shards, activations, loss_head,
-    communication, gathered.
-    """
+    """Enter a tracker that labels storages of FSDP2, the ring, the loss head and the gradient
+    methods by `memory.CATEGORIES`, and "gathered"."""
     workspace = _flash_workspace if like_cuda else None
     tracker = MemoryTracker("activations", workspace, apart=GATHERED)
 

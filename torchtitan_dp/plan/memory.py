@@ -60,17 +60,17 @@ class MemoryPlan:
 
     @property
     def limit_bytes(self) -> int:
-        """Limit what tensors may take of a device's memory."""
+        """What tensors may take of a device's memory."""
         return limit_bytes(self.memory_gib, self.communicators)
 
     @property
     def headroom_gib(self) -> float:
-        """Return what is left free of a device's memory."""
+        """What is left free of a device's memory."""
         return headroom_gib(self.memory_gib, self.communicators)
 
     @property
     def largest(self) -> str:
-        """Name the category that takes most."""
+        """The category that takes most."""
         return max(self.parts, key=lambda name: self.parts[name])
 
     def for_programs(self) -> dict[str, Any]:
@@ -87,7 +87,7 @@ class MemoryPlan:
 
 
 def headroom_gib(memory_gib: float, communicators: int) -> float:
-    """Estimate what no tensor shows of a rank that takes part in so many communicators.
+    """Estimate the memory that no tensor shows, of a rank in so many communicators.
 
     >>> headroom_gib(80, 5)
     6.5
@@ -124,15 +124,12 @@ def predicting(
     """Predict, while the block runs, the memory of rank 0, which has as much as any other.
 
     Args:
-        overrides: `--job.config_file FILE` and any `--section.key value`, parsed without a mistake.
+        overrides: `--job.config_file FILE` and any `--section.key value`, without a mistake.
         memory_gib: of one device.
         longest: also seek the longest samples that fit.
 
     Yields:
-        What waits for the prediction, and returns it; only once.
-
-    Raises:
-        RuntimeError: nothing could be predicted; by what is yielded.
+        A function that waits for the prediction, and returns it or raises RuntimeError; once.
     """
     task = json.dumps([overrides, world_size, memory_gib, longest])
     # Without an accelerator in sight everything is laid out on the CPU; fake tensors are as large.

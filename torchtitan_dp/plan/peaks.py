@@ -11,7 +11,7 @@ import contextlib
 import copy
 import gc
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.families import ModelArgs
@@ -41,11 +41,7 @@ class Model:
     def __init__(
         self, config: JobConfig, args: ModelArgs, mode: str, make: MakeStep = Step
     ) -> None:
-        """
-        Args:
-            mode: of activation checkpointing.
-            make: the step to predict; by default the private one.
-        """
+        """Build a step with this mode of activation checkpointing, and predict its update."""
         config = copy.deepcopy(config)
         config.activation_checkpoint.mode = mode
         self._stack = contextlib.ExitStack()
@@ -79,10 +75,8 @@ class Model:
         return max(self.update, self.microbatch(seq_len).peak, key=lambda found: found[0])
 
     def kept_gathered(self, seq_len: int) -> int:
-        """Bound the peak of both from above, were the weights kept gathered within a step.
-
-        It is an upper bound: the buffers of the last gather are taken to be there all the time.
-        """
+        """Bound the peak of both, were the weights kept gathered within a step, as if the buffers
+        of the last gather were there all the time."""
         without = self.microbatch(seq_len).bytes_without_gathered
         return max(self.update[0], without + self._step.gathered_bytes)
 
@@ -105,21 +99,8 @@ def _by_category(peak: dict[str, int]) -> dict[str, int]:
     return parts | {"communication": parts.get("communication", 0) + gathered}
 
 
-class Peaks(Protocol):
-    """Names what the search for the longest sample needs: peaks in bytes, by length."""
-
-    def update(self) -> float:
-        """Return the peak of an update, which no sample's length changes, after any estimate."""
-
-    def estimate(self, *lengths: int) -> list[float]:
-        """Return peaks to go by."""
-
-    def decide(self, seq_len: int) -> float:
-        """Return a peak to hold against the limit."""
-
-
 class Whole:
-    """Predicts with all layers."""
+    """Peaks in bytes, by length, predicted with all layers."""
 
     def __init__(self, config: JobConfig, args: ModelArgs, mode: str) -> None:
         self.config, self.args, self.mode = config, args, mode
@@ -127,10 +108,12 @@ class Whole:
         self._update: float | None = None
 
     def update(self) -> float:
+        """Return the peak of an update, which no sample's length changes, after any estimate."""
         assert self._update is not None, "nothing has been predicted"
         return self._update
 
     def estimate(self, *lengths: int) -> list[float]:
+        """Return peaks to go by."""
         if wanted := [length for length in lengths if length not in self.known]:
             model = Model(self.config, self.args, self.mode)
             self._update = model.update[0]
@@ -139,11 +122,12 @@ class Whole:
         return [self.known[length] for length in lengths]
 
     def decide(self, seq_len: int) -> float:
+        """Return a peak to compare with the limit."""
         return self.estimate(seq_len)[0]
 
 
 class Extrapolated:
-    """Predicts from few layers and two lengths; what is close to the limit, with all layers."""
+    """The same from few layers and two lengths; what is close to the limit, with all layers."""
 
     def __init__(self, whole: Whole, limit: int, unit: int) -> None:
         self._whole, self._limit = whole, limit
@@ -190,6 +174,9 @@ class Extrapolated:
         return self._whole.decide(seq_len) if close else guess
 
 
+Peaks = Whole | Extrapolated
+
+
 def of_layers(n_layers: int, few: float, more: float) -> float:
     """Draw a line through what `FEW_LAYERS` take, and read it at `n_layers`."""
     share = (n_layers - FEW_LAYERS[0]) / (FEW_LAYERS[1] - FEW_LAYERS[0])
@@ -197,8 +184,7 @@ def of_layers(n_layers: int, few: float, more: float) -> float:
 
 
 def shortest(config: JobConfig) -> int:
-    """Return the length that every other is a multiple of: context parallelism cuts it in two for
-    each rank."""
+    """Return the length that divides all: context parallelism cuts it in two for each rank."""
     return 2 * config.parallelism.context_parallel_degree
 
 

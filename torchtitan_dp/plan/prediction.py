@@ -13,7 +13,7 @@ import multiprocessing
 import os
 import sys
 from collections.abc import Callable
-from typing import NamedTuple, cast
+from typing import cast
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
@@ -35,6 +35,7 @@ ENOUGH_LAYERS = 8  # of a model: fewer are as quickly predicted themselves
 _NICER = 5
 TOLERANCE = 0.005  # of a peak: as much as an extrapolation may be off where it is held against
 Say = Callable[[str], None]
+Found = tuple[int | None, float | None]
 
 
 def longest(peaks: Peaks, limit: int, unit: int) -> int | None:
@@ -57,45 +58,37 @@ def longest(peaks: Peaks, limit: int, unit: int) -> int | None:
 
 def measure(config: JobConfig, args: ModelArgs, world_size: int, memory_gib: float) -> MemoryPlan:
     """Predict rank 0's memory within a fake world."""
-    degrees = mesh_degrees(config)
-    seq_len, own = config.training.seq_len, config.activation_checkpoint.mode
-    model = Model(config, args, own)
+    seq_len = config.training.seq_len
+    model = Model(config, args, config.activation_checkpoint.mode)
     parts = model.at(seq_len)[1]
     keeps = config.parallelism.keep_weights_gathered
-    kept = None if keeps else model.kept_gathered(seq_len)
-    host = model.host_bytes
-    model.close()
-    parts = {name: parts.get(name, 0) for name in CATEGORIES}
-    return MemoryPlan(
+    plan = MemoryPlan(
         world_size,
         seq_len,
-        parts,
+        {name: parts.get(name, 0) for name in CATEGORIES},
         memory_gib,
         {},
-        kept_gathered_bytes=kept,
-        communicators=communicators(degrees),
-        host_bytes=host,
+        kept_gathered_bytes=None if keeps else model.kept_gathered(seq_len),
+        communicators=communicators(mesh_degrees(config)),
+        host_bytes=model.host_bytes,
     )
-
-
-class Found(NamedTuple):
-    """The result of a search for the longest sample."""
-
-    seq_len: int | None
-    guess: float | None  # by few layers, of the run's own length: to be held against all layers
+    model.close()
+    return plan
 
 
 def search(config: JobConfig, args: ModelArgs, world_size: int, mode: str, limit: int) -> Found:
     """Find the longest sample with a mode of activation checkpointing, in a fake world of its own.
 
-    A model of few layers is predicted as it is; of more, by few.
+    Returns:
+        Its length, and, if it was found with few layers for all, their estimate of the peak at the
+        run's own length.
     """
     own = config.training.seq_len
     with fake_world(world_size):
         peaks = _peaks(config, args, mode, limit)
         found = longest(peaks, limit, shortest(config))
         estimated = isinstance(peaks, Extrapolated) and own >= peaks.short
-        return Found(found, peaks.estimate(own)[0] if estimated else None)
+        return found, peaks.estimate(own)[0] if estimated else None
 
 
 def _peaks(config: JobConfig, args: ModelArgs, mode: str, limit: int) -> Peaks:
@@ -152,12 +145,11 @@ def answer(
     lengths = {}
     for mode, result in searches.items():
         say(f"the longest sample with activation_checkpoint.mode = '{mode}'")
-        found = result()
-        if mode == config.activation_checkpoint.mode and bends(found.guess, plan.peak_bytes):
+        lengths[mode], guess = result()
+        if mode == config.activation_checkpoint.mode and bends(guess, plan.peak_bytes):
             with fake_world(world_size):
                 whole = Whole(config, args, mode)
-                found = Found(longest(whole, limit, shortest(config)), None)
-        lengths[mode] = found.seq_len
+                lengths[mode] = longest(whole, limit, shortest(config))
     plan = dataclasses.replace(plan, longest_seq_len=lengths)
     if seek_longest and not plan.fits:
         ranks = enough_ranks(overrides, args, world_size, memory_gib, say)
@@ -166,7 +158,7 @@ def answer(
 
 
 def _beside(function: Callable[[], Found]) -> Callable[[], Found]:
-    """Run a function in a process that is forked from this one, and return what waits for it.
+    """Run a function in a process forked from this one, and return a function that waits for it.
 
     Nothing here has a thread or a device: accelerators are hidden (`memory.predicting`).
     """

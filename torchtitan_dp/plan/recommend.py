@@ -122,8 +122,7 @@ class Recommendation:
         return good[0] if good else self.own
 
     def sentence(self) -> str:
-        """Return the recommended settings, and the noise over the run beside that of those asked
-        for."""
+        """Return the recommended settings, and their noise beside that of those asked for."""
         best, asked, own = self.rows.best, self.rows.asked, self.own
         if best is None:
             return (
@@ -213,12 +212,8 @@ class Recommendation:
 def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> Recommendation:
     """Weigh batch against steps, and all weights against adapters, at the compute asked for.
 
-    Adapters are offered beside weights that are loaded, never beside drawn ones: what is frozen
-    would stay random.
-
-    Args:
-        config: one that `refuse` lets pass.
-        start: how the run starts.
+    Adapters are offered beside weights that are loaded, never beside drawn ones, which would stay
+    random. `refuse` has let the configuration pass.
 
     Raises:
         ValueError: one line for the user; the target is out of the accountant's range.

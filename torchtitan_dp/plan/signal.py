@@ -58,13 +58,7 @@ class Noise:
 
 
 def noise_of(*, noise_multiplier: float, trained: int, batch: float, steps: int) -> Noise:
-    """Compute the noise's norm over C.
-
-    Args:
-        noise_multiplier: sigma.
-        trained: d, the number of trained parameters.
-        batch: B, the expected batch, by which sums are divided.
-        steps: of the run, all on these terms.
+    """Compute the noise's norm over C, of d = `trained` parameters.
 
     >>> noise = noise_of(noise_multiplier=0.485, trained=10**9, batch=64, steps=200)
     >>> round(noise.in_step), round(noise.over_run, 1)
@@ -139,8 +133,7 @@ class Rows:
     least: float  # over the run, for one trained parameter, whatever is computed
 
     def least_noise(self, trained: int) -> float:
-        """Return the noise over the run with all units in each step, however many there are: these
-        units do not allow less at this epsilon."""
+        """Return the least noise over the run that these units allow: with all in each step."""
         return self.least * math.sqrt(trained)
 
 
@@ -153,8 +146,8 @@ def rows_of(target: Target, *, batch: int, steps: int, noise_multiplier: float) 
 
     Args:
         batch, steps: those asked for.
-        noise_multiplier: their sigma. Where it is larger than exact norms need, because norms are
-            estimated, that of other rows is scaled alike, which is quick, and close.
+        noise_multiplier: their sigma. Where estimated norms need a larger one, that of other rows
+            is scaled alike, which is quick, and close.
 
     Raises:
         ValueError: one line; the target is out of the accountant's range.

@@ -79,8 +79,7 @@ class MemoryTracker(LocalOperators):
         """
         Args:
             label: of storages that are made outside any `labelled` block; `base` changes it.
-            workspace: of an operator and its arguments, the bytes that its kernel takes for itself
-                and frees at its end.
+            workspace: the bytes that an operator's kernel takes and frees, by its arguments.
             apart: a label that `peak_bytes_without` leaves out.
         """
         super().__init__()
@@ -90,7 +89,9 @@ class MemoryTracker(LocalOperators):
         self.peak: dict[str, int] = {}
         self._labels: list[str] = []
         self._apart = apart
-        self._total = self._peak_total = self._peak_without = self._peak_of_stretch = 0
+        self._total = self._peak_of_stretch = 0
+        self.peak_bytes = 0  # the most that were alive at once; `peak` has them by label
+        self.peak_bytes_without = 0  # the same, the label `apart` left out
         self.stretches: dict[str, int] = {}
         """The most bytes that were alive at once in each stretch that `end_stretch` has named."""
         self._known: dict[int, tuple[weakref.ref[torch.UntypedStorage], str, int]] = {}
@@ -121,20 +122,10 @@ class MemoryTracker(LocalOperators):
     def _label(self) -> str:
         return self._labels[-1] if self._labels else self.base
 
-    @property
-    def peak_bytes(self) -> int:
-        """Return the most bytes that were alive at once; `peak` says of what."""
-        return self._peak_total
-
-    @property
-    def peak_bytes_without(self) -> int:
-        """Return the most bytes that were alive at once, the label `apart` left out."""
-        return self._peak_without
-
     def start_over(self) -> None:
         """Forget the peak so far: the next is sought from what is alive now."""
-        self._peak_total, self.peak = self._total, dict(self.current)
-        self._peak_without = self._without
+        self.peak_bytes, self.peak = self._total, dict(self.current)
+        self.peak_bytes_without = self._without
         self._peak_of_stretch = self._total
         self.stretches = {}
 
@@ -192,9 +183,9 @@ class MemoryTracker(LocalOperators):
     def _change(self, label: str, size: int) -> None:
         self.current[label] = self.current.get(label, 0) + size
         self._total += size
-        if self._total > self._peak_total:
-            self._peak_total, self.peak = self._total, dict(self.current)
-        self._peak_without = max(self._peak_without, self._without)
+        if self._total > self.peak_bytes:
+            self.peak_bytes, self.peak = self._total, dict(self.current)
+        self.peak_bytes_without = max(self.peak_bytes_without, self._without)
         self._peak_of_stretch = max(self._peak_of_stretch, self._total)
 
     @property

@@ -7,7 +7,7 @@ record brings to light after some steps would reveal that record (hazard row 47)
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from torchtitan_dp.checkpoint.baseline import refuse_private_folder
+from torchtitan_dp.checkpoint.initial import refuse_private_folder
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
 from torchtitan_dp.checkpoint.start import (
     Start,
@@ -23,6 +23,7 @@ from torchtitan_dp.data.samples.excerpts import scan_undecodable
 from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.preflight.model import check_model
+from torchtitan_dp.preflight.packages import check_packages
 
 _WHOLE = 2**62, 2**62  # more than a record's text can have, or cost
 
@@ -38,11 +39,7 @@ class Checked:
 
 
 def open_records(config: JobConfig) -> Records:
-    """Open the records that a configuration names, as it names them.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Open the records that a configuration names; raise ValueError, one line, if it cannot."""
     data, privacy = config.data, config.privacy
     return Records.open(
         config.training.dataset,
@@ -67,14 +64,14 @@ def check_run(
     """Check all of a run that one plain process can, and write nothing.
 
     Args:
-        config: from `config.load.load_config`.
-        open_records: the function above, or what keeps its result.
+        open_records: the function above, or one that keeps its result.
         share: this process and how many there are with the same files; with
             `data.on_undecodable` = "error" each reads a part of the records.
 
     Raises:
         ValueError: one line for the user.
     """
+    check_packages(config)
     start = decide_start(config)
     refuse_another_decay(config, start)
     args = check_model(config, start)
@@ -92,13 +89,10 @@ def check_run(
 
 
 def build_reading(config: JobConfig, tokenizer: Tokenizer | None = None) -> Reading | None:
-    """Choose how records with answers are read, as `[data]` asks for it.
+    """Choose how records with answers are read; raise ValueError, one line, for a mistake.
 
     Args:
         tokenizer: of `model.hf_assets_path`, if it was loaded already.
-
-    Raises:
-        ValueError: one line for the user.
     """
     data, assets_path = config.data, config.model.hf_assets_path
     if data.prompt_field is data.messages_field is None:

@@ -1,4 +1,5 @@
-"""The console of a run: our lines, TorchTitan's step lines, and warnings that need action.
+"""The console of a run: our lines, TorchTitan's step lines, warnings that need action, and notices
+to the owner of the records, printed once, by the plan or by the start.
 
 `LOGLEVEL=DEBUG` in the environment shows all lines (the variable is torchrun's). Errors and all
 other warnings pass in any case.
@@ -7,10 +8,18 @@ other warnings pass in any case.
 import logging
 import os
 import re
+import sys
 import warnings
 from pathlib import Path
 
 import torchtitan
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.derived import never_trained
+from torchtitan_dp.data.console import warn
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.process import PLANNED
 
 _TORCHTITAN = str(Path(torchtitan.__file__).parent) + os.sep  # installed beside torchtitan_dp
 # Of TorchTitan's own lines at the level of information; our trainer logs steps itself, a run
@@ -44,3 +53,30 @@ def is_shown(record: logging.LogRecord) -> bool:
     if record.levelno > logging.INFO:
         return not any(re.match(pattern, message) for pattern in _NOTHING_TO_DO)
     return not record.pathname.startswith(_TORCHTITAN) or bool(_SHOWN.match(message))
+
+
+def show_notices(config: JobConfig, records: Records) -> None:
+    """Print notices of empty or never trained records, unless a plan did."""
+    if PLANNED in os.environ:
+        return
+    for warning in records.warnings:
+        warn(warning)
+    for line in notices(config):
+        print(f"      {line}", file=sys.stderr)
+
+
+def notices(config: JobConfig) -> list[str]:
+    """List the notices of the configuration."""
+    lines = [never_trained(config), _beyond_the_window(config)]
+    return [line for line in lines if line is not None]
+
+
+def _beyond_the_window(config: JobConfig) -> str | None:
+    """Describe samples that are longer than the model's window; None if none are."""
+    window, length = shape(config).max_seq_len, config.training.seq_len
+    if length <= window:
+        return None
+    return (
+        f"training.seq_len = {length:,} is beyond the {window:,} positions of the model "
+        "(max_position_embeddings); [rope] extends them"
+    )

@@ -6,7 +6,7 @@ draw (hazard row 47). So each length of `ladder` runs first, on padding: no reco
 failures do not depend on records.
 
 Guarantee:
-    The state of training is unchanged: weights, optimizer state (created if missing, all zeros), LR
+    Training's state is unchanged: weights, optimizer state (created if missing, all zeros), LR
     schedule, clipped sum, key streams, ledgers, RNG. If it passes, no later step allocates more on
     the device: a microbatch of padding runs the same operators on the same shapes as one of
     samples, beside the optimizer's state and the accumulator.
@@ -46,9 +46,10 @@ from torchtitan_dp.distributed.stop import is_lost_rank
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.gradients.methods import GradientMethod
-from torchtitan_dp.metrics import PrivateMetricsProcessor, SampleStatistics
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.process import Fault
+from torchtitan_dp.watch.processor import PrivateMetricsProcessor
+from torchtitan_dp.watch.statistics import SampleStatistics
 
 # Microbatches that a device may lag behind its host: launches queue about 1,000 deep.
 _MICROBATCHES_BEHIND = 4
@@ -66,22 +67,14 @@ _NO_THREAD = ("resource temporarily unavailable", "can't start new thread")
 class Rehearsed(Protocol):
     """Names what a rehearsal needs of the trainer that it rehearses."""
 
-    @property
-    def job_config(self) -> JobConfig: ...
-    @property
-    def device(self) -> torch.device: ...
-    @property
-    def model_parts(self) -> list[nn.Module]: ...
-    @property
-    def feed(self) -> Feed: ...
-    @property
-    def metrics_processor(self) -> PrivateMetricsProcessor: ...
-    @property
-    def clipped_sum(self) -> ClippedSum: ...
-    @property
-    def gradients(self) -> GradientMethod: ...
-    @property
-    def dp_optimizer(self) -> DPOptimizer: ...
+    job_config: JobConfig
+    device: torch.device
+    model_parts: list[nn.Module]
+    feed: Feed
+    metrics_processor: PrivateMetricsProcessor
+    clipped_sum: ClippedSum
+    gradients: GradientMethod
+    dp_optimizer: DPOptimizer
 
     def accumulate(self, microbatch: Microbatch, statistics: SampleStatistics) -> None:
         """Clip each sample's gradient and add it to the step's sum, as a step does."""
@@ -99,7 +92,8 @@ def rehearse(trainer: Rehearsed) -> None:
     config, feed, metrics = trainer.job_config, trainer.feed, trainer.metrics_processor
     rungs = ladder(config)
     begun = time.perf_counter()
-    logger.info(f"rehearsal: padding of {_listed(rungs)} tokens, before any record is drawn")
+    lengths = ", ".join(f"{rung:,}" for rung in rungs)
+    logger.info(f"rehearsal: padding of {lengths} tokens, before any record is drawn")
     feed.make_room()
     statistics = SampleStatistics()
     trainer.gradients.start_step(bytes(32))  # a public key: padding contributes nothing
@@ -107,9 +101,7 @@ def rehearse(trainer: Rehearsed) -> None:
     # The first lays out the accumulator, the update makes the optimizer's state: all others run
     # beside both.
     for place, length in enumerate((rungs[0], *rungs)):
-        with _failing_in_one_line(
-            f"a microbatch of {_samples(config)} of {length:,} tokens", config, passed
-        ):
+        with _failing_in_one_line(_microbatch(config, length), config, passed):
             trainer.accumulate(feed.padding(length), statistics)
             _wait_for(trainer.device)
         passed = length
@@ -136,19 +128,16 @@ def _check_device(trainer: Rehearsed, length: int, statistics: SampleStatistics)
     if trainer.device.type == "cpu":
         return
     config, begun = trainer.job_config, time.perf_counter()
-    with _failing_in_one_line(
-        f"a microbatch of {_samples(config)} of {length:,} tokens", config, length
-    ):
+    with _failing_in_one_line(_microbatch(config, length), config, length):
         trainer.accumulate(trainer.feed.padding(length), statistics)
         _wait_for(trainer.device)
     seconds, timeout = time.perf_counter() - begun, config.comm.train_timeout_seconds
     if _MICROBATCHES_BEHIND * seconds > timeout:
         raise Fault(
-            f"comm.train_timeout_seconds = {timeout}: a microbatch of {_samples(config)} of "
-            f"{length:,} tokens takes {seconds:.1f} s here, more than a quarter of it, and "
-            "collectives wait for what was launched before them; set it to "
-            f"{math.ceil(1.2 * _MICROBATCHES_BEHIND * seconds)} or more, or lower "
-            "training.local_batch_size or training.seq_len"
+            f"comm.train_timeout_seconds = {timeout}: {_microbatch(config, length)} takes "
+            f"{seconds:.1f} s here, more than a quarter of it, and collectives wait for what was "
+            f"launched before them; set it to {math.ceil(1.2 * _MICROBATCHES_BEHIND * seconds)} "
+            "or more, or lower training.local_batch_size or training.seq_len"
         )
 
 
@@ -163,7 +152,7 @@ def _failing_in_one_line(what: str, config: JobConfig, fits: int | None) -> Iter
     """Turn a failure within into one line.
 
     Args:
-        fits: the longest sample that passed, 0 if none did; None for work without a length.
+        fits: the longest length that passed, or 0; None for work without a length.
     """
     try:
         yield
@@ -181,8 +170,7 @@ def _failing_in_one_line(what: str, config: JobConfig, fits: int | None) -> Iter
 
 
 def _short_of(error: Exception) -> str | None:
-    """Name the memory that ran out, on a CPU (a RuntimeError) or within a library as well; None
-    if another thing went wrong."""
+    """Name the memory that ran out, if that went wrong: a RuntimeError on a CPU."""
     text = str(error).strip().lower()
     if text in _NO_THREAD:
         return "memory for a thread, or over the limit on threads, ulimit -u"
@@ -209,10 +197,7 @@ def _remedy(config: JobConfig, fits: int | None) -> str:
     return f"what would fit: {', or '.join([*found, 'more ranks'])}"
 
 
-def _samples(config: JobConfig) -> str:
+def _microbatch(config: JobConfig, length: int) -> str:
     count = config.training.local_batch_size
-    return "1 sample" if count == 1 else f"{count} samples"
-
-
-def _listed(rungs: tuple[int, ...]) -> str:
-    return ", ".join(f"{rung:,}" for rung in rungs)
+    samples = "1 sample" if count == 1 else f"{count} samples"
+    return f"a microbatch of {samples} of {length:,} tokens"

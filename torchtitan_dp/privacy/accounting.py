@@ -18,25 +18,18 @@ moved by at most C on the other, and both directions are covered. Replacing one 
 `compose` is the same of several segments, one after the other on the same data and with the same
 neighbours, if their mechanisms and steps were all fixed before training ("planned").
 
-Accountants, of which a valid bound is always the answer:
+Accountants (RDP's bound is the answer where it is smaller, or another is out of its numerical
+depth):
 
-- `rdp`: Renyi DP of the sampled Gaussian (Mironov, Talwar & Zhang 2019; computed by Opacus), the
-  conversion of Balle et al. 2020. Proved for both directions.
-- `prv`: numerical composition of privacy loss random variables (Gopi, Lee & Wutschitz 2021; Opacus'
-  discretization and composition). The number is the upper end of its error bar, whose half-width
-  is at most 0.01 where the grid can be that fine and else under epsilon / 200 (wider only where
-  epsilon is next to nothing), with delta_error = delta / 1000; RDP's bound where that is smaller
-  or where PRV is out of its numerical depth. It composes the direction "unit present against
-  absent", which is known to be the worse one for RDP and for one step; for compositions the tests
-  check it.
-- `pld`, the default: privacy loss distributions (Koskela, Jalko & Honkela 2020; connect the dots,
-  Doroshenko et al. 2022; computed by Google's dp-accounting). Tight, and pessimistic by
-  construction, in both directions; RDP's bound where that is smaller or where PLD is out of its
-  numerical depth.
+- `rdp`: Renyi DP of the sampled Gaussian (`rdp`). Proved for both directions.
+- `prv`: privacy loss random variables (`prv`), the upper end of the error bar. It composes the
+  direction "unit present against absent", which is known to be the worse one for RDP and for one
+  step; for compositions the tests check it.
+- `pld`, the default: privacy loss distributions (Koskela, Jalko & Honkela 2020; `pld`). Tight, and
+  pessimistic by construction, in both directions.
 
 The Gaussian-DP central limit approximation is not offered: it is no bound (1.43 where the truth is
-4.10). For sample_rate = 1 no approximation is needed: k steps with noise sigma are exactly one
-with sigma / sqrt(k).
+4.10). For sample_rate = 1, k steps with noise sigma are exactly one with sigma / sqrt(k).
 """
 
 import math
@@ -67,9 +60,7 @@ def epsilon(
     Args:
         noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
         sample_rate: q, the probability with which each unit is drawn at each step.
-        steps: optimizer steps.
-        delta: of (epsilon, delta), in (0, 1).
-        accountant: "pld" (tightest), "prv" or "rdp".
+        delta: in (0, 1).
 
     Returns:
         epsilon >= 0; 0.0 without steps or with sample_rate 0; inf without noise.
@@ -92,9 +83,8 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
 
     Args:
         segments: all fixed before training; without any, nothing is spent.
-        delta: of (epsilon, delta), in (0, 1).
-        accountant: "pld" and "prv" compose distributions, "rdp" adds curves. Where a unit adds a
-            random share of C only "pld" is tight, and "prv" is "rdp".
+        delta: in (0, 1).
+        accountant: where a unit adds a random share of C only "pld" is tight, and "prv" is "rdp".
 
     Returns:
         epsilon >= 0; inf if a step has no noise.
@@ -106,7 +96,11 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
     >>> round(compose([half, half], delta=1e-5, accountant="rdp"), 3)
     2.101
     """
-    _check(delta=delta, accountant=accountant)
+    check_delta(delta)
+    if accountant not in get_args(Accountant):
+        raise ValueError(
+            f"privacy.accountant = {accountant!r} is unknown; choose one of {get_args(Accountant)}"
+        )
     fewest = composition(segments)
     if not fewest:
         return 0.0
@@ -163,10 +157,8 @@ def noise_for(
 
     Args:
         mechanism: of the steps to come, whatever its noise.
-        target_epsilon: above 0.
-        delta, accountant: those of `compose`.
-        before: planned segments that ran on the same data; the target is for them and the `steps`
-            to come together.
+        target_epsilon: above 0; with `before` included.
+        before: planned segments that ran on the same data.
 
     Returns:
         sigma, with 0.99 * target <= epsilon(sigma) <= target; 0.0 if nothing more is ever spent.
@@ -234,14 +226,11 @@ def noise_for(
     return math.exp(high)  # the side that does not overshoot, even where epsilon jumps
 
 
-def _check(*, delta: float, accountant: str) -> None:
+def check_delta(delta: float) -> None:
+    """Raise ValueError unless delta is a probability between 0 and 1."""
     if not 0 < delta < 1:
         raise ValueError(
             f"privacy.delta = {delta} is outside (0, 1); choose less than 1 / number of records"
-        )
-    if accountant not in get_args(Accountant):
-        raise ValueError(
-            f"privacy.accountant = {accountant!r} is unknown; choose one of {get_args(Accountant)}"
         )
 
 

@@ -1,22 +1,34 @@
 """Clipping: from per-sample gradients to a sum in which each sample counts at most C.
 
+Flat clipping has one group of parameters (Abadi et al. 2016). Group-wise clipping (McMahan et al.
+2018; DP-ZeRO, Bu et al. 2023, section 2.1) needs no norm of the whole gradient, so that a group can
+be clipped as soon as backward has reached it.
+
 Guarantee:
     Let g_i be the whole gradient of sample i, and s_i its squared norm over every shard. The sum
     built by `add_clipped_` with the factors of `clip` changes by at most C in l2 norm when one
     sample is replaced by an empty one, whatever the record holds. Assumes that s_i is the same
     on every rank that holds a shard of g_i (one all-reduce over those ranks, before `clip`), and
-    that g_i depends on sample i alone. With groups (`clip_policy`) this holds for the part of each
-    group and its bound, and so for the whole.
+    that g_i depends on sample i alone.
+
+    `ClipPolicy` alone has C, and alone decides factors: no gradient method can clip by other terms
+    than those of the noise and of epsilon. Each parameter is in exactly one of its M groups, by its
+    name alone, which is public. A group's part of a sample has a norm of at most C / sqrt(M), so
+    the whole one of at most C: the sensitivity, noise and epsilon are those of flat clipping. In
+    units of a group's own bound its noise is sigma sqrt(M) where flat noise is sigma.
 """
 
-import functools
-from collections.abc import Callable
+import fnmatch
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from torchtitan_dp.privacy.kernels import compile_kernel
+from torchtitan_dp.privacy.settings import Privacy
 
 ClipFunction = Literal["vanilla", "automatic"]
 _Add = Callable[[Tensor, Tensor, Tensor, Tensor], None]
@@ -36,10 +48,7 @@ _ROW = 256
 
 
 class Clip(NamedTuple):
-    """Says how each sample of a microbatch enters the sum.
-
-    All fields have shape (B,), or (G, B) for G groups of parameters that are clipped apart.
-    """
+    """How each sample of a microbatch enters the sum: (B,), or (G, B) for G groups."""
 
     factor_B: torch.Tensor  # fp32: what the gradient is multiplied by
     rejected_B: torch.Tensor  # bool: contributes exactly 0 (padding, NaN, Inf, norms near overflow)
@@ -47,10 +56,8 @@ class Clip(NamedTuple):
     exceeds_B: torch.Tensor  # bool: the norm is above its bound; private, for metrics only
 
     def over_groups(self) -> "Clip":
-        """Sum up, from (G, B), what became of whole samples: (B,), for metrics.
-
-        The factor is the smallest; a sample is rejected, or exceeds, if it does in any group.
-        """
+        """Sum up (G, B) to whole samples, (B,), for metrics: the smallest factor, and whether any
+        group was rejected or exceeds its bound."""
         if len(self.norm_B) == 1:
             return Clip(*(field[0] for field in self))
         return Clip(
@@ -112,6 +119,109 @@ def clip(
     return Clip(factor_B, rejected_B, norm_B, norm_B > max_grad_norm)
 
 
+@dataclass(frozen=True)
+class ClipPolicy:
+    """How samples' gradients are clipped: in which groups, to which bounds, by which function."""
+
+    members: tuple[tuple[str, ...], ...]  # canonical names of each group's parameters
+    max_grad_norm: float  # C: of a whole gradient
+    clip_function: ClipFunction = "vanilla"
+
+    @property
+    def bounds(self) -> tuple[float, ...]:
+        """The norm that each group's part is clipped to; their squares add up to C^2."""
+        return (self.max_grad_norm / math.sqrt(len(self.members)),) * len(self.members)
+
+    @property
+    def is_flat(self) -> bool:
+        """Whether all parameters are one group."""
+        return len(self.members) == 1
+
+    def clip(
+        self, squared_norm_GB: torch.Tensor, valid_B: torch.Tensor, group: int | None = None
+    ) -> Clip:
+        """Decide how each sample enters the sum, so that over all groups it counts at most C.
+
+        Args:
+            squared_norm_GB: fp64, of each group's part of the gradients, alike on all cp ranks.
+            valid_B: bool; False for padding samples.
+            group: the one that `squared_norm_GB`, then of shape (1, B), is of; None: all, in order.
+
+        Returns:
+            The factor and fate of each group of each sample: of the shape of the norms.
+        """
+        bounds = self.bounds if group is None else self.bounds[group : group + 1]
+        assert len(squared_norm_GB) == len(bounds), (squared_norm_GB.shape, len(bounds))
+        # Filled on the device: a copy from the host would make it wait.
+        bound_G1 = torch.cat([squared_norm_GB.new_full((1, 1), bound) for bound in bounds])
+        return clip(
+            squared_norm_GB, valid_B, max_grad_norm=bound_G1, clip_function=self.clip_function
+        )
+
+    def group_of(self) -> dict[str, int]:
+        """Return each parameter's group, an index of `members`."""
+        return {name: group for group, names in enumerate(self.members) for name in names}
+
+
+def clip_policy(
+    names: Iterable[str], privacy: Privacy, *, max_grad_norm: float | None = None
+) -> ClipPolicy:
+    """Return the policy that the configuration asks for: one group with `flat`; with `per_layer`
+    one of each module that holds parameters, or of each of `clipping_groups`.
+
+    Args:
+        names: canonical, of all parameters that are trained.
+        max_grad_norm: C > 0, if it is not the configuration's own.
+
+    Raises:
+        ValueError: a parameter fits no pattern, or a pattern has no parameter left to it; a
+            sentence that names it.
+
+    >>> names, per_layer = ["a.weight", "a.bias", "b.weight"], Privacy(clipping="per_layer")
+    >>> clip_policy(names, per_layer).members
+    (('a.weight', 'a.bias'), ('b.weight',))
+    """
+    clipping, patterns = privacy.clipping, privacy.clipping_groups
+    groups: dict[str, list[str]] = {pattern: [] for pattern in patterns}
+    for name in names:
+        if clipping == "flat":
+            group = ""
+        elif patterns:
+            fitting = _first_fitting(name, patterns)
+            if fitting is None:
+                raise ValueError(f"'{name}' fits none of them; '*' as the last one takes the rest")
+            group = fitting
+        else:
+            group = name.rpartition(".")[0]
+        groups.setdefault(group, []).append(name)
+    for pattern in patterns:
+        if clipping != "flat" and not groups[pattern]:
+            raise ValueError(f"'{pattern}' has no trained parameter that is not in one before it")
+    members = tuple(tuple(group) for group in groups.values() if group)
+    C = privacy.max_grad_norm if max_grad_norm is None else max_grad_norm
+    return ClipPolicy(members, C, privacy.clip_function)
+
+
+def patterns_in_use(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
+    """Return the patterns that some parameter belongs to: those that a part of a model needs.
+
+    Args:
+        names: as for `clip_policy`.
+        patterns: of shells, such as `layers.*.attention.*`, for whole names. A parameter belongs to
+            the first that fits.
+
+    >>> patterns_in_use(["layers.0.w", "layers.1.w"], ["layers.0.*", "layers.7.*", "*", "layers.*"])
+    ['layers.0.*', '*']
+    """
+    used = {_first_fitting(name, patterns) for name in names}
+    return [pattern for pattern in patterns if pattern in used]
+
+
+def _first_fitting(name: str, patterns: Sequence[str]) -> str | None:
+    """Return the pattern that a parameter belongs to."""
+    return next((pattern for pattern in patterns if fnmatch.fnmatchcase(name, pattern)), None)
+
+
 def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
     """Add one sample's scaled gradient to the fp32 `accumulator`, in place.
 
@@ -131,16 +241,13 @@ def add_clipped_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected
 
 @torch.library.custom_op("torchtitan_dp::add_scaled_", mutates_args=("accumulator",))
 def _add_scaled_(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
-    """Do it in one kernel on CUDA and on CPU.
-
-    It is one operator, so that a count of operations matches the run.
-    """
+    """Do it in one kernel on CUDA and on CPU; one operator, so that operations can be counted."""
     if accumulator.device.type == "cpu":
         if rejected:  # the same operation, on zeros: nothing of the sample is read
             gradient = factor = gradient.new_zeros(())
         accumulator.addcmul_(gradient, factor)
     elif accumulator.device.type == "cuda":
-        _add_rows(_compiled_add_scaled(), accumulator, gradient, factor, rejected)
+        _add_rows(compile_kernel(_add_scaled), accumulator, gradient, factor, rejected)
     else:
         _add_scaled(accumulator, gradient, factor, rejected)
 
@@ -169,8 +276,3 @@ def _add_rows(
 
 def _add_scaled(accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor) -> None:
     accumulator.add_(torch.where(rejected, 0.0, gradient * factor))
-
-
-@functools.cache
-def _compiled_add_scaled() -> _Add:
-    return compile_kernel(_add_scaled)

@@ -40,13 +40,11 @@ class EpsilonCurve:
         """
         Args:
             before: planned segments that ran on the same data; they count from step 0.
-            mechanism: of the segment to come.
-            delta, accountant: those of `accounting.compose`.
-            total_steps: of the segment to come.
-            first_step: of the queries, all of which are for this step or a later one. The computed
-                points do not depend on it, but those before it are left out.
-            points: where epsilon is computed now, evenly spaced, `total_steps` the last. By
-                default so many that it takes a few seconds at most, for PRV seldom ten.
+            mechanism, total_steps: of the segment to come.
+            first_step: of the queries. Computed points do not depend on it, but those before it
+                are left out.
+            points: the number of evenly spaced points that are computed now, `total_steps` the
+                last. The default takes a few seconds at most, for PRV seldom ten.
 
         Raises:
             ValueError: a value is out of its range.

@@ -1,13 +1,13 @@
 """The worst distribution of true norm over estimated norm.
 
-`gradients.randomized_norm` estimates the squared norm of a gradient by k random projections. Let w
-be the eigenvalues of the gradients' G G^T, of all layers together, over their sum: the estimate,
-over the true square, is distributed as
+`gradients.randomized_norm` estimates squared norms by k random projections. Let w be the
+eigenvalues of the gradients' G G^T, of all layers together, over their sum: the estimate, over the
+true square, is distributed as
 
     Q = sum_i w_i X_i,   w >= 0, sum_i w_i = 1,   X_i independent, each chi-square(k) / k,
 
-for Hutchinson's estimator. What is measured exactly adds its share as a constant, and so does the
-head of Hutch++ for anyone who knows it. w is the record's, and nothing is known of it.
+for Hutchinson's estimator. An exact norm adds its share as a constant, and so does the head of
+Hutch++ for anyone who knows it. w is the record's, and unknown.
 
 Guarantee
 ---------
@@ -28,11 +28,10 @@ alpha_i (1 - h_i(m) / f(m)), which are not negative, since h_i averages f, and a
 m >= E[S] - max theta = 1 + (2 / k) (w_1 + w_2) - (2 / k) w_1 >= 1, and f' >= 0 below: moving all
 weight to one X_i only raises P[Q <= x], for x <= 1. A constant is the limit of many small weights.
 
-Both parts are attained: the first where a norm is exact (or has many directions), the second by a
-gradient of rank one. No one gradient attains both, so the envelope is loose: by at most the
-difference between the two. It is not known which w is the worst of all.
+Each part is attained, the first by an exact norm, the second by a gradient of rank one, but no
+gradient attains both, so the envelope is loose by at most the difference between the two.
 
-The values are discrete, each rounded up to the next; `_POINTS` of them.
+The values are `_POINTS` discrete ones, each rounded up to the next.
 """
 
 import functools

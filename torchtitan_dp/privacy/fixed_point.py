@@ -17,16 +17,15 @@ of the k's is a sum of integers: to replace a record by an empty one (whose k is
 to leave one out changes S by the k of this record alone, hence h S by at most C, however many
 samples there are. A rejected sample (NaN, Inf, padding) adds exactly 0.
 
-This takes y to be a function of its sample alone, as it is with one sample in a microbatch. With
-several, a device may round a row of a product by what rows lie beside it: on CPU, in fp32, at
-lengths that are no multiple of its vectors, a sample that came moved what four others added by 9e-9
-of its own part. By that figure the room that is left is enough for some hundred others.
+This takes y to be a function of its sample alone, as with one sample in a microbatch. With several,
+a device may round a row of a product by the rows beside it: on CPU, in fp32, at lengths that are no
+multiple of its vectors, a sample moved the sum of four others by 9e-9 of its own part, by which the
+room left is enough for some hundred others.
 
 Noise. With ideal draws N of N(0, (sigma C)^2), the step is an exact Gaussian mechanism: since S is
-an integer, S + round(N / h) = round((h S + N) / h) (but for ties, of probability 0). So adding the
-rounded noise to the integers is rounding the exactly noised sum, and all that follows is
-post-processing: the rounding to `secure_noise.grid`, to fp32, the division by the batch, AdamW.
-The draws are those of `secure_noise`, with what is said there about their being ideal.
+an integer, S + round(N / h) = round((h S + N) / h) (but for ties, of probability 0): the exactly
+noised sum, rounded. All that follows is post-processing: the rounding to `secure_noise.grid`, to
+fp32, the division by the batch, AdamW. How near to ideal draws are: `secure_noise`.
 
 Wrapping. int64 adds modulo 2^64. The result is still a function of S + round(N / h), so privacy
 would not suffer; the update would. It takes 2^21 samples of norm C that all point along one value:
@@ -34,7 +33,6 @@ then the sum reaches 2^62 units, and noise stays below 2^61 for sigma up to `MAX
 The expected batch may be half as many samples (`MAX_EXPECTED_BATCH`); both limits are public.
 """
 
-import functools
 import math
 from collections.abc import Callable
 
@@ -82,8 +80,8 @@ def add_clipped_units_(
     Args:
         accumulator: int64, shape (D, N).
         gradient: fp32, of the same shape; kept.
-        factor, rejected: scalars on the device, of `clipping.clip`. A rejected sample is left out
-            by selection before it is converted: NaN has no integer.
+        factor, rejected: scalars on the device, of `clipping.clip`. Rejected samples are selected
+            away before conversion: NaN has no integer.
 
     >>> total = torch.zeros(1, 2, dtype=torch.int64)
     >>> gradient, factor = torch.tensor([[3.0, -1.0]]), torch.tensor(0.25)
@@ -104,7 +102,9 @@ def _add_row_(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) 
         _add_units_on_cpu(total, gradient, scale, rejected)
         return
     if gradient.device.type == "cuda":
-        _add_in_chunks(_compiled_add_units(), _COMPILED_CHUNK, total, gradient, scale, rejected)
+        _add_in_chunks(
+            compile_kernel(_add_units), _COMPILED_CHUNK, total, gradient, scale, rejected
+        )
     else:
         _add_in_chunks(_add_units, _CHUNK, total, gradient, scale, rejected)
 
@@ -112,10 +112,7 @@ def _add_row_(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) 
 def _add_in_chunks(
     add_units: _Add, size: int, total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor
 ) -> None:
-    """Call `add_units` on contiguous vectors that have values, and are views of nothing.
-
-    Dynamo compiles a graph for each kind of layout, as `clipping._add_rows` says.
-    """
+    """Call `add_units` on contiguous vectors, views of nothing (see `clipping._add_rows`)."""
     if len(total) == 0:
         return
     for total_n, gradient_n in zip(total.split(size), gradient.split(size), strict=True):
@@ -136,11 +133,6 @@ def _add_units_on_cpu(total: Tensor, gradient: Tensor, scale: Tensor, rejected: 
 def _add_units(total: Tensor, gradient: Tensor, scale: Tensor, rejected: Tensor) -> None:
     """Add round(gradient * scale) as int64; the product of 24 and 24 bits is exact in fp64."""
     total.add_(gradient.masked_fill(rejected, 0.0).double().mul_(scale).round_().to(torch.int64))
-
-
-@functools.cache
-def _compiled_add_units() -> _Add:
-    return compile_kernel(_add_units)
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """How loops over values use the machine: blocks on threads of the CPU, compiled kernels on CUDA."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -28,14 +29,14 @@ def on_threads(work: Callable[[range], None], blocks: range) -> None:
         list(pool.map(torch.no_grad()(work), (blocks[i::threads] for i in range(threads))))
 
 
+@functools.cache
 def compile_kernel(
     function: Callable[..., Any], backend: str | Callable[..., Any] = "inductor"
 ) -> Callable[..., Any]:
-    """Compile a function into one kernel for each layout of its arguments, of any size.
+    """Compile a function, once, into one kernel for each layout of its arguments, of any size.
 
-    Dynamo refuses the ninth graph of a function (`torch._dynamo.config.recompile_limit`), which
-    callers do not reach: they pass contiguous vectors that are views of nothing. From PyTorch
-    2.13 on the limit is an argument, and `LAYOUTS` is far above what they need.
+    Dynamo refuses the ninth graph of a function (`torch._dynamo.config.recompile_limit`). Callers
+    pass contiguous vectors, views of nothing, which need fewer; PyTorch 2.13 also takes a limit.
     """
     room = {"recompile_limit": LAYOUTS} if _HAS_LIMIT else {}
     kernel: Callable[..., Any] = torch.compile(  # type: ignore[call-overload]

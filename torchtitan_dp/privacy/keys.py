@@ -52,8 +52,8 @@ class KeyStream(Secret):
         """Return the 32-byte key of `step`, which must exceed every step asked for before.
 
         Raises:
-            RuntimeError: the step was asked for already, or lies before one that was: what it
-                keys would repeat. Load a fresh root key to go back in time.
+            RuntimeError: it does not, so that its noise might repeat; going back in time needs a
+                fresh root key.
 
         >>> stream = RootKey(bytes(32)).stream("noise")
         >>> len(stream.take(1)), stream.take(2) == stream.take(3)
@@ -101,13 +101,11 @@ class RootKey(Secret):
         return cls(hashlib.sha256(_DEBUG_DOMAIN + str(seed).encode()).digest())
 
     def reveal(self) -> bytes:
-        """Return the 32 bytes themselves, for rank 0's broadcast to the other ranks and nothing
-        else."""
+        """Return the 32 bytes themselves, for rank 0's broadcast alone."""
         return self.__secret
 
     def stream(self, label: Label) -> KeyStream:
-        """Return the stream of one purpose; it is the same object each time, so that no key
-        comes twice."""
+        """Return the one stream of a purpose: the same object each time, so no key comes twice."""
         assert label in get_args(Label), f"unknown label {label!r}"
         if label not in self.__streams:
             key = hmac.digest(self.__secret, label.encode(), "sha256")

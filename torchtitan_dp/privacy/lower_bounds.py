@@ -1,8 +1,5 @@
 """Lower bounds on epsilon from the successes of an attack, at a stated confidence.
 
-Accounting (`accounting`) bounds a mechanism's leakage from above, by proof. An audit attacks the
-program that claims to be the mechanism; what the attack achieves bounds the leakage from below.
-
 Guarantee
 ---------
 If the audited program is (epsilon, delta)-DP for the attacked units, `one_run_epsilon` returns more
@@ -17,8 +14,7 @@ independent and what counts as an error was fixed in advance.
 
 Sources: Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023),
 Theorem 5.2; Dong, Roth & Su, "Gaussian Differential Privacy" (2022), for mu; Clopper & Pearson
-(1934) for a rate. The code is our own: the libraries that hold these bounds bring JAX or need two
-trainings.
+(1934) for a rate. Libraries with these bounds bring JAX, or need two trainings.
 """
 
 import numpy as np
@@ -32,10 +28,6 @@ _PRECISION = 1e-4
 
 def rate_upper_bound(errors: int, trials: int, confidence: float) -> float:
     """Compute Clopper and Pearson's one-sided upper bound on the probability of an error.
-
-    Args:
-        errors: seen in `trials` independent trials.
-        confidence: in (0, 1).
 
     >>> round(rate_upper_bound(0, 2000, 0.95), 5), rate_upper_bound(5, 5, 0.95)
     (0.0015, 1.0)
@@ -61,12 +53,8 @@ def gaussian_mu(
     mu >= Phi^-1(1 - a) - Phi^-1(b); both rates are bounded from above, each at half the risk.
 
     Args:
-        false_positives: times that it said "with" in `negatives` trials without.
-        false_negatives: times that it said "without" in `positives` trials with.
-        confidence: in (0, 1).
-
-    Returns:
-        mu >= 0.
+        false_positives: guesses of "with" in `negatives` trials without.
+        false_negatives: guesses of "without" in `positives` trials with.
 
     >>> errors = dict(false_positives=310, false_negatives=310, confidence=0.999)
     >>> round(gaussian_mu(**errors, negatives=1000, positives=1000), 2)
@@ -81,7 +69,7 @@ def gaussian_mu(
 
 
 def expected_mu(mu: float, trials: int, confidence: float) -> float:
-    """Predict what `gaussian_mu` would say of a mu-Gaussian-DP program after `trials` of each kind.
+    """Predict `gaussian_mu` for a mu-Gaussian-DP program after `trials` of each kind.
 
     >>> expected_mu(2.0, 2000, 0.999) > 1.7
     True
@@ -97,18 +85,13 @@ def expected_mu(mu: float, trials: int, confidence: float) -> float:
 
 
 def mixture_mu(sigma: float, ratios: Ratios, *, trials: int, confidence: float) -> float:
-    """Return what `gaussian_mu` exceeds with probability at most 1 - confidence, of one whole step
-    of estimated norms.
+    """Bound `gaussian_mu` of one whole step of estimated norms: it exceeds this number with
+    probability at most 1 - confidence.
 
     With exact norms it would be 1 / sigma. Here the best test detects, at false alarms a, the share
     G(a) = E Phi(Phi^-1(a) + Z / sigma), Z of the envelope (`privacy.randomized`), and
     misses 1 - G(a). No bound on a rate is below that of no error, e. So, unless a bound on a rate
     failed, gaussian_mu is at most the largest -Phi^-1(max(1 - G(a), e)) - Phi^-1(a) with a >= e.
-
-    Args:
-        sigma: above 0.
-        ratios: of what a unit adds, over C.
-        trials: with the unit, and as many without.
 
     >>> from torchtitan_dp.privacy.envelope import ratios
     >>> 0.5 < mixture_mu(2.0, ratios(32), trials=2000, confidence=0.99) < 0.56
@@ -132,11 +115,8 @@ def one_run_p_value(
 
     Args:
         canaries: m, each included by a fair coin of its own.
-        guesses: how many of them were guessed at, fixed in advance; on the rest one abstained.
+        guesses: the number guessed at, fixed in advance.
         correct: v, of the guesses.
-
-    Returns:
-        The p-value, in [0, 1].
 
     >>> query = dict(canaries=1000, guesses=100, correct=90)
     >>> one_run_p_value(**query, epsilon=1.0, delta=0.0) < 1e-4

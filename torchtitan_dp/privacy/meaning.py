@@ -23,17 +23,14 @@ the member and t with the member, says
   profile D(epsilon), since G's trade-off is symmetric. So delta(epsilon) <= D(epsilon) + x for all
   epsilon >= 0 is enough: it raises the first bound by x and the second by e^-epsilon x <= x.
   Gomez et al. 2025 propose to report such a mu. Without the exception only sqrt(sum of
-  steps / sigma^2) holds, which is returned where it is smaller: sampling does not lower it, as
-  with probability q^steps the member is in every draw, and that share of the Gaussian without
-  sampling decides the far tail of the privacy loss.
+  steps / sigma^2) holds (with probability q^steps the member is in every draw, which decides the
+  far tail of the privacy loss); it is returned where it is smaller.
 - `posterior`: let S be "the output is such that the posterior odds of a member are above e^L", from
   even odds. Then a < e^-L t, so t (1 - e^(epsilon - L)) <= delta(epsilon), and t is at most x
   for L = epsilon - ln(1 - delta(epsilon) / x), whichever epsilon is the best. The same holds of
-  "not a member", without the member, by the other direction: whichever is true, the probability
-  that somebody becomes surer of it is at most x. It holds, too, for somebody who sees only a part
-  or a function of the output; the tail of the privacy loss of the whole output does not: who sees
-  less may reach a given posterior more often. At q = 1 the best epsilon gives, in closed form,
-  e^L = x / Phi(Phi^-1(x) - mu).
+  "not a member", without the member, by the other direction, and for somebody who sees only a part
+  or a function of the output (the tail of the whole output's privacy loss does not: who sees less
+  may reach a posterior more often). At q = 1, in closed form, e^L = x / Phi(Phi^-1(x) - mu).
 """
 
 import functools
@@ -46,7 +43,7 @@ from typing import Any
 import numpy as np
 from scipy.special import expit, log_expit, log_ndtr, ndtr, ndtri, ndtri_exp
 
-from torchtitan_dp.privacy.accounting import percent, rounded_up
+from torchtitan_dp.privacy.accounting import check_delta, percent, rounded_up
 from torchtitan_dp.privacy.mechanism import Segment, composition
 from torchtitan_dp.privacy.pld import gaussian_delta, is_one_gaussian, pld_profile
 from torchtitan_dp.privacy.rdp import rdp_delta, rdp_epsilon
@@ -141,10 +138,10 @@ def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
 
     Args:
         segments: all fixed before training; without any, nothing is spent.
-        delta: of (epsilon, delta), in (0, 1): the probability of the exceptions.
+        delta: in (0, 1): the probability of the exceptions.
 
     Returns:
-        Upper bounds; a step without noise bounds nothing (mu inf, the rest 1).
+        Upper bounds; without noise mu is inf, the rest 1.
 
     Raises:
         ValueError: delta is no probability.
@@ -154,7 +151,7 @@ def meaning(segments: Sequence[Segment], delta: float) -> Meaning:
     >>> round(run.mu, 2), [round(share, 3) for _, share in run.detected], round(run.posterior, 3)
     (0.45, [0.029, 0.004], 0.903)
     """
-    _check(delta)
+    check_delta(delta)
     return _meaning(composition(segments), delta)
 
 
@@ -167,16 +164,12 @@ def meaning_of(epsilon: float, delta: float) -> Meaning:
     bounded but for 2 delta, not delta: there L = epsilon + ln 2, and but for delta one pair bounds
     nothing.
 
-    Args:
-        epsilon: at least 0; inf: no bound.
-        delta: in [0, 1).
-
     >>> run = meaning_of(1.0, 1e-5)
     >>> round(run.mu, 3), [round(share, 4) for _, share in run.detected], round(run.posterior, 3)
     (1.232, [0.0272, 0.0027], 0.845)
     """
     if delta != 0:
-        _check(delta)
+        check_delta(delta)
     assert epsilon >= 0
     point = np.array([epsilon]), np.array([delta])
     # Phi(mu / 2) = e^epsilon / (1 + e^epsilon), in logarithms for large epsilon.
@@ -215,8 +208,7 @@ def _meaning(segments: tuple[GaussianSteps, ...], delta: float) -> Meaning:
 
 
 def _gaussian(mu: float, delta: float) -> Meaning:
-    """Compute the meaning of the Gaussian mechanism, which is exact, with mu to the last bits of
-    float64."""
+    """Compute the exact meaning of the Gaussian mechanism."""
     log_odds = math.log(delta) - float(log_ndtr(ndtri(delta) - _up(mu)))
     return Meaning(
         mu=mu,
@@ -233,15 +225,13 @@ def _unsampled_mu(segments: Sequence[GaussianSteps]) -> float:
 
 
 def _epsilons(segments: tuple[GaussianSteps, ...], delta: float) -> np.ndarray:
-    """Choose where to look at the profile: rising float64, from 0 to where it is far below
-    delta."""
+    """Choose where to look at the profile: rising, from 0 to where it is far below delta."""
     top = rdp_epsilon(segments, 1e-3 * min(delta, 1e-3)) + 1e-12
     return np.union1d(np.linspace(0, top, _POINTS), np.geomspace(1e-6 * top, top, _POINTS))
 
 
 def _profile(segments: tuple[GaussianSteps, ...], delta: float, epsilons: np.ndarray) -> np.ndarray:
-    """Return the smallest bound on delta(epsilon) that is available at each epsilon: float64,
-    falling."""
+    """Return the smallest available bound on delta(epsilon) at each epsilon, falling."""
     best, rounding = gaussian_delta(_up(_unsampled_mu(segments)), epsilons)
     best = np.minimum(best + rounding, rdp_delta(segments, epsilons))
     by_pld = pld_profile(segments, delta)
@@ -304,13 +294,6 @@ def _from_odds(log_odds: float) -> float:
 
 def _up(value: float) -> float:
     return value * (1 + _ROUNDING)
-
-
-def _check(delta: float) -> None:
-    if not 0 < delta < 1:
-        raise ValueError(
-            f"privacy.delta = {delta} is outside (0, 1); choose less than 1 / number of records"
-        )
 
 
 def _except_for(probability: float) -> str:

@@ -177,17 +177,17 @@ class Mechanism(ABC):
     @classmethod
     @abstractmethod
     def from_fields(cls, fields: dict[str, Any]) -> "Mechanism":
-        """Build it from what `fields` gives, or from an older version's keys."""
+        """Build it from `fields`, or from an older version's keys."""
 
     @property
     def logged(self) -> tuple[str, ...]:
-        """The words that follow sigma, q and the start on a line of the log of steps: its name and
-        all else that epsilon depends on. (Those of version 0.1.0 are without a name.)"""
+        """The words after sigma, q and the start on a line of the log of steps: its name and all
+        else that epsilon depends on. (Those of version 0.1.0 are without a name.)"""
         return (self.name,)
 
     @classmethod
     def from_logged(cls, noise_multiplier: float, sample_rate: float, *words: str) -> "Mechanism":
-        """Build it from a line of the log of steps; `words` follow its name there."""
+        """Build it from a line of the log; `words` follow its name there."""
         return cls(noise_multiplier, sample_rate, *words)
 
     def as_logged(self) -> "Mechanism":

@@ -1,9 +1,8 @@
 """Gaussian noise whose value at a position is the same on every mesh.
 
 The value depends on (key of the step, parameter's name, position in the whole flattened
-parameter) alone, so each rank draws its own shard's noise, without communication, and the parts
-fit together whatever the shards. Two generators, chosen by the tensor's device, because each is
-the fast one there; their values differ, so the noise is mesh-independent on one device type.
+parameter) alone, so each rank draws its own shard's noise without communication. Two generators,
+each the fast one on its device; their values differ.
 
 - CPU: Philox4x64-10 (numpy) and numpy's fp32 ziggurat, in blocks of `BLOCK` positions; block b
   starts at counter b * 2**64, so that no two blocks can meet however many words each rejects.
@@ -23,16 +22,12 @@ never as a number that a compile cache would keep.
 
 Assumptions: the ciphers' output is indistinguishable from random. They pass all known statistical
 tests and no attack on them is known, but they are not proven, nor reviewed as cryptography is. Not
-resisted: attacks on floating-point noise (Mironov, CCS 2012: fp32 values have gaps, so that the
-sum's low bits can betray the sensitive term), which `secure_noise` is for, at about five times the
-time; and timing. The tails end at 8.2 standard deviations
-on CPU (missing mass 2.4e-16 a value) and at 9.5 elsewhere.
+resisted: timing, and attacks on floating-point noise, which `secure_noise` is for. The tails end at
+8.2 standard deviations on CPU (missing mass 2.4e-16 a value) and at 9.5 elsewhere.
 """
 
-import functools
 import hmac
 import math
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -54,8 +49,7 @@ def add_gaussian_noise_(
 
     Args:
         flat: fp32, shape (n,): positions [start, start + n) of the whole flattened parameter.
-        std: standard deviation, in the gradient's units; noise multiplier times C for a sum of
-            gradients clipped to C.
+        std: noise multiplier times C for a sum of gradients clipped to C.
         key: the 32 bytes of this step, from `keys.KeyStream.take`.
         name: the parameter's canonical name, without wrappers' prefixes.
         start: first position of the shard in the whole parameter.
@@ -88,11 +82,7 @@ def check_arguments(
     start: int,
     dtype: torch.dtype = torch.float32,
 ) -> None:
-    """Refuse what `add_gaussian_noise_` and its variants cannot take.
-
-    Args:
-        dtype: of the sum that the variant adds noise to.
-    """
+    """Refuse arguments that `add_gaussian_noise_` and its variants cannot take."""
     if flat.dtype != dtype or flat.dim() != 1:
         wanted = "fp32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
         raise ValueError(
@@ -108,8 +98,7 @@ def check_arguments(
 def standard_normal(
     key: bytes, name: str, start: int, count: int, device: torch.device | str = "cpu"
 ) -> Tensor:
-    """Draw the unit noise of positions [start, start + count): fp32, shape (count,), on
-    `device`."""
+    """Draw the unit noise of positions [start, start + count): fp32, shape (count,)."""
     noise = torch.zeros(count, dtype=torch.float32, device=device)
     add_gaussian_noise_(noise, std=1.0, key=key, name=name, start=start)
     return noise
@@ -204,8 +193,7 @@ def threefry_normal(key: Tensor, start: Tensor, count: int) -> Tensor:
 
     with the sign of w2's bit 31. A quarter turn and a sign stand for the whole turn; near 0 the
     values are then as fine as fp32 is. For u > 1/2 the logarithm is taken of 1 - u by log1p, so
-    that small radii are exact too. w3 is not used: a second value from a counter would save time
-    but tie neighbours together.
+    that small radii are exact too. w3 is not used.
     """
     positions = torch.arange(count, dtype=torch.int64, device=key.device) + start
     low, high = positions.to(torch.int32), (positions >> 32).to(torch.int32)
@@ -228,21 +216,16 @@ def _add_normal(flat: Tensor, key: Tensor, start: Tensor, std: Tensor) -> None:
     flat.add_(threefry_normal(key, start, flat.numel()) * std)
 
 
-@functools.cache
-def _compiled_add_normal() -> Callable[[Tensor, Tensor, Tensor, Tensor], None]:
-    return compile_kernel(_add_normal)
-
-
 def _add_threefry(flat: Tensor, std: float, key: Tensor, start: int) -> None:
-    """Add in one kernel a chunk, for which the device never waits: what chunks need lies there."""
-    on_cuda = flat.device.type == "cuda"
-    add, size = (_compiled_add_normal(), _COMPILED_CHUNK) if on_cuda else (_add_normal, _CHUNK)
+    """Add in one kernel a chunk, whose arguments lie on the device, which never waits."""
+    add, size = _add_normal, _CHUNK
+    if flat.device.type == "cuda":
+        add, size = compile_kernel(_add_normal), _COMPILED_CHUNK
     scale = torch.full((), std, dtype=torch.float32, device=flat.device)
     for part, first in zip(flat.split(size), chunk_starts(flat, start, size), strict=True):
         add(part, key, first, scale)
 
 
 def chunk_starts(flat: Tensor, start: int, size: int) -> Tensor:
-    """List the positions at which chunks of `size` begin: int64, on the device, without a copy
-    from the host."""
+    """List the positions at which chunks of `size` begin: int64, made on the device."""
     return torch.arange(start, start + flat.numel(), size, dtype=torch.int64, device=flat.device)

@@ -10,8 +10,6 @@ in float64 may add to it. Add-or-remove and zero-out neighbours have the same di
 which both directions are composed and the worse one is returned. Where these numbers cannot be had,
 the answer is infinity. `gaussian_epsilon` is exact but for float64's rounding, allowed for.
 
-A step of estimated norms has the distribution of `randomized`.
-
 The grid is fine enough for a bound within about 0.1% of the true epsilon, and coarser only where
 it would exceed `_MAX_POINTS`. `pld_profile` is the same bound at every epsilon at once.
 """
@@ -58,8 +56,7 @@ def pld_epsilon(segments: tuple[GaussianSteps, ...], delta: float) -> float:
     """Compute PLD's upper bound; it is inf, with a log line, where its numbers cannot be had.
 
     Args:
-        segments: as `segments.merged` gives them: at least one, noise and sample rate above 0.
-        delta: of (epsilon, delta).
+        segments: merged: at least one, noise and sample rate above 0.
     """
     exact = is_one_gaussian(segments)
     if exact or fft_noise(segments) <= delta / 2:
@@ -68,7 +65,7 @@ def pld_epsilon(segments: tuple[GaussianSteps, ...], delta: float) -> float:
                 if exact:
                     bound = gaussian_epsilon(1 / segments[0].noise_multiplier, delta)
                 else:
-                    bound = _compose(segments, delta)
+                    bound = min(bound for bound, _ in _attempts(segments, delta))
         except (ArithmeticError, IndexError, ValueError) as why:
             logger.info("PLD accounting failed: %s", why)
         else:
@@ -107,15 +104,8 @@ def gaussian_epsilon(mu: float, delta: float) -> float:
 
 
 def gaussian_delta(mu: float, epsilons: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Compute delta(epsilon) of the Gaussian mechanism with sensitivity / noise = mu (Balle & Wang
-    2018).
-
-    Args:
-        mu: above 0.
-        epsilons: float64, of any shape, at least 0.
-
-    Returns:
-        delta as computed, and what float64 may have added or taken: float64 of the same shape.
+    """Compute delta at each epsilon >= 0 of the Gaussian mechanism with sensitivity / noise = mu
+    (Balle & Wang 2018), and what float64 may have added to it or taken: float64, of one shape.
     """
     outside = ndtr(mu / 2 - epsilons / mu)
     value = outside - np.exp(epsilons + log_ndtr(-mu / 2 - epsilons / mu))
@@ -153,7 +143,7 @@ def pld_profile(segments: tuple[GaussianSteps, ...], delta: float) -> Profile | 
     """Compute PLD's upper bound on delta(epsilon) for all epsilons; None where it cannot be had.
 
     Args:
-        segments: as `segments.merged` gives them: at least one, noise above 0.
+        segments: merged: at least one, noise above 0.
         delta: about which the bound is to be tight: its grid and its tails are `pld_epsilon`'s.
     """
     noise = fft_noise(segments)
@@ -201,10 +191,6 @@ def _profile(pmf: "PLDPmf") -> np.ndarray:
     weighted = lfilter([decay], [1.0, -decay], positive[::-1])
     rises = np.concatenate([[dense._infinity_mass], math.expm1(d) * weighted])
     return np.cumsum(rises)[::-1]
-
-
-def _compose(segments: tuple[GaussianSteps, ...], delta: float) -> float:
-    return min(bound for bound, _ in _attempts(segments, delta))
 
 
 def _attempts(
@@ -285,7 +271,6 @@ def _one_step(
 
 @functools.lru_cache(maxsize=8)
 def _steps(segment: GaussianSteps, grid: _Grid, tail: float) -> "PrivacyLossDistribution":
-    """Compose all steps of a segment; kept, since questions about later segments come back to
-    it."""
+    """Compose all steps of a segment; kept for questions about later segments."""
     one = _one_step(segment.noise_multiplier, segment.sample_rate, segment.ratios, grid)
     return one.self_compose(segment.steps, tail) if segment.steps > 1 else one

@@ -35,8 +35,7 @@ class _Truncated(prv.TruncatedPrivacyRandomVariable):  # type: ignore[misc]
     """
 
     def mean(self) -> float:
-        """Integrate by Gauss-Legendre over the mechanism's output x, in which the loss is
-        smooth."""
+        """Integrate by Gauss-Legendre over the output x, in which the loss is smooth."""
         sigma, q = self._prv.noise_multiplier, self._prv.sample_rate
 
         def output(loss: float) -> float:
@@ -57,8 +56,7 @@ class _Truncated(prv.TruncatedPrivacyRandomVariable):  # type: ignore[misc]
 
 @functools.lru_cache(maxsize=1024)
 def prv_epsilon(segments: tuple[GaussianSteps, ...], delta: float) -> float:
-    """Compute PRV's upper bound; it is inf, with a log line, where its numbers cannot be
-    trusted."""
+    """Compute PRV's upper bound; inf, with a log line, where its numbers cannot be trusted."""
     rough, best, last_error = rdp_epsilon(segments, delta), math.inf, math.inf
     for _ in range(4):  # `rough` may overestimate, and then so does the first error bar
         error = _prv_eps_error(segments, delta, max(rough / 250, _PRV_MIN_EPS_ERROR))
@@ -98,8 +96,7 @@ def _prv_eps_error(
 def _prv_domain(
     segments: tuple[GaussianSteps, ...], delta: float, eps_error: float
 ) -> tuple[float, float]:
-    """Choose half-width and mesh of the grid of privacy losses (Gopi et al., theorem 5.5, remark
-    5.6)."""
+    """Choose half-width and mesh of the grid of losses (Gopi et al., theorem 5.5, remark 5.6)."""
     delta_error, steps = delta / 1000, sum(segment.steps for segment in segments)
     one_step = (dataclasses.replace(segment, steps=1) for segment in segments)
     loss = eps_error + max(

@@ -27,9 +27,8 @@ sees Z: it is in the output as a part of the mixture alone. So
   after it (`add_remove`), let it be the last: draws and projections do not depend on the order;
 - the next step's randomness is fresh, so steps compose, also adaptively.
 
-That c is independent of the others needs projections of each unit's own. If units shared them, the
-others' contributions would depend on Z, and it would have to be accounted for as shown, which costs
-more; so does the paper. Norms that are exact are a Z of 1.
+That c is independent of the others needs projections of each unit's own; if units shared them, Z
+would have to be accounted for as shown, as in the paper, which costs more. For exact norms Z = 1.
 
 Float64: losses are inverted to about 1e-12, which moves delta by its square; what lies beyond
 `log_tail` counts as infinite loss.
@@ -57,8 +56,8 @@ def mixture_distribution(
     """Compute the privacy loss distribution of one step, pessimistically, by connecting the dots.
 
     Args:
-        sigma: the noise multiplier, above 0.
-        q: the sample rate, in (0, 1].
+        sigma: above 0.
+        q: in (0, 1].
         ratios: of what a drawn unit adds, over C.
         interval: of the grid of losses.
         log_tail: ln of the mass that may count as infinite loss.
@@ -111,9 +110,8 @@ class Mixture:
         found = -np.expm1(epsilons)  # where every output has a larger loss
         inside = epsilons > self._least
         outputs = self._outputs(epsilons[inside])
-        found[inside] = self._above(outputs) - np.exp(epsilons[inside]) * ndtr(
-            -outputs / self._sigma
-        )
+        above = self._mixed(-outputs, -self._values_N)  # the probability of a larger output
+        found[inside] = above - np.exp(epsilons[inside]) * ndtr(-outputs / self._sigma)
         return _falling(found)
 
     def delta_absent(self, epsilons: np.ndarray) -> np.ndarray:
@@ -121,9 +119,8 @@ class Mixture:
         found = np.zeros_like(epsilons)  # where every output has a smaller loss
         inside = -epsilons > self._least
         outputs = self._outputs(-epsilons[inside][::-1])[::-1]
-        found[inside] = ndtr(outputs / self._sigma) - np.exp(epsilons[inside]) * self._below(
-            outputs
-        )
+        below = self._mixed(outputs, self._values_N)
+        found[inside] = ndtr(outputs / self._sigma) - np.exp(epsilons[inside]) * below
         return _falling(found)
 
     @property
@@ -161,14 +158,6 @@ class Mixture:
             loss[rows] = top_X + np.log(total_X)
             slope[rows] = weight_XN @ self._slope_N / total_X
         return loss, slope
-
-    def _above(self, outputs: np.ndarray) -> np.ndarray:
-        """Return the probability of a larger output with the unit."""
-        return self._mixed(-outputs, -self._values_N)
-
-    def _below(self, outputs: np.ndarray) -> np.ndarray:
-        """Return the probability of a smaller output with the unit."""
-        return self._mixed(outputs, self._values_N)
 
     def _mixed(self, outputs: np.ndarray, means_N: np.ndarray) -> np.ndarray:
         """Return the probability of a smaller output in a mixture with these means."""

@@ -35,10 +35,7 @@ _RDP_SLACK = 1e-12
 
 @functools.cache
 def opacus_rdp() -> types.ModuleType:
-    """Load Opacus' file of Renyi divergences alone.
-
-    Its package would load a training engine, a second or two of every start.
-    """
+    """Load Opacus' file of Renyi divergences alone: its package takes a second or two."""
     package = importlib.util.find_spec("opacus")
     assert package is not None
     assert package.submodule_search_locations
@@ -53,8 +50,7 @@ def opacus_rdp() -> types.ModuleType:
 
 @functools.lru_cache(maxsize=1024)
 def _rdp(sigma: float, q: float) -> np.ndarray:
-    """Compute one step's Renyi divergence at each of `ORDERS`: float64, never below the true
-    one."""
+    """Compute one step's Renyi divergence at each of `ORDERS`: float64, an upper bound."""
     divergence = ORDERS / (2 * sigma**2)  # without sampling: always a bound
     if q < 1:
         series = opacus_rdp().compute_rdp
@@ -89,14 +85,12 @@ def to_epsilon(divergence: np.ndarray, delta: float, orders: np.ndarray = ORDERS
 
 
 def rdp_epsilon(segments: Sequence[GaussianSteps], delta: float) -> float:
-    """Compute RDP's bound, which is that of the best order; the segments, fixed beforehand,
-    decide it."""
+    """Compute RDP's bound, that of the best order, which follows from the fixed segments."""
     return max(0.0, float(to_epsilon(divergence(segments), delta).min()))
 
 
 def rdp_delta(segments: Sequence[GaussianSteps], epsilons: np.ndarray) -> np.ndarray:
-    """Compute RDP's bound on delta at each epsilon: `to_epsilon` solved for delta, of the best
-    order."""
+    """Compute RDP's bound on delta at each epsilon: `to_epsilon` solved for delta."""
     log_delta = np.zeros_like(epsilons)
     for order, total in zip(ORDERS, divergence(segments), strict=True):
         of_order = (order - 1) * (total + math.log1p(-1 / order) - epsilons) - math.log(order)

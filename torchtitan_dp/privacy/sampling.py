@@ -4,10 +4,9 @@ Guarantee
 ---------
 Every record (or other privacy unit) is in a step's draw with probability `sample_rate`,
 independently of every other record and step: the number of records is drawn from Binomial(N, q),
-and then that many distinct ones uniformly, which is the same distribution as N coins, without
-comparing N uniforms with a
-threshold (in fp32 that is off by 19% at q = 1e-7). The draw is a function of (key, N, q), never of
-a record's content, so every rank computes the same one, and `deal` neither drops nor repeats nor
+and then that many distinct ones uniformly, which is the same distribution as N coins (in fp32 a
+comparison of uniforms with a threshold is off by 19% at q = 1e-7). The draw is a function of (key,
+N, q) alone, so every rank computes the same one, and `deal` neither drops nor repeats nor
 truncates. This is the sampling that `accounting` assumes; both must be given the one q.
 
 Assumptions: keys of different steps are independent and secret (`keys`), and numpy's
@@ -28,8 +27,7 @@ def poisson_draw(key: bytes, population: int, sample_rate: float) -> Indices:
 
     Args:
         key: the 32 bytes of this step, from `keys.KeyStream.take`; the first 16 are used.
-        population: N, the number of records (of privacy units), at least 0.
-        sample_rate: q, in [0, 1].
+        population: N, the number of privacy units.
 
     Returns:
         The indices drawn, rising: int64, shape (n,), n random and possibly 0.
@@ -76,13 +74,12 @@ def groups_of(hashes: npt.NDArray[np.uint64], groups: int) -> list[Indices]:
 def choices(key: bytes, position: int) -> np.random.Generator:
     """Draw what one unit of one step takes: which of its records, and which window of it.
 
-    The unit at `position` has a part of the key's Philox stream for itself (2^128 blocks), so what
-    is chosen for it is the same on every rank and mesh and does not depend on who else is drawn.
-    Each call begins anew, so that a choice can be repeated.
+    The unit at `position` of the population has 2^128 blocks of the key's Philox stream to itself,
+    so its choices are the same on every rank and mesh, whatever else is drawn. Each call begins
+    anew, so that a choice can be repeated.
 
     Args:
         key: the 32 bytes of this step's "window" key; the first 16 are used.
-        position: the unit's index in the population that is drawn from.
 
     >>> [int(choices(bytes(32), position=p).integers(100)) for p in (7, 7, 8)]
     [90, 90, 49]
@@ -100,8 +97,7 @@ def deal(draw: Indices, *, ranks: int, rank: int, batch_size: int) -> list[Indic
 
     Args:
         draw: int64, shape (n,), the same on all ranks.
-        ranks: the number of data-parallel ranks.
-        rank: this one.
+        ranks, rank: the number of data-parallel ranks, and this one.
         batch_size: samples a microbatch and rank (MBS).
 
     Returns:
@@ -109,10 +105,8 @@ def deal(draw: Indices, *, ranks: int, rank: int, batch_size: int) -> list[Indic
         without a record, whose sample must count as zero. Together the ranks hold each drawn
         index once. Every rank gets equally many, so that no collective waits for ever.
 
-    The number of microbatches reveals n, roughly. That is fine: the guarantee is about what is
-    published (weights, step, configuration), and n, like time and tokens, is labelled not private
-    and never published. Nor does n depend on what any record holds. An observer of the machines
-    sees the records themselves, so there is nothing to hide from them.
+    The number of microbatches roughly reveals n, which is labelled not private, is never published,
+    and depends on no record's content.
 
     >>> draw = np.array([3, 5, 8, 9, 20])
     >>> deal(draw, ranks=2, rank=0, batch_size=2)

@@ -1,8 +1,7 @@
 """Gaussian noise of which floating point betrays less: fp64, four draws a value, one fixed grid.
 
-Costs about five times the noise of `noise`, whose frame it shares: the value depends on (key of
-the step, parameter's name, position in the whole parameter) alone, from the same two generators,
-under keys and counters of their own, so that it never shares a stream with `noise`.
+Costs about five times `noise`, and has its form: the value depends on (key of the step, parameter's
+name, position) alone, from the same two generators, under keys and counters of its own.
 
 The weak spot (Mironov, CCS 2012): a sampler in floating point cannot reach every value, and a sum
 in floating point has fine low bits wherever it happens to be small. So the low bits of the noised
@@ -21,15 +20,13 @@ Guarantee
 With ideal draws, rounding to a fixed grid is post-processing of an exact Gaussian mechanism, and
 the epsilon is that mechanism's. With these draws, the probability of each multiple of the grid
 differs from the ideal one by about one part in 2**30, so there is no value that one sum can give
-and a neighbouring one cannot. This is an argument, not a proof: the exact alternative, a discrete
-Gaussian sampled in integers (Canonne, Kamath & Steinke 2020), is too slow for every parameter of a
-model at every step. What comes after (the division by the batch, Adam) is post-processing.
+and a neighbouring one cannot. This is an argument, not a proof: a discrete Gaussian sampled in
+integers (Canonne, Kamath & Steinke 2020) is exact, and too slow for every parameter at every step.
 
 Not resisted: timing (the ziggurat on CPU rejects some draws), reading this process's memory, and
-what `noise` assumes of its ciphers. Nor the rounding of the clipped sum itself, where that is in
-fp32: one record can change how each later one is rounded (Casacuberta, Shoemate, Vadhan & Wagaman
-2022). With thousands of samples on a rank, made for the purpose, that moves the sum by more than C:
-`summation.fp32_sum_excess` bounds by how much, and `fixed_point` is a sum without rounding.
+what `noise` assumes of its ciphers; nor the rounding of the clipped sum itself in fp32, where one
+record can change how each later one is rounded (Casacuberta, Shoemate, Vadhan & Wagaman 2022):
+`summation.fp32_sum_excess` bounds that, and `fixed_point` is a sum without rounding.
 """
 
 import functools
@@ -164,12 +161,8 @@ def _unsigned(word: Tensor) -> Tensor:
     return word.to(torch.float64) + torch.where(word < 0, 2.0**32, 0.0)
 
 
-@functools.cache
-def _compiled_threefry_normal_sum() -> Callable[[Tensor, Tensor, int], Tensor]:
-    return compile_kernel(threefry_normal_sum)
-
-
 def _add_threefry(flat: Tensor, add: Add, key: Tensor, start: int) -> None:
-    total = _compiled_threefry_normal_sum() if flat.device.type == "cuda" else threefry_normal_sum
+    on_cuda = flat.device.type == "cuda"
+    total = compile_kernel(threefry_normal_sum) if on_cuda else threefry_normal_sum
     for part, first in zip(flat.split(_CHUNK), chunk_starts(flat, start, _CHUNK), strict=True):
         add(part, total(key, first, part.numel()))

@@ -48,8 +48,7 @@ class GaussianSteps:
 
 
 def merged(steps: Iterable[GaussianSteps]) -> tuple[GaussianSteps, ...]:
-    """Merge steps into the fewest that spend the same, sorted: for computing, and to look results
-    up by.
+    """Merge steps into the fewest that spend the same, sorted.
 
     >>> merged([GaussianSteps(2.0, 0.1, 5), GaussianSteps(1.0, 1.0, 4), GaussianSteps(2.0, 0.1, 7)])
     (GaussianSteps(noise_multiplier=0.5, sample_rate=1.0, steps=1, ratios=None), \
@@ -82,13 +81,12 @@ def dp_event(parts: Sequence[GaussianSteps]) -> dict[str, Any] | None:
     """Return these steps as a `dp_accounting.DpEvent`, the fields of `to_named_tuple` in a dict.
 
     Args:
-        parts: all steps on the same data, as `merged` gives them.
+        parts: all steps on the same data, merged.
 
     Returns:
-        A `ComposedDpEvent` of one `SelfComposedDpEvent` for all steps on the same terms, of Poisson
+        A `ComposedDpEvent` of a `SelfComposedDpEvent` for all steps on the same terms, of Poisson
         sampled Gaussian events whose noise is in units of C, or, where norms were estimated, of
-        mixtures of Gaussians, which hold the sampling; None if a step has no noise, for which
-        dp-accounting has no event.
+        mixtures of Gaussians, sampling included; None if a step has no noise.
 
     >>> event = dp_event([GaussianSteps(2.0, 0.1, 5)])["events"][0]
     >>> event["class_name"], event["count"], event["event"]["event"]["noise_multiplier"]

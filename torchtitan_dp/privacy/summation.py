@@ -1,7 +1,6 @@
 """How clipped gradients are added up, and how noise is added to their sum: fp32, or exactly.
 
-`ClippedSum` and `DPOptimizer` are given the same `Summation`, which says what the accumulator
-holds, how a sample enters it and how noise does. There are two:
+`ClippedSum` and `DPOptimizer` are given the same `Summation`. There are two:
 
 - `FloatSum`: fp32, with the noise of `noise` or of `secure_noise`. Fast, 4 bytes a value. Each
   addition rounds, so that a sample can move the sum by more than C: `fp32_sum_excess` bounds it.
@@ -17,30 +16,26 @@ bound unless thousands of gradients and their order are made for it.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from torchtitan_dp.privacy.banded import WeightedKey
 from torchtitan_dp.privacy.clipping import add_clipped_
-from torchtitan_dp.privacy.fixed_point import (
-    add_clipped_units_,
-    add_noise_units_,
-    units_to_fp32_,
-)
+from torchtitan_dp.privacy.fixed_point import add_clipped_units_, add_noise_units_, units_to_fp32_
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
 
 _ROUNDING = 2.0**-24  # of fp32: an addition's result is off by at most this share
 
 
-class Summation(Protocol):
-    """Says what a step's sum is made of."""
+@dataclass(frozen=True)
+class FloatSum:
+    """A sum in fp32."""
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the accumulator, and of its reductions over ranks."""
+    secure_noise: bool = False
+    dtype: ClassVar[torch.dtype] = torch.float32  # of the accumulator, and its reductions
 
     def add_clipped_(
         self, accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor
@@ -52,6 +47,7 @@ class Summation(Protocol):
             gradient: fp32, of the same shape; kept.
             factor, rejected: scalars on the device, of `clipping.clip`.
         """
+        add_clipped_(accumulator, gradient, factor, rejected)
 
     def add_noise_(
         self, flat: Tensor, *, std: float, keys: Sequence[WeightedKey], name: str, start: int
@@ -69,23 +65,6 @@ class Summation(Protocol):
         Raises:
             ValueError: `flat` is of another dtype or shape, or `std` is not finite or too large.
         """
-
-
-@dataclass(frozen=True)
-class FloatSum:
-    """Adds in fp32."""
-
-    secure_noise: bool = False
-    dtype: ClassVar[torch.dtype] = torch.float32
-
-    def add_clipped_(
-        self, accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor
-    ) -> None:
-        add_clipped_(accumulator, gradient, factor, rejected)
-
-    def add_noise_(
-        self, flat: Tensor, *, std: float, keys: Sequence[WeightedKey], name: str, start: int
-    ) -> Tensor:
         if self.secure_noise:
             add_secure_gaussian_noise_(flat, std=std, key=_only(keys), name=name, start=start)
             return flat
@@ -96,7 +75,7 @@ class FloatSum:
 
 @dataclass(frozen=True)
 class FixedPointSum:
-    """Adds multiples of `unit` in int64, with secure noise."""
+    """A sum of multiples of `unit` in int64, with secure noise; used as `FloatSum`."""
 
     unit: float
     dtype: ClassVar[torch.dtype] = torch.int64
@@ -114,6 +93,7 @@ class FixedPointSum:
         return units_to_fp32_(flat, unit=self.unit, std=std)
 
 
+Summation = FloatSum | FixedPointSum
 FP32_SUM = FloatSum()
 
 

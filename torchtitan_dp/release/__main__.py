@@ -1,7 +1,8 @@
 """Release the weights of a private run, with their guarantee in words.
 
     python -m torchtitan_dp.release RUN OUT [--stop_not_from_results] [--lost_steps_not_seen]
-        [--merged] [--no-ema] [--base_model NAME] [--unit_name WORD]
+        [--merged] [--no-ema] [--base_model NAME] [--license ID] [--datasets NAME...]
+        [--unit_name WORD]
 
 RUN is the `job.dump_folder` of a private run. OUT, which must not exist yet, becomes a Hugging Face
 folder: weights, tokenizer, a model card (README.md), `privacy.json` and SHA-256 sums. A run
@@ -24,7 +25,6 @@ Guarantee:
 import argparse
 import hashlib
 import os
-import re
 import shutil
 import sys
 from typing import Any
@@ -54,10 +54,10 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
 from torchtitan_dp.release.card import OWNER_ITEMS, model_card
 from torchtitan_dp.release.claims import claims
+from torchtitan_dp.release.names import NO_NAMES, PublicNames, name_in_config
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"
-_PUBLIC_NAME = re.compile(r"(\w[\w.-]*/)?\w[\w.-]*", re.ASCII)  # of a model on Hugging Face's hub
 
 
 def release(
@@ -68,24 +68,22 @@ def release(
     lost_steps_not_seen: bool = False,
     merge: bool = False,
     average: bool | None = None,
-    base_model: str | None = None,
-    unit_name: str | None = None,
+    names: PublicNames = NO_NAMES,
 ) -> dict[str, Any]:
     """Write OUT whole or not at all; return its `privacy.json`.
 
     Args:
-        base_model: the public name of the model that training started from.
-        unit_name: the card's word for a unit, such as "patient".
         merge: write whole weights where adapters were trained, as `lora.export = "merged"` does.
         stop_not_from_results, lost_steps_not_seen: statements of the owner, for `claims.claims`.
         average: whether the average of weights is written; None: if the checkpoint has one.
+        names: those that the owner publishes.
 
     Raises:
         ValueError: one line for the user, who gave a run or a folder that cannot be used.
     """
     run, out = os.path.abspath(run), os.path.abspath(out)
     _check_folders(run, out)
-    _check_names(base_model, unit_name)
+    names.check()
     with lock_folder(run, wait_s=0):
         config = read_config(run)
         if merge and not config.lora.rank:
@@ -109,14 +107,9 @@ def release(
         try:
             os.makedirs(partial, mode=0o700)
             decay = read_decay(checkpoint, config.ema.decay) if average else None
-            write_folder(model, config, partial, merge=merge, base_model=base_model)
+            write_folder(model, config, partial, merge=merge, base_model=names.base_model)
             card = model_card(
-                terms,
-                config,
-                without_lora(args) if merge else args,
-                decay=decay,
-                base_model=base_model,
-                unit_name=unit_name,
+                terms, config, without_lora(args) if merge else args, decay=decay, names=names
             )
             _complete(partial, terms, card)
             os.rename(partial, out)
@@ -143,20 +136,6 @@ def _check_folders(run: str, out: str) -> None:
         )
     if os.path.lexists(f"{out}.tmp"):
         raise ValueError(f"OUT = '{out}': '{out}.tmp' is left from a failed release; remove it")
-
-
-def _check_names(base_model: str | None, unit_name: str | None) -> None:
-    """Refuse what would publish a path, or break the card."""
-    if base_model is not None and not _PUBLIC_NAME.fullmatch(base_model):
-        raise ValueError(
-            f"--base_model = '{base_model}': it would be published, and is not a name on Hugging "
-            "Face's hub; give the one under which others find the model, such as "
-            "meta-llama/Llama-3.2-1B"
-        )
-    if unit_name is not None and not unit_name.isalpha():
-        raise ValueError(
-            f"--unit_name = '{unit_name}': must be one word in the singular, such as patient"
-        )
 
 
 def _newest_checkpoint(run: str, config: JobConfig) -> str:
@@ -300,6 +279,16 @@ def main(argv: list[str]) -> None:
         "for the card and, of adapters, for PEFT's AutoPeftModelForCausalLM",
     )
     parser.add_argument(
+        "--license", metavar="ID", help="for the card, from Hugging Face's list: apache-2.0"
+    )
+    parser.add_argument(
+        "--datasets",
+        metavar="NAME",
+        nargs="+",
+        default=[],
+        help="for the card: the data sets of the records, by their public names",
+    )
+    parser.add_argument(
         "--unit_name",
         metavar="WORD",
         help="what the card calls a unit: patient, for one",
@@ -313,10 +302,15 @@ def main(argv: list[str]) -> None:
             lost_steps_not_seen=options.lost_steps_not_seen,
             merge=options.merged,
             average=options.ema,
-            base_model=options.base_model,
-            unit_name=options.unit_name,
+            names=PublicNames(
+                base_model=options.base_model,
+                license=options.license,
+                datasets=tuple(options.datasets),
+                unit_name=options.unit_name,
+            ),
         )
-    print("\n".join(_closing_lines(options.out, terms)), file=sys.stderr)
+        hint = None if options.base_model else name_in_config(read_config(options.run))
+    print("\n".join(_closing_lines(options.out, terms, hint)), file=sys.stderr)
 
 
 _COUNTED = {
@@ -327,13 +321,18 @@ _COUNTED = {
 }
 
 
-def _closing_lines(out: str, terms: dict[str, Any]) -> list[str]:
-    """Return the lines for the owner at the end."""
+def _closing_lines(out: str, terms: dict[str, Any], hint: str | None) -> list[str]:
+    """Return the lines for the owner at the end, with the base model's probable name."""
+    named = (
+        f"          the starting model's config.json notes '{hint}': if that is its public name, "
+        f"release again with --base_model {hint}"
+    )
     return [
         f"released: {out}/ (epsilon = {rounded_up(terms['epsilon'])}, delta = {terms['delta']}; "
         f"{_COUNTED[terms['epsilon_counts']]})",
         f"          read {CARD_FILE} before you publish it, and fill in what only you know:",
         *(f"          - {item}" for item in OWNER_ITEMS),
+        *([named] if hint else []),
     ]
 
 

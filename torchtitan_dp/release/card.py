@@ -2,9 +2,9 @@
 
 Guarantee:
     The card has the given terms, fixed text, and settings from an allow-list: no path, name or
-    number that depends on records; the base model and the word for a unit are the owner's. No claim
-    is rounded in its own favour: epsilon, its consequences and q are rounded up, sigma is rounded
-    down, and delta and C are exact.
+    number that depends on records; `PublicNames` are the owner's. No claim is rounded in its own
+    favour: epsilon, its consequences and q are rounded up, sigma is rounded down, and delta and C
+    are exact.
 """
 
 import functools
@@ -16,15 +16,17 @@ import jinja2
 
 from torchtitan_dp.checkpoint.initial import PUBLIC
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.rope import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.records.formats import FORMATS
 from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.mechanism import from_fields
+from torchtitan_dp.release.names import NO_NAMES, PublicNames
 
 OWNER_ITEMS = {
-    "License and base model": "Also in the front matter: `license`, `base_model`.",
+    "License and base model": "Also in the front matter: `license`, `base_model`, `datasets`.",
     "Purpose": "What is the model for, and what is it not for?",
     "Origin of the data": (
         "Where do the records come from, and on what legal ground or consent are they used?"
@@ -66,8 +68,7 @@ def model_card(
     args: ModelArgs,
     *,
     decay: float | None = None,
-    base_model: str | None = None,
-    unit_name: str | None = None,
+    names: PublicNames = NO_NAMES,
 ) -> str:
     """Write Markdown with Hugging Face's front matter.
 
@@ -76,25 +77,21 @@ def model_card(
         config: the run's, of which public settings are shown.
         args: of the released model; with `lora`, of its adapters alone.
         decay: of the released average of weights; None for the last step's weights.
-        base_model: the public name of the model that training started from; None leaves a
-            blank.
-        unit_name: a word for a unit, in the place of "unit" or "record".
+        names: those that the owner gave; the card has blanks for others.
     """
-    unit = unit_name or str(terms["privacy_unit"]).split()[0]
-    field = config.data.unit_field
-    record = FORMATS[config.training.dataset].record
+    unit = names.unit_name or str(terms["privacy_unit"]).split()[0]
     earlier = [s for ancestor in terms["ancestors"] for s in ancestor["segments"]]
     earlier += terms["segments"][:-1]
     return _template().render(
         terms=terms,
         mechanism=from_fields(terms),
-        unit=unit,
-        kind_of_unit=f" (all records with one value of `{field}`)" if field else f" ({record})",
         title=_title(args),
         adapters=args.lora is not None,
-        base_model=base_model,
-        factor=_factor(terms["epsilon"]),
-        meaning=Meaning.from_json(terms["meaning"]).sentences(unit),
+        extended=rope_in_words(config) != AS_GIVEN,
+        license=names.license,
+        base_model=names.base_model,
+        datasets=names.datasets,
+        **guarantee(terms, config, unit_name=names.unit_name),
         covers=_covers(terms),
         lost=_lost(terms),
         heldout_fraction=config.data.heldout_fraction,
@@ -104,6 +101,28 @@ def model_card(
         training=_training(terms, config, args, unit, decay),
         owner_items=OWNER_ITEMS,
     )
+
+
+def guarantee(
+    terms: dict[str, Any], config: JobConfig | None, *, unit_name: str | None = None
+) -> dict[str, Any]:
+    """Return the values of the guarantee in words, `meaning.j2`.
+
+    Args:
+        config: the run's; None leaves open what a unit is.
+        unit_name: as for `model_card`.
+    """
+    unit = unit_name or str(terms["privacy_unit"]).split()[0]
+    kind = ""
+    if config is not None:
+        field, record = config.data.unit_field, FORMATS[config.training.dataset].record
+        kind = f" (all records with one value of `{field}`)" if field else f" ({record})"
+    return {
+        "unit": unit,
+        "kind_of_unit": kind,
+        "factor": _factor(terms["epsilon"]),
+        "meaning": Meaning.from_json(terms["meaning"]).sentences(unit),
+    }
 
 
 @functools.cache
@@ -120,7 +139,7 @@ def _template() -> jinja2.Template:
     environment.filters |= {
         "up": rounded_up,
         "down": rounded_down,
-        "exact": _exact,
+        "exact": exact,
         "sentence": lambda text: f"{text[:1].upper()}{text[1:]}.",
     }
     return environment.get_template("card.md.j2")
@@ -151,10 +170,10 @@ def _lost(terms: dict[str, Any]) -> int:
     return int(terms["steps_executed"] - terms["steps"])
 
 
-def _exact(value: float) -> str:
+def exact(value: float) -> str:
     """Write a number with as many digits as it has.
 
-    >>> _exact(1e-5), _exact(1.2345649e-06), _exact(1.0), _exact(0.1)
+    >>> exact(1e-5), exact(1.2345649e-06), exact(1.0), exact(0.1)
     ('1e-05', '1.2345649e-06', '1', '0.1')
     """
     short = f"{value:g}"
@@ -206,6 +225,7 @@ def _training(
     windows = terms["windows_per_draw"]
     return {
         "trained": terms["trained"],
+        **({"rotary embeddings": rope} if (rope := rope_in_words(config)) != AS_GIVEN else {}),
         "weights": "those after the last step" if decay is None else _average(decay),
         "model": f"{family_of(args).title}, {args.n_layers} layers of {args.dim}, {args.n_heads} "
         f"heads, {args.vocab_size} tokens" + (", tied embeddings" if args.tie_embeddings else ""),

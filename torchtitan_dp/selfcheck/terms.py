@@ -21,7 +21,7 @@ from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.preflight.model import check_clipping
-from torchtitan_dp.privacy.clip_policy import patterns_in_use
+from torchtitan_dp.privacy.clipping import patterns_in_use
 
 _VOCABULARY = 1009  # a prime, so that no mesh divides it
 _TOKENS = 64  # of a sample of the small model, for each cp rank

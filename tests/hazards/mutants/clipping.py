@@ -77,7 +77,7 @@ MUTANTS = [
     Mutant(
         4,
         "one norm for the microbatch",
-        "privacy/clip_policy.py",
+        "privacy/clipping.py",
         "        return clip(\n",
         "        total_G1 = squared_norm_GB.sum(1, keepdim=True)\n"
         "        squared_norm_GB = total_G1.expand_as(squared_norm_GB)\n"

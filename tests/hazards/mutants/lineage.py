@@ -8,7 +8,7 @@ COMMAND = "ledger/test_command.py::"
 
 LINEAGE = "ledger/lineage.py"
 INITIAL, TERMS = "checkpoint/initial.py", "checkpoint/plan.py"
-STEPS = "ledger/steps.py"
+STEPS = "ledger/settings.py"
 
 MUTANTS = [
     Mutant(

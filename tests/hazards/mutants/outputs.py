@@ -11,10 +11,19 @@ MUTANTS = [
     Mutant(
         24,
         "private tags without their label",
-        "metrics.py",
-        "k if k in PUBLIC else _PREFIX + k: v",
-        "k: v",
-        (f"{OUTPUTS}test_row24_only_what_is_public_has_a_plain_tag",),
+        "watch/scalars.py",
+        "return scalar is not None and scalar.public",
+        "return True",
+        (f"{OUTPUTS}test_row24_only_what_is_public_is_in_the_public_section",),
+        quick=True,
+    ),
+    Mutant(
+        24,
+        "losses sent to wandb",
+        "watch/outlets.py",
+        'if self._all or not name.startswith(f"{NOT_PRIVATE}/")',
+        "if name",
+        ("watch/test_outlets.py::test_services_get_what_may_be_published",),
         quick=True,
     ),
     Mutant(

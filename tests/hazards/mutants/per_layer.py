@@ -20,7 +20,7 @@ MUTANTS = [
     Mutant(
         2,
         "every group clipped to C",
-        "privacy/clip_policy.py",
+        "privacy/clipping.py",
         "squared_norm_GB.new_full((1, 1), bound)",
         "squared_norm_GB.new_full((1, 1), self.max_grad_norm)",
         (f"{BOUND}[(1, 1, 1)-microbatch]", f"{BOUND}[(1, 1, 1)-V2]"),
@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(
         2,
         "shares of C that add up to more",
-        "privacy/clip_policy.py",
+        "privacy/clipping.py",
         "(self.max_grad_norm / math.sqrt(len(self.members)),)",
         "(self.max_grad_norm / len(self.members) ** 0.25,)",
         (f"{GROUPS}test_row02_a_sample_that_is_large_in_every_layer_counts_at_most_C[7-vanilla]",),

@@ -40,7 +40,7 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> LlamaArgs:
     if dim % (2 * heads) != 0 or read.size("head_dim", dim // heads) != dim // heads:
         head_dim = settings.get("head_dim")
         read.refuse("head_dim", head_dim, f"must be hidden_size / heads = {dim} / {heads}")
-    theta, scaling = _rope(read)
+    theta, kind, name, values = read.rope("default", "llama3", "linear", "yarn")
     return LlamaArgs(
         dim=dim,
         n_layers=read.size("num_hidden_layers"),
@@ -49,25 +49,25 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> LlamaArgs:
         vocab_size=read.size("vocab_size"),
         norm_eps=float(settings.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
-        rope_scaling_args=scaling,
+        rope_scaling_args=_llama_scaling(read, kind, name, values),
+        rope=read.scaling(kind, name, values),
         max_seq_len=read.size("max_position_embeddings", 2048),
         tie_embeddings=bool(settings.get("tie_word_embeddings", False)),
         **feed_forward_size(dim, read.size("intermediate_size")),
     )
 
 
-def _rope(read: Reader) -> tuple[float, RoPEScalingArgs]:
-    """Read theta and Llama 3's scaling."""
-    theta, kind, name, values = read.rope("default", "llama3")
-    if kind == "default":
-        return theta, copy.copy(NO_ROPE_SCALING)
+def _llama_scaling(read: Reader, kind: str, name: str, values: dict[str, Any]) -> RoPEScalingArgs:
+    """Read Llama 3's own scaling, which TorchTitan computes."""
+    if kind != "llama3":
+        return copy.copy(NO_ROPE_SCALING)
     for part in _ROPE_KEYS:
         if not is_positive(values.get(part)):
             read.refuse(f"{name}.{part}", values.get(part), "must be a positive number")
     if values["high_freq_factor"] <= values["low_freq_factor"]:
         high, low = values["high_freq_factor"], values["low_freq_factor"]
         read.refuse(f"{name}.high_freq_factor", high, f"must exceed low_freq_factor = {low}")
-    return theta, RoPEScalingArgs(**{ours: values[k] for k, ours in _ROPE_KEYS.items()})
+    return RoPEScalingArgs(**{ours: values[k] for k, ours in _ROPE_KEYS.items()})
 
 
 def feed_forward_size(dim: int, hidden: int) -> dict[str, Any]:
@@ -82,8 +82,6 @@ def feed_forward_size(dim: int, hidden: int) -> dict[str, Any]:
 def new_settings(args: LlamaArgs, tokenizer: Tokenizer) -> dict[str, Any]:
     """Return the `config.json` of a model, in the keys that transformers 4 writes and 5 still
     reads."""
-    scaling = args.rope_scaling_args
-    rope = {key: getattr(scaling, ours) for key, ours in _ROPE_KEYS.items()}
     with torch.device("meta"):
         block: Any = Llama(copy.deepcopy(args)).layers["0"]
     return {
@@ -99,7 +97,7 @@ def new_settings(args: LlamaArgs, tokenizer: Tokenizer) -> dict[str, Any]:
         "max_position_embeddings": args.max_seq_len,
         "rms_norm_eps": args.norm_eps,
         "rope_theta": float(args.rope_theta),
-        "rope_scaling": {"rope_type": "llama3", **rope},
+        "rope_scaling": _scaling_settings(args),
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,
@@ -108,3 +106,13 @@ def new_settings(args: LlamaArgs, tokenizer: Tokenizer) -> dict[str, Any]:
         "bos_token_id": tokenizer.bos_id,
         "eos_token_id": tokenizer.eos_id,
     }
+
+
+def _scaling_settings(args: LlamaArgs) -> dict[str, Any] | None:
+    """Return the value of `rope_scaling`."""
+    if args.rope is not None:
+        return args.rope.settings()
+    if args.rope_scaling_args == NO_ROPE_SCALING:
+        return None
+    values = {key: getattr(args.rope_scaling_args, ours) for key, ours in _ROPE_KEYS.items()}
+    return {"rope_type": "llama3", **values}

@@ -7,6 +7,7 @@ from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
 from torchtitan_dp.models.private import PrivateArgs, PrivateModel
+from torchtitan_dp.models.rope import scaled_angles
 
 
 @dataclass
@@ -21,7 +22,12 @@ class Llama(PrivateModel, Transformer):
     model_args: LlamaArgs
 
     def rotary_table(self) -> torch.Tensor:
-        return Transformer._precompute_freqs_cis(self)
+        if self.model_args.rope is None:
+            return Transformer._precompute_freqs_cis(self)
+        angles, factor = scaled_angles(self.model_args)
+        return torch.polar(torch.full_like(angles, factor), angles)
+
+    _precompute_freqs_cis = rotary_table  # the name by which TorchTitan's constructor calls it
 
 
 FLAVORS: dict[str, LlamaArgs] = {

@@ -31,7 +31,7 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> QwenArgs:
     head_dim = read.size("head_dim", 128)
     if head_dim % 2:
         read.refuse("head_dim", head_dim, "must be even, for rotary embeddings")
-    theta, *_ = read.rope("default")
+    theta, kind, name, values = read.rope("default", "linear", "yarn")
     return QwenArgs(
         dim=read.size("hidden_size"),
         n_layers=read.size("num_hidden_layers"),
@@ -42,6 +42,7 @@ def read_args(settings: dict[str, Any], path: str, key: str) -> QwenArgs:
         vocab_size=read.size("vocab_size"),
         norm_eps=float(settings.get("rms_norm_eps", 1e-6)),
         rope_theta=theta,
+        rope=read.scaling(kind, name, values),
         max_seq_len=read.size("max_position_embeddings", 32768),
         tie_embeddings=bool(settings.get("tie_word_embeddings", False)),
     )
@@ -62,7 +63,7 @@ def new_settings(args: QwenArgs, tokenizer: Tokenizer) -> dict[str, Any]:
         "max_position_embeddings": args.max_seq_len,
         "rms_norm_eps": args.norm_eps,
         "rope_theta": float(args.rope_theta),
-        "rope_scaling": None,
+        "rope_scaling": None if args.rope is None else args.rope.settings(),
         "hidden_act": "silu",
         "attention_bias": False,
         "attention_dropout": 0.0,

@@ -8,6 +8,7 @@ from torchtitan.models.qwen3.model.args import Qwen3ModelArgs
 from torchtitan.models.qwen3.model.model import Qwen3Model
 
 from torchtitan_dp.models.private import PrivateArgs, PrivateModel
+from torchtitan_dp.models.rope import scaled_angles
 
 
 @dataclass
@@ -34,7 +35,13 @@ class Qwen(PrivateModel, Qwen3Model):
     model_args: QwenArgs
 
     def rotary_table(self) -> torch.Tensor:
-        return Qwen3Model._precompute_rope_cache(self)
+        if self.model_args.rope is None:
+            return Qwen3Model._precompute_rope_cache(self)
+        angles, factor = scaled_angles(self.model_args)
+        cosines, sines = angles.cos() * factor, angles.sin() * factor
+        return torch.cat([cosines, cosines, sines, sines], dim=-1)
+
+    _precompute_rope_cache = rotary_table  # the name by which TorchTitan's constructor calls it
 
 
 def _flavor(layers: int, dim: int, hidden: int, heads: int, **more: Any) -> QwenArgs:

@@ -1,0 +1,312 @@
+"""Scaled rotary embeddings: those of `transformers`, from `config.json` or `[rope]`, and back."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from tests import build
+from tests.gradients.loop import check
+from tests.models.hugging_face import PLAIN, edit_config, sample_tokens, write_llama, write_qwen
+from torchtitan_dp.checkpoint.terms import settings_of
+from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.models.config_json import Reader
+from torchtitan_dp.models.families import FAMILIES
+from torchtitan_dp.models.hugging_face import export_settings, shape
+from torchtitan_dp.models.hugging_face_weights import export
+from torchtitan_dp.models.lora import LoRA
+from torchtitan_dp.models.rope import Yarn
+from torchtitan_dp.preflight.console import notices
+
+LINEAR = {"rope_type": "linear", "factor": 3.7}
+YARN = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 32}
+SCALINGS = {
+    "linear": LINEAR,
+    "yarn": YARN,
+    "ramp of fractions": {**YARN, "truncate": False, "beta_fast": 8, "beta_slow": 0.5},
+    "mscale": {**YARN, "mscale": 0.707, "mscale_all_dim": 1.3},
+    "mscale alone": {**YARN, "mscale": 0.707},
+    "attention_factor": {**YARN, "attention_factor": 0.9},
+    "the window of the model": {"rope_type": "yarn", "factor": 5.3},
+    "the factor of the windows": {**YARN, "factor": None},
+    "no room for a ramp": {**YARN, "original_max_position_embeddings": 6},
+}
+FAMILY = ("llama3", "qwen3")
+
+
+@pytest.mark.parametrize("theta, head_size", [(5e5, 128), (1e4, 16), (1e6, 12)])
+@pytest.mark.parametrize("name", SCALINGS)
+def test_frequencies_are_those_of_transformers_bit_by_bit(
+    name: str, theta: float, head_size: int
+) -> None:
+    rope = {**SCALINGS[name], "rope_theta": theta}
+    shape = {"hidden_size": 4 * head_size, "num_attention_heads": 4, "head_dim": head_size}
+    config = LlamaConfig(**shape, max_position_embeddings=512, rope_parameters=dict(rope))
+    expected, factor = ROPE_INIT_FUNCTIONS[rope["rope_type"]](config, "cpu")
+    settings = {"max_position_embeddings": 512, "rope_parameters": rope}
+    read = Reader(settings, "config.json", "key", ())
+    own_theta, kind, key, values = read.rope("linear", "yarn")
+    scaling = read.scaling(kind, key, values)
+    assert scaling is not None
+    assert torch.equal(scaling.inverse_frequencies(own_theta, head_size), expected)
+    assert scaling.attention_factor == factor
+
+
+def write(family: str, folder: Path, *, tied: bool = False) -> Path:
+    """A folder without scaling."""
+    if family == "qwen3":
+        return write_qwen(folder, tied=tied)
+    return write_llama(folder, tied=tied, rope=PLAIN, eps=1e-6)
+
+
+def scale(folder: Path, rope: dict[str, Any], *, theta: float, old: bool) -> None:
+    """Edit `config.json`, in the keys of transformers 5 or those before."""
+    edit_config(folder, rope_parameters=None, rope_scaling=None, rope_theta=None)
+    keys: dict[str, Any] = {"rope_parameters": {**rope, "rope_theta": theta}}
+    if old:
+        type_of = {**rope, "type": rope["rope_type"]}
+        del type_of["rope_type"]
+        keys = {"rope_scaling": type_of, "rope_theta": theta}
+    edit_config(folder, **keys)
+
+
+def given(family: str, folder: Path, *overrides: str) -> Any:
+    return build.config(
+        f"--model.name={family}",
+        f"--model.hf_assets_path={folder}",
+        f"--job.dump_folder={folder.parent / 'out'}",
+        "--checkpoint.enable",
+        "--checkpoint.initial_load_in_hf",
+        "--checkpoint.last_save_in_hf",
+        *overrides,
+    )
+
+
+def ours(config: Any, folder: Path) -> Any:
+    """Our model with the folder's weights."""
+    args, family = shape(config), FAMILIES[config.model.name]
+    model = family.model(args)
+    model.init_weights()
+    weights = {}
+    for path in folder.glob("*.safetensors"):
+        weights |= load_file(path)
+    loaded = family.adapter(args, None).from_hf(weights)
+    missing, unexpected = model.load_state_dict(loaded, strict=False)
+    assert unexpected == []
+    assert all("lora" in name for name in missing)
+    return model.eval()
+
+
+def theirs(folder: Path, **more: Any) -> torch.Tensor:
+    options = {"dtype": torch.float32, "attn_implementation": "eager", **more}
+    return AutoModelForCausalLM.from_pretrained(folder, **options).eval()(sample_tokens()).logits
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    "tied, old", [(True, False), (False, True)], ids=["tied", "untied, keys of transformers 4"]
+)
+@pytest.mark.parametrize("name", ["linear", "yarn", "mscale"])
+@pytest.mark.parametrize("family", FAMILY)
+def test_in_and_out_the_logits_are_those_of_transformers(
+    family: str, name: str, old: bool, tied: bool, tmp_path: Path
+) -> None:
+    """Of 96 tokens: beyond the 32 of the original window."""
+    folder = write(family, tmp_path / "given", tied=tied)
+    plain = theirs(folder)
+    scale(folder, SCALINGS[name], theta=1e4, old=old)
+    expected = theirs(folder)
+    assert (plain - expected).abs().max() > 0.1
+    config = given(family, folder)
+    model = ours(config, folder)
+    assert (model(sample_tokens()) - expected).abs().max() < 1e-4
+    exported = Path(export(model, config))
+    assert torch.equal(theirs(exported), expected)
+    before, after = (json.loads((f / "config.json").read_text()) for f in (folder, exported))
+    assert before == after
+
+
+EXTENDED = (
+    "--rope.type=yarn",
+    "--rope.factor=8",
+    "--rope.original_max_position_embeddings=32",
+    "--rope.beta_fast=4",
+    "--rope.theta=20000",
+)
+CHOICES = {
+    "yarn": (EXTENDED, {**YARN, "beta_fast": 4.0}, 20000.0, 256),
+    "linear": (("--rope.type=linear", "--rope.factor=2"), {**LINEAR, "factor": 2.0}, None, 1024),
+    "theta": (("--rope.theta=20000", "--training.seq_len=600"), None, 20000.0, 600),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("choice", CHOICES)
+@pytest.mark.parametrize("family", FAMILY)
+def test_a_model_is_extended_by_keys(family: str, choice: str, tmp_path: Path) -> None:
+    """As by an edited `config.json`; an export has the edit."""
+    folder = write(family, tmp_path / "given")
+    overrides, rope, theta, window = CHOICES[choice]
+    own_theta = json.loads((folder / "config.json").read_text())["rope_parameters"]["rope_theta"]
+    config = given(family, folder, *overrides)
+    model = ours(config, folder)
+    exported = Path(export(model, config))
+    scale(folder, rope or {"rope_type": "default"}, theta=theta or own_theta, old=False)
+    expected = theirs(folder)
+    assert (model(sample_tokens()) - expected).abs().max() < 1e-4
+    assert torch.equal(theirs(exported), expected)
+    written = json.loads((exported / "config.json").read_text())
+    assert written["max_position_embeddings"] == window
+    again = shape(given(family, exported))
+    assert (again.rope, again.rope_theta) == (shape(config).rope, shape(config).rope_theta)
+
+
+@torch.no_grad()
+def test_plain_embeddings_in_place_of_the_models_scaling(tmp_path: Path) -> None:
+    folder = write("llama3", tmp_path / "given")
+    expected = theirs(folder)
+    scale(folder, YARN, theta=PLAIN["rope_theta"], old=False)
+    config = given("llama3", folder, "--rope.type=default")
+    model = ours(config, folder)
+    assert (model(sample_tokens()) - expected).abs().max() < 1e-4
+    assert torch.equal(theirs(Path(export(model, config))), expected)
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_a_flavor_is_extended_too(family: str) -> None:
+    """Also theta alone, beside Llama 3.1's scaling."""
+    flavor = f"--model.name={family}"
+    new = export_settings(config := build.config(flavor, *EXTENDED), shape(config))
+    assert new["rope_scaling"]["rope_type"] == "yarn"
+    assert (new["rope_theta"], new["max_position_embeddings"]) == (20000.0, 256)
+    new = export_settings(config := build.config(flavor, "--rope.theta=3e6"), shape(config))
+    assert new["rope_theta"] == 3e6
+    scaling = new["rope_scaling"]
+    assert scaling is None if family == "qwen3" else scaling["rope_type"] == "llama3"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILY)
+def test_adapters_come_with_the_positions_that_they_were_trained_at(
+    family: str, tmp_path: Path
+) -> None:
+    folder = write(family, tmp_path / "given")
+    options = "--lora.rank=2", "--lora.targets=wq"
+    plain = given(family, folder, *options)
+    exported = Path(export(ours(plain, folder), plain))
+    assert not (exported / "config.json").exists()
+    config = given(family, folder, *options, *EXTENDED)
+    model = ours(config, folder)  # B is 0
+    exported = Path(export(model, config))
+    assert (exported / "adapter_config.json").exists()
+    base = theirs(folder, config=AutoConfig.from_pretrained(exported))
+    assert (model(sample_tokens()) - base).abs().max() < 1e-4
+
+
+BAD_KEYS = [
+    (["--rope.theta=0"], "rope.theta = 0.0: must be a number above 1"),
+    (["--rope.factor=4"], "rope.factor = 4.0: has no effect with rope.type unset; set"),
+    (["--rope.type=default", "--rope.factor=4"], "no effect with rope.type 'default'"),
+    (
+        ["--rope.type=linear", "--rope.factor=4", "--rope.beta_fast=3"],
+        "rope.beta_fast = 3.0: has no effect with rope.type 'linear'",
+    ),
+    (["--rope.type=linear"], "rope.factor = None: rope.type = 'linear' needs a number of 1"),
+    (["--rope.type=yarn", "--rope.factor=0.5"], "rope.factor = 0.5: rope.type = 'yarn' needs"),
+    (
+        ["--rope.type=yarn", "--rope.factor=4"],
+        "rope.original_max_position_embeddings = None: rope.type = 'yarn' needs the trained",
+    ),
+    ([*EXTENDED, "--rope.beta_fast=0.5"], "rope.beta_fast = 0.5 with rope.beta_slow = 1:"),
+    (["--rope.type=dynamic"], "rope.type"),
+]
+
+
+@pytest.mark.parametrize("options, words", BAD_KEYS)
+def test_keys_that_cannot_work_are_refused(options: list[str], words: str) -> None:
+    with pytest.raises(ValueError) as refusal:  # noqa: PT011
+        build.config(*options)
+    assert words in str(refusal.value)
+    assert "\n" not in str(refusal.value)
+
+
+BAD_FILES = [
+    ({**YARN, "rope_type": "dynamic"}, 'rope_type = "dynamic"'),
+    ({**YARN, "rope_type": "longrope"}, 'rope_type = "longrope"'),
+    ({"rope_type": "yarn"}, "rope_parameters.factor = missing: must be a number of 1 or more"),
+    ({**LINEAR, "factor": 0.5}, "rope_parameters.factor = 0.5: must be a number of 1 or more"),
+    ({**YARN, "attention_factor": 0}, "attention_factor = 0: must be a positive number"),
+    ({**YARN, "beta_slow": 64}, "rope_parameters.beta_fast = 32.0: must be at least beta_slow"),
+    ({**YARN, "truncate": None}, "rope_parameters.truncate = missing: must be true or false"),
+]
+
+
+@pytest.mark.parametrize("rope, words", BAD_FILES)
+@pytest.mark.parametrize("family", FAMILY)
+def test_scalings_that_ours_cannot_compute_are_refused(
+    family: str, rope: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    folder = write(family, tmp_path / "given")
+    scale(folder, rope, theta=1e4, old=False)
+    with pytest.raises(ValueError, match=r"config\.json has ") as refusal:
+        shape(given(family, folder))
+    assert words in str(refusal.value)
+
+
+def test_two_scalings_are_refused(tmp_path: Path) -> None:
+    """Of `rope_scaling` beside `rope_parameters`, transformers 5 takes the first, without theta."""
+    folder = write("qwen3", tmp_path / "given")
+    edit_config(folder, rope_scaling=YARN)
+    with pytest.raises(ValueError, match="rope_parameters has another; keep one of the two"):
+        shape(given("qwen3", folder))
+
+
+def terms(*overrides: str) -> Settings:
+    return settings_of(build.config(*overrides), 100, 1.0)
+
+
+def test_a_resume_with_other_positions_is_refused() -> None:
+    extended = terms(*EXTENDED)
+    extended.refuse_change(since=terms(*EXTENDED))
+    for other in ((), EXTENDED[:-1], (*EXTENDED, "--rope.factor=16")):
+        with pytest.raises(ValueError, match=r"^rope = .*: this run was started with .*factor 8"):
+            terms(*other).refuse_change(since=extended)
+    assert Settings.from_fields(extended.fields()) == extended
+    older = {key: value for key, value in terms().fields().items() if key != "rope"}
+    assert Settings.from_fields(older) == terms()
+
+
+def test_samples_beyond_the_window_are_noticed(tmp_path: Path) -> None:
+    folder = write("qwen3", tmp_path / "given")
+    config = given("qwen3", folder, "--training.seq_len=600")
+    (line,) = (line for line in notices(config) if "beyond" in line)
+    assert "training.seq_len = 600 is beyond the 512 positions of the model" in line
+    extended = "--rope.type=linear", "--rope.factor=2"
+    config = given("qwen3", folder, "--training.seq_len=600", *extended)
+    assert not any("beyond" in line for line in notices(config))
+
+
+SCALED = Yarn(factor=4.0, original=8, beta_fast=2.0)
+METHODS = [("microbatch", 1), ("grad_sample", 2), ("ghost", 2)]
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
+@pytest.mark.parametrize("method, samples", METHODS)
+@pytest.mark.parametrize("family", FAMILY)
+def test_every_method_is_the_loop_with_scaled_positions(
+    family: str, method: str, samples: int, degrees: tuple[int, int, int]
+) -> None:
+    options = f"--privacy.gradient_method={method}", f"--training.local_batch_size={samples}"
+    check(degrees, *options, family=family, rope=SCALED)
+
+
+@pytest.mark.parametrize("family", FAMILY)
+def test_adapters_are_the_loop_with_scaled_positions(family: str) -> None:
+    options = "--privacy.gradient_method=ghost", "--training.local_batch_size=2"
+    lora = LoRA(2, 4.0, ("wq", "wv", "w2"))
+    check((1, 1, 2), *options, family=family, lora=lora, rope=SCALED, tolerance=2e-5)

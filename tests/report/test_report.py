@@ -1,0 +1,292 @@
+"""The page on a run: folders in any state, and what never gets into a public page."""
+
+import doctest
+import fcntl
+import html
+import json
+import re
+from pathlib import Path
+
+import pytest
+from torch.utils.tensorboard import SummaryWriter
+
+import torchtitan_dp.report.charts as charts_module
+from tests.accounts import account
+from tests.build import config as small_config
+from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
+from torchtitan_dp.ledger import ExecutedSteps, Ledger
+from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.privacy.mechanism import PoissonGaussian
+from torchtitan_dp.report.__main__ import main, report
+from torchtitan_dp.report.charts import Chart, Line
+from torchtitan_dp.report.content import public_charts, public_content
+from torchtitan_dp.report.run_folder import open_run
+from torchtitan_dp.report.scalars import SECONDS, read
+
+SETTINGS = Settings(
+    mechanism=PoissonGaussian(1.0, 0.1),
+    max_grad_norm=1.0,
+    delta=1e-3,
+    expected_batch_size=4,
+    accountant="rdp",
+    sample_rate_source="training.global_batch_size / number of training records",
+    neighbouring_relation="zero_out",
+    target_epsilon=8.0,
+    units=40,
+)
+RECORDS = {"loss": 5.0, "clipped_fraction": 0.5, "norm_p50": 2.0, "throughput(tps)": 321.0}
+
+
+def take_steps(folder: Path, steps: int, planned: int = 6, caveat: str = "") -> None:
+    """Write the ledger's files as a run does that took so many steps."""
+    executed = ExecutedSteps(str(folder))
+    ledger = Ledger(SETTINGS, planned_steps=planned)
+    if caveat:
+        ledger.mark_not_private(caveat)
+    ledger.start = executed.new_start()
+    executed.begin_start(2)
+    for step in range(1, steps + 1):
+        executed.begin(step, SETTINGS)
+    ledger.steps = steps
+    if steps == planned:
+        executed.end_start()
+    account(ledger, executed, planned).publish(str(folder))
+
+
+def write_scalars(folder: Path, first: int, last: int, **more: float) -> None:
+    """Write TensorBoard's files as one start does that logs these steps."""
+    writer = SummaryWriter(str(folder))
+    for step in range(first, last + 1):
+        public = {"lr": 1e-3, "epsilon": 1.0, "noise_multiplier": 1.0}
+        private = {f"not_private/{name}": value + step / 100 for name, value in RECORDS.items()}
+        for tag, value in {**public, **private, **more}.items():
+            writer.add_scalar(tag, value, step)
+    writer.close()
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run of six steps."""
+    folder = tmp_path / "SecretPlace" / "out"
+    folder.mkdir(parents=True)
+    write_config(
+        small_config(
+            *("--job.dump_folder", str(folder), "--job.description=SecretWords"),
+            *("--training.dataset_path=/SecretData/notes", "--training.steps=6"),
+        )
+    )
+    take_steps(folder, 6)
+    write_scalars(folder / "tb" / "1", 1, 6)
+    return folder
+
+
+def test_the_page_shows_the_run(run: Path) -> None:
+    page = report(str(run))
+    for words in ("finished", "6 of 6", "Clipped share", "Signal against noise", "ε over steps"):
+        assert words in page
+    assert "membership-inference attack" in page
+    assert "5.06" in page  # the last loss
+    assert "SecretData" in page  # the owner's page has the settings
+
+
+def test_it_is_one_file_that_loads_nothing(run: Path) -> None:
+    page = report(str(run))
+    assert not re.search(r"<(script|link|img|iframe|object)\b|url\(|@import|https?:", page)
+    assert len(page.encode()) < 200_000
+
+
+def test_what_follows_from_records_is_labelled_in_words(run: Path) -> None:
+    page = report(str(run))
+    figures = re.findall(r"<figcaption>.*?</figcaption>", page)
+    public = [f for f in figures if "may be published" in f]
+    assert len(figures) - len(public) == sum("not private" in f for f in figures) >= 4
+    for row in ("loss", "state"):
+        assert re.search(rf">{row}</th><td>[^\n]*not private", page)
+
+
+def test_a_public_page_has_nothing_that_nobody_allowed(run: Path) -> None:
+    write_scalars(
+        run / "tb" / "2", 6, 6, **{"SecretScalar": 1234.5, "private_to_publish/Hm": 4321.5}
+    )
+    settings = json.loads((run / RUN_CONFIG_FILE).read_text())
+    assert settings["training"]["dataset_path"] == "/SecretData/notes"
+    settings["comm"]["save_traces_folder"] = "/SecretTraces"
+    (run / RUN_CONFIG_FILE).write_text(json.dumps(settings))
+    content = json.loads((run / "privacy.json").read_text())
+    (run / "privacy.json").write_text(json.dumps({**content, "SecretKey": "SecretValue"}))
+    owners, page = report(str(run)), report(str(run), public=True)
+    for secret in ("SecretScalar", "1234", "Hm", "4322", "SecretTraces", str(run)):
+        assert secret in owners, secret
+        assert secret not in page, secret
+    assert "Secret" not in page
+    assert "Hm" not in page
+    for words in ("not private", "tokens/s", "Clipped share", "Time a step", "321", "checkpoint"):
+        assert words not in page, words
+    shown = set(re.findall(r'class="title">(.*?) ?<small', page))
+    assert shown == {"ε over steps", "Signal against noise", "Learning rate"}
+
+
+def test_a_setting_that_is_no_word_of_the_schema_is_no_public_one(run: Path) -> None:
+    found = open_run(str(run))
+    assert found.config is not None
+    assert ("lr_scheduler.decay_type", "linear") in public_content(found)["settings"]
+    found.config.lr_scheduler.decay_type = "SecretDecay"
+    names = [name for name, _ in public_content(found)["settings"]]
+    assert "optimizer.lr" in names
+    assert "lr_scheduler.decay_type" not in names
+
+
+def test_a_public_page_shows_no_step_after_the_published_ones(run: Path) -> None:
+    write_scalars(run / "tb" / "2", 7, 9)
+    (chart,) = (c for c in public_charts(open_run(str(run))) if c.title == "Learning rate")
+    assert max(step for step, _ in chart.lines[0].points) == 6
+
+
+def test_text_of_the_user_is_escaped(tmp_path: Path) -> None:
+    name = "<script>alert(1)<_script>"
+    folder = tmp_path / name
+    folder.mkdir()
+    text = "<script>alert(2)</script>"
+    write_config(small_config("--job.dump_folder", str(folder), f"--job.description={text}"))
+    take_steps(folder, 2)
+    write_scalars(folder / "tb", 1, 2, **{"not_private/<script>": 1.0})
+    page = report(str(folder))
+    assert "<script" not in page
+    assert html.escape(text, quote=False) in page
+    assert "<script" not in report(str(folder), public=True)
+
+
+def test_a_later_start_takes_steps_back(tmp_path: Path) -> None:
+    write_scalars(tmp_path / "20260101-0000", 1, 5)
+    (first,) = tmp_path.rglob("events*")
+    first.rename(first.with_name("events.out.tfevents.1000000000.host.1.0"))
+    write_scalars(tmp_path / "20260101-0001", 4, 6, **{"private_to_publish/loss": 9.0})
+    scalars = read(tmp_path)
+    loss = scalars.of("loss")
+    assert [p.step for p in loss.kept] == [1, 2, 3, 4, 5, 6]
+    assert loss.kept[-1].value == 9.0
+    assert [[p.step for p in part] for part in loss.lost] == [[4, 5]]
+    assert scalars.starts == [1, 4]
+    assert [p.step for p in scalars.of(SECONDS).lost[0]] == [4, 5]
+
+
+def test_lost_steps_are_drawn_and_counted(run: Path) -> None:
+    crash = ExecutedSteps(str(run))
+    crash.new_start()
+    crash.begin_start(2)
+    write_scalars(run / "tb" / "2", 5, 6)
+    page = report(str(run))
+    assert "lost steps" in page
+    assert "resumed" in page
+    assert "ε of all steps begun" in page
+
+
+def test_epsilon_at_the_end_is_what_a_release_states(run: Path) -> None:
+    found = open_run(str(run))
+    assert found.epsilon_planned == found.ledger.compose(found.ledger.planned())
+    crash = ExecutedSteps(str(run))
+    crash.new_start()
+    crash.begin_start(2)
+    after = open_run(str(run))
+    assert after.epsilon_planned is not None
+    assert after.epsilon_planned > (found.epsilon_planned or 0)
+    assert after.epsilon == found.epsilon
+
+
+def test_unfinished_alive_and_without_tensorboard(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / RUN_CONFIG_FILE).write_bytes((run / RUN_CONFIG_FILE).read_bytes())
+    take_steps(other, 4)
+    assert "no scalars were found" in report(str(other))
+    main([str(other), "--status"])
+    assert "stopped, without a checkpoint" in capsys.readouterr().out
+    write_scalars(other / "tb", 1, 4)
+    with open(other / ".lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        main([str(other), "--status"])
+    shown = capsys.readouterr().out
+    assert "alive" in shown
+    assert re.search(r"step +4 of 6\n", shown)
+    assert re.search(r"time left +about 0:00:0\d  \(not private\)", shown)
+    assert "(target 8)" in shown
+    fresh = tmp_path / "fresh"
+    fresh.mkdir()
+    take_steps(fresh, 0)
+    assert "0 of 6" in report(str(fresh))
+    assert "is missing" in report(str(fresh))  # run_config.json
+
+
+def test_a_run_that_is_not_private(run: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    other.mkdir()
+    take_steps(other, 6, caveat="privacy.debug_seed was set")
+    write_scalars(other / "tb", 1, 6)
+    page = report(str(other))
+    assert "NOT private: privacy.debug_seed was set" in page
+    assert '<b class="mark may">' not in page
+    assert "membership" not in page
+    with pytest.raises(ValueError, match="is NOT private, so that nothing of it may be published"):
+        report(str(other), public=True)
+
+
+def test_damage_is_shown_or_refused(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (events,) = (run / "tb").rglob("events*")
+    whole = events.read_bytes()
+    events.write_bytes(whole[: len(whole) // 2] + b"\0" * 99)
+    assert "Loss" in report(str(run))
+    events.write_bytes(b"no events")
+    assert "no scalars were found" in report(str(run))
+    (run / RUN_CONFIG_FILE).write_text("{")
+    assert "cannot be read" in report(str(run))
+    report(str(run), public=True)
+    log = run / "steps_executed.log"
+    log.write_text("".join(log.read_text().splitlines(keepends=True)[:-1]))
+    assert "Faults" in report(str(run))
+    with pytest.raises(ValueError, match=r"--public: RUN = .* lacks 1 of the steps"):
+        report(str(run), public=True)
+    (run / "privacy.json").write_text("{")
+    refused([str(run)], "cannot be read", capsys)
+
+
+def test_mistakes_are_one_line(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    refused([str(tmp_path / "nothing")], "no such folder", capsys)
+    refused([str(tmp_path)], "it has no privacy.json", capsys)
+    refused([str(run), "--output", str(run / "privacy.json")], "ends in .html", capsys)
+    refused([str(run), "--output", str(tmp_path / "no" / "x.html")], "cannot be written", capsys)
+
+
+def refused(argv: list[str], words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(argv)
+    assert stopped.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert words in line
+
+
+def test_the_command_writes_its_owners_file(run: Path) -> None:
+    main([str(run)])
+    main([str(run), "--public"])
+    for name in ("report.html", "report_public.html"):
+        assert (run / name).stat().st_mode & 0o077 == 0
+
+
+def test_charts_of_odd_values() -> None:
+    nan, inf = float("nan"), float("inf")
+    points = [(1, nan), (2, 1.0), (3, inf), (4, 2.0), (5, 3.0)]
+    chart = Chart("x", "", [Line("a", points, "c1")], False)
+    assert re.fullmatch(r"M\S+ \S+M\S+ \S+L\S+ \S+", chart.paths[0][2])
+    assert Chart("x", "", [Line("a", [(1, nan)], "c1")], False).empty
+    Chart("x", "", [Line("a", [(1, 0.0), (2, 5.0)], "c1")], False, logarithmic=True)
+    Chart("x", "", [Line("a", [(1, 5.0)], "c1")], False)
+    long = Chart("x", "", [Line("a", [(n, n % 7.0) for n in range(100_000)], "c1")], False)
+    assert len(long.paths[0][2]) < 10_000
+
+
+def test_examples_in_docstrings() -> None:
+    assert doctest.testmod(charts_module).failed == 0

@@ -1,0 +1,170 @@
+"""The held-out loss and its means by position, against one process and plain logits."""
+
+import contextlib
+import dataclasses
+import doctest
+import math
+from collections import defaultdict
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.processes.ranks import on_ranks
+
+SEQ_LEN = 320  # the last bucket ends within a power of four
+
+
+class Texts:
+    """A store of records, of which some end in each bucket, and two are empty."""
+
+    fingerprint, most_row_bytes = "f" * 64, None
+    lengths = (3, 0, 60, 61, 62, 63, 64, 65, 150, 0, 300, 400, 900)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def read(self, index: int, max_bytes: int | None = None) -> str:
+        return "".join(chr(97 + (i * i + 5 * index) % 23) for i in range(self.lengths[index]))
+
+    def stored_bytes(self, indices: Any) -> Any:
+        return np.array(self.lengths)[indices]
+
+
+def samples() -> Any:
+    """Samples of which only the last two thirds are learned, as an answer is."""
+    from torchtitan_dp.data.samples.samples import SampleStore
+    from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+
+    class Answers(SampleStore):
+        def excerpt(self, *args: Any, **kwargs: Any) -> Any:
+            found = super().excerpt(*args, **kwargs)
+            return found._replace(targets=np.arange(len(found.ids)) >= len(found.ids) // 3)
+
+    return Answers(Texts(), ByteTokenizer(), SEQ_LEN)  # type: ignore[arg-type]
+
+
+def model_args(rank: int) -> Any:
+    from tests.build import ARGS
+    from torchtitan_dp.models.lora import LoRA
+
+    lora = LoRA(rank, 8.0, ("wq", "wo")) if rank else None
+    return dataclasses.replace(ARGS, vocab_size=258, max_seq_len=SEQ_LEN, lora=lora)
+
+
+def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict[str, float]:
+    """What one rank logs, with an average of weights that has the final norm's doubled."""
+    from tests.build import build, config
+    from torchtitan_dp.data.batching import RecordLoader
+    from torchtitan_dp.validate import HeldOutValidator
+
+    overrides = (f"--training.seq_len={SEQ_LEN}", "--validation.steps=-1", *overrides)
+    built = build(degrees, *overrides, args=model_args(rank))
+    replicas = built.dims.dp_replicate * built.dims.dp_shard
+    loader = RecordLoader(
+        samples(),
+        np.arange(len(Texts.lengths)),
+        ranks=replicas,
+        rank=torch.distributed.get_rank() // built.dims.cp,
+        batch_size=2,
+    )
+    logged: dict[str, float] = {}
+    metrics = SimpleNamespace(logger=SimpleNamespace(log=lambda losses, _: logged.update(losses)))
+    settings = config(*overrides, degrees=degrees)
+    validator = HeldOutValidator(
+        loader,
+        settings,
+        built.dims,
+        contextlib.nullcontext(),
+        metrics,  # type: ignore[arg-type]
+    )
+
+    @contextlib.contextmanager
+    def doubled() -> Any:
+        built.model.norm.weight.mul_(2)
+        yield
+        built.model.norm.weight.div_(2)
+
+    validator.compare(SimpleNamespace(in_place_of_weights=doubled))  # type: ignore[arg-type]
+    loss = validator.validate([built.model], 1)
+    assert logged["heldout_loss"] == loss
+    return logged
+
+
+def by_hand(rank: int) -> dict[str, float]:
+    """The same of plain logits, one unit and one token after the other."""
+    from tests.build import reference_model
+
+    model, store, told = reference_model(model_args(rank)), samples(), {}
+    for name in ("heldout_loss", "heldout_loss_ema"):
+        means, at = [], defaultdict(list)
+        for unit in range(len(Texts.lengths)):
+            found = store.excerpt(unit, None)
+            if not found.targets[1:].any():
+                continue
+            ids = torch.from_numpy(found.ids)
+            with torch.no_grad():
+                logits_TV = model(ids[None, :-1])[0]
+            loss_T = F.cross_entropy(logits_TV.double(), ids[1:], reduction="none").tolist()
+            learned = [(i, loss) for i, loss in enumerate(loss_T) if found.targets[i + 1]]
+            means.append(math.fsum(loss for _, loss in learned) / len(learned))
+            for i, loss in learned:
+                at["0-64" if i < 64 else "64-256" if i < 256 else "256-320"].append(loss)
+        told[name] = math.fsum(means) / len(means)
+        told |= {f"{name}_at/{where}": math.fsum(x) / len(x) for where, x in at.items()}
+        with torch.no_grad():
+            model.norm.weight.mul_(2)
+    return told
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "degrees, rank, overrides",
+    [
+        ((1, 1, 1), 0, ("--training.loss_chunk_tokens=7",)),
+        ((1, 1, 1), 4, ("--training.loss_chunk_tokens=0",)),
+        ((1, 1, 2), 0, ()),
+        ((1, 1, 2), 0, ("--parallelism.context_parallel_load_balancer=None",)),
+        ((2, 1, 1), 0, ("--privacy.gradient_method=grad_sample",)),
+        ((1, 2, 2), 4, ("--privacy.gradient_method=ghost",)),
+    ],
+)
+def test_every_mesh_logs_the_losses_of_plain_logits(
+    degrees: tuple[int, int, int], rank: int, overrides: tuple[str, ...]
+) -> None:
+    expected = by_hand(rank)
+    assert len(expected) == 8
+    for logged in on_ranks(math.prod(degrees), validated, degrees, rank, *overrides):
+        assert logged == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "seq_len, names",
+    [
+        (48, ["0-48"]),
+        (64, ["0-64"]),
+        (1000, ["0-64", "64-256", "256-1000"]),
+        (2048, ["0-64", "64-256", "256-1k", "1k-2k"]),
+        (2**20, ["0-64", "64-256", "256-1k", "1k-4k", "4k-16k", "16k-64k", "64k-256k", "256k-1M"]),
+    ],
+)
+def test_buckets_are_powers_of_four(seq_len: int, names: list[str]) -> None:
+    from torchtitan_dp.validate import buckets
+
+    assert list(buckets(seq_len).values()) == names
+
+
+def test_examples_in_docstrings() -> None:
+    import torchtitan_dp.validate as module
+
+    assert doctest.testmod(module).failed == 0
+
+
+def test_a_bucket_without_a_target_is_left_out() -> None:
+    from torchtitan_dp.validate import mean_at
+
+    sums_K2 = torch.tensor([[6.0, 3.0], [0.0, 0.0]], dtype=torch.float64)
+    assert mean_at(["0-64", "64-256"], sums_K2) == {"0-64": 2.0}

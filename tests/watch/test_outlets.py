@@ -1,0 +1,119 @@
+"""Where scalars go, by section; TensorBoard's curves over a resume; failures of services."""
+
+import logging
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.preflight import packages
+from torchtitan_dp.watch import outlets
+from torchtitan_dp.watch.outlets import Guarded, Outlets, TensorBoard
+
+METRICS = {"lr": 1e-3, "epsilon": 2.0, "loss": 3.0, "new": 4.0}
+
+
+def sent(*, private: bool, everything: bool) -> dict[str, float]:
+    """What a service got of one step."""
+    service = MagicMock()
+    guarded = Guarded("key", service, send_not_private=everything)
+    Outlets([guarded], private=private).log(METRICS, 3)
+    return service.log.call_args.args[0] if service.log.called else {}
+
+
+def test_services_get_what_may_be_published() -> None:
+    assert sent(private=True, everything=False) == {
+        "private_to_publish/lr": 1e-3,
+        "private_to_publish/epsilon": 2.0,
+    }
+
+
+def test_they_get_nothing_of_a_run_that_is_not_private() -> None:
+    assert sent(private=False, everything=False) == {}
+
+
+def test_they_get_all_where_the_user_says_so() -> None:
+    assert sent(private=True, everything=True).keys() == {
+        "private_to_publish/lr",
+        "private_to_publish/epsilon",
+        "not_private/loss",
+        "not_private/new",
+    }
+    assert len(sent(private=False, everything=True)) == 4
+
+
+def test_a_service_that_fails_ends_no_run_and_is_left_alone(monkeypatch, caplog) -> None:
+    monkeypatch.setattr(logging.getLogger(), "propagate", True)
+    service = MagicMock()
+    service.log.side_effect = ConnectionError("no route\nto host")
+    guarded = Guarded("metrics.enable_mlflow", service, send_not_private=True)
+    guarded.log(METRICS, 1)
+    guarded.log(METRICS, 2)
+    guarded.close()
+    assert service.log.call_count == 1
+    assert not service.close.called
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "metrics.enable_mlflow: nothing more is sent until the next start, after "
+        "ConnectionError: no route to host"
+    )
+
+
+def test_steps_that_a_crash_took_back_leave_the_curve(tmp_path: Path) -> None:
+    folder = str(tmp_path / "tb")
+    for step, steps in ((0, range(1, 7)), (4, range(5, 9))):
+        board = TensorBoard(folder, step)
+        for number in steps:
+            board.log({"private_to_publish/lr": float(step)}, number)
+        board.close()
+    scalars = EventAccumulator(folder).Reload().Scalars("private_to_publish/lr")
+    assert [e.step for e in scalars] == list(range(1, 9))
+    assert [e.value for e in scalars] == [0.0] * 4 + [4.0] * 4
+
+
+def opened(tmp_path, monkeypatch, rank: int, private: bool = True, **metrics: bool) -> list[str]:
+    """The sinks that a rank opens."""
+    monkeypatch.setattr(outlets.dist, "get_rank", lambda: rank)
+    for name in ("WandB", "MLflow"):
+        monkeypatch.setattr(outlets, name, lambda *_, name=name, **__: SimpleNamespace(name=name))
+    keys = {"save_tb_folder": "tb", "save_for_all_ranks": False, "send_not_private": False}
+    config = SimpleNamespace(
+        job=SimpleNamespace(dump_folder=str(tmp_path)),
+        metrics=SimpleNamespace(
+            **{**keys, "enable_tensorboard": True, "enable_wandb": True, "enable_mlflow": True},
+        ),
+    )
+    vars(config.metrics).update(metrics)
+    found = outlets.open_outlets(config, 0, private=private)  # type: ignore[arg-type]
+    return [
+        sink._sink.name if isinstance(sink, Guarded) else type(sink).__name__  # type: ignore[attr-defined]
+        for sink in found._sinks
+    ]
+
+
+def test_rank_0_alone_has_services(tmp_path, monkeypatch) -> None:
+    assert opened(tmp_path, monkeypatch, 0) == ["TensorBoard", "WandB", "MLflow"]
+    assert opened(tmp_path, monkeypatch, 1) == []
+    assert opened(tmp_path, monkeypatch, 1, save_for_all_ranks=True) == ["TensorBoard"]
+    assert (tmp_path / "tb" / "rank_1").is_dir()
+
+
+def test_a_run_that_is_not_private_opens_none_unless_all_is_sent(tmp_path, monkeypatch) -> None:
+    assert opened(tmp_path, monkeypatch, 0, private=False) == ["TensorBoard"]
+    all_three = ["TensorBoard", "WandB", "MLflow"]
+    assert opened(tmp_path, monkeypatch, 0, private=False, send_not_private=True) == all_three
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow"])
+def test_a_missing_package_is_one_line(monkeypatch, package: str) -> None:
+    config = JobConfig()
+    config.metrics.enable_wandb = False  # TorchTitan's key
+    setattr(config.metrics, f"enable_{package}", True)
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=rf"^metrics\.enable_{package} = true: the package") as e:
+        packages.check_packages(config)
+    assert f"pip install 'torchtitan-dp[{package}]'" in str(e.value)

@@ -1,0 +1,138 @@
+"""What the real W&B and MLflow write: public scalars, and nothing about records or the machine.
+
+Neither is in CI's environment: they bring 60 packages. Run this where they are installed:
+`pip install -e '.[wandb,mlflow]'`.
+"""
+
+import getpass
+import os
+import re
+import socket
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.processes import forks
+from tests.processes.runs import ROOT
+
+PUBLIC = {"private_to_publish/lr": 0.0123456789, "private_to_publish/epsilon": 2.3456789}
+SECRET = "a name that is in no list"
+# In a process of its own: both services change the process that imports them. Times are far apart
+# from each other: an hour a step.
+PROGRAM = """
+import sys, time, logging
+logging.basicConfig(level=logging.INFO, stream=sys.stdout)
+sys.argv[1:], (which, folder, everything) = ["--secret_argument"], sys.argv[1:]
+import torchtitan_dp.distributed
+from torchtitan_dp.watch.outlets import Guarded, Outlets
+from torchtitan_dp.watch.mlflow import MLflow
+from torchtitan_dp.watch.wandb import WandB
+real = time.time
+sink = {"wandb": WandB, "mlflow": MLflow}[which](folder, with_times=everything == "True")
+outlets = Outlets([Guarded("key", sink, send_not_private=everything == "True")], private=True)
+for step in (1, 2, 3):
+    time.time = lambda: real() + 3600 * step
+    print("not private: a console line with a secret loss")
+    logging.info("not private: a log line with a secret loss")
+    outlets.log({"lr": 0.0123456789, "epsilon": 2.3456789, "loss": 3.4567891,
+                 "a name that is in no list": 4.5678912, "throughput(tps)": 5.6789123}, step)
+time.time = real
+outlets.close()
+"""
+
+
+def written(which: str, folder: Path, everything: bool = False) -> bytes:
+    """All bytes of all files that a service wrote, with their paths."""
+    forks.need()
+    folder.mkdir(exist_ok=True)
+    environment = {
+        **{k: v for k, v in os.environ.items() if not k.startswith(("WANDB_", "MLFLOW_"))},
+        "PYTHONPATH": str(ROOT),
+        "WANDB_MODE": "offline",
+        "SECRET_VARIABLE": "secret_value",
+    }
+    command = [sys.executable, "-c", PROGRAM, which, str(folder), str(everything)]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "nothing more is sent" not in done.stdout + done.stderr
+    return b"".join(
+        str(path).encode() + path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        # W&B's own log of its client stays here: `wandb sync` sends the .wandb file.
+        if path.is_file() and "logs" not in path.parts
+    )
+
+
+def assert_nothing_else(content: bytes, folder: Path) -> None:
+    """Neither other scalars, nor the console, nor this machine, user or code."""
+    for text in (SECRET, "loss", "throughput", "not_private", "3.45678", "4.56789", "5.67891"):
+        assert text.encode() not in content, text
+    for value in (3.4567891, 4.5678912, 5.6789123):
+        assert struct.pack("<d", value) not in content
+        assert struct.pack(">d", value) not in content
+    for text in ("secret_argument", "secret_value", "console line"):
+        assert text.encode() not in content, text
+    revision = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
+    for text in (socket.gethostname(), revision, sys.executable, getpass.getuser()):
+        if len(text) > 4:  # shorter ones, as "root", are parts of other words
+            assert text.encode() not in content.replace(str(folder).encode(), b""), text
+
+
+@pytest.mark.slow
+def test_wandb_has_public_scalars_alone(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    content = written("wandb", tmp_path / "run")
+    for name, value in PUBLIC.items():
+        assert name.encode() in content
+        assert repr(value).encode() in content
+    assert_nothing_else(content, tmp_path)
+
+
+@pytest.mark.slow
+def test_wandb_has_all_where_the_user_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    content = written("wandb", tmp_path / "run", everything=True)
+    assert b"not_private/loss" in content
+    assert b"3.4567891" in content
+    assert b"console line" not in content
+
+
+@pytest.mark.slow
+def test_wandb_has_no_times_of_steps(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    stamps = re.findall(rb"_timestamp[^0-9]{1,4}([0-9.e+]+)", written("wandb", tmp_path / "run"))
+    assert len(stamps) >= 3
+    assert len(set(stamps)) == 1
+
+
+@pytest.mark.slow
+def test_mlflow_has_public_scalars_alone_and_goes_on_after_a_restart(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    from mlflow.tracking import MlflowClient
+
+    for _ in range(2):
+        content = written("mlflow", tmp_path / "run")
+    assert_nothing_else(content, tmp_path)
+    client = MlflowClient(f"sqlite:///{tmp_path / 'run' / 'mlflow.db'}")
+    (experiment,) = client.search_experiments(filter_string="name = 'torchtitan_dp'")
+    (run,) = client.search_runs([experiment.experiment_id])
+    assert run.data.metrics == PUBLIC
+    assert run.data.params == {}
+    assert set(run.data.tags) <= {"mlflow.runName"}
+    for name in PUBLIC:
+        history = client.get_metric_history(run.info.run_id, name)
+        assert {m.step for m in history} == {1, 2, 3}
+        assert len({m.timestamp for m in history}) == 2  # the two starts
+
+
+@pytest.mark.slow
+def test_mlflow_has_all_where_the_user_says_so(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow")
+    content = written("mlflow", tmp_path / "run", everything=True)
+    assert b"not_private/loss" in content
+    assert b"not_private/throughput_tps" in content

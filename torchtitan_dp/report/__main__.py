@@ -1,0 +1,100 @@
+"""Write one HTML page on a run, or print its status; nothing is loaded from a network.
+
+    python -m torchtitan_dp.report RUN [--output FILE.html] [--public]
+    python -m torchtitan_dp.report RUN --status
+
+RUN is a `job.dump_folder`, also of a run that is training. The page is RUN/report.html or, with
+--public, RUN/report_public.html. What is computed from records is marked "not private" there;
+--public leaves only what may be published.
+"""
+
+import argparse
+import os
+import sys
+from pathlib import Path
+
+import jinja2
+
+from torchtitan_dp.config.load import exit_on_mistake
+from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.process import write_atomically
+from torchtitan_dp.release import card
+from torchtitan_dp.report.content import epsilon_rows, private_content, public_content
+from torchtitan_dp.report.run_folder import RunFolder, open_run
+from torchtitan_dp.report.status import as_text, status_rows
+
+
+def report(folder: str, *, public: bool = False) -> str:
+    """Return the page on a run.
+
+    Args:
+        public: leave only what may be published.
+
+    Raises:
+        ValueError: one line for the user: there is no run, or nothing may be published.
+    """
+    return _page(open_run(folder), public=public)
+
+
+def _page(run: RunFolder, *, public: bool) -> str:
+    rows = status_rows(run, epsilon_rows(run))
+    content = public_content(run) if public else private_content(run, rows)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([Path(__file__).parent, Path(card.__file__).parent]),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "up": rounded_up,
+        "exact": card.exact,
+        "sentence": lambda text: f"{text[:1].upper()}{text[1:]}.",
+    }
+    return environment.get_template("page.html.j2").render(content)
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m torchtitan_dp.report", description=(__doc__ or "").splitlines()[0]
+    )
+    parser.add_argument("run", metavar="RUN", help="the job.dump_folder of a run")
+    parser.add_argument(
+        "--output", metavar="FILE.html", help="default: report.html or report_public.html in RUN"
+    )
+    parser.add_argument(
+        "--public", action="store_true", help="leave only what may be published with the weights"
+    )
+    parser.add_argument(
+        "--status",
+        action="store_true",
+        help="print step, epsilon, time left and last checkpoint, and write no page",
+    )
+    options = parser.parse_args(argv)
+    if options.status and (options.public or options.output):
+        parser.error("--status writes no page: omit --public and --output")
+    with exit_on_mistake():
+        if options.status:
+            run = open_run(options.run)
+            rows = status_rows(run, epsilon_rows(run))
+            print(as_text(options.run, rows, run.faults))
+            return
+        name = "report_public.html" if options.public else "report.html"
+        path = options.output or os.path.join(options.run, name)
+        _check_output(path)
+        page = report(options.run, public=options.public)
+        try:
+            write_atomically(path, page.encode())
+        except OSError as error:
+            raise ValueError(f"--output = '{path}': cannot be written ({error})") from error
+    what = "only what may be published" if options.public else "NOT PRIVATE: do not publish it"
+    print(f"report: {path} ({what})", file=sys.stderr)
+
+
+def _check_output(path: str) -> None:
+    if not path.endswith(".html") or os.path.isdir(path):
+        raise ValueError(f"--output = '{path}': name a file that ends in .html")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

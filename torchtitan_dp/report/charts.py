@@ -1,0 +1,147 @@
+"""Line charts as values for a template that draws SVG: axes, ticks, paths, last values."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+WIDTH, HEIGHT = 400, 210
+_LEFT, _RIGHT, _TOP, _BOTTOM = 52, 10, 10, 36
+_MOST = 400  # points of a line in the page: the least and the largest of each bucket
+
+Points = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: `kind` chooses colour and dashes."""
+
+    name: str
+    points: Points
+    kind: str  # a class of the page's style: c1 …, lost, reference, coming
+    last: str = ""  # its last value, for the legend
+
+    @property
+    def finite(self) -> list[tuple[float, float]]:
+        """The points that are numbers."""
+        return [(x, y) for x, y in self.points if math.isfinite(y)]
+
+
+@dataclass
+class Chart:
+    """A chart of lines over steps."""
+
+    title: str
+    unit: str
+    lines: list[Line]
+    public: bool
+    logarithmic: bool = False
+    from_zero: bool = False
+    resumed: Sequence[int] = ()
+    words: str = ""
+    paths: list[tuple[str, str, str]] = field(init=False)  # name, kind, d
+    x_ticks: list[tuple[float, str]] = field(init=False)
+    y_ticks: list[tuple[float, str]] = field(init=False)
+    marks: list[float] = field(init=False)
+
+    def __post_init__(self) -> None:
+        shown = [p for line in self.lines for p in line.finite if p[1] > 0 or not self.logarithmic]
+        xs, ys = [x for x, _ in shown] or [0.0], [y for _, y in shown] or [0.0]
+        x_ticks = _ticks(0, max([*xs, 1]), whole=True)
+        x_end = max(*xs, 1)
+        low, high = min(ys), max(ys)
+        if self.logarithmic:
+            low, high = math.log10(low or 1), math.log10(high or 1)
+            low, high = (low, high) if high - low > 0.3 else (low - 0.2, high + 0.2)
+            y_ticks = _log_ticks(low, high)
+        else:
+            low = 0.0 if self.from_zero else low
+            high = high if high > low else low + (abs(low) or 1)
+            y_ticks = _ticks(low, high)
+            low, high = min(low, y_ticks[0]), max(high, y_ticks[-1])
+
+        def x(value: float) -> float:
+            return round(_LEFT + value / x_end * (WIDTH - _LEFT - _RIGHT), 1)
+
+        def y(value: float) -> float:
+            part = ((math.log10(value) if self.logarithmic else value) - low) / (high - low)
+            return round(HEIGHT - _BOTTOM - part * (HEIGHT - _TOP - _BOTTOM), 1)
+
+        self.paths = []
+        for line in self.lines:
+            drawn: list[str] = []
+            pen = "M"
+            for step, value in _thinned(line.points):
+                if not math.isfinite(value) or (self.logarithmic and value <= 0):
+                    pen = "M"
+                    continue
+                drawn.append(f"{pen}{x(step)} {y(value)}")
+                pen = "L"
+            if len(drawn) == 1:  # a round cap makes it a dot
+                drawn.append("h0")
+            self.paths.append((line.name, line.kind, "".join(drawn)))
+        self.x_ticks = [(x(tick), f"{tick:,.0f}") for tick in x_ticks if tick <= x_end]
+        self.y_ticks = [(y(tick), _short(tick)) for tick in y_ticks]
+        self.marks = [x(step) for step in self.resumed if 0 <= step <= x_end]
+
+    @property
+    def empty(self) -> bool:
+        """Whether no value can be drawn."""
+        return not any(line.finite for line in self.lines if line.kind != "reference")
+
+
+def _thinned(points: Points) -> Points:
+    """Keep the least and the largest value of each of a few hundred buckets, in order."""
+    if len(points) <= _MOST:
+        return points
+    size = math.ceil(2 * len(points) / _MOST)
+    kept: list[tuple[float, float]] = []
+    for begin in range(0, len(points), size):
+        bucket = points[begin : begin + size]
+        ends = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
+        kept += [point for point in bucket if point in ends]
+    return kept
+
+
+def _ticks(low: float, high: float, *, whole: bool = False) -> list[float]:
+    """Return about four round numbers that cover a range.
+
+    >>> _ticks(0, 40, whole=True), _ticks(0.0, 0.9)
+    ([0, 10, 20, 30, 40], [0.0, 0.25, 0.5, 0.75, 1.0])
+    """
+    rough = (high - low) / 4
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+    if whole:
+        step = max(1, math.ceil(step))
+    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
+    return [round(n * step, 12) for n in range(first, last + 1)]
+
+
+def _log_ticks(low: float, high: float) -> list[float]:
+    """Return round numbers within a range of decimal logarithms.
+
+    >>> _log_ticks(-1.1, 1)
+    [0.1, 1.0, 10.0]
+    """
+    for mantissas in ((1,), (1, 3), (1, 2, 5), range(1, 10)):
+        powers = range(math.floor(low), math.ceil(high) + 1)
+        found = [float(f"{m}e{p}") for p in powers for m in mantissas]
+        found = [tick for tick in found if low - 1e-9 <= math.log10(tick) <= high + 1e-9]
+        if len(found) >= 3:
+            break
+    apart: list[float] = []
+    for tick in reversed(found):  # ticks lie the closer, the larger their mantissa
+        if not apart or math.log10(apart[-1] / tick) > (high - low) / 9:
+            apart.append(tick)
+    return apart[::-1]
+
+
+def _short(value: float) -> str:
+    """Write a tick's number.
+
+    >>> _short(12000.0), _short(0.25), _short(1e-06)
+    ('12,000', '0.25', '1e-06')
+    """
+    if abs(value) >= 1e6:
+        return f"{value:.3g}"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.6g}"

@@ -1,0 +1,359 @@
+"""The content of the page, and what of it may be published.
+
+Guarantee:
+    A public page has the values that `public_content` and `public_charts` name one by one, and no
+    other: the released keys of `privacy.json` that they read, curves of the ledger, the learning
+    rate up to the last published step, and settings of `PUBLIC_SETTINGS` that are numbers or words
+    of the schema. No path, text of the user's or scalar of another name gets there. A run that is
+    not private has no public page.
+"""
+
+import dataclasses
+import datetime
+import math
+import typing
+from typing import Any
+
+from torchtitan_dp.ledger import schema, versions
+from torchtitan_dp.ledger.account import explain
+from torchtitan_dp.plan.recommend import noise_line
+from torchtitan_dp.plan.signal import DROWNS, noise_of
+from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
+from torchtitan_dp.privacy.meaning import Meaning
+from torchtitan_dp.release.card import guarantee
+from torchtitan_dp.report.charts import Chart, Line, Points
+from torchtitan_dp.report.run_folder import RunFolder
+from torchtitan_dp.report.scalars import SECONDS, Scalar
+from torchtitan_dp.report.status import Row
+
+_POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
+_COLOURS = ("c1", "c2", "c3")
+
+PUBLIC_SETTINGS = {
+    "training": "seq_len local_batch_size global_batch_size steps mixed_precision_param "
+    "mixed_precision_reduce",
+    "privacy": "target_epsilon delta max_grad_norm accountant clipping clip_function "
+    "gradient_method secure_noise exact_sum projections",
+    "optimizer": "lr beta1 beta2 eps weight_decay",
+    "lr_scheduler": "warmup_steps decay_ratio decay_type min_lr_factor",
+    "data": "unit_sampling long_records windows_per_draw heldout_fraction length_buckets",
+    "lora": "rank alpha",
+    "ema": "enable decay",
+}
+"""Settings that a public page shows, by section."""
+
+_TABLE = {
+    "delta": "δ",
+    "noise_multiplier": "σ, noise over C",
+    "sample_rate": "q, sampling rate",
+    "max_grad_norm": "C, clip norm",
+    "clipping": "clipping",
+    "clip_function": "clip function",
+    "accountant": "accountant",
+    "neighbouring_relation": "neighbouring data sets",
+    "privacy_unit": "privacy unit",
+    "trained": "trained",
+    "targets": "targets",
+    "expected_batch_size": "expected batch",
+    "secure_noise": "noise safe in its low bits",
+    "exact_sum": "sum exact",
+}
+"""Keys of `privacy.json` that the page shows, with their names there."""
+assert _TABLE.keys() <= set(schema.names(released=True))
+
+
+def public_content(run: RunFolder) -> dict[str, Any]:
+    """Return the values of a public page.
+
+    Raises:
+        ValueError: one line; nothing of the run may be published, or its files disagree.
+    """
+    if not run.private or run.epsilon_planned is None:
+        raise ValueError(
+            f"--public: RUN = '{run.path}' is NOT private, so that nothing of it may be published; "
+            "omit --public for a page of your own"
+        )
+    if run.faults:
+        raise ValueError(
+            f"--public: RUN = '{run.path}': {'; '.join(run.faults)}: restore its files as the run "
+            "wrote them"
+        )
+    return {
+        "public": True,
+        "private_run": True,
+        "title": f"run {run.ledger.run}",
+        "rows": [Row("step", f"{run.ledger.steps:,} of {run.total:,}", True), *epsilon_rows(run)],
+        "charts": public_charts(run),
+        "terms": _terms(run),
+        "settings": _public_settings(run),
+        "guarantee": _guarantee(run),
+        "caveats": run.caveats,
+        "assumptions": run.assumptions,
+        "versions": versions(),
+        "date": datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    }
+
+
+def private_content(run: RunFolder, rows: list[Row]) -> dict[str, Any]:
+    """Return the values of the owner's page.
+
+    Args:
+        rows: of the status.
+    """
+    charts = [*public_charts(run), *_charts_of_records(run)]
+    for chart in charts:
+        chart.public = chart.public and run.private
+    return {
+        "public": False,
+        "private_run": run.private,
+        "title": run.path.resolve().name,
+        "rows": [dataclasses.replace(row, public=row.public and run.private) for row in rows],
+        "charts": [chart for chart in charts if not chart.empty],
+        "terms": _terms(run),
+        "settings": [
+            (f"{section}.{key}", value)
+            for section, values in run.settings.items()
+            for key, value in (values.items() if isinstance(values, dict) else ())
+        ],
+        "guarantee": _guarantee(run),
+        "caveats": run.caveats,
+        "assumptions": run.assumptions,
+        "faults": run.faults,
+        "notes": run.notes,
+        "others": _others(run),
+        "outputs": _outputs(run),
+        "run": str(run.path),
+        "versions": versions(),
+        "date": datetime.datetime.now(datetime.timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
+    }
+
+
+def epsilon_rows(run: RunFolder) -> list[Row]:
+    """Return the rows of the status on epsilon, all of them public."""
+    if run.epsilon is None:
+        if run.epsilon_executed is None:
+            return []
+        return [Row("ε of the audit's result", rounded_up(run.epsilon_executed), True)]
+    rows = [Row(f"ε of these weights, {run.ledger.steps:,} steps", rounded_up(run.epsilon), True)]
+    if run.epsilon_executed is not None and run.epsilon_executed > run.epsilon * (1 + 1e-9):
+        rows.append(Row("ε of all steps begun", rounded_up(run.epsilon_executed), True))
+    if run.epsilon_planned is not None:
+        target = run.ledger.settings.target_epsilon
+        asked = "" if target is None else f" (target {target:g})"
+        rows.append(Row("ε at the end", rounded_up(run.epsilon_planned) + asked, True))
+    return rows
+
+
+def public_charts(run: RunFolder) -> list[Chart]:
+    """Return the charts that follow from the ledger, the settings and the number of steps alone."""
+    charts = []
+    if run.ledger.composes and run.with_privacy:
+        charts.append(_epsilon_chart(run))
+    if run.with_privacy and run.trained and run.total:
+        charts.append(_noise_chart(run, run.trained))
+    rates = [p for p in run.scalars.of("lr").kept if p.step <= run.ledger.steps]
+    charts.append(
+        Chart(
+            "Learning rate",
+            "",
+            [Line("learning rate", [(p.step, p.value) for p in rates], "c1", _last(rates))],
+            public=True,
+            from_zero=True,
+        )
+    )
+    return [chart for chart in charts if not chart.empty]
+
+
+def _epsilon_chart(run: RunFolder) -> Chart:
+    """Draw epsilon at each step: that of the weights, and with all lost steps."""
+    ledger, steps, total = run.ledger, run.ledger.steps, max(run.total, run.ledger.steps)
+    lost = [*([ledger.lost] if ledger.lost else []), *ledger.lost_before()]
+
+    def curve(first: int, last: int, *, all_begun: bool) -> Points:
+        at = sorted({first + round((last - first) * i / _POINTS) for i in range(_POINTS + 1)})
+        own = ([*ledger.before(), *ledger.own(n)] for n in at)
+        extra = lost if all_begun else []
+        return [(n, ledger.compose([*o, *extra])) for n, o in zip(at, own, strict=True)]
+
+    lines = [Line("of these weights", found := curve(0, steps, all_begun=False), "c1")]
+    lines[0] = dataclasses.replace(lines[0], last=rounded_up(found[-1][1]))
+    if lost:
+        begun = curve(0, steps, all_begun=True)
+        lines.append(Line("of all steps begun", begun, "c2", rounded_up(begun[-1][1])))
+    if steps < total:
+        coming = curve(steps, total, all_begun=True)
+        lines.append(Line("planned", coming, "coming", rounded_up(coming[-1][1])))
+    if (target := ledger.settings.target_epsilon) is not None:
+        lines.append(Line("target", [(0, target), (total, target)], "reference", f"{target:g}"))
+    return Chart("ε over steps", f"at δ = {ledger.settings.delta:g}", lines, True, from_zero=True)
+
+
+def _noise_chart(run: RunFolder, trained: int) -> Chart:
+    """Draw the noise's norm in the mean over the steps so far, beside the most that gradients have
+    there."""
+    settings, total = run.ledger.settings, run.total
+    at = sorted({max(1, round(total ** (i / 40))) for i in range(41)})
+
+    def noise(steps: int) -> Any:
+        return noise_of(
+            noise_multiplier=settings.mechanism.noise_multiplier,
+            trained=trained,
+            batch=settings.expected_batch_size,
+            steps=steps,
+        )
+
+    curve = [(n, noise(n).over_run) for n in at]
+    lines = [
+        Line("noise", curve, "c1", f"{curve[-1][1]:.3g} C"),
+        Line("largest signal", [(1, 1.0), (total, 1.0)], "reference", "1 C"),
+        Line("little is learned above (a heuristic)", [(1, DROWNS), (total, DROWNS)], "lost"),
+    ]
+    return Chart(
+        "Signal against noise",
+        "norm over C, averaged over the steps so far",
+        lines,
+        True,
+        logarithmic=True,
+        words=noise_line(noise(total), settings, trained),
+    )
+
+
+def _charts_of_records(run: RunFolder) -> list[Chart]:
+    """Return the charts of what is computed from records."""
+    settings = run.ledger.settings
+
+    def draw(
+        title: str,
+        unit: str,
+        names: dict[str, str],
+        *,
+        zero: bool = False,
+        logarithmic: bool = False,
+        reference: tuple[str, float] | None = None,
+    ) -> Chart:
+        scalars = [(name, run.scalars.of(key)) for key, name in names.items()]
+        lines = _lines([(name, scalar) for name, scalar in scalars if scalar.kept])
+        if reference is not None and lines and run.with_privacy:
+            last, (name, value) = max(x for line in lines for x, _ in line.points), reference
+            lines.append(Line(name, [(0, value), (last, value)], "reference", f"{value:g}"))
+        return Chart(title, unit, lines, False, logarithmic, zero, run.scalars.starts[1:])
+
+    memory = {"memory/max_active(GiB)": "active", "memory/max_reserved(GiB)": "reserved"}
+    losses = {"loss": "training", "heldout_loss": "held out", "heldout_loss_ema": "average"}
+    norms = {"norm_p10": "10%", "norm_p50": "median", "norm_p90": "90%"}
+    counts = {"realized_batch_size": "drawn", "rejected": "left out"}
+    utilization = {"mfu(%)": "MFU"} if any(p.value for p in run.scalars.of("mfu(%)").kept) else {}
+    expected, bound = float(settings.expected_batch_size), settings.max_grad_norm
+    return [
+        draw("Loss", "", losses),
+        draw("Clipped share", "of a step's samples", {"clipped_fraction": "clipped"}, zero=True),
+        draw(
+            "Gradient norms",
+            "of samples, before clipping",
+            norms,
+            reference=("C", bound),
+            logarithmic=True,
+        ),
+        draw("Realized batch", "samples", counts, reference=("expected", expected), zero=True),
+        draw("Throughput", "tokens/s a device", {"throughput(tps)": "tokens/s"}, zero=True),
+        draw("MFU", "%", utilization, zero=True),
+        draw("Memory", "GiB", memory, zero=True),
+        draw("Time a step", "s, saves and validation included", {SECONDS: "seconds"}, zero=True),
+    ]
+
+
+def _lines(scalars: list[tuple[str, Scalar]]) -> list[Line]:
+    """Draw what was kept of scalars, and what was lost."""
+    lines = [
+        Line(name, [(p.step, p.value) for p in scalar.kept], colour, _last(scalar.kept))
+        for colour, (name, scalar) in zip(_COLOURS, scalars, strict=False)
+    ]
+    lost = [[(p.step, p.value) for p in part] for _, scalar in scalars for part in scalar.lost]
+    return [*lines, *(Line("" if n else "lost steps", part, "lost") for n, part in enumerate(lost))]
+
+
+_DRAWN = {
+    *("loss", "heldout_loss", "heldout_loss_ema", "clipped_fraction", "lr", "epsilon"),
+    *("norm_p10", "norm_p50", "norm_p90", "realized_batch_size", "rejected", "noise_multiplier"),
+    *("throughput(tps)", "mfu(%)", "memory/max_active(GiB)", "memory/max_reserved(GiB)"),
+    *("epsilon_planned", SECONDS),
+}
+
+
+def _others(run: RunFolder) -> list[tuple[str, int, str, str]]:
+    """List the scalars that no chart has: name, last step, first and last value."""
+    return [
+        (name, scalar.kept[-1].step, f"{scalar.kept[0].value:.4g}", _last(scalar.kept))
+        for name, scalar in sorted(run.scalars.by_name.items())
+        if name not in _DRAWN and scalar.kept
+    ]
+
+
+def _last(points: Any) -> str:
+    return f"{points[-1].value:.4g}" if points else ""
+
+
+def _terms(run: RunFolder) -> list[tuple[str, str]]:
+    """Return the terms of the guarantee, none rounded in its own favour."""
+    if not run.with_privacy:
+        return []
+    rounded = {"noise_multiplier": rounded_down, "sample_rate": rounded_up}
+    found = []
+    for key, name in _TABLE.items():
+        if (value := run.published.get(key)) is not None:  # an older file lacks some
+            shown = rounded[key](value, 6) if key in rounded else _word(value)
+            found.append((name, shown))
+    if run.published["units"] is not None:
+        found.append(("units in training, public", f"{run.published['units']:,}"))
+    return found
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return f"{value:g}" if isinstance(value, float) else f"{value}"
+
+
+def _guarantee(run: RunFolder) -> dict[str, Any] | None:
+    """Return the values of the sentences that the model card has too, for the epsilon at the end;
+    None where there is no epsilon."""
+    epsilon = run.epsilon_planned
+    if not run.private or epsilon is None:
+        return None
+    if epsilon == run.published["epsilon_planned"] and run.published["meaning"] is not None:
+        meaning: Meaning | None = Meaning.from_json(run.published["meaning"])
+    else:
+        meaning = explain(run.ledger, run.ledger.planned(), epsilon)
+    if meaning is None or not math.isfinite(epsilon):
+        return None
+    terms = run.published | {"epsilon": epsilon, "meaning": meaning.to_json()}
+    return guarantee(terms, run.config) | {"terms": terms}
+
+
+def _public_settings(run: RunFolder) -> list[tuple[str, str]]:
+    """Return the settings of the allow-list whose values are numbers or words of the schema."""
+    found = []
+    for section, keys in PUBLIC_SETTINGS.items() if run.config is not None else ():
+        part = getattr(run.config, section)
+        types = typing.get_type_hints(type(part))
+        for key in keys.split():
+            value, words = getattr(part, key), _literals(types[key])
+            if isinstance(value, bool | int | float) or value in words:
+                found.append((f"{section}.{key}", _word(value)))
+    return found
+
+
+def _literals(kind: Any) -> tuple[str, ...]:
+    """Return the words that a type allows; none of a free text."""
+    if typing.get_origin(kind) is typing.Literal:
+        return typing.get_args(kind)
+    return tuple(word for part in typing.get_args(kind) for word in _literals(part))
+
+
+def _outputs(run: RunFolder) -> list[tuple[str, str]]:
+    """List what lies in the folder, and whether it may be published."""
+    publish = {"privacy.json": "yes", "hf": "yes", "report_public.html": "yes"}
+    if not run.private:
+        publish = {}
+    there = sorted(entry.name for entry in run.path.iterdir() if not entry.name.startswith("."))
+    return [(name, publish.get(name, "no")) for name in there]

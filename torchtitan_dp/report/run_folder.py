@@ -1,0 +1,176 @@
+"""A run's folder, as far as it can be read: settings, ledger, lock, checkpoints, scalars.
+
+Nothing is written, and the run may be training meanwhile. A missing or damaged `privacy.json` is
+refused; what else is missing becomes a note.
+"""
+
+import fcntl
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torchtitan_dp.checkpoint.folder import newest_whole_checkpoint, step_folder
+from torchtitan_dp.checkpoint.verify import verify
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
+from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE, Ledger, schema
+from torchtitan_dp.ledger.caveats import assumptions
+from torchtitan_dp.ledger.files import ledger_of, read_published_fields
+from torchtitan_dp.models.families import trained_count
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.privacy.mechanism import NoMechanism
+from torchtitan_dp.process import LOCK_FILE
+from torchtitan_dp.report.scalars import Scalars, read
+
+
+@dataclass
+class RunFolder:
+    """What was read of a run."""
+
+    path: Path
+    published: dict[str, Any]  # privacy.json
+    ledger: Ledger
+    alive: bool
+    begun: int  # the last step that was begun
+    checkpoint: int  # the newest whole one; -1: none
+    checkpoint_time: float
+    scalars: Scalars
+    config: JobConfig | None = None  # checked, for one process
+    settings: dict[str, Any] = field(default_factory=dict)  # as saved
+    trained: int | None = None  # parameters
+    epsilon: float | None = None
+    epsilon_executed: float | None = None
+    epsilon_planned: float | None = None
+    caveats: list[str] = field(default_factory=list)
+    assumptions: list[str] = field(default_factory=list)
+    faults: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def with_privacy(self) -> bool:
+        """Whether it trains with DP-SGD at all, if only as a test that is not private."""
+        return bool(self.published["mechanism"] != NoMechanism.name)
+
+    @property
+    def private(self) -> bool:
+        """Whether the weights are private."""
+        return self.ledger.private and bool(self.published["private"]) and self.with_privacy
+
+    @property
+    def total(self) -> int:
+        """The steps that the run takes in all."""
+        return self.ledger.planned_steps or (self.config.training.steps if self.config else 0)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all planned steps were taken."""
+        return self.ledger.steps >= self.total > 0
+
+
+def open_run(folder: str) -> RunFolder:
+    """Read a run's folder.
+
+    Raises:
+        ValueError: one line; there is no run, or its `privacy.json` cannot be read.
+    """
+    path = Path(folder)
+    if not path.is_dir():
+        raise ValueError(f"RUN = '{folder}': no such folder; name a run's job.dump_folder")
+    published = read_published_fields(folder)
+    if published is None:
+        raise ValueError(
+            f"RUN = '{folder}': it has no {PRIVACY_FILE}: name the job.dump_folder of a run that "
+            "has begun"
+        )
+    if schema.is_release(published):
+        raise ValueError(f"RUN = '{folder}' is a release: name the job.dump_folder of its run")
+    notes: list[str] = []
+    config, settings = _settings(folder, notes)
+    checkpoints = path / (config.checkpoint.folder if config else "checkpoint")
+    newest = newest_whole_checkpoint(str(checkpoints))
+    tensorboard = path / (config.metrics.save_tb_folder if config else "tb")
+    scalars = read(tensorboard)
+    if not scalars.by_name:
+        notes.append(
+            "no scalars were found: TensorBoard was off (metrics.enable_tensorboard), no step was "
+            "logged yet, or its files are damaged"
+        )
+    run = RunFolder(
+        path=path,
+        published=published,
+        ledger=ledger_of(published),
+        alive=_is_locked(path / LOCK_FILE),
+        begun=_last_begun(path / EXECUTED_FILE),
+        checkpoint=newest,
+        checkpoint_time=os.path.getmtime(step_folder(str(checkpoints), newest))
+        if newest >= 0
+        else 0,
+        scalars=scalars,
+        config=config,
+        settings=settings,
+        caveats=list(published["caveats"]),
+        assumptions=list(published["assumptions"]),
+        notes=notes,
+    )
+    if config is not None:
+        try:
+            run.trained = trained_count(shape(config))
+        except (OSError, ValueError) as error:
+            notes.append(f"the model's shape is not known: {error}")
+    _account(run)
+    return run
+
+
+def _settings(folder: str, notes: list[str]) -> tuple[JobConfig | None, dict[str, Any]]:
+    try:
+        config = read_config(folder)
+    except ValueError as error:
+        notes.append(str(error))
+        return None, {}
+    with open(os.path.join(folder, RUN_CONFIG_FILE), encoding="utf-8") as file:
+        return config, json.load(file)
+
+
+def _account(run: RunFolder) -> None:
+    """Fill in what the run spent. A run that is training has published it at its last logged step;
+    of one that ended, the steps after its last checkpoint are lost, and the ledger is verified."""
+    if not run.with_privacy:
+        return
+    published = run.published
+    names = ("epsilon", "epsilon_executed", "epsilon_planned")
+    run.epsilon, run.epsilon_executed, run.epsilon_planned = (published[name] for name in names)
+    verified = verify(str(run.path))
+    run.faults = verified.faults
+    if run.alive or run.faults:
+        return
+    run.ledger = verified.ledger
+    for name in names[1:]:
+        stated, found = published[name], getattr(verified, name)
+        setattr(run, name, found if None in (stated, found) else max(stated, found))
+    run.caveats = verified.caveats()
+    run.assumptions = assumptions(run.ledger)
+
+
+def _is_locked(path: Path) -> bool:
+    """Return whether a process has the run's lock."""
+    if not path.exists():
+        return False
+    with open(path, encoding="ascii") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def _last_begun(path: Path) -> int:
+    """Return the number of the last step in the log of begun steps; 0 if there is none."""
+    if not path.exists():
+        return 0
+    for line in reversed(path.read_text(encoding="ascii", errors="replace").splitlines()):
+        number = line.split(maxsplit=1)[0] if line.strip() else ""
+        if number.isdecimal() and int(number) > 0:
+            return int(number)
+    return 0
