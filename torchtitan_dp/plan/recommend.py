@@ -24,7 +24,7 @@ from torchtitan_dp.plan.signal import (
     Noise,
     Rows,
     Target,
-    noise_of,
+    noise_of_run,
     rows_of,
 )
 
@@ -39,11 +39,9 @@ _RANKS = (16, 8)  # of the adapters that a full run is compared with, the larger
 def plan_noise(plan: Plan, trained: int) -> Noise:
     """Return the noise of a run that takes all its steps on the terms that it has now."""
     settings = plan.settings
-    in_step, in_sum = settings.mechanism.noise_of_run(max(plan.steps, 1))
-    batch, steps = settings.expected_batch_size, plan.steps
-    of_sum = noise_of(noise_multiplier=in_sum, trained=trained, batch=batch, steps=steps)
-    of_step = noise_of(noise_multiplier=in_step, trained=trained, batch=batch, steps=steps)
-    return Noise(of_step.in_step, of_sum.over_run)
+    return noise_of_run(
+        settings.mechanism, trained=trained, batch=settings.expected_batch_size, steps=plan.steps
+    )
 
 
 def noise_line(noise: Noise, settings: Settings, trained: int) -> str:

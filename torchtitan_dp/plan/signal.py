@@ -15,7 +15,7 @@ import math
 from dataclasses import dataclass
 
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import Segment
+from torchtitan_dp.privacy.mechanism import Mechanism, Segment
 
 DROWNS = 5.0
 """Above this much noise over the run, in C, the plan warns. A heuristic: of what the default model
@@ -66,6 +66,15 @@ def noise_of(*, noise_multiplier: float, trained: int, batch: float, steps: int)
     """
     in_step = noise_multiplier * math.sqrt(trained) / batch
     return Noise(in_step, in_step / math.sqrt(max(steps, 1)))
+
+
+def noise_of_run(mechanism: Mechanism, *, trained: int, batch: float, steps: int) -> Noise:
+    """Compute the same of a mechanism, whose noise may be correlated over steps."""
+    in_step, in_sum = (
+        noise_of(noise_multiplier=noise, trained=trained, batch=batch, steps=steps)
+        for noise in mechanism.noise_of_run(max(steps, 1))
+    )
+    return Noise(in_step.in_step, in_sum.over_run)
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 from torchtitan_dp.ledger import schema, versions
 from torchtitan_dp.ledger.account import explain
 from torchtitan_dp.plan.recommend import noise_line
-from torchtitan_dp.plan.signal import DROWNS, noise_of
+from torchtitan_dp.plan.signal import DROWNS, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.release.card import guarantee
@@ -195,12 +195,8 @@ def _noise_chart(run: RunFolder, trained: int) -> Chart:
     at = sorted({max(1, round(total ** (i / 40))) for i in range(41)})
 
     def noise(steps: int) -> Any:
-        return noise_of(
-            noise_multiplier=settings.mechanism.noise_multiplier,
-            trained=trained,
-            batch=settings.expected_batch_size,
-            steps=steps,
-        )
+        batch = settings.expected_batch_size
+        return noise_of_run(settings.mechanism, trained=trained, batch=batch, steps=steps)
 
     curve = [(n, noise(n).over_run) for n in at]
     lines = [
