@@ -101,6 +101,6 @@ def test_the_fine_tuning_file_is_refused_until_it_is_filled_in(tmp_path, capsys)
         with pytest.raises(SystemExit) as stop:
             plan.main([*command, *filled_in, "--job.dump_folder", str(tmp_path / "out")])
         assert stop.value.code == 2
-        (line,) = capsys.readouterr().err.splitlines()
+        line = capsys.readouterr().err.splitlines()[-1]
         assert line.startswith(f"error: {key}")
     assert not (tmp_path / "out").exists()
