@@ -497,7 +497,9 @@ def test_validation_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Pa
 
     for rank, (steps, count) in itertools.product((0, 1), ((2, 2), (0, 0), (-1, 4), (99, 4))):
         one = loader(store(tmp_path), ranks=2, rank=rank, batch_size=3)
-        config: Any = SimpleNamespace(validation=SimpleNamespace(steps=steps))
+        config: Any = SimpleNamespace(
+            validation=SimpleNamespace(steps=steps), training=SimpleNamespace(seq_len=8)
+        )
         nothing: Any = None
         positions = HeldOutValidator(one, config, nothing, nothing, nothing)._positions()
         it = Feed(one, (T,), CPU)

@@ -284,12 +284,12 @@ def test_what_only_the_owner_knows_is_listed_at_the_end(run, tmp_path, capfd):
 def test_adapters_of_an_extended_model_are_loaded_beside_its_positions(released, finished):
     terms, config = privacy(released), read_config(str(finished))
     config.lora.rank, config.rope.theta = 2, 3e6
-    card = model_card(terms, config, shape(config), base_model="org/base")
+    card = model_card(terms, config, shape(config), names=PublicNames(base_model="org/base"))
     base = 'from_pretrained("org/base", config=AutoConfig.from_pretrained("."))\n'
     assert f"AutoModelForCausalLM.{base}" in card
     assert "| rotary embeddings | theta 3000000.0 |" in card
     config.rope.theta = None
-    card = model_card(terms, config, shape(config), base_model="org/base")
+    card = model_card(terms, config, shape(config), names=PublicNames(base_model="org/base"))
     assert "AutoPeftModelForCausalLM.from_pretrained" in card
     assert "rotary" not in card
 
