@@ -8,7 +8,7 @@ from dp_accounting.pld import PLDAccountant
 
 from tests.accounts import account
 from torchtitan_dp.checkpoint.verify import verify
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, Settings, schema
+from torchtitan_dp.ledger import ExecutedSteps, Ledger, RunSegment, Settings, schema
 from torchtitan_dp.ledger.files import read_published
 from torchtitan_dp.ledger.settings import union
 from torchtitan_dp.privacy import accounting
@@ -156,6 +156,18 @@ def test_its_run_is_logged_published_verified_and_read(tmp_path):
     assert verify(str(tmp_path)).faults == []
     assert read_published(str(tmp_path)).segments() == ledger.segments()
     assert Ledger.from_json(ledger.to_json()) == ledger
+
+
+def test_terms_that_come_back_are_not_in_a_row(tmp_path):
+    """Steps 1 and 5 are of one group, with other terms between them: two rounds, not one."""
+    quieter = replace(SETTINGS, mechanism=MECHANISM.with_noise(30.0))
+    finished = [RunSegment(SETTINGS, 1), RunSegment(quieter, 3)]
+    ledger = Ledger(SETTINGS, steps=5, planned_steps=5, finished=finished)
+    executed = ExecutedSteps(str(tmp_path))
+    executed.adopt(ledger.taken())
+    found = account(ledger, executed, 5).epsilon()
+    assert found >= ledger.epsilon() * (1 - 1e-9)
+    assert found > by_dp_accounting(2) * 0.998
 
 
 def test_other_bands_or_independent_noise_are_no_segment_of_the_same_run():

@@ -127,6 +127,8 @@ class Account:
         present = settings.mechanism.as_logged()
         taken = self._ledger.taken()
         on_present = {step for step in taken if step.mechanism.at_any() == present}
+        if present.period > 1:
+            on_present = set(taken[len(taken) - own :])
         beside = union({*self._ledger.taken_before(), *taken} - on_present)
         return EpsilonCurve(
             [*beside, *lost],
@@ -138,8 +140,10 @@ class Account:
         )
 
     def _own_steps(self) -> int:
-        """Count this run's steps on the present terms."""
+        """Count this run's steps on the present terms; of correlated noise only those in a row."""
         present = self._ledger.settings.mechanism.as_logged()
+        if present.period > 1:
+            return self._ledger.segments()[-1].steps
         spent = (segment.spending() for segment in self._ledger.segments())
         return sum(s.steps for s in spent if s.mechanism == present)
 
