@@ -18,7 +18,7 @@ PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
     {"privacy", "process"},
     {"distributed", "optimizer"},
-    {"data", "gradients", "ledger"},
+    {"data", "gradients", "ledger", "momentum"},
     {"config"},
     {"models"},
     {"checkpoint"},

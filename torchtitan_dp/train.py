@@ -32,6 +32,7 @@ from torch.distributed.elastic.multiprocessing.errors import record
 from torchtitan.tools.logging import init_logger, logger
 from torchtitan.train import Trainer
 
+from torchtitan_dp import momentum
 from torchtitan_dp.baseline import BaselineTrainer
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.plan import earlier_ledger, most_lost, refuse_overspending
@@ -128,6 +129,12 @@ class DPTrainer(Trainer):
         self.dp_optimizer = step.optimizer(
             self.optimizers,
             noise_multiplier=settings.mechanism.noise_of_step,
+            expected_batch_size=settings.expected_batch_size,
+        )
+        momentum.set_noise_std(
+            self.optimizers,
+            noise_multiplier=settings.mechanism.noise_multiplier,
+            max_grad_norm=settings.max_grad_norm,
             expected_batch_size=settings.expected_batch_size,
         )
         self.sample_losses = SampleLosses(

@@ -13,10 +13,10 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.metrics import MetricsProcessor
-from torchtitan.components.optimizer import build_optimizers
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 
+from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder
@@ -174,7 +174,7 @@ def _spec(
         model_args=flavors,  # type: ignore[arg-type]
         parallelize_fn=parallelize,
         pipelining_fn=None,
-        build_optimizers_fn=build_optimizers,
+        build_optimizers_fn=momentum.build,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=functools.partial(build_loader, open_records),  # type: ignore[arg-type]
         build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]

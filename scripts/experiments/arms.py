@@ -21,6 +21,13 @@ RATES_TRIED = {
     ("private", RANK): (8e-3, 16e-3, 32e-3),
 }
 BOUNDS_TRIED = (0.1, 0.3)
+# Rates tried with all weights trained, by bands and optimizer.
+BANDS_TRIED = {
+    (1, "AdamW"): (8e-3, 12e-3),
+    (16, "AdamW"): (16e-3, 24e-3),
+    (1, "MomentumSGD"): (8e-3, 12e-3),
+    (16, "MomentumSGD"): (12e-3, 16e-3),
+}
 
 
 @dataclass(frozen=True)
@@ -33,6 +40,7 @@ class Arm:
         samples: units in all steps together (an expectation where units are drawn).
         windows: `data.windows_per_draw`, of windows anywhere in a record; 0: its beginning.
         ema: whether what is evaluated is the average of weights; the last ones are then, too.
+        bands: of correlated noise; 1: independent noise.
     """
 
     kind: Kind
@@ -45,6 +53,8 @@ class Arm:
     max_grad_norm: float = 1.0
     windows: int = 0
     ema: bool = False
+    bands: int = 1
+    optimizer: str = "AdamW"
 
     @property
     def batch(self) -> int:
@@ -58,6 +68,8 @@ class Arm:
         spent = "" if self.kind == "plain" else f"{self.epsilon:g}-C{self.max_grad_norm:g}"
         more = f"-K{self.windows}" if self.windows else ""
         more += "-ema" if self.ema else ""
+        more += f"-b{self.bands}" if self.bands > 1 else ""
+        more += "" if self.optimizer == "AdamW" else f"-{self.optimizer}"
         return (
             f"{self.kind}{spent}-{self.trained}-{self.batch}x{self.steps}{more}"
             f"-lr{self.lr:g}-seed{self.seed}"
@@ -126,6 +138,12 @@ def groups() -> dict[str, list[Arm]]:
         ],
         "averages": [
             dataclasses.replace(split_over(private(0), steps), ema=True) for steps in (STEPS, 64)
+        ],
+        "bands": [
+            dataclasses.replace(private(0, seed=seed), bands=b, optimizer=optimizer, lr=lr)
+            for seed in SEEDS
+            for (b, optimizer), rates in BANDS_TRIED.items()
+            for lr in rates
         ],
     }
 

@@ -160,6 +160,10 @@ def tuning_options(folder: Folder, arm: Arm, noise: float | None) -> list[str]:
             "privacy.target_epsilon": arm.epsilon,
             "privacy.max_grad_norm": arm.max_grad_norm,
         }
+    if arm.bands > 1:
+        values |= {"privacy.noise": "banded", "privacy.bands": arm.bands}
+    if arm.optimizer != "AdamW":
+        values["optimizer.name"] = arm.optimizer
     if arm.ema:
         values["ema.enable"] = None
     if arm.windows:

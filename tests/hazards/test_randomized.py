@@ -355,11 +355,11 @@ def test_row67_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypa
 @pytest.mark.slow
 def test_the_search_for_noise_in_a_plan_counts_estimates():
     from tests import build
-    from torchtitan_dp.checkpoint.plan import _noise_multiplier
+    from torchtitan_dp.checkpoint.noise import choose_noise
 
     target = ["--privacy.noise_multiplier", "None", "--privacy.target_epsilon=2"]
     exact, estimated = (
-        _noise_multiplier(build.config(*method, *target), 80, [], None)
+        choose_noise(build.config(*method, *target), 80, [], None)[0]
         for method in (["--privacy.gradient_method=ghost"], METHOD)
     )
     assert estimated > 1.02 * exact

@@ -68,8 +68,8 @@ FAULTS = [  # the fault, on how many ranks, which checks, which of their measure
     ("key_repeated", 1, "noise, ", "repeated stretches"),
     ("keys_of_their_own", 2, "root key", "ranks that differ"),
     ("divided_by_the_ranks", 1, "update, microbatch", "sum + noise"),
-    ("weights_differ", 2, "update, microbatch", "AdamW's weights"),
-    ("adamw_forgets", 1, "update, grad_sample", "AdamW's weights"),
+    ("weights_differ", 2, "update, microbatch", "updated weights"),
+    ("adamw_forgets", 1, "update, grad_sample", "updated weights"),
     ("checkpoint_loses_a_tensor", 1, "checkpoint", "tensors that changed"),
     ("checkpoint_without_optimizer", 2, "checkpoint", "tensors that changed"),
 ]
@@ -156,7 +156,7 @@ def test_replicas_that_differ_are_seen():
     ("fault", "expected"),
     [
         ("frozen_weight_moves", "frozen weights that changed"),
-        ("adapter_stays", "AdamW's weights"),
+        ("adapter_stays", "updated weights"),
     ],
 )
 def test_row56_a_fault_of_adapters_fails_it(fault, expected):

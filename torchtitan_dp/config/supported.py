@@ -83,7 +83,10 @@ def _positive(value: Any) -> bool:
 
 # By key: the test of a value, and its words. TorchTitan or PyTorch fails on others later.
 _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "optimizer.name": (lambda name: name in ("AdamW", "Adam"), "'AdamW' or 'Adam'"),
+    "optimizer.name": (
+        lambda name: name in ("AdamW", "Adam", "MomentumSGD"),
+        "'AdamW', 'Adam' or 'MomentumSGD'",
+    ),
     "optimizer.beta1": (lambda beta: 0 <= beta < 1, "at least 0 and below 1"),
     "optimizer.beta2": (lambda beta: 0 <= beta < 1, "at least 0 and below 1"),
     "optimizer.eps": (_not_negative, "0 or more"),
@@ -117,6 +120,12 @@ def check_values(config: JobConfig) -> None:
     for key, (is_right, words) in _RANGES.items():
         if not is_right(values[key]):
             raise ValueError(f"{key} = {values[key]!r}: must be {words}")
+    private = config.privacy.enable and config.privacy.noise_multiplier != 0
+    if config.optimizer.name == "MomentumSGD" and not private:
+        raise ValueError(
+            "optimizer.name = 'MomentumSGD': its learning rate is in multiples of the noise, and "
+            "there is none; use 'AdamW'"
+        )
     if config.compile.enable:
         import torch._dynamo  # compiling imports it anyway
 

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
+from torchtitan_dp import momentum
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.distributed import offload
@@ -111,7 +112,11 @@ class Step:
         self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
         self.gradients.start_step(bytes(32))
         # One parameter at a time: temporaries as small as those of the fused kernel's rank.
-        inner = torch.optim.AdamW(parameters.values(), foreach=False, fused=False)
+        inner: torch.optim.Optimizer
+        if config.optimizer.name == momentum.NAME:
+            inner = momentum.MomentumSGD(parameters.values(), lr=0.0)
+        else:
+            inner = torch.optim.AdamW(parameters.values(), foreach=False, fused=False)
         with unset_fake_temporarily():  # it asks where its shards lie
             self.optimizer = step.optimizer(
                 inner,
@@ -169,7 +174,7 @@ class Step:
         inputs[0].register_hook(lambda _: setattr(self.tracker, "base", "activations"))
 
     def update(self) -> None:
-        """Add noise, divide, and step AdamW."""
+        """Add noise, divide, and step the optimizer."""
         with self.tracker.labelled("accumulator"):
             clipped_sum = self.clipped_sum.take()
         with self.tracker.labelled("optimizer"):

@@ -159,6 +159,6 @@ def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterat
     if terms.dtype == torch.float32:
         remedy = (
             f"{_DO_NOT_TRAIN}; if it passes with optimizer.implementation = 'for-loop', the fused "
-            "AdamW is at fault"
+            "optimizer is at fault"
         )
         yield _check(ranks, terms, f"update, {kind}", remedy, updates, loops)

@@ -8,9 +8,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torchtitan.components.optimizer import build_optimizers
 from torchtitan.distributed import ParallelDims
 
+from torchtitan_dp import momentum
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.families import family_of
@@ -35,7 +35,7 @@ def mesh(device_type: str, degrees: tuple[int, int, int]) -> tuple[ParallelDims,
 
 
 class Small:
-    """A model and its private step on made-up samples, with the gradients that AdamW gets."""
+    """A model and its private step on made-up samples, with the optimizer's gradients."""
 
     def __init__(self, terms: Terms, device: torch.device, *, max_grad_norm: float) -> None:
         """
@@ -68,7 +68,7 @@ class Small:
             self.dims.get_optional_mesh("cp"),
             config.parallelism.context_parallel_load_balancer,
         )
-        self.optimizers = build_optimizers([self.model], config.optimizer, self.dims)
+        self.optimizers = momentum.build([self.model], config.optimizer, self.dims)
         self._handed: dict[str, torch.Tensor] = {}
         for inner in self.optimizers.optimizers:
             inner.register_step_pre_hook(self._record)
@@ -99,7 +99,7 @@ class Small:
         return norms
 
     def update(self, *, sigma: float, batch: float, key: bytes) -> dict[str, torch.Tensor]:
-        """Add noise to the sum, divide, step AdamW, and start the next sum.
+        """Add noise to the sum, divide, step the optimizer, and start the next sum.
 
         Args:
             sigma: the noise multiplier; 0 adds nothing.
@@ -107,12 +107,18 @@ class Small:
             key: of the noise; public.
 
         Returns:
-            The whole gradient that AdamW got, by name, on the CPU.
+            The whole gradient that the optimizer got, by name, on the CPU.
 
         Collectives: those of `ClippedSum.take`, and an all-gather over dp_shard x cp.
         """
         optimizer = self.step.optimizer(
             self.optimizers, noise_multiplier=sigma, expected_batch_size=batch
+        )
+        momentum.set_noise_std(
+            self.optimizers,
+            noise_multiplier=sigma or 1.0,
+            max_grad_norm=self.step.max_grad_norm,
+            expected_batch_size=batch,
         )
         optimizer.step(self.step.clipped_sum.take(), [(key, 1.0)])
         self.step.clipped_sum.reset()

@@ -14,6 +14,7 @@ import torch
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.train import Trainer
 
+from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.models.parameters import local_part
@@ -94,7 +95,7 @@ def _norm_error(found: float, true: float) -> float:
 
 
 def updates(ranks: Ranks, terms: Terms, loops: Loops) -> Sequence[Measured]:
-    """Compare noisy steps with the loop's: the gradients that AdamW gets, and its new weights.
+    """Compare noisy steps with the loop's: the optimizer's gradients, and the new weights.
 
     The noise is as large as the sum, so that a fault of either shows.
     """
@@ -111,7 +112,8 @@ def updates(ranks: Ranks, terms: Terms, loops: Loops) -> Sequence[Measured]:
     for name, total in reference.total.items():
         drawn = small.noise(name, sigma=sigma, batch=batch, key=keys[0])
         expected[name] = total / batch + drawn.double()
-    weights, by_hand = small.weights(), _adamw(before, handed, small)
+    noise_std = sigma * small.step.max_grad_norm / batch
+    weights, by_hand = small.weights(), _stepped(before, handed, small, noise_std)
     moved = {name: weights[name].double() - w.double() for name, w in before.items()}
     should = {name: by_hand[name] - w.double() for name, w in before.items()}
     content = b"".join(weights[name].contiguous().numpy().tobytes() for name in sorted(weights))
@@ -120,21 +122,29 @@ def updates(ranks: Ranks, terms: Terms, loops: Loops) -> Sequence[Measured]:
     return (
         Measured("sum + noise", relative_error(handed[0], expected), 1e-5 + _SAFETY),
         # The weights are rounded to fp32: 6e-8 of 1, over a change of 1e-2.
-        Measured("AdamW's weights", relative_error(moved, should), 1e-4),
+        Measured("updated weights", relative_error(moved, should), 1e-4),
         Measured("ranks whose weights differ", sum(h != hashes[0] for h in hashes), 0),
         Measured("frozen weights that changed", sum(ranks.gather(changed)), 0),
     )
 
 
-def _adamw(weights: Gradient, gradients: list[Gradient], small: Small) -> Gradient:
-    """Take AdamW's steps in fp64 on the CPU."""
+def _stepped(
+    weights: Gradient, gradients: list[Gradient], small: Small, noise_std: float
+) -> Gradient:
+    """Take the optimizer's steps in fp64 on the CPU."""
     config = small.terms.config.optimizer
     by_hand = {name: w.double().requires_grad_() for name, w in weights.items()}
-    make = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.name]
     betas, decay = (config.beta1, config.beta2), config.weight_decay
-    optimizer = make(
-        by_hand.values(), lr=config.lr, betas=betas, eps=config.eps, weight_decay=decay
-    )
+    optimizer: torch.optim.Optimizer
+    if config.name == momentum.NAME:
+        optimizer = momentum.MomentumSGD(
+            by_hand.values(), lr=config.lr, betas=betas, weight_decay=decay, noise_std=noise_std
+        )
+    else:
+        make = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.name]
+        optimizer = make(
+            by_hand.values(), lr=config.lr, betas=betas, eps=config.eps, weight_decay=decay
+        )
     for gradient in gradients:
         for name, weight in by_hand.items():
             weight.grad = gradient[name].double()
@@ -143,7 +153,7 @@ def _adamw(weights: Gradient, gradients: list[Gradient], small: Small) -> Gradie
 
 
 def checkpoint(ranks: Ranks, terms: Terms, place: str) -> Sequence[Measured]:
-    """Save weights and AdamW's state, overwrite and load them, and count the tensors that differ.
+    """Save weights and optimizer state, overwrite and load them; count the tensors that differ.
 
     Args:
         place: a folder that all ranks see, in which a temporary one is made.
@@ -176,7 +186,7 @@ def checkpoint(ranks: Ranks, terms: Terms, place: str) -> Sequence[Measured]:
 
 
 def _state(small: Small) -> dict[str, torch.Tensor]:
-    """Return this rank's shards of the weights and of AdamW's state, by name."""
+    """Return this rank's shards of the weights and of the optimizer's state, by name."""
     found = {name: local_part(parameter.detach()) for name, parameter in small.parameters.items()}
     names = {parameter: name for name, parameter in small.parameters.items()}
     for inner in small.optimizers.optimizers:

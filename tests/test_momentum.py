@@ -1,0 +1,66 @@
+"""Momentum SGD in units of the noise: its steps, its refusals, and its state in a checkpoint."""
+
+import copy
+
+import pytest
+import torch
+from torch.optim import AdamW
+
+from torchtitan_dp.momentum import MomentumSGD, set_noise_std
+
+LR, NOISE_STD = 0.02, 0.3
+
+
+def _weights() -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randn(shape, generator=generator).double() for shape in ((4, 3), (5,))]
+
+
+def _stepped(optimizer: torch.optim.Optimizer, weights: list[torch.Tensor], steps: int) -> None:
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(steps):
+        for weight in weights:
+            weight.grad = torch.randn(weight.shape, generator=generator).double()
+        optimizer.step()
+
+
+def test_steps_are_adamws_with_the_noise_in_the_place_of_its_second_moment() -> None:
+    """AdamW with a very large eps divides by eps alone."""
+    mine, adamws = _weights(), _weights()
+    settings = {"betas": (0.9, 0.95), "weight_decay": 0.0}
+    momentum = MomentumSGD(mine, lr=LR, noise_std=NOISE_STD, **settings)  # type: ignore[arg-type]
+    eps = 1e9
+    _stepped(momentum, mine, 5)
+    _stepped(AdamW(adamws, lr=LR * eps / NOISE_STD, eps=eps, **settings), adamws, 5)  # type: ignore[arg-type]
+    for found, expected, before in zip(mine, adamws, _weights(), strict=True):
+        assert (expected - before).abs().max() > LR
+        torch.testing.assert_close(found, expected, rtol=1e-7, atol=0)
+
+
+def test_weights_decay_by_themselves() -> None:
+    (weight,) = weights = [torch.full((3,), 2.0)]
+    optimizer = MomentumSGD(weights, lr=0.1, weight_decay=0.5)
+    weight.grad = torch.zeros(3)
+    optimizer.step()
+    torch.testing.assert_close(weight, torch.full((3,), 2.0 * (1 - 0.1 * 0.5)))
+
+
+def test_the_noise_is_that_of_the_mean_gradient() -> None:
+    optimizers = [MomentumSGD(_weights(), lr=LR), AdamW(_weights(), lr=LR)]
+    before = copy.deepcopy(optimizers[1].state_dict())
+    set_noise_std(optimizers, noise_multiplier=0.5, max_grad_norm=3.0, expected_batch_size=10)
+    assert optimizers[0].noise_std == pytest.approx(0.15)  # type: ignore[attr-defined]
+    assert optimizers[1].state_dict() == before
+
+
+def test_a_state_that_is_loaded_goes_on() -> None:
+    one, other = _weights(), _weights()
+    whole, first = MomentumSGD(one, lr=LR), MomentumSGD(other, lr=LR)
+    _stepped(whole, one, 3)
+    _stepped(first, other, 3)
+    second = MomentumSGD(other, lr=LR)
+    second.load_state_dict(first.state_dict())
+    _stepped(whole, one, 2)
+    _stepped(second, other, 2)
+    for found, expected in zip(other, one, strict=True):
+        assert torch.equal(found, expected)
