@@ -4,8 +4,11 @@ import copy
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.optim import AdamW
 
+from tests import build
+from torchtitan_dp.checkpoint.start import Start, own_checkpoint, refuse_another_optimizer
 from torchtitan_dp.momentum import MomentumSGD, set_noise_std
 
 LR, NOISE_STD = 0.02, 0.3
@@ -64,3 +67,27 @@ def test_a_state_that_is_loaded_goes_on() -> None:
     _stepped(second, other, 2)
     for found, expected in zip(other, one, strict=True):
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("earlier", "kept", "name", "other"),
+    [
+        ("AdamW", ("exp_avg", "exp_avg_sq"), "AdamW", "MomentumSGD"),
+        ("MomentumSGD", ("exp_avg",), "MomentumSGD", "Adam"),
+    ],
+)
+def test_a_run_goes_on_with_the_optimizer_that_it_began_with(tmp_path, earlier, kept, name, other):
+    state = {f"optimizer.state.weight.{key}": torch.ones(2) for key in kept}
+    dcp.save(state, checkpoint_id=tmp_path / "step-10", no_dist=True)
+    start = own_checkpoint(str(tmp_path), 10)
+    refuse_another_optimizer(build.config(f"--optimizer.name={name}"), start)
+    line = rf"^optimizer.name = '{other}': .* is of '{earlier}'; set it back"
+    with pytest.raises(ValueError, match=line):
+        refuse_another_optimizer(build.config(f"--optimizer.name={other}"), start)
+    refuse_another_optimizer(build.config(f"--optimizer.name={other}"), Start())
+
+
+@pytest.mark.parametrize("without", ["--privacy.no-enable", "--privacy.noise_multiplier=0"])
+def test_without_noise_there_is_no_unit(without):
+    with pytest.raises(ValueError, match=r"^optimizer.name = 'MomentumSGD': .* use 'AdamW'$"):
+        build.config("--optimizer.name=MomentumSGD", without)

@@ -198,6 +198,13 @@ def test_frozen_weights_are_kept_once_in_16_bits_and_nothing_else_of_them():
     assert parts["accumulator"] == pytest.approx(4 * trained, rel=0.01)
 
 
+def test_momentum_takes_half_of_adamws_state():
+    given = small("--optimizer.name=MomentumSGD")
+    _, parts = forks.call(with_fake_tensors, given, 2)
+    trained = trained_count(shape(load_config(given, 2)))
+    assert parts["optimizer"] == pytest.approx(4 * trained / 2, rel=0.01)
+
+
 @pytest.mark.thorough
 def test_an_average_takes_four_bytes_a_trained_value():
     given = small("--ema.enable")

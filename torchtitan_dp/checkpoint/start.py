@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.checkpoint import CheckpointException
 
+from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.average import read_decay
 from torchtitan_dp.checkpoint.folder import (
@@ -182,6 +183,29 @@ def refuse_another_decay(config: JobConfig, start: Start) -> None:
         raise ValueError(
             f"ema.decay = {decay}: the average in {start.place} has {earlier}; set it back, or "
             "start afresh in another job.dump_folder"
+        )
+
+
+def refuse_another_optimizer(config: JobConfig, start: Start) -> None:
+    """Refuse to continue this run with an optimizer that has another state.
+
+    A checkpoint that cannot be read is left to the load.
+
+    Raises:
+        ValueError: one line.
+    """
+    if not start.resumes:
+        return
+    try:
+        names = safe_load.read_metadata(start.place).state_dict_metadata
+    except ValueError:
+        return
+    states = {name.rpartition(".")[2] for name in names if name.startswith("optimizer.state.")}
+    name, earlier = config.optimizer.name, "AdamW" if "exp_avg_sq" in states else momentum.NAME
+    if states and (name == momentum.NAME) != (earlier == momentum.NAME):
+        raise ValueError(
+            f"optimizer.name = '{name}': the optimizer's state in {start.place} is of '{earlier}'; "
+            "set it back, or start afresh in another job.dump_folder"
         )
 
 

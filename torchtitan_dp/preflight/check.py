@@ -15,6 +15,7 @@ from torchtitan_dp.checkpoint.start import (
     decide_start,
     plan_start,
     refuse_another_decay,
+    refuse_another_optimizer,
 )
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.dataset import Records
@@ -74,6 +75,7 @@ def check_run(
     check_packages(config)
     start = decide_start(config)
     refuse_another_decay(config, start)
+    refuse_another_optimizer(config, start)
     args = check_model(config, start)
     how = build_reading(config)
     records = open_records(config)
