@@ -37,6 +37,16 @@ def test_a_run_and_its_plan_import_nothing_heavy_that_they_may_not_need():
     assert found.isdisjoint(HEAVY), found.intersection(HEAVY)
 
 
+@pytest.mark.slow
+def test_training_without_a_launcher_is_one_line():
+    none = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    command = [sys.executable, "-m", "torchtitan_dp.train"]
+    said = subprocess.run(command, cwd=ROOT, env=none, capture_output=True, text=True)
+    assert said.returncode == 2
+    (line,) = said.stderr.splitlines()
+    assert line.startswith("error: RANK is not set: start training by `torchtitan-dp train`, ./run")
+
+
 def test_the_launcher_says_what_it_does_before_it_imports_torch():
     assert "torch" not in imported("torchtitan_dp.launch")
 

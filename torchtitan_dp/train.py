@@ -39,7 +39,7 @@ from torchtitan_dp.checkpoint.plan import earlier_ledger, most_lost, refuse_over
 from torchtitan_dp.checkpoint.start import Start, check_records, decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.load import load_config, write_config
+from torchtitan_dp.config.load import fail, load_config, write_config
 from torchtitan_dp.data.batching import Microbatch, RecordLoader
 from torchtitan_dp.data.feed import Draw, Feed
 from torchtitan_dp.distributed.agreement import (
@@ -390,8 +390,19 @@ def build_trainer(config: JobConfig, decide: Callable[[], Start]) -> DPTrainer |
 @record
 @os_errors_as_faults()
 @lost_ranks_as_faults()
+def _require_launcher() -> None:
+    """End with code 2 where nothing has started this process as one of its ranks."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        if name not in os.environ:
+            fail(
+                f"{name} is not set: start training by `torchtitan-dp train`, ./run_train.sh or "
+                "torchrun, which start its processes"
+            )
+
+
 def main(argv: list[str]) -> None:
     """Train, as one worker of `torchrun`."""
+    _require_launcher()
     if not __debug__:
         raise RuntimeError("assertions guard privacy here: unset PYTHONOPTIMIZE and -O")
     protect()

@@ -74,6 +74,7 @@ _OPTIONS = [
     # Padding left out; its tokens are counted as if they were there, so that seconds compare.
     Arm("microbatch + buckets", (*_MICROBATCH, "--data.length_buckets")),
     Arm("microbatch + plain head", (*_MICROBATCH, "--training.loss_chunk_tokens=0")),
+    Arm("microbatch + bands", (*_MICROBATCH, "--privacy.noise=banded", "--privacy.bands=16")),
     Arm("microbatch + secure noise", (*_MICROBATCH, "--privacy.secure_noise")),
     Arm(
         "microbatch + exact sum",
