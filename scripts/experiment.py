@@ -6,9 +6,9 @@
 Everything runs on one CPU core, by the trainer's own command. A run that is done is not run again,
 so that the same command goes on where it was cut off; each run's numbers are in
 FOLDER/results/NAME.json. `--list` names all runs, and `--only` does those of a group (none, rates,
-main, splits, bounds, windows, averages), or whose names begin so. `--report docs` runs nothing: it
-writes docs/results/runs.json from FOLDER, if that is given, and from that file the figures and the
-tables of docs/results.md.
+main, splits, bounds, windows, averages, bands), or whose names begin so. `--report docs` runs
+nothing: it writes docs/results/runs.json and bands.json from FOLDER, if that is given (with `--only
+bands` the latter alone), and from these files the figures and the tables of docs/results.md.
 """
 
 import argparse
@@ -36,7 +36,7 @@ def main(argv: list[str]) -> None:
         return
     if options.report is not None:
         if options.out is not None:
-            report.write(runs.Folder(options.out), options.report)
+            report.write(runs.Folder(options.out), options.report, options.only or ())
         report.render(options.report)
         return
     if options.out is None:

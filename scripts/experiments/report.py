@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan_dp.plan.signal import FEWEST_STEPS
 
 from . import figures
-from .arms import EPSILONS, RANK, Arm, groups
+from .arms import BANDS_TRIED, EPSILONS, RANK, Arm, groups, of_bands
 from .ranks import spearman
 from .runs import Folder
 
@@ -19,30 +19,37 @@ BEGIN, END = "<!-- {}: begin -->", "<!-- {}: end -->"
 WHAT = {0: "all weights", RANK: f"LoRA, rank {RANK}"}
 
 
-def write(folder: Folder, docs: Path) -> None:
-    """Collect the runs that are done, and what is said of the text, in `results/runs.json`."""
+def write(folder: Folder, docs: Path, only: Sequence[str] = ()) -> None:
+    """Collect the runs that are done, and the facts of the text, in `results/`.
+
+    Args:
+        only: ["bands"] writes `bands.json` alone, whose runs have starting weights of their own.
+    """
     known = {arm.name for group in groups().values() for arm in group}
+    files = {"runs": known, "bands": {arm.name for arm in of_bands()}}
     told = [json.loads(path.read_text()) for path in sorted(folder.told("*").parent.glob("*.json"))]
-    kept = ",\n".join(json.dumps(one) for one in told if one["name"] in known)
     corpus = json.dumps(json.loads((folder.corpus / "corpus.json").read_text()))
     (docs / "results").mkdir(exist_ok=True)
-    target = docs / "results" / "runs.json"
-    target.write_text(f'{{"corpus": {corpus},\n"runs": [\n{kept}\n]}}\n', encoding="utf-8")
+    for name in only or files:
+        kept = ",\n".join(json.dumps(one) for one in told if one["name"] in files[name])
+        target = docs / "results" / f"{name}.json"
+        target.write_text(f'{{"corpus": {corpus},\n"runs": [\n{kept}\n]}}\n', encoding="utf-8")
 
 
 def render(docs: Path) -> None:
-    """Draw figures and fill in tables from `results/runs.json` alone."""
+    """Draw figures and fill in tables from `results/runs.json` and `results/bands.json` alone."""
     runs = read(docs)
+    made = tables(runs) | {"bands": bands_table(read(docs, "bands"))}
     page = docs / "results.md"
-    page.write_text(filled_in(page.read_text(), tables(runs)))
+    page.write_text(filled_in(page.read_text(), made))
     figures.draw_losses(main_rows(runs), docs / "results" / "losses.png")
     figures.draw_positions(position_rows(runs), docs / "results" / "positions.png")
     figures.draw_splits(split_rows(runs), docs / "results" / "splits.png")
 
 
-def read(docs: Path) -> dict[str, Told]:
+def read(docs: Path, name: str = "runs") -> dict[str, Told]:
     """Return the runs that were committed, by name."""
-    content = json.loads((docs / "results" / "runs.json").read_text())
+    content = json.loads((docs / "results" / f"{name}.json").read_text())
     return {one["name"]: one for one in content["runs"]}
 
 
@@ -236,6 +243,40 @@ def correlations(rows: list[Told]) -> list[tuple[str, float]]:
 
 def _noise_and_loss(rows: list[Told]) -> tuple[list[float], list[float]]:
     return [row["averaged_noise_norm"] for row in rows], [row["loss"] for row in rows]
+
+
+def bands_table(runs: dict[str, Told]) -> str:
+    """Return the runs with correlated noise beside those they are compared with."""
+    reference = main_rows(runs)
+    lines = [
+        "| trained | noise | optimizer | learning rate | σ | held-out loss | runs | gap closed |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for row in (row for row in reference if row["kind"] in ("none", "plain")):
+        title = "no tuning" if row["kind"] == "none" else "all weights, without privacy"
+        closed = gap_closed(row["loss"], reference)
+        lines.append(
+            f"| {title} | | | | | {spread(row['losses'])} | {len(row['losses'])} | {closed:.0%} |"
+        )
+    for (rank, bands, optimizer), rates in BANDS_TRIED.items():
+        for lr in sorted(rates):
+            seeds = [
+                runs[arm.name]
+                for arm in groups()["bands"]
+                if (arm.rank, arm.bands, arm.optimizer, arm.lr) == (rank, bands, optimizer, lr)
+                and arm.name in runs
+            ]
+            if not seeds:
+                continue
+            losses = [one["loss"] for one in seeds]
+            closed = gap_closed(statistics.median(losses), reference)
+            noise = "independent" if bands == 1 else f"{bands} bands"
+            lines.append(
+                f"| {WHAT[rank]} | {noise} | {optimizer} | {lr:g} | "
+                f"{seeds[0]['privacy']['noise_multiplier']:.3f} | {spread(losses)} | "
+                f"{len(losses)} | {closed:.0%} |"
+            )
+    return "\n".join(lines)
 
 
 def tried_table(runs: dict[str, Told]) -> str:

@@ -192,6 +192,7 @@ def privacy_of(run: Path, arm: Arm) -> dict[str, Any]:
     from torchtitan_dp.models.families import trained_count
     from torchtitan_dp.models.hugging_face import shape
     from torchtitan_dp.plan.signal import noise_of
+    from torchtitan_dp.privacy.banded import noise_in_step, noise_in_sum
 
     said = json.loads((run / "privacy.json").read_text())
     trained = trained_count(shape(read_config(str(run))))
@@ -201,5 +202,7 @@ def privacy_of(run: Path, arm: Arm) -> dict[str, Any]:
     if arm.kind == "noise":  # its epsilon is that of gradients which hold next to nothing
         sigma *= TINY / arm.max_grad_norm
     noise = noise_of(noise_multiplier=sigma, trained=trained, batch=arm.batch, steps=arm.steps)
-    told["noise_norm"], told["averaged_noise_norm"] = noise.in_step, noise.over_run
+    in_step, in_sum = noise_in_step(arm.bands, arm.steps), noise_in_sum(arm.bands, arm.steps)
+    told["noise_norm"] = noise.in_step * in_step
+    told["averaged_noise_norm"] = noise.over_run * in_sum
     return told
