@@ -211,7 +211,7 @@ class DPTrainer(Trainer):
             folder = self.job_config.job.dump_folder
             logger.info(f"outputs: {folder}/")
             if spent["private"]:
-                logger.info(f"to publish: python -m torchtitan_dp.release {folder} NEW_FOLDER")
+                logger.info(f"to publish: torchtitan-dp release {folder} NEW_FOLDER")
             if count := self.feed.undecodable:
                 logger.info(
                     f"not private: {count} draws of records that cannot be decoded, on this rank; "
