@@ -119,6 +119,15 @@ def test_keys_are_taken_once_and_shown_to_nobody():
         pickle.dumps(keys)
 
 
+def test_row58_a_chain_leaves_out_no_step():
+    """Its rows would no longer be as far apart as the steps."""
+    keys = NoiseChain(RootKey(bytes(32)).stream("noise"), 4)
+    keys.take(7)
+    keys.take(8)
+    with pytest.raises(RuntimeError, match=r"step 10 .* follows step 8"):
+        keys.take(10)
+
+
 def test_row58_no_unit_is_drawn_twice_within_a_band_over_a_resume_too():
     bands, rate = 8, 0.02
     rng = np.random.default_rng(0)
