@@ -4,6 +4,7 @@ Every record is empty, so that weights move by noise alone, and `MomentumSGD` wi
 them by lr / sigma times what a step adds over C: checkpoints have the noise of each step.
 """
 
+import itertools
 import math
 
 import numpy as np
@@ -51,7 +52,7 @@ def test_row62_and_63_the_noise_of_two_starts_has_the_covariance_of_two_chains(t
             np.concatenate(
                 [((new[n] - old[n]) / LR).flatten().double().numpy() for n in sorted(new)]
             )
-            for old, new in zip(after, after[1:], strict=False)
+            for old, new in itertools.pairwise(after)
         ]
     )
     expected = np.zeros((STEPS, STEPS))

@@ -489,7 +489,7 @@ def test_row63_a_round_of_correlated_noise_stays_under_the_claim():
 
 @pytest.mark.parametrize(
     "fault, bands, trials",
-    [("sensitivity 1", 16, 1_000), ("half the noise", 4, 300)],
+    [("sensitivity 1", 16, 500), ("half the noise", 4, 300)],
 )
 def test_row63_flags_too_little_correlated_noise(fault, bands, trials):
     """Where a single step is noisy enough: later ones take its noise back."""

@@ -16,8 +16,8 @@ best linear one of all of them.
 Guarantee:
     If steps are the claimed mechanism's, `Game.play` exceeds the claim with probability at most
     1 - confidence, over all cases together (each has its share of the risk): exact norms make a
-    step (or a round) 1/sigma-Gaussian-DP, for estimated ones see `Mechanism.claimed_mu`. The claim fixes all
-    thresholds before any trial.
+    step, or a round, 1/sigma-Gaussian-DP, for estimated ones see `Mechanism.claimed_mu`. The claim
+    fixes all thresholds before any trial.
 """
 
 from collections.abc import Callable
