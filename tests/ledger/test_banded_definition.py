@@ -30,7 +30,7 @@ from torchtitan_dp.privacy.mechanism import composition
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 from torchtitan_dp.privacy.segments import GaussianSteps
 
-UNITS, STEPS = 40, 12
+UNITS, STEPS = 40, 16
 ORDERS = (2, 5, 16)
 
 # --- the definition -------------------------------------------------------------------------------
@@ -136,14 +136,22 @@ class Saved:
 def checked() -> JobConfig:
     """A configuration as it is loaded, which takes a second."""
     banded = "--privacy.noise=banded", "--privacy.bands=2", "--privacy.accountant=rdp"
-    return build.config(*banded, f"--training.steps={STEPS}", "--checkpoint.interval=3")
+    return build.config(*banded, f"--training.steps={STEPS}")
 
 
 class Folder:
     """A run's folder, and what was really done in it."""
 
-    def __init__(self, place: Path, bands: int, initial: tuple[InitialWeights, Seen] | None = None):
-        self.place, self.bands, self.initial = place, bands, initial
+    def __init__(
+        self,
+        place: Path,
+        bands: int,
+        interval: int,
+        trouble: bool,
+        initial: tuple[InitialWeights, Seen] | None = None,
+    ) -> None:
+        self.place, self.bands, self.interval = place, bands, interval
+        self.trouble, self.initial = trouble, initial
         self.terms, self.method = (1.0, 8), "microbatch"  # sigma and the batch
         self.saved: list[Saved] = []
         self.seen: Seen = {}  # of all steps begun here, and of initial weights
@@ -155,16 +163,16 @@ class Folder:
         config.privacy.noise_multiplier, config.training.global_batch_size = self.terms
         config.privacy.new_segment = "planned" if new_segment else None
         config.privacy.gradient_method = self.method
-        config.job.dump_folder = str(self.place)
+        config.job.dump_folder, config.checkpoint.interval = str(self.place), self.interval
         return config
 
     def start(self, chosen: random.Random) -> None:
         """Start as the trainer does (`DPTrainer._open_ledger`, `load_state_dict`), and train."""
         at = self.saved[-1] if self.saved else None
-        if at and chosen.random() < 0.3:  # the newer ones are damaged
+        if at and chosen.random() < 0.3 * self.trouble:  # the newer ones are damaged
             at = chosen.choice(self.saved)
         loaded = None if at is None else Ledger.from_json(at.ledger)
-        new_segment = loaded is not None and chosen.random() < 0.3
+        new_segment = loaded is not None and chosen.random() < 0.3 * self.trouble
         if new_segment:
             self.terms = chosen.choice([1.0, 2.0]), chosen.choice([4, 8])
         elif loaded is not None:
@@ -188,15 +196,15 @@ class Folder:
         self.look(ledger, lineage)
         self.publish(account, lineage)
         unsaved = 0
-        for _ in range(chosen.randint(0, 7)):
+        for _ in range(chosen.randint(1, 7)):
             step = ledger.steps + 1
-            if step > STEPS or unsaved == 3:
+            if step > STEPS or unsaved == self.interval:
                 break
             executed.begin(step, ledger.settings)
             chain.steps.append(step)
             self.seen = both([self.seen, {chain: len(chain.steps)}])
             unsaved += 1
-            if chosen.random() < 0.1:
+            if chosen.random() < 0.25 * self.trouble:
                 break  # killed within the update
             ledger.steps = step
             lineage = both([lineage, {chain: len(chain.steps)}])
@@ -206,7 +214,10 @@ class Folder:
                 unsaved = 0
         if chain.steps and chain.steps[-1] == ledger.steps:
             self.publish(account, lineage)
-        if unsaved == 0 and chosen.random() < 0.6:
+            if not self.trouble:
+                self.saved.append(Saved(ledger.to_json(), lineage))
+                unsaved = 0
+        if unsaved == 0 and chosen.random() >= 0.4 * self.trouble:
             executed.end_start()
 
     def look(self, ledger: Ledger, lineage: Seen) -> None:
@@ -240,9 +251,9 @@ class Folder:
 
     def copied(self, place: Path, *, checkpoints_only: bool) -> "Folder":
         """A copy, in which somebody goes on beside this one."""
-        other = Folder(place, self.bands, self.initial)
+        other = Folder(place, self.bands, self.interval, self.trouble, self.initial)
         if checkpoints_only:
-            other.saved = self.saved[-1:]
+            other.saved = self.saved[-2:]
         else:
             other.saved, other.seen = list(self.saved), dict(self.seen)
             shutil.copytree(self.place, place, dirs_exist_ok=True)
@@ -266,8 +277,10 @@ def opened(ledger: Ledger, executed: ExecutedSteps, steps: int) -> tuple[Account
 
 
 def live(place: Path, chosen: random.Random) -> None:
-    folders = [Folder(place / "0", chosen.choice([2, 3, 4]))]
-    for turn in range(chosen.randint(3, 9)):
+    trouble = chosen.random() < 0.6  # else the accounts have no lost steps to spare
+    first = chosen.choice([2, 3, 4]), chosen.choice([1, 2, 3]), trouble
+    folders = [Folder(place / "0", *first)]
+    for turn in range(chosen.randint(5, 12)):
         folder, name = chosen.choice(folders), place / f"{turn + 1}"
         kind = chosen.random()
         if kind < 0.15 and folder.seen:
@@ -277,10 +290,10 @@ def live(place: Path, chosen: random.Random) -> None:
         elif kind < 0.35 and folder.saved:
             saved = chosen.choice(folder.saved)
             weights = InitialWeights("w", Ledger.from_json(saved.ledger)), saved.seen
-            folders.append(Folder(name, chosen.choice([2, 4]), weights))
+            folders.append(Folder(name, chosen.choice([folder.bands, 2, 4]), 2, trouble, weights))
         elif kind < 0.4 and folder.seen:  # weights in its folder, which may be any of its steps'
             weights = ledger_beside(str(folder.place / "weights")), dict(folder.seen)
-            folders.append(Folder(name, chosen.choice([2, 4]), weights))
+            folders.append(Folder(name, chosen.choice([folder.bands, 2, 4]), 2, trouble, weights))
         folders[-1 if chosen.random() < 0.5 else 0].start(chosen)
     for folder in folders:
         for saved in folder.saved if folder.seen else ():
