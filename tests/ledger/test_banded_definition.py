@@ -163,7 +163,8 @@ class Folder:
         config.privacy.noise_multiplier, config.training.global_batch_size = self.terms
         config.privacy.new_segment = "planned" if new_segment else None
         config.privacy.gradient_method = self.method
-        config.job.dump_folder, config.checkpoint.interval = str(self.place), self.interval
+        config.job.dump_folder = str(self.place)
+        config.checkpoint.enable, config.checkpoint.interval = True, self.interval
         return config
 
     def start(self, chosen: random.Random) -> None:
@@ -304,7 +305,7 @@ def live(place: Path, chosen: random.Random) -> None:
     assert found.epsilon >= epsilon(everything) * (1 - 1e-9)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(16))
 def test_no_account_of_a_history_is_below_the_definition(tmp_path, seed):
     live(tmp_path, random.Random(seed))
 
