@@ -54,7 +54,7 @@ def test_pieces_join_to_the_whole():
 def test_runs_have_names_of_their_own_that_say_all_settings():
     every = arms([])
     assert len({arm.name for arm in every}) == len(every)
-    assert {arm.samples for arm in every} == {Arm("none").samples}
+    assert {arm.samples for arm in every if arm not in groups()["longer"]} == {Arm("none").samples}
     assert set(arms(["splits"])) == set(groups()["splits"])
     assert arms(["plain-full"]) == [a for a in every if a.name.startswith("plain-full")]
 

@@ -10,6 +10,7 @@ from torch.optim import AdamW
 from tests import build
 from torchtitan_dp.checkpoint.start import Start, own_checkpoint, refuse_another_optimizer
 from torchtitan_dp.momentum import MomentumSGD, set_noise_std
+from torchtitan_dp.release import card
 
 LR, NOISE_STD = 0.02, 0.3
 
@@ -91,3 +92,8 @@ def test_a_run_goes_on_with_the_optimizer_that_it_began_with(tmp_path, earlier, 
 def test_without_noise_there_is_no_unit(without):
     with pytest.raises(ValueError, match=r"^optimizer.name = 'MomentumSGD': .* use 'AdamW'$"):
         build.config("--optimizer.name=MomentumSGD", without)
+
+
+def test_the_card_names_the_settings_that_count():
+    settings = build.config("--optimizer.name=MomentumSGD", "--optimizer.beta1=0.8").optimizer
+    assert card._state(settings) == "momentum 0.8"

@@ -6,7 +6,8 @@ Guarantee:
     After k optimizer steps the weights are (epsilon, delta)-DP for one record, or one unit of
     `data.unit_field`, with the epsilon that `privacy.json` states: each step is the
     Poisson-subsampled Gaussian mechanism on the sum of clipped gradients, one a unit (with
-    estimated norms, the mixture of Gaussians of `privacy.randomized`). It rests on the guarantees
+    estimated norms, the mixture of Gaussians of `privacy.randomized`; with correlated noise, each
+    round of steps, `privacy.banded`). It rests on the guarantees
     of `privacy.sampling`, `data.units`, `gradients`, `optimizer` and `privacy.accounting`, and on
     keys that leave this process's memory only to the other ranks. Control flow depends on records'
     lengths (`data.batching`) and on no other content. Whether and when a run ends does not depend
@@ -211,7 +212,7 @@ class DPTrainer(Trainer):
             folder = self.job_config.job.dump_folder
             logger.info(f"outputs: {folder}/")
             if spent["private"]:
-                logger.info(f"to publish: python -m torchtitan_dp.release {folder} NEW_FOLDER")
+                logger.info(f"to publish: torchtitan-dp release {folder} NEW_FOLDER")
             if count := self.feed.undecodable:
                 logger.info(
                     f"not private: {count} draws of records that cannot be decoded, on this rank; "

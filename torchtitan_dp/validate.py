@@ -80,11 +80,12 @@ class HeldOutValidator:
         for name, one in found.items():
             losses |= {f"{name}_at/{bucket}": loss for bucket, loss in one.at.items()}
         self._metrics.logger.log(losses, step)
-        logger.info(f"step: {step:3}  not private: held-out loss: {shown}")
+        at = f"step: {step}/{self._config.training.steps}"
+        logger.info(f"{at}  not private: held-out loss: {shown}")
         for name, one in found.items() if len(self._buckets) > 1 else ():
             which = "averaged weights' " if name.endswith("_ema") else ""
             parts = ", ".join(f"{bucket}: {loss:.4f}" for bucket, loss in one.at.items())
-            logger.info(f"step: {step:3}  not private: {which}held-out loss at tokens {parts}")
+            logger.info(f"{at}  not private: {which}held-out loss at tokens {parts}")
         return losses["heldout_loss"]
 
     def _held_out(self, model: nn.Module) -> HeldOut:

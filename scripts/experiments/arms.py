@@ -26,11 +26,13 @@ BANDS_TRIED = {
     (0, 1, "AdamW"): (12e-3, 8e-3),
     (0, 16, "AdamW"): (24e-3, 16e-3, 32e-3),
     (0, 1, "MomentumSGD"): (8e-3, 12e-3),
-    (0, 16, "MomentumSGD"): (16e-3, 12e-3),
+    (0, 16, "MomentumSGD"): (16e-3, 12e-3, 24e-3),
     (RANK, 1, "AdamW"): (16e-3, 24e-3),
     (RANK, 16, "AdamW"): (48e-3, 32e-3),
 }
 BANDS_BOUND = {0: 1.0, RANK: 0.3}  # C: of "bounds", the best
+# Four times the computation, as more steps: bands, optimizer, learning rate.
+LONGER = ((1, "AdamW", 8e-3), (16, "AdamW", 16e-3), (16, "MomentumSGD", 12e-3))
 
 
 @dataclass(frozen=True)
@@ -153,6 +155,20 @@ def groups() -> dict[str, list[Arm]]:
             for (rank, bands, optimizer), (best, *others) in BANDS_TRIED.items()
             for seed, lr in [(1, lr) for lr in others] + [(seed, best) for seed in SEEDS]
         ],
+        "longer": [
+            dataclasses.replace(plain(0), samples=4 * SAMPLES, steps=4 * STEPS),
+            *(
+                dataclasses.replace(
+                    private(0),
+                    samples=4 * SAMPLES,
+                    steps=4 * STEPS,
+                    bands=bands,
+                    optimizer=optimizer,
+                    lr=lr,
+                )
+                for bands, optimizer, lr in LONGER
+            ),
+        ],
     }
 
 
@@ -160,7 +176,7 @@ def of_bands() -> list[Arm]:
     """List the runs of the page's section on correlated noise, those it compares with included."""
     of = groups()
     compared = [arm for arm in of["main"] if arm.kind == "plain" and not arm.rank]
-    return [*of["none"], *compared, *of["bands"]]
+    return [*of["none"], *compared, *of["bands"], *of["longer"]]
 
 
 def arms(wanted: list[str]) -> list[Arm]:

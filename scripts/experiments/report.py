@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan_dp.plan.signal import FEWEST_STEPS
 
 from . import figures
-from .arms import BANDS_TRIED, EPSILONS, RANK, Arm, groups, of_bands
+from .arms import EPSILONS, RANK, Arm, groups, of_bands
 from .ranks import spearman
 from .runs import Folder
 
@@ -248,35 +248,33 @@ def _noise_and_loss(rows: list[Told]) -> tuple[list[float], list[float]]:
 def bands_table(runs: dict[str, Told]) -> str:
     """Return the runs with correlated noise beside those they are compared with."""
     reference = main_rows(runs)
+    rows: dict[tuple[str, ...], list[Told]] = {}
+    for arm in of_bands():
+        if arm.name in runs:
+            rows.setdefault(_bands_cells(arm, runs[arm.name]), []).append(runs[arm.name])
     lines = [
-        "| trained | noise | optimizer | learning rate | σ | held-out loss | runs | gap closed |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
+        "| trained | batch × steps | noise | optimizer | learning rate | σ | held-out loss | runs "
+        "| gap closed |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
-    for row in (row for row in reference if row["kind"] in ("none", "plain")):
-        title = "no tuning" if row["kind"] == "none" else "all weights, without privacy"
-        closed = gap_closed(row["loss"], reference)
-        lines.append(
-            f"| {title} | | | | | {spread(row['losses'])} | {len(row['losses'])} | {closed:.0%} |"
-        )
-    for (rank, bands, optimizer), rates in BANDS_TRIED.items():
-        for lr in sorted(rates):
-            seeds = [
-                runs[arm.name]
-                for arm in groups()["bands"]
-                if (arm.rank, arm.bands, arm.optimizer, arm.lr) == (rank, bands, optimizer, lr)
-                and arm.name in runs
-            ]
-            if not seeds:
-                continue
-            losses = [one["loss"] for one in seeds]
-            closed = gap_closed(statistics.median(losses), reference)
-            noise = "independent" if bands == 1 else f"{bands} bands"
-            lines.append(
-                f"| {WHAT[rank]} | {noise} | {optimizer} | {lr:g} | "
-                f"{seeds[0]['privacy']['noise_multiplier']:.3f} | {spread(losses)} | "
-                f"{len(losses)} | {closed:.0%} |"
-            )
+    for cells, seeds in rows.items():
+        losses = [one["loss"] for one in seeds]
+        closed = gap_closed(statistics.median(losses), reference)
+        shown = "" if closed is None else f"{closed:.0%}"
+        lines.append(f"| {' | '.join(cells)} | {spread(losses)} | {len(losses)} | {shown} |")
     return "\n".join(lines)
+
+
+def _bands_cells(arm: Arm, one: Told) -> tuple[str, ...]:
+    """Return the cells before the loss."""
+    if arm.kind == "none":
+        return ("no tuning", "", "", "", "", "")
+    split = f"{arm.batch} × {arm.steps}"
+    if arm.kind == "plain":
+        return (WHAT[arm.rank], split, "without privacy", "AdamW", f"{arm.lr:g}", "")
+    noise = "independent" if arm.bands == 1 else f"{arm.bands} bands"
+    sigma = f"{one['privacy']['noise_multiplier']:.3f}"
+    return (WHAT[arm.rank], split, noise, arm.optimizer, f"{arm.lr:g}", sigma)
 
 
 def tried_table(runs: dict[str, Told]) -> str:

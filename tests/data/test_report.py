@@ -35,6 +35,7 @@ def test_figures_and_labels(command: list[str], capsys: pytest.CaptureFixture[st
     assert found["empty_units"] == 2
     assert found["undecodable_records"] == 1
     (own,) = [row for row in found["by_length"] if row["seq_len"] == 64]
+    assert [row["seq_len"] for row in found["by_length"]] == [16, 32, 64, 128, 256]  # 168 tokens
     assert own["longer_units"] == sum(t > 64 for t in tokens) / 6
     assert own["tokens_beyond"] == sum(max(t - 64, 0) for t in tokens) / sum(tokens)
     assert own["tokens_per_sample"] == sum(min(t, 64) for t in tokens) / 6
@@ -42,6 +43,14 @@ def test_figures_and_labels(command: list[str], capsys: pytest.CaptureFixture[st
     assert len(lines) > 5
     assert all(line.startswith(("not private: ", "warning (not private): ")) for line in lines)
     assert any("(training.seq_len): " in line for line in lines)
+
+
+def test_longer_samples_than_any_unit_are_left_out(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report.main([*command, "--training.seq_len=1024"])
+    found = json.loads(capsys.readouterr().out)
+    assert [row["seq_len"] for row in found["by_length"]] == [256, 1024]
 
 
 @pytest.mark.parametrize(

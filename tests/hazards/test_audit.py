@@ -31,7 +31,7 @@ V1 = {"shard_grad_samples": False}
 TWO = {"ghost_passes": "two"}
 
 
-def new_game(degrees, method, batch_size, summed, adapters=False):
+def new_game(degrees, method, batch_size, summed, adapters=False, bands=1):
     import torchtitan_dp.distributed  # noqa: F401
 
     # isort: split
@@ -43,7 +43,7 @@ def new_game(degrees, method, batch_size, summed, adapters=False):
     privacy = Privacy(gradient_method=method, max_grad_norm=0.5, **summed)
     return Game(
         privacy,
-        mechanism(privacy),
+        mechanism(privacy, bands),
         batch_size=batch_size,
         degrees=degrees,
         root=RootKey.from_debug_seed(7),
@@ -51,13 +51,14 @@ def new_game(degrees, method, batch_size, summed, adapters=False):
     )
 
 
-def mechanism(privacy):
+def mechanism(privacy, bands=1):
     """What the game's steps are accounted for as."""
     from torchtitan_dp.gradients.methods import METHODS
     from torchtitan_dp.privacy.mechanism import mechanism_of
 
     estimates = METHODS[privacy.gradient_method].estimates_norms
-    return mechanism_of(privacy, noise_multiplier=SIGMA, sample_rate=1.0, estimates_norms=estimates)
+    terms = {"noise_multiplier": SIGMA, "estimates_norms": estimates}
+    return mechanism_of(privacy, sample_rate=1.0 / bands, bands=bands, **terms)
 
 
 def play(
@@ -70,10 +71,11 @@ def play(
     confidence=0.95,
     summed=None,
     adapters=False,
+    bands=1,
 ):
     """The bounds on mu that the named cases prove, with a fault in the code."""
     with FAULTS[fault]() if fault else contextlib.nullcontext():
-        game = new_game(degrees, method, batch_size, summed or {}, adapters)
+        game = new_game(degrees, method, batch_size, summed or {}, adapters, bands)
         return {
             case.name: game.play(case, trials=trials, confidence=confidence).mu
             for case in game.cases
@@ -215,6 +217,9 @@ FAULTS = {
     "no noise on B": lambda: no_noise_on(".lora_b."),
     "norms not reduced": norms_not_reduced,
     "samples summed over dp": samples_summed_over_dp,
+    "sensitivity 1": lambda: mock.patch(
+        "torchtitan_dp.privacy.mechanism.column_norm", return_value=1.0
+    ),
 }
 
 
@@ -467,6 +472,28 @@ def test_row35_flags(fault, case, trials):
 def test_row35_and_56_flags_in_adapters(fault, case, trials):
     (bounds,) = play_one(fault, (1, 1, 1), case, trials, adapters=True)
     assert bounds[case] > 1 / SIGMA
+
+
+def play_rounds(fault, case, trials, confidence, bands):
+    terms = "microbatch", 1, confidence, None, False, bands
+    (bounds,) = on_ranks(1, play, (1, 1, 1), case and [case], trials, fault, *terms)
+    return bounds
+
+
+def test_row63_a_round_of_correlated_noise_stays_under_the_claim():
+    bounds = play_rounds(None, None, 300, 0.999, 4)
+    assert max(bounds.values()) <= 1 / SIGMA
+    assert bounds.pop("not_a_number") < 0.1
+    assert min(bounds.values()) > 0.1
+
+
+@pytest.mark.parametrize(
+    "fault, bands, trials",
+    [("sensitivity 1", 16, 500), ("half the noise", 4, 300)],
+)
+def test_row63_flags_too_little_correlated_noise(fault, bands, trials):
+    """Where a single step is noisy enough: later ones take its noise back."""
+    assert play_rounds(fault, "norm_C", trials, 0.95, bands)["norm_C"] > 1 / SIGMA
 
 
 @pytest.mark.thorough_cases("*-50-*", "*-norm_C-*-summed0")

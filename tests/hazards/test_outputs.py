@@ -187,7 +187,7 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     from torchtitan_dp.validate import HeldOutValidator, buckets
 
     validator = MagicMock(_loader=loader())
-    validator._config.training.seq_len = 8
+    validator._config.training.seq_len, validator._config.training.steps = 8, 7
     validator._positions.return_value = np.empty(0, dtype=np.int64)
     validator._dims.get_optional_mesh.return_value = None
     validator._buckets = buckets(8)
@@ -196,7 +196,7 @@ def test_row34_the_held_out_loss_is_labelled(monkeypatch, caplog):
     with caplog.at_level(logging.INFO):
         HeldOutValidator.validate(validator, [nn.Linear(2, 2)], 3)
     line = caplog.records[-1].getMessage()
-    assert line == "step:   3  not private: held-out loss: nan, averaged weights: nan"
+    assert line == "step: 3/7  not private: held-out loss: nan, averaged weights: nan"
 
 
 def test_row34_no_code_of_ours_trains_a_tokenizer():

@@ -77,6 +77,12 @@ def test_what_is_refused(options, line):
         build.config(*asked)
 
 
+def test_bands_of_independent_noise_are_refused():
+    with pytest.raises(ValueError, match=r"^privacy\.bands = 4: only correlated noise has bands"):
+        build.config(*EIGHT, "--privacy.bands=4")
+    assert build.config(*EIGHT, "--privacy.bands=1").privacy.noise == "independent"
+
+
 def test_the_plan_has_bands(tmp_path, capsys):
     (tmp_path / "data").mkdir()
     for number in range(40):

@@ -120,7 +120,7 @@ def check_power(options: argparse.Namespace, args: ModelArgs, settings: Settings
                 f"trains {values:,}; ask for fewer"
             )
         return
-    sigma, confidence = settings.mechanism.noise_of_step, share_of(options.confidence)
+    sigma, confidence = settings.mechanism.noise_multiplier, share_of(options.confidence)
 
     def suffice(trials: int) -> bool:
         expected = expected_mu(2 / sigma, trials, confidence)
@@ -250,6 +250,7 @@ def play_game(
         outcomes,
         mu_claimed=game.claim(trials=trials, confidence=each),
         delta=plan.settings.delta,
+        steps=game.steps,
         trials=trials,
         confidence=confidence,
     )

@@ -9,11 +9,15 @@ With `[lora]` the parameters are the factors A and B of two adapted layers. Each
 its own for noise and for norms. In `twin_parameters` a factor has the opposite sign of its twin in
 the other layer and of the other factor in its own, so that noise shared with either shows.
 
+Noise that is correlated over steps is attacked by a trial of a whole round of them, the first with
+the batch and the others empty: their noise takes back part of the first one's. The score is the
+best linear one of all of them.
+
 Guarantee:
     If steps are the claimed mechanism's, `Game.play` exceeds the claim with probability at most
     1 - confidence, over all cases together (each has its share of the risk): exact norms make a
-    step 1/sigma-Gaussian-DP, for estimated ones see `Mechanism.claimed_mu`. The claim fixes all
-    thresholds before any trial.
+    step, or a round, 1/sigma-Gaussian-DP, for estimated ones see `Mechanism.claimed_mu`. The claim
+    fixes all thresholds before any trial.
 """
 
 from collections.abc import Callable
@@ -41,12 +45,14 @@ from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.models.lora import LoRA, add_adapters
 from torchtitan_dp.models.parallelize import fsdp_mesh
 from torchtitan_dp.models.parameters import copy_slice_, trainable_parameters
+from torchtitan_dp.privacy.banded import NoiseChain, column
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import gaussian_mu
 from torchtitan_dp.privacy.mechanism import Mechanism
 from torchtitan_dp.privacy.sampling import deal
 
 _ROWS = 8  # of each parameter on each rank
+_MOST_STEPS = 16  # of a trial: the t-th has t draws of noise, and 16 show nearly all of it
 
 
 @dataclass(frozen=True)
@@ -205,7 +211,7 @@ class Game:
         """
         self._C, self._mechanism, self._batch_size = privacy.max_grad_norm, mechanism, batch_size
         self._noise_keys, self._norm_keys = root.stream("noise"), root.stream("projection")
-        self._trial = 0
+        self._taken, self.steps = 0, min(mechanism.period, _MOST_STEPS)
         replicate, shard, self._cp = degrees
         self._dp, self._dp_rank = replicate * shard, dist.get_rank() // self._cp
         dims = ParallelDims(*degrees, 1, 1, 1, 1, dist.get_world_size())
@@ -259,17 +265,19 @@ class Game:
         # The loss is the sum of the cp ranks' parts.
         units_UPN = (batch_UPN * (self._C / self._cp)).to(self._device)
         for _ in range(trials):
-            self._trial += 1
-            self._step(units_UPN)
+            chain = NoiseChain(self._noise_keys, self._mechanism.period)
+            for step in range(self.steps):
+                self._step(units_UPN if step == 0 else units_UPN[:0], chain)
         total = torch.stack(self._observer.scores).double() / self._C
         dist.all_reduce(total, group=self._mesh.get_group())
-        return total.cpu().numpy()
+        return total.cpu().numpy().reshape(trials, self.steps) @ _weights(self.steps)
 
-    def _step(self, units_UPN: torch.Tensor) -> None:
+    def _step(self, units_UPN: torch.Tensor, chain: NoiseChain) -> None:
         """Step as `DPTrainer.train_step` does: draw, deal out, clip, sum, and add noise."""
+        self._taken += 1
         units, size = np.arange(len(units_UPN)), self._batch_size
         dealt = deal(units, ranks=self._dp, rank=self._dp_rank, batch_size=size)
-        self._gradients.start_step(self._norm_keys.take(self._trial))
+        self._gradients.start_step(self._norm_keys.take(self._taken))
         for slots in dealt:
             at_once = self._gradients.batch_size or size
             for slot_B in torch.from_numpy(slots).to(self._device).split(at_once):
@@ -277,8 +285,18 @@ class Game:
                 unit_BPN = units_UPN[slot_B].masked_fill(~valid_B[:, None, None], 0.0)
                 loss_B = self._model(unit_BPN)
                 self._gradients.accumulate_clipped(loss_B, valid_B, slot_B.tolist())
-        self._optimizer.step(self._sum.take(), [(self._noise_keys.take(self._trial), 1.0)])
+        self._optimizer.step(self._sum.take(), chain.take(self._taken))
         self._sum.reset()
+
+
+def _weights(steps: int) -> np.ndarray:
+    """Return the weights of a trial's steps in its score, the first 1, for which noise is least.
+
+    A unit in the first step adds the column c to C x, whose noise is white. So the best score is
+    along c, in C x; that is along the rows of C transposed times c in the steps themselves.
+    """
+    c = np.array(column(steps))
+    return np.correlate(c, c, "full")[steps - 1 :] / (c @ c)
 
 
 def _shard(model: _Dials, mesh: DeviceMesh) -> FSDPModule:

@@ -14,9 +14,15 @@ _LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may 
 
 
 def game_for_programs(
-    outcomes: list[Outcome], *, mu_claimed: float, delta: float, trials: int, confidence: float
+    outcomes: list[Outcome],
+    *,
+    mu_claimed: float,
+    delta: float,
+    steps: int,
+    trials: int,
+    confidence: float,
 ) -> dict[str, Any]:
-    """Return the content of `--json` for a game."""
+    """Return the content of `--json` for a game of so many steps a trial."""
     worst = max(outcomes, key=lambda outcome: outcome.mu)
     return {
         "instrument": "game",
@@ -27,6 +33,7 @@ def game_for_programs(
         "delta": delta,
         "mu_lower_bound": worst.mu,
         "mu_claimed": mu_claimed,
+        "steps": steps,
         "trials": trials,
         "cases": {
             outcome.case: {
@@ -53,8 +60,9 @@ def table(result: dict[str, Any]) -> list[str]:
         f"claimed: {rounded_up(result['epsilon_claimed'], digits=3)}"
     ]
     if result["instrument"] == "game":
+        steps = "one step" if result["steps"] == 1 else f"a round of {result['steps']} steps"
         lines.append(
-            f"      one step; mu >= {_down(result['mu_lower_bound'], 3)}, claimed: "
+            f"      {steps}; mu >= {_down(result['mu_lower_bound'], 3)}, claimed: "
             f"{result['mu_claimed']:.3f}; 2 x {result['trials']} trials a case"
         )
         for name, case in result["cases"].items():
@@ -63,7 +71,7 @@ def table(result: dict[str, Any]) -> list[str]:
                 f"      {name:16} mu >= {_down(case['mu_lower_bound'], 3):>6}   wrong: "
                 f"{case['false_positives']:4} without, {case['false_negatives']:4} with   {verdict}"
             )
-        lines.append(f"      about one step of a tiny model; {_LOW_IS_NO_PROOF}")
+        lines.append(f"      about {steps} of a tiny model; {_LOW_IS_NO_PROOF}")
     else:
         most = result["epsilon_lower_bound_if_all_right"]
         lines += [

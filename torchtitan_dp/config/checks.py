@@ -241,6 +241,11 @@ def _check_privacy(config: JobConfig) -> None:
         )
     if privacy.noise == "banded":
         _check_bands(config)
+    elif privacy.bands not in ("auto", 1):
+        raise ValueError(
+            f"privacy.bands = {privacy.bands}: only correlated noise has bands; set privacy.noise "
+            "to 'banded', or remove the key"
+        )
     refuse_projections(privacy.projections)
     if privacy.exact_sum:
         _check_exact_sum(config)

@@ -91,7 +91,9 @@ def summarize(
 ) -> dict[str, Any]:
     """Compute the figures of the report. PRIVATE."""
     seq_len, total = config.training.seq_len, max(int(tokens.sum()), 1)
-    lengths = sorted({max(int(seq_len * factor), 1) for factor in _LENGTHS})
+    ladder = sorted({max(int(seq_len * factor), 1) for factor in _LENGTHS})
+    whole = next((length for length in ladder if length >= tokens.max()), ladder[-1])
+    lengths = [length for length in ladder if length <= whole or length == seq_len]
     return {
         "not_private": True,
         "records": len(records.store),

@@ -42,8 +42,8 @@ class Bands:
         return (
             f"noise correlated over steps: privacy.noise = 'banded', privacy.bands = {self.best}: "
             f"{self.over_run(self.best):.3g} C averaged over the run, where independent noise has "
-            f"{self.over_run(1):.3g} C; a step has {noise:.2g} times the noise, so try twice the "
-            "learning rate (docs/tuning.md)"
+            f"{self.over_run(1):.3g} C; a step has {noise:.2g} times the noise, so that AdamW "
+            "wants about twice the learning rate (docs/tuning.md)"
         )
 
     def table(self) -> Table:

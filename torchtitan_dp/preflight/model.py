@@ -28,6 +28,12 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
             kernel of this machine computes its attention; it lacks a layer that is to have
             adapters; or clipping groups do not divide its parameters.
     """
+    assets = config.model.hf_assets_path
+    if start.resumes and assets and not os.path.isdir(assets):  # the shape would be another one
+        raise ValueError(
+            f"model.hf_assets_path = '{assets}': no such folder; name the one that this run was "
+            "started with"
+        )
     args = shape(config)
     on_meta(args)  # refuses unknown targets of adapters
     _check_attention(config, args)

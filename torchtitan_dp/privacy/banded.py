@@ -91,7 +91,7 @@ def noise_in_sum(bands: int, steps: int) -> float:
 class NoiseChain(Secret):
     """The noise keys of one chain: from a start, or a load, on."""
 
-    __slots__ = ("__bands", "__keys", "__stream")
+    __slots__ = ("__bands", "__keys", "__last", "__stream")
 
     def __init__(self, stream: KeyStream, bands: int) -> None:
         """
@@ -101,6 +101,7 @@ class NoiseChain(Secret):
         """
         self.__stream, self.__bands = stream, bands
         self.__keys: list[bytes] = []
+        self.__last: int | None = None
 
     def take(self, step: int) -> Sequence[WeightedKey]:
         """Return the keys whose noise `step` adds, with the weight of each, its own first.
@@ -108,11 +109,15 @@ class NoiseChain(Secret):
         Steps come in a row: each is taken once, and none is left out.
 
         Raises:
-            RuntimeError: the step was asked for already, or lies before one that was.
+            RuntimeError: the step was asked for already, lies before one that was, or does not
+                follow it, so that a unit's draws might be fewer than b rows apart.
         """
         self.__keys.append(self.__stream.take(step))
+        last, self.__last = self.__last, step
         if self.__bands == 1:
             self.__keys, own = [], self.__keys
             return [(own[0], 1.0)]
+        if last is not None and step != last + 1:
+            raise RuntimeError(f"step {step} of a chain of correlated noise follows step {last}")
         weights = inverse(self.__bands, len(self.__keys))
         return list(zip(reversed(self.__keys), weights, strict=True))

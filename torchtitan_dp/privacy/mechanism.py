@@ -155,7 +155,8 @@ class Mechanism(ABC):
         return ""
 
     def claimed_mu(self, *, trials: int, confidence: float) -> float:
-        """Return the largest mu that an audit of one whole step may find, with this confidence."""
+        """Return the largest mu that an audit of one whole step, or round of steps, may find, with
+        this confidence."""
         return 1 / self.noise_multiplier
 
     def terms(self) -> dict[str, object]:
@@ -373,9 +374,6 @@ class BandedGaussian(PoissonGaussian):
     @property
     def noise(self) -> str:
         return f"noise correlated over steps, {self.bands} bands"
-
-    def claimed_mu(self, *, trials: int, confidence: float) -> float:
-        return 1 / self.noise_of_step
 
     def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
         return [

@@ -14,6 +14,7 @@ from typing import Any
 
 import jinja2
 
+from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.initial import PUBLIC
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.rope import AS_GIVEN, rope_in_words
@@ -235,13 +236,20 @@ def _training(
         ),
         "targets": terms["targets"],
         "expected batch": terms["expected_batch_size"],
-        "optimizer": f"{optimizer.name}, betas {optimizer.beta1:g} and {optimizer.beta2:g}, "
-        f"eps {optimizer.eps:g}, weight decay {optimizer.weight_decay:g}",
+        "optimizer": f"{optimizer.name}, {_state(optimizer)}, "
+        f"weight decay {optimizer.weight_decay:g}",
         "learning rate": f"{optimizer.lr:g}; warm-up {schedule.warmup_steps} steps, "
         f"{schedule.decay_type} decay to {schedule.min_lr_factor:g} of it",
         "precision": f"{training.mixed_precision_param}; {training.mixed_precision_reduce} "
         "reduction, norms and noise",
     }
+
+
+def _state(optimizer: Any) -> str:
+    """Describe the settings of `[optimizer]` that its name has use for."""
+    if optimizer.name == momentum.NAME:
+        return f"momentum {optimizer.beta1:g}"
+    return f"betas {optimizer.beta1:g} and {optimizer.beta2:g}, eps {optimizer.eps:g}"
 
 
 def _average(decay: float) -> str:
