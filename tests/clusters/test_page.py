@@ -1,0 +1,56 @@
+"""What docs/clusters.md names is there: keys, variables, options, and lines of the job script."""
+
+import re
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from tests.processes.runs import ROOT
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.load import TorchTitanJobConfig
+
+PAGE = (ROOT / "docs/clusters.md").read_text()
+SCRIPTS = "".join(
+    (ROOT / name).read_text()
+    for name in ("run_train.sh", "scripts/setup.sh", "scripts/slurm/train.sbatch")
+)
+BLOCKS = re.findall(r"^```\w*\n(.*?)^```", PAGE, re.M | re.S)
+
+
+def test_keys_are_those_of_the_configuration() -> None:
+    keys = set(re.findall(r"`([a-z_]+\.[a-z_]+)`", PAGE)) - {"train.sbatch"}
+    keys |= set(re.findall(r"--([a-z_]+\.[a-z_]+)", PAGE))
+    assert keys
+    for section, _, name in (key.partition(".") for key in keys):
+        assert any(
+            hasattr(getattr(config, section, None), name)
+            for config in (TorchTitanJobConfig(), JobConfig())
+        ), f"{section}.{name}"
+
+
+@pytest.mark.parametrize("name", ["NGPU", "CONFIG_FILE", "LOG_RANK", "SELFCHECK", "MAX_REQUEUES"])
+def test_variables_are_those_of_the_scripts(name: str) -> None:
+    assert name in PAGE
+    assert re.search(rf"\$\{{{name}:-", SCRIPTS)
+
+
+def test_options_of_the_launcher_are_those_of_torchrun() -> None:
+    known = get_args_parser().format_help()
+    commands = re.findall(r"-m torchtitan_dp\.launch(.*?) -m torchtitan_dp\.train", PAGE, re.S)
+    assert len(commands) == 2
+    for option in set(re.findall(r"(?<=\s)--\w+", "".join(commands))):
+        assert re.search(rf"{option}\b|{option.replace('_', '-')}\b", known), option
+
+
+@pytest.mark.parametrize(
+    ("printed", "of_the_script"),
+    [
+        ("asking the run to save a checkpoint and to stop", None),
+        ("Queueing the job again", None),
+        ("The run has ended with exit code 75 (75", "The run has ended with exit code $code (75"),
+        ("Preempted: the run has ended with exit code 75", "has ended with exit code $code"),
+    ],
+)
+def test_lines_of_the_job_script_are_its_own(printed: str, of_the_script: str | None) -> None:
+    assert any(printed in block for block in BLOCKS)
+    assert (of_the_script or printed) in SCRIPTS
