@@ -388,9 +388,6 @@ def build_trainer(config: JobConfig, decide: Callable[[], Start]) -> DPTrainer |
     return trainer(config, decide)
 
 
-@record
-@os_errors_as_faults()
-@lost_ranks_as_faults()
 def _require_launcher() -> None:
     """End with code 2 where nothing has started this process as one of its ranks."""
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
@@ -401,9 +398,11 @@ def _require_launcher() -> None:
             )
 
 
+@record
+@os_errors_as_faults()
+@lost_ranks_as_faults()
 def main(argv: list[str]) -> None:
     """Train, as one worker of `torchrun`."""
-    _require_launcher()
     if not __debug__:
         raise RuntimeError("assertions guard privacy here: unset PYTHONOPTIMIZE and -O")
     protect()
@@ -412,6 +411,7 @@ def main(argv: list[str]) -> None:
     open_records = OpenOnce()
     with mistakes_as_faults():
         require_usable_devices()
+        _require_launcher()
         config = load_config(argv, int(os.environ["WORLD_SIZE"]))
         here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
         records = check_run(config, open_records, share=here).records

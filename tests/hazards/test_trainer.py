@@ -337,7 +337,8 @@ def test_row30_secrets_are_guarded_before_anything_else(monkeypatch):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(train, "load_config", stop)
-    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
     with pytest.raises(KeyboardInterrupt):
         train.main.__wrapped__([])
     assert calls == ["die_with_parent", "forbid_core_dumps", "0o77"]
