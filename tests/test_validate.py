@@ -88,10 +88,18 @@ def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict
         yield
         built.model.norm.weight.div_(2)
 
+    published: list[float] = []
+
+    def publish(loss_N: Any, step: int) -> Any:
+        published.extend(loss_N.tolist())
+        return SimpleNamespace(loss=7.0, standard_deviation=1.0)
+
     validator.compare(SimpleNamespace(in_place_of_weights=doubled))  # type: ignore[arg-type]
+    validator.publish_by(publish)
     loss = validator.validate([built.model], 1)
     assert logged["heldout_loss"] == loss
-    return logged
+    assert logged.pop("heldout_loss_noised") == 7.0
+    return logged | {f"unit {i}": one for i, one in enumerate(published)}
 
 
 def by_hand(rank: int) -> dict[str, float]:
@@ -101,6 +109,7 @@ def by_hand(rank: int) -> dict[str, float]:
     model, store, told = reference_model(model_args(rank)), samples(), {}
     for name in ("heldout_loss", "heldout_loss_ema"):
         means, at = [], defaultdict(list)
+        units = {f"unit {i}": 0.0 for i in range(len(Texts.lengths))}
         for unit in range(len(Texts.lengths)):
             found = store.excerpt(unit, None)
             if not found.targets[1:].any():
@@ -111,13 +120,14 @@ def by_hand(rank: int) -> dict[str, float]:
             loss_T = F.cross_entropy(logits_TV.double(), ids[1:], reduction="none").tolist()
             learned = [(i, loss) for i, loss in enumerate(loss_T) if found.targets[i + 1]]
             means.append(math.fsum(loss for _, loss in learned) / len(learned))
+            units[f"unit {unit}"] = means[-1]
             for i, loss in learned:
                 at["0-64" if i < 64 else "64-256" if i < 256 else "256-320"].append(loss)
         told[name] = math.fsum(means) / len(means)
         told |= {f"{name}_at/{where}": math.fsum(x) / len(x) for where, x in at.items()}
         with torch.no_grad():
             model.norm.weight.mul_(2)
-    return told
+    return told | units  # those of the average, which a release has
 
 
 @pytest.mark.slow
@@ -136,7 +146,7 @@ def test_every_mesh_logs_the_losses_of_plain_logits(
     degrees: tuple[int, int, int], rank: int, overrides: tuple[str, ...]
 ) -> None:
     expected = by_hand(rank)
-    assert len(expected) == 8
+    assert len(expected) == 8 + len(Texts.lengths)
     for logged in on_ranks(math.prod(degrees), validated, degrees, rank, *overrides):
         assert logged == pytest.approx(expected, rel=1e-5)
 
@@ -168,3 +178,27 @@ def test_a_bucket_without_a_target_is_left_out() -> None:
 
     sums_K2 = torch.tensor([[6.0, 3.0], [0.0, 0.0]], dtype=torch.float64)
     assert mean_at(["0-64", "64-256"], sums_K2) == {"0-64": 2.0}
+
+
+def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) -> None:
+    from torchtitan_dp.ledger.heldout import HeldOutLosses, NoisedLoss
+    from torchtitan_dp.privacy.published_loss import LossNoise
+    from torchtitan_dp.validate import publish
+
+    order: list[str] = []
+
+    class Noise(LossNoise):
+        def noised_mean(self, losses_N: Any, *, clip: float, key: bytes) -> float:
+            assert (clip, key) == (4.0, bytes(32))
+            order.append("noise")
+            return float(losses_N.mean()) + 1
+
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    terms = HeldOutLosses(Noise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
+    ledger: Any = SimpleNamespace(heldout_losses=terms)
+    executed: Any = SimpleNamespace(begin_evaluation=lambda: order.append("log"))
+    for step in (1, 3):
+        noised = publish(ledger, executed, bytes(32), np.array([1.0, 3.0]), step)
+        assert noised == NoisedLoss(step, 3.0, pytest.approx(math.sqrt(2) * 2 * 4 / 2))
+    assert order == ["log", "noise"] * 2
+    assert [loss.step for loss in ledger.heldout_losses.losses] == [1, 3]

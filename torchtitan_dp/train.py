@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -63,6 +64,7 @@ from torchtitan_dp.ledger import (
     write_fingerprint,
 )
 from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
+from torchtitan_dp.ledger.heldout import NoisedLoss
 from torchtitan_dp.ledger.files import to_bytes
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import describe, origin, shape
@@ -83,7 +85,7 @@ from torchtitan_dp.process import (
     protect,
 )
 from torchtitan_dp.train_spec import OpenOnce, build_feed, register
-from torchtitan_dp.validate import HeldOutValidator
+from torchtitan_dp.validate import HeldOutValidator, publish
 from torchtitan_dp.watch.processor import PrivateMetricsProcessor
 from torchtitan_dp.watch.statistics import SampleStatistics
 
@@ -116,6 +118,8 @@ class DPTrainer(Trainer):
 
         self.ledger, self.executed = self._open_ledger(start)
         self._open_account()
+        if self.ledger.heldout_losses is not None:
+            self.validator.publish_by(self._publish_loss)
         settings = self.ledger.settings
         step = build_step(
             job_config.privacy,
@@ -170,6 +174,9 @@ class DPTrainer(Trainer):
         self.ledger.steps = self.step
         self.metrics_processor.step_done(self.step)
         self._log(lr, statistics)
+        if self.job_config.validation.enable and self.validator.should_validate(self.step):
+            # Not after the step, as TorchTitan would: the checkpoint has its loss in the ledger.
+            self.validator.validate(self.model_parts, self.step)
         if self._should_publish(self.step):
             self._publish()
 
@@ -306,6 +313,7 @@ class DPTrainer(Trainer):
         self.window_keys = root.stream("window")
         self.projection_keys = root.stream("projection")  # of estimated norms
         self.coin_keys = root.stream("coin")  # of audits
+        self.evaluation_keys = root.stream("evaluation")
 
     def _open_ledger(self, start: Start) -> tuple[Ledger, ExecutedSteps]:
         """Load or create the ledger. Its terms are fixed the first time this folder is used."""
@@ -342,9 +350,10 @@ class DPTrainer(Trainer):
         ledger, executed = self.ledger, self.executed
         ledger.start = executed.new_start()
         if dist.get_rank() == 0:
-            if executed.missing(ledger.taken()):
+            lineage = ledger.taken(), ledger.evaluated()
+            if executed.missing(*lineage):
                 ledger.add_caveat(STEPS_ELSEWHERE)
-            executed.adopt(ledger.taken())
+            executed.adopt(*lineage)
             executed.enter_lost(ledger)
         self.ledger = Ledger.from_json(broadcast_from_rank0(ledger.to_json()))
         self.account = Account(self.ledger, self.job_config.training.steps)
@@ -370,6 +379,10 @@ class DPTrainer(Trainer):
         end."""
         config, last = self.job_config.checkpoint, step == self.job_config.training.steps
         return last or step % config.interval == 0 or self.metrics_processor.should_log(step)
+
+    def _publish_loss(self, loss_N: np.ndarray, step: int) -> NoisedLoss:
+        """Add noise to the held-out loss after `step`, and enter it into the ledger."""
+        return publish(self.ledger, self.executed, self.evaluation_keys.take(step), loss_N, step)
 
     def _publish(self) -> dict[str, Any] | None:
         """Write `privacy.json` on rank 0, and return its content there."""

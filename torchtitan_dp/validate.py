@@ -1,10 +1,15 @@
-"""The loss on units (records) that are never trained on, and how it goes along a sample. It is
-computed from them without noise.
+"""The loss on units (records) that are never trained on, and how it goes along a sample.
 
-Not private: publish it only if the held-out records may be.
+It is computed from them without noise, so not private. With `validation.publish_epsilon` a second
+one, of clipped losses and with noise, may be published.
+
+Guarantee:
+    `publish` adds noise once to the mean of clipped losses, under a key of its own, after a synced
+    line in the log of evaluations: `privacy.published_loss` bounds what that reveals of one
+    held-out unit. Which units are evaluated is public.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -17,9 +22,12 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.derived import heldout_units
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
 from torchtitan_dp.gradients.fsdp import free_gathered
+from torchtitan_dp.ledger import ExecutedSteps, Ledger
+from torchtitan_dp.ledger.heldout import NoisedLoss
 from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.models.loss import SampleLosses
 
@@ -29,6 +37,7 @@ class HeldOut(NamedTuple):
 
     mean: float  # over units, of the mean loss of each one's sample
     at: dict[str, float]  # mean over tokens at these positions, by name of the bucket
+    loss_N: np.ndarray  # fp64: the mean loss of each unit's sample; 0 without a target
 
 
 class HeldOutValidator:
@@ -50,14 +59,21 @@ class HeldOutValidator:
         self._loader, self._config, self._dims = loader, job_config, parallel_dims
         self._amp, self._metrics = amp, metrics
         self._average: WeightAverage | None = None
+        self._publish: Publish | None = None
+        self._validated = 0  # the last step that was
         self._buckets = buckets(job_config.training.seq_len)
 
     def compare(self, average: WeightAverage | None) -> None:
         """Evaluate an average of the model's weights beside them, from now on."""
         self._average = average
 
+    def publish_by(self, publish: "Publish") -> None:
+        """Publish the loss of the weights, or of their average, from now on."""
+        self._publish = publish
+
     def should_validate(self, step: int) -> bool:
-        return step == 1 or step % self._config.validation.freq == 0
+        is_due = step == 1 or step % self._config.validation.freq == 0
+        return is_due and step != self._validated
 
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> float:
@@ -70,6 +86,7 @@ class HeldOutValidator:
             the loss of the weights.
         """
         (model,) = model_parts
+        self._validated = step
         found = {"heldout_loss": self._held_out(model)}
         shown = f"{found['heldout_loss'].mean:.4f}"
         if self._average is not None:
@@ -79,9 +96,18 @@ class HeldOutValidator:
         losses = {name: one.mean for name, one in found.items()}
         for name, one in found.items():
             losses |= {f"{name}_at/{bucket}": loss for bucket, loss in one.at.items()}
+        noised = None
+        if self._publish is not None:
+            noised = self._publish(list(found.values())[-1].loss_N, step)
+            losses["heldout_loss_noised"] = noised.loss
         self._metrics.logger.log(losses, step)
         at = f"step: {step}/{self._config.training.steps}"
         logger.info(f"{at}  not private: held-out loss: {shown}")
+        if noised is not None:
+            logger.info(
+                f"{at}  held-out loss with noise (validation.publish_epsilon): {noised.loss:.4f}, "
+                f"standard deviation {noised.standard_deviation:.2g}"
+            )
         for name, one in found.items() if len(self._buckets) > 1 else ():
             which = "averaged weights' " if name.endswith("_ema") else ""
             parts = ", ".join(f"{bucket}: {loss:.4f}" for bucket, loss in one.at.items())
@@ -104,33 +130,62 @@ class HeldOutValidator:
         group = ContextGroup.over(cp)
         feed = Feed(self._loader, (self._config.training.seq_len,), losses.device, group)
         starts_K = torch.tensor(list(self._buckets), device=losses.device)
-        # Losses and their number: in the first row of units, then of tokens in each bucket.
-        sums_K2 = torch.zeros((1 + len(starts_K), 2), dtype=torch.float64, device=losses.device)
+        # Losses and the number of targets: of each unit, then of each bucket.
+        positions = self._positions()
+        rows = len(positions), len(starts_K)
+        sums_R2 = torch.zeros((sum(rows), 2), dtype=torch.float64, device=losses.device)
+        units_N2, sums_K2 = sums_R2.split(rows)
         model.eval()
-        for microbatch in feed.microbatches(Draw(self._positions())):
+        for microbatch in feed.microbatches(Draw(positions)):
             with self._amp:
                 found = losses.of_tokens(microbatch.tokens_BT, microbatch.labels_BT)
             targets_B = (microbatch.labels_BT >= 0).sum(dim=1).to(losses.device)
             loss_BT = found.loss_BT.double()
-            sums_K2[0, 0] += (loss_BT.sum(dim=1) / targets_B.clamp(min=1)).sum()
-            sums_K2[0, 1] += (targets_B > 0).sum() / self._dims.cp
+            mine_B = microbatch.valid_B.to(losses.device)
+            at_B = microbatch.positions_B.to(losses.device)[mine_B]
+            units_N2[at_B, 0] += (loss_BT.sum(dim=1) / targets_B.clamp(min=1))[mine_B]
+            units_N2[at_B, 1] += (targets_B / self._dims.cp)[mine_B]
             loss_N = loss_BT[found.is_target_BT]
-            bucket_N = torch.bucketize(found.position_BT[found.is_target_BT], starts_K, right=True)
+            at_N = found.position_BT[found.is_target_BT]
+            bucket_N = torch.bucketize(at_N, starts_K, right=True) - 1
             sums_K2.index_add_(0, bucket_N, torch.stack((loss_N, torch.ones_like(loss_N)), dim=1))
         feed.close()
         model.train()
         free_gathered(model)  # without a backward pass some would stay
         if (mesh := self._dims.get_optional_mesh("loss")) is not None:
-            dist.all_reduce(sums_K2, group=mesh.get_group())
-        sums_K2 = sums_K2.cpu()
-        mean = (sums_K2[0, 0] / sums_K2[0, 1]).item()
-        return HeldOut(mean, mean_at(list(self._buckets.values()), sums_K2[1:]))
+            dist.all_reduce(sums_R2, group=mesh.get_group())
+        loss_N, targets_N = units_N2.cpu().unbind(dim=1)
+        mean = (loss_N.sum() / (targets_N > 0).sum()).item()
+        at = mean_at(list(self._buckets.values()), sums_K2.cpu())
+        return HeldOut(mean, at, loss_N.numpy())
 
     def _positions(self) -> np.ndarray:
-        """List those that fill `validation.steps` microbatches on every rank; all, if it is -1."""
-        every = np.arange(len(self._loader.units))
-        steps = self._config.validation.steps
-        return every if steps < 0 else every[: steps * self._loader.ranks * self._loader.batch_size]
+        """List the units to evaluate, the first ones, by their index in the loader's."""
+        return np.arange(heldout_units(len(self._loader.units), self._config))
+
+
+Publish = Callable[[np.ndarray, int], NoisedLoss]
+
+
+def publish(
+    ledger: Ledger, executed: ExecutedSteps, key: bytes, loss_N: np.ndarray, step: int
+) -> NoisedLoss:
+    """Add noise to the mean of clipped losses, and enter the result into the ledger.
+
+    Args:
+        executed: whose log this is entered in first, on rank 0.
+        key: 32 bytes, of this evaluation alone, the same on all ranks.
+        loss_N: as in `HeldOut`, the same on all ranks.
+    """
+    terms = ledger.heldout_losses
+    assert terms is not None
+    if dist.get_rank() == 0:
+        executed.begin_evaluation()
+    loss = terms.noise.noised_mean(loss_N, clip=terms.clip, key=key)
+    deviation = terms.noise.standard_deviation(clip=terms.clip, units=len(loss_N))
+    noised = NoisedLoss(step, loss, deviation)
+    ledger.heldout_losses = terms.kept(*terms.losses, noised)
+    return noised
 
 
 def buckets(seq_len: int) -> dict[int, str]:

@@ -74,7 +74,14 @@ def inheritance(config: JobConfig, initial: InitialWeights | None) -> Inheritanc
     _refuse_what_does_not_compose(config, earlier, initial.path)
     segments = tuple(segment for segment in earlier.segments() if segment.steps > 0)
     lost = None if initial.all_begun else earlier.lost  # or it is counted there, by name
-    own = Ancestor(earlier.run, segments, " ".join(earlier.names()), earlier.planned_steps, lost)
+    own = Ancestor(
+        earlier.run,
+        segments,
+        " ".join(earlier.names()),
+        earlier.planned_steps,
+        lost,
+        earlier.evaluations(),
+    )
     assumed = (
         f"the initial weights are of run {earlier.run}, whose steps are included",
         f"this run's noise, rate and steps are assumed not to follow from what run {earlier.run} "

@@ -9,11 +9,17 @@ import dataclasses
 from dataclasses import dataclass
 
 from torchtitan_dp.checkpoint.initial import InitialWeights, inheritance, refuse_baseline_folder
+from torchtitan_dp.checkpoint.losses import choose_losses, refuse_more_losses
 from torchtitan_dp.checkpoint.noise import choose_noise
 from torchtitan_dp.checkpoint.terms import config_hash, settings_of
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.ledger.executed import EXECUTED_FILE, STARTS_FILE, ExecutedSteps
+from torchtitan_dp.ledger.executed import (
+    EVALUATIONS_FILE,
+    EXECUTED_FILE,
+    STARTS_FILE,
+    ExecutedSteps,
+)
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
@@ -79,10 +85,12 @@ def make_plan(
     if account is not None:
         ledger.inherit(account)
     inherited.enter_into(ledger)
+    ledger.heldout_losses = choose_losses(config, account or before)
     if before is not None:
         ledger.resume_from(before, new_segment=privacy.new_segment is not None)
     if account is not None:
         ExecutedSteps(config.job.dump_folder).enter_lost(ledger)
+    refuse_more_losses(config, ledger)
     epsilon = refuse_overspending(config, ledger)
     stated = max(epsilon, ledger.compose(ledger.planned()))
     if sigma == 0:
@@ -212,8 +220,16 @@ def earlier_ledger(folder: str) -> Ledger | None:
             "private; give this one its own job.dump_folder"
         )
     ledger = ledger_of(published)
+    before = ledger.heldout_losses
     executed.enter_lost(ledger)
     counted = published["steps_executed"]
+    if before is not None and ledger.heldout_losses is not None:
+        missing = executed.missing((), ledger.evaluated())
+        if missing or ledger.heldout_losses.lost < before.lost:
+            raise ValueError(
+                f"job.dump_folder = '{folder}': {EVALUATIONS_FILE} lacks held-out losses that "
+                f"{PRIVACY_FILE} counts; restore it as the run wrote it, or use another folder"
+            )
     if executed.missing(ledger.taken()) or ledger.steps_executed < counted:
         raise ValueError(
             f"job.dump_folder = '{folder}': {EXECUTED_FILE} or {STARTS_FILE} lacks steps or "

@@ -15,7 +15,8 @@ from torchtitan_dp.checkpoint.folder import (
     step_folder,
 )
 from torchtitan_dp.ledger import schema
-from torchtitan_dp.ledger.executed import EXECUTED_FILE, ExecutedSteps
+from torchtitan_dp.ledger.account import heldout_epsilon
+from torchtitan_dp.ledger.executed import EVALUATIONS_FILE, EXECUTED_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import (
     PRIVACY_FILE,
     ledger_of,
@@ -57,6 +58,9 @@ def verify(folder: str) -> Run:
             run.faults.append(f"{PRIVACY_FILE}: {name} is not that of its last segment")
     if missing := executed.missing(ledger.taken()):
         run.faults.append(f"{EXECUTED_FILE} lacks {missing} of the steps of {PRIVACY_FILE}")
+    if missing := executed.missing((), ledger.evaluated()):
+        run.faults.append(f"{EVALUATIONS_FILE} lacks {missing} of the losses of {PRIVACY_FILE}")
+    lost_losses = _lost_evaluations(ledger)
     executed.enter_lost(ledger, also=run.begun)
     found, recorded = ledger.steps_executed, published["steps_executed"]
     if found < recorded:
@@ -66,10 +70,19 @@ def verify(folder: str) -> Run:
     elif found > recorded:
         run.notes.append(f"steps were begun after {PRIVACY_FILE} was last written")
     _check_epsilon(run, "epsilon", published["epsilon"], run.epsilon)
+    if _lost_evaluations(ledger) < lost_losses:
+        run.faults.append(f"{EVALUATIONS_FILE} lacks lost evaluations that {PRIVACY_FILE} counts")
+    if found <= recorded and _lost_evaluations(ledger) == lost_losses:
+        stated = published.get("heldout_epsilon")
+        _check_epsilon(run, "heldout_epsilon", stated, heldout_epsilon(ledger))
     if found <= recorded:
         _check_epsilon(run, "epsilon_executed", published["epsilon_executed"], run.epsilon_executed)
         _check_epsilon(run, "epsilon_planned", published["epsilon_planned"], run.epsilon_planned)
     return run
+
+
+def _lost_evaluations(ledger: Ledger) -> int:
+    return 0 if ledger.heldout_losses is None else ledger.heldout_losses.lost
 
 
 def _check_epsilon(run: Run, name: str, stated: float | None, found: float | None) -> None:

@@ -88,6 +88,7 @@ def check(config: JobConfig, world_size: int) -> None:
             "validation.enable = true but data.heldout_fraction = 0: nothing is held out; "
             "set data.heldout_fraction (0.05, say)"
         )
+    _check_published_loss(config)
     _check_initial_weights(config)
     check_values(config)
     check_samples(config)
@@ -102,6 +103,45 @@ def check(config: JobConfig, world_size: int) -> None:
     if config.privacy.enable:
         _check_privacy(config)
         check_supported(config)
+
+
+def _check_published_loss(config: JobConfig) -> None:
+    """Refuse a held-out loss that cannot be published."""
+    validation = config.validation
+    if not 0 < validation.publish_clip < float("inf"):
+        raise ValueError(
+            f"validation.publish_clip = {validation.publish_clip}: must be a positive number of "
+            "nats (4, say)"
+        )
+    epsilon, delta = validation.publish_epsilon, validation.publish_delta
+    if epsilon is None:
+        if delta is not None:
+            raise ValueError(
+                f"validation.publish_delta = {delta:g}: no held-out loss is published; set "
+                "validation.publish_epsilon (1, say), or remove it"
+            )
+        return
+    if not 0 < epsilon < float("inf"):
+        raise ValueError(
+            f"validation.publish_epsilon = {epsilon}: must be a positive number (1, say)"
+        )
+    if delta is not None and not 0 < delta < 1:
+        raise ValueError(
+            f"validation.publish_delta = {delta}: must be between 0 and 1, and well below "
+            "1 / number of held-out records"
+        )
+    key = f"validation.publish_epsilon = {epsilon:g}"
+    if not config.validation.enable:
+        raise ValueError(f"{key}: no held-out loss is computed; set validation.enable = true")
+    if not config.privacy.enable:
+        raise ValueError(
+            f"{key}: only a run with privacy publishes it; set privacy.enable = true, or remove it"
+        )
+    if config.privacy.sample_rate is not None:
+        raise ValueError(
+            f"{key}: with a public privacy.sample_rate the number of held-out units is secret, and "
+            "the mean's divisor must be public; remove one of the two"
+        )
 
 
 def _check_lora(config: JobConfig) -> None:

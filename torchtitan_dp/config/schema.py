@@ -18,9 +18,10 @@ if TYPE_CHECKING:  # At run time the sections are merged by name.
     from torchtitan.config.job_config import Model as _Model
     from torchtitan.config.job_config import Parallelism as _Parallelism
     from torchtitan.config.job_config import Training as _Training
+    from torchtitan.config.job_config import Validation as _Validation
 else:
     _JobConfig = _Training = _Checkpoint = _Model = _ActivationCheckpoint = object
-    _Parallelism = _Metrics = object
+    _Parallelism = _Metrics = _Validation = object
 
 
 @dataclass
@@ -123,6 +124,25 @@ class Training(_Training):
     max_norm: float = 0.0
     """TorchTitan's clipping of the summed gradient; 0 is none. With privacy it must stay 0, since
     each record's gradient is clipped by `privacy.max_grad_norm`."""
+
+
+@dataclass
+class Validation(_Validation):
+    """TorchTitan's section, with a held-out loss that may be published (docs/privacy.md)."""
+
+    publish_epsilon: float | None = None
+    """The epsilon that all published held-out losses of the run spend together, of one held-out
+    unit: each is the mean over units of their clipped losses, with noise, and what is chosen by it
+    is as private as it is. Held-out units are not trained on, so that a unit pays this or the
+    weights' epsilon. Unset: the held-out loss is not private."""
+
+    publish_clip: float = 4.0
+    """L: losses above so many nats (a sample's mean over its targets) count as L. A smaller one
+    means less noise, and hides the difference between losses above it."""
+
+    publish_delta: float | None = None
+    """The delta of `publish_epsilon`. Unset: `privacy.delta`. With few evaluations the noise is
+    Laplace's, which needs none."""
 
 
 @dataclass
@@ -263,6 +283,7 @@ class JobConfig(_JobConfig):
     parallelism: Parallelism = field(default_factory=Parallelism)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
     metrics: Metrics = field(default_factory=Metrics)
+    validation: Validation = field(default_factory=Validation)
     model: Model = field(default_factory=Model)
     activation_checkpoint: ActivationCheckpoint = field(default_factory=ActivationCheckpoint)
     lora: LoRA = field(default_factory=LoRA)

@@ -94,6 +94,11 @@ def _show(runs: list[Run], spent: Total | None, *, overlapping: bool) -> None:
             f"with the planned steps that were not taken: {_epsilon(spent.epsilon_planned)}, which "
             "is valid if only weights decided when to stop"
         )
+    if spent.heldout_epsilon is not None:
+        console.print(
+            f"published held-out losses: epsilon = {_epsilon(spent.heldout_epsilon)}, delta = "
+            f"{spent.delta:g}, of a unit that is held out; it pays this in place of the above"
+        )
     if len(runs) > 1:
         console.print(
             "assumed: the number of runs and their noise, rates and steps did not follow from "

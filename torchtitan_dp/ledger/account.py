@@ -73,6 +73,7 @@ class Account:
                 "epsilon": epsilon if ledger.private else None,
                 "epsilon_executed": executed if ledger.composes else None,
                 "epsilon_planned": planned if ledger.composes else None,
+                "heldout_epsilon": heldout_epsilon(ledger),
                 "caveats": caveats(ledger, epsilon, planned),
                 **terms_in_words(ledger, ledger.planned(), planned),
             },
@@ -114,8 +115,9 @@ class Account:
 
     @functools.cached_property
     def _executed_curve(self) -> EpsilonCurve | None:
-        lost = self._ledger.published_lost()
-        return self._curve(lost) if lost.steps else self._lineage_curve
+        ledger = self._ledger
+        lost = [ledger.published_lost(), *ledger.lost_before(), *ledger.evaluations_before()]
+        return self._curve(*lost) if any(part.steps for part in lost) else self._lineage_curve
 
     def _curve(self, *lost: Segment) -> EpsilonCurve | None:
         """Return a curve over this run's steps on the present terms, beside lost ones.
@@ -175,11 +177,20 @@ def released(
             "epsilon_counts": counts,
             "epsilon_planned": planned if ledger.composes else None,
             "epsilon_executed": executed if ledger.composes else None,
+            "heldout_epsilon": heldout_epsilon(ledger),
             "caveats": [*caveats(ledger, taken, planned), *stated],
             **terms_in_words(ledger, steps, epsilon),
         },
         release=True,
     )
+
+
+def heldout_epsilon(ledger: Ledger) -> float | None:
+    """Return the epsilon of all held-out losses that were or will be published; None if there are
+    none, or nothing here is private."""
+    if ledger.heldout_losses is None or not ledger.private:
+        return None
+    return ledger.heldout_epsilon()
 
 
 def terms_in_words(ledger: Ledger, segments: list[Segment], epsilon: float) -> dict[str, Any]:
@@ -224,6 +235,14 @@ def summary(spent: dict[str, Any]) -> list[str]:
         lines.append(
             f"with steps lost in crashes: epsilon = "
             f"{rounded_up(spent['epsilon_executed'])}, for {spent['steps_executed']} steps"
+        )
+    losses = spent["heldout_losses"]
+    if spent["private"] and losses is not None and losses["losses"]:
+        step, loss, deviation = losses["losses"][-1]
+        lines.append(
+            f"held-out loss to publish: {loss:.4f} after step {step}, with noise of standard "
+            f"deviation {deviation:.2g}; epsilon = {rounded_up(spent['heldout_epsilon'])}, "
+            f"delta = {losses['delta']:g} for a held-out unit"
         )
     return [*lines, *(f"caveat: {caveat}" for caveat in spent["caveats"])]
 

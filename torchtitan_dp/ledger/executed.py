@@ -4,14 +4,16 @@ Guarantee:
     `steps_executed.log` has a line, synced before the update, for every step ever begun in this
     folder, with its noise, rate and start: lost and abandoned ones too. `starts.log` has a line,
     synced before the first draw, for every start, and one for each end at which all of its steps
-    were saved. Nothing in either is computed from the content of records; but how many steps a
-    start took follows from how long they took, so neither is ever published.
+    were saved. `evaluations.log` has a line, synced before the noise is drawn, for every held-out
+    loss that is published. Nothing in them is computed from the content of records; but how many
+    steps a start took follows from how long they took, so none is ever published.
 """
 
+import dataclasses
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from torchtitan_dp.ledger.lineage import Ledger
@@ -21,6 +23,7 @@ from torchtitan_dp.process import Fault, private_opener
 
 EXECUTED_FILE = "steps_executed.log"
 STARTS_FILE = "starts.log"
+EVALUATIONS_FILE = "evaluations.log"
 _TORN = "torn"
 _NAMED = "="  # before the name of a step itself, where its start is not known
 
@@ -46,6 +49,7 @@ class ExecutedSteps:
         if os.path.exists(self._path):
             self._read()
         self._starts = _read_starts(os.path.join(folder, STARTS_FILE))
+        self._evaluated = _read_evaluations(os.path.join(folder, EVALUATIONS_FILE))
 
     @property
     def count(self) -> int:
@@ -76,15 +80,25 @@ class ExecutedSteps:
         self._append_steps(step, [(self._start, begun)])
         self._taken[self._start] = number
 
-    def adopt(self, lineage: Iterable[NamedStep]) -> None:
-        """Add the steps of a checkpoint that came without (all of) its log. Call on one rank."""
+    def begin_evaluation(self) -> None:
+        """Record, durably, that the held-out loss after the last step is about to be published.
+        Call on one rank."""
+        self._append_evaluation(step_name(self._start, self._taken[self._start]), self._start)
+
+    def adopt(self, lineage: Iterable[NamedStep], evaluated: Iterable[str] = ()) -> None:
+        """Add steps and evaluations of a checkpoint that came without (all of) its logs. Call on
+        one rank."""
         missing = [(_NAMED + step.name, step) for step in lineage if step not in self._begun]
         if missing:
             self._append_steps(0, missing)
+        for name in evaluated:
+            if name not in self._evaluated:
+                self._append_evaluation(name, _NAMED)
 
-    def missing(self, lineage: Iterable[NamedStep]) -> int:
-        """Count the steps of a lineage that have no line here."""
-        return sum(step not in self._begun for step in lineage)
+    def missing(self, lineage: Iterable[NamedStep], evaluated: Iterable[str] = ()) -> int:
+        """Count the steps and evaluations of a lineage that have no line here."""
+        evaluations = sum(name not in self._evaluated for name in evaluated)
+        return evaluations + sum(step not in self._begun for step in lineage)
 
     def begun(self, settings: Settings) -> list[NamedStep]:
         """Return all steps ever begun; torn lines as steps of a start of their own, on the worst
@@ -108,24 +122,37 @@ class ExecutedSteps:
         counted = self._by_blocks(lost, present.period)
         ledger.lost = Segment(of_lost, counted) if counted else None
         ledger.lost_exactly = len(lost)
+        if (losses := ledger.heldout_losses) is not None:
+            kept = set(ledger.evaluated())
+            by_start = Counter(s for name, s in self._evaluated.items() if name not in kept)
+            found = self._in_blocks(by_start, losses.most_lost)
+            ledger.heldout_losses = dataclasses.replace(losses, lost=found)
 
     def _by_blocks(self, lost: Iterable[NamedStep], period: int) -> int:
-        """Count lost steps, whatever a crash did lose: a start that crashed counts as what it could
-        lose at most, or a multiple of that.
+        """Count lost steps by blocks.
 
         What a start lost is steps in a row; steps of an unknown start need not be. Blocks are whole
         periods, so that all of them together are dominated as steps in a row are.
         """
         by_start = Counter(self._begun.get(step, "") for step in lost)
-        crashed = {name for name, start in self._starts.items() if not start.ended}
+        return self._in_blocks(by_start, lambda steps: -(-steps // period) * period)
+
+    def _in_blocks(self, by_start: Counter[str], block_of: Callable[[int], int]) -> int:
+        """Count what was lost, whatever a crash did lose: a start that crashed counts as what it
+        could lose at most, or a multiple of that.
+
+        Args:
+            by_start: the true numbers; of an unknown start under "".
+            block_of: returns the most that is lost with so many steps.
+        """
+        crashed = {name for name, start in self._starts.items() if not start.ended} - {self._start}
         total = 0
-        for name in {*by_start, *crashed - {self._start}}:
-            block = self._starts[name].most_lost if name in self._starts else 1
-            block = -(-block // period) * period
+        for name in {*by_start, *crashed}:
+            block = block_of(self._starts[name].most_lost if name in self._starts else 1)
             if not name:
                 total += block * by_start[name]
                 continue
-            total += block * max(name in crashed - {self._start}, -(-by_start[name] // block))
+            total += block * max(name in crashed, -(-by_start[name] // block))
         return total
 
     def spare(self, steps: Segment) -> list[NamedStep]:
@@ -138,6 +165,12 @@ class ExecutedSteps:
     def _append_start(self, line: str) -> None:
         """Write and sync a line, on a new one after what a crash may have left."""
         _append(os.path.join(self._folder, STARTS_FILE), f"\n{line}\n".encode())
+
+    def _append_evaluation(self, name: str, start: str) -> None:
+        """Write and sync a line, on a new one after what a crash may have left."""
+        path = os.path.join(self._folder, EVALUATIONS_FILE)
+        _append(path, f"\n{name} {start}\n".encode())
+        self._evaluated[name] = "" if start == _NAMED else start
 
     def _append_steps(self, step: int, steps: list[tuple[str, NamedStep]]) -> None:
         """Write and sync a line for each step; `step` is 0 where it was begun elsewhere."""
@@ -221,6 +254,26 @@ def _read_starts(path: str) -> dict[str, StartLine]:
                     largest = max((start.most_lost for start in starts.values()), default=1)
                     starts[f"line {number}"] = StartLine(largest)
     return starts
+
+
+def _read_evaluations(path: str) -> dict[str, str]:
+    """Return the evaluations of `evaluations.log`: the start of each, by its step's name.
+
+    A line that a crash has torn counts as an evaluation of an unknown start.
+    """
+    found: dict[str, str] = {}
+    if not os.path.exists(path):
+        return found
+    with open(path, encoding="ascii", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            match line.split():
+                case []:
+                    pass
+                case [name, start] if line.endswith("\n"):
+                    found[name] = "" if start == _NAMED else start
+                case _:
+                    found[f"line {number}"] = ""
+    return found
 
 
 def _append(path: str, content: bytes, expected_size: int | None = None) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from torchtitan_dp.ledger.heldout import HeldOutLosses
 from torchtitan_dp.ledger.settings import (
     NamedStep,
     RunSegment,
@@ -52,6 +53,7 @@ class Ancestor:
     step_names: str  # of the same steps, in order, separated by spaces
     planned_steps: int = 0  # of all of its steps, those above included
     lost: Segment | None = None  # by blocks: other steps that were begun in its folder
+    evaluations: Segment | None = None  # a bound on its held-out losses, if any were published
 
     @property
     def left(self) -> int:
@@ -68,6 +70,7 @@ class Ancestor:
             **{f.name: getattr(self, f.name) for f in dataclasses.fields(self)},
             "segments": [segment.fields() for segment in self.segments],
             "lost": _lost_fields(self.lost),
+            "evaluations": _lost_fields(self.evaluations),
         }
 
     @classmethod
@@ -80,6 +83,7 @@ class Ancestor:
             names_of_starts(fields["starts"]) if names is None else names,
             fields["planned_steps"],
             _lost_of(fields.get("lost")),
+            _lost_of(fields.get("evaluations")),
         )
 
 
@@ -105,6 +109,7 @@ class Ledger:
     start: str = field(default_factory=new_name)  # the one that goes on; secret
     lost: Segment | None = None  # by blocks: steps begun here beside the lineage, on worst terms
     lost_exactly: int = 0  # the number of these steps; private
+    heldout_losses: HeldOutLosses | None = None  # if they are published
     config_hash: str = ""
 
     def mark_not_private(self, why: str) -> None:
@@ -156,6 +161,7 @@ class Ledger:
         self.inherit(loaded)
         self.steps, self.finished = loaded.steps, list(loaded.finished)
         self.step_names = " ".join(loaded.names())
+        self._keep_losses_of(loaded)
         now, then = self.settings, loaded.settings
         if now.same_segment(then):  # on whatever meshes: the worst of both
             self.settings = dataclasses.replace(
@@ -189,6 +195,8 @@ class Ledger:
     def rewind(self) -> None:
         """Become the account of weights that no step of this lineage has changed yet."""
         self.steps, self.finished, self.step_names = 0, [], ""
+        if self.heldout_losses is not None:
+            self.heldout_losses = self.heldout_losses.kept()
 
     def go_back_to(self, weights: "Ledger") -> None:
         """Become the account of older weights of this lineage, on whose terms it began."""
@@ -196,6 +204,39 @@ class Ledger:
         self.settings = dataclasses.replace(weights.settings, accountant=accountant)
         self.steps, self.start = weights.steps, weights.start
         self.finished, self.step_names = weights.finished, weights.step_names
+        self._keep_losses_of(weights)
+
+    def _keep_losses_of(self, weights: "Ledger") -> None:
+        """Keep the held-out losses of the lineage of older weights alone."""
+        if self.heldout_losses is not None:
+            kept = weights.heldout_losses.losses if weights.heldout_losses else ()
+            self.heldout_losses = self.heldout_losses.kept(*kept)
+
+    def evaluated(self) -> list[str]:
+        """Return the names of the steps of this lineage whose held-out losses were published."""
+        if self.heldout_losses is None:
+            return []
+        names = self.names()
+        return [names[loss.step - 1] for loss in self.heldout_losses.losses]
+
+    def evaluations(self) -> Segment | None:
+        """Return a bound on the held-out losses that were or will be published, if any."""
+        losses = self.heldout_losses
+        if losses is None:
+            return None
+        return losses.noise.segment(losses.evaluations(self.steps, self.planned_steps))
+
+    def heldout_epsilon(self, delta: float | None = None) -> float:
+        """Return the epsilon of all held-out losses that were or will be published, and of all that
+        the runs behind the initial weights spent; by default at the losses' own delta."""
+        losses = self.heldout_losses
+        assert losses is not None
+        behind = [*self.before(), *self.lost_before(), *self._still_planned_before()]
+        return losses.noise.epsilon(
+            losses.evaluations(self.steps, self.planned_steps),
+            delta=losses.delta if delta is None else delta,
+            before=[*behind, *self.evaluations_before()],
+        )
 
     def taken(self) -> list[NamedStep]:
         """Return the steps of this folder's lineage."""
@@ -226,6 +267,12 @@ class Ledger:
                 most[which] = max(lost.steps, most.get(which, 0))
         return [Segment(mechanism, steps) for (_, mechanism), steps in most.items()]
 
+    def evaluations_before(self) -> list[Segment]:
+        """Return bounds on the held-out losses of the runs behind the initial weights, which may
+        have been chosen by them."""
+        found = {a.run: a.evaluations for a in self.ancestors if a.evaluations is not None}
+        return list(found.values())
+
     def spare(self) -> Segment:
         """Return the steps by which the published number of lost steps is above the true one."""
         lost = self.published_lost()
@@ -237,8 +284,10 @@ class Ledger:
         return self.steps + self.published_lost().steps
 
     def executed(self) -> list[Segment]:
-        """Return every step ever begun, as published, also behind the initial weights."""
-        return [*self.taken_in_all(), self.published_lost(), *self.lost_before()]
+        """Return every step ever begun, as published, also behind the initial weights, and the
+        held-out losses there."""
+        lost = [self.published_lost(), *self.lost_before()]
+        return [*self.taken_in_all(), *lost, *self.evaluations_before()]
 
     def planned(self) -> list[Segment]:
         """Return the same steps, and those that are still planned."""
@@ -246,7 +295,7 @@ class Ledger:
 
     def kept_and_planned(self) -> list[Segment]:
         """Return the steps of the lineage, and those that are still planned: without lost ones."""
-        return [*self.taken_in_all(), *self.still_planned()]
+        return [*self.taken_in_all(), *self.evaluations_before(), *self.still_planned()]
 
     @property
     def left(self) -> int:
@@ -256,8 +305,10 @@ class Ledger:
     def still_planned(self) -> list[Segment]:
         """Return the steps that this run and those behind its initial weights planned but did not
         take, on the worst terms that each run had: better ones count for steps taken alone."""
-        behind = [segment for a in self.ancestors for segment in _worst(a.segments, a.left, a.run)]
-        return [*_worst(self.segments(), self.left, self.run), *behind]
+        return [*_worst(self.segments(), self.left, self.run), *self._still_planned_before()]
+
+    def _still_planned_before(self) -> list[Segment]:
+        return [segment for a in self.ancestors for segment in _worst(a.segments, a.left, a.run)]
 
     def epsilon(self, steps: int | None = None) -> float:
         """Return the epsilon after `steps` steps of this lineage."""
@@ -290,6 +341,7 @@ class Ledger:
             "ancestors": [ancestor.fields() for ancestor in self.ancestors],
             "audit": None if self.audit is None else dataclasses.asdict(self.audit),
             "lost": _lost_fields(self.lost),
+            "heldout_losses": self.heldout_losses and self.heldout_losses.fields(),
         }
 
     @classmethod
@@ -321,7 +373,9 @@ class Ledger:
                 "for"
             )
         fields.pop("budget", None)
-        audit, lost = (fields.pop(name, None) for name in ("audit", "lost"))
+        audit, lost, losses = (
+            fields.pop(name, None) for name in ("audit", "lost", "heldout_losses")
+        )
         if (starts := fields.pop("finished_starts", None)) is not None:
             fields["step_names"] = names_of_starts(starts)
         return cls(
@@ -330,6 +384,7 @@ class Ledger:
             ancestors=[Ancestor.from_fields(ancestor) for ancestor in fields.pop("ancestors")],
             audit=None if audit is None else Audit(**audit),
             lost=_lost_of(lost),
+            heldout_losses=None if losses is None else HeldOutLosses.from_fields(losses),
             **fields,
         )
 

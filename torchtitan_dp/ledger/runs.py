@@ -4,7 +4,9 @@ Guarantee:
     `total` bounds what all runs together reveal of one unit of all their records: every step ever
     begun in their folders, and those of the weights that they started from, each once
     (`ledger.steps`), and lost ones as they are published. Steps compose whatever the records: a
-    unit of some runs alone is revealed by no more. Of an audited run it counts what publishing the
+    unit of some runs alone is revealed by no more. Runs on the same records hold out the same units,
+    for which published held-out losses alone add up (`heldout_epsilon`); of runs on different
+    records a unit may be trained on in one and held out in another, and pays all. Of an audited run it counts what publishing the
     audit's result spends; its weights are not private. Assumes that the runs' number, noise, rates
     and steps were not chosen by what private results showed.
 """
@@ -69,6 +71,7 @@ class Total:
     accountant: str
     steps_executed: int
     neighbouring_relation: str  # the weaker, where runs differ
+    heldout_epsilon: float | None = None  # of a unit that is held out in all; None: none published
 
 
 def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool = False) -> Total:
@@ -111,6 +114,9 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         *lost,
         *_lost_before(runs),
     ]
+    segments += _evaluations_before(runs)
+    if overlapping:
+        segments += _evaluations(runs)
     coming = [spending for run in runs for spending in run.ledger.still_planned()]
     names = {run.ledger.settings.accountant for run in runs}
     accountant: accounting.Accountant = names.pop() if len(names) == 1 else "rdp"
@@ -120,7 +126,37 @@ def total(runs: Sequence[Run], delta: float | None = None, *, overlapping: bool 
         accounting.compose(parts, delta=delta, accountant=accountant)
         for parts in (segments, [*segments, *coming])
     ]
-    return Total(epsilons[0], max(epsilons), delta, accountant, steps, relation)
+    heldout = None if overlapping else _heldout_epsilon(runs, delta)
+    return Total(epsilons[0], max(epsilons), delta, accountant, steps, relation, heldout)
+
+
+def _evaluations(runs: Sequence[Run]) -> list[Segment]:
+    """Return bounds on the held-out losses of all runs; those of copies of one run add up."""
+    found = (run.ledger.evaluations() for run in runs)
+    return [segment for segment in found if segment is not None]
+
+
+def _evaluations_before(runs: Sequence[Run]) -> list[Segment]:
+    """Return the same of their ancestors, each once, without those that are among the runs."""
+    among = {run.ledger.run for run in runs}
+    ancestors = (ancestor for run in runs for ancestor in run.ledger.ancestors)
+    found = {a.run: a.evaluations for a in ancestors if a.evaluations and a.run not in among}
+    return list(found.values())
+
+
+def _heldout_epsilon(runs: Sequence[Run], delta: float) -> float | None:
+    """Return what all published held-out losses spend, with all that their ancestors did."""
+    if not (evaluations := _evaluations(runs)):
+        return None
+    if len(runs) == 1:
+        return runs[0].ledger.heldout_epsilon(delta)  # by Laplace's own composition, if it is less
+    among = {run.ledger.run for run in runs}
+    behind = [
+        *union(step for run in runs for step in run.ledger.taken_before() if step.run not in among),
+        *_lost_before(runs),
+        *_evaluations_before(runs),
+    ]
+    return accounting.compose([*evaluations, *behind], delta=delta, accountant="pld")
 
 
 def _lost_before(runs: Sequence[Run]) -> list[Segment]:

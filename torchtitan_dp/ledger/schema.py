@@ -169,6 +169,17 @@ class PrivacyFile:
     """The steps above `steps` in `steps_executed`, on the least noise and the highest rate of any
     step begun in the folder; null if there are none."""
 
+    heldout_losses: Annotated[dict | None, _LEDGER, _ADDED]
+    """Held-out losses that may be published (`validation.publish_epsilon`); null if there are none.
+    `losses` lists step, loss in nats, and the standard deviation of its noise, of each: the mean
+    over held-out units of their losses, clipped to [0, `clip`], with `noise` of `scale` over
+    `clip` / number of units. `lost` counts evaluations that a crash lost, by blocks."""
+
+    heldout_epsilon: Annotated[_NUMBER | None, _ACCOUNT, _ADDED]
+    """The ε of all of them for one held-out unit, with those still planned and those lost, at
+    `heldout_losses.delta`. Held-out units are not trained on, so that a unit pays this or
+    `epsilon`, the larger of the two at most."""
+
     meaning: Annotated[dict | None, _ACCOUNT]
     """What `epsilon_planned` (in a release: `epsilon`) means for one person: see below."""
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from torchtitan_dp.checkpoint.plan import Plan, steps_within
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import unit_word
+from torchtitan_dp.config.derived import heldout_units, unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
 from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
@@ -180,6 +180,7 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"clipping: {settings.clipping}",
         *_estimated(config, plan),
         *_correlated(plan),
+        *_published_losses(config, plan, len(records.heldout)),
         *_lost_steps(config, plan),
     ]
     print("\n".join(lines), file=sys.stderr)
@@ -197,6 +198,23 @@ def _correlated(plan: Plan) -> list[str]:
         f"      {mechanism.noise}: each of {bands} groups of units is drawn from at every "
         f"{bands}th step, with probability {rate:.3g}; noise in a step {in_step:.3g} times, in the "
         f"sum of all steps {in_sum:.3g} times that of independent noise of this sigma"
+    ]
+
+
+def _published_losses(config: JobConfig, plan: Plan, heldout: int) -> list[str]:
+    """Return a line on held-out losses that may be published, with their error bar."""
+    losses = plan.ledger.heldout_losses
+    if losses is None:
+        return []
+    units = heldout_units(heldout, config)
+    count = losses.evaluations(plan.ledger.steps + 1, plan.steps)
+    bar = losses.noise.standard_deviation(clip=losses.clip, units=units)
+    spent = losses.noise.epsilon(count, delta=losses.delta)
+    return [
+        f"      held-out loss to publish: {count} evaluations of {units:,} {unit_word(config)}s, "
+        f"clipped to {losses.clip:g} nats, {losses.noise.kind.capitalize()} noise of standard deviation "
+        f"{bar:.2g} nats; together epsilon = {rounded_up(spent)} at delta = {losses.delta:g} for "
+        f"each of these, which are not trained on"
     ]
 
 

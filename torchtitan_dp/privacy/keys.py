@@ -21,7 +21,7 @@ import hmac
 import secrets
 from typing import Literal, NoReturn, get_args
 
-Label = Literal["sampling", "noise", "window", "projection", "coin"]
+Label = Literal["sampling", "noise", "window", "projection", "coin", "evaluation"]
 
 KEY_BYTES = 32
 _DEBUG_DOMAIN = b"torchtitan_dp/debug_seed/"

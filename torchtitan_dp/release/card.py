@@ -242,6 +242,20 @@ def _training(
         f"{schedule.decay_type} decay to {schedule.min_lr_factor:g} of it",
         "precision": f"{training.mixed_precision_param}; {training.mixed_precision_reduce} "
         "reduction, norms and noise",
+        **_heldout_loss(terms, unit),
+    }
+
+
+def _heldout_loss(terms: dict[str, Any], unit: str) -> dict[str, str]:
+    """Return the row of the newest held-out loss that was published, if any was."""
+    losses = terms["heldout_losses"]
+    if losses is None or not losses["losses"]:
+        return {}
+    step, loss, deviation = losses["losses"][-1]
+    return {
+        "held-out loss": f"{loss:.4f} nats a token after step {step}, the mean over held-out "
+        f"{unit}s, clipped to {exact(losses['clip'])}, with {losses['noise'].capitalize()} noise of standard "
+        f"deviation {deviation:.2g}"
     }
 
 

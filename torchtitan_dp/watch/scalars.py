@@ -33,6 +33,7 @@ SCALARS = (
     Scalar("norm_p10", False, "10th percentile of per-sample gradient norms, before clipping"),
     Scalar("norm_p50", False, "their median"),
     Scalar("norm_p90", False, "their 90th percentile"),
+    Scalar("heldout_loss_noised", True, "mean clipped loss of held-out units, with noise"),
     Scalar("heldout_loss", False, "mean loss of held-out units"),
     Scalar("heldout_loss_at/*", False, "the same by position in the sample"),
     Scalar("heldout_loss_ema", False, "held-out loss of the averaged weights"),
