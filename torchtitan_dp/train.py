@@ -64,8 +64,8 @@ from torchtitan_dp.ledger import (
     write_fingerprint,
 )
 from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
-from torchtitan_dp.ledger.heldout import NoisedLoss
 from torchtitan_dp.ledger.files import to_bytes
+from torchtitan_dp.ledger.heldout import NoisedLoss
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import describe, origin, shape
 from torchtitan_dp.models.hugging_face_weights import export

@@ -408,7 +408,7 @@ def test_hazard_44_ledger_in_the_checkpoint_is_public_or_terms(probed):
         == {
             *("settings", "steps", "private", "caveats", "finished", "ancestors"),
             *("audit", "planned_steps", "run", "start", "step_names"),
-            *("lost", "lost_exactly", "config_hash"),
+            *("lost", "lost_exactly", "heldout_losses", "config_hash"),
         }
     )
     public = {"target_epsilon", "samples_per_rank", "ranks_added_up"}

@@ -1,15 +1,17 @@
-"""Random histories of stops, crashes and resumes: the ledger counts every published held-out loss.
-"""
+"""Random histories of stops, crashes and resumes: the ledger counts every published held-out loss."""
 
 import json
 import random
 
 import pytest
 
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, Settings
+from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, Settings
 from torchtitan_dp.ledger.executed import EVALUATIONS_FILE
 from torchtitan_dp.ledger.heldout import HeldOutLosses, NoisedLoss, scheduled
-from torchtitan_dp.privacy.mechanism import PoissonGaussian
+from torchtitan_dp.ledger.lineage import Ancestor
+from torchtitan_dp.ledger.runs import Run, total
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.mechanism import PoissonGaussian, Segment
 from torchtitan_dp.privacy.published_loss import LossNoise
 
 STEPS = 40
@@ -31,7 +33,7 @@ def live(folder: str, chosen: random.Random) -> None:
     kind = chosen.choice(["laplace", "gaussian"])
     planned = scheduled(freq, 1, STEPS)
     saved: list[str] = []
-    begun = crashes = 0  # whatever became of them
+    begun = 0  # whatever became of them
 
     def counted(ledger: Ledger) -> int:
         losses = ledger.heldout_losses
@@ -42,7 +44,7 @@ def live(folder: str, chosen: random.Random) -> None:
         assert again.heldout_losses == losses
         return count
 
-    for _ in range(chosen.randint(1, 7)):
+    for start in range(chosen.randint(1, 7)):
         ledger = fresh(kind, freq)
         if saved and chosen.random() < 0.9:
             place = -1 if chosen.random() < 0.7 else chosen.randrange(len(saved))
@@ -53,10 +55,9 @@ def live(folder: str, chosen: random.Random) -> None:
         executed.enter_lost(ledger)
         begins_at = counted(ledger)
         assert begins_at >= max(begun, planned)
-        if not saved and crashes == 0 and begun == 0:
+        if start == 0:
             assert begins_at == planned
         executed.begin_start(most_lost)
-        crashes += 1  # until it ends
         since_saved = 0
         for _ in range(chosen.randint(0, 12)):
             step = ledger.steps + 1
@@ -123,3 +124,79 @@ def test_a_schedule_counts_each_evaluation_once():
             for last in range(42):
                 steps = [step for step in range(first, last + 1) if due(step, freq)]
                 assert scheduled(freq, first, last) == len(steps)
+
+
+def after(steps: int, kind: str = "laplace", freq: int = 10, **fields: object) -> Ledger:
+    """A ledger of a whole run of so many steps, with its held-out losses."""
+    ledger = fresh(kind, freq)
+    ledger.steps = ledger.planned_steps = steps
+    losses = (NoisedLoss(s, 1.0, 0.1) for s in range(1, steps + 1) if due(s, freq))
+    ledger.heldout_losses = ledger.heldout_losses.kept(*losses)
+    for name, value in fields.items():
+        setattr(ledger, name, value)
+    return ledger
+
+
+def behind(earlier: Ledger, lost: Segment | None = None) -> Ancestor:
+    segments = tuple(s for s in earlier.segments() if s.steps)
+    names, planned = " ".join(earlier.names()), earlier.planned_steps
+    return Ancestor(earlier.run, segments, names, planned, lost, earlier.evaluations())
+
+
+def runs(*ledgers: Ledger, fingerprints: tuple[str, ...] | None = None) -> list[Run]:
+    prints = fingerprints or ("same",) * len(ledgers)
+    return [Run(str(i), one, one.taken(), prints[i]) for i, one in enumerate(ledgers)]
+
+
+def test_weights_that_losses_may_have_chosen_bring_them_along(tmp_path):
+    """To a unit that was held out there, and is trained on here, or held out in both."""
+    earlier = after(20)
+    plain, child = after(STEPS), after(STEPS, ancestors=[behind(earlier)])
+    chosen = child.compose([*child.taken_in_all(), earlier.evaluations()])
+    assert child.compose(child.executed()) == chosen > child.epsilon()
+    assert child.compose(child.kept_and_planned()) == chosen
+    account = Account(child, STEPS)
+    assert account.epsilon() == child.epsilon() < account.epsilon_executed()
+    assert account.epsilon_executed() >= chosen
+    assert account.epsilon_planned() >= chosen
+    assert child.heldout_epsilon() > plain.heldout_epsilon() + 0.5
+    again = Ledger.from_json(child.to_json())
+    assert again.ancestors == child.ancestors
+    assert again.heldout_epsilon() == child.heldout_epsilon()
+
+
+def test_the_steps_that_an_ancestor_lost_are_executed_ones():
+    earlier = after(20, heldout_losses=None)
+    lost = Segment(earlier.settings.mechanism, 30)
+    child = after(STEPS, heldout_losses=None, ancestors=[behind(earlier, lost)])
+    found = Account(child, STEPS).epsilon_executed()
+    assert found >= child.compose(child.executed()) > child.epsilon()
+
+
+def test_held_out_losses_of_several_runs_add_up():
+    first, second = after(STEPS), after(STEPS, "gaussian")
+    one, both = total(runs(first)), total(runs(first, second))
+    assert one.heldout_epsilon == first.heldout_epsilon() == pytest.approx(5 / 3)
+    assert one.epsilon == first.epsilon()
+    assert both.heldout_epsilon == accounting.compose(
+        [first.evaluations(), second.evaluations()], delta=1e-5, accountant="pld"
+    )
+    # A unit is on the same side in both, unless their records, or the share held out, differ.
+    assert both.epsilon == first.compose([*first.taken_in_all(), *second.taken_in_all()])
+    apart = total(runs(first, second, fingerprints=("a", "b")), overlapping=True)
+    assert apart.heldout_epsilon is None
+    every = [first.evaluations(), second.evaluations()]
+    every += [*first.taken_in_all(), *second.taken_in_all()]
+    assert apart.epsilon == first.compose(every) > both.epsilon
+    assert total(runs(after(STEPS, heldout_losses=None))).heldout_epsilon is None
+
+
+def test_a_run_and_weights_that_go_on_from_it_count_its_losses_once():
+    earlier = after(20)
+    child = after(STEPS, ancestors=[behind(earlier)])
+    alone, both = total(runs(child)), total(runs(earlier, child))
+    assert both.epsilon == child.epsilon()  # the same records: a unit is held out in both, or none
+    assert alone.epsilon == child.compose(child.executed())
+    assert both.heldout_epsilon == accounting.compose(
+        [earlier.evaluations(), child.evaluations()], delta=1e-5, accountant="pld"
+    )

@@ -3,8 +3,8 @@
 Guarantee:
     `HeldOutLosses.evaluations` is at least the number of evaluations ever begun in the folder, and
     of those still planned: kept ones by their results, lost ones by blocks, so that it does not
-    depend on how many a crash lost. Held-out units are disjoint from trained ones by a rule on their
-    names alone, so that a unit pays for evaluations or for steps, never for both.
+    depend on how many a crash lost. Held-out units are disjoint from trained ones by a rule on
+    their names alone, so that a unit pays for evaluations or for steps, never for both.
 """
 
 import dataclasses

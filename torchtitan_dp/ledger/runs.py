@@ -4,11 +4,12 @@ Guarantee:
     `total` bounds what all runs together reveal of one unit of all their records: every step ever
     begun in their folders, and those of the weights that they started from, each once
     (`ledger.steps`), and lost ones as they are published. Steps compose whatever the records: a
-    unit of some runs alone is revealed by no more. Runs on the same records hold out the same units,
-    for which published held-out losses alone add up (`heldout_epsilon`); of runs on different
-    records a unit may be trained on in one and held out in another, and pays all. Of an audited run it counts what publishing the
-    audit's result spends; its weights are not private. Assumes that the runs' number, noise, rates
-    and steps were not chosen by what private results showed.
+    unit of some runs alone is revealed by no more. Runs on the same records hold out the same
+    units, for which published held-out losses alone add up (`heldout_epsilon`); of runs on
+    different records a unit may be trained on in one and held out in another, and pays all. Of an
+    audited run it counts what publishing the audit's result spends; its weights are not private.
+    Assumes that the runs' number, noise, rates and steps were not chosen by what private results
+    showed.
 """
 
 import math

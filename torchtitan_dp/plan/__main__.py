@@ -212,9 +212,9 @@ def _published_losses(config: JobConfig, plan: Plan, heldout: int) -> list[str]:
     spent = losses.noise.epsilon(count, delta=losses.delta)
     return [
         f"      held-out loss to publish: {count} evaluations of {units:,} {unit_word(config)}s, "
-        f"clipped to {losses.clip:g} nats, {losses.noise.kind.capitalize()} noise of standard deviation "
-        f"{bar:.2g} nats; together epsilon = {rounded_up(spent)} at delta = {losses.delta:g} for "
-        f"each of these, which are not trained on"
+        f"clipped to {losses.clip:g} nats, {losses.noise.kind.capitalize()} noise of standard "
+        f"deviation {bar:.2g} nats; together epsilon = {rounded_up(spent)} at delta = "
+        f"{losses.delta:g} for each of these, which are not trained on"
     ]
 
 

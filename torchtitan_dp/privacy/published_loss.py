@@ -108,8 +108,11 @@ class LossNoise:
     def _unit(self, key: bytes) -> float:
         """Draw the noise over its scale."""
         normals = torch.zeros(_NORMALS, dtype=torch.float64)
-        root = math.sqrt(DRAWS)
-        add_draws(normals, lambda part, sums: part.add_(sums / root), key=key, name="loss", start=0)
+
+        def add(part: torch.Tensor, sums: torch.Tensor) -> None:
+            part.add_(sums / math.sqrt(DRAWS))
+
+        add_draws(normals, add, key=key, name="heldout_loss", start=0)
         a, b, c, d = normals.tolist()
         if self.kind == "gaussian":
             return float(a)

@@ -254,8 +254,8 @@ def _heldout_loss(terms: dict[str, Any], unit: str) -> dict[str, str]:
     step, loss, deviation = losses["losses"][-1]
     return {
         "held-out loss": f"{loss:.4f} nats a token after step {step}, the mean over held-out "
-        f"{unit}s, clipped to {exact(losses['clip'])}, with {losses['noise'].capitalize()} noise of standard "
-        f"deviation {deviation:.2g}"
+        f"{unit}s, clipped to {exact(losses['clip'])}, with {losses['noise'].capitalize()} noise "
+        f"of standard deviation {deviation:.2g}"
     }
 
 

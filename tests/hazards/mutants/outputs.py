@@ -92,4 +92,34 @@ MUTANTS = [
         (f"{LEDGERS}test_row45_weights_loaded_without_their_ledger_are_not_trained_on",),
         quick=True,
     ),
+    Mutant(
+        66,
+        "an evaluation that is not in the log",
+        "validate.py",
+        "        executed.begin_evaluation()\n",
+        "        pass\n",
+        ("test_validate.py::test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn",),
+        quick=True,
+    ),
+    Mutant(
+        66,
+        "evaluations that a crash lost are not counted",
+        "ledger/executed.py",
+        "            found = self._in_blocks(by_start, losses.most_lost)\n",
+        "            found = 0\n",
+        ("ledger/test_heldout.py::test_row66_no_history_hides_an_evaluation",),
+        quick=True,
+    ),
+    Mutant(
+        66,
+        "a held-out loss that is not a number counts twice",
+        "privacy/published_loss.py",
+        "np.nan_to_num(losses_N, nan=clip, posinf=clip, neginf=0.0).clip(0.0, clip)",
+        "np.nan_to_num(losses_N, nan=2 * clip, posinf=clip, neginf=0.0)",
+        (
+            "privacy/test_published_loss.py::"
+            "test_row66_a_unit_moves_the_mean_by_the_clip_over_n_at_most_whatever_its_loss_is",
+        ),
+        quick=True,
+    ),
 ]
