@@ -366,3 +366,15 @@ def test_row49_the_worst_mesh_of_a_segment_counts():
         later = Ledger(now)
         later.resume_from(Ledger(before, steps=2), new_segment=False)
         assert later.settings.samples_per_rank == 64
+
+
+# Row 65: the divisor.
+
+
+@pytest.mark.parametrize("method", ["microbatch", "randomized"])
+def test_row65_the_divisor_and_all_terms_are_those_of_the_configuration(method):
+    """Whatever the number of units is, where neighbours differ in it (`add_remove`)."""
+    rate = "--privacy.sample_rate=0.1", f"--privacy.gradient_method={method}"
+    found = [settings_of(build.config(*rate), units, 1.0) for units in (20, 21, 1000)]
+    assert found[0] == found[1] == found[2]
+    assert found[0].expected_batch_size == build.config(*rate).training.global_batch_size

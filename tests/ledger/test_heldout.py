@@ -1,4 +1,4 @@
-"""Random histories of stops, crashes and resumes: the ledger counts every published held-out loss."""
+"""Random histories of stops, crashes and resumes: every published held-out loss is counted."""
 
 import json
 import random

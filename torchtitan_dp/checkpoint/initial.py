@@ -185,7 +185,9 @@ def baseline_ledger(config: JobConfig, units: int) -> Ledger:
 
 def published_baseline(ledger: Ledger) -> dict[str, Any]:
     """Return the `privacy.json` of a run without privacy."""
-    spent = dict.fromkeys(("epsilon", "epsilon_planned", "epsilon_executed"))
+    spent = dict.fromkeys(
+        ("epsilon", "epsilon_planned", "epsilon_executed", "heldout_epsilon"), None
+    )
     terms = terms_in_words(ledger, [], 0.0)
     return schema.assemble(ledger, {**spent, "caveats": ledger.caveats, **terms})
 

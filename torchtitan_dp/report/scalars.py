@@ -59,7 +59,7 @@ def read(folder: Path) -> Scalars:
     """
     files = sorted(
         (path for path in folder.rglob(f"{_EVENTS}*") if path.is_file() and _of_rank_0(path)),
-        key=lambda path: (path.name.removeprefix(_EVENTS).split(".")[0].zfill(20), path.name),
+        key=_order,
     )
     found = Scalars()
     for start in filter(None, map(_read_file, files)):
@@ -71,6 +71,13 @@ def read(folder: Path) -> Scalars:
             found.by_name.setdefault(name, Scalar()).kept += points
         found.starts.append(first)
     return found
+
+
+def _order(path: Path) -> tuple[str, str, str]:
+    """Return the key that sorts event files by time: the second and, last in the name, their number
+    in the process that wrote them."""
+    first, *_, last = path.name.removeprefix(_EVENTS).split(".")
+    return first.zfill(20), last.zfill(20), path.name
 
 
 def _of_rank_0(path: Path) -> bool:

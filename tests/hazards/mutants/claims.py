@@ -8,6 +8,15 @@ VERIFY = "ledger/runs.py"
 
 MUTANTS = [
     Mutant(
+        65,
+        "the divisor is computed from the number of units",
+        "checkpoint/terms.py",
+        "        expected_batch_size=batch,\n",
+        "        expected_batch_size=max(round(rate * units), 1),\n",
+        (f"{CLAIMS}test_row65_the_divisor_and_all_terms_are_those_of_the_configuration",),
+        quick=True,
+    ),
+    Mutant(
         51,
         "a run whose terms followed from weights is resumed as a planned one",
         "ledger/lineage.py",
