@@ -296,9 +296,10 @@ class DPTrainer(Trainer):
         A draw made ahead of time depends on its step's keys alone. If the run stops before that
         step, the draw is discarded.
         """
-        mechanism = self.ledger.settings.mechanism
+        terms, mechanism = self.ledger.settings, self.ledger.settings.mechanism
         group = self.feed.loader.groups(mechanism.period)[step % mechanism.period]
-        drawn = poisson_draw(self.sampling_keys.take(step), len(group), mechanism.draw_rate)
+        key, secure = self.sampling_keys.take(step), terms.secure_noise
+        drawn = poisson_draw(key, len(group), mechanism.draw_rate, secure=secure)
         return Draw(group[drawn], self.window_keys.take(step))
 
     def _draw_secrets(self) -> None:

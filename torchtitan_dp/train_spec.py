@@ -97,6 +97,7 @@ def build_loader(
         fingerprint=records.fingerprint,
         settings=records.settings,
         shuffle_seed=job_config.debug.seed or 0,
+        secure_draws=job_config.privacy.secure_noise,
     )
 
 

@@ -161,7 +161,9 @@ class HeldOutValidator:
 
     def _positions(self) -> np.ndarray:
         """List the units to evaluate, the first ones, by their index in the loader's."""
-        return np.arange(heldout_units(len(self._loader.units), self._config))
+        loader, steps = self._loader, self._config.validation.steps
+        at_once = loader.ranks * loader.batch_size
+        return np.arange(heldout_units(len(loader.units), steps, at_once))
 
 
 Publish = Callable[[np.ndarray, int], NoisedLoss]

@@ -139,7 +139,7 @@ def _draws_of_fixed_size(records: int) -> Iterator[None]:
     For timing only: such a run is not what its privacy settings say.
     """
 
-    def draw(key: bytes, population: int, rate: float) -> np.ndarray:
+    def draw(key: bytes, population: int, rate: float, *, secure: bool) -> np.ndarray:
         rng = np.random.default_rng(list(key))  # the key is the same on all ranks
         return np.sort(rng.choice(population, records, replace=records > population))
 

@@ -99,9 +99,9 @@ class Step:
         trainer.dp_optimizer.step.side_effect = self._update
         trainer.average.update.side_effect = lambda: self.did.append("average")
 
-        def record(key, population, sample_rate):
+        def record(key, population, sample_rate, *, secure):
             self.drawn.append((key, population, sample_rate))
-            self.draws.append(draw(key, population, sample_rate))
+            self.draws.append(draw(key, population, sample_rate, secure=secure))
             return self.draws[-1]
 
         monkeypatch.setattr(train, "poisson_draw", record)
@@ -242,7 +242,7 @@ def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, 
     groups = [np.arange(g, 40, 4) for g in range(4)]
     rates, root = [], RootKey(ROOT)
 
-    def everybody(key, population, rate):
+    def everybody(key, population, rate, *, secure):
         rates.append(rate)
         return np.arange(population)
 
@@ -385,7 +385,7 @@ def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact)
         trainer.optimizers = MagicMock(optimizers=[MagicMock()])
 
     def open_ledger(*_):
-        return SimpleNamespace(settings=SETTINGS), MagicMock()
+        return SimpleNamespace(settings=SETTINGS, heldout_losses=None), MagicMock()
 
     monkeypatch.setattr(train.Trainer, "__init__", start)
     monkeypatch.setattr(train.DPTrainer, "_open_ledger", open_ledger)

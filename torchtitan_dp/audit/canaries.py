@@ -24,6 +24,7 @@ from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.privacy.clipping import Clip
+from torchtitan_dp.privacy.sampling import Choices
 
 NORM = 100.0  # of an included canary's gradient before it is clipped, in multiples of C
 _PLACES_SEED = 0  # public
@@ -84,7 +85,7 @@ class CanarySamples(SampleStore):
     def excerpt(
         self,
         unit: int,
-        rng: np.random.Generator | None = None,
+        rng: Choices | None = None,
         window: int = 0,
         windows: int = 1,
     ) -> Excerpt:
@@ -98,7 +99,7 @@ class CanarySamples(SampleStore):
     def sources(self) -> int:
         return super().sources + 1  # the last one is all canaries'
 
-    def chosen(self, unit: int, rng: np.random.Generator | None, windows: int) -> np.ndarray:
+    def chosen(self, unit: int, rng: Choices | None, windows: int) -> np.ndarray:
         if unit >= self.first:
             return np.array([super().sources])
         return super().chosen(unit, rng, windows)

@@ -50,12 +50,14 @@ def never_trained(config: JobConfig) -> str | None:
     )
 
 
-def heldout_units(heldout: int, config: JobConfig) -> int:
-    """Return how many of the held-out units an evaluation takes: those that fill
-    `validation.steps` microbatches on every rank; all, if it is -1."""
-    steps, parallelism = config.validation.steps, config.parallelism
-    ranks = parallelism.data_parallel_replicate_degree * parallelism.data_parallel_shard_degree
-    return min(heldout, steps * ranks * config.training.local_batch_size) if steps > 0 else heldout
+def heldout_units(heldout: int, steps: int, at_once: int) -> int:
+    """Return how many of the held-out units an evaluation takes.
+
+    Args:
+        steps: `validation.steps`; -1 takes all.
+        at_once: the units in a microbatch of every data-parallel rank.
+    """
+    return heldout if steps < 0 else min(heldout, steps * at_once)
 
 
 def privacy_unit(config: JobConfig) -> str:

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from torchtitan_dp.data.console import Progress
 from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.privacy.sampling import choices, deal, groups_of
+from torchtitan_dp.privacy.sampling import Choices, choices, deal, groups_of
 
 EVER_SAME = bytes(32)  # a key for the same records and windows each time, to compare losses
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
@@ -116,6 +116,7 @@ class RecordLoader:
         fingerprint: str = "",
         settings: Mapping[str, object] | None = None,
         shuffle_seed: int = 0,
+        secure_draws: bool = False,
     ) -> None:
         """
         Args:
@@ -126,12 +127,13 @@ class RecordLoader:
             fingerprint: hash of the data and its split; private.
             settings: the settings that the fingerprint depends on, by key.
             shuffle_seed: for the baseline without privacy.
+            secure_draws: whether choices are from a cryptographic generator.
         """
         self.samples, self.units, self.fingerprint = samples, units, fingerprint
         self.ranks, self.rank, self.batch_size, self.windows = ranks, rank, batch_size, windows
         self.settings = settings or {}
         self.counts = TokenCounts(samples, batch_size)
-        self._shuffle_seed = shuffle_seed
+        self._shuffle_seed, self._secure_draws = shuffle_seed, secure_draws
         self._groups: dict[int, list[np.ndarray]] = {}  # by their number
 
     def groups(self, count: int) -> list[np.ndarray]:
@@ -189,10 +191,11 @@ class RecordLoader:
         counts[is_one] = self.counts.of(sources[is_one], device, count)
         return padded_lengths(counts.max(axis=1, initial=0), ladder)
 
-    def rng(self, key: bytes, position: int) -> np.random.Generator | None:
+    def rng(self, key: bytes, position: int) -> Choices | None:
         """Start a drawn unit's generator; None if samples are not random, and for padding."""
         is_needed = self.samples.is_random and position >= 0
-        return choices(key, int(position)) if is_needed else None
+        secure = self._secure_draws
+        return choices(key, int(position), secure=secure) if is_needed else None
 
     def deal(
         self, draw: np.ndarray, lengths: np.ndarray | None = None, rank: int | None = None

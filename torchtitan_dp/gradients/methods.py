@@ -125,7 +125,13 @@ def _randomized(
     model: nn.Module, _: list[FSDPModule], clipped_sum: ClippedSum, privacy: Privacy
 ) -> GradientMethod:
     cp, capped = clipped_sum.groups.cp, privacy.underestimates == "capped"
-    norms = RandomizedNorms(privacy.projections, privacy.norm_estimator, cp, capped=capped)
+    norms = RandomizedNorms(
+        privacy.projections,
+        privacy.norm_estimator,
+        cp,
+        capped=capped,
+        secure=privacy.secure_noise,
+    )
     return GhostGradients(model, clipped_sum, passes=privacy.ghost_passes, norms=norms)
 
 

@@ -49,6 +49,7 @@ from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.privacy.envelope import largest_ratio
 from torchtitan_dp.privacy.kernels import BLOCK
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
+from torchtitan_dp.privacy.secure_draws import unit_normals
 
 NormEstimator = Literal["hutchinson", "hutch++"]
 
@@ -63,13 +64,16 @@ class RandomizedNorms:
         cp: dist.ProcessGroup | None,
         *,
         capped: bool,
+        secure: bool = False,
     ) -> None:
         """
         Args:
             projections: k; accounting depends on it unless `capped`.
             cp: the context-parallel group.
             capped: whether added gradients are capped at their estimated norms.
+            secure: whether projections are from a cryptographic generator, on the CPU.
         """
+        self._secure = secure
         self.k, self.estimator = projections, estimator
         self._largest_ratio = 1.0 if capped else largest_ratio(projections)
         self._estimated: set[str] = set()  # parameters, in this microbatch
@@ -147,6 +151,11 @@ class RandomizedNorms:
         shape = len(samples), places(rows * k)
         drawn_BN = torch.zeros(shape, dtype=torch.float32, device=samples.device)[:, : rows * k]
         for one_N, position in zip(drawn_BN, self._positions, strict=True):
+            if self._secure:
+                count = rows * k
+                normals_N = unit_normals(self._key, f"{name}/{purpose}", position + 1, count)
+                one_N.copy_(torch.from_numpy(normals_N).div_(math.sqrt(k)))
+                continue
             add_gaussian_noise_(
                 one_N,
                 std=1 / math.sqrt(k),

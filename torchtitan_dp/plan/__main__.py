@@ -19,6 +19,7 @@ from typing import Any
 
 from torchtitan_dp.checkpoint.plan import Plan, steps_within
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.derived import heldout_units, unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
 from torchtitan_dp.data.console import warn
@@ -206,7 +207,9 @@ def _published_losses(config: JobConfig, plan: Plan, heldout: int) -> list[str]:
     losses = plan.ledger.heldout_losses
     if losses is None:
         return []
-    units = heldout_units(heldout, config)
+    replicate, shard, _ = mesh_degrees(config)
+    at_once = replicate * shard * config.training.local_batch_size
+    units = heldout_units(heldout, config.validation.steps, at_once)
     count = losses.evaluations(plan.ledger.steps + 1, plan.steps)
     bar = losses.noise.standard_deviation(clip=losses.clip, units=units)
     spent = losses.noise.epsilon(count, delta=losses.delta)

@@ -11,23 +11,40 @@ truncates. This is the sampling that `accounting` assumes; both must be given th
 
 Assumptions: keys of different steps are independent and secret (`keys`), and numpy's
 Philox4x64-10, to which 128 bits of the key arrive, is indistinguishable from random. Binomial's and
-choice's float64 arithmetic is exact to about 1e-9 of the probabilities even at q = 1e-7.
+choice's float64 arithmetic is exact to about 1e-9 of the probabilities even at q = 1e-7. With
+`secure`, draws are from SHAKE-256 and exact (`secure_draws`).
 """
+
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from torchtitan_dp.privacy.secure_draws import SecureChoices, coins
 
 Indices = npt.NDArray[np.int64]
 
 _UNIT_BLOCKS_BITS = 128  # of the counter's 256
 
 
-def poisson_draw(key: bytes, population: int, sample_rate: float) -> Indices:
+class Choices(Protocol):
+    """The choices of one drawn unit: the methods of `numpy.random.Generator` that they take."""
+
+    def random(self, size: int, /) -> Any: ...
+    def integers(self, high: int, /) -> Any: ...
+    def choice(self, high: int, /, size: int, replace: bool) -> Any: ...
+
+
+def poisson_draw(
+    key: bytes, population: int, sample_rate: float, *, secure: bool = False
+) -> Indices:
     """Draw every one of `population` records independently with probability `sample_rate`.
 
     Args:
-        key: the 32 bytes of this step, from `keys.KeyStream.take`; the first 16 are used.
+        key: the 32 bytes of this step, from `keys.KeyStream.take`; the first 16 are used, with
+            `secure` all.
         population: N, the number of privacy units.
+        secure: by a coin from SHAKE-256 for each.
 
     Returns:
         The indices drawn, rising: int64, shape (n,), n random and possibly 0.
@@ -44,6 +61,8 @@ def poisson_draw(key: bytes, population: int, sample_rate: float) -> Indices:
         )
     assert len(key) == 32, "the key of a step has 32 bytes"
     assert population >= 0
+    if secure:
+        return coins(key, population, sample_rate)
     generator = np.random.Generator(np.random.Philox(key=int.from_bytes(key[:16], "little")))
     count = generator.binomial(population, float(sample_rate))
     if count == 0:  # also keeps `choice` from an empty population
@@ -71,7 +90,7 @@ def groups_of(hashes: npt.NDArray[np.uint64], groups: int) -> list[Indices]:
     return [np.flatnonzero(group == number) for number in range(groups)]
 
 
-def choices(key: bytes, position: int) -> np.random.Generator:
+def choices(key: bytes, position: int, *, secure: bool = False) -> Choices:
     """Draw what one unit of one step takes: which of its records, and which window of it.
 
     The unit at `position` of the population has 2^128 blocks of the key's Philox stream to itself,
@@ -79,13 +98,16 @@ def choices(key: bytes, position: int) -> np.random.Generator:
     anew, so that a choice can be repeated.
 
     Args:
-        key: the 32 bytes of this step's "window" key; the first 16 are used.
+        key: the 32 bytes of this step's "window" key; the first 16 are used, with `secure` all.
+        secure: from SHAKE-256.
 
     >>> [int(choices(bytes(32), position=p).integers(100)) for p in (7, 7, 8)]
     [90, 90, 49]
     """
     assert len(key) == 32, "the key of a step has 32 bytes"
     assert position >= 0
+    if secure:
+        return SecureChoices(key, position)
     philox = np.random.Philox(
         key=int.from_bytes(key[:16], "little"), counter=position << _UNIT_BLOCKS_BITS
     )

@@ -20,6 +20,7 @@ from torchtitan_dp.data.samples.excerpts import WINDOW_LOOKS, Excerpt, Excerpts,
 from torchtitan_dp.data.samples.token_cache import TokenCache
 from torchtitan_dp.data.samples.tokenizer import Tokenizer
 from torchtitan_dp.data.units import RecordUnits, Units
+from torchtitan_dp.privacy.sampling import Choices
 
 IGNORE_INDEX = -100  # the default of F.cross_entropy
 _NOTHING = Excerpt(np.empty(0, dtype=np.int64), 0)
@@ -77,11 +78,11 @@ class SampleStore:
         """The number of `source`s."""
         return len(self.records) if self._one_record else len(self.units)
 
-    def source(self, unit: int, rng: np.random.Generator | None = None) -> int:
+    def source(self, unit: int, rng: Choices | None = None) -> int:
         """Choose the source of the only sample of a unit."""
         return int(self.chosen(unit, rng, 1)[0])
 
-    def chosen(self, unit: int, rng: np.random.Generator | None, windows: int) -> np.ndarray:
+    def chosen(self, unit: int, rng: Choices | None, windows: int) -> np.ndarray:
         """Choose the sources of samples of the unit: all of the unit, or single records.
 
         Args:
@@ -110,7 +111,7 @@ class SampleStore:
     def excerpt(
         self,
         unit: int,
-        rng: np.random.Generator | None = None,
+        rng: Choices | None = None,
         window: int = 0,
         windows: int = 1,
     ) -> Excerpt:
@@ -155,7 +156,7 @@ class SampleStore:
         self,
         unit: int,
         length: int | None = None,
-        rng: np.random.Generator | None = None,
+        rng: Choices | None = None,
         window: int = 0,
         windows: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -189,7 +190,7 @@ class SampleStore:
         self,
         units: Sequence[int] | np.ndarray,
         length: int | None = None,
-        rngs: Sequence[np.random.Generator | None] | None = None,
+        rngs: Sequence[Choices | None] | None = None,
         windows: int = 1,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Make `(tokens_BT, labels_BT)`, int64 (len(units), seq_len or `length`), of `sample`s.
