@@ -72,3 +72,19 @@ def test_every_page_is_in_the_index() -> None:
 
 def test_the_readme_stays_short() -> None:
     assert len((ROOT / "README.md").read_text().split()) <= 1200
+
+
+def test_the_tests_behind_known_pitfalls_are_there() -> None:
+    """Each pitfall names files of tests, and rows of hazards that have a mutant."""
+    from tests.hazards.test_mutants import ROWS
+
+    page = (ROOT / "docs" / "privacy.md").read_text()
+    section = page.split("\n## Known pitfalls\n")[1].split("\n## ")[0]
+    rows = [line for line in section.splitlines() if re.search(r"\| rows? [0-9]", line)]
+    assert len(rows) == 16
+    for line in rows:
+        cell = line.rpartition(" | row")[2]
+        numbers, files = re.findall(r"\b[0-9]+\b", cell.split(":")[0]), re.findall(r"`(.*?)`", cell)
+        assert {int(number) for number in numbers} <= ROWS, line
+        assert files, line
+        assert all((ROOT / file).exists() for file in files), line
