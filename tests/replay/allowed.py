@@ -1,0 +1,64 @@
+"""The differences between neighbours that are allowed, and why; docs/privacy.md prints the list."""
+
+import fnmatch
+import re
+
+ALLOWED = (
+    (
+        "the files of the run's folder that are not to be published",
+        "they are the owner's: the table of published files names each",
+    ),
+    (
+        "console lines, and ends of lines, labelled not private",
+        "losses, gradient norms, counts of records and times are for the owner's eyes",
+    ),
+    (
+        "the clipped sums before noise, by at most C",
+        "this is the sensitivity that noise is made for",
+    ),
+    (
+        "sizes and number of microbatches and their collectives, with `data.length_buckets`",
+        "lengths of drawn units decide them: they show on the cluster's network and in timing, which the "
+        "guarantee leaves out; without buckets they are equal",
+    ),
+    (
+        "where a clock or a crash cut a run into jobs",
+        "steps take as long as their samples are; what is published counts lost steps in blocks",
+    ),
+    (
+        "the random names of run and starts",
+        "they are drawn from the operating system, whatever the records are",
+    ),
+)
+"""(difference, reason)."""
+
+PRIVATE_FILES = (
+    *("tb/*", "wandb/*", "mlflow.db", "watch.json", "run_config.json", "report.html"),
+    *("steps_executed.log", "starts.log", "evaluations.log", "data_fingerprint.private"),
+    *("checkpoint.damaged/*", "profile_traces/*", "memory_snapshot/*", "comm_traces/*"),
+)
+"""Patterns of the files of a run's folder that docs/privacy.md lists as not to be published."""
+
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(,\d+)?|\b\d+(\.\d+)? ?(s|seconds|min)\b")
+_LABEL = "not private"
+
+
+def is_private(path: str) -> bool:
+    """Whether a file of the run's folder, by its path there, is not to be published."""
+    return any(fnmatch.fnmatch(path, pattern) for pattern in PRIVATE_FILES)
+
+
+def public_lines(output: str, root: str) -> dict[str, list[str]]:
+    """Return the console's lines by process, without their private parts, times and paths."""
+    lines: dict[str, list[str]] = {}
+    for line in output.replace(root, "ROOT").splitlines():
+        rank, _, text = _COLOUR.sub("", line).rpartition("]:") if "]:" in line[:12] else ("", "", line)
+        text, label, _ = _COLOUR.sub("", text).partition(_LABEL)
+        if label and not text.strip(" ("):
+            continue
+        text = _TIME.sub("TIME", text)
+        if label and text.startswith("warning"):
+            continue
+        lines.setdefault(rank, []).append(text.rstrip(" ("))
+    return lines
