@@ -41,7 +41,10 @@ PRIVATE_FILES = (
 
 _COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _TIME = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d(,\d+)?|\b\d+(\.\d+)? ?(s|seconds|min)\b")
-_LABEL = "not private"
+_SPACE = re.compile(r"[\d.]+ GiB are free")  # on a disk that others use, too
+_PREFIX = re.compile(r"^\[titan\] TIME - root - [A-Z]+ - ?")
+_RANK = re.compile(r"^\[rank\d+\]:")
+_LABEL = re.compile(r"(warning \()?not private")
 
 
 def is_private(path: str) -> bool:
@@ -52,13 +55,10 @@ def is_private(path: str) -> bool:
 def public_lines(output: str, root: str) -> dict[str, list[str]]:
     """Return the console's lines by process, without their private parts, times and paths."""
     lines: dict[str, list[str]] = {}
-    for line in output.replace(root, "ROOT").splitlines():
-        rank, _, text = _COLOUR.sub("", line).rpartition("]:") if "]:" in line[:12] else ("", "", line)
-        text, label, _ = _COLOUR.sub("", text).partition(_LABEL)
-        if label and not text.strip(" ("):
-            continue
-        text = _TIME.sub("TIME", text)
-        if label and text.startswith("warning"):
-            continue
-        lines.setdefault(rank, []).append(text.rstrip(" ("))
+    for line in _COLOUR.sub("", output.replace(root, "ROOT")).splitlines():
+        process = rank.group() if (rank := _RANK.match(line)) else ""
+        line = _SPACE.sub("SPACE", _TIME.sub("TIME", line.removeprefix(process)))
+        public, *labelled = _LABEL.split(_PREFIX.sub("", line), maxsplit=1)
+        if public.strip() or not labelled:
+            lines.setdefault(process, []).append(public)
     return lines

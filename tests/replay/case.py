@@ -13,6 +13,7 @@ from torchtitan_dp.release.__main__ import main as release
 from torchtitan_dp.report.__main__ import main as report
 
 C, BATCH, STEPS = 0.7, 5, 4
+_NAMES = "first_run", "other_run"  # of one length: messages and checkpoints hold paths
 _JOBS = 16  # at most, where a clock cuts a run
 
 
@@ -71,9 +72,9 @@ def differences(case: Case, root: Path, *, fault: str | None = None) -> list[str
     """
     tape = root / "tape"
     tape.mkdir()
-    first = _run(case, root / "with", tape, changed=True, fault=fault)
+    first = _run(case, root / _NAMES[0], tape, changed=True, fault=fault)
     (tape / "recorded").touch()
-    second = _run(case, root / "without_it", tape, changed=False, fault=fault)
+    second = _run(case, root / _NAMES[1], tape, changed=False, fault=fault)
     cut = any(job.clock is not None for job in case.jobs)
     found = [] if cut else _compare_jobs(first, second, buckets=case.buckets)
     found += _compare_courses(first, second) + _compare_outputs(first, second)
@@ -214,6 +215,8 @@ def _files(folder: Path) -> dict[str, Path]:
 def _content(path: Path) -> bytes:
     """A file's bytes, without names that are drawn at random."""
     content = path.read_bytes()
+    if path.name == ".metadata":  # DCP's, which holds the run's folder
+        return content.replace(_NAMES[0].encode(), _NAMES[1].encode())
     if path.name == "SHA256SUMS":  # of files that are compared themselves
         return b""
     if path.name != "privacy.json":

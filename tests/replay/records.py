@@ -68,7 +68,8 @@ def prompts(path: Path, random: random.Random, changed: bool) -> None:
             odd = random.choice(
                 ({"prompt": _odd_text(random)}, {"prompt": None}, {"prompt": "q " * 3000}, {})
             )
-            line = {**line, "text": _odd_text(random), **odd} if changed else {"prompt": "", "text": ""}
+            whole = {**line, "text": _odd_text(random), **odd}
+            line = whole if changed else {"prompt": "", "text": ""}
         lines.append(line)
     _lines(path, lines)
 
