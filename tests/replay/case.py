@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from torchtitan_dp.report.__main__ import main as report
 
 C, BATCH, STEPS = 0.7, 5, 4
 _NAMES = "first_run", "other_run"  # of one length: messages and checkpoints hold paths
+_UUID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # DCP's, of a save
 _JOBS = 16  # at most, where a clock cuts a run
 
 
@@ -114,7 +116,7 @@ def _run(case: Case, root: Path, tape: Path, *, changed: bool, fault: str | None
         side.seen.append(
             [json.loads((root / f"seen_{number}_{rank}.json").read_text()) for rank in range(ranks)]
         )
-        expected = job.crash_at is None and job.full_at is None
+        expected = job.crash_at is None and job.crash_clock is None and job.full_at is None
         if expected and side.codes[-1] not in (0, 75):  # a fault, which is compared
             break
         if number >= len(case.jobs) - 1 and STEPS in side.seen[-1][0]["steps"]:
@@ -153,7 +155,7 @@ def _compare_jobs(one: Side, other: Side, *, buckets: bool) -> list[str]:
                 if a[what] != b[what]:
                     found.append(f"job {number}, rank {rank}: {what}: {_first(a[what], b[what])}")
     for number, (a, b) in enumerate(zip(one.console, other.console, strict=False)):
-        for process in sorted(a.keys() | b.keys()):
+        for process in sorted((a.keys() | b.keys()) - {""}):  # which rank ended first is chance
             left, right = a.get(process, []), b.get(process, [])
             if left != right:
                 found.append(f"job {number}, console {process}: {_first(left, right)}")
@@ -206,9 +208,7 @@ def _compare_files(one: Side, other: Side, folder: str, *, published_alone: bool
 
 
 def _files(folder: Path) -> dict[str, Path]:
-    files = {
-        str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()
-    }
+    files = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
     return {name: path for name, path in sorted(files.items()) if not allowed.is_private(name)}
 
 
@@ -216,7 +216,7 @@ def _content(path: Path) -> bytes:
     """A file's bytes, without names that are drawn at random."""
     content = path.read_bytes()
     if path.name == ".metadata":  # DCP's, which holds the run's folder
-        return content.replace(_NAMES[0].encode(), _NAMES[1].encode())
+        return _UUID.sub(b"UUID", content.replace(_NAMES[0].encode(), _NAMES[1].encode()))
     if path.name == "SHA256SUMS":  # of files that are compared themselves
         return b""
     if path.name != "privacy.json":

@@ -1,9 +1,204 @@
-"""Faults to plant in both runs of a replay: of the reviews' history, and others."""
+"""Faults to plant in both runs of a replay: of the reviews' history, by their rows, and others."""
 
+import functools
+import json
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-FAULTS: dict[str, Callable[[], None]] = {}
+import torch
+import torch.distributed as dist
+
+import torchtitan_dp.train as train
+from tests.replay import records
+from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.ledger.executed import ExecutedSteps
+from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.privacy.clipping import ClipPolicy
+from torchtitan_dp.watch.statistics import SampleStatistics
+
+_learned = {"losses": 0.0, "samples": 0, "empty": 0}
+"""What a fault reads off the records of this process."""
+
+
+def _wrap(
+    owner: Any, name: str, before: Callable[..., None] | None = None, after: Any = None
+) -> None:
+    """Have a method do more: before it, or with its result."""
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def wrapped(self: Any, *args: Any, **options: Any) -> Any:
+        if before is not None:
+            before(self, *args, **options)
+        result = real(self, *args, **options)
+        return result if after is None else after(self, result)
+
+    setattr(owner, name, wrapped)
+
+
+def _learn() -> None:
+    def add(_self: Any, loss_B: torch.Tensor, valid_B: torch.Tensor, _clip: Any) -> None:
+        losses = loss_B.detach()[valid_B]
+        _learned["losses"] += float(losses.sum())
+        _learned["samples"] += int((losses > 0).sum())
+        _learned["empty"] += int((losses == 0).sum())
+
+    _wrap(SampleStatistics, "add", before=add)
+
+
+def an_empty_record_ends_the_run() -> None:
+    _learn()
+
+    def end(*_: Any) -> None:
+        if _learned["empty"]:
+            raise SystemExit("error: a record without tokens")
+
+    _wrap(DPOptimizer, "step", before=end)
+
+
+def a_rank_reads_other_records() -> None:
+    if os.environ["RANK"] == "1":
+        real = SampleStore.sample
+
+        def sample(self: Any, unit: int, *args: Any, **options: Any) -> Any:
+            return real(self, (unit + 1) % records.UNITS, *args, **options)
+
+        SampleStore.sample = sample  # type: ignore[method-assign, assignment]
+
+
+def the_loss_stops_the_run() -> None:
+    _learn()
+
+    def low(self: Any, goes_on: bool) -> bool:
+        return goes_on and not (self.step > 1 and _learned["empty"])
+
+    _wrap(train.DPTrainer, "should_continue_training", after=low)
+
+
+def lost_steps_are_counted_exactly() -> None:
+    ExecutedSteps._by_blocks = lambda self, lost, period: len(list(lost))  # type: ignore
+
+
+def the_divisor_is_counted() -> None:
+    _learn()
+
+    def divide(self: Any, *_: Any) -> None:
+        self._expected_batch_size = max(_learned["samples"], 1)
+        _learned["samples"] = 0
+
+    _wrap(DPOptimizer, "step", before=divide)
+
+
+def the_noise_follows_the_batch() -> None:
+    _learn()
+
+    def scale(self: Any, *_: Any) -> None:
+        self._noise_std *= 1 + 0.1 * _learned["samples"]
+
+    _wrap(DPOptimizer, "step", before=scale)
+
+
+def the_learning_rate_follows_the_loss() -> None:
+    _learn()
+
+    def scale(self: Any, *_: Any) -> None:
+        for optimizer in self._inner():
+            for group in optimizer.param_groups:
+                group["lr"] *= 1 + 1e-4 * _learned["losses"]
+
+    _wrap(DPOptimizer, "step", before=scale)
+
+
+def nothing_is_clipped() -> None:
+    def as_they_are(_self: Any, clip: Any) -> Any:
+        return clip._replace(factor_B=torch.where(clip.factor_B > 0, 1.0, 0.0))
+
+    _wrap(ClipPolicy, "clip", after=as_they_are)
+
+
+def each_group_is_clipped_to_all_of_c() -> None:
+    ClipPolicy.bounds = property(  # type: ignore[method-assign, assignment]
+        lambda self: (self.max_grad_norm,) * len(self.members)
+    )
+
+
+def privacy_json_counts_samples() -> None:
+    _learn()
+
+    def count(self: Any, spent: Any) -> Any:
+        path = Path(self.job_config.job.dump_folder) / "privacy.json"
+        path.write_text(
+            json.dumps({**json.loads(path.read_text()), "samples": _learned["samples"]})
+        )
+        return spent
+
+    _wrap(train.DPTrainer, "_publish", after=count)
+
+
+def checkpoints_count_samples() -> None:
+    _learn()
+    _wrap(
+        train.DPTrainer,
+        "state_dict",
+        after=lambda _, state: {**state, "ntokens_seen": _learned["samples"]},
+    )
+
+
+def a_loss_is_printed_without_its_label() -> None:
+    _learn()
+    _wrap(DPOptimizer, "step", before=lambda *_: print(f"losses: {_learned['losses']}"))
+
+
+def a_collective_is_as_large_as_the_batch() -> None:
+    _learn()
+    _wrap(
+        DPOptimizer,
+        "step",
+        before=lambda *_: dist.all_reduce(torch.zeros(1 + _learned["samples"])),
+    )
+
+
+def half_the_noise() -> None:
+    def halve(self: Any, *_: Any) -> None:
+        self._noise_std = self._noise_std / 2
+
+    _wrap(DPOptimizer, "step", before=halve)
+
+
+def each_step_has_the_first_ones_noise() -> None:
+    from torchtitan_dp.privacy.banded import NoiseChain
+
+    first: list[Any] = []
+
+    def keep(_self: Any, keys: Any) -> Any:
+        first.append(keys)
+        return first[0]
+
+    _wrap(NoiseChain, "take", after=keep)
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    fault.__name__: fault
+    for fault in (
+        an_empty_record_ends_the_run,
+        a_rank_reads_other_records,
+        the_loss_stops_the_run,
+        lost_steps_are_counted_exactly,
+        the_divisor_is_counted,
+        the_noise_follows_the_batch,
+        the_learning_rate_follows_the_loss,
+        nothing_is_clipped,
+        each_group_is_clipped_to_all_of_c,
+        privacy_json_counts_samples,
+        checkpoints_count_samples,
+        a_loss_is_printed_without_its_label,
+        a_collective_is_as_large_as_the_batch,
+        half_the_noise,
+        each_step_has_the_first_ones_noise,
+    )
+}
 
 
 def plant(name: str) -> None:

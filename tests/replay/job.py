@@ -39,6 +39,8 @@ class Job:
     """The step after which the disk is full."""
     clock: int | None = None
     """The tokens after which its time is up; each step takes as long as its samples are."""
+    crash_clock: int | None = None
+    """The tokens after which it dies."""
     damages: bool = False
     """Whether the newest checkpoint is damaged before it begins."""
 
@@ -68,7 +70,9 @@ class Collectives(TorchDispatchMode):
         super().__init__()
         self._seen = seen
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = str(function)
         if name.startswith(("c10d", "_c10d_functional")) and "wait" not in name:
             leaves = torch.utils._pytree.tree_leaves((args, kwargs))
@@ -94,11 +98,14 @@ def main(argv: list[str]) -> None:
     class Watched(trainer_type):  # type: ignore[misc, valid-type]
         """A trainer that is cut off as its job is, and whose outputs go over the tape."""
 
-        shown = 0
+        shown, started = 0, False
 
         def accumulate(self, microbatch: Any, statistics: Any) -> None:
             super().accumulate(microbatch, statistics)
             self.shown += microbatch.labels_BT.numel()
+            if self.started and job.crash_clock is not None and self.shown >= job.crash_clock:
+                seen.write(out)
+                os._exit(CRASH)
 
         def train_step(self, feed: Any) -> None:
             hook = register_optimizer_step_pre_hook(
@@ -119,7 +126,7 @@ def main(argv: list[str]) -> None:
 
         def batch_generator(self, data_iterable: Any) -> Any:
             feed = super().batch_generator(data_iterable)
-            self.shown = 0  # rehearsals are alike
+            self.shown, self.started = 0, True  # rehearsals are alike
             return feed
 
     train.DPTrainer, train.poisson_draw = Watched, draw  # type: ignore[misc]

@@ -36,10 +36,22 @@ def text_files(folder: Path, random: random.Random, changed: bool) -> None:
     """One file a unit."""
     folder.mkdir(parents=True)
     for i in range(UNITS):
-        content = _odd_bytes(random) if i == CHANGED else f"record {i} {random.random()} ".encode() * 3
+        content = (
+            _odd_bytes(random) if i == CHANGED else f"record {i} {random.random()} ".encode() * 3
+        )
         if i == CHANGED and not content.strip():
             content = b"something, so that neighbours differ"
         (folder / f"{i:02}.txt").write_bytes(content if i != CHANGED or changed else b"")
+
+
+def one_long(folder: Path, random: random.Random, changed: bool) -> None:
+    """Short files, and one that is long or empty: a step's time depends on it."""
+    folder.mkdir(parents=True)
+    for i in range(UNITS):
+        content = f"record {i} {random.random()}"
+        (folder / f"{i:02}.txt").write_text(
+            content if i != CHANGED else "long " * 400 if changed else ""
+        )
 
 
 def _lines(path: Path, lines: list[dict[str, Any]]) -> None:
@@ -96,6 +108,7 @@ def chats(path: Path, random: random.Random, changed: bool) -> None:
 
 KINDS: dict[str, tuple[str, Callable[[Path, random.Random, bool], None]]] = {
     "text": ("data", text_files),
+    "one long": ("data", one_long),
     "units": ("data/units.jsonl", units),
     "prompts": ("data/prompts.jsonl", prompts),
     "chats": ("data/chats.jsonl", chats),

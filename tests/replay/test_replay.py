@@ -1,5 +1,6 @@
 """Two neighbours, replayed: all that may be published of either run is equal."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,13 @@ from tests.replay.job import Job
 pytestmark = [pytest.mark.slow]
 
 PAIRS = "--training.local_batch_size=2"
+CLOCK = Case(
+    "clock",
+    ("--training.seq_len=512", "--training.global_batch_size=11"),
+    kind="one long",
+    jobs=(Job(crash_clock=5000), Job(clock=3000)),
+    buckets=True,
+)
 CASES = (
     Case("microbatch", kind="text"),
     Case("grad_sample", ("--privacy.gradient_method=grad_sample", PAIRS), context_parallel=2),
@@ -30,7 +38,7 @@ CASES = (
     Case("kill", jobs=(Job(crash_at=4), Job()), seed=7, context_parallel=2),
     Case("damage", jobs=(Job(stop_at=3), Job(damages=True)), seed=8),
     Case("full disk", jobs=(Job(full_at=4), Job()), seed=9),
-    Case("clock", jobs=(Job(clock=600),), seed=0, buckets=True),
+    CLOCK,
 )
 
 
@@ -38,8 +46,6 @@ def prepared(case: Case, root: Path) -> Case:
     """Give a case of conversations its template."""
     if case.kind != "chats":
         return case
-    import dataclasses
-
     hf = f"--model.hf_assets_path={folder(root / 'tokenizer')}"
     return dataclasses.replace(case, overrides=(*case.overrides, hf))
 
