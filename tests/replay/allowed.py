@@ -17,9 +17,9 @@ ALLOWED = (
         "this is the sensitivity that noise is made for",
     ),
     (
-        "sizes and number of microbatches and their collectives, with `data.length_buckets`",
-        "lengths of drawn units decide them: they show on the cluster's network and in timing, which the "
-        "guarantee leaves out; without buckets they are equal",
+        "number and sizes of microbatches and of their collectives, with `data.length_buckets`",
+        "they follow from lengths of drawn units, and show on the cluster's network and in timing, "
+        "which the guarantee leaves out; without buckets they are equal",
     ),
     (
         "where a clock or a crash cut a run into jobs",

@@ -172,7 +172,7 @@ def _at_step(
 def _fix_randomness(number: int) -> None:
     """Draw the same keys and names on both sides; `privacy.debug_seed` would forbid a release.
 
-    Keys are those of all jobs, so that a step which is taken again has its noise again; names are not.
+    All jobs have the same keys: a step that is taken again has its noise again.
     """
     names = itertools.count()
     secrets.token_bytes = lambda size=32: hashlib.shake_256(b"replay").digest(size)

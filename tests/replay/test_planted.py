@@ -39,7 +39,7 @@ FLAG = {
 
 MISSED = {
     "half_the_noise": "both runs have it: the tests of noise measure its standard deviation",
-    "each_step_has_the_first_ones_noise": "both runs do: `privacy/keys.py` refuses a key's second use",
+    "each_step_has_the_first_ones_noise": "both runs do: `KeyStream` refuses a second use",
 }
 
 
