@@ -18,7 +18,7 @@ CLOCK = Case(
     "clock",
     ("--training.seq_len=512", "--training.global_batch_size=11"),
     kind="one long",
-    jobs=(Job(crash_clock=5000), Job(clock=3000)),
+    jobs=(Job(crash_clock=1000), Job(clock=700)),
     buckets=True,
 )
 CASES = (
