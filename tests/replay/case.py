@@ -13,7 +13,7 @@ from tests.replay.job import ENVIRONMENT, Job
 from torchtitan_dp.release.__main__ import main as release
 from torchtitan_dp.report.__main__ import main as report
 
-C, BATCH, STEPS = 0.7, 5, 4
+C, STEPS = 0.7, 4
 _NAMES = "first_run", "other_run"  # of one length: messages and checkpoints hold paths
 _UUID = re.compile(rb"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")  # DCP's, of a save
 _JOBS = 16  # at most, where a clock cuts a run
@@ -31,6 +31,8 @@ class Case:
     dp_shard: int = 1
     jobs: tuple[Job, ...] = (Job(),)
     """The last one is repeated until all steps are taken."""
+    batch: int = 5
+    """The expected batch size."""
     buckets: bool = False
     """Whether microbatches are as long as their samples, which shows in their collectives."""
 
@@ -40,7 +42,7 @@ class Case:
             f"--job.dump_folder={root / 'out'}",
             f"--training.dataset_path={data}",
             *(("--training.dataset=jsonl",) if data.suffix == ".jsonl" else ()),
-            *("--training.seq_len=64", f"--training.global_batch_size={BATCH}"),
+            *("--training.seq_len=64", f"--training.global_batch_size={self.batch}"),
             *(f"--training.steps={STEPS}", f"--privacy.max_grad_norm={C}"),
             *("--privacy.accountant=rdp", "--privacy.delta=1e-3", *with_sigma(1.0)),
             *("--data.heldout_fraction=0", "--validation.no-enable"),
@@ -64,6 +66,11 @@ class Side:
     console: list[dict[str, list[str]]]
     released: int
 
+    def name(self) -> bytes:
+        """The random name of the run."""
+        path = self.root / "out" / "privacy.json"
+        return json.loads(path.read_text())["run"].encode() if path.exists() else b"no name"
+
 
 def differences(case: Case, root: Path, *, fault: str | None = None) -> list[str]:
     """Run `case` on both neighbours; each difference that is not allowed, in a line.
@@ -79,7 +86,7 @@ def differences(case: Case, root: Path, *, fault: str | None = None) -> list[str
     second = _run(case, root / _NAMES[1], tape, changed=False, fault=fault)
     cut = any(job.clock is not None for job in case.jobs)
     found = [] if cut else _compare_jobs(first, second, buckets=case.buckets)
-    found += _compare_courses(first, second) + _compare_outputs(first, second)
+    found += _compare_courses(first, second) + _compare_outputs(first, second, case.batch)
     found += _compare_files(first, second, "out", published_alone=cut)
     found += _compare_files(first, second, "released", published_alone=False)
     return found
@@ -174,7 +181,7 @@ def _compare_courses(one: Side, other: Side) -> list[str]:
     return [] if a == b else [f"steps and learning rates: {a}; {b}"]
 
 
-def _compare_outputs(one: Side, other: Side) -> list[str]:
+def _compare_outputs(one: Side, other: Side, batch: int) -> list[str]:
     """Compare the second run's own outputs with the tape's: C over the batch size is the most."""
     found, squares = [], {}
     for job in other.seen:
@@ -183,9 +190,9 @@ def _compare_outputs(one: Side, other: Side) -> list[str]:
         for step in {step for part in job for step in part["squared_distances"]}:
             squares[step] = sum(part["squared_distances"].get(step, 0.0) for part in job)
     for step, square in sorted(squares.items()):
-        if not math.sqrt(square) <= C / BATCH * (1 + 1e-4):
+        if not math.sqrt(square) <= C / batch * (1 + 1e-4):
             found.append(
-                f"clipped sums of step {step} differ by {math.sqrt(square) * BATCH / C:.4f} C"
+                f"clipped sums of step {step} differ by {math.sqrt(square) * batch / C:.4f} C"
             )
     return found
 
@@ -202,7 +209,7 @@ def _compare_files(one: Side, other: Side, folder: str, *, published_alone: bool
         return [f"{folder}: files {sorted(ours.keys() ^ theirs.keys())}"]
     found = []
     for name, path in ours.items():
-        a, b = (_content(p) for p in (path, theirs[name]))
+        a, b = _content(path, one.name()), _content(theirs[name], other.name())
         if a != b:
             found.append(f"{folder}/{name}: {_first(a.splitlines(), b.splitlines())}")
     return found
@@ -213,7 +220,7 @@ def _files(folder: Path) -> dict[str, Path]:
     return {name: path for name, path in sorted(files.items()) if not allowed.is_private(name)}
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, run: bytes) -> bytes:
     """A file's bytes, without names that are drawn at random."""
     content = path.read_bytes()
     if path.name == ".metadata":  # DCP's, which holds the run's folder
@@ -221,7 +228,7 @@ def _content(path: Path) -> bytes:
     if path.name == "SHA256SUMS":  # of files that are compared themselves
         return b""
     if path.name != "privacy.json":
-        return content
+        return content.replace(run, b"RUN")
     terms = json.loads(content)
     terms["run"], terms["step_names"] = "", len(terms["step_names"].split())
     return json.dumps(terms, indent=1).encode()

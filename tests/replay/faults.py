@@ -60,12 +60,12 @@ def an_empty_record_ends_the_run() -> None:
 
 def a_rank_reads_other_records() -> None:
     if os.environ["RANK"] == "1":
-        real = SampleStore.sample
+        real = SampleStore.excerpt
 
-        def sample(self: Any, unit: int, *args: Any, **options: Any) -> Any:
+        def excerpt(self: Any, unit: int, *args: Any, **options: Any) -> Any:
             return real(self, records.CHANGED if unit >= 0 else unit, *args, **options)
 
-        SampleStore.sample = sample  # type: ignore[method-assign, assignment]
+        SampleStore.excerpt = excerpt  # type: ignore[method-assign, assignment]
 
 
 def the_loss_stops_the_run() -> None:

@@ -12,10 +12,10 @@ from torchtitan_dp.release import __main__ as release
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
-PLAIN = Case("plain", ("--training.global_batch_size=11",))
+PLAIN = Case("plain", batch=11)
 CASES = {
     "lost_steps_are_counted_exactly": CLOCK,
-    "a_rank_reads_other_records": Case("two readers", PLAIN.overrides, dp_shard=2),
+    "a_rank_reads_other_records": Case("two readers", dp_shard=2, batch=11),
     "each_group_is_clipped_to_all_of_c": Case("groups", ("--privacy.clipping=per_layer",)),
 }
 """The cases of faults that not every run could show."""

@@ -16,9 +16,10 @@ DOCUMENT = Path(__file__).parents[2] / "docs" / "privacy.md"
 PAIRS = "--training.local_batch_size=2"
 CLOCK = Case(
     "clock",
-    ("--training.seq_len=512", "--training.global_batch_size=11"),
+    ("--training.seq_len=512",),
     kind="one long",
-    jobs=(Job(crash_clock=1000), Job(clock=700)),
+    jobs=(Job(crash_clock=400), Job(clock=700)),
+    batch=11,
     buckets=True,
 )
 CASES = (
@@ -96,7 +97,7 @@ def drawn_case(seed: int) -> Case:
     )
     context_parallel, dp_shard = chance.choice(((1, 1), (1, 1), (2, 1), (1, 2)))
     jobs, buckets = chance.choice(JOBS), chance.random() < 0.3
-    return Case("", overrides, kind, seed, context_parallel, dp_shard, jobs, buckets)
+    return Case("", overrides, kind, seed, context_parallel, dp_shard, jobs, buckets=buckets)
 
 
 @pytest.mark.slow
