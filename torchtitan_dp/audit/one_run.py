@@ -32,6 +32,7 @@ from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.feed import Feed
+from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.train import DPTrainer
@@ -50,34 +51,57 @@ class CanaryAudit:
     result: dict[str, Any]  # the content of `--json`
 
 
-class AuditTrainer(DPTrainer):
-    """A `DPTrainer` on canaries after the records, which scores them."""
-
-    clipped_sum_type = CanarySum
-    clipped_sum: CanarySum
+class PlantedTrainer(DPTrainer):
+    """A `DPTrainer` on canaries after the records, each with a secret coin."""
 
     def __init__(self, job_config: JobConfig, decide: Callable[[], Start], canaries: int) -> None:
         super().__init__(job_config, decide)
         self.ledger.mark_audited(canaries)
-        loader, dims = self.dataloader, self.parallel_dims
-        samples = CanarySamples(loader.samples, job_config.data)
+        self._coins = draw_coins(self.coin_keys.take(0), canaries)
+
+    def read(self, samples: SampleStore) -> None:
+        """Train on `samples`, in which canaries are numbered after the units."""
+        loader, dims, job_config = self.dataloader, self.parallel_dims, self.job_config
         batch = dims.get_mesh("batch") if dims.dp_enabled else None
         # After the base class: sampling rate and noise are those of a run on the records alone.
         self.dataloader = RecordLoader(
             samples,
-            np.concatenate([loader.units, samples.first + np.arange(canaries)]),
+            np.concatenate([loader.units, len(samples.units) + np.arange(len(self._coins))]),
             ranks=batch.size() if batch else 1,
             rank=batch.get_local_rank() if batch else 0,
             batch_size=job_config.training.local_batch_size,
             windows=loader.windows,
             fingerprint=loader.fingerprint,
             settings=loader.settings,
+            secure_draws=job_config.privacy.secure_noise,
         )
         self.feed.close()
         self.feed = build_feed(self.dataloader, job_config, dims, self.device)
+
+    def train_step(self, feed: Feed) -> None:
+        super().train_step(feed)
+        steps = self.job_config.training.steps
+        if dist.get_rank() == 0 and self.step % max(steps // 10, 1) == 0:
+            print(f"audit: step {self.step} of {steps}", file=sys.stderr)
+
+    def unblind(self) -> np.ndarray:
+        """Reveal the coins, bool (canaries,), after the guesses are on disk."""
+        assert os.path.exists(os.path.join(self.job_config.job.dump_folder, GUESSES_FILE))
+        return self._coins
+
+
+class AuditTrainer(PlantedTrainer):
+    """A trainer on canaries of gradients, which scores them."""
+
+    clipped_sum_type = CanarySum
+    clipped_sum: CanarySum
+
+    def __init__(self, job_config: JobConfig, decide: Callable[[], Start], canaries: int) -> None:
+        super().__init__(job_config, decide, canaries)
+        samples = CanarySamples(self.dataloader.samples, job_config.data)
+        self.read(samples)
         parameters = self.clipped_sum.parameters
         places = Canaries.choose(parameters, canaries)
-        self._coins = draw_coins(self.coin_keys.take(0), canaries)
         self.clipped_sum.plant(places, self._coins, samples.drawn)
         (optimizer,) = self.optimizers.optimizers
         self._drawn = samples.drawn
@@ -86,9 +110,6 @@ class AuditTrainer(DPTrainer):
     def train_step(self, feed: Feed) -> None:
         super().train_step(feed)
         assert not self._drawn, "some drawn samples were never clipped"
-        steps = self.job_config.training.steps
-        if dist.get_rank() == 0 and self.step % max(steps // 10, 1) == 0:
-            print(f"audit: step {self.step} of {steps}", file=sys.stderr)
 
     def scores(self) -> np.ndarray:
         """Return each canary's gradient, summed over steps, in multiples of one inclusion's.
@@ -98,11 +119,6 @@ class AuditTrainer(DPTrainer):
         settings = self.ledger.settings
         scale = settings.expected_batch_size / settings.max_grad_norm
         return self._keeper.scores(self.parallel_dims.dp_replicate) * scale
-
-    def unblind(self) -> np.ndarray:
-        """Reveal the coins, bool (canaries,), after the guesses are on disk."""
-        assert os.path.exists(os.path.join(self.job_config.job.dump_folder, GUESSES_FILE))
-        return self._coins
 
 
 def guess(scores: np.ndarray, guesses: int) -> np.ndarray:

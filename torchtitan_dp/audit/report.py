@@ -57,7 +57,7 @@ def table(result: dict[str, Any]) -> list[str]:
     lines = [
         f"audit ({result['instrument']}): epsilon >= {_down(result['epsilon_lower_bound'], 2)} "
         f"at delta = {result['delta']:g}, with {result['confidence']:.4g} confidence; "
-        f"claimed: {rounded_up(result['epsilon_claimed'], digits=3)}"
+        f"claimed: {_claim(result['epsilon_claimed'])}"
     ]
     if result["instrument"] == "game":
         steps = "one step" if result["steps"] == 1 else f"a round of {result['steps']} steps"
@@ -72,6 +72,8 @@ def table(result: dict[str, Any]) -> list[str]:
                 f"{case['false_positives']:4} without, {case['false_negatives']:4} with   {verdict}"
             )
         lines.append(f"      about {steps} of a tiny model; {_LOW_IS_NO_PROOF}")
+    elif result["instrument"] == "text":
+        lines += _text_lines(result)
     else:
         most = result["epsilon_lower_bound_if_all_right"]
         lines += [
@@ -89,6 +91,33 @@ def table(result: dict[str, Any]) -> list[str]:
     return lines
 
 
+def _claim(value: float | None) -> str:
+    return "nothing" if value is None else rounded_up(value, digits=3)
+
+
+def _text_lines(result: dict[str, Any]) -> list[str]:
+    """Return the lines of an attack on the exported model."""
+    seen, members = result["detected"], result["included"]
+    others = result["canaries"] - members
+    spelt = "; ".join(
+        f"{how} decoding spells {hits['included']} of {members} included secrets, "
+        f"{hits['excluded']} of {others} excluded ones"
+        for how, hits in result["extracted"].items()
+    )
+    return [
+        f"      mu >= {_down(result['mu_lower_bound'], 3)}, claimed: "
+        f"{_claim(result['mu_claimed'])} but for {result['mu_but_for']:g}; with all guesses right "
+        f"{_down(result['mu_lower_bound_if_all_right'], 2)}",
+        f"      {result['correct']} of {result['guesses']} guesses right, on {result['canaries']} "
+        f"documents of which {members} were included",
+        f"      with 1% false positives it detects {seen['share']:.1%} of members "
+        f"({seen['at_least']:.1%} to {seen['at_most']:.1%}); the claim allows "
+        f"{result['detected_at_most']:.1%}",
+        f"      {spelt}",
+        f"      by the exported model alone, about these documents; {_LOW_IS_NO_PROOF}",
+    ]
+
+
 def plot_canaries(audit: CanaryAudit, path: str) -> None:
     """Plot histograms of the scores by coin, and the edges of the guesses."""
     from matplotlib.figure import Figure
@@ -102,12 +131,16 @@ def plot_canaries(audit: CanaryAudit, path: str) -> None:
     for side, edge in ((-1, np.max), (1, np.min)):
         if (audit.guesses == side).any():
             axes.axvline(edge(audit.scores[audit.guesses == side]), color="black", lw=1, ls="--")
-    axes.set_xlabel("score (1 = what an included canary adds each time it is drawn)")
+    axes.set_xlabel(
+        "score (nats by which the release finds the document likelier)"
+        if result["instrument"] == "text"
+        else "score (1 = what an included canary adds each time it is drawn)"
+    )
     axes.set_ylabel("canaries")
     axes.set_title(
         f"{result['correct']} of {result['guesses']} guesses right (beyond the dashed lines): "
         f"epsilon >= {_down(result['epsilon_lower_bound'], 2)}, claimed "
-        f"{rounded_up(result['epsilon_claimed'], digits=3)}",
+        f"{_claim(result['epsilon_claimed'])}",
         fontsize="medium",
     )
     axes.legend(frameon=False)

@@ -23,7 +23,7 @@ from torchtitan_dp.data.units import RecordUnits, Units
 from torchtitan_dp.privacy.sampling import Choices
 
 IGNORE_INDEX = -100  # the default of F.cross_entropy
-_NOTHING = Excerpt(np.empty(0, dtype=np.int64), 0)
+NOTHING = Excerpt(np.empty(0, dtype=np.int64), 0)
 
 
 class SampleStore:
@@ -127,13 +127,13 @@ class SampleStore:
         Raises `IndexError` for a unit below -1 or beyond the store.
         """
         if unit == -1:
-            return _NOTHING
+            return NOTHING
         sources = self.chosen(unit, rng, windows)
         if self._one_record and window >= len(sources):
-            return _NOTHING
+            return NOTHING
         head = self._head(source := int(sources[window if self._one_record else 0]))
         if not self._window or len(head.ids) <= self.seq_len:
-            return head if self._one_record or window == 0 else _NOTHING
+            return head if self._one_record or window == 0 else NOTHING
         assert rng is not None
         place = float(rng.random(windows)[window])
         if not self._one_record:
