@@ -75,7 +75,8 @@ def require_libraries(config: JobConfig) -> None:
     """Refuse, by ValueError, an export that no library here can load."""
     if importlib.util.find_spec("transformers") is None:
         raise ValueError(
-            "--instrument text: loads the released model with transformers; pip install transformers"
+            "--instrument text: loads the exported model by transformers, which is missing here; "
+            "pip install transformers"
         )
     adapts = config.lora.rank > 0 and config.lora.export == "adapter"
     if adapts and importlib.util.find_spec("peft") is None:

@@ -25,7 +25,7 @@ def load(folder: str, base: str | None, device: torch.device) -> Any:
 
     is_adapter = os.path.exists(os.path.join(folder, ADAPTER_CONFIG_FILE))
     place = base if is_adapter else folder
-    model = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     if is_adapter:
         from peft import PeftModel
 

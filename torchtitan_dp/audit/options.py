@@ -37,8 +37,8 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
         choices=("game", "canaries", "text"),
         default="canaries",
         help="game: single steps of a tiny model, with a unit and without; canaries: one training "
-        "run of the configured model with units that are included by chance (default); text: such a "
-        "run with documents, and an attack on the exported model alone",
+        "run of the configured model with units that are included by chance (default); text: such "
+        "a run with documents, and an attack on the exported model alone",
     )
     for name, kind, metavar, default, of, meaning in _OPTIONS:
         text = f"{of}: {meaning}" + (f" ({default})" if default is not None else "")

@@ -95,7 +95,7 @@ def audit(
     promised = meaning(trainer.ledger.own(trainer.step), settings.delta)
     correct = int(np.sum((guessed == 1) & included) + np.sum((guessed == -1) & ~included))
     each = 1 - (1 - confidence) / 2
-    terms = {"canaries": canaries, "guesses": guesses, "confidence": each}
+    terms: dict[str, Any] = {"canaries": canaries, "guesses": guesses, "confidence": each}
     bound = one_run_epsilon(**terms, correct=correct, delta=settings.delta)
     mu, most = (
         one_run_mu(**terms, correct=right, but_for=promised.mu_but_for)

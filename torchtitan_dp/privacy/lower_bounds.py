@@ -9,14 +9,14 @@ but for a probability, `one_run_mu` returns more than mu as rarely. If it is mu-
 estimated norms, of all units, that holds of `mixture_mu`, which is of the same trials. So a bound
 above the claim is evidence of a fault; one below it proves nothing: a better attack may exist.
 
-Assumptions: for `one_run_epsilon` and `one_run_mu`, each canary's coin is fair, independent of all else and unknown
-to the attack, and the number of guesses was fixed in advance. For `gaussian_mu`, trials are
-independent and what counts as an error was fixed in advance.
+Assumptions: for `one_run_epsilon` and `one_run_mu`, each canary's coin is fair, independent of all
+else and unknown to the attack, and the number of guesses was fixed in advance. For `gaussian_mu`,
+trials are independent and what counts as an error was fixed in advance.
 
 Sources: Steinke, Nasr & Jagielski, "Privacy Auditing with One (1) Training Run" (NeurIPS 2023),
 Theorem 5.2; Mahloujifar, Melis & Chaudhuri, "Auditing f-Differential Privacy in One Run" (ICML
-2025), for `one_run_mu`; Dong, Roth & Su, "Gaussian Differential Privacy" (2022), for mu; Clopper & Pearson
-(1934) for a rate. Libraries with these bounds bring JAX, or need two trainings.
+2025), for `one_run_mu`; Dong, Roth & Su, "Gaussian Differential Privacy" (2022), for mu; Clopper &
+Pearson (1934) for a rate. Libraries with these bounds bring JAX, or need two trainings.
 """
 
 import numpy as np
