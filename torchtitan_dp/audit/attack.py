@@ -24,7 +24,10 @@ def load(folder: str, base: str | None, device: torch.device) -> Any:
     from transformers import AutoModelForCausalLM
 
     is_adapter = os.path.exists(os.path.join(folder, ADAPTER_CONFIG_FILE))
-    place = base if is_adapter else folder
+    place = folder
+    if is_adapter:
+        assert base is not None  # adapters are trained on loaded weights alone
+        place = base
     model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
     if is_adapter:
         from peft import PeftModel

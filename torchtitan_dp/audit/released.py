@@ -14,6 +14,7 @@ import json
 import math
 import os
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch.distributed as dist
