@@ -71,7 +71,8 @@ def scores(
     found = log_likelihoods(model, ids)
     if base is not None:
         found = found - log_likelihoods(base, ids)
-    found = np.where(np.isfinite(found), found, np.min(found[np.isfinite(found)], initial=0.0))
+    finite = np.isfinite(found)
+    found = np.where(finite, found, found[finite].min() if finite.any() else 0.0)
     domains = np.array([canary.domain for canary in canaries])
     for domain in np.unique(domains):
         found[domains == domain] -= found[domains == domain].mean()

@@ -1,0 +1,254 @@
+"""The audit of the exported model: its documents, its attack, its bounds, the whole command."""
+
+import contextlib
+import importlib.util
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from tests.hazards.test_audit import FAULTS
+from tests.processes import forks
+from tests.processes.runs import CONFIG, write_records
+
+_MODEL = dict(
+    model_type="llama",
+    architectures=["LlamaForCausalLM"],
+    hidden_size=64,
+    intermediate_size=128,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    vocab_size=264,
+    max_position_embeddings=512,
+    rms_norm_eps=1e-5,
+    rope_theta=10000.0,
+    tie_word_embeddings=False,
+    hidden_act="silu",
+)
+
+
+def test_documents_are_public_distinct_and_begin_with_their_prompts():
+    from torchtitan_dp.audit.texts import write_canaries
+
+    written = write_canaries(100)
+    assert written == write_canaries(100)
+    assert len({canary.secret for canary in written}) == 100
+    assert np.bincount([canary.domain for canary in written]).tolist() == [20] * 5
+    for canary in written:
+        assert canary.text.startswith(canary.prompt + canary.secret)
+        assert canary.secret.strip() not in canary.prompt
+        assert canary.text.count(canary.secret.strip()) >= 2
+
+
+@pytest.mark.parametrize("sampling", ["concat", "random"])
+def test_an_excluded_document_is_an_empty_unit(tmp_path, sampling):
+    import torchtitan_dp.distributed  # noqa: F401
+
+    # isort: split
+    from torchtitan_dp.audit.texts import TextSamples, token_ids, write_canaries
+    from torchtitan_dp.config import Data
+    from torchtitan_dp.data.dataset import Records
+    from torchtitan_dp.data.samples.samples import SampleStore
+    from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+
+    records = Records.open("text", str(write_records(tmp_path / "data", 3)))
+    tokenizer, data = ByteTokenizer(), Data(unit_sampling=sampling, long_records="head")
+    real = SampleStore(records.store, tokenizer, 32, records.units, unit_sampling=sampling)
+    ids = list(token_ids(write_canaries(2), tokenizer, 33))
+    planted = TextSamples(real, data, ids, np.array([True, False]))
+    rng = np.random.Generator(np.random.Philox(1)) if sampling == "random" else None
+    for unit in range(3):
+        ours, theirs = planted.sample(unit, rng=rng), real.sample(unit, rng=rng)
+        assert all(map(torch.equal, ours, theirs))
+    tokens_T, labels_T = planted.sample(3, rng=rng)
+    assert tokens_T.tolist() == ids[0][:-1].tolist()
+    assert labels_T.tolist() == ids[0][1:].tolist()
+    assert (planted.sample(4, rng=rng)[1] == -100).all()
+    assert (planted.sample(3, rng=rng, window=1, windows=2)[1] == -100).all()
+    sources = [int(planted.chosen(unit, rng, 1)[0]) for unit in (3, 4)]
+    assert [planted.tokens(source) for source in sources] == [32, 0]
+    assert max(sources) < planted.sources
+
+
+def tiny_model(folder):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(3)
+    settings = {k: v for k, v in _MODEL.items() if k != "model_type"}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **settings))
+    model.save_pretrained(folder)
+    return folder
+
+
+def test_log_likelihoods_are_those_of_documents_one_by_one(tmp_path):
+    from torchtitan_dp.audit import attack
+
+    model = attack.load(str(tiny_model(tmp_path)), None, torch.device("cpu"))
+    rng = np.random.default_rng(0)
+    ids = [rng.integers(0, 256, size) for size in rng.integers(2, 40, 37)]
+    expected = []
+    for row in ids:
+        with torch.no_grad():
+            log_TV = model(input_ids=torch.tensor(row)[None]).logits[0].double().log_softmax(-1)
+        expected.append(sum(float(log_TV[t, row[t + 1]]) for t in range(len(row) - 1)))
+    assert attack.log_likelihoods(model, ids) == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_score_is_a_gain_over_the_starting_weights_within_a_domain(monkeypatch):
+    from torchtitan_dp.audit import attack
+
+    values = {"new": np.array([3.0, 5.0, 9.0, np.nan]), "old": np.array([1.0, 1.0, 2.0, 0.0])}
+    monkeypatch.setattr(attack, "log_likelihoods", lambda model, ids: values[model].copy())
+    documents = [SimpleNamespace(domain=domain) for domain in (0, 0, 1, 1)]
+    assert attack.scores("new", "old", [], documents).tolist() == [-1.0, 1.0, 2.5, -2.5]
+
+
+def test_a_secret_is_extracted_if_it_comes_next():
+    from torchtitan_dp.audit import attack
+    from torchtitan_dp.audit.texts import write_canaries
+    from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+
+    documents, tokenizer = write_canaries(3), ByteTokenizer()
+    known = {canary.prompt: canary.secret for canary in documents[:2]}
+
+    def generate(tokens_1T, do_sample, num_return_sequences=1, **terms):
+        prompt = tokenizer.decode(tokens_1T[0].tolist())
+        said = known.get(prompt, " 0000")
+        if do_sample and prompt == documents[1].prompt:
+            said = " 123"
+        row = tokens_1T[0].tolist() + tokenizer.encode(said).tolist()
+        return torch.tensor([row] * num_return_sequences)
+
+    model = SimpleNamespace(device=torch.device("cpu"), generate=generate)
+    found = attack.extracted(model, documents, tokenizer)
+    assert found["greedy"].tolist() == [True, True, False]
+    assert found["sampled"].tolist() == [True, False, False]
+
+
+def test_detection_is_counted_at_one_percent_of_false_positives():
+    from torchtitan_dp.audit.released import detected
+
+    rng = np.random.default_rng(2)
+    included = rng.random(20_000) < 0.5
+    scores = included * 2.0 + rng.standard_normal(20_000)
+    found = detected(scores, included, 0.95)
+    assert found["share"] == pytest.approx(0.372, abs=0.02)  # Phi(Phi^-1(0.01) + 2)
+    assert found["at_least"] < found["share"] < found["at_most"]
+    assert detected(scores, np.ones(20_000, dtype=bool), 0.95)["share"] == 0.0
+
+
+def attacked(connection, argv, fault, log, cache):
+    import torchtitan_dp.audit.__main__ as audit
+
+    for stream in (1, 2):
+        os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND), stream)
+    os.environ |= {"XDG_CACHE_HOME": str(cache), "GLOO_SOCKET_IFNAME": "lo"}
+    with FAULTS[fault]() if fault else contextlib.nullcontext():
+        audit.main(argv)
+
+
+def run_audit(folder, name, fault, *options):
+    """The command on a tiny model, in a process of its own."""
+    data = folder / "data"
+    if not data.exists():
+        write_records(data, 4)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(_MODEL))
+    argv = [
+        *("--instrument=text", f"--job.config_file={CONFIG}"),
+        *(f"--job.dump_folder={folder / name}", f"--training.dataset_path={data}"),
+        *(f"--model.hf_assets_path={folder / 'model'}", "--training.seq_len=160"),
+        *("--training.local_batch_size=8", "--privacy.sample_rate=1"),
+        *("--data.heldout_fraction=0", "--validation.no-enable", "--privacy.accountant=rdp"),
+        *(f"--json={folder / name}.json", f"--plot={folder / name}.png", *options),
+    ]
+    log = folder / f"{name}.log"
+    process = forks.Process(attacked, argv, fault, log, folder / "cache")
+    try:
+        code = process.wait(900)
+    finally:
+        process.send_signal(signal.SIGKILL)
+    text = log.read_text()
+    assert code in (0, 1), text
+    result = json.loads((folder / f"{name}.json").read_text())
+    return SimpleNamespace(code=code, log=text, result=result, folder=folder / f"{name}_audit")
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["all weights", "adapters, merged"])
+def test_the_exported_model_is_attacked_and_stays_under_its_claim(tmp_path, lora):
+    options = ["--lora.rank=4", "--lora.export=merged"] if lora else []
+    steps = ["--training.steps=2", "--training.global_batch_size=12", "--canaries=40"]
+    run = run_audit(tmp_path, "clean", None, "--privacy.target_epsilon=4", *steps, *options)
+    assert run.code == 0, run.log
+    result = run.result
+    assert result["instrument"] == "text"
+    assert result["epsilon_lower_bound"] < result["epsilon_claimed"] <= 4
+    assert result["mu_lower_bound"] < result["mu_claimed"]
+    assert result["extracted"]["greedy"] == {"included": 0, "excluded": 0}
+    assert 0 < result["detected_at_most"] < 1
+    assert "by the exported model alone" in run.log
+    guesses = json.loads((run.folder / "audit_guesses.json").read_text())
+    assert set(guesses) == {"scores", "guesses"}
+    assert (run.folder / "hf" / "model.safetensors").is_file()
+    told = json.loads((run.folder / "privacy.json").read_text())
+    assert told["private"] is False
+    assert "audited: 40 canaries were trained on" in told["caveats"]
+    assert (tmp_path / "clean.png").stat().st_size > 10_000
+
+
+@pytest.mark.thorough
+def test_a_run_without_clipping_is_flagged_by_its_exported_model_alone(tmp_path):
+    terms = [
+        "--privacy.target_epsilon=0.1",
+        "--privacy.max_grad_norm=0.0001",
+        "--optimizer.lr=0.02",
+    ]
+    terms += [
+        "--privacy.debug_seed=5",
+        "--training.steps=32",
+        "--training.global_batch_size=204",
+        "--canaries=200",
+    ]
+    run = run_audit(tmp_path, "planted", "no clipping", *terms)
+    assert run.code == 1, run.log
+    assert run.result["epsilon_lower_bound"] > 0.1
+    assert run.result["mu_lower_bound"] > run.result["mu_claimed"]
+    assert "FAULT" in run.log
+
+
+@pytest.mark.parametrize(
+    "missing, options, names",
+    [
+        ((), ["--privacy.noise=banded"], "privacy.noise = 'banded'"),
+        ((), ["--trials=9"], "--trials = 9"),
+        (("transformers",), [], "pip install transformers"),
+        (("peft",), ["--lora.rank=4"], "lora.export = 'adapter'"),
+    ],
+)
+def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, monkeypatch, missing, options, names):
+    import torchtitan_dp.audit.__main__ as audit
+
+    found = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in missing else found(name)
+    )
+    data = write_records(tmp_path / "data")
+    command = ["--instrument=text", f"--job.config_file={CONFIG}"]
+    command += [f"--training.dataset_path={data}", "--privacy.accountant=rdp"]
+    command += [f"--job.dump_folder={tmp_path / 'out'}", "--training.global_batch_size=3"]
+    umask = os.umask(0o077)
+    try:
+        with pytest.raises(SystemExit) as stop:
+            audit.main(command + options)
+    finally:
+        os.umask(umask)
+    assert stop.value.code == 2
+    message = capsys.readouterr().err.strip().splitlines()
+    assert len(message) == 1, message
+    assert names in message[0]
+    assert not (tmp_path / "out_audit").exists()
