@@ -1,10 +1,11 @@
 """Ring attention over the context-parallel mesh; on one rank, fp32 attention in little memory.
 
-The ring is PyTorch's own (`torch.distributed.tensor.experimental`), on CUDA and CPU alike. PyTorch
-registers no CPU kernel for it. Flash attention on CPU returns `(out, logsumexp)`, which is all that
-the ring's merge needs, so TorchTitan's context-parallel path runs unchanged on gloo once that
-kernel is registered. CUDA's memory-efficient kernels, the only ones for fp32, pad logsumexp to 32
-rows, which the merge does not expect: the padding is cut off here and added again for backward.
+PyTorch (`torch.distributed.tensor.experimental`) chooses the kernel, deals sequences out and passes
+buffers on, on CUDA and CPU alike; the loop over blocks is ours (`distributed.ring`). PyTorch
+registers no CPU kernel for the ring. Flash attention on CPU returns `(out, logsumexp)`, which is
+all that the ring's merge needs, so TorchTitan's context-parallel path runs unchanged on gloo once
+that kernel is registered. CUDA's memory-efficient kernels, the only ones for fp32, pad logsumexp
+to 32 rows, which the merge does not expect: it is cut off here and added again for backward.
 
 Every private name of PyTorch's context parallelism that this package uses is in this file;
 `tests/distributed/test_attention.py` fails when a new version moves one.
@@ -15,10 +16,10 @@ memory-efficient kernel has no grouped queries, so keys and values are repeated 
 as much as one key head for each query head.
 """
 
-from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,12 +30,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
+from torchtitan_dp.distributed.ring import Position, Rotater, attend, attend_backward
+
 LoadBalancer = Literal["headtail"] | None
 RotateMethod = Literal["allgather", "alltoall"]
 
 _SEQ_DIM = 2  # of q, k, v: (batch, heads, sequence, head_dim)
-_forward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
-_backward_op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _efficient_op = torch.ops.aten._scaled_dot_product_efficient_attention.default
 _efficient_backward_op = torch.ops.aten._scaled_dot_product_efficient_attention_backward.default
 _ALIGNED_ROWS = 32  # the memory-efficient kernels' kAlignLSE: backward loads so many rows at once
@@ -68,7 +69,7 @@ def configure_ring(
     """
     ring._cp_options.enable_load_balance = load_balancer == "headtail"
     public_names.set_rotate_method(rotate_method)
-    _register_kernels(device_type)
+    _register_kernels()
 
 
 def apply_ring_attention(attention_modules: list[nn.Module], cp_mesh: DeviceMesh) -> None:
@@ -104,99 +105,81 @@ def _cudnn_versions() -> list[tuple[int, int, int]]:
     return [cudnn.getCompileVersion(), cudnn.getRuntimeVersion()]
 
 
-def _register_kernels(device_type: str) -> None:
-    """Register our ring kernels with PyTorch's context-parallel dispatcher."""
-    handlers = {_efficient_op: _efficient_forward, _efficient_backward_op: _efficient_backward}
-    if device_type == "cpu":
-        handlers |= {_forward_op: _ring_forward, _backward_op: _ring_backward}
-    ring.custom_ops.update(handlers)  # type: ignore[arg-type]
+def _register_kernels() -> None:
+    """Register our ring with PyTorch's context-parallel dispatcher, for every kernel."""
+    aten = torch.ops.aten
+    for forward, backward in (
+        (
+            aten._scaled_dot_product_flash_attention,
+            aten._scaled_dot_product_flash_attention_backward,
+        ),
+        (
+            aten._scaled_dot_product_cudnn_attention,
+            aten._scaled_dot_product_cudnn_attention_backward,
+        ),
+        (
+            aten._scaled_dot_product_efficient_attention,
+            aten._scaled_dot_product_efficient_attention_backward,
+        ),
+        (
+            aten._scaled_dot_product_flash_attention_for_cpu,
+            aten._scaled_dot_product_flash_attention_for_cpu_backward,
+        ),
+    ):
+        ring.custom_ops[forward.default] = _ring_forward  # type: ignore[assignment]
+        ring.custom_ops[backward.default] = _ring_backward  # type: ignore[assignment]
 
 
-def _local(values: Sequence[Any], *names: str) -> dict[str, Any]:
-    """Name each tensor, as its local part where it is a DTensor."""
-    local = (value.to_local() if isinstance(value, DTensor) else value for value in values)
-    return dict(zip(names, local, strict=True))
+def _ring_forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    mesh, terms = _named(op, args, kwargs)
+    if "compute_log_sumexp" in terms:
+        terms["compute_log_sumexp"] = True  # the merge needs it, whether or not a gradient does
+    kernel = _attend_unpadded if op is _efficient_op else op
+    position, of_keys, _ = _place(mesh)
+    out, logsumexp, *rest = attend(kernel, position, of_keys, **terms)
+    return (*_on_ring(mesh, out, logsumexp), *rest)
 
 
-def _on_ring(local_tensors: tuple[torch.Tensor, ...], mesh: DeviceMesh) -> tuple[DTensor, ...]:
+def _ring_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    mesh, terms = _named(op, args, kwargs)
+    kernel = _backward_padded if op is _efficient_backward_op else op
+    gradients = attend_backward(kernel, *_place(mesh), **terms)
+    return (*_on_ring(mesh, *gradients[:3]), *gradients[3:])
+
+
+def _named(
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[DeviceMesh, dict[str, Any]]:
+    """Return the mesh of an operator's DTensors, and its arguments by the names of its schema,
+    local parts in the place of DTensors."""
+    names = [argument.name.rstrip("_") for argument in op._schema.arguments]  # one has grad_out_
+    named = {"is_causal": False, **dict(zip(names, args, strict=False)), **kwargs}
+    for mask in ("attn_bias", "attn_mask"):
+        assert named.get(mask) is None, "the ring masks by position only"
+    (mesh, *_) = (value.device_mesh for value in args if isinstance(value, DTensor))
+    return mesh, {
+        name: value.to_local() if isinstance(value, DTensor) else value
+        for name, value in named.items()
+    }
+
+
+def _place(mesh: DeviceMesh) -> tuple[Position, Rotater | None, Rotater | None]:
+    """Return this rank's position on the ring, and what passes on keys and values (as configured)
+    and their gradients (from rank to rank, since each adds to them)."""
+    group, options = mesh.get_group(), ring._cp_options
+    size = dist.get_world_size(group)
+    position = Position(dist.get_rank(group), size, options.enable_load_balance)
+    if size == 1:
+        return position, None, None
+    of_keys = ring._create_rotater(group, _SEQ_DIM)
+    return position, of_keys, ring._AllToAllRotater(group, _SEQ_DIM)
+
+
+def _on_ring(mesh: DeviceMesh, *local_tensors: torch.Tensor) -> tuple[DTensor, ...]:
     return tuple(
         DTensor.from_local(tensor, mesh, [Shard(_SEQ_DIM)], run_check=False)
         for tensor in local_tensors
     )
-
-
-def _ring_forward(op: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[DTensor, ...]:
-    dropout_p = args[3] if len(args) > 3 else 0.0
-    is_causal = args[4] if len(args) > 4 else False
-    assert kwargs.get("attn_mask") is None, "the ring masks by position only"
-    results = ring._templated_ring_attention(
-        args[0].device_mesh.get_group(),
-        _SEQ_DIM,
-        _forward_op,  # type: ignore[arg-type]
-        **_local(args[:3], "query", "key", "value"),
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-        scale=kwargs.get("scale"),
-    )
-    return _on_ring(results, args[0].device_mesh)
-
-
-def _ring_backward(
-    op: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[DTensor, ...]:
-    *tensors, dropout_p, is_causal = args
-    results = ring._templated_ring_attention_backward(
-        args[1].device_mesh.get_group(),
-        _SEQ_DIM,
-        _backward_op,  # type: ignore[arg-type]
-        grad_out_name="grad_out",
-        **_local(tensors, "grad_out", "query", "key", "value", "out", "logsumexp"),
-        is_causal=is_causal,
-        dropout_p=dropout_p,
-        scale=kwargs.get("scale"),
-    )
-    return _on_ring(results, args[1].device_mesh)
-
-
-def _efficient_forward(
-    op: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    dropout_p = args[5] if len(args) > 5 else 0.0
-    is_causal = args[6] if len(args) > 6 else False
-    assert args[3] is None, "the ring masks by position only"
-    out, logsumexp, *seed_and_offset = ring._templated_ring_attention(
-        args[0].device_mesh.get_group(),
-        _SEQ_DIM,
-        _attend_unpadded,
-        **_local(args[:3], "query", "key", "value"),
-        is_causal=is_causal,
-        attn_bias=None,
-        compute_log_sumexp=True,  # the merge needs it, whether or not a gradient does
-        dropout_p=dropout_p,
-        scale=kwargs.get("scale"),
-    )
-    return (*_on_ring((out, logsumexp), args[0].device_mesh), *seed_and_offset)
-
-
-def _efficient_backward(
-    op: object, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    tensors, attn_bias = (*args[:4], *args[5:9]), args[4]
-    names = "grad_out", "query", "key", "value", "out", "logsumexp", "philox_seed", "philox_offset"
-    assert attn_bias is None, "the ring masks by position only"
-    *gradients, grad_bias = ring._templated_ring_attention_backward(
-        args[1].device_mesh.get_group(),
-        _SEQ_DIM,
-        _backward_padded,  # type: ignore[arg-type]
-        grad_out_name="grad_out_",
-        **_local(tensors, *names),
-        is_causal=args[11] if len(args) > 11 else False,
-        attn_bias=None,
-        dropout_p=args[9],
-        grad_input_mask=args[10],
-        scale=kwargs.get("scale"),
-    )
-    return (*_on_ring(tuple(gradients), args[1].device_mesh), grad_bias)
 
 
 def _attend_unpadded(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
@@ -205,7 +188,9 @@ def _attend_unpadded(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[to
     return out, logsumexp[..., : query.shape[_SEQ_DIM]], *rest
 
 
-def _backward_padded(*, logsumexp: torch.Tensor, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+def _backward_padded(
+    *, grad_out: torch.Tensor, logsumexp: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, ...]:
     """Compute one block's gradients, with logsumexp padded as by the forward kernel.
 
     Padded rows have an infinite logsumexp, so that their probabilities are 0.
@@ -214,7 +199,7 @@ def _backward_padded(*, logsumexp: torch.Tensor, **kwargs: Any) -> tuple[torch.T
     if missing and torch.version.hip is None:  # ROCm's kernels pad nothing
         logsumexp = F.pad(logsumexp, (0, missing), value=torch.inf)
     gradients: tuple[torch.Tensor, ...] = _efficient_backward_op(
-        logsumexp=logsumexp.contiguous(), **kwargs
+        grad_out_=grad_out, logsumexp=logsumexp.contiguous(), **kwargs
     )
     return gradients
 

@@ -1,0 +1,257 @@
+"""Ring attention's loop over blocks, in little memory: sums in place, heads apart at long T.
+
+Each rank of a context-parallel group has the queries, keys and values of its own tokens. Keys and
+values travel around the ring; each rank attends to one block of them at a time and merges the
+results by logsumexp (Liu et al. 2023, "Ring Attention", arXiv 2310.01889). In backward the fp32
+gradients of keys and values travel along. This computes what PyTorch's `_templated_ring_attention`
+does, term by term in the same order, so that fp32 results are bit-identical, but
+
+- partial outputs and gradients are merged in place, where PyTorch makes a copy a block;
+- keys and values are packed once, and not again for each rank that they pass;
+- outputs and gradients lie as (B, T, H, F), as the layers around attention read them;
+- from `HEADS_APART_FROM` tokens a rank, the kernel runs on the queries of one key head at a time.
+  FlashAttention's backward needs fp32 dQ, and dK and dV of every query head: at 131,072 tokens of
+  32 heads 4 GiB, of 4 heads 0.5 GiB. So many tokens fill a device with one key head, too.
+
+A ring of one rank is attention without a ring, with heads apart. How a sequence is dealt out is
+PyTorch's: contiguously, or "head-tail" (rank r of n has chunks r and 2n - 1 - r).
+"""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.nn.functional as F
+
+HEADS_APART_FROM = 2**16
+"""Tokens a rank, from which the kernel runs on one key head at a time."""
+
+
+class Rotater(Protocol):
+    """Passes flat buffers to the next rank: PyTorch's `_RingRotater`."""
+
+    def exchange_buffers(self, curr_buffer: torch.Tensor) -> None:
+        """Begin to send a buffer."""
+
+    def next_buffer(self) -> torch.Tensor:
+        """Wait for the buffer of the rank before."""
+
+
+Kernel = Callable[..., tuple[Any, ...]]
+"""Attention within one block, forward or backward."""
+
+
+@dataclass(frozen=True)
+class Position:
+    """A rank's position on the ring, and how sequences are dealt out to ranks."""
+
+    rank: int
+    size: int
+    balanced: bool
+    """Whether ranks have a chunk from the head and one from the tail."""
+
+    def block(self, step: int, tokens: int, is_causal: bool) -> "Block | None":
+        """Return what to compute with the keys of the rank `step` before this one; None for
+        nothing.
+
+        Args:
+            tokens: T of this rank, even where `balanced`.
+        """
+        whole, half = slice(0, tokens), tokens // 2
+        if step == 0 or not is_causal:
+            return Block(whole, whole, is_causal)
+        before = step <= self.rank  # the keys' rank is earlier in the order of ranks
+        if not self.balanced:
+            return Block(whole, whole, False) if before else None
+        # Every query sees the head of a rank before; the tail's queries see all of one after.
+        if before:
+            return Block(whole, slice(0, half), False)
+        return Block(slice(half, tokens), whole, False)
+
+
+class Block(NamedTuple):
+    """A rectangle of attention's scores."""
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+
+
+class _Heads(NamedTuple):
+    """Query heads, and the key heads that they share."""
+
+    queries: slice
+    keys: slice
+
+
+def _heads_at_once(query: torch.Tensor, key: torch.Tensor) -> Iterator[_Heads]:
+    heads, key_heads = query.shape[1], key.shape[1]
+    at_once = key_heads if query.shape[2] < HEADS_APART_FROM else 1
+    shared = heads // key_heads
+    for start in range(0, key_heads, at_once):
+        end = start + at_once
+        yield _Heads(slice(start * shared, end * shared), slice(start, end))
+
+
+def attend(
+    kernel: Kernel,
+    position: Position,
+    rotater: Rotater | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    *,
+    is_causal: bool,
+    **terms: Any,
+) -> tuple[Any, ...]:
+    """Attend to the keys of all ranks.
+
+    Args:
+        kernel: takes (query, key, value) of a block, `is_causal` and `terms`; returns the output,
+            its logsumexp (B, H, T) or (B, H, T, 1), and more.
+        rotater: None for a ring of one rank.
+        query, key, value: (B, H or fewer, T, F) of this rank's tokens.
+
+    Returns:
+        The output (B, H, T, F) in the dtype of `query`, the logsumexp in the kernel's shape and
+        dtype, and what the kernel returned beside them for its last block.
+
+    Collectives: those of `rotater`, ranks - 1 times.
+    """
+    dtype = query.dtype if position.size == 1 else torch.float32
+    out = _heads_last(query, (*query.shape[:3], value.shape[3]), dtype)
+    merged = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    logsumexp, rest = merged, []
+    blocks = _rotated(position, rotater, key, value)
+    for step, (key_of_block, value_of_block) in enumerate(blocks):
+        block = position.block(step, query.shape[2], is_causal)
+        if block is None:
+            continue
+        for heads in _heads_at_once(query, key):
+            part, logsumexp, *rest = kernel(
+                query[:, heads.queries, block.queries],
+                key_of_block[:, heads.keys, block.keys],
+                value_of_block[:, heads.keys, block.keys],
+                is_causal=block.is_causal,
+                **terms,
+            )
+            flat = logsumexp.squeeze(-1) if logsumexp.dim() == 4 else logsumexp
+            rows = slice(None), heads.queries, block.queries
+            if step == 0:
+                out[rows], merged[rows] = part, flat
+            else:
+                _merge(out[rows], merged[rows], part, flat)
+    if logsumexp.dim() == 4:  # cuDNN's
+        merged = merged.unsqueeze(-1)
+    return out.to(query.dtype), merged.to(logsumexp.dtype), *rest
+
+
+def _merge(
+    out: torch.Tensor, logsumexp: torch.Tensor, part: torch.Tensor, its: torch.Tensor
+) -> None:
+    """Merge a block's output and logsumexp into those so far, in place, in fp32.
+
+    As PyTorch's `_SDPAMerger`: stable, since sigmoid and logsigmoid are of differences.
+    """
+    its = its.float()
+    difference = out - part
+    out.sub_(difference.mul_(torch.sigmoid(its - logsumexp).unsqueeze(-1)))
+    logsumexp.sub_(F.logsigmoid(logsumexp - its))
+
+
+def attend_backward(
+    kernel: Kernel,
+    position: Position,
+    of_keys: Rotater | None,
+    of_gradients: Rotater | None,
+    grad_out: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    out: torch.Tensor,
+    logsumexp: torch.Tensor,
+    *,
+    is_causal: bool,
+    **terms: Any,
+) -> tuple[Any, ...]:
+    """Compute the gradients of `attend`'s query, key and value.
+
+    Args:
+        kernel: takes a block's tensors by name, `is_causal` and `terms`; returns the three
+            gradients, and more.
+        of_keys, of_gradients: pass on keys and values, and their gradients; None for a ring of one
+            rank.
+
+    Returns:
+        The three gradients in the dtypes of `query`, `key` and `value`, and what the kernel
+        returned beside them for its last block.
+
+    Collectives: those of `of_keys`, ranks - 1 times, and of `of_gradients`, as often as there are
+    ranks.
+    """
+    alone = position.size == 1
+    grad_query = _heads_last(query, query.shape, query.dtype if alone else torch.float32).zero_()
+    shape = key.shape
+    assert value.shape == shape, "keys and values travel together"
+    gradients = torch.zeros((2, *shape), dtype=grad_query.dtype, device=key.device)
+    rest: list[Any] = []
+    blocks = _rotated(position, of_keys, key, value)
+    for step, (key_of_block, value_of_block) in enumerate(blocks):
+        block = position.block(step, query.shape[2], is_causal)
+        formed = []
+        for heads in _heads_at_once(query, key) if block else ():
+            assert block is not None
+            queries = slice(None), heads.queries, block.queries
+            keys = slice(None), heads.keys, block.keys
+            grad_part, *of_block = kernel(
+                grad_out=grad_out[queries],
+                query=query[queries],
+                key=key_of_block[keys],
+                value=value_of_block[keys],
+                out=out[queries],
+                logsumexp=logsumexp[queries].contiguous(),  # the kernels assume its strides
+                is_causal=block.is_causal,
+                **terms,
+            )
+            grad_query[queries] += grad_part
+            formed.append((keys, of_block[:2]))
+            rest = of_block[2:]
+        if step > 0:  # the sum of the ranks before has travelled while this block was computed
+            assert of_gradients is not None
+            gradients = of_gradients.next_buffer().view(2, *shape)
+        for keys, parts in formed:
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient[keys] += part
+        formed.clear()
+        if of_gradients is not None:
+            of_gradients.exchange_buffers(gradients.view(-1))
+    if of_gradients is not None:
+        gradients = of_gradients.next_buffer().view(2, *shape)  # back at the keys' own rank
+    grad_key, grad_value = gradients.to(key.dtype)
+    return grad_query.to(query.dtype), grad_key, grad_value, *rest
+
+
+def _rotated(
+    position: Position, rotater: Rotater | None, key: torch.Tensor, value: torch.Tensor
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yield the keys and values of all ranks: this rank's, then those of the one before."""
+    if rotater is None:
+        yield key, value
+        return
+    flat = torch.cat([key.flatten(), value.flatten()])
+    for step in range(position.size):
+        if step > 0:
+            flat = rotater.next_buffer()
+        if step < position.size - 1:
+            rotater.exchange_buffers(flat)
+        of_key, of_value = flat.split((key.numel(), value.numel()))
+        yield of_key.view(key.shape), of_value.view(value.shape)
+
+
+def _heads_last(
+    like: torch.Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """Allocate a tensor of shape (B, H, T, F) that lies in memory as (B, T, H, F)."""
+    B, H, T, size = shape
+    return torch.empty((B, T, H, size), dtype=dtype, device=like.device).transpose(1, 2)
