@@ -73,6 +73,7 @@ def check(config: JobConfig, world_size: int) -> None:
             f"training.loss_chunk_tokens = {config.training.loss_chunk_tokens}: at least 1, "
             "or 0 for all logits at once"
         )
+    _check_feed_forward(config)
     checkpointing = config.activation_checkpoint
     if checkpointing.offload_inputs and checkpointing.mode != "full":
         raise ValueError(
@@ -103,6 +104,29 @@ def check(config: JobConfig, world_size: int) -> None:
     if config.privacy.enable:
         _check_privacy(config)
         check_supported(config)
+
+
+def _check_feed_forward(config: JobConfig) -> None:
+    """Refuse tiles that cannot be, or that would keep what they should not."""
+    chunk = config.training.feed_forward_chunk
+    if chunk == "auto" or chunk == 0 or not config.privacy.enable:
+        return
+    key = f"training.feed_forward_chunk = {chunk}"
+    if chunk < 0:
+        raise ValueError(f"{key}: at least 1, 0 for all tokens at once, or 'auto'")
+    if config.activation_checkpoint.mode not in ("none", "full"):
+        raise ValueError(
+            f"{key} with activation_checkpoint.mode = '{config.activation_checkpoint.mode}': "
+            "selective checkpointing would keep the products of tiles; set the mode to 'full' (or "
+            "'none'), or feed_forward_chunk to 'auto'"
+        )
+    method = config.privacy.gradient_method
+    if METHODS[method].per_sample_layers:
+        raise ValueError(
+            f"{key} with privacy.gradient_method = '{method}': tiles are for microbatches of one "
+            "sample; set training.local_batch_size to 1 and the method to 'microbatch', or "
+            "feed_forward_chunk to 'auto'"
+        )
 
 
 def _check_published_loss(config: JobConfig) -> None:

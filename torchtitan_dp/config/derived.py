@@ -3,11 +3,16 @@
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.units import word
 from torchtitan_dp.distributed.cpu import has_accelerator
+from torchtitan_dp.gradients.methods import METHODS
 
 ALL = "all weights"
 
 # torch.compile's default limit on graphs of one function.
 MOST_LENGTHS = 8
+
+FEED_FORWARD_CHUNK = 8192
+"""Tokens in a tile of the feed-forward by default: enough that products outweigh the sums of weight
+gradients, which each tile reads and writes once."""
 
 # The least length of each of a rank's two parts of a sample on an accelerator: cuDNN refuses a
 # single key, and memory-efficient kernels pad to this many rows.
@@ -92,6 +97,23 @@ def trained(config: JobConfig) -> str:
     if not lora.rank:
         return ALL
     return f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(sorted(lora.targets))}"
+
+
+def feed_forward_chunk(config: JobConfig) -> int:
+    """Return the number of tokens in a tile of the feed-forward; 0 for none.
+
+    Below `FEED_FORWARD_CHUNK` tokens a rank there is little to gain, and without checkpointing the
+    first product of each tile would be computed twice.
+    """
+    chunk = config.training.feed_forward_chunk
+    if not config.privacy.enable:
+        return 0
+    if chunk != "auto":
+        return chunk
+    one_sample = not METHODS[config.privacy.gradient_method].per_sample_layers
+    longest = config.training.seq_len // config.parallelism.context_parallel_degree
+    pays = config.activation_checkpoint.mode == "full" and longest > FEED_FORWARD_CHUNK
+    return FEED_FORWARD_CHUNK if one_sample and pays else 0
 
 
 def ladder(config: JobConfig) -> tuple[int, ...]:

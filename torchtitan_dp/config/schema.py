@@ -112,6 +112,12 @@ class Training(_Training):
     """With privacy: the number of tokens whose logits exist at a time, on each rank. 0: all, as
     in TorchTitan."""
 
+    feed_forward_chunk: int | Literal["auto"] = "auto"
+    """With privacy and microbatches of one sample: the number of tokens whose feed-forward exists
+    at a time, on each rank; backward computes it again. `auto`: 8,192 with
+    `activation_checkpoint.mode = "full"`, where a rank has more tokens than that. 0: all, as in
+    TorchTitan."""
+
     mixed_precision_param: Literal["bfloat16", "float16", "float32"] = "bfloat16"
     """The dtype of forward and backward; sums over ranks and samples, norms and the update are
     fp32. `float16` has more digits and less range than `bfloat16`: gradients below 6e-8 become 0,

@@ -22,6 +22,7 @@ from torchtitan.models.llama3.infra import parallelize as torchtitan_llama
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.derived import feed_forward_chunk
 from torchtitan_dp.distributed.attention import (
     apply_ring_attention,
     configure_ring,
@@ -32,6 +33,7 @@ from torchtitan_dp.gradients.fsdp import keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
+from torchtitan_dp.models.feed_forward import Tiling, use_tiles
 from torchtitan_dp.models.llama3.regions import compiled, use_regions
 from torchtitan_dp.models.lora import store_frozen
 from torchtitan_dp.models.loss_head import LossHead
@@ -93,6 +95,10 @@ def _apply_parts(
             parallel_dims.get_mesh("cp"),
         )
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
+    chunk = feed_forward_chunk(job_config)
+    if chunk:
+        backend = job_config.compile.backend
+        use_tiles(model.layers, Tiling.compiled(chunk, backend) if compile_model else Tiling(chunk))
     by_regions = compile_model and _compiles_regions(job_config)
     if by_regions:
         use_regions(model.layers, compiled(job_config.compile.backend))
@@ -107,7 +113,10 @@ def _apply_parts(
         if job_config.activation_checkpoint.offload_inputs:
             longest = job_config.training.seq_len // parallelism.context_parallel_degree
             model.around_block = InputsOnHost(longest)
-    if compile_model and not by_regions:
+    if compile_model and chunk:  # a block as a whole would hold every tile in one graph
+        for block in model.layers.values():
+            block.attention.compile(backend=job_config.compile.backend, fullgraph=True)
+    elif compile_model and not by_regions:
         torchtitan_llama.apply_compile(model, job_config.compile)
     _apply_fsdp(model, mesh, job_config)
 

@@ -19,11 +19,11 @@ from typing import Any, cast
 
 import torch
 import torch.nn as nn
-import torch.nn.functional as F
 from torch import Tensor
 from torchtitan.models.llama3.model.model import TransformerBlock
 
 from torchtitan_dp.gradients.sample_copies import sample_copies
+from torchtitan_dp.models.feed_forward import swiglu
 
 
 def norm(x_BTD: Tensor, weight_BD: Tensor, eps: float) -> Tensor:
@@ -59,11 +59,6 @@ def _turned(x_BTHF: Tensor, angles_TF2: Tensor) -> Tensor:
         real * sine_T1F + imaginary * cosine_T1F,
     )
     return torch.stack(turned, dim=-1).flatten(-2).to(x_BTHF.dtype)
-
-
-def swiglu(gate_BTH: Tensor, up_BTH: Tensor) -> Tensor:
-    """Compute silu(gate) * up."""
-    return F.silu(gate_BTH) * up_BTH
 
 
 @dataclass(frozen=True)

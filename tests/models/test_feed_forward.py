@@ -1,0 +1,232 @@
+"""Blocks with a feed-forward in tiles equal plain ones, and never hold its hidden activations."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.gradients.loop import check
+from torchtitan_dp.config.derived import FEED_FORWARD_CHUNK, feed_forward_chunk
+from torchtitan_dp.models.families import family_of
+from torchtitan_dp.models.feed_forward import Tiling, swiglu, swiglu_backward, use_tiles
+from torchtitan_dp.models.llama3.model import LlamaArgs
+from torchtitan_dp.models.lora import LoRA, fill_adapters
+from torchtitan_dp.models.qwen3.model import QwenArgs
+from torchtitan_dp.models.rms_norm import use_lean_norms
+
+ARGS = LlamaArgs(
+    dim=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=37, multiple_of=4, max_seq_len=32
+)
+QWEN = QwenArgs(
+    dim=24,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=8,
+    hidden_dim=40,
+    vocab_size=37,
+    max_seq_len=32,
+)
+TILES = "--training.feed_forward_chunk=5"  # divides no number of local tokens
+FULL = "--activation_checkpoint.mode=full"
+EVERYWHERE = LoRA(rank=3, alpha=6.0, targets=("wq", "wv", "w1", "w2", "w3"))
+
+
+def two_models(args, chunk, lean=True):
+    """A model and its copy with tiles."""
+    torch.manual_seed(0)
+    args = copy.deepcopy(args)
+    plain = family_of(args).model(args)
+    plain.init_weights()
+    fill_adapters(plain, std=0.5)
+    if lean:
+        use_lean_norms(plain)
+    tiled = copy.deepcopy(plain)
+    use_tiles(tiled.layers, Tiling(chunk))
+    return plain, tiled
+
+
+def run(model, tokens, labels, recompute=False):
+    """The loss, and gradients by name."""
+    if recompute:
+        for block in model.layers.values():
+            forward = block.forward
+            block.forward = lambda *a, f=forward: checkpoint(f, *a, use_reentrant=False)
+    loss = model(tokens, labels=labels, targets=(labels >= 0).sum(1)).sum()
+    loss.backward()
+    return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def data(args, tokens=32):
+    generator = torch.Generator().manual_seed(1)
+    return (torch.randint(0, args.vocab_size, (1, tokens), generator=generator) for _ in range(2))
+
+
+def with_lora(args, targets=EVERYWHERE.targets):
+    args = copy.deepcopy(args)
+    args.lora = LoRA(rank=3, alpha=6.0, targets=targets)
+    return args
+
+
+MODELS = {
+    "all weights": ARGS,
+    "qwen3": QWEN,
+    "LoRA everywhere": with_lora(ARGS),
+    "LoRA on attention": with_lora(ARGS, ("wq", "wv")),
+    "LoRA on w2": with_lora(ARGS, ("w2",)),
+    "LoRA, qwen3": with_lora(QWEN),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("chunk", [1, 5, 32, 1000])
+@pytest.mark.parametrize("name", MODELS)
+def test_loss_and_gradients_are_the_plain_ones(name, chunk, recompute):
+    args = MODELS[name]
+    plain, tiled = two_models(args, chunk)
+    tokens, labels = data(args)
+    expected_loss, expected = run(plain, tokens, labels)
+    loss, actual = run(tiled, tokens, labels, recompute)
+    assert actual.keys() == expected.keys()
+    torch.testing.assert_close(loss, expected_loss, rtol=1e-6, atol=0)
+    for parameter, gradient in expected.items():
+        error = (actual[parameter] - gradient).norm()
+        assert error <= 2e-6 * gradient.norm(), parameter
+
+
+@pytest.mark.parametrize("lean", [False, True])
+@pytest.mark.parametrize("name", ["all weights", "LoRA everywhere"])
+def test_bf16_is_as_far_from_fp64_as_plain_blocks_are(name, lean):
+    plain, tiled = two_models(MODELS[name], 5, lean)
+    tokens, labels = data(MODELS[name])
+    _, exact = run(copy.deepcopy(plain).double(), tokens, labels)
+    errors = []
+    for model in (plain, tiled):
+        _, gradients = run(model.bfloat16(), tokens, labels)
+        of_all = [(gradients[n] - g).norm() / g.norm() for n, g in exact.items()]
+        errors.append(torch.stack(of_all).mean().item())
+    assert errors[1] <= 1.1 * errors[0]
+
+
+def test_the_gates_gradient_is_autograds():
+    gate, up, grad = (torch.randn(7, 5, dtype=torch.float64) for _ in range(3))
+    leaves = gate.requires_grad_(), up.requires_grad_()
+    expected = torch.autograd.grad(swiglu(*leaves), leaves, grad)
+    torch.testing.assert_close(swiglu_backward(gate.detach(), up.detach(), grad), expected)
+
+
+def test_samples_are_never_merged():
+    _, tiled = two_models(ARGS, 5)
+    tokens, labels = (x.expand(2, -1) for x in data(ARGS))
+    with pytest.raises(AssertionError, match="merged"):
+        run(tiled, tokens, labels)
+    with torch.no_grad():  # held-out losses of several
+        tiled(tokens, labels=labels)
+
+
+def flops(model, tokens, labels, recompute):
+    with FlopCounterMode(display=False) as counter:
+        run(model, tokens, labels, recompute)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["all weights", "LoRA everywhere"])
+def test_no_product_is_computed_more_often_than_with_full_recomputation(name):
+    """Early stop spares the second computation of the output, and of w2's product in it."""
+    args = MODELS[name]
+    plain, tiled = two_models(args, 5)
+    tokens, labels = data(args)
+    assert flops(tiled, tokens, labels, True) <= 1.001 * flops(plain, tokens, labels, True)
+
+
+def test_the_hidden_activations_are_never_all_there():
+    """With checkpointing or without, no tensor of hidden width has more tokens than a tile."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_iter
+
+    _, tiled = two_models(ARGS, 5)
+    hidden = tiled.layers["0"].feed_forward.w1.weight.shape[0]
+    seen = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            for value in tree_iter(result):
+                if isinstance(value, torch.Tensor) and value.dim() and value.shape[-1] == hidden:
+                    seen.append(value.numel() // hidden)
+            return result
+
+    with Watch():
+        run(tiled, *data(ARGS), recompute=True)
+    weights = {ARGS.dim}  # the gradient of w2
+    assert 5 in seen
+    assert {rows for rows in seen if rows > 5} <= weights
+
+
+@pytest.mark.parametrize("mode", ["none", "full"])
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+@pytest.mark.parametrize(
+    "degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 1), (1, 2, 2), (2, 1, 2)], ids=str
+)
+def test_on_every_mesh(degrees, family, mode):
+    check(degrees, TILES, f"--activation_checkpoint.mode={mode}", family=family)
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2), (1, 2, 2)], ids=str)
+def test_with_adapters(degrees):
+    check(degrees, TILES, FULL, tolerance=2e-5, lora=EVERYWHERE)
+
+
+def test_with_tied_weights():
+    check((1, 1, 2), TILES, FULL, tie_embeddings=True)
+
+
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
+def test_bf16_on_meshes(degrees):
+    check(degrees, TILES, FULL, "--training.mixed_precision_param=bfloat16", tolerance=3e-2)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
+def test_compiled_between_products(degrees):
+    check(degrees, TILES, FULL, "--compile.enable", tolerance=2e-5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "chunk"),
+    [
+        ([FULL, "--training.seq_len=65536"], FEED_FORWARD_CHUNK),
+        ([FULL, f"--training.seq_len={FEED_FORWARD_CHUNK}"], 0),
+        (["--training.seq_len=65536"], 0),
+        ([FULL, "--training.seq_len=65536", "--training.feed_forward_chunk=0"], 0),
+        ([FULL, "--training.seq_len=65536", "--training.local_batch_size=2"], 0),
+        ([FULL, "--training.seq_len=65536", "--privacy.no-enable"], 0),
+        (["--training.feed_forward_chunk=7"], 7),
+    ],
+)
+def test_where_tiles_are_used(overrides, chunk):
+    from tests import build
+
+    assert feed_forward_chunk(build.config(*overrides)) == chunk
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["--training.feed_forward_chunk=-1"], "at least 1"),
+        (
+            ["--training.feed_forward_chunk=5", "--activation_checkpoint.mode=selective"],
+            "selective",
+        ),
+        (["--training.feed_forward_chunk=5", "--training.local_batch_size=2"], "'grad_sample'"),
+    ],
+)
+def test_tiles_that_cannot_be_are_refused_in_one_line(overrides, words):
+    from tests import build
+
+    with pytest.raises(ValueError, match=r"training\.feed_forward_chunk = ") as refused:
+        build.config(*overrides)
+    assert words in str(refused.value)
+    assert "\n" not in str(refused.value)
