@@ -16,8 +16,8 @@ def test_the_private_names_are_where_we_use_them():
 
     assert hasattr(ring._cp_options, "enable_load_balance")
     assert isinstance(ring.custom_ops, dict)
-    assert callable(ring._create_rotater)
-    assert callable(ring._AllToAllRotater)
+    assert hasattr(ring._cp_options, "rotate_method")
+    assert hasattr(ring._RotateMethod, "ALL_GATHER")
     assert callable(public_names.set_rotate_method)
 
 

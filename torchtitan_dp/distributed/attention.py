@@ -1,7 +1,7 @@
 """Ring attention over the context-parallel mesh; on one rank, fp32 attention in little memory.
 
-PyTorch (`torch.distributed.tensor.experimental`) chooses the kernel, deals sequences out and passes
-buffers on, on CUDA and CPU alike; the loop over blocks is ours (`distributed.ring`). PyTorch
+PyTorch (`torch.distributed.tensor.experimental`) chooses the kernel and deals sequences out, on
+CUDA and CPU alike; the loop over blocks is ours (`distributed.ring`). PyTorch
 registers no CPU kernel for the ring. Flash attention on CPU returns `(out, logsumexp)`, which is
 all that the ring's merge needs, so TorchTitan's context-parallel path runs unchanged on gloo once
 that kernel is registered. CUDA's memory-efficient kernels, the only ones for fp32, pad logsumexp
@@ -30,7 +30,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-from torchtitan_dp.distributed.ring import Position, Rotater, attend, attend_backward
+from torchtitan_dp.distributed.ring import (
+    GatheredAtOnce,
+    PassedAround,
+    Passing,
+    Position,
+    attend,
+    attend_backward,
+)
 
 LoadBalancer = Literal["headtail"] | None
 RotateMethod = Literal["allgather", "alltoall"]
@@ -163,7 +170,7 @@ def _named(
     }
 
 
-def _place(mesh: DeviceMesh) -> tuple[Position, Rotater | None, Rotater | None]:
+def _place(mesh: DeviceMesh) -> tuple[Position, Passing | None, Passing | None]:
     """Return this rank's position on the ring, and what passes on keys and values (as configured)
     and their gradients (from rank to rank, since each adds to them)."""
     group, options = mesh.get_group(), ring._cp_options
@@ -171,8 +178,8 @@ def _place(mesh: DeviceMesh) -> tuple[Position, Rotater | None, Rotater | None]:
     position = Position(dist.get_rank(group), size, options.enable_load_balance)
     if size == 1:
         return position, None, None
-    of_keys = ring._create_rotater(group, _SEQ_DIM)
-    return position, of_keys, ring._AllToAllRotater(group, _SEQ_DIM)
+    at_once = options.rotate_method == ring._RotateMethod.ALL_GATHER
+    return position, (GatheredAtOnce if at_once else PassedAround)(group), PassedAround(group)
 
 
 def _on_ring(mesh: DeviceMesh, *local_tensors: torch.Tensor) -> tuple[DTensor, ...]:

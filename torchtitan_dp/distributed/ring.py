@@ -22,20 +22,68 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
 import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as ft_c
 import torch.nn.functional as F
 
 HEADS_APART_FROM = 2**16
 """Tokens a rank, from which the kernel runs on one key head at a time."""
 
 
-class Rotater(Protocol):
-    """Passes flat buffers to the next rank: PyTorch's `_RingRotater`."""
+class Passing(Protocol):
+    """Passes a flat buffer on to the next rank of the ring, and receives that of the one before."""
 
-    def exchange_buffers(self, curr_buffer: torch.Tensor) -> None:
-        """Begin to send a buffer."""
+    def send(self, buffer: torch.Tensor) -> None:
+        """Begin to send."""
 
-    def next_buffer(self) -> torch.Tensor:
-        """Wait for the buffer of the rank before."""
+    def receive(self) -> torch.Tensor:
+        """Wait for what was sent to this rank; the buffer is the caller's alone."""
+
+
+class PassedAround:
+    """Sends to one rank and receives from one: holds one other rank's buffer at a time."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._arriving: torch.Tensor | None = None
+
+    def send(self, buffer: torch.Tensor) -> None:
+        size = dist.get_world_size(self._group)
+        self._arriving = ft_c.permute_tensor(buffer, [*range(1, size), 0], self._group)
+
+    def receive(self) -> torch.Tensor:
+        arriving, self._arriving = self._arriving, None
+        assert arriving is not None
+        return _waited(arriving)
+
+
+class GatheredAtOnce:
+    """Gathers the buffers of all ranks when the first is sent: fewer, larger messages."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._gathered: torch.Tensor | None = None
+        self._received = 0
+
+    def send(self, buffer: torch.Tensor) -> None:
+        if self._gathered is None:
+            self._gathered = _all_gather(buffer, 0, self._group)
+
+    def receive(self) -> torch.Tensor:
+        assert self._gathered is not None
+        self._gathered = _waited(self._gathered)
+        self._received += 1
+        source = dist.get_rank(self._group) - self._received
+        return self._gathered.chunk(dist.get_world_size(self._group))[source]
+
+
+# `all_gather_tensor` has a new name since torch 2.13.
+_all_gather = getattr(ft_c, "all_gather_single", None) or ft_c.all_gather_tensor
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    """Wait for a collective; a traced one is waited for already."""
+    return tensor.wait() if isinstance(tensor, ft_c.AsyncCollectiveTensor) else tensor
 
 
 Kernel = Callable[..., tuple[Any, ...]]
@@ -97,7 +145,7 @@ def _heads_at_once(query: torch.Tensor, key: torch.Tensor) -> Iterator[_Heads]:
 def attend(
     kernel: Kernel,
     position: Position,
-    rotater: Rotater | None,
+    passing: Passing | None,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -110,20 +158,20 @@ def attend(
     Args:
         kernel: takes (query, key, value) of a block, `is_causal` and `terms`; returns the output,
             its logsumexp (B, H, T) or (B, H, T, 1), and more.
-        rotater: None for a ring of one rank.
+        passing: of keys and values; None for a ring of one rank.
         query, key, value: (B, H or fewer, T, F) of this rank's tokens.
 
     Returns:
         The output (B, H, T, F) in the dtype of `query`, the logsumexp in the kernel's shape and
         dtype, and what the kernel returned beside them for its last block.
 
-    Collectives: those of `rotater`, ranks - 1 times.
+    Collectives: those of `passing`, ranks - 1 times.
     """
     dtype = query.dtype if position.size == 1 else torch.float32
     out = _heads_last(query, (*query.shape[:3], value.shape[3]), dtype)
     merged = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
     logsumexp, rest = merged, []
-    blocks = _rotated(position, rotater, key, value)
+    blocks = _passed_around(position, passing, key, value)
     for step, (key_of_block, value_of_block) in enumerate(blocks):
         block = position.block(step, query.shape[2], is_causal)
         if block is None:
@@ -163,8 +211,8 @@ def _merge(
 def attend_backward(
     kernel: Kernel,
     position: Position,
-    of_keys: Rotater | None,
-    of_gradients: Rotater | None,
+    of_keys: Passing | None,
+    of_gradients: Passing | None,
     grad_out: torch.Tensor,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -192,11 +240,11 @@ def attend_backward(
     """
     alone = position.size == 1
     grad_query = _heads_last(query, query.shape, query.dtype if alone else torch.float32).zero_()
-    shape = key.shape
-    assert value.shape == shape, "keys and values travel together"
-    gradients = torch.zeros((2, *shape), dtype=grad_query.dtype, device=key.device)
+    shape = (2, *key.shape)
+    assert value.shape == key.shape, "keys and values travel together"
+    gradients = torch.zeros(shape, dtype=grad_query.dtype, device=key.device)
     rest: list[Any] = []
-    blocks = _rotated(position, of_keys, key, value)
+    blocks = _passed_around(position, of_keys, key, value)
     for step, (key_of_block, value_of_block) in enumerate(blocks):
         block = position.block(step, query.shape[2], is_causal)
         formed = []
@@ -204,7 +252,7 @@ def attend_backward(
             assert block is not None
             queries = slice(None), heads.queries, block.queries
             keys = slice(None), heads.keys, block.keys
-            grad_part, *of_block = kernel(
+            of_query, *of_keys_values = kernel(
                 grad_out=grad_out[queries],
                 query=query[queries],
                 key=key_of_block[keys],
@@ -214,37 +262,44 @@ def attend_backward(
                 is_causal=block.is_causal,
                 **terms,
             )
-            grad_query[queries] += grad_part
-            formed.append((keys, of_block[:2]))
-            rest = of_block[2:]
+            grad_query[queries] += of_query
+            formed.append((keys, of_keys_values[:2]))
+            rest = of_keys_values[2:]
+            del of_query, of_keys_values
+        if of_gradients is None:
+            _add(formed, gradients)
+            continue
         if step > 0:  # the sum of the ranks before has travelled while this block was computed
-            assert of_gradients is not None
-            gradients = of_gradients.next_buffer().view(2, *shape)
-        for keys, parts in formed:
-            for gradient, part in zip(gradients, parts, strict=True):
-                gradient[keys] += part
-        formed.clear()
-        if of_gradients is not None:
-            of_gradients.exchange_buffers(gradients.view(-1))
+            gradients = of_gradients.receive().view(shape)
+        _add(formed, gradients)
+        of_gradients.send(gradients.view(-1))
     if of_gradients is not None:
-        gradients = of_gradients.next_buffer().view(2, *shape)  # back at the keys' own rank
-    grad_key, grad_value = gradients.to(key.dtype)
-    return grad_query.to(query.dtype), grad_key, grad_value, *rest
+        gradients = of_gradients.receive().view(shape)  # back at the keys' own rank
+    gradients = gradients.to(key.dtype)
+    return grad_query.to(query.dtype), *gradients, *rest
 
 
-def _rotated(
-    position: Position, rotater: Rotater | None, key: torch.Tensor, value: torch.Tensor
+def _add(formed: list[tuple[Any, list[torch.Tensor]]], gradients: torch.Tensor) -> None:
+    """Add a block's gradients of keys and values, by heads, to both sums in place."""
+    for keys, parts in formed:
+        for gradient, part in zip(gradients, parts, strict=True):
+            gradient[keys] += part
+    formed.clear()
+
+
+def _passed_around(
+    position: Position, passing: Passing | None, key: torch.Tensor, value: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yield the keys and values of all ranks: this rank's, then those of the one before."""
-    if rotater is None:
+    if passing is None:
         yield key, value
         return
     flat = torch.cat([key.flatten(), value.flatten()])
     for step in range(position.size):
         if step > 0:
-            flat = rotater.next_buffer()
+            flat = passing.receive()
         if step < position.size - 1:
-            rotater.exchange_buffers(flat)
+            passing.send(flat)
         of_key, of_value = flat.split((key.numel(), value.numel()))
         yield of_key.view(key.shape), of_value.view(value.shape)
 

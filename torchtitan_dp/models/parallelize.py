@@ -29,6 +29,7 @@ from torchtitan_dp.distributed.attention import (
     use_efficient_attention,
 )
 from torchtitan_dp.distributed.offload import InputsOnHost
+from torchtitan_dp.distributed.ring import HEADS_APART_FROM
 from torchtitan_dp.gradients.fsdp import keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
@@ -89,11 +90,10 @@ def _apply_parts(
             rms_norm.use_lean_norms(model)
         if METHODS[job_config.privacy.gradient_method].per_sample_layers:
             per_sample_layers(model)
-    if parallel_dims.cp_enabled:
-        apply_ring_attention(
-            [block.attention.inner_attention for block in model.layers.values()],
-            parallel_dims.get_mesh("cp"),
-        )
+    ring = _ring_mesh(parallel_dims, job_config)
+    if ring is not None:
+        kernels = [block.attention.inner_attention for block in model.layers.values()]
+        apply_ring_attention(kernels, ring)
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     chunk = feed_forward_chunk(job_config)
     if chunk:
@@ -133,12 +133,26 @@ def _ops_to_save() -> set[torch._ops.OpOverload]:
     return torchtitan_llama._op_sac_save_list | {on_cpu}
 
 
+def _ring_mesh(parallel_dims: ParallelDims, job_config: JobConfig) -> DeviceMesh | None:
+    """Return the mesh that shares a sequence: of this rank alone, if a long one has one rank, for
+    attention with heads apart; None for a short one."""
+    if parallel_dims.cp_enabled:
+        return parallel_dims.get_mesh("cp")
+    training = job_config.training
+    if training.seq_len < HEADS_APART_FROM or training.mixed_precision_param == "float32":
+        return None
+    configure_ring(device_type, load_balancer=None, rotate_method="alltoall")
+    return _mesh_of_this_rank(parallel_dims)
+
+
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
     """Return the one-dimensional `dp_shard x cp` mesh, also of one rank, where TorchTitan has
     none."""
     mesh = parallel_dims.get_optional_mesh("fsdp")
-    if mesh is not None:
-        return mesh
+    return _mesh_of_this_rank(parallel_dims) if mesh is None else mesh
+
+
+def _mesh_of_this_rank(parallel_dims: ParallelDims) -> DeviceMesh:
     every_rank_alone = (parallel_dims.world_size, 1)
     return init_device_mesh(device_type, every_rank_alone, mesh_dim_names=("rank", "fsdp"))["fsdp"]
 

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as ft_c
 import torch.nn as nn
 import torch.nn.functional as F
 
@@ -242,11 +243,13 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
         stack.enter_context(
             mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)
         )
+        # It returns the tensor that it waits for; its fake returns another.
+        stack.enter_context(mock.patch.object(ft_c, "wait_tensor", _itself))
         # The host's memory is another: `Step.host_bytes` counts it.
         stack.enter_context(mock.patch.object(offload, "page_locked", _on_no_device))
         if like_cuda:
             stack.enter_context(mock.patch.object(rms_norm, "use_lean_norms", _nothing))
-            stack.enter_context(mock.patch.object(F, "rms_norm", rms_norm.rms_norm))
+            stack.enter_context(mock.patch.object(F, "rms_norm", _fused_rms_norm))
         # Parameters are on the meta device until they are made fake.
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
@@ -254,6 +257,34 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
 
 def _on_no_device(numel: int, dtype: torch.dtype, _: torch.device) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device="meta")
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """What CUDA's fused kernel allocates: its results, and one number a row for backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32), weight)
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        x, _, weight = ctx.saved_tensors
+        x_needed, weight_needed = ctx.needs_input_grad
+        return (
+            torch.empty_like(x) if x_needed else None,
+            torch.empty_like(weight) if weight_needed else None,
+        )
+
+
+def _fused_rms_norm(
+    x: torch.Tensor, _: tuple[int, ...], weight: torch.Tensor, __: float
+) -> torch.Tensor:
+    return _FusedRMSNorm.apply(x, weight)  # type: ignore[no-any-return]
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -15,8 +15,8 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 
 # isort: split
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-from torch.distributed.tensor.experimental._context_parallel import _attention as ring
 
+from torchtitan_dp.distributed import ring
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP, RowLayout
 from torchtitan_dp.gradients.methods import METHODS, GradientMethod
@@ -41,8 +41,8 @@ def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
             (FSDPParamGroup, "unshard", label("communication")),
             (FSDPParamGroup, "wait_for_unshard", label(GATHERED)),
             (FSDPParamGroup, "post_backward", functools.partial(_reduction, tracker)),
-            (ring._AllToAllRotater, "exchange_buffers", label("communication")),
-            (ring._AllGatherRotater, "exchange_buffers", label("communication")),
+            (ring.PassedAround, "send", label("communication")),
+            (ring.GatheredAtOnce, "send", label("communication")),
             (ReduceScatterOverCP, "__call__", functools.partial(_shards, tracker)),
             (ClippedSum, "add", functools.partial(_samples, tracker)),
             (ClippedSum, "add_group", functools.partial(_group, tracker)),
