@@ -2,7 +2,7 @@
 
     python scripts/benchmark.py [--config FILE] [--devices N] [--arms a,b] [--batch_sizes 1,4]
         [--rounds R] [--steps S] [--microbatches M] [--json FILE] [--markdown FILE]
-        [--table arms|lengths|ranks|data|all|counts|crossover|2|3|4|5] [--plot FILE.png]
+        [--table arms|lengths|ranks|data|all|counts|tiles|crossover|2|3|4|5] [--plot FILE.png]
         [--section.key value …]
 
 Arms: plain TorchTitan (`non-DP`), `microbatch`, LongShield's `V1` (per-sample gradients, whole on
@@ -43,6 +43,7 @@ from benchmarking import (
     plot,
     results,
     tables,
+    tiles,
     wanted,
 )
 from benchmarking.data import data_table, measure_data
@@ -100,6 +101,10 @@ def _results(
     """What was found so far, and in the end all of it."""
     if options.table == "counts":
         yield _count(options)
+    elif options.table == "tiles":
+        command = " ".join(["scripts/benchmark.py", *sys.argv[1:]])
+        rows = tiles.tile_rows(options.models.split(","))
+        yield {"command": command, "torch": torch.__version__, "tiles": rows}
     elif options.table in paper_tables.TABLES:
         for stored in paper_tables.run(options, overrides, journal):
             yield {"paper_tables": stored}
@@ -135,7 +140,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--microbatches", type=int, help="in a step; default: 4 at MBS 1 and 2 at any other"
     )
-    tables_ = (*ALL, "data", "all", "counts", "crossover", *paper_tables.TABLES)
+    tables_ = (*ALL, "data", "all", "counts", "tiles", "crossover", *paper_tables.TABLES)
     parser.add_argument("--table", choices=tables_, default="arms")
     parser.add_argument(
         "--parts",
@@ -143,7 +148,7 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
         help="of the paper's tables: measured, predicted, or both (default)",
     )
     parser.add_argument(
-        "--models", default=",".join(counts.MODELS), help="of --table counts and the paper's tables"
+        "--models", default=",".join(counts.MODELS), help="of --table counts, tiles and the paper's"
     )
     parser.add_argument(
         "--seq_lens", default=",".join(map(str, counts.SEQ_LENS)), help="of --table counts"
@@ -172,10 +177,12 @@ def _check(options: argparse.Namespace, overrides: list[str]) -> None:
             import matplotlib  # noqa: F401
         except ModuleNotFoundError:
             fail("--plot needs matplotlib: pip install matplotlib")
-    if options.table == "counts" and (options.config is not None and not options.is_default):
-        fail("--config: --table counts has its own; use --models")
-    if options.table == "counts" and overrides:
-        fail(f"{overrides[0]}: --table counts takes no configuration keys")
+    if options.table in ("counts", "tiles") and (
+        options.config is not None and not options.is_default
+    ):
+        fail(f"--config: --table {options.table} has its own; use --models")
+    if options.table in ("counts", "tiles") and overrides:
+        fail(f"{overrides[0]}: --table {options.table} takes no configuration keys")
     for key, instead in SET_HERE.items():
         if any(override.partition("=")[0] == f"--{key}" for override in overrides):
             fail(f"--{key}: set here for every arm; use {instead}")
@@ -264,6 +271,10 @@ def _markdown(result: dict[str, Any]) -> str:
     if "counts" in result:
         command = f"torch {result['torch']}. `{result['command']}`"
         return f"{command}\n\n{counts.counts_tables(result['counts'])}"
+    if "tiles" in result:
+        return (
+            f"torch {result['torch']}. `{result['command']}`\n\n{tiles.tile_table(result['tiles'])}"
+        )
     parts = [f"{result['machine']}. `{result['command']}`"]
     if any(result[table] for table in COMPARED):
         parts.append(

@@ -67,6 +67,16 @@ _LORA = [
 ]
 _OPTIONS = [
     *_LORA,
+    Arm(
+        "microbatch + AC + tiles",
+        (
+            *PRIVATE,
+            "--privacy.gradient_method=microbatch",
+            "--activation_checkpoint.mode=full",
+            "--training.feed_forward_chunk=1024",
+        ),
+        checkpointed=True,
+    ),
     Arm("Opacus fast", _MICROBATCH, opacus="fast"),
     Arm("ghost", _GHOST),
     Arm("ghost two passes", (*_GHOST, "--privacy.ghost_passes=two")),

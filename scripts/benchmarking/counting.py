@@ -100,7 +100,7 @@ def flops_of(func: Any, args: Any, kwargs: dict[str, Any], result: Any) -> int:
     if packet in _PRODUCTS:
         _, left, right = args
         return 2 * left.numel() * right.shape[-1]
-    formula = flop_registry.get(packet)
+    formula = flop_registry.get(aten.addmm if packet == aten.addmm_ else packet)
     return 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
 
 

@@ -82,7 +82,7 @@ def ring_errors(balancer, rotate, kv_heads):
     out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=kv_heads < heads)
     out.backward(g)
 
-    configure_ring("cpu", load_balancer=balancer, rotate_method=rotate)
+    configure_ring(load_balancer=balancer, rotate_method=rotate)
     attention = ScaledDotProductAttentionWrapper()
     apply_ring_attention([attention], mesh)
 
@@ -177,7 +177,7 @@ def efficient_ring_errors(balancer, rotate, rows):
     out = F.scaled_dot_product_attention(*whole, is_causal=True)
     out.backward(g)
 
-    configure_ring("cuda", load_balancer=balancer, rotate_method=rotate)
+    configure_ring(load_balancer=balancer, rotate_method=rotate)
     apply_ring_attention([ScaledDotProductAttentionWrapper()], mesh)  # turns the dispatcher on
 
     def local(*tensors):
@@ -269,7 +269,7 @@ def ring_results(balancer, rotate, theirs, apart):
     from torchtitan.distributed.context_parallel import cp_shard
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-    from torchtitan_dp.distributed import attention, ring
+    from torchtitan_dp.distributed import attention
 
     world_size = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (world_size,), mesh_dim_names=("cp",))
@@ -277,15 +277,15 @@ def ring_results(balancer, rotate, theirs, apart):
     tokens = 24 * world_size
     sizes = [(2, heads, tokens, 8) for heads in (6, 2, 2, 6)]
     q, k, v, g = cp_shard(mesh, [torch.randn(s) for s in sizes], None, balancer, input_seq_dim=2)[0]
-    attention.configure_ring("cpu", load_balancer=balancer, rotate_method=rotate)
+    apart_from = 1 if apart else attention.HEADS_APART_FROM
+    attention.configure_ring(
+        load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from
+    )
     kernels = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
     changed = {kernels.default: of_pytorch, backward.default: of_pytorch} if theirs else {}
     kernel = ScaledDotProductAttentionWrapper()
-    with (
-        mock.patch.dict(attention.ring.custom_ops, changed),
-        mock.patch.object(ring, "HEADS_APART_FROM", 1 if apart else 2**16),
-    ):
+    with mock.patch.dict(attention.ring.custom_ops, changed):
         attention.apply_ring_attention([kernel], mesh)
         mine = [x.detach().requires_grad_() for x in (q, k, v)]
         out = kernel(*mine, enable_gqa=True)
@@ -361,8 +361,6 @@ def imitate_cudas_kernels():
 
 def cudas_ring_errors(balancer, name, apart):
     """Largest differences from whole attention, with the kernels that 16 bits have on CUDA."""
-    from unittest import mock
-
     import torchtitan_dp.distributed  # noqa: F401
 
     # isort: split
@@ -371,7 +369,7 @@ def cudas_ring_errors(balancer, name, apart):
     from torchtitan.distributed.context_parallel import cp_shard
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-    from torchtitan_dp.distributed import attention, ring
+    from torchtitan_dp.distributed import attention
 
     cp = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
@@ -380,7 +378,10 @@ def cudas_ring_errors(balancer, name, apart):
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
     out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
     out.backward(g)
-    attention.configure_ring("cuda", load_balancer=balancer, rotate_method="alltoall")
+    apart_from = 1 if apart else attention.HEADS_APART_FROM
+    attention.configure_ring(
+        load_balancer=balancer, rotate_method="alltoall", heads_apart_from=apart_from
+    )
     attention.apply_ring_attention([ScaledDotProductAttentionWrapper()], mesh)
 
     def local(*tensors):
@@ -392,9 +393,8 @@ def cudas_ring_errors(balancer, name, apart):
     try:
         kernel = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
         terms = (None, True, 0.0, True) if name == "cudnn" else (0.0, True)
-        with mock.patch.object(ring, "HEADS_APART_FROM", 1 if apart else 2**16):
-            ring_out = kernel(*shards, *terms)[0].to_local()
-            ring_out.backward(local(g)[0])
+        ring_out = kernel(*shards, *terms)[0].to_local()
+        ring_out.backward(local(g)[0])
     finally:
         library._destroy()
     expected = local(out.detach(), *(x.grad for x in whole))

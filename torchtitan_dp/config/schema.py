@@ -195,7 +195,11 @@ class Checkpoint(_Checkpoint):
 
 @dataclass
 class ActivationCheckpoint(_ActivationCheckpoint):
-    """TorchTitan's section, with one more option."""
+    """TorchTitan's section, with one more option, and one default that differs."""
+
+    early_stop: bool = True
+    """Recompute a block only up to the last tensor that backward needs: the last product of its
+    feed-forward is spared, or, where that is in tiles, all of it."""
 
     offload_inputs: bool = False
     """With `mode = "full"`: keep the inputs of checkpointed blocks in the host's memory, for

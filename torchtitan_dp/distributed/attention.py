@@ -16,13 +16,14 @@ memory-efficient kernel has no grouped queries, so keys and values are repeated 
 as much as one key head for each query head.
 """
 
+import functools
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.experimental import _attention as public_names
 from torch.distributed.tensor.experimental._context_parallel import _attention as ring
@@ -41,6 +42,10 @@ from torchtitan_dp.distributed.ring import (
 
 LoadBalancer = Literal["headtail"] | None
 RotateMethod = Literal["allgather", "alltoall"]
+
+HEADS_APART_FROM = 2**16
+"""Tokens a rank, from which kernels run on one key head at a time: so many fill a device with few
+heads, and a kernel's workspace for all heads is among the largest tensors of a block."""
 
 _SEQ_DIM = 2  # of q, k, v: (batch, heads, sequence, head_dim)
 _efficient_op = torch.ops.aten._scaled_dot_product_efficient_attention.default
@@ -62,21 +67,24 @@ _BACKENDS_WITHOUT_RING = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def configure_ring(
-    device_type: str, *, load_balancer: LoadBalancer, rotate_method: RotateMethod
+    *,
+    load_balancer: LoadBalancer,
+    rotate_method: RotateMethod,
+    heads_apart_from: int = HEADS_APART_FROM,
 ) -> None:
     """Configure how PyTorch's ring distributes and rotates sequences, for this process.
 
     Args:
-        device_type: "cpu" or an accelerator's.
         load_balancer: "headtail" assigns chunks r and 2n-1-r to rank r of n; None assigns
             contiguous chunks. The ring's causal mask depends on it.
         rotate_method: "allgather" gathers all keys and values at once (fewer, larger messages);
             "alltoall" passes them around, holding one other rank's at a time (long context).
             TorchTitan 0.2.2 reads this setting and does not apply it.
+        heads_apart_from: tokens a rank, from which kernels run on one key head at a time.
     """
     ring._cp_options.enable_load_balance = load_balancer == "headtail"
     public_names.set_rotate_method(rotate_method)
-    _register_kernels()
+    _register_kernels(heads_apart_from)
 
 
 def apply_ring_attention(attention_modules: list[nn.Module], cp_mesh: DeviceMesh) -> None:
@@ -90,6 +98,15 @@ def apply_ring_attention(attention_modules: list[nn.Module], cp_mesh: DeviceMesh
     apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
     for module in attention_modules:
         module.sdpa_backends = _backends()  # type: ignore[assignment]
+
+
+def mesh_of_this_rank(device_type: str, name: str) -> DeviceMesh:
+    """Return a one-dimensional mesh of this rank alone.
+
+    Collective over the world.
+    """
+    every_rank_alone = (dist.get_world_size(), 1)
+    return init_device_mesh(device_type, every_rank_alone, mesh_dim_names=("rank", name))[name]
 
 
 def _backends() -> list[SDPBackend]:
@@ -112,45 +129,42 @@ def _cudnn_versions() -> list[tuple[int, int, int]]:
     return [cudnn.getCompileVersion(), cudnn.getRuntimeVersion()]
 
 
-def _register_kernels() -> None:
+def _register_kernels(heads_apart_from: int) -> None:
     """Register our ring with PyTorch's context-parallel dispatcher, for every kernel."""
     aten = torch.ops.aten
-    for forward, backward in (
-        (
-            aten._scaled_dot_product_flash_attention,
-            aten._scaled_dot_product_flash_attention_backward,
-        ),
-        (
-            aten._scaled_dot_product_cudnn_attention,
-            aten._scaled_dot_product_cudnn_attention_backward,
-        ),
-        (
-            aten._scaled_dot_product_efficient_attention,
-            aten._scaled_dot_product_efficient_attention_backward,
-        ),
-        (
-            aten._scaled_dot_product_flash_attention_for_cpu,
-            aten._scaled_dot_product_flash_attention_for_cpu_backward,
-        ),
-    ):
-        ring.custom_ops[forward.default] = _ring_forward  # type: ignore[assignment]
-        ring.custom_ops[backward.default] = _ring_backward  # type: ignore[assignment]
+    kernels = (
+        aten._scaled_dot_product_flash_attention,
+        aten._scaled_dot_product_cudnn_attention,
+        aten._scaled_dot_product_efficient_attention,
+        aten._scaled_dot_product_flash_attention_for_cpu,
+    )
+    for kernel in kernels:
+        backward = getattr(aten, f"{kernel._qualified_op_name.removeprefix('aten::')}_backward")
+        for operator, handler in ((kernel, _ring_forward), (backward, _ring_backward)):
+            handle: Any = functools.partial(handler, heads_apart_from)
+            ring.custom_ops[operator.default] = handle
 
 
-def _ring_forward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _ring_forward(
+    heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
     mesh, terms = _named(op, args, kwargs)
     if "compute_log_sumexp" in terms:
         terms["compute_log_sumexp"] = True  # the merge needs it, whether or not a gradient does
     kernel = _attend_unpadded if op is _efficient_op else op
     position, of_keys, _ = _place(mesh)
-    out, logsumexp, *rest = attend(kernel, position, of_keys, **terms)
+    apart = terms["query"].shape[_SEQ_DIM] >= heads_apart_from
+    out, logsumexp, *rest = attend(kernel, position, of_keys, heads_apart=apart, **terms)
     return (*_on_ring(mesh, out, logsumexp), *rest)
 
 
-def _ring_backward(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+def _ring_backward(
+    heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, ...]:
     mesh, terms = _named(op, args, kwargs)
     kernel = _backward_padded if op is _efficient_backward_op else op
-    gradients = attend_backward(kernel, *_place(mesh), **terms)
+    apart = terms["query"].shape[_SEQ_DIM] >= heads_apart_from
+    gradients = attend_backward(kernel, *_place(mesh), heads_apart=apart, **terms)
     return (*_on_ring(mesh, *gradients[:3]), *gradients[3:])
 
 

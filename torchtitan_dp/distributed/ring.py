@@ -9,9 +9,9 @@ does, term by term in the same order, so that fp32 results are bit-identical, bu
 - partial outputs and gradients are merged in place, where PyTorch makes a copy a block;
 - keys and values are packed once, and not again for each rank that they pass;
 - outputs and gradients lie as (B, T, H, F), as the layers around attention read them;
-- from `HEADS_APART_FROM` tokens a rank, the kernel runs on the queries of one key head at a time.
-  FlashAttention's backward needs fp32 dQ, and dK and dV of every query head: at 131,072 tokens of
-  32 heads 4 GiB, of 4 heads 0.5 GiB. So many tokens fill a device with one key head, too.
+- with `heads_apart`, the kernel runs on the queries of one key head at a time. FlashAttention's
+  backward needs fp32 dQ, and dK and dV of every query head: at 131,072 tokens of 32 heads 4 GiB, of
+  4 heads 0.5 GiB.
 
 A ring of one rank is attention without a ring, with heads apart. How a sequence is dealt out is
 PyTorch's: contiguously, or "head-tail" (rank r of n has chunks r and 2n - 1 - r).
@@ -25,9 +25,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as ft_c
 import torch.nn.functional as F
-
-HEADS_APART_FROM = 2**16
-"""Tokens a rank, from which the kernel runs on one key head at a time."""
 
 
 class Passing(Protocol):
@@ -133,9 +130,9 @@ class _Heads(NamedTuple):
     keys: slice
 
 
-def _heads_at_once(query: torch.Tensor, key: torch.Tensor) -> Iterator[_Heads]:
+def _heads_at_once(query: torch.Tensor, key: torch.Tensor, heads_apart: bool) -> Iterator[_Heads]:
     heads, key_heads = query.shape[1], key.shape[1]
-    at_once = key_heads if query.shape[2] < HEADS_APART_FROM else 1
+    at_once = 1 if heads_apart else key_heads
     shared = heads // key_heads
     for start in range(0, key_heads, at_once):
         end = start + at_once
@@ -151,6 +148,7 @@ def attend(
     value: torch.Tensor,
     *,
     is_causal: bool,
+    heads_apart: bool,
     **terms: Any,
 ) -> tuple[Any, ...]:
     """Attend to the keys of all ranks.
@@ -160,6 +158,7 @@ def attend(
             its logsumexp (B, H, T) or (B, H, T, 1), and more.
         passing: of keys and values; None for a ring of one rank.
         query, key, value: (B, H or fewer, T, F) of this rank's tokens.
+        heads_apart: run the kernel on one key head at a time.
 
     Returns:
         The output (B, H, T, F) in the dtype of `query`, the logsumexp in the kernel's shape and
@@ -176,7 +175,7 @@ def attend(
         block = position.block(step, query.shape[2], is_causal)
         if block is None:
             continue
-        for heads in _heads_at_once(query, key):
+        for heads in _heads_at_once(query, key, heads_apart):
             part, logsumexp, *rest = kernel(
                 query[:, heads.queries, block.queries],
                 key_of_block[:, heads.keys, block.keys],
@@ -221,6 +220,7 @@ def attend_backward(
     logsumexp: torch.Tensor,
     *,
     is_causal: bool,
+    heads_apart: bool,
     **terms: Any,
 ) -> tuple[Any, ...]:
     """Compute the gradients of `attend`'s query, key and value.
@@ -228,6 +228,7 @@ def attend_backward(
     Args:
         kernel: takes a block's tensors by name, `is_causal` and `terms`; returns the three
             gradients, and more.
+        heads_apart: run the kernel on one key head at a time.
         of_keys, of_gradients: pass on keys and values, and their gradients; None for a ring of one
             rank.
 
@@ -248,7 +249,7 @@ def attend_backward(
     for step, (key_of_block, value_of_block) in enumerate(blocks):
         block = position.block(step, query.shape[2], is_causal)
         formed = []
-        for heads in _heads_at_once(query, key) if block else ():
+        for heads in _heads_at_once(query, key, heads_apart) if block else ():
             assert block is not None
             queries = slice(None), heads.queries, block.queries
             keys = slice(None), heads.keys, block.keys

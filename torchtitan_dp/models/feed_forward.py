@@ -194,15 +194,13 @@ class _Body:
         function = rms_norm if self.is_lean else F.rms_norm
         return function(h_ND, weight_D.shape, weight_D, self.eps)  # type: ignore[arg-type]
 
-    def forward(self, h_ND: Tensor, parameters: list[Tensor]) -> Tensor:
-        """Compute all tiles."""
+    def forward(self, h_ND: Tensor, parameters: list[Tensor], out_ND: Tensor) -> None:
+        """Compute all tiles, into `out_ND`."""
         w1, w3, w2 = self.linear(parameters)
-        out_ND = torch.empty_like(h_ND)
         for tokens in self.tiling.tiles(len(h_ND)):
             n_ND = self.normed(h_ND[tokens], parameters[0])
             y_ND = w2(self.tiling.swiglu(w1(n_ND), w3(n_ND)))
             torch.add(h_ND[tokens], y_ND, out=out_ND[tokens])
-        return out_ND
 
     def backward(
         self, h_ND: Tensor, parameters: list[Tensor], grad_ND: Tensor, sums: list[Tensor | None]
@@ -271,7 +269,9 @@ class _Output(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any, h_BTD: Tensor, body: _Body, parameters: list[Tensor]
     ) -> Tensor:
-        return body.forward(h_BTD.flatten(0, 1), parameters).view(h_BTD.shape)
+        out_BTD = torch.empty_like(h_BTD)  # no view is returned: FSDP2 hooks the output
+        body.forward(h_BTD.flatten(0, 1), parameters, out_BTD.flatten(0, 1))
+        return out_BTD
 
     @staticmethod
     def backward(ctx: Any, grad_BTD: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

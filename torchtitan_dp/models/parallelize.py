@@ -13,7 +13,7 @@ from typing import cast
 
 import torch
 import torch.nn as nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
@@ -24,12 +24,13 @@ from torchtitan.tools.utils import device_type
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import feed_forward_chunk
 from torchtitan_dp.distributed.attention import (
+    HEADS_APART_FROM,
     apply_ring_attention,
     configure_ring,
+    mesh_of_this_rank,
     use_efficient_attention,
 )
 from torchtitan_dp.distributed.offload import InputsOnHost
-from torchtitan_dp.distributed.ring import HEADS_APART_FROM
 from torchtitan_dp.gradients.fsdp import keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
@@ -57,7 +58,6 @@ def parallelize(
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if parallel_dims.cp_enabled:
         configure_ring(
-            device_type,
             load_balancer=parallelism.context_parallel_load_balancer,
             rotate_method=parallelism.context_parallel_rotate_method,
         )
@@ -141,20 +141,15 @@ def _ring_mesh(parallel_dims: ParallelDims, job_config: JobConfig) -> DeviceMesh
     training = job_config.training
     if training.seq_len < HEADS_APART_FROM or training.mixed_precision_param == "float32":
         return None
-    configure_ring(device_type, load_balancer=None, rotate_method="alltoall")
-    return _mesh_of_this_rank(parallel_dims)
+    configure_ring(load_balancer=None, rotate_method="alltoall")
+    return mesh_of_this_rank(device_type, "cp")
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:
     """Return the one-dimensional `dp_shard x cp` mesh, also of one rank, where TorchTitan has
     none."""
     mesh = parallel_dims.get_optional_mesh("fsdp")
-    return _mesh_of_this_rank(parallel_dims) if mesh is None else mesh
-
-
-def _mesh_of_this_rank(parallel_dims: ParallelDims) -> DeviceMesh:
-    every_rank_alone = (parallel_dims.world_size, 1)
-    return init_device_mesh(device_type, every_rank_alone, mesh_dim_names=("rank", "fsdp"))["fsdp"]
+    return mesh_of_this_rank(device_type, "fsdp") if mesh is None else mesh
 
 
 def fsdp_groups(model: PrivateModel) -> list[list[nn.Module]]:

@@ -14,7 +14,7 @@ from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.attention import RotateMethod
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
-from torchtitan_dp.selfcheck.parts import attention, loss_head, noise, norm_estimates
+from torchtitan_dp.selfcheck.parts import attention, feed_forward, loss_head, noise, norm_estimates
 from torchtitan_dp.selfcheck.run import Check, Measured, Ranks
 from torchtitan_dp.selfcheck.steps import Loops, checkpoint, clipped_sum, updates
 from torchtitan_dp.selfcheck.terms import Terms
@@ -91,6 +91,9 @@ def checks_of(
         if (terms.dtype, terms.degrees) not in met:  # these depend on no gradient method
             met.add((terms.dtype, terms.degrees))
             yield from _attention_checks(ranks, terms, every)
+            if every or terms.in_tiles:
+                remedy = "training.feed_forward_chunk = 0 trains without it"
+                yield _check(ranks, terms, "feed-forward in tiles", remedy, feed_forward)
             if terms.config.training.loss_chunk_tokens:
                 remedy = "training.loss_chunk_tokens = 0 trains without it"
                 yield _check(ranks, terms, "loss head", remedy, loss_head)
@@ -123,6 +126,9 @@ def _attention_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check
     if terms.degrees[2] == 1:
         remedy = f"{_DO_NOT_TRAIN}; another training.mixed_precision_param or torch may pass"
         yield _check(ranks, terms, "attention", remedy, attention, balancers[0], rotations[0])
+        if every or terms.heads_apart:
+            name = "attention, heads apart"
+            yield _check(ranks, terms, name, remedy, attention, None, rotations[0], True)
         return
     if every:
         balancers, rotations = ["headtail", None], list(get_args(RotateMethod))
@@ -133,6 +139,9 @@ def _attention_checks(ranks: Ranks, terms: Terms, every: bool) -> Iterator[Check
     for balancer, rotate in itertools.product(balancers, rotations):
         name = f"ring attention, {balancer}, {rotate}"
         yield _check(ranks, terms, name, remedy, attention, balancer, rotate)
+    if every or terms.heads_apart:
+        name = f"ring attention, {balancers[0]}, {rotations[0]}, heads apart"
+        yield _check(ranks, terms, name, remedy, attention, balancers[0], rotations[0], True)
 
 
 def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterator[Check]:
@@ -144,6 +153,8 @@ def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterat
         # The loop's norms are exact: the rest of the method is compared with it.
         kind, terms = f"{method} with exact norms", terms.but(gradient_method="ghost")
     kinds = {kind: terms}
+    if every and method == "microbatch":
+        kinds["microbatch, feed-forward in tiles"] = terms.with_tiles()
     if every and method == "grad_sample":
         kinds["grad_sample, whole"] = terms.but(shard_grad_samples=False)
     if every and method == "ghost":

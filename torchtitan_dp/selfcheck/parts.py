@@ -1,7 +1,9 @@
 """Parts of a step, each against the textbook's: attention, loss head, estimates of norms, noise."""
 
+import copy
 import math
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -13,18 +15,22 @@ from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from torchtitan_dp.distributed.attention import (
+    HEADS_APART_FROM,
     LoadBalancer,
     RotateMethod,
     apply_ring_attention,
     configure_ring,
+    mesh_of_this_rank,
 )
 from torchtitan_dp.gradients.ghost import GhostGradients
 from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
+from torchtitan_dp.models.families import on_meta
+from torchtitan_dp.models.feed_forward import Tiling, feed_forward_in_tiles
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.noise import standard_normal
-from torchtitan_dp.selfcheck.reference import relative_error, rounding
+from torchtitan_dp.selfcheck.reference import Gradient, relative_error, rounding
 from torchtitan_dp.selfcheck.run import Measured, Ranks, worst
 from torchtitan_dp.selfcheck.small import Small, mesh
 from torchtitan_dp.selfcheck.terms import Terms
@@ -35,13 +41,20 @@ _DEVIATIONS = 5.0
 
 
 def attention(
-    ranks: Ranks, terms: Terms, balancer: LoadBalancer, rotate: RotateMethod
+    ranks: Ranks,
+    terms: Terms,
+    balancer: LoadBalancer,
+    rotate: RotateMethod,
+    heads_apart: bool = False,
 ) -> Sequence[Measured]:
     """Compare output and gradients with those of attention over the whole sequence in fp64."""
     kernel = ScaledDotProductAttentionWrapper()
     cp_mesh = mesh(ranks.device.type, terms.degrees)[0].get_optional_mesh("cp")
+    if cp_mesh is None and heads_apart:
+        cp_mesh, balancer = mesh_of_this_rank(ranks.device.type, "cp"), None
     if cp_mesh is not None:
-        configure_ring(ranks.device.type, load_balancer=balancer, rotate_method=rotate)
+        apart_from = 1 if heads_apart else HEADS_APART_FROM
+        configure_ring(load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from)
         apply_ring_attention([kernel], cp_mesh)
     errors = []
     for length in terms.lengths:
@@ -134,6 +147,46 @@ def loss_head(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
         error = relative_error({name: a.cpu()}, {name: e})
         measured.append(Measured(f"the gradient of {name}", error, bound))
     return measured
+
+
+def feed_forward(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
+    """Compare the feed-forward in three tiles and a rest, norm and residual included, with fp64's.
+
+    Output and gradients; weights have LoRA's factors where the terms have adapters.
+    """
+    tile, args = 32, terms.args
+    generator = torch.Generator().manual_seed(0)
+    block = on_meta(args).layers["0"]
+    parts = nn.ModuleDict({"norm": block.ffn_norm, "layers": block.feed_forward})
+    parts.to_empty(device="cpu")
+    for parameter in parts.parameters():
+        spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
+        drawn = torch.randn(parameter.shape, generator=generator) * spread
+        parameter.data = drawn.to(terms.dtype)
+    h_1TD = torch.randn(1, 3 * tile + 5, args.dim, generator=generator).to(terms.dtype)
+    grad_1TD = torch.randn(h_1TD.shape, generator=generator).to(terms.dtype)
+
+    def results(parts: nn.ModuleDict, h: torch.Tensor, out: torch.Tensor) -> Gradient:
+        trained = {name: p for name, p in parts.named_parameters() if p.requires_grad}
+        wanted = {"input": h, **trained}
+        found = torch.autograd.grad(out, list(wanted.values()), grad_1TD.to(out))
+        names = (f"the gradient of {name}" for name in wanted)
+        return {"the output": out.detach()} | dict(zip(names, found, strict=True))
+
+    true = copy.deepcopy(parts).double()
+    true_h = h_1TD.double().requires_grad_()
+    expected = results(true, true_h, true_h + true["layers"](true["norm"](true_h)))
+    parts.to(ranks.device)
+    h = h_1TD.to(ranks.device).requires_grad_()
+    norm = cast(nn.RMSNorm, parts["norm"])
+    out = feed_forward_in_tiles(h, norm, parts["layers"], Tiling(tile))
+    actual = results(parts, h, out)
+    # Four times a whole tensor's: intermediate results are rounded four times.
+    bound = 4 * rounding(terms.dtype)
+    return [
+        Measured(name, relative_error({name: actual[name].cpu()}, {name: value}), bound)
+        for name, value in expected.items()
+    ]
 
 
 def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:

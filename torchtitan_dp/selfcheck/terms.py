@@ -14,8 +14,9 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.derived import ladder
+from torchtitan_dp.config.derived import feed_forward_chunk, ladder
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.distributed.attention import HEADS_APART_FROM
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import shape
@@ -37,6 +38,7 @@ class Terms:
     args: ModelArgs
     lengths: tuple[int, ...]
     heads: tuple[int, int]  # of queries; of keys and values
+    heads_apart: bool  # whether the run's attention is
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -53,6 +55,17 @@ class Terms:
         mesh = " x ".join(map(str, self.degrees))
         compiled = " compiled" if self.config.compile.enable else ""
         return f"{self.config.training.mixed_precision_param}{compiled}, mesh {mesh}"
+
+    @property
+    def in_tiles(self) -> bool:
+        """Whether the run's feed-forward is in tiles."""
+        return feed_forward_chunk(self.config) > 0
+
+    def with_tiles(self) -> "Terms":
+        """Return the same terms with a feed-forward in three tiles."""
+        config = copy.deepcopy(self.config)
+        config.training.feed_forward_chunk = _third(config)
+        return dataclasses.replace(self, config=config)
 
     def but(self, **privacy: object) -> "Terms":
         """Return the same terms with other settings of `[privacy]`."""
@@ -122,15 +135,22 @@ def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
     training = scaled.training
     training.seq_len = min(training.seq_len, _TOKENS * cp)
     training.local_batch_size = min(training.local_batch_size, _MOST_SAMPLES)
-    if training.loss_chunk_tokens:  # three chunks, of which the last is shorter
-        training.loss_chunk_tokens = training.seq_len // cp // 3 + 1
+    if training.loss_chunk_tokens:
+        training.loss_chunk_tokens = _third(scaled)
+    training.feed_forward_chunk = _third(scaled) if feed_forward_chunk(config) else 0
     scaled.optimizer.lr = 1e-2  # so that fp32 resolves an update
     small, kv_heads = _small(args, training.seq_len), min(args.n_kv_heads or args.n_heads, 2)
     if groups := config.privacy.clipping_groups:
         names = trainable_parameters(on_meta(small))
         scaled.privacy.clipping_groups = patterns_in_use(names, groups)
     heads = _shared(args) * kv_heads, kv_heads
-    return Terms(scaled, small, rungs or (training.seq_len,), heads)
+    apart = config.training.seq_len // cp >= HEADS_APART_FROM
+    return Terms(scaled, small, rungs or (training.seq_len,), heads, apart)
+
+
+def _third(config: JobConfig) -> int:
+    """Return a size of three chunks of a rank's tokens, of which the last is shorter."""
+    return config.training.seq_len // config.parallelism.context_parallel_degree // 3 + 1
 
 
 def _shared(args: ModelArgs) -> int:
