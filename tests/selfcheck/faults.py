@@ -113,6 +113,27 @@ def chunk_edge_lost():
     return wrapped(loss_head, "_chunks", chunks)
 
 
+def tile_lost():
+    """The last tile of the feed-forward, which may be shorter, is left out."""
+    from torchtitan_dp.models.feed_forward import Tiling
+
+    def tiles(original, self, tokens):
+        return original(self, tokens - tokens % self.tokens)
+
+    return wrapped(Tiling, "tiles", tiles)
+
+
+def heads_share_the_first_key():
+    """With heads apart, all queries attend to the first key head."""
+    from torchtitan_dp.distributed import ring
+
+    def heads(original, query, key, heads_apart):
+        for of_queries, of_keys in original(query, key, heads_apart):
+            yield ring._Heads(of_queries, slice(0, of_keys.stop - of_keys.start))
+
+    return wrapped(ring, "_heads_at_once", heads)
+
+
 def ring_of_another_balancer():
     """The ring masks as if the sequence were dealt out in the other way."""
     from torchtitan_dp.distributed.attention import ring

@@ -8,6 +8,7 @@ SAMPLES = "gradients/test_grad_sample.py::"
 LAYERS = "gradients/test_layers.py::"
 ONE = "privacy/test_clipping.py::"
 HEAD = "models/test_loss_head.py::"
+TILES = "models/test_feed_forward.py::"
 REGIONS = "models/test_regions.py::"
 
 SUM = "gradients/clipped_sum.py"
@@ -45,6 +46,22 @@ MUTANTS = [
         "    reduce_scatter_sum(shard, whole, cp)\n",
         "    shard.copy_(whole[dist.get_rank(cp)])\n",
         (f"{HERE}test_row01_norms_are_of_the_whole_gradient[V2-2]",),
+    ),
+    Mutant(
+        1,
+        "norm without the tokens of earlier tiles",
+        "models/feed_forward.py",
+        "            add_product_(of_weight, grad_NP.T, x_ND)\n",
+        "            of_weight.copy_(grad_NP.T @ x_ND)\n",
+        (f"{TILES}test_on_every_mesh[(1, 1, 2)-llama3-full]",),
+    ),
+    Mutant(
+        1,
+        "gradients of keys without the other ranks queries",
+        "distributed/ring.py",
+        "            gradients = of_gradients.receive().view(shape)\n",
+        "            of_gradients.receive()\n",
+        (f"{EXACT}test_every_mesh[(1, 1, 2)]",),
     ),
     Mutant(
         2,
@@ -94,6 +111,15 @@ MUTANTS = [
         "        merges = differentiate and weight_needed and len(h_BTD) > 1\n",
         "        merges = False\n",
         (f"{HEAD}test_samples_are_never_merged",),
+        quick=True,
+    ),
+    Mutant(
+        4,
+        "tiles of the feed-forward merge samples",
+        "models/feed_forward.py",
+        "    assert len(h_BTD) == 1 or not trains,",
+        "    assert True,",
+        (f"{TILES}test_samples_are_never_merged",),
         quick=True,
     ),
     Mutant(
