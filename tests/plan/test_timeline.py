@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn as nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.processes import forks
 from tests.processes.runs import CONFIG
@@ -16,6 +17,7 @@ from torchtitan_dp.plan.timeline import (
     FEED_FORWARD,
     FORWARD,
     PHASES,
+    RECOMPUTED,
     WORKSPACE,
     Peak,
     Row,
@@ -140,10 +142,21 @@ class Block(nn.Module):
         return h + self.feed_forward(h)
 
 
-class Model(nn.Module):
-    def __init__(self, blocks):
+class Idle(nn.Module):
+    """Makes nothing but views."""
+
+    def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleDict({str(number): Block() for number in range(blocks)})
+        self.attention, self.feed_forward = (Apply(lambda x: x.view_as(x)) for _ in range(2))
+
+    def forward(self, x):
+        return self.feed_forward(self.attention(x))
+
+
+class Model(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.layers = nn.ModuleDict({str(number): block() for number in range(3)})
 
     def forward(self, x):
         for block in self.layers.values():
@@ -151,8 +164,8 @@ class Model(nn.Module):
         return x
 
 
-def toy(workspace=None):
-    model = Model(3)
+def toy(workspace=None, block=Block):
+    model = Model(block)
     with Timeline("activations", workspace) as tracker:
         x = torch.ones(3, 500, requires_grad=True)
         tracker.watch(model)
@@ -174,6 +187,20 @@ def test_rows_of_one_block_are_not_those_of_another():
     exponential = Row("block -1 attention: exp", "3 × 500", "float32")
     assert rows[exponential] == rows[exponential._replace(name="attention: exp")] == 6000
     assert Row("before the model: ones", "3 × 500", "float32") in rows
+
+
+def test_recomputation_that_stops_early_ends_its_phase():
+    """As soon as the last tensor that backward needs is there, in the middle of modules."""
+    peaks = toy(block=lambda: checkpoint_wrapper(Block()))
+    assert tuple(peaks) == PHASES
+    assert peaks[FEED_FORWARD].rows[Row("feed_forward: buffer, backward", "7 × 1,000", "float32")]
+    assert not rows_of(peaks[RECOMPUTED], "feed_forward: buffer")
+    assert rows_of(peaks[RECOMPUTED], "attention: exp")
+
+
+def test_a_phase_that_makes_nothing_has_what_it_begins_with():
+    forward = toy(block=Idle)[FORWARD]
+    assert forward.rows == {Row("before the model: ones", "3 × 500", "float32"): 6000}
 
 
 def test_a_kernels_workspace_has_a_row():

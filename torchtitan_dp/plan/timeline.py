@@ -70,7 +70,7 @@ class Timeline(MemoryTracker):
         self._at_peak: dict[str, tuple[int, list[tuple[Row, str, int]]]] = {}
         self._phase: str | None = None
         self._operator = ""
-        self._made: dict[int, Row] = {}  # by storage, as what is known
+        self._made: dict[int, Row] = {}  # by storage, as `_known`, and what has been freed
         self._running: list[tuple[str, int]] = []  # modules, and the number of their first node
         self._calls: list[tuple[range, str]] = []  # numbers of nodes, those of inner modules first
         self._place = "before the model"  # where the last storage was made
@@ -106,10 +106,6 @@ class Timeline(MemoryTracker):
         if key not in self._known:
             self._made[key] = self._row(tensor)
         super()._count(tensor)
-
-    def _forget(self, key: int, reference: object) -> None:
-        super()._forget(key, reference)
-        self._made.pop(key, None)
 
     def _change(self, label: str, size: int) -> None:
         super()._change(label, size)
