@@ -1,4 +1,9 @@
-"""What a step is expected to take: microbatches, tokens, floating-point operations."""
+"""What a step is expected to take: microbatches, tokens, floating-point operations.
+
+FLOPs are those of matrix products and of attention, as kernels compute them. A causal mask halves
+attention, and flash attention computes the scores again in backward. (TorchTitan's own count, of
+which it logs the `mfu(%)`, halves nothing, computes nothing again and leaves out tied outputs.)
+"""
 
 import math
 from dataclasses import dataclass
@@ -11,20 +16,49 @@ from torchtitan_dp.models.families import ModelArgs, on_meta
 
 
 @dataclass(frozen=True)
+class Weights:
+    """Values of the matrices that every token is multiplied with."""
+
+    trained: int
+    frozen: int = 0
+
+    @property
+    def all(self) -> int:
+        return self.trained + self.frozen
+
+
+@dataclass(frozen=True)
+class SampleFlops:
+    """The FLOPs of one sample's forward and backward pass, on all its ranks together."""
+
+    products: float
+    attention: float
+
+    @property
+    def total(self) -> float:
+        return self.products + self.attention
+
+
+@dataclass(frozen=True)
 class StepCost:
     """The expected cost of one step, over the draw."""
 
     microbatches_per_step: float  # of each data-parallel rank
     tokens_per_step: float  # padding included
-    flops_per_step: float  # of the model, forward and backward, without recomputation
+    flops_per_step: float  # as computed, recomputation included
+    flops_per_sample: float  # of all its windows
+    attention_share: float  # of these
+    recomputes: bool
     seconds_per_step: float | None  # an estimate, at the rate that was stated
     steps: int
 
     def describe(self) -> str:
         """Put the cost into words, for people."""
+        included = ", recomputation included" if self.recomputes else ""
         step = (
             f"expected per step: {self.microbatches_per_step:.1f} microbatches per data-parallel "
-            f"rank, {self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs"
+            f"rank, {self.tokens_per_step:,.0f} tokens, {self.flops_per_step:.3g} FLOPs "
+            f"({self.flops_per_sample:.3g} a sample{included})"
         )
         if self.seconds_per_step is None:
             return step
@@ -39,19 +73,84 @@ def step_cost(
 ) -> StepCost:
     """Work out the cost of a step that draws each of `records` with probability `rate`; `tflops`
     is what each device sustains, in TFLOP/s."""
-    seq_len = config.training.seq_len
+    seq_len, windows = config.training.seq_len, config.data.windows_per_draw
     dp_replicate, dp_shard, cp = mesh_degrees(config)
     slots = dp_replicate * dp_shard * config.training.local_batch_size
     microbatches = expected_rounds(records, rate, slots)
     # Empty slots are computed too.
-    tokens = microbatches * slots * config.data.windows_per_draw * seq_len
-    _, flops_per_token = args.get_nparams_and_flops(on_meta(args), seq_len)
-    flops, seconds = tokens * flops_per_token, None
+    samples = microbatches * slots
+    of_window, seconds = flops_of(config, args), None
+    sample = windows * of_window.total
+    flops = samples * sample
     if tflops is not None:
-        # With full activation checkpointing the forward pass counts twice.
-        computed = flops * (4 / 3 if config.activation_checkpoint.mode == "full" else 1)
-        seconds = computed / (tflops * 1e12 * dp_replicate * dp_shard * cp)
-    return StepCost(microbatches, tokens, flops, seconds, config.training.steps)
+        seconds = flops / (tflops * 1e12 * dp_replicate * dp_shard * cp)
+    return StepCost(
+        microbatches,
+        samples * windows * seq_len,
+        flops,
+        sample,
+        of_window.attention / of_window.total,
+        _recomputes(config),
+        seconds,
+        config.training.steps,
+    )
+
+
+def flops_of(config: JobConfig, args: ModelArgs) -> SampleFlops:
+    """Count the FLOPs of a sample of the configured length, with one backward pass. Ghost norms
+    and a second pass are not counted, nor is what `selective` activation checkpointing recomputes.
+    """
+    blocks, output = weights_of(args)
+    return sample_flops(
+        config.training.seq_len,
+        blocks=blocks,
+        output=output,
+        layers=args.n_layers,
+        width=args.n_heads * args.head_size,
+        recomputed=_recomputes(config),
+    )
+
+
+def _recomputes(config: JobConfig) -> bool:
+    return config.activation_checkpoint.mode == "full"
+
+
+def weights_of(args: ModelArgs) -> tuple[Weights, Weights]:
+    """Count the values of a model's matrices: of all blocks, and of the output layer. Embeddings
+    are looked up, which takes no product."""
+    model = on_meta(args)
+
+    def count(trained: bool) -> int:
+        every = model.layers.parameters()
+        return sum(p.numel() for p in every if p.dim() == 2 and p.requires_grad == trained)
+
+    output, size = model.output.weight, model.output.weight.numel()
+    of_output = Weights(size) if output.requires_grad else Weights(0, size)
+    return Weights(count(True), count(False)), of_output
+
+
+def sample_flops(
+    tokens: int, *, blocks: Weights, output: Weights, layers: int, width: int, recomputed: bool
+) -> SampleFlops:
+    """Count the FLOPs of a sample of so many tokens.
+
+    A product takes 2 FLOPs a value and token; in backward another 2 for the gradient of its input,
+    and 2 for that of its weight, where that is trained. Attention takes two products of T x T / 2
+    scores, and five in backward. All that blocks compute forward is computed once more if it is
+    recomputed; what checkpointing and adapters of the first block spare is counted too (less than
+    a hundredth of a model of many layers).
+
+    Args:
+        layers: of attention.
+        width: of all heads of queries together.
+        recomputed: whether blocks run forward again in backward.
+    """
+    again = 1 if recomputed else 0
+    of_blocks = (4 + 2 * again) * blocks.all + 2 * blocks.trained
+    of_output = 4 * output.all + 2 * output.trained
+    one_product = 2 * width * tokens**2 / 2
+    attention = layers * one_product * (2 * (1 + again) + 5)
+    return SampleFlops(tokens * (of_blocks + of_output), attention)
 
 
 def expected_rounds(records: int, rate: float, slots: int) -> float:

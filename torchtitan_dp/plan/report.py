@@ -2,9 +2,12 @@
 
     python -m torchtitan_dp.plan.report docs/plans.md
 
-writes that page, for all of `train_configs/`.
+writes that page, for all of `train_configs/`: their memory, one block by tensor, and what steps of
+long samples take.
 """
 
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +17,9 @@ from rich.table import Column, Table
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.plan import long_steps
+from torchtitan_dp.plan.long_steps import LongStep
 from torchtitan_dp.plan.memory import (
     CATEGORIES,
     COMMUNICATOR_GIB,
@@ -31,6 +37,8 @@ _VARIANTS: dict[str, list[tuple[int, list[str]]]] = {
     "llama3_8b_1m_lora": [(8, []), (8, [_OFFLOADED]), (4, [_OFFLOADED])]
 }
 """Ranks and overrides of the rows of a configuration that is not for the page's ranks alone."""
+_BLOCK = ("llama3_8b_1m_lora", 8, [_OFFLOADED])
+"""The configuration, ranks and overrides whose block the page has by tensor."""
 
 
 def report(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None:
@@ -195,9 +203,36 @@ checkpoints offloaded to the host, took 56.2 GB a GPU at 1,048,576 tokens on 8 H
 """
 
 
+_BLOCK_SECTION = """
+## One block by tensor
+
+What is alive on a rank of `{name}`, {ranks} ranks, inputs offloaded, while one of its middle blocks
+runs: GiB at the peak of each phase (**predicted**).
+
+A row is what one module has made, in forward or in backward (`block +1` is the block after it); a
+cell is empty where nothing of it is alive at that phase's peak. The block takes what its highest
+column adds up to, so it shrinks with the largest rows of that column; "workspace" is what
+FlashAttention takes on CUDA.
+
+{table}
+Of another configuration: `python -m torchtitan_dp.plan.timeline {ranks} --job.config_file FILE`.
+"""
+
+
+def block_section(folder: Path) -> str:
+    """Write the section on one block, in a process that sees no accelerator, as predictions do."""
+    name, ranks, more = _BLOCK
+    command = [sys.executable, "-m", "torchtitan_dp.plan.timeline", str(ranks)]
+    command += ["--job.config_file", str(folder / f"{name}.toml"), *more]
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+    env = os.environ | hidden
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
+    return _BLOCK_SECTION.format(name=name, ranks=ranks, table=done.stdout)
+
+
 def write_page(path: str, folder: Path, *, ranks: int = 4, memory_gib: float = 80.0) -> None:
     """Write the predictions for each TOML of a folder, as a Markdown page."""
-    rows = []
+    rows, steps = [], []
     for toml in sorted(folder.glob("*.toml")):
         for number, more in _VARIANTS.get(toml.stem, [(ranks, [])]):
             overrides = ["--job.config_file", str(toml), *more]
@@ -214,6 +249,7 @@ def write_page(path: str, folder: Path, *, ranks: int = 4, memory_gib: float = 8
             cells = [name, f"{memory.seq_len:,}", mode, *sizes, f"**{peak:.1f}**", fits]
             whole = memory.parts["parameters"] * number
             rows.append((whole, memory.seq_len, f"| {' | '.join(cells)} |"))
+            steps.append(LongStep.of(toml.stem, config, shape(config), number))
             print(rows[-1][-1], file=sys.stderr)
     page = _PAGE.format(
         ranks=ranks,
@@ -223,7 +259,8 @@ def write_page(path: str, folder: Path, *, ranks: int = 4, memory_gib: float = 8
         parts=" | ".join(name.replace("_", " ") for name in CATEGORIES),
         rule=" | ".join("---" for _ in CATEGORIES),
     )
-    Path(path).write_text(page + "\n".join(row for *_, row in sorted(rows)) + "\n")
+    page += "".join(f"{row}\n" for *_, row in sorted(rows))
+    Path(path).write_text(page + block_section(folder) + long_steps.section(steps))
 
 
 if __name__ == "__main__":
