@@ -21,6 +21,7 @@ from torchtitan_dp.plan import report as memory_report
 from torchtitan_dp.plan.memory import CATEGORIES, GIB, LONGEST, MemoryPlan
 from torchtitan_dp.plan.prediction import answer
 from torchtitan_dp.plan.tracker import MemoryTracker
+from torchtitan_dp.preflight.host_memory import predict_host_memory
 
 
 def small(*overrides):
@@ -164,6 +165,33 @@ def test_the_hosts_memory_is_predicted_as_it_is_taken(samples):
     assert plan.for_programs()["host_memory_gib"] == plan.host_bytes / GIB
     without = forks.call(answer, small(OFFLOAD[0]), 2, 80, False)
     assert without.host_bytes == 0
+
+
+GHOST = ("--privacy.gradient_method=ghost", "--training.local_batch_size=2")
+
+
+@pytest.mark.thorough_cases("ghost", "windows")
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (4, ["--training.local_batch_size=2", "--privacy.gradient_method=microbatch"]),
+        (6, ["--training.local_batch_size=3", "--training.seq_len=1536"]),
+        (4, [*GHOST, "--privacy.ghost_passes=two", "--parallelism.data_parallel_shard_degree=2"]),
+        (2, ["--data.long_records=window", "--data.windows_per_draw=2"]),
+        (2, ["--lora.rank=4", "--training.mixed_precision_param=bfloat16"]),
+    ],
+    ids=["one at a time", "no power of two", "ghost", "windows", "adapters"],
+)
+def test_the_hosts_memory_needs_no_step_to_be_predicted(world_size, overrides):
+    """What refuses a start is what a step takes, and what a save beside it copies is its state."""
+    saving = ("--checkpoint.enable", "--checkpoint.async_mode=async")
+    given = small(*OFFLOAD, *saving, *overrides)
+    plan = forks.call(answer, given, world_size, 80, False)
+    config = load_config(given, world_size)
+    memory = predict_host_memory(config, shape(config))
+    assert plan.host_bytes == memory.inputs_bytes > 0
+    state = plan.parts["parameters"] + plan.parts["optimizer"]
+    assert memory.copy_bytes == pytest.approx(state, rel=0.02)
 
 
 def test_the_hosts_memory_is_said_for_a_rank_and_a_node():
