@@ -1,4 +1,4 @@
-"""A node's memory for offloaded inputs: predicted, and refused on all ranks before the first step."""
+"""A node's memory for offloaded inputs: predicted, and refused on all ranks before step 1."""
 
 import os
 from pathlib import Path
@@ -40,6 +40,8 @@ def predicted(flavor: str, world_size: int, *overrides: str) -> HostMemory:
 
 
 LONG = ("--training.seq_len=4194304", *OFFLOAD)
+THREE = ("--training.local_batch_size=3",)
+BY_ONE = (*THREE, "--privacy.gradient_method=microbatch")
 
 
 @pytest.mark.parametrize(
@@ -48,19 +50,9 @@ LONG = ("--training.seq_len=4194304", *OFFLOAD)
         ("8B", 8, LONG, 32, 4 * GIB),
         ("8B", 8, (*LONG, "--parallelism.data_parallel_shard_degree=2"), 32, 8 * GIB),
         ("3B", 8, LONG, 28, 3 * GIB),  # not 4: no power of two
-        ("8B", 8, (*LONG, "--training.local_batch_size=3"), 32, 12 * GIB),
-        # One sample at a time, whatever the size of a microbatch.
-        (
-            *("8B", 8),
-            (*LONG, "--training.local_batch_size=3", "--privacy.gradient_method=microbatch"),
-            *(32, 4 * GIB),
-        ),
-        (
-            *("8B", 8),
-            (*LONG, "--training.local_batch_size=3", "--privacy.gradient_method=microbatch")
-            + ("--privacy.no-enable",),
-            *(32, 12 * GIB),
-        ),
+        ("8B", 8, (*LONG, *THREE), 32, 12 * GIB),
+        ("8B", 8, (*LONG, *BY_ONE), 32, 4 * GIB),  # whatever the size of a microbatch
+        ("8B", 8, (*LONG, *BY_ONE, "--privacy.no-enable"), 32, 12 * GIB),
         ("8B", 8, ("--training.seq_len=4194304", OFFLOAD[0]), 0, 0),
     ],
 )
@@ -139,7 +131,9 @@ def require(lacking: int, offload: int) -> str:
 
     rank = dist.get_rank()
     config = build.config(*(OFFLOAD if rank != offload else ()))
-    left = mock.patch.object(module, "available_bytes", lambda: 1 if rank == lacking else 2**60)
+    left = mock.patch.object(
+        module, "available_bytes", return_value=1 if rank == lacking else 2**60
+    )
     with left, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3"):
         try:
             module.require_host_memory(config)

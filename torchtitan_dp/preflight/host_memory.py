@@ -29,6 +29,7 @@ from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.process import Fault
 
 GIB = 2**30
+MOST_RANKS = 8  # of a node, where a plan does not know it
 
 
 @dataclass(frozen=True)
@@ -117,29 +118,63 @@ def require_host_memory(config: JobConfig) -> None:
             raise Fault(f"{line} (found on rank {rank})")
 
 
-def node_ranks(world_size: int) -> int:
-    """Return how many ranks a node is assumed to have, where that is not known yet.
+@dataclass(frozen=True)
+class NodeMemory:
+    """The predicted memory of a node's ranks together, beside what this machine has left."""
 
-    >>> [node_ranks(size) for size in (1, 8, 64)]
-    [1, 8, 8]
-    """
-    return min(world_size, 8)
+    rank: HostMemory
+    ranks: int
+    assumed: bool  # the number of ranks: all of the run, up to `MOST_RANKS`
+    available: int | None  # on this machine, which need not be a node of the run
 
+    @classmethod
+    def of(
+        cls, rank: HostMemory, world_size: int, ranks_here: int | None, available: int | None
+    ) -> "NodeMemory":
+        """Put together what is known.
 
-def describe_host_memory(memory: HostMemory, ranks: int, *, assumed: bool) -> str:
-    """Say in a line what a rank and a node of so many ranks take."""
-    parts = []
-    if memory.inputs_bytes:
-        each = memory.buffer_bytes / GIB
-        parts.append(f"page-locked inputs of {memory.blocks} blocks, {each:,.2f} each")
-    if memory.copy_bytes:
-        parts.append(f"{memory.copy_bytes / GIB:,.2f} to save beside the run")
-    return (
-        f"host memory (predicted): {memory.rank_bytes / GIB:,.1f} GiB a rank "
-        f"({'; '.join(parts)}), {ranks * memory.rank_bytes / GIB:,.1f} GiB for a node's "
-        f"{_ranks(ranks)}{' (assumed: all, up to 8)' if assumed else ''}; not counted: what each "
-        "process takes by itself, some GiB"
-    )
+        Args:
+            ranks_here: how many ranks start on this machine; None if the run starts elsewhere.
+        """
+        ranks = min(world_size, MOST_RANKS) if ranks_here is None else ranks_here
+        return cls(rank, ranks, ranks_here is None, available)
+
+    @property
+    def node_bytes(self) -> int:
+        """All that is counted of a node."""
+        return self.ranks * self.rank.rank_bytes
+
+    def describe(self) -> str | None:
+        """Say in a line what a rank and a node take; None if that is little."""
+        rank, parts = self.rank, []
+        if rank.inputs_bytes:
+            each = rank.buffer_bytes / GIB
+            parts.append(f"page-locked inputs of {rank.blocks} blocks, {each:,.2f} each")
+        if rank.copy_bytes >= GIB or (parts and rank.copy_bytes):
+            parts.append(f"{rank.copy_bytes / GIB:,.2f} to save beside the run")
+        if not parts:
+            return None
+        assumed = f" (assumed: all, up to {MOST_RANKS})" if self.assumed else ""
+        left = self.available
+        here = "" if left is None else f"; this machine has {left / GIB:,.2f} GiB left"
+        return (
+            f"host memory (predicted): {rank.rank_bytes / GIB:,.2f} GiB a rank "
+            f"({'; '.join(parts)}), {self.node_bytes / GIB:,.2f} GiB for a node's "
+            f"{_ranks(self.ranks)}{assumed}{here}; not counted: what each process takes by itself, "
+            "some GiB"
+        )
+
+    def for_programs(self) -> dict[str, Any]:
+        """Put together what `--json` says of it."""
+        return {
+            "inputs_gib": self.rank.inputs_bytes / GIB,
+            "save_gib": self.rank.copy_bytes / GIB,
+            "rank_gib": self.rank.rank_bytes / GIB,
+            "node_gib": self.node_bytes / GIB,
+            "node_ranks": self.ranks,
+            "node_ranks_assumed": self.assumed,
+            "available_here_gib": None if self.available is None else self.available / GIB,
+        }
 
 
 def _ranks(count: int) -> str:
