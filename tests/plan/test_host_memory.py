@@ -36,7 +36,6 @@ def test_a_node_of_the_plan_has_up_to_eight_ranks(plan_tiny):
         "node_gib": 8 * 24 / 1024,
         "node_ranks": 8,
         "node_ranks_assumed": True,
-        "available_here_gib": 3.0,
     }
     assert host_line(said) == (
         f"{HOST}0.02 GiB a rank (page-locked inputs of 4 blocks, 0.01 each), 0.19 GiB for a "

@@ -3,8 +3,8 @@
 It is the least of what the kernel has available (`MemAvailable`) and of what each cgroup around
 this process leaves, in both versions of cgroups: a job of a scheduler and a container have their
 limits there, and those of all ancestors hold. Memory that only caches files counts as free, as in
-`MemAvailable`: it is dropped when memory is needed. Ancestors that a container does not see count
-in version 1 alone, which tells their limit.
+`MemAvailable`: it is dropped when memory is needed. Of ancestors that a container does not see,
+version 1 says the limit; those of version 2 are not known.
 """
 
 import contextlib

@@ -165,7 +165,9 @@ class NodeMemory:
         )
 
     def for_programs(self) -> dict[str, Any]:
-        """Put together what `--json` says of it."""
+        """Put together what `--json` says of it: nothing of this machine, so that it is the same
+        anywhere.
+        """
         return {
             "inputs_gib": self.rank.inputs_bytes / GIB,
             "save_gib": self.rank.copy_bytes / GIB,
@@ -173,7 +175,6 @@ class NodeMemory:
             "node_gib": self.node_bytes / GIB,
             "node_ranks": self.ranks,
             "node_ranks_assumed": self.assumed,
-            "available_here_gib": None if self.available is None else self.available / GIB,
         }
 
 
