@@ -25,6 +25,7 @@ from torchtitan_dp.ledger import Ledger
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import origin
+from torchtitan_dp.preflight.host_memory import require_host_memory
 from torchtitan_dp.validate import HeldOutValidator
 from torchtitan_dp.watch.processor import LabelledMetricsProcessor
 
@@ -41,6 +42,7 @@ class BaselineTrainer(Trainer):
         # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
         job_config.training.max_norm = job_config.training.max_norm or math.inf
         inspect.unwrap(Trainer.__init__)(self, job_config)
+        require_host_memory(job_config)  # before any rank takes its part of it
         (model,) = self.model_parts
         self.average = ema_of(job_config, model)
         if job_config.validation.enable:

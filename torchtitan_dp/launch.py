@@ -118,7 +118,8 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     if processes == "auto":
         processes = str(torch.cuda.device_count() or 2)
     module = argv.index("-m")
-    _run_plan(["--world_size", processes, *argv[module + 2 :]])
+    here = ["--world_size", processes, "--ranks_here", processes]
+    _run_plan([*here, *argv[module + 2 :]])
     os.environ[PLANNED] = "1"
     saves = checkpoint_folder(load_config(argv[module + 2 :], int(processes)))
     cores, workers = len(os.sched_getaffinity(0)), int(processes)

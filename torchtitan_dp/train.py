@@ -74,6 +74,7 @@ from torchtitan_dp.models.parallelize import trained_fsdp_modules
 from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
 from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.preflight.console import quiet, show_notices
+from torchtitan_dp.preflight.host_memory import require_host_memory
 from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.sampling import poisson_draw
@@ -108,6 +109,7 @@ class DPTrainer(Trainer):
         # Undecorated: @record would keep a traceback of what `main` turns into one line.
         inspect.unwrap(Trainer.__init__)(self, job_config)
         job_config.training.global_batch_size = expected_batch_size
+        require_host_memory(job_config)  # before any rank takes its part of it
         (model,) = self.model_parts
         self.average = ema_of(job_config, model)
         if job_config.validation.enable:

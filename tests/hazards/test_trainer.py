@@ -393,7 +393,8 @@ def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact)
         monkeypatch.setattr(train.DPTrainer, name, lambda _: None)
     for name in ("Checkpointer", "StopRequest", "ReductionGroups", "SampleLosses", "build_feed"):
         monkeypatch.setattr(train, name, MagicMock())
-    monkeypatch.setattr(train, "trained_fsdp_modules", MagicMock())
+    for name in ("trained_fsdp_modules", "require_host_memory"):
+        monkeypatch.setattr(train, name, MagicMock())
     monkeypatch.setattr(step, "DPOptimizer", MagicMock())
     method = SimpleNamespace(build=MagicMock())
     monkeypatch.setattr(step, "METHODS", {"microbatch": method})

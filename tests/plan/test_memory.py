@@ -14,13 +14,14 @@ from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import CONFIG, ROOT, arguments, write_records
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.distributed.offload import page_locked_bytes
+from torchtitan_dp.distributed.page_locked import page_locked_bytes
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan import report as memory_report
 from torchtitan_dp.plan.memory import CATEGORIES, GIB, LONGEST, MemoryPlan
 from torchtitan_dp.plan.prediction import answer
 from torchtitan_dp.plan.tracker import MemoryTracker
+from torchtitan_dp.preflight.host_memory import predict_host_memory
 
 
 def small(*overrides):
@@ -166,13 +167,31 @@ def test_the_hosts_memory_is_predicted_as_it_is_taken(samples):
     assert without.host_bytes == 0
 
 
-def test_the_hosts_memory_is_said_for_a_rank_and_a_node():
-    config = load_config(small(), 4)
-    memory = plan_of(config)
-    assert not any("pinned host memory" in line for line in memory_report.advice(memory, config))
-    memory = dataclasses.replace(memory, host_bytes=16 * GIB)
-    (line,) = (x for x in memory_report.advice(memory, config) if "pinned host memory" in x)
-    assert line.endswith("(predicted): 16.0 GiB per rank, 64.0 GiB with all 4 on one node")
+GHOST = ("--privacy.gradient_method=ghost", "--training.local_batch_size=2")
+
+
+@pytest.mark.thorough_cases("ghost", "windows")
+@pytest.mark.parametrize(
+    ("world_size", "overrides"),
+    [
+        (4, ["--training.local_batch_size=2", "--privacy.gradient_method=microbatch"]),
+        (6, ["--training.local_batch_size=3", "--training.seq_len=1536"]),
+        (4, [*GHOST, "--privacy.ghost_passes=two", "--parallelism.data_parallel_shard_degree=2"]),
+        (2, ["--data.long_records=window", "--data.windows_per_draw=2"]),
+        (2, ["--lora.rank=4", "--training.mixed_precision_param=bfloat16"]),
+    ],
+    ids=["one at a time", "no power of two", "ghost", "windows", "adapters"],
+)
+def test_the_hosts_memory_needs_no_step_to_be_predicted(world_size, overrides):
+    """What refuses a start is what a step takes, and what a save beside it copies is its state."""
+    saving = ("--checkpoint.enable", "--checkpoint.async_mode=async")
+    given = small(*OFFLOAD, *saving, *overrides)
+    plan = forks.call(answer, given, world_size, 80, False)
+    config = load_config(given, world_size)
+    memory = predict_host_memory(config, shape(config))
+    assert plan.host_bytes == memory.inputs_bytes > 0
+    state = plan.parts["parameters"] + plan.parts["optimizer"]
+    assert memory.copy_bytes == pytest.approx(state, rel=0.02)
 
 
 def test_room_is_left_for_each_communicator():

@@ -203,8 +203,8 @@ class ActivationCheckpoint(_ActivationCheckpoint):
 
     offload_inputs: bool = False
     """With `mode = "full"`: keep the inputs of checkpointed blocks in the host's memory, for
-    samples longer than the device's memory allows. The plan reports the host memory of a
-    rank: for each block the longest sample's input, rounded up to a power of two of bytes."""
+    samples longer than the device's memory allows. That is the longest sample's input for each
+    block: the plan reports it for a rank and a node, and a node that has less refuses the run."""
 
 
 @dataclass

@@ -23,6 +23,8 @@ from typing import Any
 
 import torch
 
+from torchtitan_dp.distributed.page_locked import page_locked, page_locked_bytes
+
 ON_DEVICE = 2
 """Inputs on the device in forward: the block's own, and the one before, which is copied out."""
 
@@ -37,7 +39,7 @@ class InputsOnHost:
                 the buffers of shorter ones.
         """
         self.host_bytes = 0
-        """Bytes of page-locked memory in use, rounded up as by PyTorch's allocator."""
+        """Bytes of page-locked memory in use, as `page_locked_bytes` counts them."""
         self._longest = longest
         self._free: list[torch.Tensor] = []
         self._last: weakref.ref[_OnHost] | None = None  # of this forward pass, while it is alive
@@ -134,17 +136,3 @@ class _OnHost:
             self._on_device = weakref.ref(there)
             self._inputs.copy(there, self._copy, there)
         return there
-
-
-def page_locked(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Allocate page-locked host memory, for copies that do not block."""
-    return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
-
-
-def page_locked_bytes(size: int) -> int:
-    """Round a size up to what PyTorch's page-locked allocator takes: the next power of two.
-
-    >>> [page_locked_bytes(size) for size in (1, 3 << 20, 1 << 22)]
-    [1, 4194304, 4194304]
-    """
-    return 1 << (size - 1).bit_length()

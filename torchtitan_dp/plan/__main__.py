@@ -1,12 +1,15 @@
 """The plan of a run: its epsilon, samples, noise, cost and memory, before anything is started.
 
     python -m torchtitan_dp.plan --job.config_file FILE [--section.key value …] [--world_size N]
-                                 [--memory_gib G] [--json FILE] [--plot FILE.png] [--recommend]
+                                 [--ranks_here R] [--memory_gib G] [--json FILE]
+                                 [--plot FILE.png] [--recommend]
 
 Checks everything that one process can check: `run_train.sh` runs it first. A user's mistake is one
 line and exit code 2. A prediction of memory (`memory`) takes longer, and is made with
 `--memory_gib` (then a run that does not fit is a mistake too), `--json` or `--plot`. The share of
-noise in an update is always shown (`signal`); `--recommend` compares batches and steps.
+noise in an update is always shown (`signal`); `--recommend` compares batches and steps. So is the
+memory of hosts, if much is kept there; `--ranks_here`, which each start gives, compares it with
+this machine's.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from torchtitan_dp.config.derived import heldout_units, unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
 from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
 from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
@@ -40,6 +44,7 @@ from torchtitan_dp.plan.recommend import (
 from torchtitan_dp.plan.report import plot, report
 from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.preflight.console import notices
+from torchtitan_dp.preflight.host_memory import NodeMemory, predict_host_memory, refuse_lack
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.process import lock_folder
@@ -55,6 +60,12 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
     )
     for name, kind, metavar, says in (
         ("--world_size", int, "N", "processes; default: NGPU, else 1"),
+        (
+            "--ranks_here",
+            int,
+            "R",
+            "of them that start here: exit with code 2 if the host is too small",
+        ),
         ("--memory_gib", float, "G", "of a GPU: exit with code 2 if the run does not fit"),
         ("--json", str, "FILE", "write the plan there; - is stdout"),
         ("--tflops", float, "F", "that a device sustains, in TFLOP/s: also estimate the time"),
@@ -85,6 +96,10 @@ def world_size_of(options: argparse.Namespace) -> int:
     if not (text.isdecimal() and int(text) >= 1):
         name = "NGPU" if given is None else "--world_size"
         raise ValueError(f"{name} = '{text}': must be a number of processes, 1 or more")
+    if options.ranks_here is not None and not 1 <= options.ranks_here <= int(text):
+        raise ValueError(
+            f"--ranks_here = {options.ranks_here}: must be from 1 to {text}, all ranks"
+        )
     return int(text)
 
 
@@ -113,7 +128,13 @@ def _plan(
         checked = check_run(config)
         args, records, plan = checked.args, checked.records, checked.plan
         lock_folder(config.job.dump_folder).close()
+        left, here = available_bytes(), options.ranks_here
+        if here is not None:
+            refuse_lack(config, args, here, left)
+    host = NodeMemory.of(predict_host_memory(config, args), world_size, here, left)
     model = f"      {describe(config, args)}"
+    if (line := host.describe()) is not None:
+        model += f"\n      {line}"
     for warning in records.warnings:
         warn(warning)
     if plan is None:
@@ -152,6 +173,7 @@ def _plan(
             plot(memory, options.plot)
     if options.json:
         content = _for_programs(plan, args, world_size, costs, memory)
+        content["host_memory"] = host.for_programs()
         content["signal"] = noise.for_programs()
         content["recommendation"] = recommended and recommended.for_programs()
         write_json(options.json, content)

@@ -83,12 +83,6 @@ def table(memory: MemoryPlan) -> Table:
 def advice(memory: MemoryPlan, config: JobConfig) -> list[str]:
     """Say what would shrink the largest part, and which longest samples fit, a line each."""
     lines = [f"      largest: {shrink(memory.largest, config)}"]
-    if memory.host_bytes:
-        rank, ranks = memory.host_bytes / GIB, memory.world_size
-        lines.append(
-            f"      pinned host memory for offloaded inputs (predicted): {rank:.1f} GiB per rank, "
-            f"{ranks * rank:.1f} GiB with all {ranks} on one node"
-        )
     if memory.fits and (size := memory.kept_gathered_bytes) is not None:
         fits = "it fits; set parallelism.keep_weights_gathered = true"
         lines.append(

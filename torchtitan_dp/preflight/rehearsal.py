@@ -14,12 +14,12 @@ Guarantee:
 Assumed, as crashes that do not depend on records:
     - this process's free memory stays the same, and a device's allocator finds room again for
       earlier allocations (the orders of lengths differ);
-    - the host has room for one sample's text in each of two threads: at most `excerpts.most_bytes`
-      or one row (`RecordStore.most_row_bytes`), parsed, and some 200 bytes per token; for samples
-      made ahead, `feed.SAMPLES_AHEAD` and those of two microbatches, 8 bytes per token, padding
-      included; for `token_cache.MOST_BYTES`; for the index, 4 bytes a unit (made here, by
-      `TokenCounts`), a step's statistics, 32 bytes a sample, and for the next draw about 2,000
-      bytes for each unit never drawn before;
+    - the host has room, beside what `host_memory` predicts, for one sample's text in each of two
+      threads: at most `excerpts.most_bytes` or one row (`RecordStore.most_row_bytes`), parsed, and
+      some 200 bytes per token; for samples made ahead, `feed.SAMPLES_AHEAD` and those of two
+      microbatches, 8 bytes per token, padding included; for `token_cache.MOST_BYTES`; for the
+      index, 4 bytes a unit (made here, by `TokenCounts`), a step's statistics, 32 bytes a sample,
+      and for the next draw about 2,000 bytes for each unit never drawn before;
     - checkpoints, validation and `privacy.json` take the same memory at the same steps of every
       run: their shapes are public;
     - time: the longest microbatch on an accelerator is compared here with

@@ -1,0 +1,157 @@
+"""What is left of a machine's memory: `/proc/meminfo`, and limits of cgroups of both versions."""
+
+from pathlib import Path
+
+import pytest
+
+from torchtitan_dp.distributed.host_memory import available_bytes
+
+GIB = 2**30
+UNLIMITED = 2**63 - 4096
+
+
+class Machine:
+    """A `/proc` and mounted cgroups, below a folder of the test's."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.proc = root, root / "proc"
+        self.mounts: list[str] = []
+        (self.proc / "self").mkdir(parents=True)
+        self.meminfo(100)
+        self.own()
+
+    def meminfo(self, gib: int) -> None:
+        text = f"MemTotal: {1000 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {gib * 2**20} kB\n"
+        (self.proc / "meminfo").write_text(text)
+
+    def own(self, *lines: str) -> None:
+        (self.proc / "self/cgroup").write_text("".join(f"{line}\n" for line in lines))
+
+    def mount(self, name: str, kind: str, options: str = "rw", root: str = "/") -> Path:
+        folder = self.root / name
+        folder.mkdir(parents=True)
+        point = str(folder).replace(" ", "\\040")
+        self.mounts.append(f"31 23 0:28 {root} {point} rw shared:9 - {kind} {kind} {options}\n")
+        (self.proc / "self/mountinfo").write_text("".join(self.mounts))
+        return folder
+
+    def available(self) -> int | None:
+        return available_bytes(self.proc)
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    return Machine(tmp_path)
+
+
+def v2(folder: Path, limit: object, used: int, cache: int = 0, high: object = "max") -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.max").write_text(f"{limit}\n")
+    (folder / "memory.high").write_text(f"{high}\n")
+    (folder / "memory.current").write_text(f"{used}\n")
+    stat = f"anon {used - cache}\ninactive_file {cache // 4}\nactive_file {cache - cache // 4}\n"
+    (folder / "memory.stat").write_text(stat)
+
+
+def v1(folder: Path, limit: int, used: int, cache: int = 0, over_all: int = UNLIMITED) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "memory.limit_in_bytes").write_text(f"{limit}\n")
+    (folder / "memory.usage_in_bytes").write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(
+        f"cache 5\ninactive_file 7\nhierarchical_memory_limit {min(limit, over_all)}\n"
+        f"total_inactive_file {cache // 4}\ntotal_active_file {cache - cache // 4}\n"
+    )
+
+
+def test_without_cgroups_it_is_what_the_kernel_says(machine: Machine) -> None:
+    assert machine.available() == 100 * GIB
+
+
+def test_nothing_is_known_where_the_kernel_says_nothing(tmp_path: Path) -> None:
+    assert available_bytes(tmp_path / "none") is None
+
+
+def test_the_least_of_all_ancestors_counts(machine: Machine) -> None:
+    """As in a job of Slurm: the limit is the job's, the process is in a step's task."""
+    root = machine.mount("sys fs", "cgroup2")  # a blank in its name, which mountinfo escapes
+    machine.own("0::/job_7/step_0/task_1")
+    v2(root / "job_7", 64 * GIB, 4 * GIB)
+    v2(root / "job_7/step_0", "max", 3 * GIB)
+    v2(root / "job_7/step_0/task_1", 62 * GIB, GIB)
+    assert machine.available() == 60 * GIB
+    v2(root / "job_7/step_0/task_1", 32 * GIB, GIB)
+    assert machine.available() == 31 * GIB
+    v2(root, 8 * GIB, 0)  # a container sees its own limit there
+    assert machine.available() == 8 * GIB
+    machine.meminfo(5)
+    assert machine.available() == 5 * GIB
+
+
+def test_files_that_can_be_dropped_are_no_use(machine: Machine) -> None:
+    """Records that were read stay in memory until it is needed: that refuses no run."""
+    root = machine.mount("unified", "cgroup2")
+    machine.own("0::/job")
+    v2(root / "job", 64 * GIB, 63 * GIB, cache=60 * GIB)
+    assert machine.available() == 61 * GIB
+
+
+def test_above_memory_high_a_job_would_crawl(machine: Machine) -> None:
+    root = machine.mount("unified", "cgroup2")
+    machine.own("0::/job")
+    v2(root / "job", 64 * GIB, 4 * GIB, high=32 * GIB)
+    assert machine.available() == 28 * GIB
+
+
+def test_more_in_use_than_the_limit_leaves_nothing(machine: Machine) -> None:
+    root = machine.mount("unified", "cgroup2")
+    machine.own("0::/job")
+    v2(root / "job", 2 * GIB, 3 * GIB)
+    assert machine.available() == 0
+
+
+def test_the_first_version_of_cgroups(machine: Machine) -> None:
+    """Beside an empty second one, as on hybrid machines, and another controller's."""
+    machine.mount("unified", "cgroup2")
+    machine.mount("cpu", "cgroup", "rw,cpu,cpuacct")
+    root = machine.mount("memory", "cgroup", "rw,memory")
+    machine.own("9:name=systemd:/", "5:cpu,cpuacct:/other", "4:memory:/slurm/job_7", "0::/")
+    v1(root, UNLIMITED, 90 * GIB)
+    v1(root / "slurm", 50 * GIB, 20 * GIB, cache=8 * GIB)
+    v1(root / "slurm/job_7", 40 * GIB, GIB)
+    assert machine.available() == 38 * GIB
+    v1(root / "slurm/job_7", 40 * GIB, 31 * GIB, cache=11 * GIB)
+    assert machine.available() == 20 * GIB
+
+
+def test_a_containers_mount_begins_within_the_hierarchy(machine: Machine) -> None:
+    """What lies above is out of sight; the first version tells its limit all the same."""
+    root = machine.mount("memory", "cgroup", "rw,memory", root="/docker/abc")
+    machine.own("4:memory:/docker/abc/inner")
+    v1(root, UNLIMITED, 2 * GIB, over_all=20 * GIB)
+    v1(root / "inner", UNLIMITED, GIB, over_all=20 * GIB)
+    assert machine.available() == 18 * GIB
+    v1(root / "inner", 10 * GIB, GIB)
+    assert machine.available() == 9 * GIB
+
+
+@pytest.mark.parametrize("own", ["/", "/elsewhere", "/../other"])
+def test_a_cgroup_out_of_sight_leaves_that_of_the_mount(machine: Machine, own: str) -> None:
+    root = machine.mount("a/b/unified", "cgroup2", root="/docker/abc")
+    machine.own(f"0::{own}")
+    v2(root, 16 * GIB, GIB)
+    for name in ("other", "elsewhere"):  # not below the mount: nobody's
+        v2(root / "../.." / name, 1, 0)
+    assert machine.available() == 15 * GIB
+
+
+def test_what_cannot_be_read_limits_nothing(machine: Machine) -> None:
+    root = machine.mount("unified", "cgroup2")
+    machine.own("0::/job", "nonsense")
+    v2(root / "job", "many", 1)
+    (root / "job/memory.high").unlink()
+    assert machine.available() == 100 * GIB
+
+
+def test_of_this_machine() -> None:
+    found = available_bytes()
+    assert found is None or 2**20 < found < 2**50

@@ -1,0 +1,181 @@
+"""A node's memory for offloaded inputs: predicted, and refused on all ranks before step 1."""
+
+import os
+from pathlib import Path
+from unittest import mock
+
+import pytest
+
+from tests import build
+from tests.processes import forks
+from tests.processes.ranks import on_ranks
+from tests.processes.runs import arguments, write_records
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.load import load_config
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.preflight import host_memory as module
+from torchtitan_dp.preflight.host_memory import HostMemory, predict_host_memory, refuse_lack
+
+GIB = 2**30
+OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
+
+
+def config_of(flavor: str, world_size: int, *overrides: str) -> JobConfig:
+    basics = [
+        f"--model.flavor={flavor}",
+        "--privacy.noise_multiplier=1",
+        "--privacy.delta=1e-5",
+        "--training.global_batch_size=4",
+        "--training.mixed_precision_param=bfloat16",
+        "--parallelism.context_parallel_degree=-1",
+        "--parallelism.data_parallel_shard_degree=1",
+        "--checkpoint.enable",
+    ]
+    return load_config([*basics, *overrides], world_size)
+
+
+def predicted(flavor: str, world_size: int, *overrides: str) -> HostMemory:
+    config = config_of(flavor, world_size, *overrides)
+    return predict_host_memory(config, shape(config))
+
+
+LONG = ("--training.seq_len=4194304", *OFFLOAD)
+THREE = ("--training.local_batch_size=3",)
+BY_ONE = (*THREE, "--privacy.gradient_method=microbatch")
+
+
+@pytest.mark.parametrize(
+    ("flavor", "world_size", "overrides", "blocks", "buffer"),
+    [
+        ("8B", 8, LONG, 32, 4 * GIB),
+        ("8B", 8, (*LONG, "--parallelism.data_parallel_shard_degree=2"), 32, 8 * GIB),
+        ("3B", 8, LONG, 28, 3 * GIB),  # not 4: no power of two
+        ("8B", 8, (*LONG, *THREE), 32, 12 * GIB),
+        ("8B", 8, (*LONG, *BY_ONE), 32, 4 * GIB),  # whatever the size of a microbatch
+        ("8B", 8, (*LONG, *BY_ONE, "--privacy.no-enable"), 32, 12 * GIB),
+        ("8B", 8, ("--training.seq_len=4194304", OFFLOAD[0]), 0, 0),
+    ],
+)
+def test_the_longest_samples_input_of_each_block(
+    flavor: str, world_size: int, overrides: tuple[str, ...], blocks: int, buffer: int
+) -> None:
+    memory = predicted(flavor, world_size, *overrides)
+    assert (memory.blocks, memory.buffer_bytes) == (blocks, buffer)
+    assert memory.rank_bytes == memory.inputs_bytes == blocks * buffer
+
+
+@pytest.mark.parametrize(
+    ("overrides", "each"),
+    [
+        ((), 12),
+        (("--optimizer.name=MomentumSGD",), 8),
+        (("--ema.enable",), 16),
+        (("--privacy.no-enable",), 12),
+    ],
+)
+def test_a_save_beside_the_run_copies_a_ranks_share_of_the_state(
+    overrides: tuple[str, ...], each: int
+) -> None:
+    meshed = (*overrides, "--parallelism.data_parallel_replicate_degree=2")
+    beside = predicted("8B", 8, "--checkpoint.async_mode=async", *meshed)
+    assert beside.copy_bytes == each * 8_030_261_248 // 4
+    assert beside.rank_bytes == beside.copy_bytes
+    assert predicted("8B", 8, *meshed).copy_bytes == 0
+    unsaved = ("--checkpoint.async_mode=async", "--checkpoint.no-enable")
+    assert predicted("8B", 8, *unsaved, *meshed).copy_bytes == 0
+
+
+def test_frozen_weights_are_copied_as_they_are_kept() -> None:
+    overrides = ("--checkpoint.async_mode=async", "--lora.rank=8")
+    trained = sum(8 * (a + b) for a, b in _adapted(4096, 1024, 14336)) * 32
+    expected = (2 * 8_030_261_248 + 12 * trained) // 8
+    assert predicted("8B", 8, *overrides).copy_bytes == expected
+
+
+def _adapted(dim: int, narrow: int, hidden: int) -> list[tuple[int, int]]:
+    attention = [(dim, dim), (dim, narrow), (dim, narrow), (dim, dim)]
+    return [*attention, (dim, hidden), (dim, hidden), (hidden, dim)]
+
+
+def test_what_a_node_lacks_is_refused_in_one_line() -> None:
+    config = config_of("8B", 8, *LONG, "--checkpoint.async_mode=async")
+    args = shape(config)
+    needed = 8 * predict_host_memory(config, args).rank_bytes
+    refuse_lack(config, args, 8, needed)
+    refuse_lack(config, args, 8, None)  # not known: the system's own message must do
+    kept = config_of("8B", 8, LONG[0], OFFLOAD[0], "--checkpoint.async_mode=async")
+    refuse_lack(kept, args, 8, 0)  # nothing is offloaded
+    with pytest.raises(ValueError, match="activation_checkpoint") as refusal:
+        refuse_lack(config, args, 8, needed - 1)
+    line = str(refusal.value)
+    assert "\n" not in line
+    assert line.startswith(
+        "activation_checkpoint.offload_inputs = true: the 8 ranks of a node need "
+        f"{needed:,} bytes of its memory (1,113.7 GiB: 128.0 a rank for inputs of 32 blocks, 11.2 "
+        f"to save beside the run), and {needed - 1:,} (1,113.7 GiB) are available; "
+    )
+    for remedy in ("training.seq_len", "context_parallel_degree", "to false", "async_mode"):
+        assert remedy in line
+    assert "async_mode" not in _refusal(config_of("8B", 8, *LONG))
+
+
+def _refusal(config: JobConfig) -> str:
+    with pytest.raises(ValueError, match="are available") as refusal:
+        refuse_lack(config, shape(config), 8, 0)
+    return str(refusal.value)
+
+
+def require(lacking: int, offload: int) -> str:
+    """A start on ranks of which one finds too little, and one may not offload at all."""
+    import torch.distributed as dist
+
+    rank = dist.get_rank()
+    config = build.config(*(OFFLOAD if rank != offload else ()))
+    left = mock.patch.object(
+        module, "available_bytes", return_value=1 if rank == lacking else 2**60
+    )
+    with left, mock.patch.dict(os.environ, LOCAL_WORLD_SIZE="3"):
+        try:
+            module.require_host_memory(config)
+        except SystemExit as fault:
+            return str(fault.code)
+    return "enough"
+
+
+def test_all_ranks_refuse_what_one_of_them_finds_too_little() -> None:
+    """In the same words: none waits for another in its first step."""
+    assert on_ranks(4, require, -1, -1) == ["enough"] * 4
+    refusals = on_ranks(4, require, 2, -1)
+    assert set(refusals) == {refusals[0]}
+    assert refusals[0].startswith(
+        "error: activation_checkpoint.offload_inputs = true: the 3 ranks of a node need "
+    )
+    assert "(found on rank 2)" in refusals[0]
+
+
+def test_ranks_of_other_configurations_wait_for_nobody() -> None:
+    assert on_ranks(2, require, 1, 0)[0].startswith("error: activation_checkpoint.offload_inputs")
+    assert on_ranks(2, require, 1, 1) == ["enough"] * 2
+
+
+def start(argv: list[str], folder: str) -> tuple[object, list[str]]:
+    """A start by torchrun of one rank, on a machine with one byte: how it ends, what it leaves."""
+    from tests.neighbours import run
+
+    os.environ.update(GLOO_SOCKET_IFNAME="lo", XDG_CACHE_HOME=f"{folder}-cache")
+    module.available_bytes = lambda: 1
+    try:
+        run(argv, None, True, False)
+    except SystemExit as stop:
+        return stop.code, sorted(path.name for path in Path(folder).rglob("*"))
+    return "trained", []
+
+
+@pytest.mark.parametrize("private", ["--privacy.enable", "--privacy.no-enable"])
+def test_a_start_is_refused_before_anything_is_written(tmp_path: Path, private: str) -> None:
+    data = write_records(tmp_path / "data")
+    argv = arguments(tmp_path / "out", data, *OFFLOAD, private)
+    said, left = forks.call(start, argv, str(tmp_path / "out"))
+    assert isinstance(said, str), said
+    assert said.startswith("error: activation_checkpoint.offload_inputs = true: the 1 rank of a")
+    assert set(left) <= {".lock", "comm_traces"}  # of the lock, and of TorchTitan

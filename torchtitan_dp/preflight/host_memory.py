@@ -1,0 +1,205 @@
+"""The memory that a run takes on its hosts, known before it starts; a node that has less refuses.
+
+It follows from the configuration and the model alone. Counted is what is large: the inputs of
+blocks that `activation_checkpoint.offload_inputs` keeps there, and the copy of a rank's state while
+a checkpoint is written beside the run (`checkpoint.async_mode`). Not counted is what every process
+takes by itself (libraries, the CUDA context, communication: some GiB a rank), what is read of
+records and weights, one sample or tensor at a time, and the state of a run that trains on CPUs.
+
+Guarantee:
+    Whether a run is refused depends on its configuration and on the machine's memory, on no
+    record, and is the same on all ranks.
+"""
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torchtitan.config import TORCH_DTYPE_MAP
+
+from torchtitan_dp import momentum
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.distributed.host_memory import available_bytes
+from torchtitan_dp.distributed.page_locked import page_locked_bytes
+from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
+from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.process import Fault
+
+GIB = 2**30
+MOST_RANKS = 8  # of a node, where a plan does not know it
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """The predicted memory of one rank on its host, in bytes."""
+
+    blocks: int  # whose inputs are offloaded
+    buffer_bytes: int  # page-locked, of one block: its input of the longest samples
+    copy_bytes: int  # of the state, while it is saved beside the run
+
+    @property
+    def inputs_bytes(self) -> int:
+        """The offloaded inputs of all blocks."""
+        return self.blocks * self.buffer_bytes
+
+    @property
+    def rank_bytes(self) -> int:
+        """All that is counted."""
+        return self.inputs_bytes + self.copy_bytes
+
+
+def predict_host_memory(config: JobConfig, args: ModelArgs) -> HostMemory:
+    """Predict a rank's memory on its host. A pure function; it needs no device.
+
+    Args:
+        config: checked, for the run's number of ranks.
+        args: the model's.
+    """
+    training, offloads = config.training, config.activation_checkpoint.offload_inputs
+    dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
+    tokens = training.seq_len // config.parallelism.context_parallel_degree
+    values = _samples_at_once(config) * tokens * args.dim
+    return HostMemory(
+        blocks=args.n_layers if offloads else 0,
+        buffer_bytes=page_locked_bytes(values * dtype.itemsize) if offloads else 0,
+        copy_bytes=_copy_bytes(config, args),
+    )
+
+
+def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int | None) -> None:
+    """Refuse a node that does not hold what its ranks offload.
+
+    Args:
+        ranks: the number of ranks on the node.
+        available: bytes that they may still take together; None if that is not known.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    if not config.activation_checkpoint.offload_inputs or available is None:
+        return
+    memory = predict_host_memory(config, args)
+    needed = ranks * memory.rank_bytes
+    if needed <= available:
+        return
+    parts = f"{memory.inputs_bytes / GIB:,.1f} a rank for inputs of {memory.blocks} blocks"
+    remedy = "a smaller training.seq_len, a larger parallelism.context_parallel_degree, "
+    if memory.copy_bytes:
+        parts += f", {memory.copy_bytes / GIB:,.1f} to save beside the run"
+        remedy += "checkpoint.async_mode = 'disabled', "
+    raise ValueError(
+        f"activation_checkpoint.offload_inputs = true: the {_ranks(ranks)} of a node need "
+        f"{needed:,} bytes of its memory ({needed / GIB:,.1f} GiB: {parts}), and {available:,} "
+        f"({available / GIB:,.1f} GiB) are available; take {remedy}or set it to false"
+    )
+
+
+def require_host_memory(config: JobConfig) -> None:
+    """Refuse to train where a node does not hold what its ranks offload.
+
+    Collective, whatever is configured: an all-gather over the world of one line or nothing.
+
+    Raises:
+        Fault: the same on all ranks if any of them finds too little.
+    """
+    refusal = None
+    try:
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        refuse_lack(config, shape(config), ranks, available_bytes())
+    except ValueError as error:
+        refusal = str(error)
+    refusals: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(refusals, refusal)
+    for rank, line in enumerate(refusals):
+        if line is not None:
+            raise Fault(f"{line} (found on rank {rank})")
+
+
+@dataclass(frozen=True)
+class NodeMemory:
+    """The predicted memory of a node's ranks together, beside what this machine has left."""
+
+    rank: HostMemory
+    ranks: int
+    assumed: bool  # the number of ranks: all of the run, up to `MOST_RANKS`
+    available: int | None  # on this machine, which need not be a node of the run
+
+    @classmethod
+    def of(
+        cls, rank: HostMemory, world_size: int, ranks_here: int | None, available: int | None
+    ) -> "NodeMemory":
+        """Put together what is known.
+
+        Args:
+            ranks_here: how many ranks start on this machine; None if the run starts elsewhere.
+        """
+        ranks = min(world_size, MOST_RANKS) if ranks_here is None else ranks_here
+        return cls(rank, ranks, ranks_here is None, available)
+
+    @property
+    def node_bytes(self) -> int:
+        """All that is counted of a node."""
+        return self.ranks * self.rank.rank_bytes
+
+    def describe(self) -> str | None:
+        """Say in a line what a rank and a node take; None if that is little."""
+        rank, parts = self.rank, []
+        if rank.inputs_bytes:
+            each = rank.buffer_bytes / GIB
+            parts.append(f"page-locked inputs of {rank.blocks} blocks, {each:,.2f} each")
+        if rank.copy_bytes >= GIB or (parts and rank.copy_bytes):
+            parts.append(f"{rank.copy_bytes / GIB:,.2f} to save beside the run")
+        if not parts:
+            return None
+        assumed = f" (assumed: all, up to {MOST_RANKS})" if self.assumed else ""
+        left = self.available
+        here = "" if left is None else f"; this machine has {left / GIB:,.2f} GiB left"
+        return (
+            f"host memory (predicted): {rank.rank_bytes / GIB:,.2f} GiB a rank "
+            f"({'; '.join(parts)}), {self.node_bytes / GIB:,.2f} GiB for a node's "
+            f"{_ranks(self.ranks)}{assumed}{here}; not counted: what each process takes by itself, "
+            "some GiB"
+        )
+
+    def for_programs(self) -> dict[str, Any]:
+        """Put together what `--json` says of it: nothing of this machine, so that it is the same
+        anywhere.
+        """
+        return {
+            "inputs_gib": self.rank.inputs_bytes / GIB,
+            "save_gib": self.rank.copy_bytes / GIB,
+            "rank_gib": self.rank.rank_bytes / GIB,
+            "node_gib": self.node_bytes / GIB,
+            "node_ranks": self.ranks,
+            "node_ranks_assumed": self.assumed,
+        }
+
+
+def _ranks(count: int) -> str:
+    return "1 rank" if count == 1 else f"{count} ranks"
+
+
+def _samples_at_once(config: JobConfig) -> int:
+    """Return how many samples one forward pass has."""
+    samples = config.training.local_batch_size
+    if not config.privacy.enable:
+        return samples
+    method: Any = METHODS[config.privacy.gradient_method].kind
+    return method.batch_size or samples
+
+
+def _copy_bytes(config: JobConfig, args: ModelArgs) -> int:
+    """Return a rank's share of the state that a save beside the run copies to the host first."""
+    checkpoint = config.checkpoint
+    if not checkpoint.enable or checkpoint.async_mode.lower() == "disabled":
+        return 0
+    _, dp_shard, cp = mesh_degrees(config)
+    trained = trained_count(args)
+    frozen = parameter_count(args) - trained
+    moments = 1 if config.optimizer.name == momentum.NAME else 2
+    copies = 1 + moments + config.ema.enable
+    kept = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize if frozen else 0
+    return (4 * copies * trained + kept * frozen) // (dp_shard * cp)
