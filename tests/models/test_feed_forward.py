@@ -44,7 +44,7 @@ def two_models(args, chunk, lean=True):
     if lean:
         use_lean_norms(plain)
     tiled = copy.deepcopy(plain)
-    use_tiles(tiled.layers, Tiling(chunk))
+    use_tiles(tiled.layers, tiled.tiled_block, Tiling(chunk))
     return plain, tiled
 
 

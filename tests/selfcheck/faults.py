@@ -115,12 +115,12 @@ def chunk_edge_lost():
 
 def tile_lost():
     """The last tile of the feed-forward, which may be shorter, is left out."""
-    from torchtitan_dp.models.feed_forward import Tiling
+    from torchtitan_dp.models import feed_forward
 
-    def tiles(original, self, tokens):
-        return original(self, tokens - tokens % self.tokens)
+    def tiles(original, tokens, size):
+        return original(tokens - tokens % size, size)
 
-    return wrapped(Tiling, "tiles", tiles)
+    return wrapped(feed_forward, "tiles", tiles)
 
 
 def heads_share_the_first_key():

@@ -98,7 +98,8 @@ def _apply_parts(
     chunk = feed_forward_chunk(job_config)
     if chunk:
         backend = job_config.compile.backend
-        use_tiles(model.layers, Tiling.compiled(chunk, backend) if compile_model else Tiling(chunk))
+        tiling = Tiling.compiled(chunk, backend) if compile_model else Tiling(chunk)
+        use_tiles(model.layers, model.tiled_block, tiling)
     by_regions = compile_model and _compiles_regions(job_config)
     if by_regions:
         use_regions(model.layers, compiled(job_config.compile.backend))
@@ -113,10 +114,7 @@ def _apply_parts(
         if job_config.activation_checkpoint.offload_inputs:
             longest = job_config.training.seq_len // parallelism.context_parallel_degree
             model.around_block = InputsOnHost(longest)
-    if compile_model and chunk:  # a block as a whole would hold every tile in one graph
-        for block in model.layers.values():
-            block.attention.compile(backend=job_config.compile.backend, fullgraph=True)
-    elif compile_model and not by_regions:
+    if compile_model and not by_regions and not chunk:  # one graph would hold every tile
         torchtitan_llama.apply_compile(model, job_config.compile)
     _apply_fsdp(model, mesh, job_config)
 

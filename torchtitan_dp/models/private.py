@@ -17,6 +17,7 @@ import torch
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
+from torchtitan_dp.models.feed_forward import TiledBlock
 from torchtitan_dp.models.lora import LoRA, add_adapters, draw_factor_, is_adapter, lora_of
 from torchtitan_dp.models.loss import per_sample_loss, token_losses
 from torchtitan_dp.models.loss_head import LossHead
@@ -73,6 +74,8 @@ class PrivateModel(nn.Module):
     """The name of the buffer of rotary embeddings."""
     model_args: Any
     tok_embeddings: nn.Embedding
+    tiled_block: type[TiledBlock] = TiledBlock
+    """The class of blocks whose feed-forward, at least, is in tiles."""
     layers: Any  # the blocks, an nn.ModuleDict
     norm: nn.Module
     output: nn.Linear

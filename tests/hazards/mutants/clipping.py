@@ -50,7 +50,7 @@ MUTANTS = [
     Mutant(
         1,
         "norm without the tokens of earlier tiles",
-        "models/feed_forward.py",
+        "models/tiles.py",
         "            add_product_(of_weight, grad_NP.T, x_ND)\n",
         "            of_weight.copy_(grad_NP.T @ x_ND)\n",
         (f"{TILES}test_on_every_mesh[(1, 1, 2)-llama3-full]",),
@@ -116,9 +116,9 @@ MUTANTS = [
     Mutant(
         4,
         "tiles of the feed-forward merge samples",
-        "models/feed_forward.py",
-        "    assert len(h_BTD) == 1 or not trains,",
-        "    assert True,",
+        "models/tiles.py",
+        "        assert samples == 1 or not trains,",
+        "        assert True,",
         (f"{TILES}test_samples_are_never_merged",),
         quick=True,
     ),

@@ -6,6 +6,7 @@ import torch
 from torchtitan.models.llama3 import Transformer, TransformerModelArgs
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
+from torchtitan_dp.models.llama3.tiles import TiledLlamaBlock
 from torchtitan_dp.models.private import PrivateArgs, PrivateModel
 from torchtitan_dp.models.rope import scaled_angles
 
@@ -19,6 +20,7 @@ class Llama(PrivateModel, Transformer):
     """A Llama."""
 
     rotary_name = "freqs_cis"
+    tiled_block = TiledLlamaBlock
     model_args: LlamaArgs
 
     def rotary_table(self) -> torch.Tensor:

@@ -1,0 +1,105 @@
+"""A Llama's block in tiles: queries, keys and values too, rotated as they are made.
+
+Norm, projections and rotary embeddings are one function that saves its input alone, which full
+activation checkpointing keeps anyway. TorchTitan's would keep the norm of all tokens for backward,
+and turns queries and keys in fp32 copies of all tokens. Nothing is computed twice but the norm: the
+gradient of a rotation is the rotation back.
+
+Guarantee:
+    As `models.feed_forward`: several samples are refused where a parameter is trained.
+"""
+
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from torch import Tensor
+from torchtitan.models.llama3.model.model import Attention, apply_rotary_emb
+
+from torchtitan_dp.models.feed_forward import TiledBlock
+from torchtitan_dp.models.tiles import (
+    NormedLayers,
+    NormOfTile,
+    new_sums,
+    rounded,
+    tiles,
+)
+
+
+class TiledLlamaBlock(TiledBlock):
+    """A Llama's block, all of whose parts but attention itself are in tiles."""
+
+    attention: Attention
+
+    def attend(self, x_BTD: Tensor, rotary: Tensor) -> Tensor:
+        attention = self.attention
+        assert attention.attn_type == "sdpa", "other attentions take other arguments"
+        heads = queries_keys_values(
+            x_BTD, self.attention_norm, attention, rotary[: x_BTD.shape[1]], self.tiling.tokens
+        )
+        q, k, v = (x_BTHF.transpose(1, 2) for x_BTHF in heads)
+        out_BHTF = attention.inner_attention(q, k, v, enable_gqa=attention.enable_gqa)
+        return cast(Tensor, attention.wo(out_BHTF.transpose(1, 2).flatten(2)))
+
+
+def queries_keys_values(
+    x_BTD: Tensor, norm: nn.RMSNorm, attention: Attention, rotary_TF: Tensor, tokens: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute rotated queries and keys, and values, of norm(x), tile by tile.
+
+    Args:
+        x_BTD: with B = 1 where a parameter is trained.
+        attention: with `wq`, `wk`, `wv`, which may have LoRA's factors.
+        rotary_TF: complex, for each of x's tokens and pair of a head's values.
+        tokens: in a tile.
+
+    Returns:
+        (B, T, heads, F) each.
+    """
+    of_order = [attention.wq, attention.wk, attention.wv]
+    layers, parameters = NormedLayers.of(norm, of_order, len(x_BTD))
+    made = _Heads.apply(x_BTD, rotary_TF, layers, attention.head_dim, tokens, *parameters)
+    return cast(tuple[Tensor, Tensor, Tensor], made)
+
+
+class _Heads(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        x_BTD: Tensor,
+        rotary_TF: Tensor,
+        layers: NormedLayers,
+        head_dim: int,
+        tokens: int,
+        *parameters: Tensor,
+    ) -> tuple[Tensor, ...]:
+        ctx.layers, ctx.tokens = layers, tokens
+        ctx.save_for_backward(x_BTD, rotary_TF, *parameters)
+        B, T, _ = x_BTD.shape
+        linear = layers.linear(parameters)
+        made = [x_BTD.new_empty((B, T, len(one.weight_PD) // head_dim, head_dim)) for one in linear]
+        for tile in tiles(T, tokens):
+            n_ND = layers.norm(x_BTD[:, tile], parameters[0]).flatten(0, 1)
+            parts = [one(n_ND).view_as(out[:, tile]) for one, out in zip(linear, made, strict=True)]
+            parts[:2] = apply_rotary_emb(*parts[:2], rotary_TF[tile])
+            for out, part in zip(made, parts, strict=True):
+                out[:, tile] = part
+        return tuple(made)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x_BTD, rotary_TF, *parameters = (saved.detach() for saved in ctx.saved_tensors)
+        sums = new_sums(parameters, ctx.needs_input_grad[5:])
+        linear, by_layer = ctx.layers.linear(parameters), ctx.layers.by_layer(sums)
+        grad_x_BTD = torch.empty_like(x_BTD)
+        for tile in tiles(x_BTD.shape[1], ctx.tokens):
+            norm = NormOfTile(ctx.layers, x_BTD[:, tile], parameters[0], sums)
+            n_ND, grad_n_ND = norm.value.flatten(0, 1), None
+            parts = [grad_BTHF[:, tile] for grad_BTHF in grads]
+            parts[:2] = apply_rotary_emb(*parts[:2], rotary_TF[tile].conj())
+            for one, part, its_sums in zip(linear, parts, by_layer, strict=True):
+                part_NP = part.reshape(len(n_ND), -1)
+                grad_n_ND = one.backward(n_ND, part_NP, grad_n_ND, its_sums)
+            assert grad_n_ND is not None
+            grad_x_BTD[:, tile] = norm.backward(grad_n_ND.view_as(norm.value))
+        return grad_x_BTD, None, None, None, None, *rounded(sums, parameters)

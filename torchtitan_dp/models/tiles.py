@@ -1,0 +1,155 @@
+"""Parts of a block in tiles of tokens: a norm and its layers, with the sums of their gradients.
+
+At long T the tensors within a block outgrow all else. A function in tiles saves its input alone,
+and computes some thousand tokens at a time, forward and backward. Gradients of weights and LoRA's
+factors are summed over tiles in fp32 (`gradients.products`); frozen weights have none. Tiling by
+tokens is ALST's "sequence tiling" (Bekman et al. 2025, arXiv 2506.13996).
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch import Tensor
+
+from torchtitan_dp.gradients.products import add_product_
+from torchtitan_dp.models.lora import LoRALinear
+from torchtitan_dp.models.rms_norm import LeanRMSNorm, rms_norm
+
+Sums = list[Tensor | None]
+"""The fp32 sums of gradients of some parameters, each None where it is not trained."""
+
+
+def tiles(tokens: int, size: int) -> Iterator[slice]:
+    """Cut a rank's tokens into tiles, of which the last may be shorter."""
+    for start in range(0, tokens, size):
+        yield slice(start, min(start + size, tokens))
+
+
+@dataclass(frozen=True)
+class Linear:
+    """x W^T, plus scaling (x A^T) B^T where there are factors of LoRA."""
+
+    weight_PD: Tensor
+    factors: tuple[Tensor, Tensor] | None  # A (r, D), B (P, r)
+    scaling: float
+
+    def __call__(self, x_ND: Tensor) -> Tensor:
+        y_NP = x_ND @ self.weight_PD.T
+        if self.factors is not None:
+            a_RD, b_PR = self.factors
+            y_NP.addmm_(x_ND @ a_RD.T, b_PR.T, alpha=self.scaling)
+        return y_NP
+
+    def backward(self, x_ND: Tensor, grad_NP: Tensor, into_ND: Tensor | None, sums: Sums) -> Tensor:
+        """Add the gradients of weight and factors to `sums`, and that of x to `into_ND`, in place;
+        return it."""
+        if into_ND is None:
+            into_ND = grad_NP @ self.weight_PD
+        else:
+            into_ND.addmm_(grad_NP, self.weight_PD)
+        of_weight, *of_factors = sums
+        if of_weight is not None:
+            add_product_(of_weight, grad_NP.T, x_ND)
+        if self.factors is not None:
+            a_RD, b_PR = self.factors
+            grad_NR = (grad_NP @ b_PR).mul_(self.scaling)
+            into_ND.addmm_(grad_NR, a_RD)
+            of_a, of_b = of_factors
+            if of_a is not None:
+                add_product_(of_a, grad_NR.T, x_ND)
+            if of_b is not None:
+                add_product_(of_b, grad_NP.T, (x_ND @ a_RD.T).mul_(self.scaling))
+        return into_ND
+
+
+@dataclass(frozen=True)
+class NormedLayers:
+    """A norm and linear layers behind it, apart from their parameters: norm, then by layer."""
+
+    is_lean: bool
+    eps: float
+    scalings: tuple[float | None, ...]  # of each layer's factors; None without
+
+    @classmethod
+    def of(
+        cls, norm: nn.RMSNorm, layers: Sequence[nn.Module], samples: int
+    ) -> tuple["NormedLayers", list[Tensor]]:
+        """Return the layers and their parameters.
+
+        Args:
+            samples: B of the input: 1 where a parameter is trained.
+        """
+        assert norm.eps is not None
+        parameters: list[Any] = [norm.weight]
+        scalings = []
+        for layer in layers:
+            parameters.append(layer.weight)
+            if isinstance(layer, LoRALinear):
+                parameters += [layer.lora_a.weight, layer.lora_b.weight]
+            scalings.append(layer.scaling if isinstance(layer, LoRALinear) else None)
+        trains = torch.is_grad_enabled() and any(p.requires_grad for p in parameters)
+        assert samples == 1 or not trains, "samples would be merged before they are clipped"
+        return cls(isinstance(norm, LeanRMSNorm), norm.eps, tuple(scalings)), parameters
+
+    def by_layer(self, values: Sequence[Any]) -> list[list[Any]]:
+        """Split what there is of each parameter, behind the norm's: of weight, or weight and
+        factors."""
+        rest = iter(values[1:])
+        return [[next(rest) for _ in range(1 if s is None else 3)] for s in self.scalings]
+
+    def linear(self, parameters: Sequence[Tensor]) -> list[Linear]:
+        """Return the layers with their parameters."""
+        return [
+            Linear(weight, (factors[0], factors[1]) if factors else None, scaling or 0.0)
+            for (weight, *factors), scaling in zip(
+                self.by_layer(parameters), self.scalings, strict=True
+            )
+        ]
+
+    def norm(self, x: Tensor, weight_D: Tensor) -> Tensor:
+        """Compute the norm of (…, D), as its module does."""
+        function = rms_norm if self.is_lean else F.rms_norm
+        return function(x, weight_D.shape, weight_D, self.eps)  # type: ignore[arg-type]
+
+
+class NormOfTile:
+    """The norm of one tile, computed again, for its gradients."""
+
+    def __init__(self, layers: NormedLayers, x: Tensor, weight_D: Tensor, sums: Sums) -> None:
+        self._sum = sums[0]
+        with torch.enable_grad():
+            self._x = x.detach().requires_grad_()
+            self._weight = weight_D.detach().requires_grad_(self._sum is not None)
+            self._normed = layers.norm(self._x, self._weight)
+
+    @property
+    def value(self) -> Tensor:
+        """The norm."""
+        return self._normed.detach()
+
+    def backward(self, grad: Tensor) -> Tensor:
+        """Return the gradient of x, and add that of the weight to its sum."""
+        wanted = (self._x,) if self._sum is None else (self._x, self._weight)
+        of_x, *of_weight = torch.autograd.grad(self._normed, wanted, grad)
+        if self._sum is not None:
+            self._sum += of_weight[0]
+        return of_x
+
+
+def new_sums(parameters: Sequence[Tensor], needed: Sequence[bool]) -> Sums:
+    """Return zeros, fp32, for each parameter that is trained."""
+    return [
+        torch.zeros_like(parameter, dtype=torch.float32) if one else None
+        for parameter, one in zip(parameters, needed, strict=True)
+    ]
+
+
+def rounded(sums: Sums, parameters: Sequence[Tensor]) -> Sums:
+    """Round the sums to their parameters' dtypes, one after another, and drop the fp32 ones."""
+    for place, (one, parameter) in enumerate(zip(sums, parameters, strict=True)):
+        sums[place] = None if one is None else one.to(parameter.dtype)
+    return sums
