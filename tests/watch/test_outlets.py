@@ -10,7 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.preflight import packages
+from torchtitan_dp.preflight import check
 from torchtitan_dp.watch import outlets
 from torchtitan_dp.watch.outlets import SCALARS, Guarded, Outlets, TensorBoard, find, is_public, tag
 
@@ -145,7 +145,7 @@ def test_a_missing_package_is_one_line(monkeypatch, package: str) -> None:
     config = JobConfig()
     config.metrics.enable_wandb = False  # TorchTitan's key
     setattr(config.metrics, f"enable_{package}", True)
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"^metrics\.enable_{package} = true: the package") as e:
-        packages.check_packages(config)
+        check.check_packages(config)
     assert f"pip install 'torchtitan-dp[{package}]'" in str(e.value)

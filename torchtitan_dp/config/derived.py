@@ -1,10 +1,12 @@
 """Facts that follow from a configuration: sampling, lengths of samples, and its terms in words."""
 
+import dataclasses
+
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.units import word
 from torchtitan_dp.distributed.cpu import has_accelerator
 
-ALL = "all weights"
+ALL, AS_GIVEN = "all weights", "as given"
 
 # torch.compile's default limit on graphs of one function.
 MOST_LENGTHS = 8
@@ -92,6 +94,12 @@ def trained(config: JobConfig) -> str:
     if not lora.rank:
         return ALL
     return f"LoRA of rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(sorted(lora.targets))}"
+
+
+def rope_in_words(config: JobConfig) -> str:
+    """Describe what `[rope]` changes, for `privacy.json`, which a resume compares."""
+    keys = dataclasses.asdict(config.rope).items()
+    return ", ".join(f"{key} {value}" for key, value in keys if value is not None) or AS_GIVEN
 
 
 def ladder(config: JobConfig) -> tuple[int, ...]:

@@ -4,6 +4,7 @@
 record brings to light after some steps would reveal that record (hazard row 47).
 """
 
+import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,7 +25,6 @@ from torchtitan_dp.data.samples.excerpts import scan_undecodable
 from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.preflight.model import check_model
-from torchtitan_dp.preflight.packages import check_packages
 
 _WHOLE = 2**62, 2**62  # more than a record's text can have, or cost
 
@@ -126,3 +126,20 @@ def _refuse_undecodable(records: Records, how: Reading | None, part: int, parts:
             "them, or set it to 'empty' (they then contribute nothing)"
             + "".join(f"; not private: {warning}" for warning in records.warnings)
         )
+
+
+def check_packages(config: JobConfig) -> None:
+    """Refuse a service whose package is not installed.
+
+    Raises:
+        ValueError: one line for the user.
+    """
+    for key, wanted, package in (
+        ("metrics.enable_wandb", config.metrics.enable_wandb, "wandb"),
+        ("metrics.enable_mlflow", config.metrics.enable_mlflow, "mlflow"),
+    ):
+        if wanted and importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"{key} = true: the package {package} is not installed; "
+                f"pip install 'torchtitan-dp[{package}]', or set {key} to false"
+            )

@@ -17,7 +17,7 @@ import jinja2
 from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.initial import PUBLIC
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.rope import AS_GIVEN, rope_in_words
+from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.records.formats import FORMATS
 from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora

@@ -20,8 +20,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.release import card
 from torchtitan_dp.report.content import epsilon_rows, private_content, public_content
-from torchtitan_dp.report.run_folder import RunFolder, open_run
-from torchtitan_dp.report.status import as_text, status_rows
+from torchtitan_dp.report.run_folder import RunFolder, as_text, open_run, status_rows
 
 
 def report(folder: str, *, public: bool = False) -> str:
