@@ -24,8 +24,7 @@ from torchtitan_dp.data.agreement import require_same_step
 from torchtitan_dp.data.batching import Microbatch, RecordLoader
 from torchtitan_dp.data.feed import ALONE, SAMPLES_AHEAD, ContextGroup, Draw, Feed
 from torchtitan_dp.data.records.formats import open_store
-from torchtitan_dp.data.samples.samples import SampleStore
-from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
 from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units
 from torchtitan_dp.privacy.keys import RootKey

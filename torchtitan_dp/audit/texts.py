@@ -13,8 +13,7 @@ import numpy as np
 
 from torchtitan_dp.config import Data
 from torchtitan_dp.data.samples.excerpts import Excerpt
-from torchtitan_dp.data.samples.samples import NOTHING, SampleStore
-from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.samples import NOTHING, SampleStore, TokenCache
 from torchtitan_dp.data.samples.tokenizer import Tokenizer
 from torchtitan_dp.privacy.sampling import Choices
 

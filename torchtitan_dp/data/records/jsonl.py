@@ -9,9 +9,8 @@ from typing import IO
 
 import numpy as np
 
-from torchtitan_dp.data.records.fields import FieldRecords
 from torchtitan_dp.data.records.files import Files
-from torchtitan_dp.data.records.format import Format, fingerprint
+from torchtitan_dp.data.records.format import FieldRecords, Format, fingerprint
 from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, read_contents
 from torchtitan_dp.data.records.index import WriteWords, cached_words
 from torchtitan_dp.data.records.store import Fields
