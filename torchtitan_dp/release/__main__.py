@@ -53,8 +53,7 @@ from torchtitan_dp.preflight.model import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
 from torchtitan_dp.release.card import OWNER_ITEMS, model_card
-from torchtitan_dp.release.claims import claims
-from torchtitan_dp.release.names import NO_NAMES, PublicNames, name_in_config
+from torchtitan_dp.release.claims import NO_NAMES, PublicNames, claims, name_in_config
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"

@@ -24,7 +24,7 @@ from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count,
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.mechanism import from_fields
-from torchtitan_dp.release.names import NO_NAMES, PublicNames
+from torchtitan_dp.release.claims import NO_NAMES, PublicNames
 
 OWNER_ITEMS = {
     "License and base model": "Also in the front matter: `license`, `base_model`, `datasets`.",
