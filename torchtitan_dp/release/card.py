@@ -110,7 +110,7 @@ def guarantee(
     """Return the values of the guarantee in words, `meaning.j2`.
 
     Args:
-        config: the run's; None leaves open what a unit is.
+        config: the run's; with None the kind of unit is not described.
         unit_name: as for `model_card`.
     """
     unit = unit_name or str(terms["privacy_unit"]).split()[0]

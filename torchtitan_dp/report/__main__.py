@@ -80,7 +80,8 @@ def main(argv: list[str]) -> None:
             return
         name = "report_public.html" if options.public else "report.html"
         path = options.output or os.path.join(options.run, name)
-        _check_output(path)
+        if not path.endswith(".html") or os.path.isdir(path):
+            raise ValueError(f"--output = '{path}': name a file that ends in .html")
         page = report(options.run, public=options.public)
         try:
             write_atomically(path, page.encode())
@@ -88,11 +89,6 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"--output = '{path}': cannot be written ({error})") from error
     what = "only what may be published" if options.public else "NOT PRIVATE: do not publish it"
     print(f"report: {path} ({what})", file=sys.stderr)
-
-
-def _check_output(path: str) -> None:
-    if not path.endswith(".html") or os.path.isdir(path):
-        raise ValueError(f"--output = '{path}': name a file that ends in .html")
 
 
 if __name__ == "__main__":

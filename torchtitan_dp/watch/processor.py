@@ -166,9 +166,9 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         """Log one step.
 
         Args:
-            public: those that `scalars` lists as such; nothing computed from records.
-            statistics: what is not private, by name.
-            beside_epsilon: what the console line adds to it.
+            public: the public scalars of `outlets.SCALARS`; nothing computed from records.
+            statistics: scalars that are not private, by name.
+            beside_epsilon: words after epsilon in the console line.
         """
         elapsed = time.perf_counter() - self.time_last_log
         tokens_per_s = self.ntokens_since_last_log / (

@@ -7,9 +7,8 @@ A new format is a file beside `jsonl`, with a subclass of `RecordStore` or `Fiel
 import codecs
 import hashlib
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -19,34 +18,14 @@ from torchtitan_dp.data.records.store import Fields, RecordStore, text_of
 _CONTINUATIONS = bytes(range(0x80, 0xC0))  # all bytes of a UTF-8 character but its first
 
 
-class OpenStore(Protocol):
-    """A function that opens the records of files, such as a store's class."""
-
-    def __call__(
-        self,
-        files: Files,
-        text_field: str,
-        unit_field: str | None,
-        index_folder: str,
-        *,
-        keys: Mapping[str, str],
-    ) -> RecordStore:
-        """Open a store.
-
-        Args:
-            text_field: the field that holds the text, in a format whose records have fields.
-            unit_field: the field that names a record's unit, or None.
-            index_folder: the folder of the index (`index`).
-            keys: all fields that the run reads, with the configuration's key of each.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class Format:
     """The facts of one value of `training.dataset`."""
 
-    open: OpenStore
+    open: Callable[..., RecordStore]
+    """Opens the records of `files: Files`, such as a store's class. It takes `text_field: str`,
+    `unit_field: str | None` and `index_folder: str` (`index`) and, by name, `keys`: all fields that
+    the run reads, with the configuration's key of each."""
 
     below: tuple[str, ...]
     """The pattern of the files to take from a folder, one path component per item."""

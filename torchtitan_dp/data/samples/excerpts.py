@@ -116,8 +116,8 @@ class Excerpts:
 
         Args:
             place: uniform in [0, 1).
-            head: the ids of their `head`. What it looks at decides the length, not an id more:
-                further on, text may be undecodable, or not empty.
+            head: the ids of their `head`. The text that it looked at decides the length alone:
+                text further on may be undecodable, or not empty.
         """
         if len(head) < self._limit:
             return head
