@@ -42,8 +42,7 @@ from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.models.lora import lora_of
-from torchtitan_dp.preflight.check import open_records
-from torchtitan_dp.preflight.model import check_model
+from torchtitan_dp.preflight.check import check_model, open_records
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically

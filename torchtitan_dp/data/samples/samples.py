@@ -18,7 +18,7 @@ import torch
 
 from torchtitan_dp.data.records.store import RecordStore
 from torchtitan_dp.data.samples.conversations import Answers, Reading
-from torchtitan_dp.data.samples.excerpts import WINDOW_LOOKS, Excerpt, Excerpts, most_bytes
+from torchtitan_dp.data.samples.excerpts import Excerpt, Excerpts
 from torchtitan_dp.data.samples.tokenizer import Tokenizer
 from torchtitan_dp.data.units import RecordUnits, Units
 from torchtitan_dp.privacy.sampling import Choices
@@ -120,19 +120,9 @@ class SampleStore:
         self.undecodable = 0
 
     @property
-    def most_bytes(self) -> int:
-        """A bound on the text that is tokenized for one sample: independent of the records."""
-        looks = WINDOW_LOOKS if self._window else 1
-        return looks * most_bytes(self.seq_len + 1)
-
-    @property
     def sources(self) -> int:
         """The number of `source`s."""
         return len(self.records) if self._one_record else len(self.units)
-
-    def source(self, unit: int, rng: Choices | None = None) -> int:
-        """Choose the source of the only sample of a unit."""
-        return int(self.chosen(unit, rng, 1)[0])
 
     def chosen(self, unit: int, rng: Choices | None, windows: int) -> np.ndarray:
         """Choose the sources of samples of the unit: all of the unit, or single records.
