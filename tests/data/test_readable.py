@@ -158,13 +158,13 @@ def test_lines_are_parsed_once(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For their units and for what they lack; a second start parses none."""
-    parse, parsed = jsonl._parse, []
+    parse, parsed = jsonl._read_object, []
 
     def counted(*args: Any) -> Any:
         parsed.append(1)
         return parse(*args)
 
-    monkeypatch.setattr(jsonl, "_parse", counted)
+    monkeypatch.setattr(jsonl, "_read_object", counted)
     opened(tmp_path, NOTES, unit_field="patient_id")
     assert len(parsed) == len(NOTES)
     Records.open("jsonl", str(tmp_path / "notes.jsonl"), text_field="note", unit_field="patient_id")
