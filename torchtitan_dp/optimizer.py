@@ -4,11 +4,10 @@ Guarantee:
     The gradient handed to the inner optimizer is (S + N(0, (sigma C)^2 I)) / b: S the clipped sum,
     of sensitivity C (or, with estimated norms, that of `privacy.randomized`), and b the expected
     batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
-    whatever the inner optimizer makes of it. With noise that is correlated over steps the noise is
-    that of `privacy.banded`. This holds for real numbers; `privacy.summation` says
-    what becomes of it in fp32 and in fixed point. Each position of each parameter has one noise
-    value, from (key, name, position) alone: shards do not share it, replicas do, and it is the same
-    on every mesh. Assumes that keys come from one `NoiseChain`.
+    with any inner optimizer. Noise that is correlated over steps is that of `privacy.banded`. This
+    holds for real numbers; `privacy.summation` has fp32 and fixed point. Each position of each
+    parameter has one noise value, from (key, name, position) alone: shards do not share it,
+    replicas do, and it is the same on every mesh. Assumes that keys come from one `NoiseChain`.
 """
 
 import math

@@ -99,10 +99,9 @@ def forbid_core_dumps() -> None:
 def pass_over_closed_files() -> None:
     """Keep Python 3.13 from printing a traceback where a file that is closed already is freed.
 
-    Where DCP cannot write, it raises why, and that becomes one line. What it had wrapped around the
-    file is freed later, and flushes the file, which is closed by then: nothing is lost by that.
-    Older Pythons print nothing there. All else that is raised while objects are freed is printed
-    as before.
+    Where DCP cannot write, its error becomes one line. DCP's wrapper of the file is freed later and
+    flushes the file, which is closed by then; nothing is lost. Older Pythons print nothing there.
+    All other errors while objects are freed are printed as before.
     """
     report = sys.unraisablehook
 

@@ -87,8 +87,7 @@ from torchtitan_dp.process import (
 )
 from torchtitan_dp.train_spec import OpenOnce, build_feed, register
 from torchtitan_dp.validate import HeldOutValidator, publish
-from torchtitan_dp.watch.processor import PrivateMetricsProcessor
-from torchtitan_dp.watch.statistics import SampleStatistics
+from torchtitan_dp.watch.processor import PrivateMetricsProcessor, SampleStatistics
 
 
 class DPTrainer(Trainer):

@@ -23,8 +23,7 @@ from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.feed import ContextGroup, Feed
-from torchtitan_dp.data.samples.samples import SampleStore
-from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
 from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape

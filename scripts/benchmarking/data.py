@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
-from torchtitan_dp.data.samples.samples import SampleStore
-from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
 from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 
 from .processes import on_processes

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from scripts.reference import config_reference as markdown
 from scripts.reference import insert, main, privacy_reference
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.reference import config_reference as markdown
 from torchtitan_dp.ledger import schema
 
 ROOT = Path(__file__).parents[2]

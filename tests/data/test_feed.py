@@ -24,8 +24,7 @@ from torchtitan_dp.data.agreement import require_same_step
 from torchtitan_dp.data.batching import Microbatch, RecordLoader
 from torchtitan_dp.data.feed import ALONE, SAMPLES_AHEAD, ContextGroup, Draw, Feed
 from torchtitan_dp.data.records.formats import open_store
-from torchtitan_dp.data.samples.samples import SampleStore
-from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
 from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units
 from torchtitan_dp.privacy.keys import RootKey
@@ -237,7 +236,9 @@ def test_the_next_step_is_counted_and_begun_while_this_one_is_computed(tmp_path:
     made = [*steps]
     assert len(made) == 3
     until(lambda: len(slow.made) == 4 + SAMPLES_AHEAD)  # before anybody asks for the next step
-    assert sorted(slow.counted) == sorted(of.source(int(u)) for u in one.loader.units[:12])
+    assert sorted(slow.counted) == sorted(
+        int(of.chosen(int(u), None, 1)[0]) for u in one.loader.units[:12]
+    )
     assert len(list(one.microbatches(following))) == 8
     assert len(slow.counted) == 12  # each once
     one.close()
@@ -246,7 +247,7 @@ def test_the_next_step_is_counted_and_begun_while_this_one_is_computed(tmp_path:
 def test_samples_do_not_wait_for_what_the_next_step_counts(tmp_path: Path) -> None:
     of = store(tmp_path)
     begun, go, tokens = threading.Event(), threading.Event(), of.tokens
-    known = of.source(int(loader(of).units[0]))
+    known = int(of.chosen(int(loader(of).units[0]), None, 1)[0])
 
     def counted(source: int) -> int:
         if source != known:

@@ -13,7 +13,7 @@ from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 from tests import build
 from torchtitan_dp.distributed.attention import use_efficient_attention
 from torchtitan_dp.models.llama3.model import FLAVORS
-from torchtitan_dp.preflight import model as check
+from torchtitan_dp.preflight import check
 
 T, HEADS, KV_HEADS = 24, 4, 2
 

@@ -70,7 +70,7 @@ def accumulated(
     from tests import build
     from torchtitan_dp.config.derived import ladder
     from torchtitan_dp.train import DPTrainer
-    from torchtitan_dp.watch.statistics import SampleStatistics
+    from torchtitan_dp.watch.processor import SampleStatistics
 
     args = dataclasses.replace(build.ARGS, vocab_size=258)
     built = build.build(degrees, *options, args=args, max_grad_norm=C)

@@ -427,7 +427,7 @@ def test_too_few_trials_are_refused_with_a_number_that_suffices(sigma, enough):
     import torchtitan_dp.distributed  # noqa: F401
 
     # isort: split
-    from torchtitan_dp.audit.options import check_power
+    from torchtitan_dp.audit.command import check_power
     from torchtitan_dp.privacy.mechanism import PoissonGaussian
 
     def options(trials):

@@ -9,6 +9,7 @@ import math
 
 import pytest
 
+from scripts.reference import field_docs
 from tests import build
 from tests.accounts import account, with_terms
 from tests.hazards.test_trainer import SETTINGS
@@ -21,7 +22,6 @@ from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config import Privacy
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.config.reference import field_docs
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema, write_fingerprint
 from torchtitan_dp.ledger.caveats import assumptions
 from torchtitan_dp.ledger.runs import total

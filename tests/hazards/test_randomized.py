@@ -355,7 +355,7 @@ def test_row67_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypa
 @pytest.mark.slow
 def test_the_search_for_noise_in_a_plan_counts_estimates():
     from tests import build
-    from torchtitan_dp.checkpoint.noise import choose_noise
+    from torchtitan_dp.checkpoint.terms import choose_noise
 
     target = ["--privacy.noise_multiplier", "None", "--privacy.target_epsilon=2"]
     exact, estimated = (

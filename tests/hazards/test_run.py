@@ -35,7 +35,7 @@ from tests.processes.runs import (
 )
 from torchtitan_dp.ledger import Ledger, schema
 from torchtitan_dp.ledger.settings import step_names
-from torchtitan_dp.watch.scalars import find
+from torchtitan_dp.watch.outlets import find
 
 STEPS = 4
 SECRET = bytes(range(101, 133))  # what `RootKey.from_os` gives in `probed`

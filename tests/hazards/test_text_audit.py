@@ -86,9 +86,9 @@ def tiny_model(folder):
 
 
 def test_log_likelihoods_are_those_of_documents_one_by_one(tmp_path):
-    from torchtitan_dp.audit import attack
+    from torchtitan_dp.audit import texts
 
-    model = attack.load(str(tiny_model(tmp_path)), None, torch.device("cpu"))
+    model = texts.load_model(str(tiny_model(tmp_path)), None, torch.device("cpu"))
     rng = np.random.default_rng(0)
     ids = [rng.integers(0, 256, size) for size in rng.integers(2, 40, 37)]
     expected = []
@@ -96,20 +96,20 @@ def test_log_likelihoods_are_those_of_documents_one_by_one(tmp_path):
         with torch.no_grad():
             log_TV = model(input_ids=torch.tensor(row)[None]).logits[0].double().log_softmax(-1)
         expected.append(sum(float(log_TV[t, row[t + 1]]) for t in range(len(row) - 1)))
-    assert attack.log_likelihoods(model, ids) == pytest.approx(expected, rel=1e-5)
+    assert texts.log_likelihoods(model, ids) == pytest.approx(expected, rel=1e-5)
 
 
 def test_a_score_is_a_gain_over_the_starting_weights_within_a_domain(monkeypatch):
-    from torchtitan_dp.audit import attack
+    from torchtitan_dp.audit import texts
 
     values = {"new": np.array([3.0, 5.0, 9.0, np.nan]), "old": np.array([1.0, 1.0, 2.0, 0.0])}
-    monkeypatch.setattr(attack, "log_likelihoods", lambda model, ids: values[model].copy())
+    monkeypatch.setattr(texts, "log_likelihoods", lambda model, ids: values[model].copy())
     documents = [SimpleNamespace(domain=domain) for domain in (0, 0, 1, 1)]
-    assert attack.scores("new", "old", [], documents).tolist() == [-1.0, 1.0, 2.5, -2.5]
+    assert texts.scores("new", "old", [], documents).tolist() == [-1.0, 1.0, 2.5, -2.5]
 
 
 def test_a_secret_is_extracted_if_it_comes_next():
-    from torchtitan_dp.audit import attack
+    from torchtitan_dp.audit import texts
     from torchtitan_dp.audit.texts import write_canaries
     from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
 
@@ -125,7 +125,7 @@ def test_a_secret_is_extracted_if_it_comes_next():
         return torch.tensor([row] * num_return_sequences)
 
     model = SimpleNamespace(device=torch.device("cpu"), generate=generate)
-    found = attack.extracted(model, documents, tokenizer)
+    found = texts.extracted(model, documents, tokenizer)
     assert found["greedy"].tolist() == [True, True, False]
     assert found["sampled"].tolist() == [True, False, False]
 

@@ -9,7 +9,7 @@ import torch.nn as nn
 
 from tests.build import config
 from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.checkpoint.average import AVERAGE, read_decay, states_to_save
+from torchtitan_dp.checkpoint.folder import AVERAGE, read_decay, states_to_save
 from torchtitan_dp.checkpoint.start import Start, own_checkpoint, refuse_another_decay
 from torchtitan_dp.models.ema import WeightAverage, ema_of
 

@@ -19,7 +19,7 @@ from tests.processes.runs import (
     with_sigma,
     write_records,
 )
-from torchtitan_dp.checkpoint.average import average_name
+from torchtitan_dp.checkpoint.folder import average_name
 from torchtitan_dp.config.load import read_config
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama

@@ -31,7 +31,7 @@ from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
 from torchtitan_dp.models.llama3.config_json import feed_forward_size
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.parameters import require_loaded
-from torchtitan_dp.preflight.model import check_files
+from torchtitan_dp.preflight.check import check_files
 from torchtitan_dp.train_spec import build_model
 
 HEADER = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "torch_dtype": "bfloat16"}

@@ -6,7 +6,7 @@ import re
 import pytest
 
 from tests import build
-from torchtitan_dp.checkpoint.noise import best_bands, choose_noise, noise_by_bands
+from torchtitan_dp.checkpoint.terms import best_bands, choose_noise, noise_by_bands
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.plan.bands import Bands
 

@@ -308,7 +308,7 @@ def traces(argv: list[str]) -> list[tuple[int, int, bool]]:
     from torchtitan_dp.config.derived import ladder
     from torchtitan_dp.data.batching import Microbatch
     from torchtitan_dp.plan.tracker import MemoryTracker
-    from torchtitan_dp.watch.statistics import SampleStatistics
+    from torchtitan_dp.watch.processor import SampleStatistics
 
     class Operators(MemoryTracker):
         """Also notes what runs."""

@@ -42,8 +42,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder
 from torchtitan_dp.release.__main__ import empty_model, main, release
 from torchtitan_dp.release.card import OWNER_ITEMS, _factor, model_card
-from torchtitan_dp.release.claims import LOST_STATED, STOP_STATED
-from torchtitan_dp.release.names import PublicNames, name_in_config
+from torchtitan_dp.release.claims import LOST_STATED, STOP_STATED, PublicNames, name_in_config
 
 FILES = [
     "README.md",

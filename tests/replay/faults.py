@@ -16,7 +16,7 @@ from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.privacy.clipping import ClipPolicy
-from torchtitan_dp.watch.statistics import SampleStatistics
+from torchtitan_dp.watch.processor import SampleStatistics
 
 _learned = {"losses": 0.0, "samples": 0, "empty": 0}
 """What a fault reads off the records of this process."""

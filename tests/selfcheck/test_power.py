@@ -14,7 +14,7 @@ def outcomes(fault, only, overrides=()):
     """Name, verdict and value of each outcome, with a fault on every rank, or none."""
     from torchtitan_dp.selfcheck.checks import checks_of, machine_checks
     from torchtitan_dp.selfcheck.run import Ranks, run
-    from torchtitan_dp.selfcheck.terms import default_terms, given_terms
+    from torchtitan_dp.selfcheck.small import default_terms, given_terms
 
     ranks = Ranks(torch.device("cpu"))
     world_size = torch.distributed.get_world_size()

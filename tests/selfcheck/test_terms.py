@@ -8,7 +8,7 @@ import torch
 from tests.processes.runs import ROOT
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.families import parameter_count
-from torchtitan_dp.selfcheck.terms import default_terms, given_terms
+from torchtitan_dp.selfcheck.small import default_terms, given_terms
 
 CONFIGS = sorted((ROOT / "train_configs").glob("*.toml"))
 

@@ -1,4 +1,4 @@
-"""Where scalars go, by section; TensorBoard's curves over a resume; failures of services."""
+"""The table of scalars, docs/watching.md, which shows it, and the sinks: who gets which scalars."""
 
 import logging
 from pathlib import Path
@@ -10,9 +10,41 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.preflight import packages
+from torchtitan_dp.preflight import check
 from torchtitan_dp.watch import outlets
-from torchtitan_dp.watch.outlets import Guarded, Outlets, TensorBoard
+from torchtitan_dp.watch.outlets import SCALARS, Guarded, Outlets, TensorBoard, find, is_public, tag
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "watching.md"
+
+
+def test_the_public_ones_are_these_alone() -> None:
+    public = {scalar.name for scalar in SCALARS if scalar.public}
+    of_the_ledger = {"epsilon", "epsilon_planned", "noise_multiplier", "heldout_loss_noised"}
+    assert public == {"lr", *of_the_ledger}
+
+
+@pytest.mark.parametrize("name", ["grad_norm_of_mrs_miller", "epsilon/", "LR", "lr_of_record"])
+def test_an_unknown_scalar_is_not_private(name: str) -> None:
+    assert find(name) is None
+    assert not is_public(name)
+    assert tag(name, private=True) == f"not_private/{name}"
+
+
+def test_sections() -> None:
+    assert tag("lr", private=True) == "private_to_publish/lr"
+    assert tag("loss", private=True) == "not_private/loss"
+    assert tag("heldout_loss_at/0-127", private=True) == "not_private/heldout_loss_at/0-127"
+
+
+def test_nothing_of_a_run_that_is_not_private_is_in_the_public_section() -> None:
+    tags = {tag(scalar.name, private=False) for scalar in SCALARS}
+    assert tags == {f"not_private/{scalar.name}" for scalar in SCALARS}
+
+
+def test_the_document_has_the_table() -> None:
+    rows = [f"| `{s.name}` | {s.words} | {'yes' if s.public else 'no'} |" for s in SCALARS]
+    assert "\n".join(rows) in DOCUMENT.read_text(encoding="utf-8")
+
 
 METRICS = {"lr": 1e-3, "epsilon": 2.0, "loss": 3.0, "new": 4.0}
 
@@ -113,7 +145,7 @@ def test_a_missing_package_is_one_line(monkeypatch, package: str) -> None:
     config = JobConfig()
     config.metrics.enable_wandb = False  # TorchTitan's key
     setattr(config.metrics, f"enable_{package}", True)
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(check.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=rf"^metrics\.enable_{package} = true: the package") as e:
-        packages.check_packages(config)
+        check.check_packages(config)
     assert f"pip install 'torchtitan-dp[{package}]'" in str(e.value)

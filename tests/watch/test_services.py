@@ -28,8 +28,8 @@ logging.basicConfig(level=logging.INFO, stream=sys.stdout)
 sys.argv[1:], (which, folder, everything) = ["--secret_argument"], sys.argv[1:]
 import torchtitan_dp.distributed
 from torchtitan_dp.watch.outlets import Guarded, Outlets
-from torchtitan_dp.watch.mlflow import MLflow
-from torchtitan_dp.watch.wandb import WandB
+from torchtitan_dp.watch.services import MLflow
+from torchtitan_dp.watch.services import WandB
 real = time.time
 sink = {"wandb": WandB, "mlflow": MLflow}[which](folder, with_times=everything == "True")
 outlets = Outlets([Guarded("key", sink, send_not_private=everything == "True")], private=True)

@@ -29,10 +29,9 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
-from torchtitan_dp.audit import one_run, released, report
+from torchtitan_dp.audit import command, one_run, released
 from torchtitan_dp.audit.game import Game
 from torchtitan_dp.audit.one_run import CanaryAudit
-from torchtitan_dp.audit.options import check, check_power, parse, share_of
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import Start, decision, plan_start
 from torchtitan_dp.config import JobConfig
@@ -43,8 +42,7 @@ from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.models.lora import lora_of
-from torchtitan_dp.preflight.check import open_records
-from torchtitan_dp.preflight.model import check_model
+from torchtitan_dp.preflight.check import check_model, open_records
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
@@ -87,11 +85,11 @@ def require_libraries(config: JobConfig) -> None:
 
 
 def main(argv: list[str]) -> None:
-    options, overrides = parse(argv, (__doc__ or "").splitlines()[0])
+    options, overrides = command.parse(argv, (__doc__ or "").splitlines()[0])
     forbid_core_dumps()
     os.umask(0o077)
     with exit_on_mistake():
-        check(options)
+        command.check(options)
         config = load_config(overrides, int(os.environ.get("WORLD_SIZE", "1")))
         if not config.privacy.enable:
             raise ValueError("privacy.enable = false: nothing is claimed; set it to true")
@@ -117,7 +115,7 @@ def main(argv: list[str]) -> None:
         plan = plan_start(config, len(records.train), decide(), None)
         if plan.settings.mechanism.noise_multiplier == 0 and options.instrument != "text":
             raise ValueError("privacy.noise_multiplier = 0: nothing is claimed; give it noise")
-        check_power(options, args, plan.settings)
+        command.check_power(options, args, plan.settings)
     _start_ranks()
     if options.instrument == "game":
         root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
@@ -128,13 +126,13 @@ def main(argv: list[str]) -> None:
     if dist.get_rank() == 0:
         if options.instrument != "game":
             _publish(config.job.dump_folder, result)
-        print("\n".join(report.table(result)), file=sys.stderr)
+        print("\n".join(command.table(result)), file=sys.stderr)
         if options.json:
             write_json(options.json, result)
         if options.plot and options.instrument == "game":
-            report.plot_game(result, options.plot)
+            command.plot_game(result, options.plot)
         elif options.plot:
-            report.plot_canaries(canaries, options.plot)
+            command.plot_canaries(canaries, options.plot)
     dist.destroy_process_group()
     if result["exceeds_claim"]:
         raise SystemExit(1)
@@ -169,9 +167,9 @@ def play_game(
         root=root,
         lora=lora_of(config),
     )
-    each = share_of(confidence)
+    each = command.share_of(confidence)
     outcomes = [game.play(case, trials=trials, confidence=each) for case in game.cases]
-    return report.game_for_programs(
+    return command.game_for_programs(
         outcomes,
         mu_claimed=game.claim(trials=trials, confidence=each),
         delta=plan.settings.delta,

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.config import Data
 from torchtitan_dp.data.samples.excerpts import Excerpt
-from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.privacy.clipping import Clip
@@ -60,14 +60,14 @@ def draw_coins(key: bytes, count: int) -> np.ndarray:
     return rng.integers(0, 2, size=count).astype(bool)
 
 
-class CanarySamples(SampleStore):
-    """A sample store with canaries numbered after its units: they have no tokens, and loss 0.
+class PlantedSamples(SampleStore):
+    """A copy of a sample store, with canaries numbered after its units, from `first` on."""
 
-    `drawn` is a queue of slots, each a canary's number, or None for a unit or padding, that
-    `CanarySum` empties.
-    """
-
-    def __init__(self, real: SampleStore, data: Data) -> None:
+    def __init__(self, real: SampleStore, data: Data, cache: TokenCache | None = None) -> None:
+        """
+        Args:
+            data: of the configuration, resolved.
+        """
         assert data.unit_sampling != "auto"  # resolved at load
         assert data.long_records != "auto"
         super().__init__(
@@ -78,8 +78,20 @@ class CanarySamples(SampleStore):
             unit_sampling=data.unit_sampling,
             long_records=data.long_records,
             reading=real.reading,
+            cache=cache,
         )
         self.first = len(real.units)
+
+
+class CanarySamples(PlantedSamples):
+    """Samples of units, and of canaries without tokens, whose loss is 0.
+
+    `drawn` is a queue of slots, each a canary's number, or None for a unit or padding, that
+    `CanarySum` empties.
+    """
+
+    def __init__(self, real: SampleStore, data: Data) -> None:
+        super().__init__(real, data)
         self.drawn: deque[int | None] = deque()
 
     def excerpt(

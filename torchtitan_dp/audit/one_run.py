@@ -84,9 +84,19 @@ class PlantedTrainer(DPTrainer):
         if dist.get_rank() == 0 and self.step % max(steps // 10, 1) == 0:
             print(f"audit: step {self.step} of {steps}", file=sys.stderr)
 
+    @property
+    def _guesses_file(self) -> str:
+        return os.path.join(self.job_config.job.dump_folder, GUESSES_FILE)
+
+    def commit(self, scores: np.ndarray, guesses: np.ndarray) -> dict[str, Any]:
+        """Write scores and guesses to disk, and return the file's content."""
+        content = {"scores": scores.tolist(), "guesses": guesses.tolist()}
+        write_atomically(self._guesses_file, json.dumps(content).encode())
+        return content
+
     def unblind(self) -> np.ndarray:
         """Reveal the coins, bool (canaries,), after the guesses are on disk."""
-        assert os.path.exists(os.path.join(self.job_config.job.dump_folder, GUESSES_FILE))
+        assert os.path.exists(self._guesses_file)
         return self._coins
 
 
@@ -135,6 +145,11 @@ def guess(scores: np.ndarray, guesses: int) -> np.ndarray:
     return guessed
 
 
+def count_right(guesses: np.ndarray, included: np.ndarray) -> int:
+    """Count the guesses that the coins confirm."""
+    return int(np.sum((guesses == 1) & included) + np.sum((guesses == -1) & ~included))
+
+
 def audit(
     config: JobConfig,
     decide: Callable[[], Start],
@@ -157,15 +172,13 @@ def audit(
         scores = trainer.scores()
         guessed = guess(scores, guesses)
         if dist.get_rank() == 0:
-            content = {"scores": scores.tolist(), "guesses": guessed.tolist()}
-            path = os.path.join(config.job.dump_folder, GUESSES_FILE)
-            write_atomically(path, json.dumps(content).encode())
+            trainer.commit(scores, guessed)
         dist.barrier()
         included = trainer.unblind()
     finally:
         trainer.close()
     settings = trainer.ledger.settings
-    correct = int(np.sum((guessed == 1) & included) + np.sum((guessed == -1) & ~included))
+    correct = count_right(guessed, included)
     terms = {"canaries": canaries, "guesses": guesses}
     bound, most = (
         one_run_epsilon(**terms, correct=right, delta=settings.delta, confidence=confidence)

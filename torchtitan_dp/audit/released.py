@@ -12,15 +12,14 @@ Guarantee:
 
 import json
 import math
-import os
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 
-from torchtitan_dp.audit import attack
-from torchtitan_dp.audit.one_run import GUESSES_FILE, CanaryAudit, PlantedTrainer, guess
+from torchtitan_dp.audit import texts
+from torchtitan_dp.audit.one_run import CanaryAudit, PlantedTrainer, count_right, guess
 from torchtitan_dp.audit.texts import TextCanary, TextSamples, token_ids, write_canaries
 from torchtitan_dp.checkpoint.start import Start, Weights
 from torchtitan_dp.config import JobConfig
@@ -28,7 +27,6 @@ from torchtitan_dp.distributed.agreement import broadcast_from_rank0
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, one_run_mu, rate_upper_bound
 from torchtitan_dp.privacy.meaning import meaning
-from torchtitan_dp.process import write_atomically
 
 FALSE_ALARMS = 0.01
 
@@ -53,7 +51,7 @@ def audit(
     guesses: int,
     confidence: float,
 ) -> CanaryAudit:
-    """Train once on the configuration's records and canaries of text, export, and attack.
+    """Train once on the configuration's records and canaries of text, export, and texts.
 
     Args: those of `one_run.audit`.
 
@@ -74,16 +72,14 @@ def audit(
         base_folder = start.place if start.weights is Weights.INITIAL_HF else None
         found = ""
         if dist.get_rank() == 0:
-            model = attack.load(folder, base_folder, trainer.device)
+            model = texts.load_model(folder, base_folder, trainer.device)
             base = None
             if base_folder is not None:
-                base = attack.load(base_folder, None, trainer.device)
-            scores = attack.scores(model, base, trainer.ids, documents)
+                base = texts.load_model(base_folder, None, trainer.device)
+            scores = texts.scores(model, base, trainer.ids, documents)
             guessed = guess(scores, guesses)
-            content = {"scores": scores.tolist(), "guesses": guessed.tolist()}
-            path = os.path.join(config.job.dump_folder, GUESSES_FILE)
-            write_atomically(path, json.dumps(content).encode())
-            spelt = attack.extracted(model, documents, tokenizer)
+            content = trainer.commit(scores, guessed)
+            spelt = texts.extracted(model, documents, tokenizer)
             found = json.dumps(content | {how: hits.tolist() for how, hits in spelt.items()})
         shared = json.loads(broadcast_from_rank0(found))
         included = trainer.unblind()
@@ -94,7 +90,7 @@ def audit(
     settings = trainer.ledger.settings
     claimed = settings.epsilon(trainer.step)
     promised = meaning(trainer.ledger.own(trainer.step), settings.delta)
-    correct = int(np.sum((guessed == 1) & included) + np.sum((guessed == -1) & ~included))
+    correct = count_right(guessed, included)
     each = 1 - (1 - confidence) / 2
     terms: dict[str, Any] = {"canaries": canaries, "guesses": guesses, "confidence": each}
     bound = one_run_epsilon(**terms, correct=correct, delta=settings.delta)

@@ -1,21 +1,27 @@
-"""Canaries of text: short documents of several domains, each with a secret of its own.
+"""Canaries of text: short documents, each with a secret, and the attack that looks for it.
 
 All of them are public and harmless, written from templates by a public seed: names, places and
 dates are drawn from lists, the secret is a row of digits that means nothing. Only which of them
 were trained on is secret. A document states its secret several times, as a record does with the
 name of its patient: one unit's gradient is clipped to C however often it repeats itself.
+
+The attacker has the released folder and its public starting weights, if there are some, and reads
+both with `transformers` alone: nothing of the trainer, no coin, no gradient.
 """
 
+import os
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
+from torchtitan_dp.audit.canaries import PlantedSamples
 from torchtitan_dp.config import Data
 from torchtitan_dp.data.samples.excerpts import Excerpt
-from torchtitan_dp.data.samples.samples import NOTHING, SampleStore
-from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.samples import NOTHING, SampleStore, TokenCache
 from torchtitan_dp.data.samples.tokenizer import Tokenizer
+from torchtitan_dp.models.adapter_export import ADAPTER_CONFIG_FILE
 from torchtitan_dp.privacy.sampling import Choices
 
 _SEED = 0  # public
@@ -88,8 +94,8 @@ def token_ids(canaries: list[TextCanary], tokenizer: Tokenizer, most: int) -> It
         yield np.concatenate([bos, ids, eos]).astype(np.int64)[:most]
 
 
-class TextSamples(SampleStore):
-    """A sample store with canaries of text numbered after its units.
+class TextSamples(PlantedSamples):
+    """Samples of units, and of canaries of text.
 
     An included one is a unit of one document; an excluded one is an empty unit, which contributes
     exactly 0, as `zero_out` has it.
@@ -104,19 +110,7 @@ class TextSamples(SampleStore):
             ids: of each canary's document.
             included: bool (canaries,). SECRET.
         """
-        assert data.unit_sampling != "auto"  # resolved at load
-        assert data.long_records != "auto"
-        super().__init__(
-            real.records,
-            real.tokenizer,
-            real.seq_len,
-            real.units,
-            unit_sampling=data.unit_sampling,
-            long_records=data.long_records,
-            reading=real.reading,
-            cache=TokenCache(),
-        )
-        self.first = len(real.units)
+        super().__init__(real, data, TokenCache())
         self._planted = [
             Excerpt(one, 0) if is_in else NOTHING
             for one, is_in in zip(ids, included.tolist(), strict=True)
@@ -147,3 +141,118 @@ class TextSamples(SampleStore):
         if planted < 0:
             return super().tokens(source)
         return max(len(self._planted[planted].ids) - 1, 0)
+
+
+SAMPLED = 8  # generations of each prompt, at temperature 1
+_ROWS = 16
+
+
+def load_model(folder: str, base: str | None, device: torch.device) -> Any:
+    """Load a released folder, of weights or of adapters for `base`, in fp32."""
+    from transformers import AutoModelForCausalLM
+
+    is_adapter = os.path.exists(os.path.join(folder, ADAPTER_CONFIG_FILE))
+    place = folder
+    if is_adapter:
+        assert base is not None  # adapters are trained on loaded weights alone
+        place = base
+    model: Any = AutoModelForCausalLM.from_pretrained(place, dtype=torch.float32)
+    if is_adapter:
+        from peft import PeftModel
+
+        model = PeftModel.from_pretrained(model, folder)
+    return model.to(device).eval()
+
+
+@torch.no_grad()
+def log_likelihoods(model: Any, ids: list[np.ndarray]) -> np.ndarray:
+    """Sum the logarithms of each document's token probabilities, but the first's; fp64 (N,)."""
+    found = []
+    for rows in _batches(ids):
+        length = max(len(row) for row in rows)
+        tokens_BT = torch.zeros(len(rows), length, dtype=torch.long)
+        is_text_BT = torch.zeros(len(rows), length, dtype=torch.bool)
+        for row, values in enumerate(rows):
+            tokens_BT[row, : len(values)] = torch.from_numpy(values)
+            is_text_BT[row, : len(values)] = True
+        tokens_BT = tokens_BT.to(model.device)
+        # Padding comes last: a causal model's earlier tokens do not see it.
+        log_BTV = model(input_ids=tokens_BT).logits[:, :-1].double().log_softmax(-1)
+        log_BT = log_BTV.gather(-1, tokens_BT[:, 1:, None])[..., 0]
+        found.append((log_BT * is_text_BT[:, 1:].to(model.device)).sum(-1).cpu().numpy())
+    return np.concatenate(found)
+
+
+def scores(
+    model: Any, base: Any | None, ids: list[np.ndarray], canaries: list[TextCanary]
+) -> np.ndarray:
+    """Score documents: how much likelier the release finds each than its starting weights do.
+
+    Of each domain, the mean is taken away: all of its documents share a template.
+
+    Args:
+        base: the model with the starting weights, or None where there are none to compare with.
+
+    Returns:
+        fp64 (N,); a document without a finite score gets the least.
+    """
+    found = log_likelihoods(model, ids)
+    if base is not None:
+        found = found - log_likelihoods(base, ids)
+    finite = np.isfinite(found)
+    found = np.where(finite, found, found[finite].min() if finite.any() else 0.0)
+    domains = np.array([canary.domain for canary in canaries])
+    for domain in np.unique(domains):
+        found[domains == domain] -= found[domains == domain].mean()
+    return found
+
+
+@torch.no_grad()
+def extracted(
+    model: Any, canaries: list[TextCanary], tokenizer: Tokenizer, *, seed: int = 0
+) -> dict[str, np.ndarray]:
+    """Let the model go on from each prompt, and look for the secret.
+
+    Returns:
+        "greedy", bool (N,): the most likely tokens spell it. "sampled", bool (N,): one of `SAMPLED`
+        generations does.
+    """
+    torch.manual_seed(seed)
+    greedy, sampled = [], []
+    bos = [] if tokenizer.bos_id is None else [tokenizer.bos_id]
+    for canary in canaries:
+        prompt, whole = (
+            [*bos, *_encoded(tokenizer, text)]
+            for text in (canary.prompt, canary.prompt + canary.secret)
+        )
+        wanted = canary.secret.strip()
+        tokens_1T = torch.tensor([prompt], device=model.device)
+        more = max(len(whole) - len(prompt), 1) + 1
+        terms = {
+            "attention_mask": torch.ones_like(tokens_1T),
+            "max_new_tokens": more,
+            "pad_token_id": 0,
+            "eos_token_id": None,
+        }
+        first = model.generate(tokens_1T, do_sample=False, **terms)
+        some = model.generate(
+            tokens_1T, do_sample=True, num_return_sequences=SAMPLED, top_k=0, **terms
+        )
+        spelt = [
+            tokenizer.decode(row[len(prompt) :].tolist()).strip().startswith(wanted)
+            for row in (*first, *some)
+        ]
+        greedy.append(spelt[0])
+        sampled.append(any(spelt[1:]))
+    return {"greedy": np.array(greedy), "sampled": np.array(sampled)}
+
+
+def _encoded(tokenizer: Tokenizer, text: str) -> list[int]:
+    ids = tokenizer.encode(text)
+    assert ids is not None  # checked with the documents
+    return ids.tolist()
+
+
+def _batches(ids: list[np.ndarray]) -> Iterator[list[np.ndarray]]:
+    for start in range(0, len(ids), _ROWS):
+        yield ids[start : start + _ROWS]

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import privacy_unit, trained
-from torchtitan_dp.config.rope import rope_in_words
+from torchtitan_dp.config.derived import privacy_unit, rope_in_words, trained
 from torchtitan_dp.ledger import schema
 from torchtitan_dp.ledger.account import terms_in_words
 from torchtitan_dp.ledger.executed import ExecutedSteps

@@ -12,15 +12,18 @@ from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
 from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.checkpoint.average import AVERAGE, DECAY, has_average, states_to_save
 from torchtitan_dp.checkpoint.folder import (
+    AVERAGE,
+    DECAY,
     damaged_entry,
     drop_unfinished,
     finished_checkpoints,
+    has_average,
     newest_whole_checkpoint,
     none_whole,
     refuse_another_model,
     set_aside,
+    states_to_save,
     step_folder,
 )
 from torchtitan_dp.checkpoint.start import (

@@ -9,9 +9,13 @@ import dataclasses
 from dataclasses import dataclass
 
 from torchtitan_dp.checkpoint.initial import InitialWeights, inheritance, refuse_baseline_folder
-from torchtitan_dp.checkpoint.losses import choose_losses, refuse_more_losses
-from torchtitan_dp.checkpoint.noise import choose_noise
-from torchtitan_dp.checkpoint.terms import config_hash, settings_of
+from torchtitan_dp.checkpoint.terms import (
+    choose_losses,
+    choose_noise,
+    config_hash,
+    refuse_more_losses,
+    settings_of,
+)
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger.executed import (

@@ -21,13 +21,13 @@ from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.checkpoint.average import read_decay
 from torchtitan_dp.checkpoint.folder import (
     checkpoint_folder,
     checkpoint_folders,
     damage,
     finished_checkpoints,
     none_whole,
+    read_decay,
     read_ledger,
     refuse_another_model,
     step_folder,

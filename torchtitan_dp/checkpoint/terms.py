@@ -1,4 +1,4 @@
-"""The terms of a configuration: noise, sampling rate, privacy unit and the rest."""
+"""The terms of a run: those of its configuration, and the noise that its first start fixes."""
 
 import dataclasses
 import hashlib
@@ -7,11 +7,22 @@ import math
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.derived import ladder, privacy_unit, targets, trained, unit_word
-from torchtitan_dp.config.rope import rope_in_words
+from torchtitan_dp.config.derived import (
+    ladder,
+    privacy_unit,
+    rope_in_words,
+    targets,
+    trained,
+    unit_word,
+)
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.ledger.settings import Settings
-from torchtitan_dp.privacy.mechanism import mechanism_of
+from torchtitan_dp.ledger.heldout import HeldOutLosses, scheduled
+from torchtitan_dp.ledger.lineage import Ancestor, Ledger, taken_by
+from torchtitan_dp.ledger.settings import Settings, union
+from torchtitan_dp.privacy import accounting
+from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.mechanism import Segment, mechanism_of
+from torchtitan_dp.privacy.published_loss import noise_of
 
 
 def settings_of(
@@ -101,3 +112,155 @@ def config_hash(config: JobConfig) -> str:
     sections["job"].pop("config_file")
     text = json.dumps(sections, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+AS_GOOD = 1.02
+"""Fewer bands whose noise is at most this much more are preferred: each step is less noisy."""
+
+
+def choose_noise(
+    config: JobConfig, units: int, ancestors: list[Ancestor], before: Ledger | None
+) -> tuple[float, int]:
+    """Return the configuration's noise, the resumed run's, or the least that meets the target; and
+    its bands.
+
+    Args:
+        ancestors: the runs that the initial weights come from, whose steps count as well.
+        before: the ledger of this run's own weights, if it resumes.
+    """
+    privacy = config.privacy
+    spent = union(taken_by(ancestors))
+    if privacy.noise == "independent":
+        bands = 1
+    elif privacy.bands != "auto":
+        bands = privacy.bands
+    elif before is not None:
+        bands = before.settings.bands
+    else:
+        bands = best_bands(config, units, spent)
+    return _noise_multiplier(config, units, bands, spent, before), bands
+
+
+def _noise_multiplier(
+    config: JobConfig, units: int, bands: int, spent: list[Segment], before: Ledger | None
+) -> float:
+    """Return the configuration's noise, the resumed run's, or the least that meets the target."""
+    privacy = config.privacy
+    if privacy.noise_multiplier is not None:
+        return privacy.noise_multiplier
+    steps = config.training.steps
+    if before is not None:
+        kept = before.settings.mechanism.noise_multiplier
+        terms = settings_of(config, units, kept, bands)
+        if privacy.new_segment is None or terms.same_terms(before.settings, targets_too=True):
+            return kept
+        steps -= before.steps
+        spent = [*spent, *before.own()]
+        if steps <= 0:
+            return kept
+    return _least_noise(config, units, bands, spent, steps)
+
+
+def _least_noise(
+    config: JobConfig, units: int, bands: int, spent: list[Segment], steps: int
+) -> float:
+    """Find the noise multiplier that meets the target."""
+    privacy = config.privacy
+    assert privacy.target_epsilon is not None
+    assert privacy.delta is not None
+    return accounting.noise_for(
+        settings_of(config, units, 0.0, bands).mechanism,
+        steps,
+        target_epsilon=privacy.target_epsilon,
+        delta=privacy.delta,
+        accountant=privacy.accountant,
+        before=spent,
+    )
+
+
+def noise_by_bands(
+    config: JobConfig, units: int, spent: list[Segment]
+) -> dict[int, tuple[float, float, float]]:
+    """Return, by the number of bands, sigma and the noise of a step and of the run's sum
+    (`Mechanism.noise_of_run`), all for the target epsilon: of 1, 2, 4, … rounds, as far as the
+    rate allows."""
+    steps = max(config.training.steps, 1)
+    rate = settings_of(config, units, 0.0, 1).mechanism.sample_rate
+    of_rounds = {-(-steps // 2**power) for power in range(steps.bit_length() + 1)}
+    found = {}
+    for bands in sorted({min(bands, math.floor(1 / rate)) for bands in of_rounds}):
+        sigma = _least_noise(config, units, bands, spent, steps)
+        mechanism = settings_of(config, units, sigma, bands).mechanism
+        found[bands] = (sigma, *mechanism.noise_of_run(steps))
+    return found
+
+
+def best_bands(config: JobConfig, units: int, spent: list[Segment]) -> int:
+    """Return the bands of the least noise in the sum of all updates, or fewer that are as good."""
+    return best_of(noise_by_bands(config, units, spent))
+
+
+def best_of(found: dict[int, tuple[float, float, float]]) -> int:
+    """Return the best bands of `noise_by_bands`."""
+    least = min(in_sum for _, _, in_sum in found.values())
+    return min(bands for bands, (*_, in_sum) in found.items() if in_sum <= AS_GOOD * least)
+
+
+def choose_losses(config: JobConfig, earlier: Ledger | None) -> HeldOutLosses | None:
+    """Return the noise of the configuration's held-out losses, or that of the run's first start;
+    None if they are not published.
+
+    Args:
+        earlier: the ledger of this folder's earlier steps.
+
+    Raises:
+        ValueError: one line; the terms are not those of the first start.
+    """
+    validation, delta = config.validation, config.validation.publish_delta or config.privacy.delta
+    assert delta is not None
+    if earlier is not None:
+        kept = earlier.heldout_losses
+        before = None if kept is None else (kept.target_epsilon, kept.delta, kept.clip)
+        now = validation.publish_epsilon, delta, validation.publish_clip
+        keys = ("publish_epsilon", "publish_delta", "publish_clip")
+        values = [None] * 3 if before is None else before
+        for key, new, old in zip(keys, now, values, strict=True):
+            if new != old and not (before is None and validation.publish_epsilon is None):
+                raise ValueError(
+                    f"validation.{key} = {new}: this run was started with {old}, for which the "
+                    "noise of held-out losses was fixed; set it back, or start afresh in another "
+                    "job.dump_folder"
+                )
+        if kept is None:
+            return None
+        return dataclasses.replace(kept, freq=validation.freq)
+    if validation.publish_epsilon is None:
+        return None
+    planned = scheduled(validation.freq, 1, config.training.steps)
+    noise = noise_of(
+        target_epsilon=validation.publish_epsilon, delta=delta, evaluations=max(planned, 1)
+    )
+    return HeldOutLosses(
+        noise,
+        clip=validation.publish_clip,
+        delta=delta,
+        target_epsilon=validation.publish_epsilon,
+        freq=validation.freq,
+    )
+
+
+def refuse_more_losses(config: JobConfig, ledger: Ledger) -> None:
+    """Refuse, by ValueError, more evaluations than the noise was chosen for; those that a crash
+    lost count beside them."""
+    losses = ledger.heldout_losses
+    if losses is None:
+        return
+    planned = losses.evaluations(ledger.steps + 1, config.training.steps) - losses.lost
+    spent = losses.noise.epsilon(planned, delta=losses.delta)
+    if spent > losses.target_epsilon:
+        raise ValueError(
+            f"validation.publish_epsilon = {losses.target_epsilon:g}: the noise of held-out losses "
+            f"was fixed at this run's first start, and {planned} evaluations would spend "
+            f"{rounded_up(spent)}; raise validation.freq, lower training.steps, or start afresh in "
+            "another job.dump_folder"
+        )

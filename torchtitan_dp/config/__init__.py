@@ -1,8 +1,7 @@
 """The configuration of a run: the sections that this project adds (`schema`), read and checked.
 
 `load` reads a TOML and the command line, and keeps a run's configuration in its folder; `checks`,
-`samples` and `supported` refuse settings; `derived` are facts that follow from them; `reference`
-writes the documentation.
+`combinations` and `supported` refuse settings; `derived` are facts that follow from them.
 TorchTitan's `job.custom_config_module = "torchtitan_dp.config"` finds `JobConfig` here.
 """
 

@@ -1,8 +1,7 @@
 """Settings that cannot work together, refused in one line that names the key and the remedy."""
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.rope import check_rope
-from torchtitan_dp.config.samples import check_samples
+from torchtitan_dp.config.combinations import check_rope, check_samples
 from torchtitan_dp.config.supported import check_supported, check_values
 from torchtitan_dp.gradients.methods import METHODS, automatic
 from torchtitan_dp.privacy.envelope import refuse_projections

@@ -1,11 +1,13 @@
 """Facts that follow from a configuration: sampling, lengths of samples, and its terms in words."""
 
+import dataclasses
+
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.units import word
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.gradients.methods import METHODS
 
-ALL = "all weights"
+ALL, AS_GIVEN = "all weights", "as given"
 
 # torch.compile's default limit on graphs of one function.
 MOST_LENGTHS = 8
@@ -114,6 +116,12 @@ def feed_forward_chunk(config: JobConfig) -> int:
     longest = config.training.seq_len // config.parallelism.context_parallel_degree
     pays = config.activation_checkpoint.mode == "full" and longest > FEED_FORWARD_CHUNK
     return FEED_FORWARD_CHUNK if one_sample and pays else 0
+
+
+def rope_in_words(config: JobConfig) -> str:
+    """Describe what `[rope]` changes, for `privacy.json`, which a resume compares."""
+    keys = dataclasses.asdict(config.rope).items()
+    return ", ".join(f"{key} {value}" for key, value in keys if value is not None) or AS_GIVEN
 
 
 def ladder(config: JobConfig) -> tuple[int, ...]:

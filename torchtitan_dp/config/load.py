@@ -83,7 +83,12 @@ def config_from_values(values: dict[str, Any], source: str, world_size: int) -> 
         ValueError: one line for the user.
     """
     schema: Any = ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
-    kept = _without_removed(values)
+    kept = {
+        name: {key: value for key, value in section.items() if f"{name}.{key}" not in REMOVED_KEYS}
+        if isinstance(section, dict)
+        else section
+        for name, section in values.items()
+    }
     _check_keys(kept, schema, source)
     return _checked(ConfigManager()._dict_to_dataclass(schema, kept), world_size)
 
@@ -189,16 +194,6 @@ def _read_toml(path: str) -> dict[str, Any]:
             return tomllib.load(file)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"job.config_file = '{path}': not valid TOML: {error}") from error
-
-
-def _without_removed(values: dict[str, Any]) -> dict[str, Any]:
-    """Return the values without removed keys."""
-    return {
-        name: {key: value for key, value in section.items() if f"{name}.{key}" not in REMOVED_KEYS}
-        if isinstance(section, dict)
-        else section
-        for name, section in values.items()
-    }
 
 
 def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = "") -> None:

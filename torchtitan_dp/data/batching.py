@@ -162,31 +162,20 @@ class RecordLoader:
         ladder: tuple[int, ...],
         device: torch.device,
         key: bytes = EVER_SAME,
+        count: Callable[[int], int] | None = None,
     ) -> np.ndarray:
         """Find each drawn unit's padded length: a function of its own number of tokens, in the
         longest of its windows.
 
         Args:
             key: this step's, as passed to `microbatches`.
+            device, count: for `TokenCounts.of`.
 
         Collective (of `TokenCounts`), unless `ladder` has one length.
         """
         if len(ladder) == 1:
             return np.full(len(draw), ladder[0])
-        return self.padded(self.sources(draw, key), ladder, device)
-
-    def padded(
-        self,
-        sources: np.ndarray,
-        ladder: tuple[int, ...],
-        device: torch.device,
-        count: Callable[[int], int] | None = None,
-    ) -> np.ndarray:
-        """Find the padded lengths of units with these `sources`.
-
-        Args:
-            device, count: for `TokenCounts.of`, whose collectives run.
-        """
+        sources = self.sources(draw, key)
         is_one, counts = sources >= 0, np.zeros_like(sources)
         counts[is_one] = self.counts.of(sources[is_one], device, count)
         return padded_lengths(counts.max(axis=1, initial=0), ladder)

@@ -7,12 +7,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_dp.data.readable import (
+    Census,
+    Wanted,
     refuse_unnamed,
     refuse_unreadable,
+    take_census,
     wanted_fields,
     warnings,
 )
-from torchtitan_dp.data.records.census import Census, Wanted, take_census
 from torchtitan_dp.data.records.format import Format
 from torchtitan_dp.data.records.formats import format_named, open_store
 from torchtitan_dp.data.records.index import writable_folder

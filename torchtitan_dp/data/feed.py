@@ -148,7 +148,8 @@ class Feed:
         """Make a microbatch of padding, as for a rank without drawn units, reading no record.
         Collective over cp: the all-reduce of one microbatch.
         """
-        step, dealt = _Step(Draw(np.empty(0, np.int64))), Dealt(length, self._empty_slots())
+        slots = np.full(self.loader.batch_size * self.loader.windows, -1)
+        step, dealt = _Step(Draw(np.empty(0, np.int64))), Dealt(length, slots)
         return self._put_together(dealt, self._begin_rows(step, 0, dealt))
 
     def make_room(self) -> None:
@@ -204,16 +205,13 @@ class Feed:
         """Exchange a draw's lengths and deal it out. Collective, unless that was done."""
         if step.dealt is not None:
             return
+
+        def count(source: int) -> int:
+            return self._result(step.counts[source]) or 0
+
         positions, key = step.draw
-        lengths = np.full(len(positions), self._ladder[-1])
-        if len(self._ladder) > 1:
-            lengths = self.loader.padded(
-                self.loader.sources(positions, key),
-                self._ladder,
-                self.device,
-                lambda source: self._result(step.counts[source]) or 0,
-            )
-            step.counts.clear()
+        lengths = self.loader.lengths(positions, self._ladder, self.device, key, count)
+        step.counts.clear()
         step.dealt = self.loader.deal(positions, lengths)
 
     def _end(self) -> None:
@@ -289,6 +287,3 @@ class Feed:
         """Allocate a sample in memory from which the device can copy asynchronously."""
         pinned = self.device.type == "cuda"
         return torch.empty((2, length), dtype=torch.int32, pin_memory=pinned)
-
-    def _empty_slots(self) -> np.ndarray:
-        return np.full(self.loader.batch_size * self.loader.windows, -1)

@@ -13,8 +13,8 @@ Nouns of this room, also in the documentation:
 
 Modules, from the bottom: `settings` (terms, and which step is which), `lineage` (the `Ledger`),
 `schema` (the keys of `privacy.json`), `caveats` (the assumptions under epsilon), `executed` (the
-private logs), `files` (`privacy.json` and the fingerprint of the records), `account` (what is spent
-while training, and published) and `runs` (the sum over several runs). Configurations are read one
+private logs), `files` (`privacy.json` and the fingerprint of the records), `account` (the spending
+while training, as published) and `runs` (the sum over several runs). Configurations are read one
 floor above, in `checkpoint.terms` and `checkpoint.plan`.
 `python -m torchtitan_dp.ledger RUN…` verifies runs and adds them up.
 """

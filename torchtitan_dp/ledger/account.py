@@ -197,7 +197,7 @@ def terms_in_words(ledger: Ledger, segments: list[Segment], epsilon: float) -> d
     """Return the values of `privacy.json` that are the same for a run and for a release.
 
     Args:
-        segments, epsilon: steps, and what they spend; infinite if they are not private.
+        segments, epsilon: steps and their epsilon; infinite if they are not private.
     """
     found = explain(ledger, segments, epsilon)
     return {

@@ -13,7 +13,7 @@ import dataclasses
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from torchtitan_dp.ledger.lineage import Ledger
@@ -131,7 +131,7 @@ class ExecutedSteps:
     def _by_blocks(self, lost: Iterable[NamedStep], period: int) -> int:
         """Count lost steps by blocks.
 
-        What a start lost is steps in a row; steps of an unknown start need not be. Blocks are whole
+        A start loses steps in a row; steps of an unknown start need not be. Blocks are whole
         periods, so that all of them together are dominated as steps in a row are.
         """
         by_start = Counter(self._begun.get(step, "") for step in lost)
@@ -232,27 +232,30 @@ class StartLine:
     ended: bool = False  # with all of its steps saved
 
 
+def _lines(path: str) -> Iterator[tuple[str, str]]:
+    """Yield the lines of a log that are not blank, each with a name by its number; none if there is
+    no log."""
+    if os.path.exists(path):
+        with open(path, encoding="ascii", errors="replace") as file:
+            yield from ((f"line {n}", line) for n, line in enumerate(file, start=1) if line.strip())
+
+
 def _read_starts(path: str) -> dict[str, StartLine]:
     """Return the starts of `starts.log` by name.
 
     Anything else there is a line that a crash has torn, and counts as a start that has not ended.
     """
     starts: dict[str, StartLine] = {}
-    if not os.path.exists(path):
-        return starts
-    with open(path, encoding="ascii", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            match line.split():
-                case []:
-                    pass
-                case ["begin", name, most_lost] if most_lost.isdecimal() and int(most_lost) > 0:
-                    starts[name] = StartLine(int(most_lost))
-                case ["end", name]:
-                    if name in starts:
-                        starts[name].ended = True
-                case _:
-                    largest = max((start.most_lost for start in starts.values()), default=1)
-                    starts[f"line {number}"] = StartLine(largest)
+    for number, line in _lines(path):
+        match line.split():
+            case ["begin", name, most_lost] if most_lost.isdecimal() and int(most_lost) > 0:
+                starts[name] = StartLine(int(most_lost))
+            case ["end", name]:
+                if name in starts:
+                    starts[name].ended = True
+            case _:
+                largest = max((start.most_lost for start in starts.values()), default=1)
+                starts[number] = StartLine(largest)
     return starts
 
 
@@ -262,17 +265,12 @@ def _read_evaluations(path: str) -> dict[str, str]:
     A line that a crash has torn counts as an evaluation of an unknown start.
     """
     found: dict[str, str] = {}
-    if not os.path.exists(path):
-        return found
-    with open(path, encoding="ascii", errors="replace") as file:
-        for number, line in enumerate(file, start=1):
-            match line.split():
-                case []:
-                    pass
-                case [name, start] if line.endswith("\n"):
-                    found[name] = "" if start == _NAMED else start
-                case _:
-                    found[f"line {number}"] = ""
+    for number, line in _lines(path):
+        match line.split():
+            case [name, start] if line.endswith("\n"):
+                found[name] = "" if start == _NAMED else start
+            case _:
+                found[number] = ""
     return found
 
 

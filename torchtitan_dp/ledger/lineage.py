@@ -2,9 +2,8 @@
 
 Guarantee:
     `Ledger.epsilon` bounds what the weights at `steps` reveal: the composition of every segment of
-    their own lineage, and of the lineage of the weights they started from, whatever records those
-    saw. A new segment assumes that the change was fixed before training. "Not private" is never
-    undone.
+    their own lineage, and of the lineage of the weights they started from, on any records. A new
+    segment assumes that the change was fixed before training. "Not private" is never undone.
 """
 
 import dataclasses
@@ -96,7 +95,7 @@ def taken_by(ancestors: Iterable[Ancestor]) -> list[NamedStep]:
 class Ledger:
     """The account of one lineage of weights."""
 
-    settings: Settings  # of the segment that goes on
+    settings: Settings  # of the current segment
     steps: int = 0  # of the lineage, in all segments
     private: bool = True
     caveats: list[str] = field(default_factory=list)
@@ -106,7 +105,7 @@ class Ledger:
     audit: Audit | None = None
     planned_steps: int = 0  # the most that training.steps was
     run: str = field(default_factory=new_name)  # random and public, of the folder
-    start: str = field(default_factory=new_name)  # the one that goes on; secret
+    start: str = field(default_factory=new_name)  # the current one; secret
     lost: Segment | None = None  # by blocks: steps begun here beside the lineage, on worst terms
     lost_exactly: int = 0  # the number of these steps; private
     heldout_losses: HeldOutLosses | None = None  # if they are published

@@ -1,7 +1,7 @@
 """Every key of `privacy.json`, once: its type, its value's origin, who may see it, what it means.
 
-What is written (`assemble`), read (`check`), verified, released and documented
-(`docs/privacy_json.md`) follows from `PrivacyFile`. Format 1.
+Writing (`assemble`), reading (`check`), verification, release and documentation
+(`docs/privacy_json.md`) follow from `PrivacyFile`. Format 1.
 
 Guarantee:
     `assemble` writes the keys of `KEYS` and no other, so that nothing leaves by `privacy.json` that

@@ -94,10 +94,8 @@ class Settings:
 
     def refuse_change(self, since: "Settings") -> None:
         """Raise ValueError, naming both values, if the guarantee's terms differ from `since`."""
-        for of_a_run, remedy in (
-            (False, ", or open a new segment with privacy.new_segment"),
-            (True, ""),
-        ):
+        of_a_segment = ", or open a new segment with privacy.new_segment"
+        for of_a_run, remedy in ((False, of_a_segment), (True, "")):
             for key, now, before in _changes(self, since, of_a_run=of_a_run):
                 raise ValueError(
                     f"{key} = {now}: this run was started with {before}; set it back, start afresh "

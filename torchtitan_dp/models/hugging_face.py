@@ -11,8 +11,7 @@ import os
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import trained, weights_folder
-from torchtitan_dp.config.rope import AS_GIVEN, rope_in_words
+from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words, trained, weights_folder
 from torchtitan_dp.data.samples.tokenizer import load_tokenizer
 from torchtitan_dp.models.families import (
     FAMILIES,

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.rope import AS_GIVEN, rope_in_words
+from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.models.adapter_export import (
     ADAPTER_CONFIG_FILE,
     ADAPTER_FILE,

@@ -6,8 +6,8 @@ from typing import Any
 
 from rich.table import Column, Table
 
-from torchtitan_dp.checkpoint.noise import best_of, noise_by_bands
 from torchtitan_dp.checkpoint.plan import Plan
+from torchtitan_dp.checkpoint.terms import best_of, noise_by_bands
 from torchtitan_dp.config import JobConfig
 
 WORTH = 0.9

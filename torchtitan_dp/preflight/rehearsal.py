@@ -48,8 +48,7 @@ from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.gradients.methods import GradientMethod
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.process import Fault
-from torchtitan_dp.watch.processor import PrivateMetricsProcessor
-from torchtitan_dp.watch.statistics import SampleStatistics
+from torchtitan_dp.watch.processor import PrivateMetricsProcessor, SampleStatistics
 
 # Microbatches that a device may lag behind its host: launches queue about 1,000 deep.
 _MICROBATCHES_BEHIND = 4

@@ -38,8 +38,14 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torch.distributed.checkpoint import CheckpointException
 
 from torchtitan_dp.checkpoint import safe_load
-from torchtitan_dp.checkpoint.average import average_name, has_average, read_decay
-from torchtitan_dp.checkpoint.folder import LEDGER_KEY, newest_whole_checkpoint, step_folder
+from torchtitan_dp.checkpoint.folder import (
+    LEDGER_KEY,
+    average_name,
+    has_average,
+    newest_whole_checkpoint,
+    read_decay,
+    step_folder,
+)
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, read_config
@@ -49,12 +55,11 @@ from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.families import ModelArgs, on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.parameters import require_loaded
-from torchtitan_dp.preflight.model import check_model
+from torchtitan_dp.preflight.check import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
 from torchtitan_dp.release.card import OWNER_ITEMS, model_card
-from torchtitan_dp.release.claims import claims
-from torchtitan_dp.release.names import NO_NAMES, PublicNames, name_in_config
+from torchtitan_dp.release.claims import NO_NAMES, PublicNames, claims, name_in_config
 
 CARD_FILE = "README.md"
 SUMS_FILE = "SHA256SUMS"

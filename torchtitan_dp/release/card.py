@@ -17,14 +17,14 @@ import jinja2
 from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.initial import PUBLIC
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.rope import AS_GIVEN, rope_in_words
+from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.records.formats import FORMATS
 from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.mechanism import from_fields
-from torchtitan_dp.release.names import NO_NAMES, PublicNames
+from torchtitan_dp.release.claims import NO_NAMES, PublicNames
 
 OWNER_ITEMS = {
     "License and base model": "Also in the front matter: `license`, `base_model`, `datasets`.",
@@ -110,7 +110,7 @@ def guarantee(
     """Return the values of the guarantee in words, `meaning.j2`.
 
     Args:
-        config: the run's; None leaves open what a unit is.
+        config: the run's; with None the kind of unit is not described.
         unit_name: as for `model_card`.
     """
     unit = unit_name or str(terms["privacy_unit"]).split()[0]

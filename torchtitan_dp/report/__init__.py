@@ -1,6 +1,5 @@
 """One HTML page on a run, from the files in its folder.
 
-Modules: `run_folder` (settings, ledger, lock, checkpoints), `scalars` (TensorBoard's files),
-`charts` (SVG), `content` (what a page has, and what a public one may have), `status` (the block on
-top, also as text).
+Modules: `run_folder` (settings, ledger, lock, checkpoints; the status on top of the page, also as
+text), `scalars` (TensorBoard's files), `charts` (SVG), `content` (of a page, and of a public one).
 """

@@ -20,8 +20,7 @@ from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.release import card
 from torchtitan_dp.report.content import epsilon_rows, private_content, public_content
-from torchtitan_dp.report.run_folder import RunFolder, open_run
-from torchtitan_dp.report.status import as_text, status_rows
+from torchtitan_dp.report.run_folder import RunFolder, as_text, open_run, status_rows
 
 
 def report(folder: str, *, public: bool = False) -> str:
@@ -81,7 +80,8 @@ def main(argv: list[str]) -> None:
             return
         name = "report_public.html" if options.public else "report.html"
         path = options.output or os.path.join(options.run, name)
-        _check_output(path)
+        if not path.endswith(".html") or os.path.isdir(path):
+            raise ValueError(f"--output = '{path}': name a file that ends in .html")
         page = report(options.run, public=options.public)
         try:
             write_atomically(path, page.encode())
@@ -89,11 +89,6 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"--output = '{path}': cannot be written ({error})") from error
     what = "only what may be published" if options.public else "NOT PRIVATE: do not publish it"
     print(f"report: {path} ({what})", file=sys.stderr)
-
-
-def _check_output(path: str) -> None:
-    if not path.endswith(".html") or os.path.isdir(path):
-        raise ValueError(f"--output = '{path}': name a file that ends in .html")
 
 
 if __name__ == "__main__":

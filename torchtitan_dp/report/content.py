@@ -22,9 +22,8 @@ from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.release.card import guarantee
 from torchtitan_dp.report.charts import Chart, Line, Points
-from torchtitan_dp.report.run_folder import RunFolder
+from torchtitan_dp.report.run_folder import Row, RunFolder
 from torchtitan_dp.report.scalars import SECONDS, Scalar
-from torchtitan_dp.report.status import Row
 
 _POINTS = 24  # of a curve of epsilon, as in torchtitan_dp.ledger
 _COLOURS = ("c1", "c2", "c3")

@@ -55,7 +55,7 @@ class Scalars:
 def read(folder: Path) -> Scalars:
     """Read all event files below a folder, those of rank 0 where every rank wrote some.
 
-    What a crash or damage left unreadable at the end of a file is left out.
+    The end of a file that a crash or damage left unreadable is left out.
     """
     files = sorted(
         (path for path in folder.rglob(f"{_EVENTS}*") if path.is_file() and _of_rank_0(path)),

@@ -27,7 +27,7 @@ from torchtitan_dp.ledger import versions
 from torchtitan_dp.process import die_with_parent
 from torchtitan_dp.selfcheck.checks import checks_of, free_memory_gib, machine_checks
 from torchtitan_dp.selfcheck.run import Outcome, run, start
-from torchtitan_dp.selfcheck.terms import default_terms, given_terms
+from torchtitan_dp.selfcheck.small import default_terms, given_terms
 
 
 def main(argv: list[str]) -> None:

@@ -16,8 +16,8 @@ from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
 from torchtitan_dp.selfcheck.parts import attention, feed_forward, loss_head, noise, norm_estimates
 from torchtitan_dp.selfcheck.run import Check, Measured, Ranks
+from torchtitan_dp.selfcheck.small import Terms
 from torchtitan_dp.selfcheck.steps import Loops, checkpoint, clipped_sum, updates
-from torchtitan_dp.selfcheck.terms import Terms
 
 _Measure = Callable[..., Sequence[Measured]]
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"

@@ -32,8 +32,7 @@ from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.noise import standard_normal
 from torchtitan_dp.selfcheck.reference import Gradient, relative_error, rounding
 from torchtitan_dp.selfcheck.run import Measured, Ranks, worst
-from torchtitan_dp.selfcheck.small import Small, mesh
-from torchtitan_dp.selfcheck.terms import Terms
+from torchtitan_dp.selfcheck.small import Small, Terms, mesh
 
 # The bound of statistics that are nearly normal, in standard deviations: 6e-7 lies beyond 5, on
 # both sides. Keys are fixed and public, so that a machine that passes goes on passing.

@@ -32,8 +32,7 @@ from torchtitan_dp.selfcheck.reference import (
     rounding,
 )
 from torchtitan_dp.selfcheck.run import Measured, Ranks, worst
-from torchtitan_dp.selfcheck.small import Small
-from torchtitan_dp.selfcheck.terms import Terms
+from torchtitan_dp.selfcheck.small import Small, Terms
 
 # `clip` aims at C (1 - 1e-5), so that rounding cannot exceed C.
 _SAFETY = 1e-5

@@ -15,8 +15,7 @@ from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.samples.chat_template import MOST_MESSAGES
 from torchtitan_dp.data.samples.conversations import Answers, Marked, Prompts, Reading, cut, reading
 from torchtitan_dp.data.samples.excerpts import most_bytes
-from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore, TokenCache
 from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BOS, EOS, IGNORED = 256, 257, IGNORE_INDEX

@@ -46,7 +46,7 @@ MUTANTS = [
     Mutant(
         31,
         "sigma found again",
-        "checkpoint/noise.py",
+        "checkpoint/terms.py",
         "    if before is not None:\n        kept = ",
         "    if before is not None and before.steps > steps:\n        kept = ",
         (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),

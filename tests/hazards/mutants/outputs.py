@@ -11,7 +11,7 @@ MUTANTS = [
     Mutant(
         24,
         "private tags without their label",
-        "watch/scalars.py",
+        "watch/outlets.py",
         "return scalar is not None and scalar.public",
         "return True",
         (f"{OUTPUTS}test_row24_only_what_is_public_is_in_the_public_section",),

@@ -9,9 +9,8 @@ from typing import IO
 
 import numpy as np
 
-from torchtitan_dp.data.records.fields import FieldRecords
 from torchtitan_dp.data.records.files import Files
-from torchtitan_dp.data.records.format import Format, fingerprint
+from torchtitan_dp.data.records.format import FieldRecords, Format, fingerprint
 from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, read_contents
 from torchtitan_dp.data.records.index import WriteWords, cached_words
 from torchtitan_dp.data.records.store import Fields
@@ -60,15 +59,11 @@ class JsonlRecords(FieldRecords):
 
 
 def _read_object(file: IO[bytes], size: int) -> Fields | None:
-    """Read the JSON object on the next line, of so many bytes, and pass the line in any case."""
+    """Read the JSON object on the next line, of `size` bytes, and pass the line in any case."""
     if size > MAX_LINE_BYTES:
         file.seek(size, os.SEEK_CUR)
         return None
-    return _parse(file.read(size), size)
-
-
-def _parse(line: bytes, size: int) -> Fields | None:
-    """Parse the JSON object on a line; None if there is none, or if it has not `size` bytes."""
+    line = file.read(size)
     try:
         value = json.loads(line.decode("utf-8-sig")) if len(line) == size else None
     except (ValueError, RecursionError, MemoryError):

@@ -22,9 +22,8 @@ from typing import Any, cast
 
 import numpy as np
 
-from torchtitan_dp.data.records.fields import FieldRecords, unit_name
 from torchtitan_dp.data.records.files import Files
-from torchtitan_dp.data.records.format import Format, fingerprint
+from torchtitan_dp.data.records.format import FieldRecords, Format, fingerprint, unit_name
 from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, read_contents
 from torchtitan_dp.data.records.index import WriteWords, cached_words
 from torchtitan_dp.data.records.store import Fields

@@ -7,11 +7,10 @@ that changes with the day would not be a function of the record. No code but the
 Which text is the assistant's:
 
 - A template with `{% generation %}` blocks marks it: the text within them.
-- Any other is rendered turn by turn. What it writes for the messages before an answer, with the
-  opening of the answer (`add_generation_prompt`), is not the assistant's; what it adds for the
-  answer is, end mark included. So a model that is asked in the same way finds the text before its
-  answer as it was in training. It only works where each text begins with the one before: a template
-  that writes earlier turns otherwise later on is refused, and so is a conversation.
+- Any other is rendered turn by turn. The text of the messages before an answer, with the opening
+  of the answer (`add_generation_prompt`), is not the assistant's; the text that the answer adds is,
+  end mark included. So prompts at inference look as they did in training. Each text must begin with
+  the one before: templates and conversations that rewrite earlier turns are refused.
 """
 
 import json
@@ -262,7 +261,7 @@ def _read(path: str, assets_path: str) -> str:
 
 
 class _Generation(Extension):
-    """Marks what lies in `{% generation %}` … `{% endgeneration %}`."""
+    """Marks the text in `{% generation %}` … `{% endgeneration %}`."""
 
     tags = {"generation"}  # noqa: RUF012  as jinja2 has it
 

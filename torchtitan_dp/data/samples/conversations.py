@@ -1,25 +1,25 @@
 """Records that have answers: a prompt beside one (`data.prompt_field`), or a chat.
 
-Only what the model shall learn to write is a target: the answer, or the assistant's turns. All else
-is read and never predicted.
+Only the text that the model shall learn to write is a target: the answer, or the assistant's turns.
+All else is read and never predicted.
 
 Guarantee:
-    What is read of a record is a function of that record alone. One that is malformed (a field that
-    is missing or of another type) is `None`, and one that the template refuses has no pieces but
-    what it cost: both contribute nothing and stop nothing; one without an answer has no pieces.
-    Ids and targets of a sample are a function of one unit's records alone. How much is parsed,
-    rendered and tokenized for them is bounded as `excerpts` bounds it, by `limit`.
+    The pieces of a record are a function of that record alone. A malformed record (a field that is
+    missing or of another type) is `None`; one that the template refuses, or without an answer, has
+    no pieces: all contribute nothing and stop nothing. Ids and targets of a sample are a function
+    of one unit's records alone. The text that is parsed, rendered and tokenized for them is bounded
+    as `excerpts` bounds it, by `limit`.
 
 A unit's ids are those of its records, one after the other. Those of a record with a prompt are
 [bos] prompt answer [eos] (marks that exist); those of a chat are what its template writes, marks
 included. Each piece is tokenized by itself, as a model that is asked finds the prompt's tokens
 before it writes its own. Records without a target, malformed ones among them, are left out.
 
-What is longer than a sample: of each record, the window of `limit` ids that begins a quarter of a
+Of a record longer than a sample, the window of `limit` ids is taken that begins a quarter of a
 window before the first target, or earlier if the record ends within it. So a long prompt is cut at
-its beginning, an answer only where it has no room beside a quarter of prompt, and a target is seen
-wherever there is one. What begins within a prompt has no bos; what ends within an answer no eos.
-Of a unit's records that are together longer, the first `limit` ids.
+its beginning, an answer only where it has no room beside a quarter of prompt, and every record with
+a target shows one. A window that begins within a prompt has no bos, one that ends within an answer
+no eos. Of a unit's records that are together longer, the first `limit` ids are taken.
 """
 
 import os

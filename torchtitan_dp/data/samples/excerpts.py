@@ -34,7 +34,6 @@ RECORD_BYTES = 256  # for a record's opening
 READ_BYTES = 64  # are read while one is tokenized
 PARSED_BYTES = 4  # are parsed as JSON while one is tokenized
 RENDERED_BYTES = 64  # are written by a chat template while one is tokenized
-WINDOW_LOOKS = 3  # the head, from a place on, the end
 _NO_IDS = np.empty(0, dtype=np.int64)
 
 
@@ -116,8 +115,8 @@ class Excerpts:
 
         Args:
             place: uniform in [0, 1).
-            head: the ids of their `head`. What it looks at decides the length, not an id more:
-                further on, text may be undecodable, or not empty.
+            head: the ids of their `head`. The text that it looked at decides the length alone:
+                text further on may be undecodable, or not empty.
         """
         if len(head) < self._limit:
             return head

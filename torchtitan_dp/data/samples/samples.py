@@ -8,6 +8,8 @@ Guarantee:
     unit's records and of randomness independent of all records, whatever their number and lengths.
 """
 
+import threading
+from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Literal
 
@@ -16,11 +18,61 @@ import torch
 
 from torchtitan_dp.data.records.store import RecordStore
 from torchtitan_dp.data.samples.conversations import Answers, Reading
-from torchtitan_dp.data.samples.excerpts import WINDOW_LOOKS, Excerpt, Excerpts, most_bytes
-from torchtitan_dp.data.samples.token_cache import TokenCache
+from torchtitan_dp.data.samples.excerpts import Excerpt, Excerpts
 from torchtitan_dp.data.samples.tokenizer import Tokenizer
 from torchtitan_dp.data.units import RecordUnits, Units
 from torchtitan_dp.privacy.sampling import Choices
+
+CACHE_BYTES = 2**29
+"""The bound for one store of samples; training and validation have one each."""
+ENTRY_BYTES = 512
+"""An upper bound on an entry's memory beside its ids and targets."""
+
+
+class TokenCache:
+    """The token ids of the most recently used sources, in memory alone. Thread-safe.
+
+    PRIVATE, like the records that its ids spell out. It is never written anywhere.
+
+    Guarantee:
+        `get` returns the value `put` for the same source, or None, so that samples do not depend on
+        the cache. It takes at most `most_bytes`, a public bound, and evicts the least recently
+        used.
+    """
+
+    def __init__(self, most_bytes: int = CACHE_BYTES) -> None:
+        self._most_bytes, self._bytes = most_bytes, 0
+        self._heads: OrderedDict[int, Excerpt] = OrderedDict()  # ids in int32; the latest last
+        self._lock = threading.Lock()
+
+    def get(self, source: int) -> Excerpt | None:
+        """Return a copy of a source's head, or None."""
+        with self._lock:
+            head = self._heads.get(source)
+            if head is None:
+                return None
+            self._heads.move_to_end(source)
+        targets = None if head.targets is None else head.targets.copy()
+        return Excerpt(head.ids.astype("int64"), head.undecodable, targets)
+
+    def put(self, source: int, head: Excerpt) -> None:
+        """Keep a copy of a source's head, if it fits."""
+        targets = None if head.targets is None else head.targets.copy()
+        kept = Excerpt(head.ids.astype("int32"), head.undecodable, targets)
+        if _size(kept) > self._most_bytes:
+            return
+        with self._lock:
+            if (before := self._heads.pop(source, None)) is not None:
+                self._bytes -= _size(before)
+            self._heads[source] = kept
+            self._bytes += _size(kept)
+            while self._bytes > self._most_bytes:
+                self._bytes -= _size(self._heads.popitem(last=False)[1])
+
+
+def _size(head: Excerpt) -> int:
+    return ENTRY_BYTES + head.ids.nbytes + (0 if head.targets is None else head.targets.nbytes)
+
 
 IGNORE_INDEX = -100  # the default of F.cross_entropy
 NOTHING = Excerpt(np.empty(0, dtype=np.int64), 0)
@@ -68,19 +120,9 @@ class SampleStore:
         self.undecodable = 0
 
     @property
-    def most_bytes(self) -> int:
-        """A bound on the text that is tokenized for one sample: independent of the records."""
-        looks = WINDOW_LOOKS if self._window else 1
-        return looks * most_bytes(self.seq_len + 1)
-
-    @property
     def sources(self) -> int:
         """The number of `source`s."""
         return len(self.records) if self._one_record else len(self.units)
-
-    def source(self, unit: int, rng: Choices | None = None) -> int:
-        """Choose the source of the only sample of a unit."""
-        return int(self.chosen(unit, rng, 1)[0])
 
     def chosen(self, unit: int, rng: Choices | None, windows: int) -> np.ndarray:
         """Choose the sources of samples of the unit: all of the unit, or single records.

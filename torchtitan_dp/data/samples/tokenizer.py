@@ -115,7 +115,7 @@ class HFTokenizer:
             ids = encoded.ids
         except BaseException as error:
             # The library raises plain Exception; a panic inside of it is a BaseException that
-            # cannot be imported. What a record holds must not stop the run.
+            # cannot be imported. A record's content must not stop the run.
             if isinstance(error, Exception) or type(error).__name__ == "PanicException":
                 return None
             raise

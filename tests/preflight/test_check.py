@@ -4,7 +4,7 @@ import pytest
 
 from tests import build
 from torchtitan_dp.checkpoint.start import own_checkpoint
-from torchtitan_dp.preflight.model import check_model
+from torchtitan_dp.preflight.check import check_model
 
 
 def test_a_run_that_resumes_needs_its_models_folder(tmp_path):

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
+from torchtitan_dp.data import readable
 from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.records import census, jsonl
+from torchtitan_dp.data.records import jsonl
 
 NOTES = [{"patient_id": f"p{i % 5}", "date": "2020", "note": f"note {i}"} for i in range(20)]
 
@@ -157,13 +158,13 @@ def test_lines_are_parsed_once(
     tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """For their units and for what they lack; a second start parses none."""
-    parse, parsed = jsonl._parse, []
+    parse, parsed = jsonl._read_object, []
 
     def counted(*args: Any) -> Any:
         parsed.append(1)
         return parse(*args)
 
-    monkeypatch.setattr(jsonl, "_parse", counted)
+    monkeypatch.setattr(jsonl, "_read_object", counted)
     opened(tmp_path, NOTES, unit_field="patient_id")
     assert len(parsed) == len(NOTES)
     Records.open("jsonl", str(tmp_path / "notes.jsonl"), text_field="note", unit_field="patient_id")
@@ -181,16 +182,16 @@ def test_lines_are_parsed_once(
 def test_without_units_a_bounded_part_is_parsed_and_more_only_to_find_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rows: list[Any], looked: int
 ) -> None:
-    monkeypatch.setattr(census, "PARSED_BYTES", 500)
-    monkeypatch.setattr(census, "_CHUNK", 8)
+    monkeypatch.setattr(readable, "PARSED_BYTES", 500)
+    monkeypatch.setattr(readable, "_CHUNK", 8)
     seen: list[object] = []
-    real: Callable[..., Any] = census.Census.counter
+    real: Callable[..., Any] = readable.Census.counter
 
-    def counter(self: census.Census, *args: Any) -> Any:
+    def counter(self: readable.Census, *args: Any) -> Any:
         count = real(self, *args)
         return lambda fields: (seen.append(1), count(fields))[1]
 
-    monkeypatch.setattr(census.Census, "counter", counter)
+    monkeypatch.setattr(readable.Census, "counter", counter)
     found = opened(tmp_path, rows)
     assert len(seen) == looked
     assert len(found.store) == len(rows)

@@ -1,0 +1,162 @@
+"""Sinks in Weights & Biases and MLflow, which get scalars and nothing that their clients add.
+
+The environment variables of each choose the rest. W&B: WANDB_MODE (`offline` writes into the run's
+folder for `wandb sync`), WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME. MLflow: MLFLOW_TRACKING_URI (by
+default a database in the run's folder), MLFLOW_EXPERIMENT_NAME. MLflow's plain client is used: the
+functions on the module would add the user, the program's path and the git commit, and measure the
+machine.
+"""
+
+import json
+import os
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from torchtitan_dp.process import Fault, write_atomically
+
+
+class WandB:
+    """One W&B run for all starts of a run."""
+
+    def __init__(self, folder: str, *, with_times: bool) -> None:
+        """
+        Args:
+            folder: the run's.
+            with_times: send when each step was taken, which is not private.
+
+        Raises:
+            Fault: W&B cannot be reached, or knows no key of the user's.
+        """
+        import wandb
+
+        self._time = None if with_times else time.time()
+        try:
+            self._run: Any = wandb.init(
+                project=os.environ.get("WANDB_PROJECT", "torchtitan_dp"),
+                dir=folder,
+                id=kept_name(folder, "wandb"),
+                resume="allow",
+                # Without these W&B would send console lines (with losses), the code, the command
+                # line and the paths in it, git's remote, host and user, packages, and the load.
+                settings=wandb.Settings(
+                    console="off",
+                    silent=True,
+                    capture_loggers={},
+                    save_code=False,
+                    disable_code=True,
+                    disable_git=True,
+                    disable_job_creation=True,
+                    x_disable_meta=True,
+                    x_disable_stats=True,
+                    x_disable_machine_info=True,
+                    x_save_requirements=False,
+                    sync_tensorboard=False,
+                    host="",
+                    username="",
+                    program="",
+                ),
+            )
+        except wandb.Error as error:
+            raise Fault(
+                f"metrics.enable_wandb = true: {error}; `wandb login`, or set the environment "
+                "variable WANDB_MODE=offline"
+            ) from error
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        # Without a time W&B adds the present one, and records' lengths follow from a step's.
+        time_of_it = {} if self._time is None else {"_timestamp": self._time}
+        self._run.log({**scalars, **time_of_it}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class MLflow:
+    """One MLflow run for all starts of a run."""
+
+    def __init__(self, folder: str, *, with_times: bool) -> None:
+        """
+        Args:
+            folder: the run's.
+            with_times: send when each step was taken, which is not private.
+
+        Raises:
+            Fault: the tracking server cannot be reached.
+        """
+        os.environ["MLFLOW_DISABLE_TELEMETRY"] = "true"  # read when it is imported
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")  # a step waits for them
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "20")
+        from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking import MlflowClient
+
+        self._metric, self._with_times, self._begun = Metric, with_times, _now()
+        database = f"sqlite:///{Path(folder).resolve() / 'mlflow.db'}"
+        where = os.environ.get("MLFLOW_TRACKING_URI", database)
+        try:
+            self._client = MlflowClient(where)
+            self._run = name_of(folder, "mlflow") or self._create(folder)
+            self._client.update_run(self._run, status="RUNNING")
+        except MlflowException as error:
+            raise Fault(
+                f"metrics.enable_mlflow = true with MLFLOW_TRACKING_URI = '{where}': {error}"
+            ) from error
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        # Records' lengths follow from the time of a step.
+        when = _now() if self._with_times else self._begun
+        metrics = [self._metric(_allowed(name), v, when, step) for name, v in scalars.items()]
+        self._client.log_batch(self._run, metrics=metrics)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run, end_time=_now() if self._with_times else self._begun)
+
+    def _create(self, folder: str) -> str:
+        name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "torchtitan_dp")
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        run = self._client.create_run(experiment, start_time=self._begun)
+        keep_name(folder, "mlflow", run.info.run_id)
+        return str(run.info.run_id)
+
+
+def _now() -> int:
+    return round(1000 * time.time())
+
+
+def _allowed(name: str) -> str:
+    """Write a tag in MLflow's alphabet, which has no brackets and no percent sign."""
+    return name.replace("(%)", "_percent").replace("(", "_").replace(")", "")
+
+
+FILE = "watch.json"
+
+
+def name_of(folder: str, service: str) -> str | None:
+    """Return the name that the run in `folder` has in a service, if it has one."""
+    return _names(folder).get(service)
+
+
+def keep_name(folder: str, service: str, name: str) -> None:
+    """Keep a name for later starts."""
+    content = json.dumps({**_names(folder), service: name}, indent=2)
+    write_atomically(os.path.join(folder, FILE), content.encode() + b"\n")
+
+
+def kept_name(folder: str, service: str) -> str:
+    """Return the name in a service, drawn and kept at the first call."""
+    name = name_of(folder, service)
+    if name is None:
+        name = secrets.token_hex(8)
+        keep_name(folder, service, name)
+    return name
+
+
+def _names(folder: str) -> dict[str, str]:
+    try:
+        with open(os.path.join(folder, FILE), encoding="utf-8") as file:
+            return dict(json.load(file))
+    except FileNotFoundError:
+        return {}
