@@ -244,7 +244,8 @@ class DPTrainer(Trainer):
         if self.step < self.job_config.training.steps:
             rehearse(self)
             if dist.get_rank() == 0:
-                self.executed.begin_start(most_lost(self.job_config))
+                losses = self.ledger.heldout_losses
+                self.executed.begin_start(most_lost(self.job_config), losses)
         published = self._publish()
         self.metrics_processor.begin(
             self.step,

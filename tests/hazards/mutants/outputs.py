@@ -105,7 +105,7 @@ MUTANTS = [
         66,
         "evaluations that a crash lost are not counted",
         "ledger/executed.py",
-        "            found = self._in_blocks(by_start, losses.most_lost)\n",
+        "            found = self._in_blocks(by_start, lambda start: start.evaluations_of(losses))\n",
         "            found = 0\n",
         ("ledger/test_heldout.py::test_row66_no_history_hides_an_evaluation",),
         quick=True,
