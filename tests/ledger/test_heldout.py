@@ -209,7 +209,7 @@ def test_a_run_and_weights_that_go_on_from_it_count_its_losses_once():
 
 
 def test_an_ancestor_that_is_known_twice_counts_as_it_counts_most():
-    """From two of its checkpoints, of which the older one's ledger lacks what a crash lost since."""
+    """From two of its checkpoints: the older one's ledger lacks what a crash lost since."""
     less = after(20)
     more = after(20)
     more.run, more.heldout_losses = less.run, dataclasses.replace(more.heldout_losses, lost=7)
@@ -272,7 +272,7 @@ def test_row66_another_frequency_later_does_not_show_how_many_a_crash_lost(tmp_p
 
 def test_runs_whose_records_are_not_known_are_not_taken_for_runs_on_the_same(tmp_path):
     unknown = runs(after(STEPS), after(STEPS), fingerprints=(None, None))
-    with pytest.raises(ValueError, match="'0' has no data_fingerprint.private"):
+    with pytest.raises(ValueError, match=r"'0' has no data_fingerprint\.private"):
         total(unknown)
     assert total(unknown, overlapping=True).heldout_epsilon is None
     assert total(unknown[:1]).heldout_epsilon is not None
