@@ -119,7 +119,7 @@ class DPTrainer(Trainer):
         self.ledger, self.executed = self._open_ledger(start)
         self._open_account()
         if self.ledger.heldout_losses is not None:
-            self.validator.publish_by(self._publish_loss)
+            self.validator.publish_by(self._publish_loss, lambda: self.ledger.private)
         settings = self.ledger.settings
         step = build_step(
             job_config.privacy,

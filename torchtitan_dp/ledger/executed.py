@@ -69,10 +69,10 @@ class ExecutedSteps:
         Args:
             losses: the terms of those that are published, if any are.
         """
-        line = StartLine(most_lost, losses and losses.most_lost(most_lost))
+        line = StartLine(most_lost, None if losses is None else losses.most_lost(most_lost))
         self._starts[self._start] = line
-        words = (most_lost,) if losses is None else (most_lost, line.evaluations)
-        self._append_start(" ".join(["begin", self._start, *map(str, words)]))
+        counts = f"{most_lost}" if losses is None else f"{most_lost} {line.evaluations}"
+        self._append_start(f"begin {self._start} {counts}")
 
     def end_start(self) -> None:
         """Record that this start ends with all of its steps saved. Call on one rank."""
@@ -259,8 +259,8 @@ def _read_starts(path: str) -> dict[str, StartLine]:
             match line.split():
                 case []:
                     pass
-                case ["begin", name, *words] if _are_counts(words):
-                    starts[name] = StartLine(*map(int, words))
+                case ["begin", name, steps, *words] if _are_counts([steps, *words]):
+                    starts[name] = StartLine(int(steps), int(words[0]) if words else None)
                 case ["end", name]:
                     if name in starts:
                         starts[name].ended = True

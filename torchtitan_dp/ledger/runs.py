@@ -185,8 +185,8 @@ def _require_common(values: list[str | None], what: str, remedy: str, runs: Sequ
     for run, value in zip(runs, values, strict=True):
         if value is None and len(runs) > 1:
             raise ValueError(
-                f"'{run.folder}' has no {FINGERPRINT_FILE}, so that nothing tells whether it is on "
-                f"the same {what} as the others: restore it; {remedy}"
+                f"'{run.folder}' has no {FINGERPRINT_FILE}, so that it may be on other {what} "
+                f"than the rest: restore it; {remedy}"
             )
         if value != values[0]:
             raise ValueError(

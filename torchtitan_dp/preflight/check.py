@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from torchtitan_dp.checkpoint.initial import refuse_private_folder
+from torchtitan_dp.checkpoint.losses import refuse_delta_of_losses
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
 from torchtitan_dp.checkpoint.start import (
     Start,
@@ -85,6 +86,7 @@ def check_run(
     if not config.privacy.enable:
         refuse_private_folder(folder)
         return Checked(start, args, records, None)
+    refuse_delta_of_losses(config, len(records.heldout))
     check_records(folder, records.fingerprint, records.settings)
     plan = plan_start(config, len(records.train), start, earlier_ledger(folder))
     return Checked(start, args, records, plan)
