@@ -122,4 +122,25 @@ MUTANTS = [
         ),
         quick=True,
     ),
+    Mutant(
+        66,
+        "the losses of an ancestor as its last mention has them",
+        "ledger/lineage.py",
+        "max(found, most.get(ancestor.run, found), key=_steps)",
+        "found",
+        ("ledger/test_heldout.py::test_an_ancestor_that_is_known_twice_counts_as_it_counts_most",),
+        quick=True,
+    ),
+    Mutant(
+        66,
+        "a present frequency for what an earlier start lost",
+        "ledger/executed.py",
+        "        if self.evaluations is None:\n",
+        "        if self.most_lost:\n",
+        (
+            "ledger/test_heldout.py::"
+            "test_row66_another_frequency_later_does_not_show_how_many_a_crash_lost",
+        ),
+        quick=True,
+    ),
 ]
