@@ -4,15 +4,18 @@ import contextlib
 import dataclasses
 import doctest
 import math
+import time
 from collections import defaultdict
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.processes.ranks import on_ranks
 
 SEQ_LEN = 320  # the last bucket ends within a power of four
@@ -95,7 +98,7 @@ def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict
         return SimpleNamespace(loss=7.0, standard_deviation=1.0)
 
     validator.compare(SimpleNamespace(in_place_of_weights=doubled))  # type: ignore[arg-type]
-    validator.publish_by(publish)
+    validator.publish_by(publish, lambda: True)
     loss = validator.validate([built.model], 1)
     assert logged["heldout_loss"] == loss
     assert logged.pop("heldout_loss_noised") == 7.0
@@ -181,6 +184,7 @@ def test_a_bucket_without_a_target_is_left_out() -> None:
 
 
 def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) -> None:
+    import torchtitan_dp.validate as module
     from torchtitan_dp.ledger.heldout import HeldOutLosses, NoisedLoss
     from torchtitan_dp.privacy.published_loss import LossNoise
     from torchtitan_dp.validate import publish
@@ -193,12 +197,70 @@ def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) 
             order.append("noise")
             return float(losses_N.mean()) + 1
 
+    def tell(found: str) -> str:
+        order.append("tell")
+        return found
+
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(module, "broadcast_from_rank0", tell)
     terms = HeldOutLosses(Noise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
     ledger: Any = SimpleNamespace(heldout_losses=terms)
     executed: Any = SimpleNamespace(begin_evaluation=lambda: order.append("log"))
     for step in (1, 3):
         noised = publish(ledger, executed, bytes(32), np.array([1.0, 3.0]), step)
         assert noised == NoisedLoss(step, 3.0, pytest.approx(math.sqrt(2) * 2 * 4 / 2))
-    assert order == ["log", "noise"] * 2
+    assert order == ["log", "noise", "tell"] * 2
     assert [loss.step for loss in ledger.heldout_losses.losses] == [1, 3]
+
+
+def noised_on_a_rank(folder: str) -> tuple[float, bool]:
+    """A result, and whether it was in the log before the rank had it; other losses on each rank."""
+    from pathlib import Path
+
+    from torchtitan_dp.ledger.heldout import HeldOutLosses
+    from torchtitan_dp.privacy.published_loss import LossNoise
+    from torchtitan_dp.validate import publish
+
+    rank, log = torch.distributed.get_rank(), Path(folder) / "log"
+
+    def begin() -> None:
+        time.sleep(1)  # a slow disk: the others wait for it
+        log.touch()
+
+    terms = HeldOutLosses(LossNoise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
+    ledger: Any = SimpleNamespace(heldout_losses=terms)
+    executed: Any = SimpleNamespace(begin_evaluation=begin)
+    noised = publish(ledger, executed, bytes(32), np.array([1.0 + rank, 3.0]), 3)
+    return noised.loss, log.exists()
+
+
+@pytest.mark.slow
+def test_row66_all_ranks_have_one_noised_loss_and_none_before_it_is_in_the_log(
+    tmp_path: Any,
+) -> None:
+    first, second = on_ranks(2, noised_on_a_rank, str(tmp_path))
+    assert first == second
+    assert first[1]
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_row66_a_noised_loss_of_weights_without_privacy_is_labelled(
+    private: bool, monkeypatch: Any
+) -> None:
+    import torchtitan_dp.validate as module
+
+    lines: list[str] = []
+    monkeypatch.setattr(module, "logger", SimpleNamespace(info=lines.append))
+    found = module.HeldOut(5.0, {"0-48": 5.0}, np.ones(3))
+    validator: Any = SimpleNamespace(
+        _held_out=lambda _: found,
+        _average=None,
+        _buckets={0: "0-48"},
+        _publish=lambda *_: SimpleNamespace(loss=7.0, standard_deviation=1.0),
+        _is_private=lambda: private,
+        _metrics=SimpleNamespace(logger=SimpleNamespace(log=lambda *_: None)),
+        _config=SimpleNamespace(training=SimpleNamespace(steps=9)),
+    )
+    module.HeldOutValidator.validate(validator, [MagicMock()], 3)
+    (line,) = [line for line in lines if "with noise" in line]
+    assert ("not private: " in line) == (not private)

@@ -120,7 +120,7 @@ class DPTrainer(Trainer):
         self.ledger, self.executed = self._open_ledger(start)
         self._open_account()
         if self.ledger.heldout_losses is not None:
-            self.validator.publish_by(self._publish_loss)
+            self.validator.publish_by(self._publish_loss, lambda: self.ledger.private)
         settings = self.ledger.settings
         step = build_step(
             job_config.privacy,
@@ -245,7 +245,8 @@ class DPTrainer(Trainer):
         if self.step < self.job_config.training.steps:
             rehearse(self)
             if dist.get_rank() == 0:
-                self.executed.begin_start(most_lost(self.job_config))
+                losses = self.ledger.heldout_losses
+                self.executed.begin_start(most_lost(self.job_config), losses)
         published = self._publish()
         self.metrics_processor.begin(
             self.step,

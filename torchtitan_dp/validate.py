@@ -25,6 +25,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import heldout_units
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
+from torchtitan_dp.distributed.agreement import broadcast_from_rank0
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.ledger import ExecutedSteps, Ledger
 from torchtitan_dp.ledger.heldout import NoisedLoss
@@ -60,6 +61,7 @@ class HeldOutValidator:
         self._amp, self._metrics = amp, metrics
         self._average: WeightAverage | None = None
         self._publish: Publish | None = None
+        self._is_private: Callable[[], bool] = bool
         self._validated = 0  # the last step that was
         self._buckets = buckets(job_config.training.seq_len)
 
@@ -67,9 +69,14 @@ class HeldOutValidator:
         """Evaluate an average of the model's weights beside them, from now on."""
         self._average = average
 
-    def publish_by(self, publish: "Publish") -> None:
-        """Publish the loss of the weights, or of their average, from now on."""
-        self._publish = publish
+    def publish_by(self, publish: "Publish", is_private: Callable[[], bool]) -> None:
+        """Publish the loss of the weights, or of their average, from now on.
+
+        Args:
+            is_private: whether the weights are; a loss of others may not be published, since it
+                depends on what they were trained on.
+        """
+        self._publish, self._is_private = publish, is_private
 
     def should_validate(self, step: int) -> bool:
         is_due = step == 1 or step % self._config.validation.freq == 0
@@ -80,7 +87,7 @@ class HeldOutValidator:
         """Log `heldout_loss` and, by position, `heldout_loss_at/…`, of the weights; of an average
         `heldout_loss_ema` and `heldout_loss_ema_at/…`.
 
-        Collectives: those of `_held_out`, for each.
+        Collectives: those of `_held_out`, for each; of `publish`.
 
         Returns:
             the loss of the weights.
@@ -105,7 +112,8 @@ class HeldOutValidator:
         logger.info(f"{at}  not private: held-out loss: {shown}")
         if noised is not None:
             logger.info(
-                f"{at}  held-out loss with noise (validation.publish_epsilon): {noised.loss:.4f}, "
+                f"{at}  {'' if self._is_private() else 'not private: '}held-out loss with noise "
+                f"(validation.publish_epsilon): {noised.loss:.4f}, "
                 f"standard deviation {noised.standard_deviation:.2g}"
             )
         for name, one in found.items() if len(self._buckets) > 1 else ():
@@ -174,16 +182,22 @@ def publish(
 ) -> NoisedLoss:
     """Add noise to the mean of clipped losses, and enter the result into the ledger.
 
+    Rank 0 does so, and sends it to the others: no rank has a result before its line is in the log,
+    or has another one with the same noise, so that their difference would be without any.
+
+    Collective: a broadcast over the world.
+
     Args:
         executed: whose log this is entered in first, on rank 0.
-        key: 32 bytes, of this evaluation alone, the same on all ranks.
-        loss_N: as in `HeldOut`, the same on all ranks.
+        key: 32 bytes, of this evaluation alone.
+        loss_N: as in `HeldOut`.
     """
-    terms = ledger.heldout_losses
+    terms, found = ledger.heldout_losses, ""
     assert terms is not None
     if dist.get_rank() == 0:
         executed.begin_evaluation()
-    loss = terms.noise.noised_mean(loss_N, clip=terms.clip, key=key)
+        found = repr(terms.noise.noised_mean(loss_N, clip=terms.clip, key=key))
+    loss = float(broadcast_from_rank0(found))
     deviation = terms.noise.standard_deviation(clip=terms.clip, units=len(loss_N))
     noised = NoisedLoss(step, loss, deviation)
     ledger.heldout_losses = terms.kept(*terms.losses, noised)

@@ -90,6 +90,13 @@ BAD = {
     "all held out": (["--data.heldout_fraction=1"], "data.heldout_fraction = 1.0"),
     "next to all held out": (["--data.heldout_fraction=0.9999999"], "data.heldout_fraction = 0.99"),
     "nothing held out": (["--validation.enable"], "data.heldout_fraction = 0"),
+    "a delta that publishes a held-out record": (
+        [
+            *("--validation.enable", "--data.heldout_fraction=0.3"),
+            *("--validation.publish_epsilon=1", "--validation.publish_delta=0.5"),
+        ],
+        "validation.publish_delta = 0.5: at least 1 / number of held-out records",
+    ),
     "next to nothing held out": (
         ["--validation.enable", "--data.heldout_fraction=1e-9"],
         "data.heldout_fraction = 1e-09",

@@ -693,6 +693,19 @@ def test_canaries_in_adapters_of_a_run(tmp_path):
     assert told["trained"].startswith("LoRA of rank 8")
 
 
+def test_a_run_that_publishes_held_out_losses_is_audited_without_them(tmp_path):
+    """Or they would be planned, and asked of a validator that an audit has not."""
+    from tests import build
+    from torchtitan_dp.audit.__main__ import prepare_run
+    from torchtitan_dp.checkpoint.terms import choose_losses
+
+    terms = "--validation.publish_epsilon=1", "--validation.publish_delta=1e-6"
+    config = build.config("--validation.enable", "--data.heldout_fraction=0.3", *terms)
+    assert choose_losses(config, None) is not None
+    prepare_run(config, str(tmp_path))
+    assert choose_losses(config, None) is None
+
+
 @pytest.mark.slow
 def test_canaries_the_clean_build_stays_under_its_claim_with_power(audits):
     clean = audits["clean"]

@@ -73,13 +73,14 @@ def feed():
 class Step:
     """One `train_step` on stand-ins, the last of a run, and what it did, in order."""
 
-    def __init__(self, monkeypatch, *, sample_rate=0.5, loss=1.0, planned=STEP):
+    def __init__(self, monkeypatch, *, sample_rate=0.5, loss=1.0, planned=STEP, secure=False):
         from tests import build
         from torchtitan_dp import train
 
         self.did, self.drawn, self.draws, self.positions, self.feed = [], [], [], [], feed()
         root, draw = RootKey(ROOT), train.poisson_draw
         settings = with_terms(SETTINGS, sample_rate=sample_rate)
+        settings = dataclasses.replace(settings, secure_noise=secure)
         trainer = self.trainer = MagicMock()
         trainer.step, trainer.device = STEP, torch.device("cpu")
         trainer.job_config = build.config(f"--training.steps={planned}")
@@ -132,6 +133,39 @@ def test_row21_and_46_a_step_is_begun_once_before_its_one_update(monkeypatch):
     assert samples > 2
     assert step.did == ["sample"] * samples + [f"begin {STEP}", *UPDATE]
     assert step.trainer.ledger.steps == STEP
+
+
+def test_row39_with_secure_noise_units_are_drawn_by_shake_256(monkeypatch):
+    from torchtitan_dp.privacy.secure_draws import coins
+
+    philox = MagicMock(side_effect=AssertionError("drawn by Philox"))
+    monkeypatch.setattr(np.random, "Philox", philox)
+    step = Step(monkeypatch, secure=True)
+    assert step.draws[0].tolist() == coins(step.drawn[0][0], 10, 0.5).tolist()
+
+
+def test_row39_with_secure_noise_choices_and_projections_are_shakes(tmp_path):
+    from tests import build
+    from tests.processes.runs import write_records
+    from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+    from torchtitan_dp.gradients import methods
+    from torchtitan_dp.privacy.secure_draws import SecureChoices
+    from torchtitan_dp.train_spec import OpenOnce, build_loader
+
+    data = write_records(tmp_path / "data", 4)
+    options = "--privacy.secure_noise", "--data.long_records=window"
+    config = build.config(*options, f"--training.dataset_path={data}")
+    loader = build_loader(
+        OpenOnce(), dp_world_size=1, dp_rank=0, tokenizer=ByteTokenizer(), job_config=config
+    )
+    assert isinstance(loader.rng(bytes(32), 0), SecureChoices)
+    sums = MagicMock()
+    sums.groups.cp = None
+    with pytest.MonkeyPatch.context() as patch:
+        made = MagicMock()
+        patch.setattr(methods, "GhostGradients", made)
+        methods.METHODS["randomized"].build(MagicMock(), [], sums, config.privacy)
+    assert made.call_args.kwargs["norms"]._secure
 
 
 @pytest.mark.parametrize("at", ["this draw", "the next one"])

@@ -350,6 +350,7 @@ def test_two_drawings_of_an_ancestors_steps_are_two(first, copy, tmp_path):
         child = starting_from(ancestor)
         child.run, child.steps = name, 2
         folders.append(publish(tmp_path / name, child).parent)
+        shutil.copy(first / "data_fingerprint.private", folders[-1])
     told = total([verify(str(folder)) for folder in folders])
     assert told.epsilon == pytest.approx(spends((SIGMA, 12)))
 

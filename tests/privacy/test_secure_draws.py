@@ -75,6 +75,9 @@ def test_a_large_population_is_the_same_whole_and_in_chunks(monkeypatch):
     found = coins(key(0), 2049, 0.3)
     first = coins(key(0), 1024, 0.3)
     assert np.array_equal(found[found < 1024], first)
+    # The coins of one chunk say nothing of those of another.
+    second = found[(found >= 1024) & (found < 2048)] - 1024
+    assert abs(len(np.intersect1d(first, second)) - 0.09 * 1024) < 5 * np.sqrt(1024 * 0.09)
     assert (np.diff(found) > 0).all()
     assert abs(len(found) - 0.3 * 2049) < 5 * np.sqrt(2049 * 0.21)
 

@@ -17,6 +17,10 @@ ALLOWED = (
         "this is the sensitivity that noise is made for",
     ),
     (
+        "the mean of clipped held-out losses before noise, by at most L/n",
+        "the same of a published held-out loss, where neighbours differ in a held-out unit",
+    ),
+    (
         "number and sizes of microbatches and of their collectives, with `data.length_buckets`",
         "they follow from lengths of drawn units, and show on the cluster's network and in timing, "
         "which the guarantee leaves out; without buckets they are equal",

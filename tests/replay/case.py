@@ -182,7 +182,8 @@ def _compare_courses(one: Side, other: Side) -> list[str]:
 
 
 def _compare_outputs(one: Side, other: Side, batch: int) -> list[str]:
-    """Compare the second run's own outputs with the tape's: C over the batch size is the most."""
+    """Compare the second run's own outputs with the tape's: C over the batch size is the most, and
+    L / n of a published held-out loss."""
     found, squares = [], {}
     for job in other.seen:
         for part in job:
@@ -194,6 +195,9 @@ def _compare_outputs(one: Side, other: Side, batch: int) -> list[str]:
             found.append(
                 f"clipped sums of step {step} differ by {math.sqrt(square) * batch / C:.4f} C"
             )
+    distances = [x for job in other.seen for part in job for x in part["loss_distances"]]
+    if not max(distances, default=0.0) <= 1 + 1e-4:  # the grid that noised losses are rounded to
+        found.append(f"published held-out losses differ by {max(distances):.4f} L / n")
     return found
 
 

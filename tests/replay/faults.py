@@ -16,6 +16,8 @@ from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.privacy.clipping import ClipPolicy
+from torchtitan_dp.privacy.published_loss import LossNoise
+from torchtitan_dp.validate import HeldOutValidator
 from torchtitan_dp.watch.processor import SampleStatistics
 
 _learned = {"losses": 0.0, "samples": 0, "empty": 0}
@@ -160,6 +162,31 @@ def a_collective_is_as_large_as_the_batch() -> None:
     )
 
 
+def the_held_out_loss_sets_the_learning_rate() -> None:
+    found = [0.0]
+
+    def keep(_self: Any, loss: float) -> float:
+        found[0] = loss
+        return loss
+
+    def scale(self: Any, *_: Any) -> None:
+        for optimizer in self._inner():
+            for group in optimizer.param_groups:
+                group["lr"] *= 1 + 1e-4 * found[0]
+
+    _wrap(HeldOutValidator, "validate", after=keep)
+    _wrap(DPOptimizer, "step", before=scale)
+
+
+def a_published_loss_is_hardly_clipped() -> None:
+    real = LossNoise.noised_mean
+
+    def noised_mean(self: Any, losses_N: Any, *, clip: float, key: bytes) -> float:
+        return real(self, losses_N, clip=4 * clip, key=key)
+
+    LossNoise.noised_mean = noised_mean  # type: ignore[method-assign]
+
+
 def half_the_noise() -> None:
     def halve(self: Any, *_: Any) -> None:
         self._noise_std = self._noise_std / 2
@@ -195,6 +222,8 @@ FAULTS: dict[str, Callable[[], None]] = {
         checkpoints_count_samples,
         a_loss_is_printed_without_its_label,
         a_collective_is_as_large_as_the_batch,
+        the_held_out_loss_sets_the_learning_rate,
+        a_published_loss_is_hardly_clipped,
         half_the_noise,
         each_step_has_the_first_ones_noise,
     )

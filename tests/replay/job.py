@@ -1,4 +1,5 @@
-"""One rank of a recorded or replayed run: training as it is, with a tape at `optimizer.step`.
+"""One rank of a recorded or replayed run: training as it is, with a tape at `optimizer.step` and at
+the noise of published held-out losses.
 
 Started by `tests.processes.launcher` in the place of `torchtitan_dp.train`. $REPLAY has a `Job`.
 """
@@ -13,6 +14,7 @@ import secrets
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -21,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import torchtitan_dp.train as train
 from tests.replay import faults
+from torchtitan_dp.privacy.published_loss import LossNoise
 
 ENVIRONMENT = "REPLAY"
 CRASH = 137
@@ -56,6 +59,8 @@ class Seen:
     without_tape: list[int] = dataclasses.field(default_factory=list)
     squared_distances: dict[int, float] = dataclasses.field(default_factory=dict)
     """By step, of the outputs before they were replaced, over this rank's shards."""
+    loss_distances: list[float] = dataclasses.field(default_factory=list)
+    """Of published held-out losses before they were replaced, in multiples of L / n."""
 
     def write(self, path: Path) -> None:
         soft = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
@@ -88,6 +93,7 @@ def main(argv: list[str]) -> None:
     if plan["fault"] is not None:
         faults.plant(plan["fault"])
     _fix_randomness(plan["number"])
+    _replay_losses(tape, seen)
     trainer_type, real_draw = train.DPTrainer, train.poisson_draw
 
     def draw(*args: Any, **options: Any) -> Any:
@@ -167,6 +173,22 @@ def _at_step(
         distance += float((gradient.double() - replacement.double()).square().sum())
         gradient.copy_(replacement)
     seen.squared_distances[step] = distance
+
+
+def _replay_losses(tape: Path, seen: Seen) -> None:
+    """Record each published held-out loss, or put that of the tape in its place."""
+    real = LossNoise.noised_mean
+
+    def noised_mean(self: LossNoise, losses_N: np.ndarray, *, clip: float, key: bytes) -> float:
+        found = real(self, losses_N, clip=clip, key=key)
+        path = tape / f"loss_{key.hex()}"  # an evaluation of both sides has the same key
+        if not path.exists():
+            path.write_text(repr(found))
+        recorded = float(path.read_text())
+        seen.loss_distances.append(abs(found - recorded) * len(losses_N) / clip)
+        return recorded
+
+    LossNoise.noised_mean = noised_mean  # type: ignore[method-assign]
 
 
 def _fix_randomness(number: int) -> None:

@@ -7,16 +7,19 @@ import pytest
 
 from tests.replay.case import Case, differences
 from tests.replay.faults import FAULTS
-from tests.replay.test_replay import CLOCK
+from tests.replay.test_replay import CLOCK, HELD_OUT
 from torchtitan_dp.release import __main__ as release
 
 pytestmark = [pytest.mark.slow, pytest.mark.thorough]
 
 PLAIN = Case("plain", batch=11)
+LOSSES = Case("losses", HELD_OUT)
 CASES = {
     "lost_steps_are_counted_exactly": CLOCK,
     "a_rank_reads_other_records": Case("two readers", dp_shard=2, batch=11),
     "each_group_is_clipped_to_all_of_c": Case("groups", ("--privacy.clipping=per_layer",)),
+    "the_held_out_loss_sets_the_learning_rate": LOSSES,
+    "a_published_loss_is_hardly_clipped": LOSSES,
 }
 """The cases of faults that not every run could show."""
 
@@ -34,6 +37,8 @@ FLAG = {
     "checkpoints_count_samples": "out/checkpoint",
     "a_loss_is_printed_without_its_label": "console",
     "a_collective_is_as_large_as_the_batch": "collectives",
+    "the_held_out_loss_sets_the_learning_rate": "learning rates",
+    "a_published_loss_is_hardly_clipped": "held-out losses differ",
 }
 """By fault, a word of one of the differences that were found."""
 

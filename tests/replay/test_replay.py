@@ -22,6 +22,8 @@ CLOCK = Case(
     batch=11,
     buckets=True,
 )
+LOSSES = ("--validation.enable", "--validation.freq=1", "--validation.publish_epsilon=8")
+HELD_OUT = ("--data.heldout_fraction=0.4", *LOSSES)  # the unit in which neighbours differ, too
 CASES = (
     Case("microbatch", kind="text"),
     Case("grad_sample", ("--privacy.gradient_method=grad_sample", PAIRS), context_parallel=2),
@@ -42,6 +44,9 @@ CASES = (
     Case("damage", jobs=(Job(stop_at=3), Job(damages=True)), seed=8),
     Case("full disk", jobs=(Job(full_at=4), Job()), seed=9),
     CLOCK,
+    Case("held out", HELD_OUT, dp_shard=2),
+    Case("held out, killed", HELD_OUT, jobs=(Job(crash_at=4), Job()), seed=1),
+    Case("losses of others", ("--data.heldout_fraction=0.3", *LOSSES), seed=2),
 )
 
 

@@ -264,3 +264,22 @@ def refuse_more_losses(config: JobConfig, ledger: Ledger) -> None:
             f"{rounded_up(spent)}; raise validation.freq, lower training.steps, or start afresh in "
             "another job.dump_folder"
         )
+
+
+def refuse_delta_of_losses(config: JobConfig, heldout: int) -> None:
+    """Refuse, by ValueError, a delta at which a whole held-out unit might be published.
+
+    Args:
+        heldout: the number of held-out units, which is public where losses are published.
+    """
+    validation = config.validation
+    delta, key = validation.publish_delta, "validation.publish_delta"
+    if delta is None:
+        delta, key = config.privacy.delta, "validation.publish_delta (unset: privacy.delta)"
+    assert delta is not None
+    if validation.publish_epsilon is not None and delta * heldout >= 1:
+        word = unit_word(config)
+        raise ValueError(
+            f"{key} = {delta:g}: at least 1 / number of held-out {word}s ({1 / heldout:.2g}), "
+            f"which allows publishing a {word} outright; use a tenth of that or less"
+        )

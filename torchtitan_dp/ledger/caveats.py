@@ -40,7 +40,8 @@ def assumptions(ledger: Ledger) -> list[str]:
 
 STEPS_ELSEWHERE = (
     "steps of these weights were taken in another folder, whose log was not copied with them: "
-    "steps lost there are not counted (add that folder with python -m torchtitan_dp.ledger)"
+    "steps and held-out losses lost there are not counted (add that folder with python -m "
+    "torchtitan_dp.ledger)"
 )
 _EARLY = "not all planned steps were taken: "
 _LOST = "steps were lost: "
@@ -56,12 +57,16 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
             done = ancestor.planned_steps - ancestor.left
             stopped.append(f"{done} of {ancestor.planned_steps} by run {ancestor.run}")
     if ledger.composes and stopped:
+        noised, other = "", ""
+        if ledger.heldout_losses is not None:
+            noised, other = " or held-out losses with noise", "other "
         found.append(
             f"{_EARLY}{', '.join(stopped)}; epsilon = {rounded_up(epsilon)}, of the steps taken, "
             "applies if neither results nor a clock decided when to stop; epsilon_planned = "
-            f"{rounded_up(epsilon_planned)} applies if weights alone did; no epsilon applies if "
-            "losses, norms or other logs did, or a clock (a time limit, a preemption, an owner's "
-            "patience): the number of steps that fit into a time depends on the lengths of records"
+            f"{rounded_up(epsilon_planned)} applies if weights{noised} alone did; no epsilon "
+            f"applies if {other}losses, norms or other logs did, or a clock (a time limit, a "
+            "preemption, an owner's patience): the number of steps that fit into a time depends on "
+            "the lengths of records"
         )
     by_ancestors = sum(segment.steps for segment in ledger.lost_before())
     if ledger.composes and (lost := ledger.published_lost().steps + by_ancestors):

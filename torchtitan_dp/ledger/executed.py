@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+from torchtitan_dp.ledger.heldout import HeldOutLosses
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import NamedStep, Settings, new_name, step_name, step_names
 from torchtitan_dp.privacy.mechanism import Segment, from_log, worst
@@ -61,11 +62,17 @@ class ExecutedSteps:
         self._start = new_name()
         return self._start
 
-    def begin_start(self, most_lost: int) -> None:
+    def begin_start(self, most_lost: int, losses: HeldOutLosses | None = None) -> None:
         """Record, durably, that this start is about to draw its first units, and the steps that it
-        counts as lost if it crashes. Call on one rank."""
-        self._starts[self._start] = StartLine(most_lost)
-        self._append_start(f"begin {self._start} {most_lost}")
+        counts as lost if it crashes, with their held-out losses. Call on one rank.
+
+        Args:
+            losses: the terms of those that are published, if any are.
+        """
+        line = StartLine(most_lost, None if losses is None else losses.most_lost(most_lost))
+        self._starts[self._start] = line
+        counts = f"{most_lost}" if losses is None else f"{most_lost} {line.evaluations}"
+        self._append_start(f"begin {self._start} {counts}")
 
     def end_start(self) -> None:
         """Record that this start ends with all of its steps saved. Call on one rank."""
@@ -125,7 +132,7 @@ class ExecutedSteps:
         if (losses := ledger.heldout_losses) is not None:
             kept = set(ledger.evaluated())
             by_start = Counter(s for name, s in self._evaluated.items() if name not in kept)
-            found = self._in_blocks(by_start, losses.most_lost)
+            found = self._in_blocks(by_start, lambda start: start.evaluations_of(losses))
             ledger.heldout_losses = dataclasses.replace(losses, lost=found)
 
     def _by_blocks(self, lost: Iterable[NamedStep], period: int) -> int:
@@ -135,20 +142,20 @@ class ExecutedSteps:
         periods, so that all of them together are dominated as steps in a row are.
         """
         by_start = Counter(self._begun.get(step, "") for step in lost)
-        return self._in_blocks(by_start, lambda steps: -(-steps // period) * period)
+        return self._in_blocks(by_start, lambda start: -(-start.most_lost // period) * period)
 
-    def _in_blocks(self, by_start: Counter[str], block_of: Callable[[int], int]) -> int:
+    def _in_blocks(self, by_start: Counter[str], block_of: "Callable[[StartLine], int]") -> int:
         """Count what was lost, whatever a crash did lose: a start that crashed counts as what it
         could lose at most, or a multiple of that.
 
         Args:
             by_start: the true numbers; of an unknown start under "".
-            block_of: returns the most that is lost with so many steps.
+            block_of: returns the most that a start loses; of an unknown one the most with a step.
         """
         crashed = {name for name, start in self._starts.items() if not start.ended} - {self._start}
         total = 0
         for name in {*by_start, *crashed}:
-            block = block_of(self._starts[name].most_lost if name in self._starts else 1)
+            block = block_of(self._starts.get(name, StartLine(1)))
             if not name:
                 total += block * by_start[name]
                 continue
@@ -229,7 +236,14 @@ class StartLine:
     """A start that began to train."""
 
     most_lost: int  # the number of steps that it counts as lost if it crashes
+    evaluations: int | None = None  # the same of held-out losses, which its own frequency decides
     ended: bool = False  # with all of its steps saved
+
+    def evaluations_of(self, losses: HeldOutLosses) -> int:
+        """Return the most evaluations that it loses; by present terms where its own are unknown."""
+        if self.evaluations is None:
+            return losses.most_lost(self.most_lost)
+        return self.evaluations
 
 
 def _lines(path: str) -> Iterator[tuple[str, str]]:
@@ -248,8 +262,8 @@ def _read_starts(path: str) -> dict[str, StartLine]:
     starts: dict[str, StartLine] = {}
     for number, line in _lines(path):
         match line.split():
-            case ["begin", name, most_lost] if most_lost.isdecimal() and int(most_lost) > 0:
-                starts[name] = StartLine(int(most_lost))
+            case ["begin", name, steps, *words] if _are_counts([steps, *words]):
+                starts[name] = StartLine(int(steps), int(words[0]) if words else None)
             case ["end", name]:
                 if name in starts:
                     starts[name].ended = True
@@ -257,6 +271,10 @@ def _read_starts(path: str) -> dict[str, StartLine]:
                 largest = max((start.most_lost for start in starts.values()), default=1)
                 starts[number] = StartLine(largest)
     return starts
+
+
+def _are_counts(words: list[str]) -> bool:
+    return len(words) in (1, 2) and all(word.isdecimal() and int(word) > 0 for word in words)
 
 
 def _read_evaluations(path: str) -> dict[str, str]:

@@ -91,6 +91,25 @@ def taken_by(ancestors: Iterable[Ancestor]) -> list[NamedStep]:
     return [step for ancestor in ancestors for step in ancestor.taken()]
 
 
+def still_planned_by(ancestors: Iterable[Ancestor]) -> list[Segment]:
+    """Return the steps that they planned but did not take."""
+    return [segment for a in ancestors for segment in _worst(a.segments, a.left, a.run)]
+
+
+def most_evaluations(ancestors: Iterable[Ancestor]) -> list[Segment]:
+    """Return bounds on the held-out losses of runs, of each the largest that is known: an older
+    checkpoint lacks what a crash lost since."""
+    most: dict[str, Segment] = {}
+    for ancestor in ancestors:
+        if (found := ancestor.evaluations) is not None:
+            most[ancestor.run] = max(found, most.get(ancestor.run, found), key=_steps)
+    return list(most.values())
+
+
+def _steps(segment: Segment) -> int:
+    return segment.steps
+
+
 @dataclass
 class Ledger:
     """The account of one lineage of weights."""
@@ -230,7 +249,7 @@ class Ledger:
         the runs behind the initial weights spent; by default at the losses' own delta."""
         losses = self.heldout_losses
         assert losses is not None
-        behind = [*self.before(), *self.lost_before(), *self._still_planned_before()]
+        behind = [*self.before(), *self.lost_before(), *still_planned_by(self.ancestors)]
         return losses.noise.epsilon(
             losses.evaluations(self.steps, self.planned_steps),
             delta=losses.delta if delta is None else delta,
@@ -269,8 +288,7 @@ class Ledger:
     def evaluations_before(self) -> list[Segment]:
         """Return bounds on the held-out losses of the runs behind the initial weights, which may
         have been chosen by them."""
-        found = {a.run: a.evaluations for a in self.ancestors if a.evaluations is not None}
-        return list(found.values())
+        return most_evaluations(self.ancestors)
 
     def spare(self) -> Segment:
         """Return the steps by which the published number of lost steps is above the true one."""
@@ -292,9 +310,13 @@ class Ledger:
         """Return the same steps, and those that are still planned."""
         return [*self.executed(), *self.still_planned()]
 
+    def kept(self) -> list[Segment]:
+        """Return the steps of the lineage, and the held-out losses behind the initial weights."""
+        return [*self.taken_in_all(), *self.evaluations_before()]
+
     def kept_and_planned(self) -> list[Segment]:
         """Return the steps of the lineage, and those that are still planned: without lost ones."""
-        return [*self.taken_in_all(), *self.evaluations_before(), *self.still_planned()]
+        return [*self.kept(), *self.still_planned()]
 
     @property
     def left(self) -> int:
@@ -304,10 +326,8 @@ class Ledger:
     def still_planned(self) -> list[Segment]:
         """Return the steps that this run and those behind its initial weights planned but did not
         take, on the worst terms that each run had: better ones count for steps taken alone."""
-        return [*_worst(self.segments(), self.left, self.run), *self._still_planned_before()]
-
-    def _still_planned_before(self) -> list[Segment]:
-        return [segment for a in self.ancestors for segment in _worst(a.segments, a.left, a.run)]
+        own = _worst(self.segments(), self.left, self.run)
+        return [*own, *still_planned_by(self.ancestors)]
 
     def epsilon(self, steps: int | None = None) -> float:
         """Return the epsilon after `steps` steps of this lineage."""

@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from torchtitan_dp.ledger.caveats import caveats
-from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.files import FINGERPRINT_FILE
+from torchtitan_dp.ledger.lineage import Ledger, most_evaluations, still_planned_by
 from torchtitan_dp.ledger.settings import NamedStep, union
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import Segment, composition
@@ -141,8 +142,7 @@ def _evaluations_before(runs: Sequence[Run]) -> list[Segment]:
     """Return the same of their ancestors, each once, without those that are among the runs."""
     among = {run.ledger.run for run in runs}
     ancestors = (ancestor for run in runs for ancestor in run.ledger.ancestors)
-    found = {a.run: a.evaluations for a in ancestors if a.evaluations and a.run not in among}
-    return list(found.values())
+    return most_evaluations(a for a in ancestors if a.run not in among)
 
 
 def _heldout_epsilon(runs: Sequence[Run], delta: float) -> float | None:
@@ -152,7 +152,9 @@ def _heldout_epsilon(runs: Sequence[Run], delta: float) -> float | None:
     if len(runs) == 1:
         return runs[0].ledger.heldout_epsilon(delta)  # by Laplace's own composition, if it is less
     among = {run.ledger.run for run in runs}
+    others = dict.fromkeys(a for run in runs for a in run.ledger.ancestors if a.run not in among)
     behind = [
+        *still_planned_by(others),
         *union(step for run in runs for step in run.ledger.taken_before() if step.run not in among),
         *_lost_before(runs),
         *_evaluations_before(runs),
@@ -181,6 +183,11 @@ def _lost_before(runs: Sequence[Run]) -> list[Segment]:
 def _require_common(values: list[str | None], what: str, remedy: str, runs: Sequence[Run]) -> None:
     """Raise ValueError if a run's value is not that of the first."""
     for run, value in zip(runs, values, strict=True):
+        if value is None and len(runs) > 1:
+            raise ValueError(
+                f"'{run.folder}' has no {FINGERPRINT_FILE}, so that it may be on other {what} "
+                f"than the rest: restore it; {remedy}"
+            )
         if value != values[0]:
             raise ValueError(
                 f"'{run.folder}' and '{runs[0].folder}' are not on the same {what}: {remedy}"

@@ -24,6 +24,7 @@ from torchtitan_dp.checkpoint.start import (
     refuse_another_decay,
     refuse_another_optimizer,
 )
+from torchtitan_dp.checkpoint.terms import refuse_delta_of_losses
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.samples.conversations import Reading, reading
@@ -96,6 +97,7 @@ def check_run(
     if not config.privacy.enable:
         refuse_private_folder(folder)
         return Checked(start, args, records, None)
+    refuse_delta_of_losses(config, len(records.heldout))
     check_records(folder, records.fingerprint, records.settings)
     plan = plan_start(config, len(records.train), start, earlier_ledger(folder))
     return Checked(start, args, records, plan)

@@ -80,7 +80,7 @@ def claims(
         (False, False): ("planned_steps", account.planned()),
         (True, False): ("executed_steps", account.executed()),
         (False, True): ("kept_and_planned_steps", account.kept_and_planned()),
-        (True, True): ("kept_steps", account.taken_in_all()),
+        (True, True): ("kept_steps", account.kept()),
     }[stop_not_from_results, lost_steps_not_seen]
     return released(
         account,

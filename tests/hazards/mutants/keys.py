@@ -9,6 +9,8 @@ LEDGERS = "hazards/test_ledgers.py::"
 
 NOISE = "privacy/noise.py"
 KEYS = "privacy/keys.py"
+SECURE = "privacy/secure_draws.py"
+SECURE_TEST = "privacy/test_secure_draws.py::"
 
 MUTANTS = [
     Mutant(
@@ -90,6 +92,60 @@ MUTANTS = [
         "self.clipped_sum.take(), self.noise_keys.take(self.step))",
         "self.clipped_sum.take(), draw.key)",
         (f"{TRAINER}test_row40_noise_has_a_key_of_its_own",),
+        quick=True,
+    ),
+    Mutant(
+        39,
+        "32 bits reach SHAKE-256",
+        SECURE,
+        "    domain = key + bytes(",
+        "    domain = key[:4] + bytes(",
+        (f"{SECURE_TEST}test_words_are_shake_256_of_key_purpose_and_position",),
+        quick=True,
+    ),
+    Mutant(
+        39,
+        "units drawn by Philox with secure noise",
+        "train.py",
+        "mechanism.draw_rate, secure=secure)",
+        "mechanism.draw_rate, secure=False)",
+        (f"{TRAINER}test_row39_with_secure_noise_units_are_drawn_by_shake_256",),
+        quick=True,
+    ),
+    Mutant(
+        39,
+        "windows drawn by Philox with secure noise",
+        "train_spec.py",
+        "        secure_draws=job_config.privacy.secure_noise,\n",
+        "",
+        (f"{TRAINER}test_row39_with_secure_noise_choices_and_projections_are_shakes",),
+        quick=True,
+    ),
+    Mutant(
+        40,
+        "every million units have the same coins",
+        SECURE,
+        'uint64s(key, "sampling", chunk, min(',
+        'uint64s(key, "sampling", 0, min(',
+        (f"{SECURE_TEST}test_a_large_population_is_the_same_whole_and_in_chunks",),
+        quick=True,
+    ),
+    Mutant(
+        40,
+        "all units of a step choose alike",
+        SECURE,
+        'uint64s(self._key, "choice", self._position, self._used)',
+        'uint64s(self._key, "choice", 0, self._used)',
+        (f"{SECURE_TEST}test_choices_have_their_laws",),
+        quick=True,
+    ),
+    Mutant(
+        40,
+        "all units of a step have one projection",
+        SECURE,
+        "words = uint64s(key, purpose, position, 2 * half)",
+        "words = uint64s(key, purpose, 0, 2 * half)",
+        (f"{SECURE_TEST}test_projections_of_units_and_layers_are_independent",),
         quick=True,
     ),
 ]

@@ -105,8 +105,8 @@ MUTANTS = [
         66,
         "evaluations that a crash lost are not counted",
         "ledger/executed.py",
-        "            found = self._in_blocks(by_start, losses.most_lost)\n",
-        "            found = 0\n",
+        "self._in_blocks(by_start, lambda start: start.evaluations_of(losses))",
+        "0",
         ("ledger/test_heldout.py::test_row66_no_history_hides_an_evaluation",),
         quick=True,
     ),
@@ -119,6 +119,27 @@ MUTANTS = [
         (
             "privacy/test_published_loss.py::"
             "test_row66_a_unit_moves_the_mean_by_the_clip_over_n_at_most_whatever_its_loss_is",
+        ),
+        quick=True,
+    ),
+    Mutant(
+        66,
+        "the losses of an ancestor as its last mention has them",
+        "ledger/lineage.py",
+        "max(found, most.get(ancestor.run, found), key=_steps)",
+        "found",
+        ("ledger/test_heldout.py::test_an_ancestor_that_is_known_twice_counts_as_it_counts_most",),
+        quick=True,
+    ),
+    Mutant(
+        66,
+        "a present frequency for what an earlier start lost",
+        "ledger/executed.py",
+        "        if self.evaluations is None:\n",
+        "        if self.most_lost:\n",
+        (
+            "ledger/test_heldout.py::"
+            "test_row66_another_frequency_later_does_not_show_how_many_a_crash_lost",
         ),
         quick=True,
     ),
