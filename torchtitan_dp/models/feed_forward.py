@@ -18,7 +18,7 @@ Guarantee:
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn as nn
@@ -61,14 +61,25 @@ class Tiling:
         return cls(tokens, compile_(swiglu), compile_(swiglu_backward))
 
 
-class TiledBlock(nn.Module):
-    """The class that `use_tiles` adds to a block's own: attention, then `feed_forward_in_tiles`."""
+class TiledFeedForward(nn.Module):
+    """The class that `use_tiles` adds to a feed-forward's own."""
 
+    tiling: Tiling
+
+    def forward(self, h_BTD: Tensor, norm: nn.RMSNorm) -> Tensor:
+        """Return h plus the feed-forward of its norm."""
+        return feed_forward_in_tiles(h_BTD, norm, self, self.tiling)
+
+
+class TiledBlock(nn.Module):
+    """The class that `use_tiles` adds to a block's own: attention, then a feed-forward in tiles."""
+
+    parts: ClassVar[dict[str, type[nn.Module]]] = {"feed_forward": TiledFeedForward}
+    """Classes to add to the block's modules; each has a `tiling`."""
     attention_norm: nn.RMSNorm
     attention: nn.Module
     ffn_norm: nn.RMSNorm
     feed_forward: nn.Module
-    tiling: Tiling
 
     def forward(
         self,
@@ -81,7 +92,7 @@ class TiledBlock(nn.Module):
         assert attention_masks is None, "attention is causal"
         assert positions is None, "rotary embeddings are those of this rank's tokens"
         h_BTD = x_BTD + self.attend(x_BTD, rotary)
-        return feed_forward_in_tiles(h_BTD, self.ffn_norm, self.feed_forward, self.tiling)
+        return cast(Tensor, self.feed_forward(h_BTD, self.ffn_norm))
 
     def attend(self, x_BTD: Tensor, rotary: Tensor) -> Tensor:
         """Compute norm and attention, as the block's own forward does."""
@@ -99,9 +110,16 @@ def use_tiles(blocks: nn.Module, kind: type[TiledBlock], tiling: Tiling) -> None
     """
     for block in blocks.children():
         assert not getattr(block, "moe_enabled", False), "experts have another feed-forward"
-        own = type(block)
-        block.__class__ = type(f"Tiled{own.__name__}", (kind, own), {})
-        cast(TiledBlock, block).tiling = tiling
+        _add_class(block, kind)
+        for name, of_part in kind.parts.items():
+            part = getattr(block, name)
+            _add_class(part, of_part)
+            part.tiling = tiling
+
+
+def _add_class(module: nn.Module, kind: type[nn.Module]) -> None:
+    own = type(module)
+    module.__class__ = type(f"Tiled{own.__name__}", (kind, own), {})
 
 
 def feed_forward_in_tiles(

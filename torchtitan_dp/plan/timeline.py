@@ -120,8 +120,7 @@ class Timeline(MemoryTracker):
     def _enter(self, path: str, _: nn.Module, inputs: tuple[Any, ...]) -> None:
         self._running.append((path, torch.autograd._get_sequence_nr()))  # type: ignore[attr-defined]
         if path.endswith(".inner_attention") and len(inputs) > 1:
-            query, key = (x.shape for x in inputs[:2])
-            self._heads = {key: ", like k", query: ", like q" if query != key else ", like q, k"}
+            self._heads = _like(*inputs[:2])
         if path == f"layers.{self._block}" and self._phase is None:
             inputs[0].register_hook(functools.partial(self._begin, None))
             self._begin(FORWARD)
@@ -185,6 +184,16 @@ class Timeline(MemoryTracker):
         _, number, *within = path.split(".", 2)
         away = int(number) - self._block
         return " ".join([f"block {away:+d}"] * (away != 0) + within) or "block"
+
+
+def _like(query: torch.Tensor, key: torch.Tensor) -> dict[torch.Size, str]:
+    """Return words for the shapes of queries and keys, (B, heads, T, F): in either layout of heads,
+    and of keys and values together."""
+    words = ("q", "k") if query.shape != key.shape else ("q, k", "q, k")
+    found: dict[torch.Size, str] = {}
+    for name, heads in zip(words, (query, key), strict=True):
+        found |= dict.fromkeys((heads.shape, heads.transpose(1, 2).shape), f", like {name}")
+    return found | {torch.Size((2, *key.shape)): ", like k and v"}
 
 
 def _of_label(label: str) -> Row:

@@ -9,14 +9,14 @@ Guarantee:
     As `models.feed_forward`: several samples are refused where a parameter is trained.
 """
 
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 import torch.nn as nn
 from torch import Tensor
 from torchtitan.models.llama3.model.model import Attention, apply_rotary_emb
 
-from torchtitan_dp.models.feed_forward import TiledBlock
+from torchtitan_dp.models.feed_forward import TiledBlock, Tiling
 from torchtitan_dp.models.tiles import (
     NormedLayers,
     NormOfTile,
@@ -26,20 +26,29 @@ from torchtitan_dp.models.tiles import (
 )
 
 
+class TiledAttention(nn.Module):
+    """The class that `use_tiles` adds to a Llama's attention."""
+
+    tiling: Tiling
+
+    def forward(self, x_BTD: Tensor, norm: nn.RMSNorm, rotary: Tensor) -> Tensor:
+        """Attend to the norm of x; rotary embeddings are complex, of x's tokens or more."""
+        own = cast(Attention, self)
+        assert own.attn_type == "sdpa", "other attentions take other arguments"
+        rotary_TF = rotary[: x_BTD.shape[1]]
+        heads = queries_keys_values(x_BTD, norm, own, rotary_TF, self.tiling.tokens)
+        q, k, v = (x_BTHF.transpose(1, 2) for x_BTHF in heads)
+        out_BHTF = own.inner_attention(q, k, v, enable_gqa=own.enable_gqa)
+        return cast(Tensor, own.wo(out_BHTF.transpose(1, 2).flatten(2)))
+
+
 class TiledLlamaBlock(TiledBlock):
     """A Llama's block, all of whose parts but attention itself are in tiles."""
 
-    attention: Attention
+    parts: ClassVar[dict[str, type[nn.Module]]] = {**TiledBlock.parts, "attention": TiledAttention}
 
     def attend(self, x_BTD: Tensor, rotary: Tensor) -> Tensor:
-        attention = self.attention
-        assert attention.attn_type == "sdpa", "other attentions take other arguments"
-        heads = queries_keys_values(
-            x_BTD, self.attention_norm, attention, rotary[: x_BTD.shape[1]], self.tiling.tokens
-        )
-        q, k, v = (x_BTHF.transpose(1, 2) for x_BTHF in heads)
-        out_BHTF = attention.inner_attention(q, k, v, enable_gqa=attention.enable_gqa)
-        return cast(Tensor, attention.wo(out_BHTF.transpose(1, 2).flatten(2)))
+        return cast(Tensor, self.attention(x_BTD, self.attention_norm, rotary))
 
 
 def queries_keys_values(
