@@ -210,7 +210,7 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     args.n_layers = case.n_layers or args.n_layers
     found: dict[str, dict[int, Count]] = {"microbatch": {}, "update": {}}
     with contextlib.ExitStack() as stack:
-        stack.enter_context(fake_world(case.world_size))
+        stack.enter_context(fake_world(case.world_size, every_tile=True))
         for owner, name, instead in (
             # For gloo and the CPU alone.
             (parallelize, "_sum_reductions_only", _nothing),

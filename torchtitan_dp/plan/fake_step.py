@@ -34,12 +34,14 @@ from torchtitan_dp.gradients import randomized_norm
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, free_gathered
 from torchtitan_dp.gradients.step import build_step
-from torchtitan_dp.models import rms_norm
+from torchtitan_dp.models import feed_forward, rms_norm
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import ModelArgs, family_of
+from torchtitan_dp.models.llama3 import tiles as llama_tiles
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
+from torchtitan_dp.models.tiles import tiles
 from torchtitan_dp.plan.tracker import MemoryTracker
 from torchtitan_dp.privacy import summation as dp_summation
 
@@ -218,11 +220,15 @@ def parallel_dims(config: JobConfig) -> tuple[ParallelDims, tuple[int, int, int]
 
 
 @contextlib.contextmanager
-def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
+def fake_world(
+    world_size: int, *, like_cuda: bool = True, every_tile: bool = False
+) -> Iterator[None]:
     """Be rank 0 of `world_size`, none of which exist, with tensors that hold nothing.
 
     Args:
         like_cuda: keep what CUDA's kernels keep.
+        every_tile: compute all tiles of a block, to count operations; memory is that of the first
+            two and the last.
     """
     # Registers the "fake" backend.
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -247,6 +253,9 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
         stack.enter_context(mock.patch.object(ft_c, "wait_tensor", _itself))
         # The host's memory is another: `Step.host_bytes` counts it.
         stack.enter_context(mock.patch.object(offload, "page_locked", _on_no_device))
+        if not every_tile:
+            for owner in (feed_forward, llama_tiles):
+                stack.enter_context(mock.patch.object(owner, "tiles", _some_tiles))
         if like_cuda:
             stack.enter_context(mock.patch.object(rms_norm, "use_lean_norms", _nothing))
             stack.enter_context(mock.patch.object(F, "rms_norm", _fused_rms_norm))
@@ -257,6 +266,11 @@ def fake_world(world_size: int, *, like_cuda: bool = True) -> Iterator[None]:
 
 def _on_no_device(numel: int, dtype: torch.dtype, _: torch.device) -> torch.Tensor:
     return torch.empty(numel, dtype=dtype, device="meta")
+
+
+def _some_tiles(tokens: int, size: int) -> list[slice]:
+    every = list(tiles(tokens, size))
+    return every if len(every) < 4 else [*every[:2], every[-1]]
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

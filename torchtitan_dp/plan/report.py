@@ -32,13 +32,15 @@ from torchtitan_dp.plan.memory import (
 )
 
 TRAIN_CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
-_OFFLOADED = "--activation_checkpoint.offload_inputs"
+_ON_DEVICE = "--activation_checkpoint.no-offload_inputs"
 _VARIANTS: dict[str, list[tuple[int, list[str]]]] = {
-    "llama3_8b_1m_lora": [(8, []), (8, [_OFFLOADED]), (4, [_OFFLOADED])]
+    "llama3_8b_512k_lora": [(1, [])],
+    "llama3_8b_1m_lora": [(4, []), (8, []), (8, [_ON_DEVICE]), (8, ["--lora.rank=0"])],
+    "llama3_8b_4m_lora": [(8, []), (8, ["--model.flavor=3B"]), (8, ["--model.flavor=1B"])],
 }
 """Ranks and overrides of the rows of a configuration that is not for the page's ranks alone."""
-_BLOCK = ("llama3_8b_1m_lora", 8, [_OFFLOADED])
-"""The configuration, ranks and overrides whose block the page has by tensor."""
+_BLOCK = ("llama3_8b_1m_lora", 8)
+"""The configuration and ranks whose block the page has by tensor."""
 
 
 def report(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None:
@@ -188,9 +190,10 @@ leaves {headroom:.0%} free, for the CUDA context and fragmentation, and {communi
 each NCCL communicator; both are estimates. What your own configuration takes:
 `python -m torchtitan_dp.plan --job.config_file FILE --world_size {ranks} --memory_gib {memory:g}`.
 
-Beside `llama3_8b_1m_lora` stands a measurement of TRL: Qwen3-8B, all weights, without privacy, with
-checkpoints offloaded to the host, took 56.2 GB a GPU at 1,048,576 tokens on 8 H100
-([trl#6846](https://github.com/huggingface/trl/pull/6846)).
+Beside `llama3_8b_1m_lora` stand measurements of others, all weights, without privacy, with
+checkpoints offloaded to the host: TRL took 56.2 GB a GPU for Qwen3-8B at 1,048,576 tokens on 8 H100
+([trl#6846](https://github.com/huggingface/trl/pull/6846)); ALST trained a Llama 8B at 3.7M tokens
+on 8 H100 and at 500k on one ([arXiv 2506.13996](https://arxiv.org/abs/2506.13996)).
 
 | configuration | tokens | AC | {parts} | **peak** | fits |
 | --- | --- | --- | {rule} | --- | --- |
@@ -215,9 +218,9 @@ Of another configuration: `python -m torchtitan_dp.plan.timeline {ranks} --job.c
 
 def block_section(folder: Path) -> str:
     """Write the section on one block, in a process that sees no accelerator, as predictions do."""
-    name, ranks, more = _BLOCK
+    name, ranks = _BLOCK
     command = [sys.executable, "-m", "torchtitan_dp.plan.timeline", str(ranks)]
-    command += ["--job.config_file", str(folder / f"{name}.toml"), *more]
+    command += ["--job.config_file", str(folder / f"{name}.toml")]
     hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
     env = os.environ | hidden
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
@@ -235,15 +238,17 @@ def write_page(path: str, folder: Path, *, ranks: int = 4, memory_gib: float = 8
             sizes = [f"{size / GIB:.2f}" for size in memory.parts.values()]
             fits = "yes" if memory.fits else "no"
             checkpointing, peak = config.activation_checkpoint, memory.peak_bytes / GIB
-            name, mode = f"`{toml.stem}`", checkpointing.mode
+            name = ", ".join([f"`{toml.stem}`", *(f"`{one}`" for one in more)])
+            mode = checkpointing.mode
             if number != ranks:
-                name += f", {number} ranks"
+                name += f", {number} rank" + "s" * (number > 1)
             if checkpointing.offload_inputs:
                 mode += f", {memory.host_bytes / GIB:.0f} GiB a rank offloaded to the host"
             cells = [name, f"{memory.seq_len:,}", mode, *sizes, f"**{peak:.1f}**", fits]
             whole = memory.parts["parameters"] * number
             rows.append((whole, memory.seq_len, f"| {' | '.join(cells)} |"))
-            steps.append(LongStep.of(toml.stem, config, shape(config), number))
+            of_step = ", ".join([toml.stem, *(one for one in more if one != _ON_DEVICE)])
+            steps.append(LongStep.of(of_step, config, shape(config), number))
             print(rows[-1][-1], file=sys.stderr)
     page = _PAGE.format(
         ranks=ranks,
