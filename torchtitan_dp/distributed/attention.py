@@ -1,11 +1,13 @@
 """Ring attention over the context-parallel mesh; on one rank, fp32 attention in little memory.
 
 PyTorch (`torch.distributed.tensor.experimental`) chooses the kernel and deals sequences out, on
-CUDA and CPU alike; the loop over blocks is ours (`distributed.ring`). PyTorch
-registers no CPU kernel for the ring. Flash attention on CPU returns `(out, logsumexp)`, which is
-all that the ring's merge needs, so TorchTitan's context-parallel path runs unchanged on gloo once
-that kernel is registered. CUDA's memory-efficient kernels, the only ones for fp32, pad logsumexp
-to 32 rows, which the merge does not expect: it is cut off here and added again for backward.
+CUDA and CPU alike; the loop over blocks is ours (`distributed.ring`). PyTorch registers no CPU
+kernel for the ring. Flash attention on CPU returns `(out, logsumexp)`, which is all that the ring's
+merge needs, so TorchTitan's context-parallel path runs unchanged on gloo once that kernel is
+registered. CUDA's memory-efficient kernels, the only ones for fp32, pad logsumexp to 32 rows, which
+the merge does not expect: it is cut off here and added again for backward.
+
+From `HEADS_APART_FROM` tokens a rank, a sequence that one rank has alone is a ring of one, too.
 
 Every private name of PyTorch's context parallelism that this package uses is in this file;
 `tests/distributed/test_attention.py` fails when a new version moves one.
