@@ -100,6 +100,13 @@ def test_the_source_of_q_and_the_neighbours_are_said(tmp_path, planned, capsys):
     assert "unit: one record" in said
 
 
+@pytest.mark.parametrize(("overrides", "said"), [([], 0), (["--training.feed_forward_chunk=7"], 1)])
+def test_tiles_are_said(tmp_path, planned, capsys, overrides, said):
+    command = arguments(tmp_path / "out", tmp_path / "data")
+    plan.main([*command, "--world_size=2", "--no_memory", *overrides])
+    assert capsys.readouterr().err.count("blocks in tiles of 7 tokens") == said
+
+
 def test_held_out_records_are_no_part_of_q(planned):
     content = planned("--data.heldout_fraction=0.3")
     assert 3 / 24 < content["sample_rate"] <= 1

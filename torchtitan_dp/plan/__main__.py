@@ -23,7 +23,7 @@ from typing import Any
 from torchtitan_dp.checkpoint.plan import Plan, steps_within
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.derived import heldout_units, unit_word
+from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
 from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
@@ -187,6 +187,7 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
     windows = settings.windows_per_draw
     averaged = "" if windows == 1 else f"{windows} averaged windows of "
     spent = f"epsilon = {rounded_up(plan.epsilon)}" if plan.private else "NOT private"
+    tile = feed_forward_chunk(config)
     lines = [
         f"plan: {spent} at delta = {settings.delta:g} after {plan.steps} steps "
         f"({settings.accountant}; unit: one {settings.privacy_unit}; "
@@ -200,7 +201,8 @@ def _show(config: JobConfig, plan: Plan, records: Records) -> None:
         f"{averaged}at most {config.training.seq_len:,} tokens each; "
         f"targets: {settings.targets}",
         f"      gradient method: {method} ({METHODS[method].chosen_for}); "
-        f"clipping: {settings.clipping}",
+        f"clipping: {settings.clipping}"
+        f"{f'; blocks in tiles of {tile:,} tokens' if tile else ''}",
         *_estimated(config, plan),
         *_correlated(plan),
         *_published_losses(config, plan, len(records.heldout)),
