@@ -98,11 +98,17 @@ register_per_sample(LeanRMSNorm, _OfSamples)
 def _norm(
     x: torch.Tensor, weight: torch.Tensor | None, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the norm in the dtype of `x`, and 1 / rms(x), (…, 1), in fp32 or wider."""
+    """Return the norm in the dtype of `x`, and 1 / rms(x), (…, 1), in fp32 or wider.
+
+    Nothing is done in place, and no cast that does nothing: torch 2.11 compiles a function that
+    returns the result of either to one whose gradients are wrong.
+    """
     wide = _wide(x)
-    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
+    scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     normed = wide * scale
-    return (normed if weight is None else normed.mul_(weight)).to(x.dtype), scale
+    if weight is not None:
+        normed = normed * weight
+    return normed if normed.dtype == x.dtype else normed.to(x.dtype), scale
 
 
 def _gradients(
