@@ -114,6 +114,11 @@ part selfcheck_tests ./scripts/run_tests.sh -m cuda -q -rf \
     --junitxml "$OUT/selfcheck_tests.xml" tests/selfcheck/test_cuda.py
 train offload --activation_checkpoint.mode full --activation_checkpoint.offload_inputs
 train mbs4 --training.local_batch_size 4
+# Long samples without and with tiles; one of 512k tokens of 8B would take a quarter of an hour.
+part tiles_8b_64k "$PY" "$parts" tiles --config train_configs/llama3_8b_512k_lora.toml \
+    --seq_len 65536 --json "$OUT/tiles_8b_64k.result.json"
+part tiles_1b_256k "$PY" "$parts" tiles --config train_configs/llama3_1b_64k_lora.toml \
+    --seq_len 262144 --json "$OUT/tiles_1b_256k.result.json"
 rows rows_16k_compiled 16384 microbatch --compile.enable
 rows rows_2k 2048 microbatch
 rows rows_2k_compiled 2048 microbatch --compile.enable

@@ -48,10 +48,32 @@ def test_what_is_done_is_not_run_again_and_all_parts_are_listed(tmp_path):
     assert {"rows_2k", "rows_16k_compiled", "rows_32k", "head", "plan", "profile"} <= set(parts)
     first = "machine tests selfcheck two_ranks train resume timings rows_16k plan_16k long profile"
     assert parts[:11] == first.split()
-    assert "selfcheck_tests" in parts
+    assert {"selfcheck_tests", "tiles_8b_64k", "tiles_1b_256k"} <= set(parts)
     wrong = run(tmp_path, "--dry_run", "nothing")
     assert wrong.returncode == 2
     assert "no part 'nothing'" in wrong.stderr
+
+
+def test_tiles_are_weighed_beside_the_plans_prediction(monkeypatch):
+    asked = []
+
+    def measured(work, arm, seq_len, batch_size, microbatches, overrides, config):
+        asked.append((overrides[-1], config))
+        return {"allocated_gib": 3.0, "reserved_gib": 4.0, "alloc_retries": 0, "seconds": 2.0}
+
+    def predicted(overrides, world_size, memory_gib, *, longest):
+        parts = dict.fromkeys(plan_memory.CATEGORIES, 0) | {"activations": 5 * GIB}
+        return MemoryPlan(world_size, 64, parts, memory_gib, {})
+
+    monkeypatch.setattr(gpu_parts, "_of_one_process", measured)
+    monkeypatch.setattr(plan_memory, "predict", predicted)
+    options = argparse.Namespace(config="some.toml", seq_len=64)
+    without, tiles = gpu_parts.tiled(options)["steps"]
+    chunks = ["--training.feed_forward_chunk=0", "--training.feed_forward_chunk=auto"]
+    assert asked == [(chunk, "some.toml") for chunk in chunks]
+    assert without["feed_forward_chunk"] == "0"
+    assert tiles["predicted_gib"] == 5.0
+    assert tiles["tokens_per_second"] == 32.0
 
 
 @pytest.mark.slow

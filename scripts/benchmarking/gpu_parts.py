@@ -4,6 +4,7 @@
     python scripts/benchmarking/gpu_parts.py timings [--json FILE] [--values N] [--tokens N] …
     python scripts/benchmarking/gpu_parts.py plan ROWS.json … [--json FILE]
     python scripts/benchmarking/gpu_parts.py long [--seq_len T] [--json FILE]
+    python scripts/benchmarking/gpu_parts.py tiles --config FILE --seq_len T [--json FILE]
     python scripts/benchmarking/gpu_parts.py profile [--seq_len T] [--arm A] [--batch_size B] …
 
 Times are of CUDA events around one call, medians of the rounds. On a CPU they are of the clock, so
@@ -45,11 +46,14 @@ def main() -> None:
     plan.add_argument("rows", nargs="+", type=Path)
     long_ = kinds.add_parser("long")
     long_.add_argument("--seq_len", type=int, default=131072)
+    tiles = kinds.add_parser("tiles")
+    tiles.add_argument("--config", required=True)
+    tiles.add_argument("--seq_len", type=int, required=True)
     profile = kinds.add_parser("profile")
     profile.add_argument("--seq_len", type=int, default=16384)
     profile.add_argument("--arm", default="microbatch")
     profile.add_argument("--batch_size", type=int, default=1)
-    for part in (machine_, times, plan, long_, profile):
+    for part in (machine_, times, plan, long_, tiles, profile):
         part.add_argument("--json", type=Path)
     options = parser.parse_args()
     run: dict[str, Callable[[argparse.Namespace], Row]] = {
@@ -57,6 +61,7 @@ def main() -> None:
         "timings": timings,
         "plan": predictions,
         "long": offloaded,
+        "tiles": tiled,
         "profile": profiled,
     }
     result = run[options.part](options)
@@ -206,19 +211,50 @@ def offloaded(options: argparse.Namespace) -> Row:
     return {"steps": rows}
 
 
+def tiled(options: argparse.Namespace) -> Row:
+    """Weigh and time steps of one long sample, without and with blocks in tiles, inputs offloaded;
+    beside them the plan's predictions."""
+    from benchmarking.arms import ARMS
+    from torchtitan_dp.plan.memory import predict
+
+    rows = []
+    for chunk in ("0", "auto"):
+        flags = ["--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs"]
+        flags.append(f"--training.feed_forward_chunk={chunk}")
+        given = [f"--job.config_file={options.config}", f"--training.seq_len={options.seq_len}"]
+        plan = predict([*given, *flags], 1, 80.0, longest=False)
+        found = _of_one_process(
+            weigh_steps, ARMS["microbatch + AC"], options.seq_len, 1, 1, flags, options.config
+        )
+        rows.append(
+            {
+                "seq_len": options.seq_len,
+                "feed_forward_chunk": chunk,
+                "predicted_gib": plan.peak_bytes / GIB,
+                "tokens_per_second": options.seq_len / found["seconds"],
+                **found,
+            }
+        )
+    return {"steps": rows}
+
+
 def weigh_steps(arm: Any, setting: Any, folder: str) -> Row:
-    """In a process of its own: what the allocator counted over three steps."""
+    """In a process of its own: what the allocator counted over three steps, and the last's time."""
     from benchmarking.worker import _build, _draws_of_fixed_size
 
     with _draws_of_fixed_size(setting.records):
         step = _build(arm, setting, folder)
         for _ in range(3):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
             step()
+            torch.cuda.synchronize()
     stats = torch.cuda.memory_stats()
     return {
         "allocated_gib": stats["allocated_bytes.all.peak"] / GIB,
         "reserved_gib": stats["reserved_bytes.all.peak"] / GIB,
         "alloc_retries": stats["num_alloc_retries"],
+        "seconds": time.perf_counter() - began,
     }
 
 
@@ -238,13 +274,14 @@ def _of_one_process(
     batch_size: int,
     microbatches: int,
     overrides: list[str],
+    config: str = CONFIG,
 ) -> Row:
-    """Run `work` on steps of the 1B model, in a process of its own."""
+    """Run `work` on steps of a configuration (of 1B by default), in a process of its own."""
     from benchmarking.measure import make_setting
     from benchmarking.processes import on_processes
 
     setting = make_setting(
-        CONFIG,
+        config,
         [f"--training.seq_len={seq_len}", *overrides],
         1,
         local_batch_size=batch_size,
