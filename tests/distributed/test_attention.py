@@ -157,8 +157,11 @@ def imitate_efficient_kernels():
     return library
 
 
-def efficient_ring_errors(balancer, rotate, rows):
-    """Largest differences from whole attention, with the kernels that fp32 has on CUDA."""
+def imitated_ring_errors(balancer, rotate, rows, heads, imitate, name, terms, apart=False):
+    """Largest differences from whole attention, with kernels that are CUDA's alone.
+
+    `rows` tokens in each of a rank's two parts; `heads` of queries and of keys.
+    """
     import torchtitan_dp.distributed  # noqa: F401
 
     # isort: split
@@ -167,28 +170,33 @@ def efficient_ring_errors(balancer, rotate, rows):
     from torchtitan.distributed.context_parallel import cp_shard
     from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
-    from torchtitan_dp.distributed.attention import apply_ring_attention, configure_ring
+    from torchtitan_dp.distributed import attention
 
     cp = torch.distributed.get_world_size()
     mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
     torch.manual_seed(0)
-    q, k, v, g = (torch.randn(2, 4, 2 * cp * rows, 8) for _ in range(4))
+    of_queries, of_keys = heads
+    sizes = [(2, n, 2 * cp * rows, 8) for n in (of_queries, of_keys, of_keys, of_queries)]
+    q, k, v, g = (torch.randn(size) for size in sizes)
     whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*whole, is_causal=True)
+    out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=of_keys < of_queries)
     out.backward(g)
-
-    configure_ring(load_balancer=balancer, rotate_method=rotate)
-    apply_ring_attention([ScaledDotProductAttentionWrapper()], mesh)  # turns the dispatcher on
+    apart_from = 1 if apart else attention.HEADS_APART_FROM
+    attention.configure_ring(
+        load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from
+    )
+    # Turns the dispatcher on.
+    attention.apply_ring_attention([ScaledDotProductAttentionWrapper()], mesh)
 
     def local(*tensors):
         return cp_shard(mesh, tensors, None, balancer, input_seq_dim=2)[0]
 
     mine = [x.detach().requires_grad_() for x in local(q, k, v)]
     shards = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in mine]
-    library = imitate_efficient_kernels()
+    library = imitate()
     try:
-        efficient = torch.ops.aten._scaled_dot_product_efficient_attention
-        ring_out = efficient(*shards, None, True, 0.0, True)[0].to_local()
+        kernel = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
+        ring_out = kernel(*shards, *terms)[0].to_local()
         ring_out.backward(local(g)[0])
     finally:
         library._destroy()
@@ -197,13 +205,18 @@ def efficient_ring_errors(balancer, rotate, rows):
     return max((a - e).abs().max().item() for a, e in zip(actual, expected, strict=True))
 
 
+WITH_BIAS = (None, True, 0.0, True)  # no bias, logsumexp, no dropout, causal
+
+
 @pytest.mark.parametrize("rows", [1, 16, 32])
 @pytest.mark.parametrize("rotate", ["allgather", "alltoall"])
 @pytest.mark.parametrize("balancer", ["headtail", None])
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_a_ring_of_padded_logsumexps_equals_one_process(world_size, balancer, rotate, rows):
     """`rows` tokens in each of a rank's two parts: fp32 on CUDA has these kernels alone."""
-    assert max(on_ranks(world_size, efficient_ring_errors, balancer, rotate, rows)) < 5e-6
+    kernel = (imitate_efficient_kernels, "efficient", WITH_BIAS)
+    errors = on_ranks(world_size, imitated_ring_errors, balancer, rotate, rows, (4, 4), *kernel)
+    assert max(errors) < 5e-6
 
 
 @pytest.mark.cuda
@@ -359,52 +372,13 @@ def imitate_cudas_kernels():
     return library
 
 
-def cudas_ring_errors(balancer, name, apart):
-    """Largest differences from whole attention, with the kernels that 16 bits have on CUDA."""
-    import torchtitan_dp.distributed  # noqa: F401
-
-    # isort: split
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-    from torchtitan.distributed.context_parallel import cp_shard
-    from torchtitan.models.attention import ScaledDotProductAttentionWrapper
-
-    from torchtitan_dp.distributed import attention
-
-    cp = torch.distributed.get_world_size()
-    mesh = init_device_mesh("cpu", (cp,), mesh_dim_names=("cp",))
-    torch.manual_seed(0)
-    q, k, v, g = (torch.randn(2, heads, 16 * cp, 8) for heads in (4, 2, 2, 4))
-    whole = [x.clone().requires_grad_() for x in (q, k, v)]
-    out = F.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
-    out.backward(g)
-    apart_from = 1 if apart else attention.HEADS_APART_FROM
-    attention.configure_ring(
-        load_balancer=balancer, rotate_method="alltoall", heads_apart_from=apart_from
-    )
-    attention.apply_ring_attention([ScaledDotProductAttentionWrapper()], mesh)
-
-    def local(*tensors):
-        return cp_shard(mesh, tensors, None, balancer, input_seq_dim=2)[0]
-
-    mine = [x.detach().requires_grad_() for x in local(q, k, v)]
-    shards = [DTensor.from_local(x, mesh, [Shard(2)], run_check=False) for x in mine]
-    library = imitate_cudas_kernels()
-    try:
-        kernel = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
-        terms = (None, True, 0.0, True) if name == "cudnn" else (0.0, True)
-        ring_out = kernel(*shards, *terms)[0].to_local()
-        ring_out.backward(local(g)[0])
-    finally:
-        library._destroy()
-    expected = local(out.detach(), *(x.grad for x in whole))
-    actual = [ring_out, *(x.grad for x in mine)]
-    return max((a - e).abs().max().item() for a, e in zip(actual, expected, strict=True))
-
-
 @pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("name", ["flash", "cudnn"])
 @pytest.mark.parametrize("balancer", ["headtail", None])
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_a_ring_with_the_interfaces_of_cudas_kernels(world_size, balancer, name, apart):
-    assert max(on_ranks(world_size, cudas_ring_errors, balancer, name, apart)) < 5e-6
+    kernel = (imitate_cudas_kernels, name, WITH_BIAS if name == "cudnn" else (0.0, True))
+    errors = on_ranks(
+        world_size, imitated_ring_errors, balancer, "alltoall", 8, (4, 2), *kernel, apart
+    )
+    assert max(errors) < 5e-6

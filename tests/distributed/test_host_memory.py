@@ -124,7 +124,7 @@ def test_the_first_version_of_cgroups(machine: Machine) -> None:
 
 
 def test_a_containers_mount_begins_within_the_hierarchy(machine: Machine) -> None:
-    """What lies above is out of sight; the first version tells its limit all the same."""
+    """Cgroups above the mount are not visible; version 1 still reports their limit."""
     root = machine.mount("memory", "cgroup", "rw,memory", root="/docker/abc")
     machine.own("4:memory:/docker/abc/inner")
     v1(root, UNLIMITED, 2 * GIB, over_all=20 * GIB)

@@ -147,9 +147,9 @@ def after(steps: int, kind: str = "laplace", freq: int = 10, **fields: object) -
 def test_a_stop_that_noised_losses_decided_has_an_epsilon_and_one_by_others_has_none():
     for ledger in (after(20, planned_steps=40), after(20, planned_steps=40, heldout_losses=None)):
         (early,) = [one for one in caveats(ledger, 1.0, 2.0) if "not all planned steps" in one]
-        told = "if weights or held-out losses with noise alone did" in early
-        assert told == (ledger.heldout_losses is not None)
-        assert ("if other losses, norms" in early) == told
+        names_noised = "if weights or held-out losses with noise alone did" in early
+        assert names_noised == (ledger.heldout_losses is not None)
+        assert ("if other losses, norms" in early) == names_noised
 
 
 def behind(earlier: Ledger, lost: Segment | None = None) -> Ancestor:

@@ -8,7 +8,7 @@ from torchtitan_dp.plan.memory import CATEGORIES, GIB, MemoryPlan
 
 
 def test_the_page_has_memory_one_block_and_long_steps(tmp_path, monkeypatch):
-    """Of long samples alone is it said what a step takes."""
+    """The table of long steps lists configurations of long samples alone."""
     asked = []
 
     def predicted(overrides, ranks, memory_gib, *, longest):

@@ -51,7 +51,7 @@ BY_ONE = (*THREE, "--privacy.gradient_method=microbatch")
         ("8B", 8, (*LONG, "--parallelism.data_parallel_shard_degree=2"), 32, 8 * GIB),
         ("3B", 8, LONG, 28, 3 * GIB),  # not 4: no power of two
         ("8B", 8, (*LONG, *THREE), 32, 12 * GIB),
-        ("8B", 8, (*LONG, *BY_ONE), 32, 4 * GIB),  # whatever the size of a microbatch
+        ("8B", 8, (*LONG, *BY_ONE), 32, 4 * GIB),  # for microbatches of any size
         ("8B", 8, (*LONG, *BY_ONE, "--privacy.no-enable"), 32, 12 * GIB),
         ("8B", 8, ("--training.seq_len=4194304", OFFLOAD[0]), 0, 0),
     ],

@@ -1,10 +1,10 @@
 """How much of this machine's memory a process may still take (Linux).
 
 It is the least of what the kernel has available (`MemAvailable`) and of what each cgroup around
-this process leaves, in both versions of cgroups: a job of a scheduler and a container have their
-limits there, and those of all ancestors hold. Memory that only caches files counts as free, as in
-`MemAvailable`: it is dropped when memory is needed. Of ancestors that a container does not see,
-version 1 says the limit; those of version 2 are not known.
+this process leaves, in both versions of cgroups: a scheduler's job and a container have their
+limits there, and the limits of all ancestors apply. Memory that only caches files counts as free,
+as in `MemAvailable`: it is dropped when memory is needed. For ancestors that a container does not
+see, version 1 reports the limit; version 2 does not.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int | None:
-    """Return how many bytes this process may still take; None if nothing says.
+    """Return how many bytes this process may still take; None if it is unknown.
 
     Args:
         proc: where the kernel's files are.

@@ -21,6 +21,8 @@ DEFAULT_GIB = 80.0  # of a device
 HEADROOM = 0.05  # of a device's memory
 COMMUNICATOR_GIB = 0.5
 LONGEST = 2**22  # no longer samples are tried
+HIDDEN_DEVICES = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+"""Environment of a process that sees no accelerator."""
 MODES = ("none", "full")  # of activation checkpointing, that the longest T is sought for
 
 # In the order of tables.
@@ -133,7 +135,7 @@ def predicting(
     """
     task = json.dumps([overrides, world_size, memory_gib, longest])
     # Without an accelerator in sight everything is laid out on the CPU; fake tensors are as large.
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    hidden = {**HIDDEN_DEVICES, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "torchtitan_dp.plan.prediction"]
     with (
         tempfile.TemporaryFile("w+") as errors,

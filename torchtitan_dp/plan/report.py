@@ -25,6 +25,7 @@ from torchtitan_dp.plan.memory import (
     COMMUNICATOR_GIB,
     GIB,
     HEADROOM,
+    HIDDEN_DEVICES,
     LONGEST,
     MODES,
     MemoryPlan,
@@ -221,8 +222,7 @@ def block_section(folder: Path) -> str:
     name, ranks = _BLOCK
     command = [sys.executable, "-m", "torchtitan_dp.plan.timeline", str(ranks)]
     command += ["--job.config_file", str(folder / f"{name}.toml")]
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
-    env = os.environ | hidden
+    env = os.environ | HIDDEN_DEVICES
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
     return _BLOCK_SECTION.format(name=name, ranks=ranks, table=done.stdout)
 

@@ -4,8 +4,8 @@
 
 prints a Markdown table for rank 0 of N. The real step runs on fake tensors, as for the plan
 (`fake_step`). A tensor is named after the module that makes it: the running one or, in backward,
-the one whose call made the autograd node. The numbers of nodes tell that, so nothing here depends
-on what a module computes, or how.
+the one whose call made the autograd node, found by the node's number. So nothing here depends on
+the operations of a module.
 """
 
 import functools

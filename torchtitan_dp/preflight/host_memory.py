@@ -100,7 +100,7 @@ def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int |
 def require_host_memory(config: JobConfig) -> None:
     """Refuse to train where a node does not hold what its ranks offload.
 
-    Collective, whatever is configured: an all-gather over the world of one line or nothing.
+    Collective under any configuration: an all-gather over the world of one line or nothing.
 
     Raises:
         Fault: the same on all ranks if any of them finds too little.
@@ -145,7 +145,7 @@ class NodeMemory:
         return self.ranks * self.rank.rank_bytes
 
     def describe(self) -> str | None:
-        """Say in a line what a rank and a node take; None if that is little."""
+        """Describe a rank's and a node's memory in a line; None if it is little."""
         rank, parts = self.rank, []
         if rank.inputs_bytes:
             each = rank.buffer_bytes / GIB
