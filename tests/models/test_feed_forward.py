@@ -8,28 +8,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from scripts.benchmarking.counting import Counts
+from tests import build
+from tests.build import ARGS, QWEN
 from tests.gradients.loop import check
 from torchtitan_dp.config.derived import FEED_FORWARD_CHUNK, feed_forward_chunk
 from torchtitan_dp.models.families import family_of
 from torchtitan_dp.models.feed_forward import Tiling, swiglu, swiglu_backward, use_tiles
-from torchtitan_dp.models.llama3.model import LlamaArgs
 from torchtitan_dp.models.lora import LoRA, fill_adapters
-from torchtitan_dp.models.qwen3.model import QwenArgs
 from torchtitan_dp.models.rms_norm import use_lean_norms
 
-ARGS = LlamaArgs(
-    dim=24, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=37, multiple_of=4, max_seq_len=32
-)
-QWEN = QwenArgs(
-    dim=24,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=8,
-    hidden_dim=40,
-    vocab_size=37,
-    max_seq_len=32,
-)
 TILES = "--training.feed_forward_chunk=5"  # divides no number of local tokens
 FULL = "--activation_checkpoint.mode=full"
 EVERYWHERE = LoRA(rank=3, alpha=6.0, targets=("wq", "wv", "w1", "w2", "w3"))
@@ -208,8 +195,6 @@ def test_compiled_between_products(degrees):
     ],
 )
 def test_where_tiles_are_used(overrides, chunk):
-    from tests import build
-
     assert feed_forward_chunk(build.config(*overrides)) == chunk
 
 
@@ -225,8 +210,6 @@ def test_where_tiles_are_used(overrides, chunk):
     ],
 )
 def test_tiles_that_cannot_be_are_refused_in_one_line(overrides, words):
-    from tests import build
-
     with pytest.raises(ValueError, match=r"training\.feed_forward_chunk = ") as refused:
         build.config(*overrides)
     assert words in str(refused.value)

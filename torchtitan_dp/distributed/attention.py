@@ -150,40 +150,39 @@ def _register_kernels(heads_apart_from: int) -> None:
 def _ring_forward(
     heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    mesh, terms = _named(op, args, kwargs)
+    mesh, terms = _named(op, args, kwargs, heads_apart_from)
     if "compute_log_sumexp" in terms:
         terms["compute_log_sumexp"] = True  # the merge needs it, whether or not a gradient does
     kernel = _attend_unpadded if op is _efficient_op else op
     position, of_keys, _ = _place(mesh)
-    apart = terms["query"].shape[_SEQ_DIM] >= heads_apart_from
-    out, logsumexp, *rest = attend(kernel, position, of_keys, heads_apart=apart, **terms)
+    out, logsumexp, *rest = attend(kernel, position, of_keys, **terms)
     return (*_on_ring(mesh, out, logsumexp), *rest)
 
 
 def _ring_backward(
     heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    mesh, terms = _named(op, args, kwargs)
+    mesh, terms = _named(op, args, kwargs, heads_apart_from)
     kernel = _backward_padded if op is _efficient_backward_op else op
-    apart = terms["query"].shape[_SEQ_DIM] >= heads_apart_from
-    gradients = attend_backward(kernel, *_place(mesh), heads_apart=apart, **terms)
+    gradients = attend_backward(kernel, *_place(mesh), **terms)
     return (*_on_ring(mesh, *gradients[:3]), *gradients[3:])
 
 
 def _named(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], heads_apart_from: int
 ) -> tuple[DeviceMesh, dict[str, Any]]:
-    """Return the mesh of an operator's DTensors, and its arguments by the names of its schema,
-    local parts in the place of DTensors."""
+    """Return the mesh of an operator's DTensors, and the ring's terms: the arguments by the schema's
+    names, local parts in the place of DTensors, and whether heads are apart."""
     names = [argument.name.rstrip("_") for argument in op._schema.arguments]  # one has grad_out_
     named = {"is_causal": False, **dict(zip(names, args, strict=False)), **kwargs}
     for mask in ("attn_bias", "attn_mask"):
         assert named.get(mask) is None, "the ring masks by position only"
     (mesh, *_) = (value.device_mesh for value in args if isinstance(value, DTensor))
-    return mesh, {
+    terms = {
         name: value.to_local() if isinstance(value, DTensor) else value
         for name, value in named.items()
     }
+    return mesh, {**terms, "heads_apart": terms["query"].shape[_SEQ_DIM] >= heads_apart_from}
 
 
 def _place(mesh: DeviceMesh) -> tuple[Position, Passing | None, Passing | None]:
