@@ -171,7 +171,7 @@ def _ring_backward(
 def _named(
     op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], heads_apart_from: int
 ) -> tuple[DeviceMesh, dict[str, Any]]:
-    """Return the mesh of an operator's DTensors, and the ring's terms: the arguments by the schema's
+    """Return the mesh of an operator's DTensors, and the ring's terms: arguments by the schema's
     names, local parts in the place of DTensors, and whether heads are apart."""
     names = [argument.name.rstrip("_") for argument in op._schema.arguments]  # one has grad_out_
     named = {"is_causal": False, **dict(zip(names, args, strict=False)), **kwargs}
