@@ -66,12 +66,14 @@ def with_real_tensors(overrides, world_size):
     with tracking(like_cuda=False) as tracker:
         step, tracked, _ = run_step(tracker, overrides, world_size)
         before = sum(tracker.current.values())
-    # gloo's threads may keep what they sent for a while: the least of several is the step's own.
-    return tracked, before + min(allocated_peak(step) for _ in range(3))
+    # A block lost after the peak is taken off it too, so each microbatch is a lower bound.
+    return tracked, before + max(allocated_peak(step) for _ in range(3))
 
 
 def allocated_peak(step):
-    """The most bytes that PyTorch's CPU allocator gave out during a microbatch."""
+    """The most bytes that PyTorch's CPU allocator gave out during a microbatch, less those whose
+    free the profiler missed: gloo's threads, which it does not watch, may drop the last reference
+    to a tensor that they sent. A microbatch itself leaves nothing behind."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -81,7 +83,7 @@ def allocated_peak(step):
     for event in sorted(events, key=lambda event: event.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
-    return peak
+    return peak - alive
 
 
 @pytest.mark.thorough_cases(
@@ -137,7 +139,7 @@ def test_predicted_is_what_real_tensors_take(world_size, overrides):
     print(f"predicted {predicted:,}, tracked {tracked:,}, allocated {allocated:,} bytes")
     assert set(parts) <= {*CATEGORIES, "gathered"}
     assert predicted == pytest.approx(tracked, rel=0.05)  # a collective's input may live longer
-    assert predicted == pytest.approx(allocated, rel=0.10)
+    assert predicted == pytest.approx(allocated, rel=0.05)
 
 
 OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")
