@@ -24,14 +24,14 @@ def test_the_private_names_are_where_we_use_them():
 @pytest.mark.parametrize(
     ("compiled", "running", "first"),
     [
-        ((9, 1, 0), (9, 1, 0), "FLASH_ATTENTION"),
-        ((9, 5, 1), (9, 10, 2), "CUDNN_ATTENTION"),
-        ((9, 1, 0), (9, 10, 2), "FLASH_ATTENTION"),  # PyTorch's assertion is of the headers
-        ((9, 10, 2), (9, 1, 0), "FLASH_ATTENTION"),
+        ((9, 10, 2), (9, 10, 2), "FLASH_ATTENTION"),
+        ((9, 15, 1), (9, 20, 0), "CUDNN_ATTENTION"),
+        ((9, 10, 2), (9, 20, 0), "FLASH_ATTENTION"),  # PyTorch's assertion is of the headers
+        ((9, 20, 0), (9, 10, 2), "FLASH_ATTENTION"),
         (None, None, "CUDNN_ATTENTION"),
     ],
 )
-def test_an_old_cudnn_is_not_put_on_a_ring(monkeypatch, compiled, running, first):
+def test_an_old_cudnn_attends_nowhere(monkeypatch, compiled, running, first):
     import torchtitan_dp.distributed  # noqa: F401
     from torchtitan_dp.distributed import attention
 
@@ -40,10 +40,37 @@ def test_an_old_cudnn_is_not_put_on_a_ring(monkeypatch, compiled, running, first
     )
     monkeypatch.setattr(torch._C, "_cudnn", cudnn, raising=False)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: compiled is not None)
-    names = [backend.name for backend in attention._backends()]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    names = [backend.name for backend in attention._safe(attention._RING_BACKENDS)]
     assert names[0] == first
     assert "EFFICIENT_ATTENTION" in names
     assert "MATH" not in names
+
+    holder = torch.nn.ModuleList([attention.ScaledDotProductAttentionWrapper()])
+    attention.use_efficient_attention(holder)
+    assert holder[0].sdpa_backends[0].name == first
+
+
+def with_new_cudnn(monkeypatch):
+    """Imitate a machine whose cuDNN is trusted."""
+    import torchtitan_dp.distributed  # noqa: F401
+    from torchtitan_dp.distributed import attention
+
+    monkeypatch.setattr(attention, "_cudnn_versions", lambda: [(9, 20, 0)])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    return attention
+
+
+@pytest.mark.parametrize("reason", [None, "unaligned", "device", "layout"])
+def test_a_cudnn_that_cannot_be_trusted_attends_nowhere(monkeypatch, reason):
+    attention = with_new_cudnn(monkeypatch)
+    if reason == "device":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    if reason == "layout":
+        monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
+    backends = attention._safe(attention._RING_BACKENDS, reason != "unaligned")
+    has_cudnn = "CUDNN_ATTENTION" in [backend.name for backend in backends]
+    assert has_cudnn == (reason is None)
 
 
 def test_pytorch_has_the_versions_of_cudnn_where_we_ask():
@@ -84,7 +111,7 @@ def ring_errors(balancer, rotate, kv_heads):
 
     configure_ring(load_balancer=balancer, rotate_method=rotate)
     attention = ScaledDotProductAttentionWrapper()
-    apply_ring_attention([attention], mesh)
+    apply_ring_attention([attention], mesh, aligned=False)
 
     def local(*tensors):
         return cp_shard(mesh, tensors, None, balancer, input_seq_dim=2)[0]
@@ -186,7 +213,7 @@ def imitated_ring_errors(balancer, rotate, rows, heads, imitate, name, terms, ap
         load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from
     )
     # Turns the dispatcher on.
-    attention.apply_ring_attention([ScaledDotProductAttentionWrapper()], mesh)
+    attention.apply_ring_attention([ScaledDotProductAttentionWrapper()], mesh, aligned=True)
 
     def local(*tensors):
         return cp_shard(mesh, tensors, None, balancer, input_seq_dim=2)[0]
@@ -221,6 +248,46 @@ def test_a_ring_of_padded_logsumexps_equals_one_process(world_size, balancer, ro
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+@pytest.mark.parametrize("keys", [32, 64, 128, 192, 256, 320])
+@pytest.mark.parametrize("name", ["flash", "cudnn"])
+def test_one_block_of_very_negative_scores(name, keys):
+    """exp(-logsumexp) is infinite where a kernel takes a padded key's score for 0."""
+    import torchtitan_dp.distributed  # noqa: F401
+    from torchtitan_dp.distributed import attention
+
+    aligned = keys % 128 == 0
+    backends = attention._safe(attention._RING_BACKENDS, aligned)
+    if name == "cudnn" and attention.SDPBackend.CUDNN_ATTENTION not in backends:
+        pytest.skip("cuDNN is not used here")
+    torch.manual_seed(0)
+    base = torch.randn(64, device="cuda")
+    scale = 64**0.5 * 120 / base.square().sum()  # scores near -120
+    q, k, v, g = (torch.randn(2, n, 4, 64, device="cuda") for n in (256, keys, keys, 256))
+    q, k = base * scale + 0.05 * q, 0.05 * k - base
+    q, k, v, g = (x.bfloat16().transpose(1, 2) for x in (q, k, v, g))
+    whole = [x.double().requires_grad_() for x in (q, k, v)]
+    scores = whole[0] @ whole[1].transpose(-1, -2) / 64**0.5
+    assert scores.max() < -89
+    expected = scores.softmax(-1) @ whole[2]
+    grads = torch.autograd.grad(expected, whole, g.double())
+    forward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention")
+    backward = getattr(torch.ops.aten, f"_scaled_dot_product_{name}_attention_backward")
+    bias = {} if name == "flash" else {"attn_bias": None}
+    logsumexps = bias and {"compute_log_sumexp": True}
+    out, logsumexp, cum_q, cum_k, _, _, seed, offset, _ = forward(q, k, v, **bias, **logsumexps)
+    actual = attention._backward(
+        backward.default,
+        **dict(grad_out=g, query=q, key=k, value=v, out=out, logsumexp=logsumexp),
+        **dict(cum_seq_q=cum_q, cum_seq_k=cum_k, max_q=1, max_k=1, dropout_p=0.0),
+        **dict(is_causal=False, philox_seed=seed, philox_offset=offset, **bias),
+    )
+    for found, wanted in zip(actual[:3], grads, strict=True):
+        assert found.isfinite().all()
+        assert (found - wanted).norm() < 0.05 * wanted.norm()
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 @pytest.mark.parametrize("rows", [1, 16, 32, 50])
 @pytest.mark.parametrize("causal", [True, False])
 def test_one_block_of_cudas_efficient_kernel(rows, causal):
@@ -244,6 +311,7 @@ def test_one_block_of_cudas_efficient_kernel(rows, causal):
             q, k, v, compute_log_sumexp=True, **terms
         )
         actual = attention._backward_padded(
+            attention._efficient_backward_op,
             **dict(grad_out=g, query=q, key=k, value=v, out=out, logsumexp=logsumexp),
             **dict(philox_seed=seed, philox_offset=offset),
             **terms,
@@ -300,7 +368,7 @@ def ring_results(balancer, rotate, theirs, apart):
     changed = {kernels.default: of_pytorch, backward.default: of_pytorch} if theirs else {}
     kernel = ScaledDotProductAttentionWrapper()
     with mock.patch.dict(attention.ring.custom_ops, changed):
-        attention.apply_ring_attention([kernel], mesh)
+        attention.apply_ring_attention([kernel], mesh, aligned=True)
         mine = [x.detach().requires_grad_() for x in (q, k, v)]
         out = kernel(*mine, enable_gqa=True)
         out.backward(g)
@@ -349,6 +417,9 @@ def imitate_cudas_kernels():
     ):
         assert logsumexp.is_contiguous()
         assert cum_q is None
+        assert (max_q, max_k) == (q.shape[2], k.shape[2])
+        assert grad.stride(1) < grad.stride(2), "heads within tokens"
+        assert out.stride(1) < out.stride(2)
         return backward_op(grad, q, k, v, out, logsumexp, dropout, causal, scale=scale)
 
     def cudnn(
@@ -360,7 +431,8 @@ def imitate_cudas_kernels():
         return out, logsumexp.unsqueeze(-1), *more
 
     def cudnn_backward(grad, q, k, v, out, logsumexp, *rest, scale=None):
-        *_, dropout, causal = rest
+        *_, max_q, max_k, dropout, causal = rest
+        assert (max_q, max_k) == (q.shape[2], k.shape[2])
         logsumexp = logsumexp.squeeze(-1)
         assert logsumexp.is_contiguous()
         return backward_op(grad, q, k, v, out, logsumexp, dropout, causal, scale=scale)

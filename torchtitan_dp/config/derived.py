@@ -16,9 +16,9 @@ FEED_FORWARD_CHUNK = 8192
 """Tokens in a tile of the feed-forward by default: enough that products outweigh the sums of weight
 gradients, which each tile reads and writes once."""
 
-# The least length of each of a rank's two parts of a sample on an accelerator: cuDNN refuses a
-# single key, and memory-efficient kernels pad to this many rows.
-ALIGNED_TOKENS = 32
+# The keys in a tile of cuDNN's attention. Its backward has returned NaN on tiles that were filled
+# in part (https://github.com/pytorch/pytorch/issues/196678); it refuses a single key.
+ALIGNED_TOKENS = 128
 
 
 def unit_word(config: JobConfig) -> str:
@@ -129,7 +129,7 @@ def ladder(config: JobConfig) -> tuple[int, ...]:
 
     Powers of two times 2 x context_parallel_degree (a ring needs multiples of that) between T / 128
     and T; shorter ones would save little and cost a compilation each. On an accelerator a ring
-    has none below 64 x context_parallel_degree (`ALIGNED_TOKENS`).
+    has none below 256 x context_parallel_degree (`ALIGNED_TOKENS`).
     """
     seq_len, cp = config.training.seq_len, config.parallelism.context_parallel_degree
     rung, shortest = 2 * cp, 2 * cp
@@ -140,3 +140,9 @@ def ladder(config: JobConfig) -> tuple[int, ...]:
         powers = (rung << power for power in range((seq_len // rung).bit_length()))
         lengths = [length for length in powers if shortest <= length < seq_len] + lengths
     return tuple(lengths[-MOST_LENGTHS:])
+
+
+def ring_is_aligned(config: JobConfig) -> bool:
+    """Return whether each of a rank's two parts of every sample is whole tiles of attention."""
+    whole = 2 * config.parallelism.context_parallel_degree * ALIGNED_TOKENS
+    return all(length % whole == 0 for length in ladder(config))

@@ -19,6 +19,7 @@ as much as one key head for each query head.
 """
 
 import functools
+import os
 from typing import Any, Literal
 
 import torch
@@ -62,7 +63,13 @@ _RING_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
 ]
 
-_CUDNN_FOR_RINGS = (9, 5, 1)
+# Before it, backward could fail or read beyond keys that do not fill a tile (PyTorch's own default
+# asks the same, https://github.com/pytorch/pytorch/issues/169849).
+_SAFE_CUDNN = (9, 15, 1)
+_CUDNN_CAPABILITIES = (9, 10)  # Hopper and Blackwell: elsewhere PyTorch prefers flash attention
+
+# With it, cuDNN's kernels lay logsumexp out in another order.
+_OTHER_LAYOUT = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 # Math is for the head sizes that the other kernel does not take.
 _BACKENDS_WITHOUT_RING = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -89,17 +96,21 @@ def configure_ring(
     _register_kernels(heads_apart_from)
 
 
-def apply_ring_attention(attention_modules: list[nn.Module], cp_mesh: DeviceMesh) -> None:
+def apply_ring_attention(
+    attention_modules: list[nn.Module], cp_mesh: DeviceMesh, *, aligned: bool
+) -> None:
     """Run each module's scaled-dot-product attention as a ring over `cp_mesh`.
 
     Args:
         attention_modules: TorchTitan `ScaledDotProductAttentionWrapper`s; inputs q, k, v of shape
             (B, heads, T / cp, head_dim), each rank's own part of the sequence.
         cp_mesh: one-dimensional mesh of the ranks that share a sample.
+        aligned: whether all lengths are whole tiles of keys (`config.derived.ring_is_aligned`):
+            else flash attention comes before cuDNN's.
     """
     apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
     for module in attention_modules:
-        module.sdpa_backends = _backends()  # type: ignore[assignment]
+        module.sdpa_backends = _safe(_RING_BACKENDS, aligned)  # type: ignore[assignment]
 
 
 def mesh_of_this_rank(device_type: str, name: str) -> DeviceMesh:
@@ -111,16 +122,22 @@ def mesh_of_this_rank(device_type: str, name: str) -> DeviceMesh:
     return init_device_mesh(device_type, every_rank_alone, mesh_dim_names=("rank", name))[name]
 
 
-def _backends() -> list[SDPBackend]:
-    """List the kernels for the ring, the preferred first.
+def _safe(backends: list[SDPBackend], aligned: bool = True) -> list[SDPBackend]:
+    """Leave cuDNN out of a list of kernels where its results cannot be trusted.
 
-    cuDNN before 9.5.1 fails in the ring's backward when queries and keys differ in number. PyTorch
-    asserts this by the version that it was compiled with, whichever it runs with; flash attention
-    comes first there.
+    A NaN of its backward would reject a sample in silence. A list with an order overrides the
+    conditions under which PyTorch itself would take cuDNN, so they are repeated here: the version,
+    both compiled and running (PyTorch asserts by the first), and the device. In a ring the later
+    blocks have no causal mask, and keys that do not fill the last tile are left out as well.
     """
-    if any(version < _CUDNN_FOR_RINGS for version in _cudnn_versions()):
-        return [backend for backend in _RING_BACKENDS if backend != SDPBackend.CUDNN_ATTENTION]
-    return _RING_BACKENDS
+    versions = _cudnn_versions()
+    trusted = (
+        aligned
+        and all(version >= _SAFE_CUDNN for version in versions)
+        and (not versions or torch.cuda.get_device_capability()[0] in _CUDNN_CAPABILITIES)
+        and os.environ.get(_OTHER_LAYOUT, "0") == "0"
+    )
+    return [one for one in backends if trusted or one != SDPBackend.CUDNN_ATTENTION]
 
 
 def _cudnn_versions() -> list[tuple[int, int, int]]:
@@ -163,7 +180,8 @@ def _ring_backward(
     heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
     mesh, terms = _named(op, args, kwargs, heads_apart_from)
-    kernel = _backward_padded if op is _efficient_backward_op else op
+    of_block = _backward_padded if op is _efficient_backward_op else _backward
+    kernel = functools.partial(of_block, op)
     gradients = attend_backward(kernel, *_place(mesh), **terms)
     return (*_on_ring(mesh, *gradients[:3]), *gradients[3:])
 
@@ -210,8 +228,21 @@ def _attend_unpadded(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[to
     return out, logsumexp[..., : query.shape[_SEQ_DIM]], *rest
 
 
+def _backward(
+    op: Any, *, query: torch.Tensor, key: torch.Tensor, **kwargs: Any
+) -> tuple[torch.Tensor, ...]:
+    """Compute one block's gradients.
+
+    CUDA's kernels take the numbers of queries and keys, which differ from block to block.
+    """
+    if "max_q" in kwargs:
+        kwargs |= {"max_q": query.shape[_SEQ_DIM], "max_k": key.shape[_SEQ_DIM]}
+    gradients: tuple[torch.Tensor, ...] = op(query=query, key=key, **kwargs)
+    return gradients
+
+
 def _backward_padded(
-    *, grad_out: torch.Tensor, logsumexp: torch.Tensor, **kwargs: Any
+    op: Any, *, grad_out: torch.Tensor, logsumexp: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
     """Compute one block's gradients, with logsumexp padded as by the forward kernel.
 
@@ -220,18 +251,21 @@ def _backward_padded(
     missing = -logsumexp.shape[_SEQ_DIM] % _ALIGNED_ROWS
     if missing and torch.version.hip is None:  # ROCm's kernels pad nothing
         logsumexp = F.pad(logsumexp, (0, missing), value=torch.inf)
-    gradients: tuple[torch.Tensor, ...] = _efficient_backward_op(
+    gradients: tuple[torch.Tensor, ...] = op(
         grad_out_=grad_out, logsumexp=logsumexp.contiguous(), **kwargs
     )
     return gradients
 
 
 def use_efficient_attention(model: nn.Module) -> None:
-    """Replace TorchTitan's attention modules in place; 16-bit attention stays as it was."""
+    """Replace TorchTitan's attention modules in place; 16-bit attention stays as it was, but
+    without cuDNN where that cannot be trusted."""
     for module in model.modules():
         for name, child in module.named_children():
             if type(child) is ScaledDotProductAttentionWrapper:
-                setattr(module, name, _EfficientAttention())
+                replaced = _EfficientAttention()
+                replaced.sdpa_backends = _safe(child.sdpa_backends)  # type: ignore[assignment, arg-type]
+                setattr(module, name, replaced)
 
 
 class _EfficientAttention(ScaledDotProductAttentionWrapper):

@@ -53,7 +53,7 @@ def _next_power(size: int) -> int:
 
 
 def _lock(pointer: int, size: int) -> None:
-    """Lock pages for CUDA. RuntimeError if it cannot: `out of memory (2)`, say."""
+    """Lock pages for CUDA. RuntimeError if it cannot: `out of memory`, say."""
     portable = 1  # of cudaHostRegister's flags: for all devices
     torch.cuda.check_error(torch.cuda.cudart().cudaHostRegister(pointer, size, portable))
 

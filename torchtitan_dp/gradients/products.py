@@ -52,5 +52,5 @@ def _(out: Tensor, left: Tensor, right: Tensor) -> None:
 
 
 def accumulates_wide(out: Tensor) -> bool:
-    """Return whether a GEMM with a fp32 result exists: on CUDA, since torch 2.8."""
+    """Return whether a GEMM of 16-bit matrices with a fp32 addend and result exists: on CUDA."""
     return out.is_cuda and hasattr(torch.ops.aten.addmm, "dtype_out")

@@ -22,7 +22,7 @@ from torchtitan.models.llama3.infra import parallelize as torchtitan_llama
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import feed_forward_chunk
+from torchtitan_dp.config.derived import feed_forward_chunk, ring_is_aligned
 from torchtitan_dp.distributed.attention import (
     HEADS_APART_FROM,
     apply_ring_attention,
@@ -54,7 +54,8 @@ def parallelize(
     """
     parallelism = job_config.parallelism
     if job_config.training.mixed_precision_param == "float16":
-        # Products over many tokens would be summed in 16 bits where cuBLAS splits them.
+        # Products over many tokens would be summed in 16 bits, and overflow, where cuBLAS splits
+        # them.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if parallel_dims.cp_enabled:
         configure_ring(
@@ -93,7 +94,7 @@ def _apply_parts(
     ring = _ring_mesh(parallel_dims, job_config)
     if ring is not None:
         kernels = [block.attention.inner_attention for block in model.layers.values()]
-        apply_ring_attention(kernels, ring)
+        apply_ring_attention(kernels, ring, aligned=ring_is_aligned(job_config))
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     chunk = feed_forward_chunk(job_config)
     if chunk:

@@ -119,8 +119,10 @@ def scaled_angles(args: Any) -> tuple[torch.Tensor, float]:
     Args:
         args: with a scaling in `rope`.
     """
-    frequencies = args.rope.inverse_frequencies(args.rope_theta, args.head_size)
-    angles = torch.outer(torch.arange(args.max_seq_len), frequencies)
+    positions = torch.arange(args.max_seq_len)
+    with torch.device("cpu"):  # as `transformers`: a GPU's powers may round differently
+        frequencies = args.rope.inverse_frequencies(args.rope_theta, args.head_size)
+    angles = torch.outer(positions, frequencies.to(positions.device))
     return angles, args.rope.attention_factor
 
 

@@ -179,6 +179,7 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     args = shape(config)
     on_meta(args)  # refuses unknown targets of adapters
     _check_attention(config, args)
+    _check_norms(config, args)
     check_clipping(config, args)
     check_files(config, args, start)
     tokens = load_tokenizer(config.model.hf_assets_path).get_vocab_size()
@@ -219,6 +220,20 @@ def _check_attention(config: JobConfig, args: ModelArgs) -> None:
             f"training.mixed_precision_param = '{dtype}': with context_parallel_degree = {cp} and "
             f"{args.n_heads} heads that share {args.n_kv_heads} keys no kernel for this device "
             "attends in 32 bits; set it to 'bfloat16', or parallelism.context_parallel_degree to 1"
+        )
+
+
+def _check_norms(config: JobConfig, args: ModelArgs) -> None:
+    """Refuse more values a rank than PyTorch's RMSNorm on CUDA has numbers for, which are 32 bits:
+    beyond, it would read other rows in silence."""
+    training, cp = config.training, config.parallelism.context_parallel_degree
+    tokens = training.local_batch_size * training.seq_len // cp
+    width = max(args.dim, args.n_heads * args.head_size)
+    if has_accelerator() and tokens * width > 2**32:
+        raise ValueError(
+            f"training.seq_len = {training.seq_len}: {tokens:,} tokens a rank of {width:,} values "
+            f"are more than the 2^32 of one norm on CUDA; raise "
+            f"parallelism.context_parallel_degree = {cp}"
         )
 
 

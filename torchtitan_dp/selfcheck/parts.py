@@ -21,6 +21,7 @@ from torchtitan_dp.distributed.attention import (
     apply_ring_attention,
     configure_ring,
     mesh_of_this_rank,
+    use_efficient_attention,
 )
 from torchtitan_dp.gradients.ghost import GhostGradients
 from torchtitan_dp.gradients.operands import Products
@@ -47,18 +48,22 @@ def attention(
     heads_apart: bool = False,
 ) -> Sequence[Measured]:
     """Compare output and gradients with those of attention over the whole sequence in fp64."""
-    kernel = ScaledDotProductAttentionWrapper()
+    holder = nn.ModuleList([ScaledDotProductAttentionWrapper()])
     cp_mesh = mesh(ranks.device.type, terms.degrees)[0].get_optional_mesh("cp")
     if cp_mesh is None and heads_apart:
         cp_mesh, balancer = mesh_of_this_rank(ranks.device.type, "cp"), None
     if cp_mesh is not None:
         apart_from = 1 if heads_apart else HEADS_APART_FROM
         configure_ring(load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from)
-        apply_ring_attention([kernel], cp_mesh)
+        apply_ring_attention([*holder], cp_mesh, aligned=terms.aligned)
+    elif ranks.device.type != "cpu":  # as in training
+        use_efficient_attention(holder)
     errors = []
     for length in terms.lengths:
         try:
-            errors.append(_attention_error(kernel, cp_mesh, ranks.device, terms, balancer, length))
+            errors.append(
+                _attention_error(holder[0], cp_mesh, ranks.device, terms, balancer, length)
+            )
         except RuntimeError as error:  # for example, no kernel takes this length
             raise RuntimeError(f"samples of {length} tokens: {error}") from error
     lengths = " to ".join(map(str, dict.fromkeys((terms.lengths[0], terms.lengths[-1]))))
@@ -96,9 +101,12 @@ def _attention_error(
             return moved
         return cp_shard(cp_mesh, moved, None, balancer, input_seq_dim=2)[0]
 
-    mine = [x.detach().clone().requires_grad_() for x in local(q, k, v)]
+    def heads_last(x: torch.Tensor) -> torch.Tensor:  # in memory, as the layers around have them
+        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format).transpose(1, 2)
+
+    mine = [heads_last(x).requires_grad_() for x in local(q, k, v)]
     its_out = kernel(*mine, enable_gqa=kv_heads < heads)
-    its_out.backward(local(g)[0])
+    its_out.backward(heads_last(local(g)[0]))
     expected = local(out.detach(), *(x.grad for x in whole if x.grad is not None))
     actual = [its_out.detach(), *(x.grad for x in mine if x.grad is not None)]
     assert len(actual) == len(expected) == 4

@@ -22,9 +22,15 @@ from torchtitan.distributed import ParallelDims
 from torchtitan_dp import momentum
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.derived import feed_forward_chunk, ladder
+from torchtitan_dp.config.derived import (
+    ALIGNED_TOKENS,
+    feed_forward_chunk,
+    ladder,
+    ring_is_aligned,
+)
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.attention import HEADS_APART_FROM
+from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.gradients.step import build_step
@@ -40,8 +46,8 @@ from torchtitan_dp.privacy.sampling import deal
 from torchtitan_dp.selfcheck.reference import Samples
 
 _VOCABULARY = 1009  # a prime, so that no mesh divides it
-_TOKENS = 64  # of a sample of the small model, for each cp rank
-_MOST_TOKENS = 128  # of a sample that attention is checked on, for each cp rank
+_TOKENS = 64  # of a sample of the small model on CPU, for each cp rank
+_MOST_TOKENS = 2 * ALIGNED_TOKENS  # of a sample that attention is checked on, for each cp rank
 _MOST_SAMPLES = 4  # of a microbatch
 
 
@@ -54,6 +60,7 @@ class Terms:
     lengths: tuple[int, ...]
     heads: tuple[int, int]  # of queries; of keys and values
     heads_apart: bool  # whether the run's attention is
+    aligned: bool  # whether the run's lengths are whole tiles of attention
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -148,7 +155,8 @@ def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
     rungs = tuple(length for length in ladder(config) if length <= _MOST_TOKENS * cp)
     scaled = copy.deepcopy(config)
     training = scaled.training
-    training.seq_len = min(training.seq_len, _TOKENS * cp)
+    tokens = _MOST_TOKENS if has_accelerator() else _TOKENS  # enough for every kernel of attention
+    training.seq_len = min(training.seq_len, tokens * cp)
     training.local_batch_size = min(training.local_batch_size, _MOST_SAMPLES)
     if training.loss_chunk_tokens:
         training.loss_chunk_tokens = _third(scaled)
@@ -160,7 +168,8 @@ def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
         scaled.privacy.clipping_groups = patterns_in_use(names, groups)
     heads = _shared(args) * kv_heads, kv_heads
     apart = config.training.seq_len // cp >= HEADS_APART_FROM
-    return Terms(scaled, small, rungs or (training.seq_len,), heads, apart)
+    lengths = rungs or (_MOST_TOKENS * cp,)
+    return Terms(scaled, small, lengths, heads, apart, ring_is_aligned(config))
 
 
 def _third(config: JobConfig) -> int:
