@@ -186,3 +186,16 @@ def test_a_file_that_was_closed_is_freed_in_silence(how, passed_over):
     assert ("flush of closed file" not in said) is passed_over
     for fault in ("no space left", "a wrong value", "of another object"):
         assert fault in said
+
+
+@pytest.mark.parametrize(("module", "terms"), [("train", ()), ("audit", ("--instrument=game",))])
+def test_an_interpreter_without_assertions_is_refused(module, terms):
+    done = subprocess.run(
+        [sys.executable, "-O", "-m", f"torchtitan_dp.{module}", *terms],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert done.returncode == 1
+    assert "run Python without -O" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -55,6 +55,18 @@ def mistakes_as_faults() -> Iterator[None]:
         raise Fault(str(error)) from error
 
 
+def require_assertions() -> None:
+    """Refuse an interpreter that skips assertions.
+
+    Raises:
+        Fault: Python runs with `-O` or PYTHONOPTIMIZE.
+    """
+    if not __debug__:
+        raise Fault(
+            "assertions guard privacy here: run Python without -O, and unset PYTHONOPTIMIZE"
+        )
+
+
 def protect() -> None:
     """Do what each worker does first: keep its outputs its owner's alone, and outlive nobody."""
     die_with_parent()

@@ -84,6 +84,7 @@ from torchtitan_dp.process import (
     mistakes_as_faults,
     os_errors_as_faults,
     protect,
+    require_assertions,
 )
 from torchtitan_dp.train_spec import OpenOnce, build_feed, register
 from torchtitan_dp.validate import HeldOutValidator, publish
@@ -414,13 +415,26 @@ def _require_launcher() -> None:
             )
 
 
+def export_weights(trainer: DPTrainer | BaselineTrainer, config: JobConfig) -> str:
+    """Export the weights, or their average, as a Hugging Face folder with its `privacy.json`.
+
+    Collective over the world.
+
+    Returns:
+        the folder.
+    """
+    terms = {PRIVACY_FILE: to_bytes(trainer.exported_terms())}
+    average = trainer.average
+    with average.in_place_of_weights() if average else contextlib.nullcontext():
+        return export(trainer.model_parts[0], config, beside=terms)
+
+
 @record
 @os_errors_as_faults()
 @lost_ranks_as_faults()
 def main(argv: list[str]) -> None:
     """Train, as one worker of `torchrun`."""
-    if not __debug__:
-        raise RuntimeError("assertions guard privacy here: unset PYTHONOPTIMIZE and -O")
+    require_assertions()
     protect()
     init_logger()
     quiet(logger)
@@ -445,12 +459,8 @@ def main(argv: list[str]) -> None:
     try:
         trainer.train()
         if exports and trainer.step == config.training.steps:  # not where it was stopped
-            terms = {PRIVACY_FILE: to_bytes(trainer.exported_terms())}
-            average = trainer.average
-            with average.in_place_of_weights() if average else contextlib.nullcontext():
-                folder = export(trainer.model_parts[0], config, beside=terms)
-            which = " (the average of weights)" if average else ""
-            logger.info(f"Hugging Face folder: {folder}/{which}")
+            which = " (the average of weights)" if trainer.average else ""
+            logger.info(f"Hugging Face folder: {export_weights(trainer, config)}/{which}")
     finally:
         trainer.close()
     dist.destroy_process_group()

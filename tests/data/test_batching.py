@@ -11,7 +11,7 @@ import torch
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import CONFIG
 from torchtitan_dp.config import JobConfig, derived
-from torchtitan_dp.config.derived import MOST_LENGTHS, ladder
+from torchtitan_dp.config.derived import MOST_LENGTHS, ladder, ring_is_aligned
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data import batching
 from torchtitan_dp.data.batching import Microbatch, RecordLoader, padded_lengths
@@ -79,18 +79,19 @@ def test_ladder() -> None:
     assert ladder(configured("--data.no-length_buckets")) == (T,)
 
 
-def test_rungs_on_an_accelerator_fill_the_rows_that_kernels_load(
+def test_rungs_on_an_accelerator_fill_the_tiles_of_attention(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A ring's parts have 32 tokens at least; without a ring, and on CPU, nothing changes."""
+    """A ring's parts have 128 tokens at least; without a ring, and on CPU, nothing changes."""
     on_cpu = ladder(configured(seq_len=1024, cp=2))
     alone = ladder(configured(seq_len=1024))
     monkeypatch.setattr(derived, "has_accelerator", lambda: True)
     for seq_len, cp in [(1024, 2), (1000, 2), (131072, 8), (64, 2), (96, 3)]:
         rungs = ladder(configured(seq_len=seq_len, cp=cp))
         assert rungs[-1] == seq_len
-        assert all(length % (64 * cp) == 0 for length in rungs[:-1])
-    assert ladder(configured(seq_len=1024, cp=2)) == (128, 256, 512, 1024)
+        assert all(length % (256 * cp) == 0 for length in rungs[:-1])
+        assert ring_is_aligned(configured(seq_len=seq_len, cp=cp)) == (seq_len % (256 * cp) == 0)
+    assert ladder(configured(seq_len=2048, cp=2)) == (512, 1024, 2048)
     assert on_cpu == (8, 16, 32, 64, 128, 256, 512, 1024)
     assert ladder(configured(seq_len=1024)) == alone
 
@@ -98,12 +99,12 @@ def test_rungs_on_an_accelerator_fill_the_rows_that_kernels_load(
 def test_the_default_command_on_two_gpus_takes_no_unaligned_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """fp32 on a ring: whatever is drawn, a rank's two parts are whole blocks of 32 rows."""
+    """Whatever is drawn, a rank's two parts are whole tiles of attention."""
     monkeypatch.setattr(derived, "has_accelerator", lambda: True)
     config = load_config(["--job.config_file", str(CONFIG)], 2)
     cp = config.parallelism.context_parallel_degree
     assert (cp, config.training.mixed_precision_param) == (2, "float32")
-    assert all(length // (2 * cp) % 32 == 0 for length in ladder(config))
+    assert ring_is_aligned(config)
 
 
 @pytest.mark.parametrize("seq_len", [8192, 8320, 131072])

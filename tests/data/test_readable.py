@@ -196,3 +196,18 @@ def test_without_units_a_bounded_part_is_parsed_and_more_only_to_find_one(
     assert len(seen) == looked
     assert len(found.store) == len(rows)
     assert all(f"of the first {looked} lines" in warning for warning in found.warnings)
+
+
+def test_a_held_out_unit_decides_no_start_where_the_number_of_units_is_secret(
+    tmp_path: Path,
+) -> None:
+    """Of two neighbours, one with a unit that is held out and one with none, both start."""
+    terms = {"unit_field": "patient_id", "heldout_fraction": 0.02, "needs_heldout": True}
+    with_one = [*NOTES, {"patient_id": "q19", "note": "by its hash among 2%"}]
+    assert "holds out none of 5 units" in refusal(tmp_path, NOTES, **terms)
+    assert len(opened(tmp_path, with_one, **terms).heldout) == 1
+
+    secret = {**terms, "number_is_secret": True}
+    (warning,) = opened(tmp_path, NOTES, **secret).warnings
+    assert "held-out losses are nan" in warning
+    assert opened(tmp_path, with_one, **secret).warnings == ()

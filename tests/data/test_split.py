@@ -95,7 +95,7 @@ def test_fraction_outside(fraction: float) -> None:
 
 
 def test_nothing_left_to_train_on() -> None:
-    with pytest.raises(ValueError, match=r"data\.heldout_fraction = 0\.99.* leaves none of 2"):
+    with pytest.raises(ValueError, match=r"data\.heldout_fraction = 0\.99.* leaves no record"):
         split(RecordUnits(Names(["a", "b"])), 0.99)
 
 

@@ -52,8 +52,8 @@ STATISTICS = {
 
 
 @pytest.fixture
-def logged(monkeypatch, caplog):
-    """The tags of one logged step, and its console line."""
+def logged(monkeypatch, caplog, request):
+    """The tags of one logged step, and its console line; a parameter changes its statistics."""
     from torchtitan.tools.logging import logger
     from torchtitan.tools.utils import NoColor
 
@@ -81,7 +81,8 @@ def logged(monkeypatch, caplog):
     public = {"lr": 1e-3, "epsilon": 2.5, "noise_multiplier": 1.0}
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO):
-        PrivateMetricsProcessor.log_step(metrics, 7, public, STATISTICS)
+        statistics = STATISTICS | getattr(request, "param", {})
+        PrivateMetricsProcessor.log_step(metrics, 7, public, statistics)
     ((tags, step), _) = inner.log.call_args
     assert step == 7
     return tags, caplog.records[-1].getMessage()
@@ -107,7 +108,16 @@ def test_row24_the_console_line_labels_what_is_not(logged):
     assert "loss: 1.2500" in private
     assert "ETA: " in private
     assert "mfu" not in line
-    assert "batch: 3" in private
+    assert "batch: 3  clipped" in private
+    assert "left out" not in line
+
+
+@pytest.mark.parametrize("logged", [{"rejected": 2.0}], indirect=True)
+def test_row24_the_console_line_shows_samples_that_were_left_out(logged):
+    _, line = logged
+    public, _, private = line.partition("not private: ")
+    assert "left out" not in public
+    assert "batch: 3  left out (not finite): 2  clipped" in private
 
 
 def test_row23_and_24_privacy_json_holds_the_contract_alone(tmp_path):

@@ -198,6 +198,8 @@ def test_the_exported_model_is_attacked_and_stays_under_its_claim(tmp_path, lora
     told = json.loads((run.folder / "privacy.json").read_text())
     assert told["private"] is False
     assert "audited: 40 canaries were trained on" in told["caveats"]
+    carried = json.loads((run.folder / "hf" / "privacy.json").read_text())  # wherever it is copied
+    assert carried["private"] is False
     assert (tmp_path / "clean.png").stat().st_size > 10_000
 
 

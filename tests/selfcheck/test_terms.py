@@ -92,8 +92,8 @@ def test_what_decides_code_and_kernels_stays():
 
 def test_attention_is_checked_at_the_ladders_rungs():
     debug = ["--job.config_file", str(ROOT / "train_configs/llama3_debug.toml")]
-    assert given_terms(debug, 2)[0].lengths == (8, 16, 32, 64, 128, 256)
-    assert given_terms([*debug, "--data.no-length_buckets"], 2)[0].lengths == (128,)
+    assert given_terms(debug, 2)[0].lengths == (8, 16, 32, 64, 128, 256, 512)
+    assert given_terms([*debug, "--data.no-length_buckets"], 2)[0].lengths == (512,)
 
 
 def test_without_privacy_there_is_nothing_to_check():

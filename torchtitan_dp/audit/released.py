@@ -24,9 +24,9 @@ from torchtitan_dp.audit.texts import TextCanary, TextSamples, token_ids, write_
 from torchtitan_dp.checkpoint.start import Start, Weights
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0
-from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, one_run_mu, rate_upper_bound
 from torchtitan_dp.privacy.meaning import meaning
+from torchtitan_dp.train import export_weights
 
 FALSE_ALARMS = 0.01
 
@@ -61,12 +61,7 @@ def audit(
     trainer = TextTrainer(config, decide, documents)
     try:
         trainer.train()
-        average = trainer.average
-        if average is not None:
-            with average.in_place_of_weights():
-                folder = export(trainer.model_parts[0], config)
-        else:
-            folder = export(trainer.model_parts[0], config)
+        folder = export_weights(trainer, config)
         tokenizer = trainer.dataloader.samples.tokenizer
         start = decide()
         base_folder = start.place if start.weights is Weights.INITIAL_HF else None

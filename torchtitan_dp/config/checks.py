@@ -108,11 +108,13 @@ def check(config: JobConfig, world_size: int) -> None:
 def _check_feed_forward(config: JobConfig) -> None:
     """Refuse tiles that cannot be, or that would keep what they should not."""
     chunk = config.training.feed_forward_chunk
-    if chunk == "auto" or chunk == 0 or not config.privacy.enable:
+    if chunk == "auto" or chunk == 0:
         return
     key = f"training.feed_forward_chunk = {chunk}"
     if chunk < 0:
         raise ValueError(f"{key}: at least 1, 0 for all tokens at once, or 'auto'")
+    if not config.privacy.enable:
+        return  # TorchTitan's own blocks
     if config.activation_checkpoint.mode not in ("none", "full"):
         raise ValueError(
             f"{key} with activation_checkpoint.mode = '{config.activation_checkpoint.mode}': "

@@ -138,9 +138,10 @@ class Validation(_Validation):
 
     publish_epsilon: float | None = None
     """The epsilon that all published held-out losses of the run spend together, of one held-out
-    unit: each is the mean over units of their clipped losses, with noise, and what is chosen by it
-    is as private as it is. Held-out units are not trained on, so that a unit pays this or the
-    weights' epsilon. Unset: the held-out loss is not private."""
+    unit, those apart that a crash loses (`heldout_epsilon` in `privacy.json` counts them, too):
+    each is the mean over units of their clipped losses, with noise, and what is chosen by it is as
+    private as it is. Held-out units are not trained on, so that a unit pays this or the weights'
+    epsilon. Unset: the held-out loss is not private."""
 
     publish_clip: float = 4.0
     """L: losses above so many nats (a sample's mean over its targets) count as L. A smaller one

@@ -57,7 +57,8 @@ class Records:
             prompt_field, messages_field: the field beside the text, or in its place, that
                 `conversations` reads; in a format whose records have fields.
             heldout_fraction: the share of units to hold out, by a hash of their ids.
-            needs_heldout: whether holding out no unit is an error.
+            needs_heldout: whether holding out no unit is an error, or a warning where
+                `number_is_secret`.
             number_is_secret: whether neighbouring data sets differ in their number of units, as
                 with a public `privacy.sample_rate`.
             in_groups: whether units take turns in groups, by a hash of their names.
@@ -89,16 +90,14 @@ class Records:
         if census is not None:
             refuse_unreadable(store, facts, wanted, census)
         train, heldout = split(units, heldout_fraction)
-        if len(train) == 0:
-            raise ValueError(
-                f"data.heldout_fraction = {heldout_fraction}: holds out all "
-                f"{len(units)} {word(unit_field)}s; lower it"
-            )
-        if needs_heldout and len(heldout) == 0:
-            raise ValueError(
-                f"data.heldout_fraction = {heldout_fraction}: holds out none of "
-                f"{len(units)} {word(unit_field)}s, but validation.enable = true; raise it"
-            )
+        assert len(train) > 0, "neither a store nor a split is empty"
+        lacks_heldout = needs_heldout and len(heldout) == 0
+        none = (
+            f"data.heldout_fraction = {heldout_fraction}: holds out none of "
+            f"{len(units)} {word(unit_field)}s, but validation.enable = true"
+        )
+        if lacks_heldout and not number_is_secret:
+            raise ValueError(f"{none}; raise it")
         read_by = (text_field, *(f"{key} {field}" for key, field in fields.items()))
         terms: tuple[object, ...] = (store.fingerprint, heldout_fraction, *read_by)
         if unit_field is not None:
@@ -115,6 +114,8 @@ class Records:
         found = warnings(store, facts, units, unit_field, wanted, census, len(train))
         if store.notice is not None:
             found += (store.notice,)
+        if lacks_heldout:  # a refusal would show whether a unit that is held out is there
+            found += (f"{none}, so held-out losses are nan; raise it",)
         return cls(store, units, train, heldout, fingerprint, settings, found)
 
 

@@ -194,8 +194,8 @@ def split(units: Units, heldout_fraction: float) -> tuple[np.ndarray, np.ndarray
     assert len(mask) == len(units)
     if mask.all():
         raise ValueError(
-            f"data.heldout_fraction = {heldout_fraction!r} leaves none of {len(units)} records or "
-            "units to train on: lower it"
+            f"data.heldout_fraction = {heldout_fraction!r} leaves no record or unit to train on: "
+            "lower it"
         )
     return np.flatnonzero(~mask), np.flatnonzero(mask)
 

@@ -121,8 +121,9 @@ class PrivacyFile:
     """Whether the noise resists attacks on its low bits (`privacy.secure_noise`)."""
 
     exact_sum: Annotated[bool, _SETTINGS]
-    """Whether the clipped sum is exact, so that rounding adds nothing to its sensitivity
-    (`privacy.exact_sum`)."""
+    """Whether clipped gradients are added up exactly, so that their sum's rounding adds nothing to
+    its sensitivity (`privacy.exact_sum`). It assumes that a sample's own gradient is not rounded
+    by those beside it in a microbatch."""
 
     trained: Annotated[str, _SETTINGS, _ADDED]
     """What the steps changed: all weights, or the adapters of LoRA beside weights that stayed as

@@ -124,11 +124,12 @@ def _plan(
     world_size: int,
     predicted: Callable[[], MemoryPlan] | None,
 ) -> None:
+    left = available_bytes()  # before records are indexed
     with exit_on_mistake():
         checked = check_run(config)
         args, records, plan = checked.args, checked.records, checked.plan
         lock_folder(config.job.dump_folder).close()
-        left, here = available_bytes(), options.ranks_here
+        here = options.ranks_here
         if here is not None:
             refuse_lack(config, args, here, left)
     host = NodeMemory.of(predict_host_memory(config, args), world_size, here, left)

@@ -7,8 +7,9 @@ takes by itself (libraries, the CUDA context, communication: some GiB a rank), w
 records and weights, one sample or tensor at a time, and the state of a run that trains on CPUs.
 
 Guarantee:
-    Whether a run is refused depends on its configuration and on the machine's memory, on no
-    record, and is the same on all ranks.
+    Whether a run is refused depends on its configuration and on the memory that its machine has
+    left, and is the same on all ranks. Assumed is that records do not decide: their index takes
+    some MiB of it.
 """
 
 import os
