@@ -61,14 +61,14 @@ def with_new_cudnn(monkeypatch):
     return attention
 
 
-@pytest.mark.parametrize("reason", [None, "unaligned", "device", "layout"])
+@pytest.mark.parametrize("reason", [None, "asked", "device", "layout"])
 def test_a_cudnn_that_cannot_be_trusted_attends_nowhere(monkeypatch, reason):
     attention = with_new_cudnn(monkeypatch)
     if reason == "device":
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     if reason == "layout":
         monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
-    backends = attention._safe(attention._RING_BACKENDS, reason != "unaligned")
+    backends = attention._safe(attention._RING_BACKENDS, reason != "asked")
     has_cudnn = "CUDNN_ATTENTION" in [backend.name for backend in backends]
     assert has_cudnn == (reason is None)
 
@@ -111,7 +111,7 @@ def ring_errors(balancer, rotate, kv_heads):
 
     configure_ring(load_balancer=balancer, rotate_method=rotate)
     attention = ScaledDotProductAttentionWrapper()
-    apply_ring_attention([attention], mesh, aligned=False)
+    apply_ring_attention([attention], mesh, cudnn=False)
 
     def local(*tensors):
         return cp_shard(mesh, tensors, None, balancer, input_seq_dim=2)[0]
@@ -213,7 +213,7 @@ def imitated_ring_errors(balancer, rotate, rows, heads, imitate, name, terms, ap
         load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from
     )
     # Turns the dispatcher on.
-    attention.apply_ring_attention([ScaledDotProductAttentionWrapper()], mesh, aligned=True)
+    attention.apply_ring_attention([ScaledDotProductAttentionWrapper()], mesh, cudnn=True)
 
     def local(*tensors):
         return cp_shard(mesh, tensors, None, balancer, input_seq_dim=2)[0]
@@ -368,7 +368,7 @@ def ring_results(balancer, rotate, theirs, apart):
     changed = {kernels.default: of_pytorch, backward.default: of_pytorch} if theirs else {}
     kernel = ScaledDotProductAttentionWrapper()
     with mock.patch.dict(attention.ring.custom_ops, changed):
-        attention.apply_ring_attention([kernel], mesh, aligned=True)
+        attention.apply_ring_attention([kernel], mesh, cudnn=True)
         mine = [x.detach().requires_grad_() for x in (q, k, v)]
         out = kernel(*mine, enable_gqa=True)
         out.backward(g)

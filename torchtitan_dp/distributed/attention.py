@@ -97,7 +97,7 @@ def configure_ring(
 
 
 def apply_ring_attention(
-    attention_modules: list[nn.Module], cp_mesh: DeviceMesh, *, aligned: bool
+    attention_modules: list[nn.Module], cp_mesh: DeviceMesh, *, cudnn: bool
 ) -> None:
     """Run each module's scaled-dot-product attention as a ring over `cp_mesh`.
 
@@ -105,12 +105,11 @@ def apply_ring_attention(
         attention_modules: TorchTitan `ScaledDotProductAttentionWrapper`s; inputs q, k, v of shape
             (B, heads, T / cp, head_dim), each rank's own part of the sequence.
         cp_mesh: one-dimensional mesh of the ranks that share a sample.
-        aligned: whether all lengths are whole tiles of keys (`config.derived.ring_is_aligned`):
-            else flash attention comes before cuDNN's.
+        cudnn: whether cuDNN may attend, as `models.parallelize.takes_cudnn` decides.
     """
     apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
     for module in attention_modules:
-        module.sdpa_backends = _safe(_RING_BACKENDS, aligned)  # type: ignore[assignment]
+        module.sdpa_backends = _safe(_RING_BACKENDS, cudnn)  # type: ignore[assignment]
 
 
 def mesh_of_this_rank(device_type: str, name: str) -> DeviceMesh:
@@ -122,17 +121,16 @@ def mesh_of_this_rank(device_type: str, name: str) -> DeviceMesh:
     return init_device_mesh(device_type, every_rank_alone, mesh_dim_names=("rank", name))[name]
 
 
-def _safe(backends: list[SDPBackend], aligned: bool = True) -> list[SDPBackend]:
+def _safe(backends: list[SDPBackend], cudnn: bool = True) -> list[SDPBackend]:
     """Leave cuDNN out of a list of kernels where its results cannot be trusted.
 
     A NaN of its backward would reject a sample in silence. A list with an order overrides the
     conditions under which PyTorch itself would take cuDNN, so they are repeated here: the version,
-    both compiled and running (PyTorch asserts by the first), and the device. In a ring the later
-    blocks have no causal mask, and keys that do not fill the last tile are left out as well.
+    both compiled and running (PyTorch asserts by the first), and the device.
     """
     versions = _cudnn_versions()
     trusted = (
-        aligned
+        cudnn
         and all(version >= _SAFE_CUDNN for version in versions)
         and (not versions or torch.cuda.get_device_capability()[0] in _CUDNN_CAPABILITIES)
         and os.environ.get(_OTHER_LAYOUT, "0") == "0"

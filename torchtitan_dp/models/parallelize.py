@@ -35,6 +35,7 @@ from torchtitan_dp.gradients.fsdp import keep_gathered
 from torchtitan_dp.gradients.layers import per_sample_layers
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import rms_norm
+from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.feed_forward import Tiling, use_tiles
 from torchtitan_dp.models.llama3.regions import compiled, use_regions
 from torchtitan_dp.models.lora import store_frozen
@@ -94,7 +95,7 @@ def _apply_parts(
     ring = _ring_mesh(parallel_dims, job_config)
     if ring is not None:
         kernels = [block.attention.inner_attention for block in model.layers.values()]
-        apply_ring_attention(kernels, ring, aligned=ring_is_aligned(job_config))
+        apply_ring_attention(kernels, ring, cudnn=takes_cudnn(job_config, model.model_args))
     compile_model = job_config.compile.enable and "model" in job_config.compile.components
     chunk = feed_forward_chunk(job_config)
     if chunk:
@@ -142,6 +143,17 @@ def _ring_mesh(parallel_dims: ParallelDims, job_config: JobConfig) -> DeviceMesh
         return None
     configure_ring(load_balancer=None, rotate_method="alltoall")
     return mesh_of_this_rank(device_type, "cp")
+
+
+def takes_cudnn(job_config: JobConfig, args: ModelArgs) -> bool:
+    """Return whether cuDNN may attend on a ring.
+
+    The blocks of other ranks have no causal mask, and its backward has returned NaN where keys do
+    not fill the last tile. Nothing documents that it counts beyond 2^31 values.
+    """
+    training, cp = job_config.training, job_config.parallelism.context_parallel_degree
+    tokens = training.local_batch_size * training.seq_len // cp
+    return ring_is_aligned(job_config) and tokens * args.n_heads * args.head_size < 2**31
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:

@@ -55,7 +55,7 @@ def attention(
     if cp_mesh is not None:
         apart_from = 1 if heads_apart else HEADS_APART_FROM
         configure_ring(load_balancer=balancer, rotate_method=rotate, heads_apart_from=apart_from)
-        apply_ring_attention([*holder], cp_mesh, aligned=terms.aligned)
+        apply_ring_attention([*holder], cp_mesh, cudnn=terms.cudnn)
     elif ranks.device.type != "cpu":  # as in training
         use_efficient_attention(holder)
     errors = []

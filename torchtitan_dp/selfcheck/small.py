@@ -26,7 +26,6 @@ from torchtitan_dp.config.derived import (
     ALIGNED_TOKENS,
     feed_forward_chunk,
     ladder,
-    ring_is_aligned,
 )
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.attention import HEADS_APART_FROM
@@ -38,7 +37,7 @@ from torchtitan_dp.models.families import ModelArgs, family_of, on_meta
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
-from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
+from torchtitan_dp.models.parallelize import parallelize, takes_cudnn, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.preflight.check import check_clipping
 from torchtitan_dp.privacy.clipping import patterns_in_use
@@ -60,7 +59,7 @@ class Terms:
     lengths: tuple[int, ...]
     heads: tuple[int, int]  # of queries; of keys and values
     heads_apart: bool  # whether the run's attention is
-    aligned: bool  # whether the run's lengths are whole tiles of attention
+    cudnn: bool  # whether it may be cuDNN's
 
     @property
     def degrees(self) -> tuple[int, int, int]:
@@ -169,7 +168,7 @@ def _scaled(config: JobConfig, args: ModelArgs) -> Terms:
     heads = _shared(args) * kv_heads, kv_heads
     apart = config.training.seq_len // cp >= HEADS_APART_FROM
     lengths = rungs or (_MOST_TOKENS * cp,)
-    return Terms(scaled, small, lengths, heads, apart, ring_is_aligned(config))
+    return Terms(scaled, small, lengths, heads, apart, takes_cudnn(config, args))
 
 
 def _third(config: JobConfig) -> int:
