@@ -17,11 +17,12 @@ def arms_tables(rows: list[Row]) -> str:
         here = [row for row in rows if row["world_size"] == devices]
         plain = [row for row in here if CHECKPOINTED not in row["name"]]
         on = f"{devices} process{'es' if devices > 1 else ''}"
-        parts += [
-            _titled(f"Throughput, tokens/s per device, {on}", plain, _throughput, _speed_gap),
-            _titled(f"Peak memory, GiB a process, {on}", plain, _peak, _memory_gap),
-            _titled(f"Of which allocated by PyTorch, GiB, {on}", plain, _allocated),
-        ]
+        if plain:
+            parts += [
+                _titled(f"Throughput, tokens/s per device, {on}", plain, _throughput, _speed_gap),
+                _titled(f"Peak memory, GiB a process, {on}", plain, _peak, _memory_gap),
+                _titled(f"Of which allocated by PyTorch, GiB, {on}", plain, _allocated),
+            ]
         if len(here) > len(plain):
             kept = {row["name"].removesuffix(CHECKPOINTED) for row in here if row not in plain}
             both = [row for row in here if row["name"].removesuffix(CHECKPOINTED) in kept]
