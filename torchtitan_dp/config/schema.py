@@ -137,10 +137,10 @@ class Validation(_Validation):
     """TorchTitan's section, with a held-out loss that may be published (docs/privacy.md)."""
 
     publish_epsilon: float | None = None
-    """The epsilon that all published held-out losses of the run spend together, of one held-out
-    unit, those apart that a crash loses (`heldout_epsilon` in `privacy.json` counts them, too):
-    each is the mean over units of their clipped losses, with noise, and what is chosen by it is as
-    private as it is. Held-out units are not trained on, so that a unit pays this or the weights'
+    """The epsilon, for one held-out unit, of all published held-out losses of the run together.
+    Evaluations that a crash loses come on top (`heldout_epsilon` in `privacy.json` counts them).
+    Each loss is the mean over units of their clipped losses, with noise; choices made by it are
+    post-processing. Held-out units are not trained on, so that a unit pays this or the weights'
     epsilon. Unset: the held-out loss is not private."""
 
     publish_clip: float = 4.0

@@ -63,12 +63,12 @@ _RING_BACKENDS = [
     SDPBackend.EFFICIENT_ATTENTION,
 ]
 
-# Before it, backward could fail or read beyond keys that do not fill a tile (PyTorch's own default
-# asks the same, https://github.com/pytorch/pytorch/issues/169849).
+# Earlier versions fail or read out of bounds where keys do not fill a tile; PyTorch's own default
+# requires this one (https://github.com/pytorch/pytorch/issues/169849).
 _SAFE_CUDNN = (9, 15, 1)
 _CUDNN_CAPABILITIES = (9, 10)  # Hopper and Blackwell: elsewhere PyTorch prefers flash attention
 
-# With it, cuDNN's kernels lay logsumexp out in another order.
+# Where this is set, cuDNN's kernels lay logsumexp out in another order.
 _OTHER_LAYOUT = "TORCH_CUDNN_SDPA_AVOID_RECOMPILE"
 
 # Math is for the head sizes that the other kernel does not take.
@@ -124,9 +124,9 @@ def mesh_of_this_rank(device_type: str, name: str) -> DeviceMesh:
 def _safe(backends: list[SDPBackend], cudnn: bool = True) -> list[SDPBackend]:
     """Leave cuDNN out of a list of kernels where its results cannot be trusted.
 
-    A NaN of its backward would reject a sample in silence. A list with an order overrides the
-    conditions under which PyTorch itself would take cuDNN, so they are repeated here: the version,
-    both compiled and running (PyTorch asserts by the first), and the device.
+    A NaN in its backward would reject a sample in silence. A list with priorities overrides the
+    conditions under which PyTorch itself would choose cuDNN, so they are repeated here: the
+    device, and the version, both of PyTorch's build and of this machine.
     """
     versions = _cudnn_versions()
     trusted = (

@@ -241,7 +241,7 @@ def attend_backward(
     """
     alone = position.size == 1
     grad_query = _heads_last(query, query.shape, query.dtype if alone else torch.float32).zero_()
-    # Kernels that are kept by the layout of queries and keys alone expect this one of it (cuDNN's).
+    # cuDNN caches its kernels by the layouts of q, k and v alone: this one must not vary.
     grad_out = grad_out.transpose(1, 2).contiguous().transpose(1, 2)
     shape = (2, *key.shape)
     assert value.shape == key.shape, "keys and values travel together"

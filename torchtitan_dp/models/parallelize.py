@@ -55,8 +55,8 @@ def parallelize(
     """
     parallelism = job_config.parallelism
     if job_config.training.mixed_precision_param == "float16":
-        # Products over many tokens would be summed in 16 bits, and overflow, where cuBLAS splits
-        # them.
+        # Where cuBLAS splits a product over many tokens, it would add the parts in fp16, which
+        # overflows.
         torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
     if parallel_dims.cp_enabled:
         configure_ring(
@@ -148,8 +148,8 @@ def _ring_mesh(parallel_dims: ParallelDims, job_config: JobConfig) -> DeviceMesh
 def takes_cudnn(job_config: JobConfig, args: ModelArgs) -> bool:
     """Return whether cuDNN may attend on a ring.
 
-    The blocks of other ranks have no causal mask, and its backward has returned NaN where keys do
-    not fill the last tile. Nothing documents that it counts beyond 2^31 values.
+    Blocks of other ranks' keys have no causal mask, and there its backward has returned NaN where
+    keys do not fill the last tile. Nothing documents that it indexes 2^31 values or more.
     """
     training, cp = job_config.training, job_config.parallelism.context_parallel_degree
     tokens = training.local_batch_size * training.seq_len // cp

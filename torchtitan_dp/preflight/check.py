@@ -224,15 +224,15 @@ def _check_attention(config: JobConfig, args: ModelArgs) -> None:
 
 
 def _check_norms(config: JobConfig, args: ModelArgs) -> None:
-    """Refuse more values a rank than PyTorch's RMSNorm on CUDA has numbers for, which are 32 bits:
-    beyond, it would read other rows in silence."""
+    """Refuse more values a rank than the 32-bit indices of PyTorch's RMSNorm on CUDA can reach:
+    beyond 2^32 it would read other rows, in silence."""
     training, cp = config.training, config.parallelism.context_parallel_degree
     tokens = training.local_batch_size * training.seq_len // cp
     width = max(args.dim, args.n_heads * args.head_size)
     if has_accelerator() and tokens * width > 2**32:
         raise ValueError(
             f"training.seq_len = {training.seq_len}: {tokens:,} tokens a rank of {width:,} values "
-            f"are more than the 2^32 of one norm on CUDA; raise "
+            "exceed the 2^32 that RMSNorm on CUDA can index; raise "
             f"parallelism.context_parallel_degree = {cp}"
         )
 

@@ -8,8 +8,8 @@ records and weights, one sample or tensor at a time, and the state of a run that
 
 Guarantee:
     Whether a run is refused depends on its configuration and on the memory that its machine has
-    left, and is the same on all ranks. Assumed is that records do not decide: their index takes
-    some MiB of it.
+    left, and is the same on all ranks. This assumes that the index of the records, some MiB, does
+    not tip the balance.
 """
 
 import os
