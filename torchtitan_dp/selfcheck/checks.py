@@ -12,6 +12,7 @@ import torch
 
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.attention import RotateMethod
+from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
 from torchtitan_dp.selfcheck.parts import attention, feed_forward, loss_head, noise, norm_estimates
@@ -69,10 +70,9 @@ def free_memory_gib(device: torch.device) -> tuple[float, float]:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return free / _GIB, 0.9 * total / _GIB  # a CUDA context takes a few percent
-    with open("/proc/meminfo", encoding="ascii") as file:
-        lines = dict(line.split(":") for line in file)
-    free = int(lines["MemAvailable"].split()[0]) * 1024
-    return free / _GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1.0  # these checks' own
+    available = available_bytes()
+    assert available is not None, "Linux has /proc/meminfo"
+    return available / _GIB / int(os.environ.get("LOCAL_WORLD_SIZE", "1")), 1.0  # these checks' own
 
 
 def checks_of(
