@@ -196,3 +196,32 @@ def test_what_no_sample_is_made_of_is_told(
     found = [line for line in lines if "are trained on" in line]
     assert len(found) == (said is not None)
     assert all(str(said) in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ((), ()),
+        (("--privacy.no-shard_grad_samples",), ("shard_grad_samples",)),
+        (("--privacy.no-shard_grad_samples", "--training.local_batch_size=2"), ()),
+        (
+            ("--privacy.gradient_method=ghost", "--privacy.underestimates=accounted"),
+            ("underestimates",),
+        ),
+        (("--privacy.gradient_method=ghost", "--privacy.ghost_passes=two"), ()),
+        (
+            ("--privacy.ghost_passes=two", "--privacy.projections=64"),
+            ("ghost_passes", "projections"),
+        ),
+        (("--privacy.no-enable", "--privacy.projections=64"), ()),
+    ],
+)
+def test_settings_of_another_method_are_named(
+    tmp_path: Path, overrides: tuple[str, ...], keys: tuple[str, ...]
+) -> None:
+    write(tmp_path / "notes.jsonl", NOTES)
+    lines = notices(load_config(command(tmp_path, *overrides), 1))
+    found = [line for line in lines if "has no effect" in line]
+    assert len(found) == len(keys)
+    for line, key in zip(found, keys, strict=True):
+        assert line.startswith(f"privacy.{key} = ")

@@ -99,6 +99,9 @@ class Method:
     estimates_norms: bool = False
     """Whether norms are estimated from `projections`."""
 
+    own_settings: tuple[str, ...] = ()
+    """The keys of `[privacy]` that this method reads and not all others do."""
+
     smallest_layer: Callable[[Privacy], tuple[int, int, int]] = lambda _: (1, 1, 1)
     """(T, P, D): the tokens, rows and columns of the smallest layer on which the method differs."""
 
@@ -161,6 +164,7 @@ METHODS: dict[str, Method] = {
         "several samples per microbatch; for per-sample gradients that fit in memory",
         per_sample_layers=True,
         compiles="regions",
+        own_settings=("shard_grad_samples",),
     ),
     "ghost": Method(
         GhostGradients,
@@ -170,6 +174,7 @@ METHODS: dict[str, Method] = {
         compiles="regions",
         backward_passes=_ghost_passes,
         whole_gradients=False,
+        own_settings=("ghost_passes",),
     ),
     "randomized": Method(
         GhostGradients,
@@ -180,6 +185,7 @@ METHODS: dict[str, Method] = {
         backward_passes=_ghost_passes,
         whole_gradients=False,
         estimates_norms=True,
+        own_settings=("ghost_passes", "projections", "norm_estimator", "underestimates"),
         smallest_layer=_smallest_estimated,
     ),
 }

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import torchtitan
 
-from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config import JobConfig, Privacy
 from torchtitan_dp.config.derived import never_trained
 from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.process import PLANNED
 
@@ -68,7 +69,22 @@ def show_notices(config: JobConfig, records: Records) -> None:
 def notices(config: JobConfig) -> list[str]:
     """List the notices of the configuration."""
     lines = [never_trained(config), _beyond_the_window(config)]
-    return [line for line in lines if line is not None]
+    return [line for line in lines if line is not None] + _without_effect(config)
+
+
+def _without_effect(config: JobConfig) -> list[str]:
+    """Describe the settings of `[privacy]` that another gradient method would read."""
+    privacy, default = config.privacy, Privacy()
+    if not privacy.enable:
+        return []
+    taken = METHODS[privacy.gradient_method].own_settings
+    keys = {key for method in METHODS.values() for key in method.own_settings if key not in taken}
+    return [
+        f"privacy.{key} = {getattr(privacy, key)!r} has no effect with privacy.gradient_method = "
+        f"'{privacy.gradient_method}'"
+        for key in sorted(keys)
+        if getattr(privacy, key) != getattr(default, key)
+    ]
 
 
 def _beyond_the_window(config: JobConfig) -> str | None:
