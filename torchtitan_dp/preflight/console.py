@@ -80,8 +80,8 @@ def _without_effect(config: JobConfig) -> list[str]:
     taken = METHODS[privacy.gradient_method].own_settings
     keys = {key for method in METHODS.values() for key in method.own_settings if key not in taken}
     return [
-        f"privacy.{key} = {getattr(privacy, key)!r} has no effect with privacy.gradient_method = "
-        f"'{privacy.gradient_method}'"
+        f"privacy.{key} = {repr(getattr(privacy, key)).lower()} has no effect with "  # as in TOML
+        f"privacy.gradient_method = '{privacy.gradient_method}'"
         for key in sorted(keys)
         if getattr(privacy, key) != getattr(default, key)
     ]
