@@ -415,7 +415,7 @@ def _require_launcher() -> None:
             )
 
 
-def export_weights(trainer: DPTrainer | BaselineTrainer, config: JobConfig) -> str:
+def export_weights(trainer: DPTrainer | BaselineTrainer) -> str:
     """Export the weights, or their average, as a Hugging Face folder with its `privacy.json`.
 
     Collective over the world.
@@ -426,7 +426,7 @@ def export_weights(trainer: DPTrainer | BaselineTrainer, config: JobConfig) -> s
     terms = {PRIVACY_FILE: to_bytes(trainer.exported_terms())}
     average = trainer.average
     with average.in_place_of_weights() if average else contextlib.nullcontext():
-        return export(trainer.model_parts[0], config, beside=terms)
+        return export(trainer.model_parts[0], trainer.job_config, beside=terms)
 
 
 @record
@@ -460,7 +460,7 @@ def main(argv: list[str]) -> None:
         trainer.train()
         if exports and trainer.step == config.training.steps:  # not where it was stopped
             which = " (the average of weights)" if trainer.average else ""
-            logger.info(f"Hugging Face folder: {export_weights(trainer, config)}/{which}")
+            logger.info(f"Hugging Face folder: {export_weights(trainer)}/{which}")
     finally:
         trainer.close()
     dist.destroy_process_group()

@@ -99,7 +99,7 @@ def test_rungs_on_an_accelerator_fill_the_tiles_of_attention(
 def test_the_default_command_on_two_gpus_takes_no_unaligned_part(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Whatever is drawn, a rank's two parts are whole tiles of attention."""
+    """Both of a rank's parts fill whole tiles of attention, at every length of the ladder."""
     monkeypatch.setattr(derived, "has_accelerator", lambda: True)
     config = load_config(["--job.config_file", str(CONFIG)], 2)
     cp = config.parallelism.context_parallel_degree

@@ -51,21 +51,14 @@ def test_an_old_cudnn_attends_nowhere(monkeypatch, compiled, running, first):
     assert holder[0].sdpa_backends[0].name == first
 
 
-def with_new_cudnn(monkeypatch):
-    """Imitate a machine whose cuDNN is trusted."""
+@pytest.mark.parametrize("reason", [None, "asked", "device", "layout"])
+def test_a_cudnn_that_cannot_be_trusted_attends_nowhere(monkeypatch, reason):
     import torchtitan_dp.distributed  # noqa: F401
     from torchtitan_dp.distributed import attention
 
+    capability = (8, 0) if reason == "device" else (9, 0)
     monkeypatch.setattr(attention, "_cudnn_versions", lambda: [(9, 20, 0)])
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    return attention
-
-
-@pytest.mark.parametrize("reason", [None, "asked", "device", "layout"])
-def test_a_cudnn_that_cannot_be_trusted_attends_nowhere(monkeypatch, reason):
-    attention = with_new_cudnn(monkeypatch)
-    if reason == "device":
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     if reason == "layout":
         monkeypatch.setenv("TORCH_CUDNN_SDPA_AVOID_RECOMPILE", "1")
     backends = attention._safe(attention._RING_BACKENDS, reason != "asked")
@@ -311,7 +304,6 @@ def test_one_block_of_cudas_efficient_kernel(rows, causal):
             q, k, v, compute_log_sumexp=True, **terms
         )
         actual = attention._backward_padded(
-            attention._efficient_backward_op,
             **dict(grad_out=g, query=q, key=k, value=v, out=out, logsumexp=logsumexp),
             **dict(philox_seed=seed, philox_offset=offset),
             **terms,

@@ -61,7 +61,7 @@ def audit(
     trainer = TextTrainer(config, decide, documents)
     try:
         trainer.train()
-        folder = export_weights(trainer, config)
+        folder = export_weights(trainer)
         tokenizer = trainer.dataloader.samples.tokenizer
         start = decide()
         base_folder = start.place if start.weights is Weights.INITIAL_HF else None

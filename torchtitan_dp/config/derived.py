@@ -142,6 +142,14 @@ def ladder(config: JobConfig) -> tuple[int, ...]:
     return tuple(lengths[-MOST_LENGTHS:])
 
 
+def most_tokens(config: JobConfig) -> int:
+    """Return the most tokens that a rank computes at once: a microbatch of the longest samples,
+    which validation takes whole under any gradient method."""
+    training = config.training
+    microbatch = training.local_batch_size * training.seq_len
+    return microbatch // config.parallelism.context_parallel_degree
+
+
 def ring_is_aligned(config: JobConfig) -> bool:
     """Return whether each of a rank's two parts of every sample is whole tiles of attention."""
     whole = 2 * config.parallelism.context_parallel_degree * ALIGNED_TOKENS

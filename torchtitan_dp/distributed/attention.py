@@ -178,8 +178,8 @@ def _ring_backward(
     heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
     mesh, terms = _named(op, args, kwargs, heads_apart_from)
-    of_block = _backward_padded if op is _efficient_backward_op else _backward
-    kernel = functools.partial(of_block, op)
+    padded = op is _efficient_backward_op
+    kernel = _backward_padded if padded else functools.partial(_backward, op)
     gradients = attend_backward(kernel, *_place(mesh), **terms)
     return (*_on_ring(mesh, *gradients[:3]), *gradients[3:])
 
@@ -240,7 +240,7 @@ def _backward(
 
 
 def _backward_padded(
-    op: Any, *, grad_out: torch.Tensor, logsumexp: torch.Tensor, **kwargs: Any
+    *, grad_out: torch.Tensor, logsumexp: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
     """Compute one block's gradients, with logsumexp padded as by the forward kernel.
 
@@ -249,7 +249,7 @@ def _backward_padded(
     missing = -logsumexp.shape[_SEQ_DIM] % _ALIGNED_ROWS
     if missing and torch.version.hip is None:  # ROCm's kernels pad nothing
         logsumexp = F.pad(logsumexp, (0, missing), value=torch.inf)
-    gradients: tuple[torch.Tensor, ...] = op(
+    gradients: tuple[torch.Tensor, ...] = _efficient_backward_op(
         grad_out_=grad_out, logsumexp=logsumexp.contiguous(), **kwargs
     )
     return gradients

@@ -22,7 +22,7 @@ from torchtitan.models.llama3.infra import parallelize as torchtitan_llama
 from torchtitan.tools.utils import device_type
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import feed_forward_chunk, ring_is_aligned
+from torchtitan_dp.config.derived import feed_forward_chunk, most_tokens, ring_is_aligned
 from torchtitan_dp.distributed.attention import (
     HEADS_APART_FROM,
     apply_ring_attention,
@@ -151,9 +151,8 @@ def takes_cudnn(job_config: JobConfig, args: ModelArgs) -> bool:
     Blocks of other ranks' keys have no causal mask, and there its backward has returned NaN where
     keys do not fill the last tile. Nothing documents that it indexes 2^31 values or more.
     """
-    training, cp = job_config.training, job_config.parallelism.context_parallel_degree
-    tokens = training.local_batch_size * training.seq_len // cp
-    return ring_is_aligned(job_config) and tokens * args.n_heads * args.head_size < 2**31
+    values = most_tokens(job_config) * args.n_heads * args.head_size
+    return ring_is_aligned(job_config) and values < 2**31
 
 
 def fsdp_mesh(parallel_dims: ParallelDims) -> DeviceMesh:

@@ -26,6 +26,7 @@ from torchtitan_dp.checkpoint.start import (
 )
 from torchtitan_dp.checkpoint.terms import refuse_delta_of_losses
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.derived import most_tokens
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.samples.conversations import Reading, reading
 from torchtitan_dp.data.samples.excerpts import scan_undecodable
@@ -226,14 +227,14 @@ def _check_attention(config: JobConfig, args: ModelArgs) -> None:
 def _check_norms(config: JobConfig, args: ModelArgs) -> None:
     """Refuse more values a rank than the 32-bit indices of PyTorch's RMSNorm on CUDA can reach:
     beyond 2^32 it would read other rows, in silence."""
-    training, cp = config.training, config.parallelism.context_parallel_degree
-    tokens = training.local_batch_size * training.seq_len // cp
+    tokens = most_tokens(config)
     width = max(args.dim, args.n_heads * args.head_size)
     if has_accelerator() and tokens * width > 2**32:
         raise ValueError(
-            f"training.seq_len = {training.seq_len}: {tokens:,} tokens a rank of {width:,} values "
-            "exceed the 2^32 that RMSNorm on CUDA can index; raise "
-            f"parallelism.context_parallel_degree = {cp}"
+            f"training.seq_len = {config.training.seq_len}: {tokens:,} tokens a rank of "
+            f"{width:,} values exceed the 2^32 that RMSNorm on CUDA can index; raise "
+            "parallelism.context_parallel_degree = "
+            f"{config.parallelism.context_parallel_degree}"
         )
 
 
