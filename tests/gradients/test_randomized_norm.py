@@ -254,7 +254,7 @@ def always(estimator):
 
 
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
-def test_row67_estimates_are_unbiased(estimator):
+def test_row75_estimates_are_unbiased(estimator):
     """And spread as they should: 2 |G^T G|^2 / k, which Hutch++ is below."""
     samples = 3_000
     factors, norms = factors_of(samples), always(estimator)
@@ -306,7 +306,7 @@ def test_row11_and_40_no_two_units_parameters_or_steps_share_projections(rows):
     assert whole.var().item() == pytest.approx(1 / K, rel=0.02)
 
 
-def test_row67_a_units_projections_do_not_depend_on_who_else_is_drawn():
+def test_row75_a_units_projections_do_not_depend_on_who_else_is_drawn():
     """Nor on the microbatch, or the place in it, that it is dealt to."""
     found = []
     for microbatches in ([(3, 5)], [(5, -1)], [(1, 2), (4, 5)]):
@@ -317,7 +317,7 @@ def test_row67_a_units_projections_do_not_depend_on_who_else_is_drawn():
     assert all(torch.equal(found[0], other) for other in found[1:])
 
 
-def test_row67_no_unit_comes_twice_in_a_step_and_none_without_its_position():
+def test_row75_no_unit_comes_twice_in_a_step_and_none_without_its_position():
     norms = always("hutchinson")
     norms.start_microbatch((3, -1, -1))
     norms.start_microbatch((4, -1))
@@ -332,7 +332,7 @@ def test_row67_no_unit_comes_twice_in_a_step_and_none_without_its_position():
 
 
 @pytest.mark.parametrize("k", [8, 4096])
-def test_row67_units_places_are_apart_and_within_what_generators_count_to(k):
+def test_row75_units_places_are_apart_and_within_what_generators_count_to(k):
     from torchtitan_dp.gradients.randomized_norm import first_number
 
     for rows in (1, 131, 128_256):

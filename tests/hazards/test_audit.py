@@ -378,13 +378,13 @@ def estimated_matrices(method, adapters):
 
 
 @pytest.mark.parametrize(("adapters", "matrices"), [(False, 2), (True, 4)], ids=["all", "lora"])
-def test_row67_the_game_plays_with_estimates(adapters, matrices):
+def test_row75_the_game_plays_with_estimates(adapters, matrices):
     assert on_ranks(1, estimated_matrices, "randomized", adapters) == [matrices]
 
 
 @pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
 @pytest.mark.parametrize("projections", [1, 8, 16, 32, 33, 100])
-def test_row67_the_game_plays_with_estimates_on_any_mesh(projections, estimator):
+def test_row75_the_game_plays_with_estimates_on_any_mesh(projections, estimator):
     from torchtitan_dp.audit.game import sizes
     from torchtitan_dp.config import Privacy
 

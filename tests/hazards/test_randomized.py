@@ -1,4 +1,4 @@
-"""Row 67: what estimated norms are accounted for is what they are made from, wherever epsilon is
+"""Row 75: what estimated norms are accounted for is what they are made from, wherever epsilon is
 told; and what the accounting does not cover is refused.
 """
 
@@ -60,7 +60,7 @@ def accounted_and_drawn(options):
 
 
 @pytest.mark.parametrize("k, estimator", [(32, "hutchinson"), (64, "hutch++")])
-def test_row67_what_is_accounted_is_what_is_drawn(k, estimator):
+def test_row75_what_is_accounted_is_what_is_drawn(k, estimator):
     options = [f"--privacy.projections={k}", f"--privacy.norm_estimator={estimator}"]
     (found,) = on_ranks(1, accounted_and_drawn, options)
     assert found == ((k, estimator, k), (k, estimator))
@@ -72,7 +72,7 @@ CAPPED_TERMS = replace(EXACT, mechanism=PoissonGaussian(1.0, 0.05, 32, "hutchins
 @pytest.mark.parametrize(
     "then, now", [(ESTIMATED, CAPPED_TERMS), (EXACT, ESTIMATED), (CAPPED_TERMS, EXACT)]
 )
-def test_row67_steps_that_a_log_tells_of_have_no_norms_but_those_that_count(tmp_path, then, now):
+def test_row75_steps_that_a_log_tells_of_have_no_norms_but_those_that_count(tmp_path, then, now):
     log = ExecutedSteps(str(tmp_path))
     for terms in (then, now):
         log.new_start()
@@ -93,7 +93,7 @@ HUTCH = replace(EXACT, mechanism=PoissonGaussian(1.0, 0.05, 32, "hutch++"))
 
 
 @pytest.mark.parametrize("said", [EXACT, HUTCH])
-def test_row67_a_file_that_says_other_norms_than_the_checkpoint_is_reported(said):
+def test_row75_a_file_that_says_other_norms_than_the_checkpoint_is_reported(said):
     truth = Ledger(CAPPED_TERMS, steps=5, planned_steps=5)
     assert begins_as(truth.segments(), truth.segments())
     assert not begins_as(replace(truth, settings=said).segments(), truth.segments())
@@ -106,7 +106,7 @@ def terms_of(*overrides):
     return settings_of(build.config(*overrides), units=100, noise_multiplier=1.0)
 
 
-def test_row67_exact_and_capped_norms_may_take_each_others_place():
+def test_row75_exact_and_capped_norms_may_take_each_others_place():
     """Which of them it is changes no epsilon, and is told of each step."""
     ghost, other = terms_of("--privacy.gradient_method=ghost"), terms_of("--privacy.projections=64")
     assert ghost.mechanism == PoissonGaussian(1.0, ghost.mechanism.sample_rate)
@@ -176,7 +176,7 @@ def test_row24_and_67_people_are_told_of_capped_norms(tmp_path):
 
 
 @pytest.mark.parametrize("options, kind", [(CAPPED, PoissonGaussian), (METHOD, EstimatedNorms)])
-def test_row67_what_is_capped_is_what_is_accounted_as_exact(options, kind):
+def test_row75_what_is_capped_is_what_is_accounted_as_exact(options, kind):
     """The step's own cap, beside the terms of the ledger."""
     (cap,) = on_ranks(1, cap_of_an_estimate, options)
     mechanism = terms_of(*options).mechanism
@@ -210,7 +210,7 @@ def test_row31_and_67_a_resume_that_changes_norms_is_refused_or_a_new_segment(op
     assert [s.settings.mechanism for s in ledger.segments()] == [before.mechanism, now.mechanism]
 
 
-def test_row67_every_epsilon_of_a_run_counts_estimates(tmp_path):
+def test_row75_every_epsilon_of_a_run_counts_estimates(tmp_path):
     ledger = Ledger(ESTIMATED, steps=30, planned_steps=40)
     assert ledger.epsilon() == pytest.approx(spent(30, 32), rel=1e-6)
     told = account(tmp_path, ledger, 40).publish(str(tmp_path))
@@ -226,7 +226,7 @@ def test_row67_every_epsilon_of_a_run_counts_estimates(tmp_path):
     assert not any("C instead of C" in caveat for caveat in told["caveats"])
 
 
-def test_row67_steps_to_come_count_estimates(tmp_path):
+def test_row75_steps_to_come_count_estimates(tmp_path):
     ledger = Ledger(ESTIMATED, planned_steps=40)
     one = account(tmp_path, ledger, 40)
     ledger.steps = 20
@@ -261,7 +261,7 @@ def test_row50_and_67_planned_steps_are_on_the_worst_terms():
     assert ledger.still_planned() == [Segment(ESTIMATED.mechanism, 7)]
 
 
-def test_row67_several_runs_add_up_by_pld(tmp_path):
+def test_row75_several_runs_add_up_by_pld(tmp_path):
     runs = [
         Run("a", Ledger(replace(s, accountant=a), run=a), [], "f")
         for s, a in ((EXACT, "rdp"), (ESTIMATED, "pld"))
@@ -346,7 +346,7 @@ def test_row11_and_67_a_step_has_a_projection_key_of_its_own(monkeypatch):
     assert call.args != (step.key,)
 
 
-def test_row67_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypatch):
+def test_row75_a_step_tells_methods_by_which_number_each_unit_was_drawn(monkeypatch):
     """Not by which microbatch it is in: what else is drawn would number it."""
     step = Step(monkeypatch)
     assert step.positions == step.draws[0].tolist() != list(range(len(step.positions)))

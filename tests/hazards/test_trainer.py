@@ -199,7 +199,7 @@ def test_row61_a_step_of_ranks_that_drew_otherwise_is_not_begun(monkeypatch, at)
     assert not step.trainer.dp_optimizer.step.called
 
 
-def test_row68_the_average_follows_weights_that_are_noised(monkeypatch):
+def test_row76_the_average_follows_weights_that_are_noised(monkeypatch):
     """It is made after the update, once, and is told of nothing: neither sum, draw nor key."""
     step = Step(monkeypatch)
     assert [did for did in step.did if did in UPDATE] == UPDATE

@@ -82,7 +82,7 @@ def followed(before, after, t):
     return {name: old.lerp(after[name], 1 - d) for name, old in averages(before).items()}
 
 
-def test_row68_each_average_follows_from_released_weights_alone(finished):
+def test_row76_each_average_follows_from_released_weights_alone(finished):
     """Whoever has all checkpoints' weights can compute it: there is nothing else in it."""
     saved = [state(finished, step) for step in range(1, STEPS + 1)]
     for t, (before, after) in enumerate(itertools.pairwise(saved), start=1):

@@ -1,4 +1,4 @@
-"""Faults of the average of weights: row 68."""
+"""Faults of the average of weights: row 76."""
 
 from tests.hazards.mutants.table import Mutant
 
@@ -19,7 +19,7 @@ MUTANTS = [
         "train.py",
         _UPDATE + _AVERAGE,
         _AVERAGE + _UPDATE,
-        (f"{TRAINER}test_row68_the_average_follows_weights_that_are_noised",),
+        (f"{TRAINER}test_row76_the_average_follows_weights_that_are_noised",),
         quick=True,
     ),
     Mutant(
@@ -32,7 +32,7 @@ MUTANTS = [
         "            average.to_local().view(-1).sub_(total[name], alpha=lr)\n"
         "        self.dp_optimizer.step(total, self.noise_keys.take(self.step))\n"
         "        self.average.update()\n",
-        (f"{RUN}test_row68_each_average_follows_from_released_weights_alone",),
+        (f"{RUN}test_row76_each_average_follows_from_released_weights_alone",),
     ),
     Mutant(
         68,
