@@ -16,7 +16,7 @@ from tests.processes import forks
 
 PACKAGE = Path(__file__).parents[1] / "torchtitan_dp"
 FLOORS = [
-    {"privacy", "process"},
+    {"privacy", "process", "collectives"},
     {"distributed", "optimizer"},
     {"data", "gradients", "ledger", "momentum"},
     {"config"},

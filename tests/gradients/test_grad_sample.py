@@ -95,26 +95,26 @@ def test_bf16_compute_with_fp32_reduction(degrees, variant):
 
 def with_limit(transient_bytes, *arguments):
     """The errors; and how many samples were reduced at once."""
+    from torchtitan_dp.collectives import Pending
     from torchtitan_dp.gradients import grad_sample
 
     reduced = []
-    build, reduce = grad_sample.GradSampleGradients.__init__, grad_sample.reduce_scatter_sum
+    build, reduce = grad_sample.GradSampleGradients.__init__, Pending.reduce_scatter
 
     def build_with_limit(self, *args, **kwargs):
         build(self, *args, transient_bytes=transient_bytes, **kwargs)
 
-    def count(output, input, group, async_op=False):
-        if async_op:
-            reduced.append(len(output))
-        return reduce(output, input, group, async_op)
+    def count(self, part, input, group):
+        reduced.append(part.stop - part.start)
+        reduce(self, part, input, group)
 
     grad_sample.GradSampleGradients.__init__ = build_with_limit
-    grad_sample.reduce_scatter_sum = count
+    Pending.reduce_scatter = count
     try:
         return error_on_this_rank(*arguments), set(reduced)
     finally:
         grad_sample.GradSampleGradients.__init__ = build
-        grad_sample.reduce_scatter_sum = reduce
+        Pending.reduce_scatter = reduce
 
 
 @pytest.mark.thorough_cases("(1, 2, 2)-*")

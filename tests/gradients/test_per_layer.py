@@ -144,7 +144,8 @@ def most_held(degrees):
     add_group = gradients.clipped_sum.add_group
 
     def watched(group, parts, valid_B):
-        held.append(sum(map(torch.Tensor.numel, [*parts.values(), *gradients.held()])))
+        nbytes = [storage.nbytes() for storage in gradients.held()]
+        held.append(sum(map(torch.Tensor.numel, parts.values())) + sum(nbytes) // 4)
         return add_group(group, parts, valid_B)
 
     gradients.clipped_sum.add_group = watched

@@ -10,7 +10,9 @@ import weakref
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity
 
+from tests.processes import late
 from tests.processes.ranks import let_go, on_ranks
 
 V1 = ("--privacy.gradient_method=grad_sample", "--privacy.no-shard_grad_samples")
@@ -64,73 +66,60 @@ def test_v2_keeps_a_share_of_the_bytes():
         assert 0.24 * whole < share < 0.30 * whole
 
 
-class Awaited:
-    """A collective's work that remembers whether it was waited for."""
-
-    def __init__(self, work):
-        self.work, self.is_waited_for = work, False
-
-    def wait(self):
-        self.is_waited_for = True
-        return self.work.wait()
-
-
 def wholes_alive(degrees, overrides):
-    """How many unreduced per-sample gradients are alive, or not waited for, each time that another
-    is sent."""
+    """How many unreduced per-sample gradients are alive each time that another is sent: a `Pending`
+    frees each when it is waited for."""
     from tests import build
-    from torchtitan_dp.gradients import fsdp, grad_sample
+    from torchtitan_dp.collectives import Pending
 
     built = build.build(degrees, *overrides, "--training.local_batch_size=2")
     sent, alive = [], []
-    send = grad_sample.reduce_scatter_sum
+    send = Pending.reduce_scatter
 
-    def watched(output, whole, group, async_op=False):
-        in_flight = sum(not work.is_waited_for for _, work in sent)
+    def watched(self, part, whole, group):
         let_go()  # gloo's threads, of what has arrived
-        alive.append(max(in_flight, sum(earlier() is not None for earlier, _ in sent)))
-        work = send(output, whole, group, async_op)
-        if not async_op:
-            return work
-        sent.append((weakref.ref(whole), Awaited(work)))
-        return sent[-1][1]
+        alive.append(sum(earlier() is not None for earlier in sent))
+        sent.append(weakref.ref(whole))
+        send(self, part, whole, group)
 
-    grad_sample.reduce_scatter_sum = fsdp.reduce_scatter_sum = watched
+    Pending.reduce_scatter = watched
     try:
         built.accumulate(*build.data(samples=2))
     finally:
-        grad_sample.reduce_scatter_sum = fsdp.reduce_scatter_sum = send
+        Pending.reduce_scatter = send
     return alive
 
 
 def test_v2_holds_two_layers_whole_at_a_time():
     """One that is written, and one that is sent meanwhile: no more than one is alive then."""
     for alive in on_ranks(2, wholes_alive, (1, 1, 2), V2):
-        assert len(alive) == 2 * 7 + 2 + 1  # linear layers, embedding and output; the norms
+        assert len(alive) == 2 * 7 + 2  # linear layers, embedding and output
         assert set(alive) == {0, 1}
 
 
 def trace(degrees, overrides):
     """(name, start, end, whether it is an asynchronous collective), in µs."""
     from tests import build
-    from torchtitan_dp.gradients.grad_sample import GradSampleGradients
+    from torchtitan_dp.collectives import Pending
 
     args = dataclasses.replace(build.ARGS, dim=256, n_layers=3)
     built = build.build(degrees, *overrides, "--training.local_batch_size=2", args=args)
     built.accumulate(*build.data(samples=2))
-    wait = GradSampleGradients._wait
+    wait = Pending.wait_for_first
 
-    def labelled(self, running=0):
-        if len(self._in_flight) > running:
+    def labelled(self):
+        if not self._running or isinstance(self._running[0][0], torch.Tensor):  # the ring's
+            wait(self)
+        else:
             with torch.profiler.record_function("wait for reduce_scatter"):
-                wait(self, running)
+                wait(self)
 
-    GradSampleGradients._wait = labelled
+    Pending.wait_for_first = labelled
     try:
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with late.prompt(), torch.profiler.profile(activities=[ProfilerActivity.CPU]) as profiler:
             built.accumulate(*build.data(samples=2))
     finally:
-        GradSampleGradients._wait = wait
+        Pending.wait_for_first = wait
     return [
         (event.name, event.time_range.start, event.time_range.end, event.is_async)
         for event in sorted(profiler.events(), key=lambda event: event.time_range.start)

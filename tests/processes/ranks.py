@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.processes import forks
+from tests.processes import forks, late
 
 TIMEOUT_S = 400  # less than a test has, more than a compilation on a busy machine takes
 ASLEEP_LIMIT_S = 60.0
@@ -105,6 +105,7 @@ def _work(connection: "Connection[Any, Any]", rank: int, world_size: int, port: 
         GLOO_SOCKET_IFNAME="lo",
     )
     torch.set_num_threads(1)
+    late.install()
     dist.init_process_group("gloo", timeout=timedelta(seconds=TIMEOUT_S - 100))
     while True:
         try:

@@ -23,8 +23,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as ft_c
 import torch.nn.functional as F
+
+from torchtitan_dp.collectives import Pending, gather, pass_on
 
 
 class Passing(Protocol):
@@ -42,16 +43,14 @@ class PassedAround:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._arriving: torch.Tensor | None = None
+        self._arriving: Pending | None = None
 
     def send(self, buffer: torch.Tensor) -> None:
-        size = dist.get_world_size(self._group)
-        self._arriving = ft_c.permute_tensor(buffer, [*range(1, size), 0], self._group)
+        self._arriving = pass_on(buffer, self._group)
 
     def receive(self) -> torch.Tensor:
-        arriving, self._arriving = self._arriving, None
-        assert arriving is not None
-        return _waited(arriving)
+        assert self._arriving is not None
+        return self._arriving.wait()
 
 
 class GatheredAtOnce:
@@ -59,28 +58,20 @@ class GatheredAtOnce:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._gathered: torch.Tensor | None = None
+        self._gathered: Pending | torch.Tensor | None = None
         self._received = 0
 
     def send(self, buffer: torch.Tensor) -> None:
         if self._gathered is None:
-            self._gathered = _all_gather(buffer, 0, self._group)
+            self._gathered = gather(buffer, self._group)
 
     def receive(self) -> torch.Tensor:
         assert self._gathered is not None
-        self._gathered = _waited(self._gathered)
+        if isinstance(self._gathered, Pending):
+            self._gathered = self._gathered.wait()
         self._received += 1
         source = dist.get_rank(self._group) - self._received
         return self._gathered.chunk(dist.get_world_size(self._group))[source]
-
-
-# `all_gather_tensor` has a new name since torch 2.13.
-_all_gather = getattr(ft_c, "all_gather_single", None) or ft_c.all_gather_tensor
-
-
-def _waited(tensor: torch.Tensor) -> torch.Tensor:
-    """Wait for a collective; a traced one is waited for already."""
-    return tensor.wait() if isinstance(tensor, ft_c.AsyncCollectiveTensor) else tensor
 
 
 Kernel = Callable[..., tuple[Any, ...]]

@@ -26,7 +26,8 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
-from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout, reduce_scatter_sum
+from torchtitan_dp.collectives import reduce_scatter_sum
+from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout
 from torchtitan_dp.privacy.clipping import Clip, ClipPolicy, squared_norm
 from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 

@@ -24,6 +24,8 @@ import torch.nn as nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from torchtitan_dp.collectives import reduce_scatter_sum
+
 
 @dataclass(frozen=True)
 class ReductionGroups:
@@ -70,21 +72,6 @@ class ReductionGroups:
         )
 
 
-# `reduce_scatter_tensor` has a new name since torch 2.13.
-_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def reduce_scatter_sum(
-    output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup, async_op: bool = False
-) -> dist.Work | None:
-    """Sum `input` over the group, and write this rank's part to `output`. Parts are equal and
-    contiguous.
-    """
-    return _reduce_scatter(
-        output.view(-1), input.view(-1), op=dist.ReduceOp.SUM, group=group, async_op=async_op
-    )
-
-
 def sum_over_cp(whole: torch.Tensor, cp: dist.ProcessGroup | None) -> torch.Tensor:
     """Sum `(cp, …)` over cp by one reduce-scatter, and return this rank's part, `(…)`."""
     if cp is None:
@@ -103,17 +90,6 @@ def sum_together_over_cp(
     joined = torch.cat(list(wholes.values()), dim=-1)
     parts = sum_over_cp(joined, cp).split([whole.shape[-1] for whole in wholes.values()], dim=-1)
     return dict(zip(wholes, parts, strict=True))
-
-
-# As `all_gather_into_tensor` has.
-_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-
-
-def gather_from_all(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Gather a tensor, of one shape on all ranks of the group: `(ranks, *input.shape)`."""
-    gathered = input.new_empty((dist.get_world_size(group), *input.shape))
-    _all_gather(gathered.view(-1), input.contiguous().view(-1), group=group)
-    return gathered
 
 
 class ReduceScatterOverCP:

@@ -42,6 +42,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import sum_over_cp, sum_together_over_cp
 from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors, NormFinder
@@ -143,8 +144,8 @@ class GhostGradients:
     def keeps_outputs(self, name: str, tokens: int) -> bool:
         return self._passes == "two" or self._is_ghost(name, tokens * self._layers[name])
 
-    def held(self) -> list[torch.Tensor]:
-        """Return no tensor: gradients exist within a call only."""
+    def held(self) -> list[torch.UntypedStorage]:
+        """Return no memory: gradients exist within a call only."""
         return []
 
     def form_grad_samples(self, name: str, batch_size: int, write: Write) -> None:
@@ -175,12 +176,12 @@ class GhostGradients:
     def form(self, name: str, batch_size: int, write: Write) -> Formed:
         """Write the loss head's gradients while it has the logits."""
         self._samples = batch_size
-        return Formed(self._form(name, [write]), None)
+        return Formed(batch_size, Pending(self._form(name, [write])))
 
     def add(self, name: str, formed: Formed, factor_B: torch.Tensor | None = None) -> None:
         """Keep formed gradients, each sample's multiplied by its factor."""
-        shard_BDN = formed.shard
-        assert shard_BDN is not None
+        assert formed.shard is not None
+        shard_BDN = formed.shard.wait()
         assert len(shard_BDN) == self._samples, (
             f"{name}: dim 0 of its layer's input is not the sample"
         )

@@ -27,7 +27,7 @@ from typing import Protocol
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp.gradients.fsdp import gather_from_all
+from torchtitan_dp.collectives import gather_from_all
 from torchtitan_dp.gradients.operands import Products, Rows
 from torchtitan_dp.gradients.products import accumulates_wide, write_product_
 

@@ -14,14 +14,15 @@ Guarantee:
 
 from collections import Counter, deque
 from collections.abc import Sequence
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 
+from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
-from torchtitan_dp.gradients.fsdp import reduce_scatter_sum, sum_together_over_cp
+from torchtitan_dp.gradients.fsdp import sum_together_over_cp
 from torchtitan_dp.gradients.layers import Formed, connect_all, layers_of_each_parameter
 from torchtitan_dp.gradients.operands import TRANSIENT_BYTES, Write, add_to
 from torchtitan_dp.privacy.clipping import Clip
@@ -49,17 +50,15 @@ class GradSampleGradients:
         """
         self.clipped_sum = clipped_sum
         self._cp = clipped_sum.groups.cp
-        self._cp_rank = dist.get_rank(self._cp) if self._cp else 0
         self._shard = shard_grad_samples
         self._transient_bytes = transient_bytes
         parameters = clipped_sum.parameters
         connect_all(model, self, parameters)
         self._device = next(iter(parameters.values())).device
         self._layouts = clipped_sum.lay_out_parameters()
-        self._shards: dict[str, torch.Tensor] = {}  # (B, dp_shard, rows, …), summed over cp
+        self._shards: dict[str, _Layers] = {}  # (B, dp_shard, rows, …), summed over cp
         self._wholes: dict[str, torch.Tensor] = {}  # (cp, B, dp_shard, rows, …), not yet summed
-        self._factors: dict[str, torch.Tensor] = {}  # (B,): what `_shards` is to be multiplied by
-        self._in_flight: deque[_Running] = deque()
+        self._in_flight: deque[Pending] = deque()  # each as often as it began a sum
         early = clipped_sum.takes_groups_early and not clipped_sum.policy.is_flat
         self._early = _WholeGroups(model, clipped_sum) if shard_grad_samples and early else None
         self._valid_B = torch.empty(0)  # of this microbatch
@@ -86,14 +85,13 @@ class GradSampleGradients:
         """
         assert not self._shards
         assert not self._wholes
-        assert not self._factors
         self._valid_B = valid_B
         loss_B.sum().backward()
         for name, parameter in self.clipped_sum.parameters.items():
             assert parameter.grad is None, f"{name} had a gradient that mixes samples"
         self._gather()
         if self._early is None:
-            shards = [self._shards.pop(name).flatten(2) for name in self._layouts]
+            shards = [self._shards.pop(name).take().flatten(2) for name in self._layouts]
             return self.clipped_sum.add(shards, valid_B)
         for group in self._early.finish():
             self._add_group(group)
@@ -117,26 +115,25 @@ class GradSampleGradients:
         if not self._shard or len(layout.shape) == 1:
             whole = layout.allocate(batch_size, self._device)
             write(layout, whole, slice(0, batch_size))
-            return Formed(None, whole)
+            return Formed(batch_size, None, whole)
         one_by_one = 4 * layout.shape.numel() * batch_size > self._transient_bytes
         at_once = 1 if one_by_one else batch_size
+        parts = [slice(start, start + at_once) for start in range(0, batch_size, at_once)]
         if self._cp is None:
-            shard = layout.allocate(batch_size, self._device)[0]
-        else:
-            shape = (batch_size, layout.dp_shard, layout.rows, *layout.shape[1:])
-            shard = torch.empty(shape, dtype=torch.float32, device=self._device)
-        for start in range(0, batch_size, at_once):
-            samples = slice(start, start + at_once)
-            if self._cp is None:
-                write(layout, shard[None, samples], samples)
-                continue
-            self._wait(1)  # it goes on beside what is written now
+            whole = layout.allocate(batch_size, self._device)
+            for samples in parts:
+                write(layout, whole[:, samples], samples)
+            return Formed(batch_size, Pending(whole[0]))
+        shape = (batch_size, layout.dp_shard, layout.rows, *layout.shape[1:])
+        shard = Pending(torch.empty(shape, dtype=torch.float32, device=self._device))
+        for samples in parts:
+            while len(self._in_flight) > 1:  # one goes on beside what is written now
+                self._in_flight.popleft().wait_for_first()
             whole = layout.allocate(at_once, self._device)
             write(layout, whole, samples)
-            work = reduce_scatter_sum(shard[samples], whole, self._cp, async_op=True)
-            assert work is not None
-            self._in_flight.append(_Running(work, name, whole))
-        return Formed(shard, None)
+            shard.reduce_scatter(samples, whole, self._cp)
+            self._in_flight.append(shard)
+        return Formed(batch_size, shard)
 
     def add(self, name: str, formed: Formed, factor_B: torch.Tensor | None = None) -> None:
         """Add a layer's per-sample gradients to the microbatch's.
@@ -144,21 +141,15 @@ class GradSampleGradients:
         Args:
             factor_B: fp32 factor of each sample; None for 1.
         """
-        batch_size = formed.batch_size
-        samples = len(self._valid_B)
-        assert batch_size == samples, f"{name}: dim 0 of its layer's input is not the sample"
+        same = formed.batch_size == len(self._valid_B)
+        assert same, f"{name}: dim 0 of its layer's input is not the sample"
         if formed.whole is not None:
             if factor_B is not None:
                 formed.whole.mul_(_along(factor_B, formed.whole, dim=1))
             add_to(self._wholes, name, formed.whole)
             return
         assert formed.shard is not None
-        if name not in self._shards and factor_B is not None:
-            self._factors[name] = factor_B  # multiplied when its sum is done: nothing waits here
-        elif name in self._shards:
-            assert factor_B is None, f"{name}: only the first of its layers may have a factor"
-            self._settle(name)
-        add_to(self._shards, name, formed.shard)
+        self._shards.setdefault(name, _Layers()).add(formed.shard, factor_B)
         if self._early is not None:
             for group in self._early.take(name):
                 self._add_group(group)
@@ -169,58 +160,70 @@ class GradSampleGradients:
         Sums of other layers keep running.
         """
         names = self.clipped_sum.policy.members[group]
-        while any(running.name in names for running in self._in_flight):
-            self._in_flight.popleft().work.wait()
-        for name in names:
-            self._settle(name)
-        parts = {name: self._shards.pop(name).flatten(2) for name in names}
+        parts = {name: self._shards.pop(name).take().flatten(2) for name in names}
         self._clips.append(self.clipped_sum.add_group(group, parts, self._valid_B))
 
-    def held(self) -> list[torch.Tensor]:
-        """List the per-sample gradients that this backward has formed so far."""
-        return [*self._shards.values(), *self._wholes.values()]
+    def held(self) -> list[torch.UntypedStorage]:
+        """List the memory of the per-sample gradients that this backward has formed so far."""
+        shards = [storage for layers in self._shards.values() for storage in layers.storages()]
+        return shards + [whole.untyped_storage() for whole in self._wholes.values()]
 
     def _gather(self) -> None:
-        """Finish the sums over cp, so that `_shards` has all gradients that are not added yet."""
-        self._wait()
-        for name in list(self._factors):
-            self._settle(name)
-        if self._shard:
-            self._shards |= sum_together_over_cp(self._wholes, self._cp)
-            self._wholes.clear()
-        else:
-            self._reduce_wholes_alone()
+        """Sum over cp what is still whole, so that `_shards` has all that is not added yet."""
+        self._in_flight.clear()  # what runs is in `_shards`
+        summed = sum_together_over_cp if self._shard else _sum_each_over_cp
+        for name, shard in summed(self._wholes, self._cp).items():
+            self._shards.setdefault(name, _Layers()).add(Pending(shard), None)
+        self._wholes.clear()
         added = self._early.added if self._early is not None else set()
         unused = self._layouts.keys() - self._shards.keys() - added
         assert not unused, f"trainable but had no gradient: {sorted(unused)}"
 
-    def _reduce_wholes_alone(self) -> None:
-        """Sum whole gradients over cp, an all-reduce per parameter, and keep this rank's part."""
-        for name, whole in self._wholes.items():
-            if self._cp is not None:
-                dist.all_reduce(whole, group=self._cp)
-            self._shards[name] = whole[self._cp_rank]
-        self._wholes.clear()
 
-    def _settle(self, name: str) -> None:
-        """Wait for a matrix's sum and apply its pending factor, if there is one."""
-        factor_B = self._factors.pop(name, None)
+class _Layers:
+    """The per-sample gradients of one parameter: the sum of its layers' (a tied weight has
+    several), and the newest layer's, whose sum over cp may be running.
+    """
+
+    def __init__(self) -> None:
+        self._sum: torch.Tensor | None = None
+        self._newest: tuple[Pending, torch.Tensor | None] | None = None
+
+    def add(self, shard: Pending, factor_B: torch.Tensor | None) -> None:
+        """Add another layer's gradients, times `factor_B`, without waiting for them."""
+        self._settle()
+        self._newest = shard, factor_B
+
+    def take(self) -> torch.Tensor:
+        """Wait for the newest layer's, and return the sum."""
+        self._settle()
+        assert self._sum is not None
+        return self._sum
+
+    def storages(self) -> list[torch.UntypedStorage]:
+        """List the memory of both."""
+        before = [] if self._sum is None else [self._sum.untyped_storage()]
+        return before if self._newest is None else [*before, self._newest[0].storage]
+
+    def _settle(self) -> None:
+        if self._newest is None:
+            return
+        (pending, factor_B), self._newest = self._newest, None
+        shard = pending.wait()
         if factor_B is not None:
-            self._wait()
-            self._shards[name].mul_(_along(factor_B, self._shards[name], dim=0))
-
-    def _wait(self, running: int = 0) -> None:
-        """Wait until at most `running` sums are running."""
-        while len(self._in_flight) > running:
-            self._in_flight.popleft().work.wait()
+            shard.mul_(_along(factor_B, shard, dim=0))
+        self._sum = shard if self._sum is None else self._sum.add_(shard)
 
 
-class _Running(NamedTuple):
-    """A running sum over cp."""
-
-    work: dist.Work
-    name: str
-    whole: torch.Tensor  # its input, kept alive
+def _sum_each_over_cp(
+    wholes: dict[str, torch.Tensor], cp: dist.ProcessGroup | None
+) -> dict[str, torch.Tensor]:
+    """Sum whole gradients over cp, an all-reduce per parameter, and keep this rank's part."""
+    if cp is None:
+        return {name: whole[0] for name, whole in wholes.items()}
+    for whole in wholes.values():
+        dist.all_reduce(whole, group=cp)
+    return {name: whole[dist.get_rank(cp)] for name, whole in wholes.items()}
 
 
 class _WholeGroups:

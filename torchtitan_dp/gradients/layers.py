@@ -20,22 +20,16 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from torchtitan_dp.collectives import Pending
 from torchtitan_dp.gradients.operands import Existing, Products, Rows, Write
 
 
 class Formed(NamedTuple):
     """One layer's per-sample gradients of a parameter, whose sum over cp may be running."""
 
-    shard: torch.Tensor | None  # (B, dp_shard, rows, …), summed over cp
-    whole: torch.Tensor | None  # (cp, B, dp_shard, rows, …), not yet summed
-
-    @property
-    def batch_size(self) -> int:
-        """B."""
-        if self.whole is not None:
-            return self.whole.shape[1]
-        assert self.shard is not None
-        return len(self.shard)
+    batch_size: int
+    shard: Pending | None  # (B, dp_shard, rows, …), summed over cp
+    whole: torch.Tensor | None = None  # (cp, B, dp_shard, rows, …), not yet summed
 
 
 class Sink(Protocol):

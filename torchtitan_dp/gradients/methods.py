@@ -31,8 +31,10 @@ class GradientMethod(Protocol):
     def batch_size(self) -> int | None:
         """The number of samples of one call; None if any."""
 
-    def held(self) -> list[torch.Tensor]:
-        """List the per-sample gradients that it holds between calls that allocate them."""
+    def held(self) -> list[torch.UntypedStorage]:
+        """List the memory of the per-sample gradients that it holds between calls that allocate
+        them.
+        """
 
     def start_step(self, key: bytes) -> None:
         """Set the key of the coming step's random norms, before its first microbatch.

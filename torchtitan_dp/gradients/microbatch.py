@@ -53,8 +53,8 @@ class MicrobatchGradients:
     def start_step(self, key: bytes) -> None:
         """Nothing is random here."""
 
-    def held(self) -> list[torch.Tensor]:
-        """Return no tensor: gradients are in FSDP2's buffers."""
+    def held(self) -> list[torch.UntypedStorage]:
+        """Return no memory: gradients are in FSDP2's buffers."""
         return []
 
     def accumulate_clipped(

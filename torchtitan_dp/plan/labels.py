@@ -118,7 +118,7 @@ def _formed(
 ) -> Iterator[None]:
     with tracker.labelled("per_sample_shards"):
         yield
-    tracker.relabel(gradients.held(), "per_sample_shards")
+    tracker.relabel_storages(gradients.held(), "per_sample_shards")
 
 
 def _flash_workspace(operator: Any, args: Any) -> int:

@@ -145,10 +145,14 @@ class MemoryTracker(LocalOperators):
 
     def relabel(self, tensors: Iterable[torch.Tensor], label: str) -> None:
         """Give these tensors' storages this label from now on, and count those that are new."""
-        for tensor in tensors:
-            local = local_part(tensor)
-            self._count(local)
-            storage = local.untyped_storage()
+        local = [local_part(tensor) for tensor in tensors]
+        for tensor in local:
+            self._count(tensor)
+        self.relabel_storages([tensor.untyped_storage() for tensor in local], label)
+
+    def relabel_storages(self, storages: Iterable[torch.UntypedStorage], label: str) -> None:
+        """Give these storages, where they are counted, this label from now on."""
+        for storage in storages:
             known = self._known.get(storage._cdata)
             if known is not None:
                 reference, before, size = known

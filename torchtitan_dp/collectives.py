@@ -1,0 +1,117 @@
+"""Collectives on plain tensors, and the results of those that are still running.
+
+Every asynchronous collective of the package is started here (`tests/test_collectives.py` lists
+them). What such a collective writes is memory that may hold another sample's gradient until it is
+done, so its caller gets a `Pending` in the place of a tensor.
+"""
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed._functional_collectives as ft_c
+
+# These have new names since torch 2.13.
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_all_gather_traced = getattr(ft_c, "all_gather_single", None) or ft_c.all_gather_tensor
+
+
+class Pending:
+    """A tensor that collectives may still be writing, with their inputs.
+
+    Guarantee:
+        `wait` alone leads to the tensor, and returns when all that write it are done. An input is
+        neither freed before, nor in reach of whom it was handed over by: the caller keeps no other
+        reference that it writes to.
+    """
+
+    def __init__(self, output: torch.Tensor) -> None:
+        """
+        Args:
+            output: complete, but for what `reduce_scatter` will write. It is this object's alone.
+        """
+        self._unfinished: torch.Tensor | None = output
+        self._running: deque[tuple[Any, torch.Tensor]] = deque()  # work and input
+
+    @property
+    def storage(self) -> torch.UntypedStorage:
+        """The tensor's memory, to be counted, not read."""
+        assert self._unfinished is not None, "it was handed over already"
+        return self._unfinished.untyped_storage()
+
+    def reduce_scatter(self, part: slice, input: torch.Tensor, group: dist.ProcessGroup) -> None:
+        """Begin to sum `input` over the group, and to write this rank's share to `output[part]`.
+
+        Args:
+            input: as of `reduce_scatter_sum`.
+
+        Collective: over the group, in the order of calls.
+        """
+        assert self._unfinished is not None, "it was handed over already"
+        output = self._unfinished[part].view(-1)
+        work = _reduce_scatter(
+            output, input.view(-1), op=dist.ReduceOp.SUM, group=group, async_op=True
+        )
+        self._running.append((work, input))
+
+    def wait_for_first(self) -> None:
+        """Wait for the collective that began first, if one is running, and free its input."""
+        if self._running:
+            work, _ = self._running.popleft()
+            work.wait()
+
+    def wait(self) -> torch.Tensor:
+        """Wait for all, and hand the tensor over, once."""
+        while self._running:
+            self.wait_for_first()
+        output, self._unfinished = self._unfinished, None
+        assert output is not None, "it was handed over already"
+        return output.wait() if isinstance(output, ft_c.AsyncCollectiveTensor) else output
+
+
+def pass_on(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin to send a flat buffer to the next rank, and to receive that of the one before.
+
+    Args:
+        buffer: of one size on all ranks, unchanged until the result is waited for.
+
+    Collective: over the group.
+    """
+    to = [*range(1, dist.get_world_size(group)), 0]
+    return _functional(lambda: ft_c.permute_tensor(buffer, to, group), buffer)
+
+
+def gather(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
+    """Begin to gather flat buffers of one size: `(ranks * size,)`. As `pass_on` otherwise."""
+    return _functional(lambda: _all_gather_traced(buffer, 0, group), buffer)
+
+
+def _functional(begin: Callable[[], torch.Tensor], input: torch.Tensor) -> Pending:
+    """Begin a functional collective. A traced one is waited for already."""
+    output = begin()
+    pending = Pending(output)
+    if isinstance(output, ft_c.AsyncCollectiveTensor):
+        pending._running.append((output, input))
+    return pending
+
+
+def reduce_scatter_sum(output: torch.Tensor, input: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Sum `input` over the group, and write this rank's share to `output`. Shares are equal and
+    contiguous.
+
+    Collective: over the group.
+    """
+    _reduce_scatter(output.view(-1), input.view(-1), op=dist.ReduceOp.SUM, group=group)
+
+
+def gather_from_all(input: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Gather a tensor, of one shape on all ranks of the group: `(ranks, *input.shape)`.
+
+    Collective: over the group.
+    """
+    gathered = input.new_empty((dist.get_world_size(group), *input.shape))
+    _all_gather(gathered.view(-1), input.contiguous().view(-1), group=group)
+    return gathered
