@@ -35,8 +35,8 @@ MUTANTS = [
         1,
         "V1 keeps its own tokens part",
         "gradients/grad_sample.py",
-        "                dist.all_reduce(whole, group=self._cp)\n",
-        "                pass\n",
+        "        dist.all_reduce(whole, group=cp)\n",
+        "        pass\n",
         (f"{HERE}test_row01_norms_are_of_the_whole_gradient[V1-2]",),
     ),
     Mutant(
