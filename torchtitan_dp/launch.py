@@ -105,18 +105,20 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     Raises:
         SystemExit: the plan found and printed a mistake, or the devices cannot be used.
     """
-    import torch
-
     from torchtitan_dp.checkpoint.folder import checkpoint_folder
     from torchtitan_dp.config.load import exit_on_mistake, load_config
-    from torchtitan_dp.distributed.devices import missing_devices, require_usable_devices
+    from torchtitan_dp.distributed.devices import (
+        cuda_devices,
+        missing_devices,
+        require_usable_devices,
+    )
 
     with exit_on_mistake():
         require_usable_devices()
     if (warning := missing_devices()) is not None:
         _say(warning)
     if processes == "auto":
-        processes = str(torch.cuda.device_count() or 2)
+        processes = str(cuda_devices() or 2)
     module = argv.index("-m")
     here = ["--world_size", processes, "--ranks_here", processes]
     _run_plan([*here, *argv[module + 2 :]])
@@ -124,7 +126,7 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     saves = checkpoint_folder(load_config(argv[module + 2 :], int(processes)))
     cores, workers = len(os.sched_getaffinity(0)), int(processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
-    where = "" if torch.cuda.device_count() else " on the CPU"
+    where = "" if cuda_devices() else " on the CPU"
     _say(f"starting {workers} process{'es' if workers > 1 else ''}{where}…")
     return ["--nproc_per_node", processes, *argv], saves
 
