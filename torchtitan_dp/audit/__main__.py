@@ -45,12 +45,7 @@ from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.preflight.check import check_model, open_records
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.process import (
-    forbid_core_dumps,
-    lock_folder,
-    require_assertions,
-    write_atomically,
-)
+from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
 from torchtitan_dp.train_spec import register
 
 RESULT_FILE = "audit.json"
@@ -91,7 +86,6 @@ def require_libraries(config: JobConfig) -> None:
 
 
 def main(argv: list[str]) -> None:
-    require_assertions()
     options, overrides = command.parse(argv, (__doc__ or "").splitlines()[0])
     forbid_core_dumps()
     os.umask(0o077)
