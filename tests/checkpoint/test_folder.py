@@ -2,7 +2,6 @@
 
 import os
 
-import pytest
 import torch.distributed.checkpoint as dcp
 
 from torchtitan_dp.checkpoint.folder import drop_unfinished, newest_whole_checkpoint, set_aside
@@ -26,7 +25,6 @@ def test_only_unfinished_checkpoints_are_dropped(tmp_path):
         assert newest_whole_checkpoint(str(folder)) == step
 
 
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_setting_aside_never_overwrites(tmp_path):
     folder = tmp_path / "checkpoint"
     for i in range(2):
