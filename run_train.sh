@@ -6,7 +6,8 @@
 #   LOG_RANK     ranks whose output is shown, as "0,1"; default: 0
 #   NO_COLOR     no colours, as where the output is no terminal
 #
-# Ctrl-C, SIGTERM or SIGUSR1: the run saves a checkpoint after its step, and ends; Ctrl-C again: at once.
+# Ctrl-C, SIGTERM, SIGUSR1, SIGHUP (a dropped ssh; not under nohup): the run saves a checkpoint after
+# its step, and ends; Ctrl-C again: at once.
 # Exit code 2: the configuration is wrong, one line says how, and nothing was started.
 # Exit code 75: stopped by such a signal; the same command goes on.
 set -euo pipefail

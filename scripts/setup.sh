@@ -4,13 +4,16 @@
 #
 #   PYTHON                the Python (3.10 or newer) to build .venv with; default: the one that
 #                         .venv has, else python3
+#   TORCH_BUILD           "cuda": makes .venv-cuda instead, with PyPI's CUDA build of torch, also
+#                         where pip would take another; it runs without a GPU too
 #   TORCHTITAN_DP_PYTHON  a Python that has everything already, for clusters with their own
 #                         torch. It is used as it is: no .venv is made and nothing is installed.
 set -euo pipefail
 
 ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd -P)"
-VENV="$ROOT/.venv"
-LOG="$ROOT/.venv-setup.log" # the lock of this script as well
+NAME=".venv${TORCH_BUILD:+-$TORCH_BUILD}"
+VENV="$ROOT/$NAME"
+LOG="$VENV-setup.log" # the lock of this script as well
 
 fail() {
     echo "setup.sh: $*" >&2
@@ -20,6 +23,8 @@ fail() {
 version() { # of the Python in $1; fails where it does not run
     "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
 }
+
+[[ "${TORCH_BUILD:-cuda}" == cuda ]] || fail "TORCH_BUILD=$TORCH_BUILD: set it to cuda, or unset it"
 
 if [[ -n "${TORCHTITAN_DP_PYTHON:-}" ]]; then
     version "$TORCHTITAN_DP_PYTHON" >/dev/null ||
@@ -65,7 +70,7 @@ if is_done; then exit 0; fi
 
 exec 9>>"$LOG" || fail "cannot write in $ROOT; run scripts/setup.sh as its owner first"
 if command -v flock >/dev/null && ! flock -n 9; then
-    echo "Waiting for another process that sets up .venv…"
+    echo "Waiting for another process that sets up $NAME…"
     flock 9
     if is_done; then exit 0; fi
 fi
@@ -74,7 +79,7 @@ case "$(cat "$VENV/.setup-stamp" 2>/dev/null)" in
     "" | incomplete) why="first time, a few minutes" ;;
     *) why="the pins, the Python or the place changed" ;;
 esac
-echo "Setting up .venv for Python $PY_VERSION ($why; log: .venv-setup.log)…"
+echo "Setting up $NAME for Python $PY_VERSION ($why; log: $NAME-setup.log)…"
 : >"$LOG"
 
 # One that was stopped half-way starts afresh.
@@ -84,16 +89,19 @@ if [[ "$(cat "$VENV/.setup-stamp" 2>/dev/null)" == incomplete ]] ||
     # PYTHON may be .venv's own: its base makes the new one.
     PYTHON="$("$PYTHON" -c 'import sys; print(getattr(sys, "_base_executable", sys.executable))')"
     "$PYTHON" -m venv --clear "$VENV" >>"$LOG" 2>&1 ||
-        fail "could not make .venv (on Debian and Ubuntu, install python3-venv); see $LOG"
+        fail "could not make $NAME (on Debian and Ubuntu, install python3-venv); see $LOG"
 fi
 echo incomplete >"$VENV/.setup-stamp"
 
 # pip takes the first of the pin's builds that its indexes and links list; a later one has a label.
 pin="$(sed -n 's/^torch==//p' "$ROOT/constraints.txt")"
+build=() # of torch, where it is not left to pip; three equal signs take no version with a label
+[[ -z "${TORCH_BUILD:-}" ]] || build=("torch===$pin")
 listed="$("$VENV/bin/python" -m pip index versions torch --disable-pip-version-check --no-input \
     --retries 1 --timeout 15 2>>"$LOG" || true)"
 torch="$(echo "$listed" | sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n' |
     grep -E "^${pin//./\\.}([+]|$)" | head -n 1 || true)"
+[[ -z "${TORCH_BUILD:-}" ]] || torch="$pin"
 case "$torch" in
     "") echo "torch $pin: pip's indexes do not say which build" ;;
     *+cpu) echo "torch $torch: the build without CUDA" ;;
@@ -108,6 +116,7 @@ install() {
 }
 # The build backend comes first, and is pinned as well: no build isolation.
 install setuptools
-install --no-build-isolation -e "${ROOT}[test]"
+# ${build[@]+…}: an empty array counts as unset in bash before 4.4.
+install --no-build-isolation -e "${ROOT}[test]" ${build[@]+"${build[@]}"}
 
 echo "$stamp" >"$VENV/.setup-stamp"

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes.runs import ROOT
-from torchtitan_dp.process import LOCK_FILE, forbid_core_dumps, lock_folder
+from torchtitan_dp.process import LOCK_FILE, forbid_core_dumps, lock_folder, require_environment
 
 HOLD = (
     "import sys, time; from torchtitan_dp.process import lock_folder; "
@@ -188,14 +188,41 @@ def test_a_file_that_was_closed_is_freed_in_silence(how, passed_over):
         assert fault in said
 
 
-@pytest.mark.parametrize(("module", "terms"), [("train", ()), ("audit", ("--instrument=game",))])
-def test_an_interpreter_without_assertions_is_refused(module, terms):
-    done = subprocess.run(
-        [sys.executable, "-O", "-m", f"torchtitan_dp.{module}", *terms],
+PACKAGE = ROOT / "torchtitan_dp"
+COMMANDS = [f"torchtitan_dp.{path.parent.name}" for path in PACKAGE.glob("*/__main__.py")]
+
+
+@pytest.mark.parametrize("module", ["torchtitan_dp", "torchtitan_dp.train", *sorted(COMMANDS)])
+def test_an_interpreter_without_assertions_is_refused(module):
+    """PYTHONOPTIMIZE=2 has no docstrings either, which commands print."""
+    done = in_environment(module, PYTHONOPTIMIZE="2")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == (
+        "error: assertions guard privacy here: run Python without -O, and unset PYTHONOPTIMIZE\n"
+    )
+
+
+@pytest.mark.parametrize(("given", "read"), [("debug", "DEBUG"), ("", None), ("Warn", "WARN")])
+def test_pytorch_reads_its_level_of_logs_in_capitals(monkeypatch, given, read):
+    """It would raise `ValueError: Unknown level` from within its import."""
+    monkeypatch.setenv("LOGLEVEL", given)
+    require_environment()
+    assert os.environ.get("LOGLEVEL") == read
+
+
+def test_another_level_of_logs_is_one_line():
+    done = in_environment("torchtitan_dp", LOGLEVEL="loud")
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: LOGLEVEL = 'LOUD': set it to DEBUG, INFO, WARNING, ERROR or CRITICAL\n"
+    )
+
+
+def in_environment(module, **variables):
+    return subprocess.run(
+        [sys.executable, "-m", module],
         capture_output=True,
         text=True,
         cwd=ROOT,
+        env={**os.environ, **variables},
     )
-    assert done.returncode == 1
-    assert "run Python without -O" in done.stderr
-    assert "Traceback" not in done.stderr

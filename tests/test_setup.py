@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -25,7 +26,7 @@ esac
 """
 
 
-def says(folder: Path, listed: str) -> list[str]:
+def says(folder: Path, listed: str, log: str = ".venv-setup.log", **build: str) -> list[str]:
     """The lines of a first set-up in `folder`, where pip's indexes list these versions of torch."""
     (folder / "scripts").mkdir()
     for name in ("scripts/setup.sh", "pyproject.toml", "constraints.txt"):
@@ -33,13 +34,13 @@ def says(folder: Path, listed: str) -> list[str]:
     python = folder / "python"
     python.write_text(PYTHON)
     python.chmod(0o755)
-    env = {**os.environ, "PYTHON": str(python), "REAL": sys.executable, "LISTED": listed}
+    env = {**os.environ, "PYTHON": str(python), "REAL": sys.executable, "LISTED": listed, **build}
     env.pop("TORCHTITAN_DP_PYTHON", None)
     done = subprocess.run(
         ["bash", str(folder / "scripts/setup.sh")], env=env, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "pip: -m pip install" in (folder / ".venv-setup.log").read_text()
+    assert "pip: -m pip install" in (folder / log).read_text()
     return done.stdout.splitlines()
 
 
@@ -61,6 +62,49 @@ def test_the_log_and_the_build_of_torch_are_named_before_they_are_fetched(tmp_pa
         f"Setting up .venv for Python {version} (first time, a few minutes; log: .venv-setup.log)…"
     )
     assert second.startswith(said)
+
+
+def test_the_cuda_build_is_taken_where_pip_prefers_another(tmp_path):
+    log = ".venv-cuda-setup.log"
+    first, second = says(tmp_path, f"{PIN}+cpu, {PIN}", log, TORCH_BUILD="cuda")
+    assert first.startswith("Setting up .venv-cuda for Python ")
+    assert second.startswith(f"torch {PIN}: PyPI's, with CUDA")
+    assert (tmp_path / log).read_text().rstrip().endswith(f"-e {tmp_path}[test] torch==={PIN}")
+    assert not (tmp_path / ".venv").exists()
+
+
+@pytest.mark.parametrize("name", ["nvidia-cudnn-cu13", "triton"])
+def test_what_decides_kernels_is_pinned_for_the_cuda_build(name):
+    (pinned,) = re.findall(rf"^{name}==([\w.]+) ;", (ROOT / "constraints.txt").read_text(), re.M)
+    if torch.version.cuda and torch.__version__.partition("+")[0] == PIN:
+        assert metadata.version(name) == pinned
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("build", "also"), [("the CPU", True), ("CUDA 13.0", False)])
+def test_ci_tests_the_cuda_build_beside_the_cpu_build_alone(tmp_path, build, also):
+    """With stand-ins for the checks, which note how they were called."""
+    (tmp_path / ".ci").mkdir()
+    shutil.copy(ROOT / ".ci/run", tmp_path / ".ci/run")
+    for name, of in ((".venv", build), (".venv-cuda", "CUDA 13.0")):
+        python = tmp_path / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text(f"#!/bin/bash\n[[ $1 == - ]] && echo 'torch (built for {of})' || true\n")
+    (tmp_path / "scripts").mkdir()
+    for name in ("setup", "run_tests", "try_wheel"):
+        note = f'echo "{name}:$TORCH_BUILD:$PYTHON:$TORCHTITAN_DP_PYTHON:$*" >> "{tmp_path}/notes"'
+        (tmp_path / "scripts" / f"{name}.sh").write_text(f"#!/bin/bash\n{note}\n")
+    for path in (*tmp_path.glob("scripts/*"), *tmp_path.glob(".venv*/bin/python")):
+        path.chmod(0o755)
+    env = {k: v for k, v in os.environ.items() if k not in ("TORCHTITAN_DP_PYTHON", "PYTHON")}
+    command = ["bash", str(tmp_path / ".ci/run")]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    beside = ["setup:cuda:.venv/bin/python::", f"run_tests:::{tmp_path}/.venv-cuda/bin/python:fast"]
+    notes = (tmp_path / "notes").read_text().splitlines()
+    assert notes == ["setup::::", "run_tests::::", "try_wheel::::", *(beside if also else [])]
+    last = f".ci/run: passed: torch (built for {build})"
+    assert done.stdout.splitlines()[-1] == last + ("; torch (built for CUDA 13.0)" * also)
 
 
 @pytest.mark.slow

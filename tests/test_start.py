@@ -1,9 +1,12 @@
 """What a start must not import, which costs every process its seconds; what a signal does to it."""
 
+import contextlib
+import fcntl
 import os
 import signal
 import subprocess
 import sys
+import termios
 import time
 from pathlib import Path
 from unittest import mock
@@ -114,7 +117,7 @@ def signalled_in_the_plan(connection, number, log):
         launch.main(["--processes", "2", "-m", "torchtitan_dp.train"])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_during_the_plan_ends_the_start_to_be_run_again(number, tmp_path):
     log = tmp_path / "log"
     assert forks.Process(signalled_in_the_plan, number, str(log)).wait(30) == EXIT_STOPPED
@@ -202,6 +205,51 @@ def test_ctrl_c_is_one_line_and_loses_nothing_unless_pressed_again(
     while Path(f"/proc/{pid}").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not Path(f"/proc/{pid}").exists()  # killed, or ended and reaped
+
+
+def hung_up(connection, log, nohup):
+    """A launcher with one worker, whose terminal is closed."""
+    from torch.distributed import run
+
+    from torchtitan_dp import launch
+
+    with contextlib.suppress(PermissionError):  # it leads a session already
+        os.setsid()
+    into(log)
+    master, terminal = os.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSCTTY, 0)
+    if nohup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    else:
+        os.dup2(terminal, 1)
+        os.dup2(terminal, 2)
+
+    def workers(argv):
+        assert "SIGHUP" not in argv[argv.index("--signals-to-handle") + 1]
+        with open(log, "a") as file:
+            program = [sys.executable, "-c", LISTENING.format(2, 0)]
+            process = subprocess.Popen(program, stdout=file, start_new_session=True)
+        deadline = time.monotonic() + 60
+        while "ready" not in Path(log).read_text() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        os.close(master)  # the kernel sends SIGHUP
+        process.wait(60)
+        print("a worker's line", flush=True)
+
+    with (
+        mock.patch.object(run, "main", workers),
+        mock.patch.object(launch, "_checked", lambda _, argv: (argv, "")),
+    ):
+        launch.main(["--processes", "2", "-m", "torchtitan_dp.train"])
+
+
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_terminal_that_is_gone_stops_a_run_that_was_not_to_outlive_it(nohup, tmp_path):
+    log = tmp_path / "log"
+    code = forks.Process(hung_up, str(log), nohup).wait(60)
+    said = [line for line in log.read_text().splitlines() if not line.startswith("checking")]
+    expected = ["ready", "saved", "a worker's line"] if nohup else ["ready", "asked", "saved"]
+    assert (code, said) == (0 if nohup else EXIT_STOPPED, expected)
 
 
 @pytest.mark.slow

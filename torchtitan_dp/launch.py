@@ -3,11 +3,12 @@
     python -m torchtitan_dp.launch [torchrun's options] -m torchtitan_dp.train …
     python -m torchtitan_dp.launch --processes N [torchrun's options] -m torchtitan_dp.train …
 
-torchrun itself answers SIGTERM by ending its workers within 30 s. Here SIGTERM, SIGUSR1 and Ctrl-C
-(SIGINT) ask them to stop after the step they are in (`distributed.stop`), and the exit code is then
-75, EX_TEMPFAIL, on every node, whichever was asked: run the same command again, and it resumes
-(where the last step was done, it has nothing to do). Before a worker listens nothing has begun, and
-all end at once. A second Ctrl-C does so at any time, with exit code 130.
+torchrun itself answers SIGTERM by ending its workers within 30 s. Here SIGTERM, SIGUSR1, SIGHUP
+(its terminal is gone; nohup ignores that) and Ctrl-C (SIGINT) ask them to stop after the step they
+are in (`distributed.stop`), and the exit code is then 75, EX_TEMPFAIL, on every node, whichever was
+asked: run the same command again, and it resumes (where the last step was done, it has nothing to
+do). Before a worker listens nothing has begun, and all end at once. A second Ctrl-C does so at any
+time, with exit code 130.
 
 With `--processes`, for a run on this machine alone, the plan checks everything in this process
 before N workers are started; `auto` is one for each CUDA device, or 2 on a machine without. A
@@ -17,11 +18,13 @@ This process opens no CUDA context, which would take memory of its worker's devi
 
 import argparse
 import contextlib
+import errno
 import os
 import runpy
 import signal
 import sys
 import tempfile
+import termios
 from pathlib import Path
 from typing import NoReturn
 
@@ -39,6 +42,8 @@ def main(argv: list[str]) -> None:
         nonlocal asked, pressed
         workers = _children() if checked else []  # a check may have started a program of its own
         listening = list(filter(_listens, workers))
+        if number == signal.SIGHUP:
+            _do_without_lost_terminal()
         is_key, again = number == signal.SIGINT, pressed
         asked, pressed = True, pressed or is_key
         if is_key and again:
@@ -55,8 +60,11 @@ def main(argv: list[str]) -> None:
         if not listening:  # too early: nothing has begun
             _end(workers, EXIT_STOPPED)
 
-    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
-        signal.signal(number, ask)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGHUP):
+        if (
+            number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN
+        ):  # nohup ignores it
+            signal.signal(number, ask)
     processes, argv = _processes(argv)
     if processes is not None:
         _say("checking the configuration and the data…")
@@ -72,7 +80,7 @@ def main(argv: list[str]) -> None:
     try:
         with bar(), tempfile.NamedTemporaryFile(prefix="torchtitan_dp_stopped_") as stopped:
             os.environ[STOPPED_FILE] = stopped.name
-            run.main(["--signals-to-handle", "SIGHUP,SIGQUIT", *argv])
+            run.main(["--signals-to-handle", "SIGQUIT", *argv])
             asked = asked or bool(stopped.read())
     except ChildFailedError as error:
         _say(str(error))  # which worker failed; a traceback of torchrun's adds nothing
@@ -105,18 +113,20 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     Raises:
         SystemExit: the plan found and printed a mistake, or the devices cannot be used.
     """
-    import torch
-
     from torchtitan_dp.checkpoint.folder import checkpoint_folder
     from torchtitan_dp.config.load import exit_on_mistake, load_config
-    from torchtitan_dp.distributed.devices import missing_devices, require_usable_devices
+    from torchtitan_dp.distributed.devices import (
+        cuda_devices,
+        missing_devices,
+        require_usable_devices,
+    )
 
     with exit_on_mistake():
         require_usable_devices()
     if (warning := missing_devices()) is not None:
         _say(warning)
     if processes == "auto":
-        processes = str(torch.cuda.device_count() or 2)
+        processes = str(cuda_devices() or 2)
     module = argv.index("-m")
     here = ["--world_size", processes, "--ranks_here", processes]
     _run_plan([*here, *argv[module + 2 :]])
@@ -124,7 +134,7 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
     saves = checkpoint_folder(load_config(argv[module + 2 :], int(processes)))
     cores, workers = len(os.sched_getaffinity(0)), int(processes)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, cores // workers)))
-    where = "" if torch.cuda.device_count() else " on the CPU"
+    where = "" if cuda_devices() else " on the CPU"
     _say(f"starting {workers} process{'es' if workers > 1 else ''}{where}…")
     return ["--nproc_per_node", processes, *argv], saves
 
@@ -163,6 +173,16 @@ def _end(workers: list[int], code: int) -> NoReturn:
         leave()
         os._exit(code)
     raise SystemExit(code)
+
+
+def _do_without_lost_terminal() -> None:
+    """Send what would be written to a terminal that is gone, where each write fails, nowhere."""
+    for stream in range(3):
+        try:
+            termios.tcgetattr(stream)
+        except termios.error as error:
+            if error.args[0] == errno.EIO:  # else it is a file
+                os.dup2(os.open(os.devnull, os.O_RDWR), stream)
 
 
 def _send(pids: list[int], number: int) -> None:

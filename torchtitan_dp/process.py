@@ -5,6 +5,7 @@ import contextlib
 import ctypes
 import fcntl
 import io
+import logging
 import os
 import resource
 import signal
@@ -55,16 +56,26 @@ def mistakes_as_faults() -> Iterator[None]:
         raise Fault(str(error)) from error
 
 
-def require_assertions() -> None:
-    """Refuse an interpreter that skips assertions.
+def require_environment() -> None:
+    """Refuse an interpreter that skips assertions, and a LOGLEVEL that PyTorch cannot read.
+
+    PyTorch reads LOGLEVEL while it is imported: small letters become capitals, and an empty one is
+    unset.
 
     Raises:
-        Fault: Python runs with `-O` or PYTHONOPTIMIZE.
+        SystemExit: code 2, after one line.
     """
+    level = os.environ.pop("LOGLEVEL", "").strip().upper()
     if not __debug__:
-        raise Fault(
-            "assertions guard privacy here: run Python without -O, and unset PYTHONOPTIMIZE"
-        )
+        mistake = "assertions guard privacy here: run Python without -O, and unset PYTHONOPTIMIZE"
+    elif level and not isinstance(logging.getLevelName(level), int):
+        mistake = f"LOGLEVEL = '{level}': set it to DEBUG, INFO, WARNING, ERROR or CRITICAL"
+    else:
+        if level:
+            os.environ["LOGLEVEL"] = level
+        return
+    print(f"error: {mistake}", file=sys.stderr)
+    raise SystemExit(2)
 
 
 def protect() -> None:

@@ -84,7 +84,6 @@ from torchtitan_dp.process import (
     mistakes_as_faults,
     os_errors_as_faults,
     protect,
-    require_assertions,
 )
 from torchtitan_dp.train_spec import OpenOnce, build_feed, register
 from torchtitan_dp.validate import HeldOutValidator, publish
@@ -434,7 +433,6 @@ def export_weights(trainer: DPTrainer | BaselineTrainer) -> str:
 @lost_ranks_as_faults()
 def main(argv: list[str]) -> None:
     """Train, as one worker of `torchrun`."""
-    require_assertions()
     protect()
     init_logger()
     quiet(logger)

@@ -18,8 +18,6 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torchtitan_dp.checkpoint.folder import damage, damaged_entry, refuse_another_model
 from torchtitan_dp.checkpoint.safe_load import entries, load, read_metadata
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-
 
 class Malicious:
     """Makes a folder when unpickled."""

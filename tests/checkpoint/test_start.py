@@ -18,7 +18,6 @@ from torchtitan_dp.checkpoint.start import Start, Weights, check_start, decide_s
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.ledger import ExecutedSteps, Ledger
 
-pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 META = {"weight": torch.empty(2, 3, device="meta")}
 UNITS = 40
 

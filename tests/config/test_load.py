@@ -1,5 +1,6 @@
 """A mistake in the input is one line on stderr that names the key, exit code 2, and no trace."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -450,6 +451,37 @@ def test_a_removed_key_is_refused_in_a_toml_and_left_out_of_a_run_that_was_kept(
     values["data"] |= {"token_cache": True, "token_cache_gib": 64.0}
     kept.write_text(json.dumps(values))
     assert read_config(str(tmp_path)).data == config.data
+
+
+def test_a_toml_of_a_windows_editor(tmp_path):
+    """It begins with a byte order mark, and lines end in two characters."""
+    toml = tmp_path / "marked.toml"
+    toml.write_bytes(CONFIG.read_text().replace("\n", "\r\n").encode("utf-8-sig"))
+    marked, plain = (load_config([f"--job.config_file={path}"], 1) for path in (toml, CONFIG))
+    marked.job.config_file = plain.job.config_file
+    assert dataclasses.asdict(marked) == dataclasses.asdict(plain)
+
+
+PATHS = (
+    *("job.dump_folder", "model.hf_assets_path", "training.dataset_path"),
+    *("checkpoint.initial_load_path", "metrics.save_tb_folder", "profiling.save_traces_folder"),
+)
+
+
+def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
+    """A shell does not replace `~` within `--key=~/x`, and nobody does so in a TOML."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "my.toml").write_text(CONFIG.read_text())
+    given = [
+        "--job.config_file=~/my.toml",
+        "--checkpoint.enable",
+        *(f"--{key}=~/{key}" for key in PATHS),
+    ]
+    config = load_config(given, 1)
+    assert config.optimizer.lr == 1.2e-2  # of the TOML
+    for key in PATHS:
+        section, name = key.split(".")
+        assert getattr(getattr(config, section), name) == f"{tmp_path}/{key}"
 
 
 def test_dashes_are_underscores_and_equals_is_space(tmp_path, data):

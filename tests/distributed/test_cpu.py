@@ -56,10 +56,11 @@ def test_nothing_passes_for_triton():
 
 
 @without_accelerator
-def test_profiler_runs_without_a_device():
+def test_profiler_runs_without_a_device(capfd):
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, None]) as profile:
         torch.ones(3).sum()
     assert profile.key_averages()
+    assert capfd.readouterr().err == ""
 
 
 @without_accelerator

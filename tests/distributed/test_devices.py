@@ -1,8 +1,12 @@
 """Devices that cannot be used end a start in one line, and the launcher opens none of them."""
 
+import ast
 import os
+import re
 import subprocess
 import sys
+import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,7 +20,7 @@ from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT, arguments, write_records
 from torchtitan_dp import launch
 from torchtitan_dp import train as training
-from torchtitan_dp.distributed import devices
+from torchtitan_dp.distributed import attention, devices
 from torchtitan_dp.process import Fault
 
 NVRM = "NVRM version: NVIDIA UNIX x86_64 Kernel Module  470.82.01  Wed Oct 27 21:21:55 UTC 2021\n"
@@ -110,6 +114,61 @@ def test_the_launcher_prints_that_warning(monkeypatch, capsys):
     assert "CUDA_VISIBLE_DEVICES = 5" in capsys.readouterr().err
 
 
+ASKED = re.compile(r"torch\.(cuda|accelerator|backends\.cudnn|_C\._cudnn)\.(\w+)")
+ACTS = ("synchronize", "set_device_index", "check_error", "cudart")
+"""What acts on a device that the caller has, instead of asking about one."""
+
+
+def questions(path):
+    """The lines of a module that ask torch about devices."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        name = ASKED.fullmatch(ast.unparse(node)) if isinstance(node, ast.Attribute) else None
+        if name and name[2] not in ACTS:
+            yield f"{path.relative_to(ROOT)}:{node.lineno}: {name[0]}"
+
+
+def test_torch_is_asked_about_devices_in_one_place():
+    """There each question comes after whether there is a device: the CUDA build has none on a login
+    node, and asking for its capability is "Found no NVIDIA driver"."""
+    asked = [line for path in Path(ROOT, "torchtitan_dp").rglob("*.py") for line in questions(path)]
+    places = {line.partition(":")[0] for line in asked}
+    assert places == {f"torchtitan_dp/distributed/{one}.py" for one in ("devices", "cpu")}, asked
+
+
+@pytest.fixture
+def cuda_build(monkeypatch):
+    """Torch's CUDA build, with a new cuDNN, where no device is in sight."""
+
+    def no_driver(*_):
+        raise RuntimeError("Found no NVIDIA driver on your system.")
+
+    newest = types.SimpleNamespace(
+        getCompileVersion=lambda: (9, 20, 0), getRuntimeVersion=lambda: (9, 20, 0)
+    )
+    monkeypatch.setattr(torch._C, "_cudnn", newest, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "_lazy_init", no_driver)  # what a question would need
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_without_a_device_each_question_has_an_answer():
+    cpu = torch.device("cpu")
+    devices.require_usable_devices()
+    assert (devices.cuda_devices(), devices.missing_devices()) == (0, None)
+    assert (devices.capability(), devices.capability(cpu)) == (None, None)
+    assert (devices.cudnn_versions(), devices.libraries(cpu)) == ([], {})
+    assert devices.kind(cpu) == ("cpu",)
+    assert devices.device_name(cpu).startswith("CPU (")
+
+
+@pytest.mark.usefixtures("cuda_build")
+def test_a_prediction_does_not_depend_on_the_build():
+    """As with the CPU build, the kernels of a ring are those of a device that has them all."""
+    assert attention._safe(attention._RING_BACKENDS) == attention._RING_BACKENDS
+
+
 def test_a_driver_that_does_not_tell_its_version(tmp_path):
     assert devices.driver_version(tmp_path / "none") == "of unknown version"
 
@@ -118,6 +177,7 @@ def test_the_launchers_process_opens_no_cuda_context(monkeypatch, tmp_path):
     """With devices in sight: what `torch.cuda` would initialize for is never asked for."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")  # which it would set for its workers
+    monkeypatch.delitem(sys.modules, "torchtitan_dp.plan.__main__", raising=False)  # it runs it
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "_lazy_init", lambda: pytest.fail("a CUDA context"))

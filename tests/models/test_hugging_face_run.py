@@ -55,7 +55,13 @@ def untied(tmp_path_factory):
 @pytest.mark.thorough_cases("untied-*")
 @pytest.mark.parametrize("name, degrees", [("tied", (1, 2)), ("untied", (1, 2))])
 def test_a_step_at_lr_0_changes_nothing(name, degrees, tmp_path, request):
+    """Beside a folder for checkpoints that is there already: a link to a disk, a save killed in
+    it."""
     llama = request.getfixturevalue(name)
+    for there in ("lost+found", "step-7"):
+        (tmp_path / "disk" / there).mkdir(parents=True)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "checkpoint").symlink_to(tmp_path / "disk")
     steps = ("--training.steps=1", "--optimizer.lr=0")
     overrides = command(tmp_path, llama, *steps, *mesh(*degrees))
     output = train(overrides, log=tmp_path / "log", world_size=degrees[0] * degrees[1])
@@ -64,6 +70,7 @@ def test_a_step_at_lr_0_changes_nothing(name, degrees, tmp_path, request):
     expected = transformers_logits(llama)
     assert (transformers_logits(exported) - expected).abs().max() < 1e-4
     assert newest_whole_checkpoint(str(tmp_path / "out" / "checkpoint")) == 1  # it can go on
+    assert sorted(path.name for path in (tmp_path / "disk").iterdir()) == ["lost+found", "step-1"]
     spent = privacy(tmp_path / "out")
     assert spent["private"] is True
     assert recorded(spent["caveats"]) == ["the initial weights are assumed to be public"]

@@ -11,6 +11,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 
 # isort: split
 import torchtitan.components.checkpoint
+import torchtitan.distributed.utils
 import torchtitan.train
 from torchtitan.tools.utils import Color
 
@@ -55,14 +56,17 @@ def test_warnings_and_errors_are_shown() -> None:
     assert shown("failed", level=logging.ERROR)
 
 
-def test_but_for_two_warnings_of_torchtitans_whose_words_these_are() -> None:
+def test_but_for_three_warnings_of_torchtitans_whose_words_these_are() -> None:
     overridden = "ENV[TORCH_NCCL_ASYNC_ERROR_HANDLING] = 1 will be overridden to 3 based on"
     assert not shown(overridden, level=logging.WARNING)
     resumed = "checkpoint.initial_load_in_hf is True but the checkpoint.folder exists. "
     assert not shown(resumed, level=logging.WARNING)
     source = inspect.getsource(torchtitan.components.checkpoint)
     assert "checkpoint.initial_load_in_hf is True but the checkpoint.folder" in source
-    assert len(_NOTHING_TO_DO) == 2
+    again = "torch.distributed is already initialized. Skipping init_distributed."
+    assert not shown(again, level=logging.WARNING)
+    assert again in inspect.getsource(torchtitan.distributed.utils)
+    assert len(_NOTHING_TO_DO) == 3
 
 
 def test_debug_shows_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -178,6 +178,15 @@ def _end_at_once() -> None:
     torchtitan.train.time = awake  # type: ignore[attr-defined]
 
 
+def _quiet() -> None:
+    """Leave out the warnings that a run leaves out."""
+    from torchtitan.tools.logging import logger
+
+    from torchtitan_dp.preflight.console import quiet
+
+    quiet(logger)
+
+
 def without_help() -> None:
     """Have no help made, which costs each command line that is parsed 0.15 s."""
     import tyro._docstrings
@@ -202,6 +211,7 @@ def serve(listener: Listener, modules: tuple[str, ...] = OURS) -> None:
             _search_for_noise()
             _end_at_once()
             without_help()
+            _quiet()
             modules = ()
             threads = len(os.listdir("/proc/self/task"))
             assert threads == 1, f"{threads} threads: a fork copies their locks without them"

@@ -14,7 +14,6 @@ claimed, 2 for a user's mistake.
 import argparse
 import importlib.util
 import json
-import logging
 import os
 import sys
 from collections.abc import Callable
@@ -43,14 +42,10 @@ from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.preflight.check import check_model, open_records
+from torchtitan_dp.preflight.console import quiet
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
-from torchtitan_dp.process import (
-    forbid_core_dumps,
-    lock_folder,
-    require_assertions,
-    write_atomically,
-)
+from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
 from torchtitan_dp.train_spec import register
 
 RESULT_FILE = "audit.json"
@@ -91,7 +86,6 @@ def require_libraries(config: JobConfig) -> None:
 
 
 def main(argv: list[str]) -> None:
-    require_assertions()
     options, overrides = command.parse(argv, (__doc__ or "").splitlines()[0])
     forbid_core_dumps()
     os.umask(0o077)
@@ -192,8 +186,7 @@ def train_with_canaries(
     """Run the canary audit in its own folder, locked. Collective over the world."""
     register(config, decide=decide)
     lock = lock_folder(config.job.dump_folder) if dist.get_rank() == 0 else None
-    level = logger.level
-    logger.setLevel(logging.ERROR)  # no warning that the process group exists already
+    quiet(logger)
     try:
         guesses = round(options.guesses * options.canaries)
         audit = released.audit if options.instrument == "text" else one_run.audit
@@ -205,7 +198,6 @@ def train_with_canaries(
             confidence=options.confidence,
         )
     finally:
-        logger.setLevel(level)
         del lock
 
 

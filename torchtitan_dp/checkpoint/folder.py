@@ -56,17 +56,16 @@ def checkpoint_folders(dump_folder: str) -> list[str]:
 
 
 def drop_unfinished(folder: str) -> bool:
-    """Remove a folder of unfinished checkpoints only; return whether there was one.
+    """Remove checkpoints of which none is finished; return whether there were any.
 
-    TorchTitan would load none of them, nor, since the folder exists, the initial weights.
-    Anything else in the folder is kept, and raises OSError.
+    The folder stays, with anything else in it: it may be a link or a mount.
     """
-    if not os.path.isdir(folder) or newest_whole_checkpoint(folder) >= 0:
+    if newest_whole_checkpoint(folder) >= 0:
         return False
-    for step in _steps(folder):
+    unfinished = _steps(folder)
+    for step in unfinished:
         shutil.rmtree(step)
-    os.rmdir(folder)
-    return True
+    return bool(unfinished)
 
 
 def damage(step: str) -> str:

@@ -1,5 +1,6 @@
 """TorchTitan's checkpointer, which loads the decided weights and runs no code from them."""
 
+import os
 import shutil
 from typing import Any
 
@@ -36,12 +37,17 @@ from torchtitan_dp.checkpoint.start import (
 from torchtitan_dp.models.lora import without_adapters
 from torchtitan_dp.process import Fault, mistakes_as_faults
 
+_NOWHERE = os.path.join(os.devnull, "none")  # a path at which nothing can be
+
 
 class Checkpointer(CheckpointManager):
     """TorchTitan's manager, for the decided start, whole checkpoints and errors of one line."""
 
     start: Start
     """The decided start; after `load`, the actual one."""
+
+    folder: str
+    """Of this run's checkpoints."""
 
     def __init__(
         self, trainer: Trainer, start: Start, origin: str, average: Stateful | None = None
@@ -90,7 +96,14 @@ class Checkpointer(CheckpointManager):
             refuse_another_decay(self._config, self.start)
         if self.start.resumes:  # TorchTitan would warn that it does not load these
             self.initial_load_in_hf, self.initial_load_path = False, None
-        return super().load(self.start.step if self.start.resumes else -1)
+            return super().load(self.start.step)
+        # TorchTitan loads initial weights only where there is no folder of checkpoints. An empty
+        # one may be there: a link, a mount, with a file system's `lost+found`.
+        folder, self.folder = self.folder, _NOWHERE
+        try:
+            return super().load()
+        finally:
+            self.folder = folder
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
@@ -164,7 +177,7 @@ class Checkpointer(CheckpointManager):
         ) from error
 
     def _drop_unfinished(self) -> None:
-        """Remove the remains of a killed save, if there is nothing else. Collective."""
+        """Remove the remains of killed saves, if nothing else was saved. Collective."""
         dist.barrier()  # all ranks have decided what they draw or load
         if dist.get_rank() == 0 and drop_unfinished(self.folder):
             logger.warning(f"{self.folder} has no whole checkpoint: starting from the beginning")

@@ -64,11 +64,12 @@ def load_config(argv: list[str], world_size: int) -> JobConfig:
         SystemExit: code 0 after `--help`.
     """
     schema: Any = ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
-    path = _option(argv, "job.config_file")
+    path, values = _option(argv, "job.config_file"), {}
     if path is not None:
-        _check_keys(_read_toml(path), schema, path)
+        values = _read_toml(path)
+        _check_keys(values, schema, path)
     check_command_line(argv, schema)
-    config = _parse([*argv, f"--job.custom_config_module={_CUSTOM_CONFIG}"])
+    config = _parse([*argv, f"--job.custom_config_module={_CUSTOM_CONFIG}"], values)
     return _checked(config, world_size)
 
 
@@ -130,7 +131,8 @@ def read_config(folder: str) -> JobConfig:
 
 
 def _checked(config: Any, world_size: int) -> JobConfig:
-    """Return a configuration of the right types with `auto` and -1 resolved, if it can work."""
+    """Return a configuration of the right types, `~`, `auto` and -1 resolved, if it can work."""
+    _resolve_home(config)
     resolve_degrees(config, world_size)
     resolve_gradient_method(config)
     resolve_sampling(config)
@@ -185,13 +187,22 @@ def _option(argv: list[str], name: str) -> str | None:
     return None
 
 
+def _resolve_home(config: Any) -> None:
+    """Replace `~` in front of a path, in place: a shell does so in front of a word alone."""
+    for section in vars(config).values():
+        for key, value in vars(section).items() if dataclasses.is_dataclass(section) else ():
+            if isinstance(value, str) and key.endswith(("path", "folder", "file")):
+                setattr(section, key, os.path.expanduser(value))
+
+
 def _read_toml(path: str) -> dict[str, Any]:
     """Return the content of a TOML file, or raise ValueError in one line."""
+    path = os.path.expanduser(path)
     if not os.path.isfile(path):
         raise ValueError(f"job.config_file = '{path}': no such file")
     try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
+        with open(path, encoding="utf-8-sig") as file:  # Windows' editors begin with a mark
+            return tomllib.loads(file.read())
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"job.config_file = '{path}': not valid TOML: {error}") from error
 
@@ -224,7 +235,18 @@ def _check_keys(values: dict[str, Any], schema: Any, path: str, prefix: str = ""
             raise ValueError(f"{key} = {value!r} in {path}: must be {describe(fields[name].type)}")
 
 
-def _parse(argv: list[str]) -> Any:
+class _ConfigManager(ConfigManager):
+    """TorchTitan's, with the values of a TOML that was read already."""
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        super().__init__()
+        self._values = values
+
+    def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:
+        return self._values
+
+
+def _parse(argv: list[str], values: dict[str, Any]) -> Any:
     """Parse with TorchTitan's own parser, whose boxed messages are turned into one line."""
     messages = io.StringIO()
     titan_logger = logging.getLogger("root")
@@ -232,7 +254,7 @@ def _parse(argv: list[str]) -> Any:
     titan_logger.setLevel(logging.ERROR)  # it warns of a missing tokenizer folder
     try:
         with contextlib.redirect_stderr(messages):
-            return ConfigManager().parse_args(argv)
+            return _ConfigManager(values).parse_args(argv)
     except SystemExit as stop:
         if stop.code != 2:  # help was asked for, or a signal ends the process
             raise

@@ -34,6 +34,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
+from torchtitan_dp.distributed.devices import capability, cudnn_versions
 from torchtitan_dp.distributed.ring import (
     GatheredAtOnce,
     PassedAround,
@@ -126,24 +127,17 @@ def _safe(backends: list[SDPBackend], cudnn: bool = True) -> list[SDPBackend]:
 
     A NaN in its backward would reject a sample in silence. A list with priorities overrides the
     conditions under which PyTorch itself would choose cuDNN, so they are repeated here: the
-    device, and the version, both of PyTorch's build and of this machine.
+    device, and the version, both of PyTorch's build and of this machine. Without a device the
+    list stays, so that a prediction does not depend on the build.
     """
-    versions = _cudnn_versions()
+    compute = capability()
     trusted = (
         cudnn
-        and all(version >= _SAFE_CUDNN for version in versions)
-        and (not versions or torch.cuda.get_device_capability()[0] in _CUDNN_CAPABILITIES)
+        and all(version >= _SAFE_CUDNN for version in cudnn_versions())
+        and (compute is None or compute[0] in _CUDNN_CAPABILITIES)
         and os.environ.get(_OTHER_LAYOUT, "0") == "0"
     )
     return [one for one in backends if trusted or one != SDPBackend.CUDNN_ATTENTION]
-
-
-def _cudnn_versions() -> list[tuple[int, int, int]]:
-    """List the cuDNN versions of PyTorch's build and of this machine; none without cuDNN."""
-    if not torch.backends.cudnn.is_available():
-        return []
-    cudnn = torch._C._cudnn  # type: ignore[attr-defined]
-    return [cudnn.getCompileVersion(), cudnn.getRuntimeVersion()]
 
 
 def _register_kernels(heads_apart_from: int) -> None:

@@ -105,7 +105,12 @@ def _accept_string_device_ids_in_barrier() -> None:
 
 
 def _profile_cpu_only() -> None:
-    """Drop the activity `None` that TorchTitan passes to the profiler without an accelerator."""
+    """Drop the activity `None` that TorchTitan passes to the profiler without an accelerator.
+
+    And hide its lines, "USDT: … profiler_start", and of the CUDA build "gpuGetDeviceCount failed".
+    With an accelerator they stay: the level that hides them would hide a device's errors too.
+    """
+    os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # above all; it is read at the first profile
     profile: Callable[..., Any] = torch.profiler.profile
 
     @functools.wraps(profile)

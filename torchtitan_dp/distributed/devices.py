@@ -1,13 +1,25 @@
-"""The devices of this machine: usable or not. A run that finds none would train on the CPU."""
+"""The devices of this machine: which there are, whether they are usable, and what they are.
+
+PyTorch's CUDA build, which most users have, also runs where no device is in sight: on a login
+node, in CI, with hidden devices. There most questions about a device raise. So all questions that
+this package has are asked here, and first whether there is a device.
+"""
 
 import os
+import platform
 import re
 import warnings
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 _DRIVER = Path("/proc/driver/nvidia/version")
+
+
+def cuda_devices() -> int:
+    """Count the CUDA devices in sight. Opens no CUDA context."""
+    return torch.cuda.device_count()
 
 
 def require_usable_devices() -> None:
@@ -22,7 +34,7 @@ def require_usable_devices() -> None:
     """
     with warnings.catch_warnings():  # the errors below replace its warning
         warnings.simplefilter("ignore")
-        count = torch.cuda.device_count()
+        count = cuda_devices()
         if torch.cuda.is_available():
             return
     if count == 0:
@@ -45,14 +57,49 @@ def kind(device: torch.device) -> tuple[object, ...]:
     """Return what must be equal on all ranks for equal bits: type, name, compute capability."""
     if device.type != "cuda":
         return (device.type,)
-    name = torch.cuda.get_device_name(device)
-    return (device.type, name, torch.cuda.get_device_capability(device))
+    return (device.type, device_name(device), capability(device))
+
+
+def device_name(device: torch.device) -> str:
+    """Return what a device is called by its maker."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"CPU ({platform.processor() or platform.machine()})"
+
+
+def capability(device: torch.device | None = None) -> tuple[int, int] | None:
+    """Return the compute capability of a device, by default of the current one; None of a CPU."""
+    is_cuda = torch.cuda.is_available() if device is None else device.type == "cuda"
+    return torch.cuda.get_device_capability(device) if is_cuda else None
+
+
+def cudnn_versions() -> list[tuple[int, int, int]]:
+    """List the cuDNN versions of PyTorch's build and of this machine; none without a device."""
+    if not (torch.backends.cudnn.is_available() and torch.cuda.is_available()):
+        return []
+    cudnn = torch._C._cudnn  # type: ignore[attr-defined]
+    return [cudnn.getCompileVersion(), cudnn.getRuntimeVersion()]
+
+
+def libraries(device: torch.device) -> dict[str, str]:
+    """Return the versions of the libraries that a CUDA device is used by; none of another."""
+    if device.type != "cuda":
+        return {}
+    found = {"CUDA": str(torch.version.cuda), "cuDNN": str(torch.backends.cudnn.version())}
+    if dist.is_nccl_available():
+        found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    return found
+
+
+def memory_bytes(device: torch.device) -> tuple[int, int]:
+    """Return the free and the whole memory of a CUDA device."""
+    return torch.cuda.mem_get_info(device)
 
 
 def missing_devices() -> str | None:
     """Return a one-line warning if CUDA_VISIBLE_DEVICES names devices and none is found."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named is None or _are_hidden() or torch.cuda.device_count() > 0:
+    if named is None or _are_hidden() or cuda_devices() > 0:
         return None
     return (
         f"warning: CUDA_VISIBLE_DEVICES = {named}, but torch {torch.__version__} finds no CUDA "

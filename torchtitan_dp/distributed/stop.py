@@ -50,6 +50,7 @@ class StopRequest:
         for number in (STOP_SIGNAL, signal.SIGTERM):
             signal.signal(number, lambda *_: None)
             signal.siginterrupt(number, False)  # other libraries' system calls are restarted
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # it is the launcher that answers it
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
 

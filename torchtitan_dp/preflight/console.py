@@ -31,11 +31,13 @@ _SHOWN = re.compile(
 _NOTHING_TO_DO = (
     r"ENV\[TORCH_NCCL_ASYNC_ERROR_HANDLING\]",  # set by torchrun, and overridden on purpose
     r"checkpoint\.initial_load_in_hf is True but",  # of every resume, which is what is wanted
+    r"torch\.distributed is already initialized\.",  # by an audit, which starts several trainers
 )
 _WARNINGS = (
     "DTensor random operators may not have complete support",  # no generator of DTensor's is used
     r"DTensor manual_seed\(\) may not have complete support",
     "Set timeout is now only supported for either nccl or gloo",  # of groups that have no backend
+    "In CPU autocast, but the target dtype is not supported",  # fp32 needs none
 )
 
 

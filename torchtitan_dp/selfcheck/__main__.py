@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, fail, write_json
+from torchtitan_dp.distributed.devices import capability, device_name, libraries
 from torchtitan_dp.ledger import versions
 from torchtitan_dp.process import die_with_parent
 from torchtitan_dp.selfcheck.checks import checks_of, free_memory_gib, machine_checks
@@ -106,23 +107,13 @@ def checkpoint_place(config: JobConfig | None, nodes: int) -> str:
     return folder
 
 
-def device_name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"CPU ({platform.processor() or platform.machine()})"
-
-
 def facts(device: torch.device) -> dict[str, str]:
     """Collect what a bug report needs to state of the machine, in the order of the table."""
     found = {"free memory": f"{free_memory_gib(device)[0]:.1f} GiB a rank"}
-    if device.type == "cuda":
-        major, minor = torch.cuda.get_device_capability(device)
-        found["compute capability"] = f"{major}.{minor}"
+    if (compute := capability(device)) is not None:
+        found["compute capability"] = ".".join(map(str, compute))
         found["driver"] = _driver()
-        found["CUDA"] = str(torch.version.cuda)
-        found["cuDNN"] = str(torch.backends.cudnn.version())
-        if dist.is_nccl_available():
-            found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+    found |= libraries(device)
     found |= {name: version for name, version in versions().items() if version != "unknown"}
     return found | {"python": platform.python_version(), "host": platform.platform()}
 

@@ -12,6 +12,8 @@ import torch
 
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.distributed.attention import RotateMethod
+from torchtitan_dp.distributed.cpu import has_accelerator
+from torchtitan_dp.distributed.devices import cuda_devices, memory_bytes
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
@@ -41,7 +43,7 @@ def machine_checks(ranks: Ranks) -> list[Check]:
 
 def _devices() -> Sequence[Measured]:
     """Count the CUDA devices that cannot be used: the run would be on the CPU."""
-    unusable = 0 if torch.cuda.is_available() else torch.cuda.device_count()
+    unusable = 0 if has_accelerator() else cuda_devices()
     return (Measured("present but unusable", unusable, 0),)
 
 
@@ -68,7 +70,7 @@ def _one_key(ranks: Ranks) -> Sequence[Measured]:
 def free_memory_gib(device: torch.device) -> tuple[float, float]:
     """Return how much memory is free to a rank, and how much should be: of its device, or host."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
+        free, total = memory_bytes(device)
         return free / _GIB, 0.9 * total / _GIB  # a CUDA context takes a few percent
     available = available_bytes()
     assert available is not None, "Linux has /proc/meminfo"

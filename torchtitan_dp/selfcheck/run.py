@@ -17,6 +17,8 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.tools.utils import device_type
 
+from torchtitan_dp.distributed.devices import cuda_devices
+
 _COLLECTIVE_S = 60  # the time-out of a check's collectives
 _AGREEMENT_S = 150  # how long a rank waits for the others' measurements
 _GRACE_S = 20  # how long a rank whose check failed waits before it ends all of them
@@ -85,7 +87,7 @@ def start(backend: str | None) -> Ranks:
     """
     device = torch.device("cpu")
     if device_type != "cpu":
-        index = int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count()
+        index = int(os.environ.get("LOCAL_RANK", "0")) % cuda_devices()
         torch.accelerator.set_device_index(index)
         device = torch.device(device_type, index)
     timeout = datetime.timedelta(seconds=_COLLECTIVE_S)
