@@ -351,7 +351,9 @@ def test_a_column_of_a_type_that_is_not_read_is_refused(tmp_path: Path, open_: O
         table = pa.table({"note": runs})
         with pa.ipc.new_stream(file, table.schema) as stream:
             stream.write_table(table)
-    with pytest.raises(ValueError, match=r"data\.text_field = 'note': .* has it as run_end_") as error:
+    with pytest.raises(
+        ValueError, match=r"data\.text_field = 'note': .* has it as run_end_"
+    ) as error:
         open_("hf", root)
     assert str(error.value).endswith("write it as text, numbers, lists or structs")
 

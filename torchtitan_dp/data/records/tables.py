@@ -6,12 +6,13 @@ in small batches; groups that are small enough stay in memory. Only the columns 
 decoded. Their sizes are found in one pass before, and kept in the index.
 
 Guarantee:
-    A row reads alike whatever the other rows hold (hazard row 68). One that cannot be decoded, or is
-    larger than `MOST_ROW_BYTES`, reads as None by itself; the size of a row (`stored_bytes`) is its
-    own. Where a row is that large, values that its pages repeat are never written out. A start is
-    refused only for the files' structure, which is public: a missing column, one of a type that is
-    not read, a damaged footer. What remains is the memory of the host, which must hold the pages of
-    any one row: pyarrow passes no row without decoding it. Where it does not, the run stops.
+    A row reads alike whatever the other rows hold (hazard row 68). One that cannot be decoded, or
+    is larger than `MOST_ROW_BYTES`, reads as None by itself, and the size of a row
+    (`stored_bytes`) is its own. Where a row is that large, values that pages repeat are never
+    written out.
+    A start is refused only for the files' structure, which is public: a missing column, one of a
+    type that is not read, a damaged footer. What remains is memory: pyarrow passes no row without
+    decoding it, so a machine whose memory cannot hold the pages of one row stops the run.
 """
 
 import functools
@@ -202,7 +203,9 @@ class TableRecords(FieldRecords):
                 )
             kind = schema.types[schema.names.index(field)]
             try:
-                _value_sizes(schema.empty_table().column(schema.names.index(field)).combine_chunks())
+                _value_sizes(
+                    schema.empty_table().column(schema.names.index(field)).combine_chunks()
+                )
             except TypeError as error:
                 raise ValueError(
                     f"{key} = {field!r}: {path} has it as {kind}, and {error} is not read; write "
@@ -216,7 +219,7 @@ def _rows(batch: Any) -> list[Fields | None]:
     try:
         if sizes.sum() <= MOST_ROW_BYTES:
             return cast("list[Fields | None]", batch.to_pylist())
-    except (*_errors(), MemoryError):  # not UTF-8, for one
+    except _errors():  # not UTF-8, for one
         pass
     if len(sizes) == 1:
         return [None]
@@ -269,8 +272,8 @@ def _value_sizes(array: Any) -> np.ndarray:
         if len(array) == 0:
             return sizes
         _, starts, data = array.buffers()
-        offsets = np.frombuffer(starts, np.int64 if is_large else np.int32).astype(np.int64)
-        offsets = offsets[array.offset :][: len(array) + 1]
+        offsets = np.frombuffer(starts, np.int64 if is_large else np.int32)
+        offsets = offsets[array.offset :][: len(array) + 1].astype(np.int64)
         return sizes + _spans(offsets, range(1 + (0 if data is None else data.size)))
     if is_.is_null(kind):
         return sizes
@@ -293,7 +296,15 @@ def _errors() -> tuple[type[Exception], ...]:
     """List the errors of a table that cannot be read."""
     import pyarrow as pa
 
-    return OSError, ValueError, KeyError, OverflowError, RuntimeError, pa.ArrowException
+    return (
+        OSError,
+        ValueError,
+        KeyError,
+        OverflowError,
+        MemoryError,
+        RuntimeError,
+        pa.ArrowException,
+    )
 
 
 class ParquetRecords(TableRecords):
