@@ -215,6 +215,7 @@ class DPTrainer(Trainer):
             if (stopped := os.environ.get(STOPPED_FILE)) is not None:
                 Path(stopped).write_text("stopped")
         elif spent is not None:
+            self.metrics_processor.send()
             for line in summary(spent):
                 logger.info(line)
             folder = self.job_config.job.dump_folder

@@ -195,6 +195,44 @@ def test_damaged_bytes_ask_for_no_memory(saved, damaged):
         tracemalloc.stop()
 
 
+# What each adds to `p`, in the pickle language: "h\\0" and the like name what was made before.
+BOMBS = {
+    "a path of paths": (b"cpathlib\nPosixPath\n", b"\x8c\x02aa\x85R", b"h\0h\1h\1\x86R"),
+    "one text as paths": (
+        b"cpathlib\nPosixPath\n",
+        b"X\xa0\x0f\0\0" + b"a/" * 2000,
+        b"h\0h\1\x85R",
+    ),
+    "one size again": (b"ctorch\nSize\n", b"(" + b"K\1" * 2000 + b"t", b"h\0h\1\x85R"),
+    "one size by its type": (b"ctorch\nSize\n", b"(" + b"K\1" * 2000 + b"t", b"h\0h\1\x85\x81"),
+    "one size in indices": (
+        b"ctorch.distributed.checkpoint.metadata\nMetadataIndex\n",
+        b"(" + b"K\1" * 2000 + b"t",
+        b"h\0K\0h\1\x86R",
+    ),
+    "one state for all": (
+        b"ctorch.distributed.checkpoint.metadata\nStorageMeta\n",
+        b"}(" + b"".join(b"\x8c\4%04dN" % i for i in range(1500)) + b"u",
+        b"h\0)\x81h\1b",
+    ),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_metadata_takes_memory_in_proportion_to_its_size(bomb, tmp_path):
+    made, first, again = BOMBS[bomb]
+    times = 21 if bomb == "a path of paths" else 2000
+    grows = b"q\1" if bomb == "a path of paths" else b""
+    content = b"\x80\4(" + made + b"q\0" + first + b"q\1" + (again + grows) * times + b"t."
+    (tmp_path / ".metadata").write_bytes(content)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"its \.metadata cannot be read: it "):
+        read_metadata(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**20 + 200 * len(content)
+
+
 def test_metadata_changes_no_class(saved):
     """`BUILD` could set attributes of the records' classes, for the rest of the process."""
     name = pickle.GLOBAL + f"{Metadata.__module__}\nMetadata\n".encode()

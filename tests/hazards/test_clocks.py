@@ -1,4 +1,4 @@
-"""Hazard 59: a clock decides how many steps a job takes, records' lengths how long each one takes.
+"""Hazards 59, 73: a clock decides how many steps fit into a job, records' lengths how long each is.
 
 Two neighbours of 20 text files: the last one is empty, or long. Each is trained by jobs of a
 scheduler with the same time limit, of which the first one crashes, until all steps are taken.
@@ -32,6 +32,8 @@ def trained(root: Path, name: str, last: str) -> tuple[Path, int]:
         f"--training.steps={STEPS}",
         "--checkpoint.interval=4",
         "--metrics.no-enable_tensorboard",
+        "--metrics.enable_wandb",
+        "--metrics.log_freq=1",
         "--parallelism.context_parallel_degree=1",
     )
     for job in range(1, 2 * STEPS):
@@ -82,3 +84,17 @@ def test_row59_nor_does_a_release(runs, seen, tmp_path):
         cards.append((released / "README.md").read_text())
     assert terms[0] == terms[1]
     assert cards[0] == cards[1]
+
+
+def test_row73_a_tracker_does_not_tell_one_from_the_other(runs):
+    """It gets what one job without an end would send: each step once, under one time."""
+    lines = []
+    for out, _ in runs.values():
+        lines.append([json.loads(line) for line in Path(f"{out}.sent").read_text().splitlines()])
+    assert lines[0] == lines[1]
+    opened, *steps, closed = lines[0]
+    assert opened == ["opened", True]
+    assert closed == ["closed", {}]
+    assert [step for step, _ in steps] == list(range(1, STEPS + 1))
+    names = {"lr", "epsilon", "epsilon_planned", "noise_multiplier"}
+    assert all(line.keys() == {f"private_to_publish/{n}" for n in names} for _, line in steps)

@@ -26,6 +26,7 @@ from tests.hazards.mutants import (
     lineage,
     lora,
     noise,
+    other_records,
     outputs,
     parameters,
     per_layer,
@@ -41,7 +42,7 @@ from tests.hazards.mutants import (
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = set(range(1, 69))
+ROWS = {*range(1, 67), 68, 73, 75, 76}
 ROOMS = (
     clipping,
     ghost,
@@ -56,6 +57,7 @@ ROOMS = (
     keys,
     sampling,
     same_records,
+    other_records,
     answers,
     accounting,
     outputs,

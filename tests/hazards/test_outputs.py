@@ -223,3 +223,39 @@ def test_row34_no_code_of_ours_trains_a_tokenizer():
         assert not any("trainers" in name for name in imports), path
         calls = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
         assert not calls & {"train_from_iterator", "train_new_from_iterator", "trainers"}, path
+
+
+JOBS = {"one": [(0, 9)], "several": [(0, 5), (4, 7), (4, 9)]}  # the steps loaded, and the last
+
+
+@pytest.mark.parametrize("ends", [9, 8])
+def test_row73_trackers_get_what_one_job_would_send(ends, tmp_path):
+    """Over a crash, a stop and resumes; and nothing of a run that has not come to its end."""
+    from unittest.mock import MagicMock
+
+    from torchtitan_dp.watch.outlets import Later, Outlets
+
+    got = {}
+    for name, jobs in JOBS.items():
+        folder, opened, service = tmp_path / name, [], MagicMock()
+        folder.mkdir()
+
+        def open_sink(when, opened=opened, service=service):
+            opened.append(when)
+            return service
+
+        for start, (loaded, last) in enumerate(jobs):
+            outlets = Outlets([Later(str(folder), loaded, {"key": open_sink})], private=True)
+            for step in range(loaded + 1, min(last, ends) + 1):
+                # The validation's scalars come by themselves; a lost step may be logged otherwise.
+                planned = 2.0 + (start if name == "several" and last < 9 else 2)
+                outlets.log({"lr": step / 8, "epsilon_planned": planned, "loss": 3.0}, step)
+                if step == (5 if start == 0 and name == "several" else 6):
+                    outlets.log({"heldout_loss_noised": 1.5}, step)
+            if last == ends:
+                outlets.send()
+            outlets.close()
+        got[name] = [call.args for call in service.log.call_args_list]
+        assert len(opened) == len(set(opened)) == (ends == 9)
+    assert got["one"] == got["several"]
+    assert [step for _, step in got["one"]] == (list(range(1, 10)) if ends == 9 else [])

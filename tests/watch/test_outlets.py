@@ -3,6 +3,7 @@
 import logging
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -11,8 +12,9 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.preflight import check
+from torchtitan_dp.process import Fault
 from torchtitan_dp.watch import outlets
-from torchtitan_dp.watch.outlets import SCALARS, Guarded, Outlets, TensorBoard, find, is_public, tag
+from torchtitan_dp.watch.outlets import SCALARS, Guarded, Later, TensorBoard, find, is_public, tag
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "watching.md"
 
@@ -49,40 +51,61 @@ def test_the_document_has_the_table() -> None:
 METRICS = {"lr": 1e-3, "epsilon": 2.0, "loss": 3.0, "new": 4.0}
 
 
-def sent(*, private: bool, everything: bool) -> dict[str, float]:
+def sent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, *, private: bool, everything: bool
+) -> dict[str, float]:
     """What a service got of one step."""
     service = MagicMock()
-    guarded = Guarded("key", service, send_not_private=everything)
-    Outlets([guarded], private=private).log(METRICS, 3)
+    monkeypatch.setattr(outlets.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(outlets, "WandB", lambda *_, **__: service)
+    found = outlets.open_outlets(
+        config_of(
+            folder, enable_tensorboard=False, send_not_private=everything, enable_mlflow=False
+        ),
+        0,
+        private=private,
+    )
+    found.log(METRICS, 3)
+    assert everything or not service.log.called
+    found.send()
     return service.log.call_args.args[0] if service.log.called else {}
 
 
-def test_services_get_what_may_be_published() -> None:
-    assert sent(private=True, everything=False) == {
+def config_of(folder: Path, **metrics: bool) -> Any:
+    keys: dict[str, Any] = {"save_tb_folder": "tb", "save_for_all_ranks": False}
+    keys |= {"send_not_private": False, "enable_tensorboard": True}
+    keys |= {"enable_wandb": True, "enable_mlflow": True}
+    return SimpleNamespace(
+        job=SimpleNamespace(dump_folder=str(folder)), metrics=SimpleNamespace(**{**keys, **metrics})
+    )
+
+
+def test_services_get_what_may_be_published(tmp_path, monkeypatch) -> None:
+    assert sent(tmp_path, monkeypatch, private=True, everything=False) == {
         "private_to_publish/lr": 1e-3,
         "private_to_publish/epsilon": 2.0,
     }
 
 
-def test_they_get_nothing_of_a_run_that_is_not_private() -> None:
-    assert sent(private=False, everything=False) == {}
+def test_they_get_nothing_of_a_run_that_is_not_private(tmp_path, monkeypatch) -> None:
+    assert sent(tmp_path, monkeypatch, private=False, everything=False) == {}
 
 
-def test_they_get_all_where_the_user_says_so() -> None:
-    assert sent(private=True, everything=True).keys() == {
+def test_they_get_all_where_the_user_says_so(tmp_path, monkeypatch) -> None:
+    assert sent(tmp_path, monkeypatch, private=True, everything=True).keys() == {
         "private_to_publish/lr",
         "private_to_publish/epsilon",
         "not_private/loss",
         "not_private/new",
     }
-    assert len(sent(private=False, everything=True)) == 4
+    assert len(sent(tmp_path, monkeypatch, private=False, everything=True)) == 4
 
 
 def test_a_service_that_fails_ends_no_run_and_is_left_alone(monkeypatch, caplog) -> None:
     monkeypatch.setattr(logging.getLogger(), "propagate", True)
     service = MagicMock()
     service.log.side_effect = ConnectionError("no route\nto host")
-    guarded = Guarded("metrics.enable_mlflow", service, send_not_private=True)
+    guarded = Guarded("metrics.enable_mlflow", service)
     guarded.log(METRICS, 1)
     guarded.log(METRICS, 2)
     guarded.close()
@@ -107,20 +130,36 @@ def test_steps_that_a_crash_took_back_leave_the_curve(tmp_path: Path) -> None:
     assert [e.value for e in scalars] == [0.0] * 4 + [4.0] * 4
 
 
+def test_a_service_that_cannot_be_reached_gets_all_at_the_next_start(
+    tmp_path, monkeypatch, caplog
+) -> None:
+    monkeypatch.setattr(logging.getLogger(), "propagate", True)
+    service, works = MagicMock(), False
+
+    def open_sink(time_of_all: float | None) -> Any:
+        if not works:
+            raise Fault("metrics.enable_wandb = true: no key")
+        return service
+
+    for start in range(3):
+        works = start > 0
+        later = Later(str(tmp_path), 2 * start, {"metrics.enable_wandb": open_sink})
+        for step in (1, 2) if start == 0 else ():
+            later.log({"private_to_publish/lr": step / 8}, step)
+        later.send()
+    assert [call.args[1] for call in service.log.call_args_list] == [1, 2]  # once
+    assert caplog.records[0].getMessage() == (
+        "metrics.enable_wandb: not sent, after Fault: error: metrics.enable_wandb = true: no key; "
+        "the same command sends it again"
+    )
+
+
 def opened(tmp_path, monkeypatch, rank: int, private: bool = True, **metrics: bool) -> list[str]:
     """The sinks that a rank opens."""
     monkeypatch.setattr(outlets.dist, "get_rank", lambda: rank)
     for name in ("WandB", "MLflow"):
         monkeypatch.setattr(outlets, name, lambda *_, name=name, **__: SimpleNamespace(name=name))
-    keys = {"save_tb_folder": "tb", "save_for_all_ranks": False, "send_not_private": False}
-    config = SimpleNamespace(
-        job=SimpleNamespace(dump_folder=str(tmp_path)),
-        metrics=SimpleNamespace(
-            **{**keys, "enable_tensorboard": True, "enable_wandb": True, "enable_mlflow": True},
-        ),
-    )
-    vars(config.metrics).update(metrics)
-    found = outlets.open_outlets(config, 0, private=private)  # type: ignore[arg-type]
+    found = outlets.open_outlets(config_of(tmp_path, **metrics), 0, private=private)
     return [
         sink._sink.name if isinstance(sink, Guarded) else type(sink).__name__  # type: ignore[attr-defined]
         for sink in found._sinks
@@ -128,7 +167,9 @@ def opened(tmp_path, monkeypatch, rank: int, private: bool = True, **metrics: bo
 
 
 def test_rank_0_alone_has_services(tmp_path, monkeypatch) -> None:
-    assert opened(tmp_path, monkeypatch, 0) == ["TensorBoard", "WandB", "MLflow"]
+    assert opened(tmp_path, monkeypatch, 0) == ["TensorBoard", "Later"]
+    live = ["TensorBoard", "WandB", "MLflow"]
+    assert opened(tmp_path, monkeypatch, 0, send_not_private=True) == live
     assert opened(tmp_path, monkeypatch, 1) == []
     assert opened(tmp_path, monkeypatch, 1, save_for_all_ranks=True) == ["TensorBoard"]
     assert (tmp_path / "tb" / "rank_1").is_dir()

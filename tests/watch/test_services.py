@@ -5,6 +5,7 @@ Neither is in CI's environment: they bring 60 packages. Run this where they are 
 """
 
 import getpass
+import json
 import os
 import re
 import socket
@@ -23,25 +24,32 @@ SECRET = "a name that is in no list"
 # In a process of its own: both services change the process that imports them. Times are far apart
 # from each other: an hour a step.
 PROGRAM = """
-import sys, time, logging
+import json, sys, time, logging
 logging.basicConfig(level=logging.INFO, stream=sys.stdout)
-sys.argv[1:], (which, folder, everything) = ["--secret_argument"], sys.argv[1:]
+sys.argv[1:], (which, folder, everything, jobs) = ["--secret_argument"], sys.argv[1:]
 import torchtitan_dp.distributed
-from torchtitan_dp.watch.outlets import Guarded, Outlets
+from torchtitan_dp.watch.outlets import Guarded, Later, Outlets
 from torchtitan_dp.watch.services import MLflow
 from torchtitan_dp.watch.services import WandB
 real = time.time
-sink = {"wandb": WandB, "mlflow": MLflow}[which](folder, with_times=everything == "True")
-outlets = Outlets([Guarded("key", sink, send_not_private=everything == "True")], private=True)
-for step in (1, 2, 3):
-    time.time = lambda: real() + 3600 * step
-    print("not private: a console line with a secret loss")
-    logging.info("not private: a log line with a secret loss")
-    outlets.log({"lr": 0.0123456789, "epsilon": 2.3456789, "loss": 3.4567891,
-                 "a name that is in no list": 4.5678912, "throughput(tps)": 5.6789123}, step)
+service = {"wandb": WandB, "mlflow": MLflow}[which]
+for loaded, last in json.loads(jobs):
+    if everything == "True":
+        sink = Guarded("key", service(folder, time_of_all=None))
+    else:
+        sink = Later(folder, loaded, {"key": lambda when: service(folder, time_of_all=when)})
+    outlets = Outlets([sink], private=True)
+    for step in range(loaded + 1, last + 1):
+        time.time = lambda: real() + 3600 * step
+        print("not private: a console line with a secret loss")
+        logging.info("not private: a log line with a secret loss")
+        outlets.log({"lr": 0.0123456789, "epsilon": 2.3456789, "loss": 3.4567891,
+                     "a name that is in no list": 4.5678912, "throughput(tps)": 5.6789123}, step)
+outlets.send()
 time.time = real
 outlets.close()
 """
+JOBS = ((0, 2), (1, 2), (1, 3))  # the steps that were loaded, and the last: a crash, and another
 
 
 def written(which: str, folder: Path, everything: bool = False) -> bytes:
@@ -54,10 +62,11 @@ def written(which: str, folder: Path, everything: bool = False) -> bytes:
         "WANDB_MODE": "offline",
         "SECRET_VARIABLE": "secret_value",
     }
-    command = [sys.executable, "-c", PROGRAM, which, str(folder), str(everything)]
+    jobs = json.dumps([(0, 3)] if everything else JOBS)
+    command = [sys.executable, "-c", PROGRAM, which, str(folder), str(everything), jobs]
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert "nothing more is sent" not in done.stdout + done.stderr
+    assert "sent, after" not in done.stdout + done.stderr
     return b"".join(
         str(path).encode() + path.read_bytes()
         for path in sorted(folder.rglob("*"))
@@ -103,20 +112,23 @@ def test_wandb_has_all_where_the_user_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_wandb_has_no_times_of_steps(tmp_path: Path) -> None:
+def test_wandb_shows_neither_times_of_steps_nor_starts(tmp_path: Path) -> None:
     pytest.importorskip("wandb")
-    stamps = re.findall(rb"_timestamp[^0-9]{1,4}([0-9.e+]+)", written("wandb", tmp_path / "run"))
+    content = written("wandb", tmp_path / "run")
+    stamps = re.findall(rb"_timestamp[^0-9]{1,4}([0-9.e+]+)", content)
     assert len(stamps) >= 3
     assert len(set(stamps)) == 1
+    assert len(list((tmp_path / "run" / "wandb").glob("offline-run-*"))) == 1
+    steps = re.findall(rb"_step[^0-9]{1,4}([0-9]+)", content)
+    assert list(dict.fromkeys(steps)) == sorted(steps, key=int)[::2] == [b"1", b"2", b"3"]
 
 
 @pytest.mark.slow
-def test_mlflow_has_public_scalars_alone_and_goes_on_after_a_restart(tmp_path: Path) -> None:
+def test_mlflow_has_public_scalars_alone_and_one_line_of_each_step(tmp_path: Path) -> None:
     pytest.importorskip("mlflow")
     from mlflow.tracking import MlflowClient
 
-    for _ in range(2):
-        content = written("mlflow", tmp_path / "run")
+    content = written("mlflow", tmp_path / "run")
     assert_nothing_else(content, tmp_path)
     client = MlflowClient(f"sqlite:///{tmp_path / 'run' / 'mlflow.db'}")
     (experiment,) = client.search_experiments(filter_string="name = 'torchtitan_dp'")
@@ -126,8 +138,8 @@ def test_mlflow_has_public_scalars_alone_and_goes_on_after_a_restart(tmp_path: P
     assert set(run.data.tags) <= {"mlflow.runName"}
     for name in PUBLIC:
         history = client.get_metric_history(run.info.run_id, name)
-        assert {m.step for m in history} == {1, 2, 3}
-        assert len({m.timestamp for m in history}) == 2  # the two starts
+        assert [m.step for m in history] == [1, 2, 3]
+        assert {m.timestamp for m in history} == {run.info.start_time} == {run.info.end_time}
 
 
 @pytest.mark.slow

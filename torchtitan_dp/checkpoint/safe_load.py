@@ -13,7 +13,7 @@ import pathlib
 import pickle
 import warnings
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from typing import IO, Any, ClassVar, NamedTuple
 
 import torch
@@ -37,13 +37,22 @@ _RECORDS = (
     records._MEM_FORMAT_ENCODING,
     _StorageInfo,
 )
+
+
+def _path(*parts: str) -> pathlib.PurePosixPath:
+    """Build the path where a checkpoint was saved, which is never opened, from strings alone."""
+    if not all(isinstance(part, str) for part in parts):  # of paths: each doubles the one before
+        raise pickle.UnpicklingError("it makes a path of what is no text")
+    return pathlib.PurePosixPath(*parts)
+
+
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(record.__module__, record.__name__): record for record in _RECORDS},
     **{("torch", n): value for n, value in vars(torch).items() if isinstance(value, torch.dtype)},
     ("torch", "Size"): torch.Size,
     ("torch.serialization", "_get_layout"): _get_layout,  # looks a name up in a table
-    ("pathlib", "PosixPath"): pathlib.PurePosixPath,  # where it was saved; never opened
-    ("pathlib._local", "PosixPath"): pathlib.PurePosixPath,  # Python 3.13
+    ("pathlib", "PosixPath"): _path,
+    ("pathlib._local", "PosixPath"): _path,  # Python 3.13
 }
 
 
@@ -58,10 +67,26 @@ class Entry(NamedTuple):
 
 
 class _MetadataUnpickler(pickle._Unpickler):
-    """An unpickler of the records in `_ALLOWED` alone, in no more memory than the file's size.
+    """An unpickler of the records in `_ALLOWED` alone, in memory in proportion to the file's size.
 
-    In Python: the implementation in C reserves the size that a damaged byte names (24 GiB).
+    In Python: the implementation in C reserves the size that a damaged byte names (24 GiB). A
+    pickle may name what it made before in two bytes, so what calls and records copy is counted:
+    items and characters, no more than the file has bytes.
     """
+
+    def __init__(self, content: bytes) -> None:
+        super().__init__(io.BytesIO(content))
+        self._left = len(content)
+
+    def _count(self, given: Any) -> None:
+        parts = given if isinstance(given, tuple) else ()
+        self._left -= len(given) + sum(len(one) for one in parts if isinstance(one, Sized))
+        if self._left < 0:
+            raise pickle.UnpicklingError("it copies more than it has")
+
+    def _reduce(self: Any) -> None:
+        self._count(self.stack[-1])
+        pickle._Unpickler.dispatch[pickle.REDUCE[0]](self)
 
     def find_class(self, module: str, name: str) -> Any:
         try:
@@ -73,15 +98,26 @@ class _MetadataUnpickler(pickle._Unpickler):
         """Set attributes of a record that was just made, never of a class or a function."""
         if callable(self.stack[-2]):
             raise pickle.UnpicklingError(f"it changes {self.stack[-2]}")
+        self._count(self.stack[-1])
         pickle._Unpickler.dispatch[pickle.BUILD[0]](self)
 
+    def _new(self: Any) -> None:
+        if self.stack[-1]:
+            raise pickle.UnpicklingError(f"it makes {self.stack[-2]} of arguments")
+        pickle._Unpickler.dispatch[pickle.NEWOBJ[0]](self)
+
     def _refuse(self) -> None:
-        raise pickle.UnpicklingError("it reserves memory")
+        raise pickle.UnpicklingError("it reserves memory, or calls in a way that nothing needs")
 
     dispatch: ClassVar[dict[int, Any]] = {
         **pickle._Unpickler.dispatch,
         pickle.BUILD[0]: _build,
+        pickle.REDUCE[0]: _reduce,
+        pickle.NEWOBJ[0]: _new,
         pickle.BYTEARRAY8[0]: _refuse,
+        pickle.INST[0]: _refuse,
+        pickle.OBJ[0]: _refuse,
+        pickle.NEWOBJ_EX[0]: _refuse,
     }
 
 
@@ -93,7 +129,7 @@ def read_metadata(folder: str | os.PathLike[str]) -> Metadata:
     """
     try:
         content = pathlib.Path(folder, METADATA_FILE).read_bytes()
-        metadata = _MetadataUnpickler(io.BytesIO(content)).load()
+        metadata = _MetadataUnpickler(content).load()
         _check_entries(metadata)
         for name, kind in metadata.state_dict_metadata.items():
             if isinstance(kind, records.TensorStorageMetadata):

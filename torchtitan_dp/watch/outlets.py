@@ -1,7 +1,7 @@
 """Every scalar that a run logs, whether it may be published, and where it goes.
 
 TensorBoard gets all scalars, in two sections; on rank 0 Weights & Biases and MLflow get the public
-ones.
+ones, once, when the planned steps are taken.
 
 Guarantee:
     A public scalar follows from the configuration, the number of steps and the ledger alone. All
@@ -9,11 +9,16 @@ Guarantee:
     table lacks is treated as one of those. In a run that is not private nothing is public.
 
     W&B and MLflow get a scalar only if it is public, and nothing in a run that is not private,
-    unless `metrics.send_not_private` is set. TensorBoard's files stay in the run's folder.
+    unless `metrics.send_not_private` is set. They get what one uninterrupted job would send: no
+    times of steps, no step that was lost, nothing that shows starts (hazard row 73). TensorBoard's
+    files stay in the run's folder.
 """
 
+import contextlib
+import json
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Protocol
@@ -24,7 +29,8 @@ from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.watch.services import MLflow, WandB
+from torchtitan_dp.process import Fault, write_atomically
+from torchtitan_dp.watch.services import MLflow, WandB, keep, kept, kept_or
 
 PUBLISHABLE, NOT_PRIVATE = "private_to_publish", "not_private"  # sections of TensorBoard
 
@@ -114,24 +120,18 @@ class TensorBoard:
 
 
 class Guarded:
-    """A service outside of the run, which gets what may be sent and whose failures end no run."""
+    """A service outside of the run, whose failures end no run."""
 
-    def __init__(self, key: str, sink: Sink, *, send_not_private: bool) -> None:
+    def __init__(self, key: str, sink: Sink) -> None:
         """
         Args:
             key: its key in the configuration.
         """
-        self._key, self._sink, self._all = key, sink, send_not_private
+        self._key, self._sink = key, sink
         self._works = True
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        sent = {
-            name: value
-            for name, value in scalars.items()
-            if self._all or not name.startswith(f"{NOT_PRIVATE}/")
-        }
-        if sent:
-            self._attempt(lambda: self._sink.log(sent, step))
+        self._attempt(lambda: self._sink.log(scalars, step))
 
     def close(self) -> None:
         self._attempt(self._sink.close)
@@ -150,6 +150,82 @@ class Guarded:
             )
 
 
+LINES = "watch.jsonl"
+_OF_ALL_STEPS = f"{PUBLISHABLE}/epsilon_planned"  # differs between starts, but not within one
+
+
+class Later:
+    """Keeps what may be published in the run's folder, until the planned steps are taken.
+
+    A service that gets it step by step would see when each arrives, and which come again.
+    """
+
+    def __init__(
+        self, folder: str, step: int, services: Mapping[str, Callable[[float | None], Sink]]
+    ) -> None:
+        """
+        Args:
+            folder: the run's.
+            step: the last that was taken; lines of later ones, which a crash took back, go.
+            services: by their key in the configuration; each is opened with the time of all steps.
+        """
+        self._folder, self._services = folder, services
+        self._path = os.path.join(folder, LINES)
+        kept_lines = {n: scalars for n, scalars in self._read().items() if n <= step}
+        content = "".join(_line(scalars, n) for n, scalars in kept_lines.items())
+        write_atomically(self._path, content.encode())
+
+    def log(self, scalars: dict[str, float], step: int) -> None:
+        public = {n: value for n, value in scalars.items() if n.startswith(f"{PUBLISHABLE}/")}
+        if public:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(_line(public, step))
+                file.flush()
+                os.fsync(file.fileno())  # as the checkpoint is: a gap would show where it crashed
+
+    def close(self) -> None:
+        pass
+
+    def send(self) -> None:
+        """Send the lines that were not sent before; a service that fails gets them next time."""
+        lines, now = self._read(), kept_or(self._folder, "time", time.time)
+        for key, open_sink in self._services.items():
+            sent = f"{key}: last step sent"
+            later = {n: line for n, line in lines.items() if n > kept(self._folder).get(sent, -1)}
+            if not later:
+                continue
+            newest = lines[max(lines)].get(_OF_ALL_STEPS)
+            try:
+                sink = open_sink(now)
+                for step, line in later.items():
+                    if _OF_ALL_STEPS in line and newest is not None:
+                        line[_OF_ALL_STEPS] = newest
+                    sink.log(line, step)
+                sink.close()
+            except (Exception, Fault) as error:  # of any kind: these are others' services
+                logger.warning(
+                    f"{key}: not sent, after {type(error).__name__}: "
+                    f"{' '.join(str(error).split())}; the same command sends it again"
+                )
+            else:
+                keep(self._folder, **{sent: max(later)})
+                logger.info(f"{key}: sent public scalars of {len(later)} steps")
+
+    def _read(self) -> dict[int, dict[str, float]]:
+        """Read the lines by step, in order; a step may have several."""
+        lines: dict[int, dict[str, float]] = {}
+        with contextlib.suppress(FileNotFoundError), open(self._path, encoding="utf-8") as file:
+            for line in file:
+                with contextlib.suppress(ValueError):  # torn by a crash, after the checkpoint
+                    step, scalars = json.loads(line)
+                    lines.setdefault(step, {}).update(scalars)
+        return dict(sorted(lines.items()))
+
+
+def _line(scalars: dict[str, float], step: int) -> str:
+    return json.dumps([step, scalars]) + "\n"
+
+
 class Outlets(BaseLogger):
     """All sinks of a rank; they get scalars under the tags of their sections."""
 
@@ -159,6 +235,12 @@ class Outlets(BaseLogger):
             private: whether the run is.
         """
         self._sinks, self._private = sinks, private
+
+    def send(self) -> None:
+        """Send what services get at the end, once the planned steps are taken."""
+        for sink in self._sinks:
+            if isinstance(sink, Later):
+                sink.send()
 
     def log(self, metrics: dict[str, float], step: int) -> None:
         labelled = {tag(name, private=self._private): v for name, v in metrics.items()}
@@ -182,20 +264,23 @@ def open_outlets(config: JobConfig, step: int, *, private: bool) -> Outlets:
     if metrics.enable_tensorboard and (rank == 0 or metrics.save_for_all_ranks):
         below = f"rank_{rank}" if metrics.save_for_all_ranks else ""
         sinks.append(TensorBoard(os.path.join(folder, metrics.save_tb_folder, below), step))
-    services: list[tuple[str, Callable[[], Sink]]] = []
-    everything = metrics.send_not_private
+    services: dict[str, Callable[[float | None], Sink]] = {}
     if metrics.enable_wandb:
-        services.append(("metrics.enable_wandb", lambda: WandB(folder, with_times=everything)))
+        services["metrics.enable_wandb"] = lambda when: WandB(folder, time_of_all=when)
     if metrics.enable_mlflow:
-        services.append(("metrics.enable_mlflow", lambda: MLflow(folder, with_times=everything)))
-    for key, open_sink in services if rank == 0 else ():
-        if not private and not everything:
-            logger.warning(
-                f"{key}: this run is not private, so nothing is sent; "
-                "metrics.send_not_private = true sends all"
-            )
-            continue
-        sinks.append(Guarded(key, open_sink(), send_not_private=everything))
-        what = "ALL scalars, also those that are NOT PRIVATE" if everything else "public scalars"
-        logger.info(f"{key}: sends {what}")
+        services["metrics.enable_mlflow"] = lambda when: MLflow(folder, time_of_all=when)
+    if rank != 0 or not services:
+        return Outlets(sinks, private=private)
+    keys = ", ".join(services)
+    if metrics.send_not_private:
+        sinks += [Guarded(key, open_sink(None)) for key, open_sink in services.items()]
+        logger.info(f"{keys}: sends ALL scalars, also those that are NOT PRIVATE")
+    elif private:
+        sinks.append(Later(folder, step, services))
+        logger.info(f"{keys}: sends public scalars, once the planned steps are taken")
+    else:
+        logger.warning(
+            f"{keys}: this run is not private, so nothing is sent; "
+            "metrics.send_not_private = true sends all"
+        )
     return Outlets(sinks, private=private)

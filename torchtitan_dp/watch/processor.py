@@ -22,7 +22,7 @@ from torchtitan.tools.utils import NoColor
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.privacy.clipping import Clip
-from torchtitan_dp.watch.outlets import open_outlets
+from torchtitan_dp.watch.outlets import Outlets, open_outlets
 from torchtitan_dp.watch.progress import (
     Pace,
     Screen,
@@ -123,6 +123,11 @@ class LabelledMetricsProcessor(MetricsProcessor):
             folder = shlex.quote(self.job_config.job.dump_folder)
             logger.info(f"to watch (not private): tensorboard --logdir {folder}")
         self.time_last_log = time.perf_counter()  # opening may take seconds
+
+    def send(self) -> None:
+        """Send what services get once the planned steps are taken."""
+        assert isinstance(self.logger, Outlets)
+        self.logger.send()
 
 
 class PrivateMetricsProcessor(LabelledMetricsProcessor):

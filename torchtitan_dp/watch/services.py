@@ -2,15 +2,17 @@
 
 The environment variables of each choose the rest. W&B: WANDB_MODE (`offline` writes into the run's
 folder for `wandb sync`), WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME. MLflow: MLFLOW_TRACKING_URI (by
-default a database in the run's folder), MLFLOW_EXPERIMENT_NAME. MLflow's plain client is used: the
-functions on the module would add the user, the program's path and the git commit, and measure the
-machine.
+default a database in the run's folder), MLFLOW_EXPERIMENT_NAME. A folder is one run in each,
+whatever the number of starts; its names there and its one time are kept in the folder. MLflow's
+plain client is used: the functions on the module would add the user, the program's path and the
+git commit, and measure the machine.
 """
 
 import json
 import os
 import secrets
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,23 +22,23 @@ from torchtitan_dp.process import Fault, write_atomically
 class WandB:
     """One W&B run for all starts of a run."""
 
-    def __init__(self, folder: str, *, with_times: bool) -> None:
+    def __init__(self, folder: str, *, time_of_all: float | None) -> None:
         """
         Args:
             folder: the run's.
-            with_times: send when each step was taken, which is not private.
+            time_of_all: in place of the times of steps, which are not private; None: these.
 
         Raises:
             Fault: W&B cannot be reached, or knows no key of the user's.
         """
         import wandb
 
-        self._time = None if with_times else time.time()
+        self._time = time_of_all
         try:
             self._run: Any = wandb.init(
                 project=os.environ.get("WANDB_PROJECT", "torchtitan_dp"),
                 dir=folder,
-                id=kept_name(folder, "wandb"),
+                id=kept_or(folder, "wandb", lambda: secrets.token_hex(8)),
                 resume="allow",
                 # Without these W&B would send console lines (with losses), the code, the command
                 # line and the paths in it, git's remote, host and user, packages, and the load.
@@ -76,11 +78,11 @@ class WandB:
 class MLflow:
     """One MLflow run for all starts of a run."""
 
-    def __init__(self, folder: str, *, with_times: bool) -> None:
+    def __init__(self, folder: str, *, time_of_all: float | None) -> None:
         """
         Args:
             folder: the run's.
-            with_times: send when each step was taken, which is not private.
+            time_of_all: in place of the times of steps, which are not private; None: these.
 
         Raises:
             Fault: the tracking server cannot be reached.
@@ -92,12 +94,12 @@ class MLflow:
         from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        self._metric, self._with_times, self._begun = Metric, with_times, _now()
+        self._metric, self._time = Metric, time_of_all
         database = f"sqlite:///{Path(folder).resolve() / 'mlflow.db'}"
         where = os.environ.get("MLFLOW_TRACKING_URI", database)
         try:
             self._client = MlflowClient(where)
-            self._run = name_of(folder, "mlflow") or self._create(folder)
+            self._run: str = kept_or(folder, "mlflow", self._create)
             self._client.update_run(self._run, status="RUNNING")
         except MlflowException as error:
             raise Fault(
@@ -105,25 +107,22 @@ class MLflow:
             ) from error
 
     def log(self, scalars: dict[str, float], step: int) -> None:
-        # Records' lengths follow from the time of a step.
-        when = _now() if self._with_times else self._begun
+        when = self._now()  # records' lengths follow from the time of a step
         metrics = [self._metric(_allowed(name), v, when, step) for name, v in scalars.items()]
         self._client.log_batch(self._run, metrics=metrics)
 
     def close(self) -> None:
-        self._client.set_terminated(self._run, end_time=_now() if self._with_times else self._begun)
+        self._client.set_terminated(self._run, end_time=self._now())
 
-    def _create(self, folder: str) -> str:
+    def _now(self) -> int:
+        return round(1000 * (time.time() if self._time is None else self._time))
+
+    def _create(self) -> str:
         name = os.environ.get("MLFLOW_EXPERIMENT_NAME", "torchtitan_dp")
         found = self._client.get_experiment_by_name(name)
         experiment = found.experiment_id if found else self._client.create_experiment(name)
-        run = self._client.create_run(experiment, start_time=self._begun)
-        keep_name(folder, "mlflow", run.info.run_id)
+        run = self._client.create_run(experiment, start_time=self._now())
         return str(run.info.run_id)
-
-
-def _now() -> int:
-    return round(1000 * time.time())
 
 
 def _allowed(name: str) -> str:
@@ -134,27 +133,21 @@ def _allowed(name: str) -> str:
 FILE = "watch.json"
 
 
-def name_of(folder: str, service: str) -> str | None:
-    """Return the name that the run in `folder` has in a service, if it has one."""
-    return _names(folder).get(service)
+def kept_or(folder: str, name: str, make: Callable[[], Any]) -> Any:
+    """Return what is kept under a name, made and kept at the first call."""
+    if name not in kept(folder):
+        keep(folder, **{name: make()})
+    return kept(folder)[name]
 
 
-def keep_name(folder: str, service: str, name: str) -> None:
-    """Keep a name for later starts."""
-    content = json.dumps({**_names(folder), service: name}, indent=2)
+def keep(folder: str, **values: Any) -> None:
+    """Keep values for later starts."""
+    content = json.dumps({**kept(folder), **values}, indent=2)
     write_atomically(os.path.join(folder, FILE), content.encode() + b"\n")
 
 
-def kept_name(folder: str, service: str) -> str:
-    """Return the name in a service, drawn and kept at the first call."""
-    name = name_of(folder, service)
-    if name is None:
-        name = secrets.token_hex(8)
-        keep_name(folder, service, name)
-    return name
-
-
-def _names(folder: str) -> dict[str, str]:
+def kept(folder: str) -> dict[str, Any]:
+    """Return what earlier starts kept."""
     try:
         with open(os.path.join(folder, FILE), encoding="utf-8") as file:
             return dict(json.load(file))

@@ -278,7 +278,7 @@ def test_datasets_own_folder_is_read(tmp_path: Path, open_: Open) -> None:
     assert texts(open_("hf", tmp_path / "d")) == expected
 
 
-def test_large_row_groups_are_slow_or_refused_with_a_command(
+def test_large_row_groups_are_slow_which_a_command_mends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import shlex
@@ -299,10 +299,6 @@ def test_large_row_groups_are_slow_or_refused_with_a_command(
     regrouped = Records.open("parquet", str(root), text_field="note")
     assert len(regrouped.store) == 300
     assert regrouped.warnings == ()
-    monkeypatch.setattr(tables, "LARGEST_GROUP", 100_000)
-    monkeypatch.setattr(tables, "LARGE_GROUP", 50_000)
-    with pytest.raises(ValueError, match="too large to read one row of it; to write small ones"):
-        Records.open("parquet", str(root), text_field="note")
 
 
 def test_groups_and_files_may_be_empty(tmp_path: Path, open_: Open) -> None:
@@ -345,3 +341,25 @@ def test_rows_before_a_broken_page_read_alike_by_position_and_in_order(
     assert found == [None if fields is None else fields["note"] for fields in store.all_fields()]
     assert found[0] == rows[0]["note"]
     assert found[-1] is None
+
+
+def test_a_column_of_a_type_that_is_not_read_is_refused(tmp_path: Path, open_: Open) -> None:
+    root = tmp_path / "d"
+    root.mkdir()
+    runs = pa.RunEndEncodedArray.from_arrays([2, 3], ["a", "b"])
+    with pa.OSFile(str(root / "data-0.arrow"), "wb") as file:
+        table = pa.table({"note": runs})
+        with pa.ipc.new_stream(file, table.schema) as stream:
+            stream.write_table(table)
+    with pytest.raises(
+        ValueError, match=r"data\.text_field = 'note': .* has it as run_end_"
+    ) as error:
+        open_("hf", root)
+    assert str(error.value).endswith("write it as text, numbers, lists or structs")
+
+
+def test_rows_have_their_own_sizes(tmp_path: Path, open_: Open) -> None:
+    counts = np.array([len(row["note"].encode()) + tables.VALUE_BYTES for row in ROWS])
+    for format in ("parquet", "hf"):
+        store = open_(format, WRITERS[format](tmp_path / format))
+        assert store.stored_bytes(np.arange(50)).tolist() == counts.tolist()

@@ -54,6 +54,23 @@ def test_text_that_could_stand_for_a_mark_is_refused(content: str) -> None:
     assert pieces(MARKED, [{"role": content, "content": "a"}, *chat("What?", "No.")]) is None
 
 
+@pytest.mark.parametrize(
+    "what", ["{{ lipsum() }}", "{{ cycler }}{{ message.content.upper }}", "{{ joiner() }}"]
+)
+def test_text_is_a_function_of_the_conversation(what: str) -> None:
+    """Also where a template reaches for chance in a branch that the trial never takes."""
+    late = PLAIN.replace(
+        "{% endfor %}", "{% if 'x' in message.content %}" + what + "{% endif %}{% endfor %}"
+    )
+    assert pieces(late, CHAT) == pieces(PLAIN, CHAT)
+    assert pieces(late, chat("x", "y")) is None
+
+
+def test_an_address_in_a_text_is_text() -> None:
+    trace = chat("What is <function f at 0x7f00>?", "One at 0x7f00>.")
+    assert targets(PLAIN, trace) == ["One at 0x7f00>.<|end|>\n"]
+
+
 def test_row47_what_is_refused_has_cost_as_much() -> None:
     late = PLAIN + "{% if messages | length == 40 %}{{ raise_exception('no') }}{% endif %}"
     messages = [Message(**turn) for turn in chat(*["x" * 100] * 40)]
@@ -99,6 +116,11 @@ def test_turns_that_would_cost_too_much_are_left_out() -> None:
     [
         ("{% if %}", "is not valid Jinja"),
         ("{{ strftime_now('%d') }}" + PLAIN, "cannot be rendered .*strftime_now"),
+        ("{{ lipsum() }}" + PLAIN, "cannot be rendered .*lipsum"),
+        ("{{ [1, 2] | random }}" + PLAIN, "is not valid Jinja .*random"),
+        ("{{ messages.count }}" + PLAIN, "cannot be rendered .*an address of memory"),
+        ("{{ 'as ' ~ raise_exception }}" + PLAIN, "cannot be rendered .*an address of memory"),
+        ("{{ 'ab' | map('upper') }}" + PLAIN, "cannot be rendered .*an address of memory"),
         ("{{ raise_exception('never') }}", "cannot be rendered .*never"),
         (REWRITES, "writes earlier turns otherwise"),
         ("{% generation %}" + PLAIN + "{% endgeneration %}", "does not keep .* apart"),

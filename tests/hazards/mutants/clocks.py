@@ -1,9 +1,11 @@
-"""Faults by which a clock's decisions, and so records' lengths, are published: row 59."""
+"""Faults by which a clock's decisions, and so records' lengths, are published: rows 59 and 73."""
 
 from tests.hazards.mutants.table import Mutant
 
 CLOCKS = "hazards/test_clocks.py::"
 LEDGER_TEST = "ledger/test_ledger.py::"
+ONE_JOB = "hazards/test_outputs.py::test_row73_trackers_get_what_one_job_would_send[9]"
+OUTLETS = "watch/outlets.py"
 EXECUTED, ACCOUNT = "ledger/executed.py", "ledger/account.py"
 
 MUTANTS = [
@@ -34,5 +36,32 @@ MUTANTS = [
         "                self.executed.begin_start(most_lost(self.job_config), losses)\n",
         "                pass\n",
         (f"{CLOCKS}test_row59_privacy_json_does_not_tell_one_from_the_other",),
+    ),
+    Mutant(
+        73,
+        "a tracker gets a line when it is logged",
+        OUTLETS,
+        "                os.fsync(file.fileno())  # as",
+        "                self.send()  # as",
+        (ONE_JOB,),
+        quick=True,
+    ),
+    Mutant(
+        73,
+        "a tracker gets what was logged of a lost step",
+        OUTLETS,
+        "self._read().items() if n <= step}",
+        "self._read().items()}",
+        (ONE_JOB,),
+        quick=True,
+    ),
+    Mutant(
+        73,
+        "a tracker sees the planned epsilon of each start",
+        OUTLETS,
+        "line[_OF_ALL_STEPS] = newest\n",
+        "pass\n",
+        (ONE_JOB,),
+        quick=True,
     ),
 ]

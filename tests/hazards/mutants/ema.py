@@ -14,7 +14,7 @@ _AVERAGE = (
 
 MUTANTS = [
     Mutant(
-        68,
+        76,
         "the average made before the noise is added",
         "train.py",
         _UPDATE + _AVERAGE,
@@ -23,7 +23,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        68,
+        76,
         "the average follows the sum without noise",
         "train.py",
         _UPDATE + _AVERAGE,
@@ -35,7 +35,7 @@ MUTANTS = [
         (f"{RUN}test_row76_each_average_follows_from_released_weights_alone",),
     ),
     Mutant(
-        68,
+        76,
         "a release takes the other weights",
         "release/__main__.py",
         "if average and parameter.requires_grad else",

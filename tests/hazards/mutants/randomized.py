@@ -22,7 +22,7 @@ MUTANTS = [
         (f"{ESTIMATES}test_every_mesh[(1, 1, 2)-2-one-{{}}-hutchinson]",),
     ),
     Mutant(
-        67,
+        75,
         "projections numbered by slot",
         METHOD,
         "        self._positions = positions\n",
@@ -39,7 +39,7 @@ MUTANTS = [
         (f"{TOLD}test_row11_and_67_a_step_has_a_projection_key_of_its_own",),
     ),
     Mutant(
-        67,
+        75,
         "projections that are not scaled",
         METHOD,
         "std=1 / math.sqrt(k)",
@@ -48,7 +48,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        67,
+        75,
         "the head of hutch++ left out",
         METHOD,
         "(_squares(head_BPK) + _squares(y_BDK))",
@@ -65,7 +65,7 @@ MUTANTS = [
         (f"{WRONG}[--privacy.underestimates=accounted-8-1e-06]",),
     ),
     Mutant(
-        67,
+        75,
         "estimates accounted for as capped that are not",
         METHOD,
         "        self._largest_ratio = 1.0 if capped else largest_ratio(projections)\n",
@@ -75,7 +75,7 @@ MUTANTS = [
         ),
     ),
     Mutant(
-        67,
+        75,
         "more projections accounted for than drawn",
         "privacy/mechanism.py",
         "    norms = privacy.projections, privacy.norm_estimator\n",
@@ -83,7 +83,7 @@ MUTANTS = [
         (f"{TOLD}test_row75_what_is_accounted_is_what_is_drawn[32-hutchinson]",),
     ),
     Mutant(
-        67,
+        75,
         "estimated norms accounted for as exact",
         "privacy/pld.py",
         "    if ratios is not None:\n",
@@ -92,7 +92,7 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
-        67,
+        75,
         "an envelope rounded down",
         "privacy/envelope.py",
         "    probabilities = np.concatenate([[1 - above[0]], above[:-1] - above[1:]])\n",

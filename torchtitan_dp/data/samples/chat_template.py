@@ -1,8 +1,10 @@
 """A tokenizer's own chat template: from messages to text, and which of it the assistant wrote.
 
 The template is Jinja. It comes with the tokenizer, is public like it, and is rendered in jinja2's
-sandbox with the names that Hugging Face's `apply_chat_template` gives it, but for the clock: text
-that changes with the day would not be a function of the record. No code but the template is run.
+sandbox with the names that Hugging Face's `apply_chat_template` gives it, but for the clock
+(`strftime_now`), chance (`random`, `lipsum`) and addresses of memory, which show when a function is
+written: text that changes with the day or the process would not be a function of the record. No
+code but the template is run.
 
 Which text is the assistant's:
 
@@ -31,6 +33,8 @@ ASSISTANT = "assistant"
 # Unicode's noncharacters, which no text should have: one that has is refused.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _EITHER = re.compile(f"([{_OPEN}{_CLOSE}])")
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")  # as Python writes a function, or a generator
+_GLOBALS = ("range", "dict", "cycler", "joiner", "namespace")  # jinja2's own, without chance
 MOST_MESSAGES = 256
 """Of a longer conversation these are looked at: the time to render it must be bounded."""
 MESSAGE_COST = 1000  # characters: about as many are copied while a template looks at a message
@@ -84,7 +88,9 @@ class ChatTemplate:
             extensions=[_Generation, "jinja2.ext.loopcontrols"],
         )
         environment.filters["tojson"] = _to_json
-        environment.globals["raise_exception"] = _raise
+        del environment.filters["random"]
+        kept = {name: environment.globals[name] for name in _GLOBALS}
+        environment.globals = {**kept, "raise_exception": _raise}
         try:
             self._is_marked = environment.parse(source).find(nodes.ExtensionAttribute) is not None
             self._template = environment.from_string(source)
@@ -166,6 +172,11 @@ class _Rendering:
             documents=None,
         )
         self.cost += max(len(text) - given, 0)
+        addresses = set(_ADDRESS.findall(text))
+        for message in messages if addresses else ():
+            addresses.difference_update(_ADDRESS.findall(message.role + message.content))
+        if addresses:
+            raise jinja2.TemplateError("it writes an address of memory")
         return text
 
 
