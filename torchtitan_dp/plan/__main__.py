@@ -150,7 +150,7 @@ def _plan(
     if checked.start.resumes:
         print(f"resuming after step {checked.start.step} of {plan.steps}", file=sys.stderr)
     _show(config, plan, records)
-    for notice in notices(config):
+    for notice in notices(config, checked.samples):
         print(f"      {notice}", file=sys.stderr)
     for caveat in plan.ledger.caveats:
         print(f"      caveat: {caveat}", file=sys.stderr)

@@ -17,10 +17,11 @@ import torchtitan
 from torchtitan_dp.config import JobConfig, Privacy
 from torchtitan_dp.config.derived import never_trained
 from torchtitan_dp.data.console import warn
-from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.samples.conversations import Chats
+from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.process import PLANNED
+from torchtitan_dp.preflight.check import Checked
 
 _TORCHTITAN = str(Path(torchtitan.__file__).parent) + os.sep  # installed beside torchtitan_dp
 # Of TorchTitan's own lines at the level of information; our trainer logs steps itself, a run
@@ -56,20 +57,30 @@ def is_shown(record: logging.LogRecord) -> bool:
     return not record.pathname.startswith(_TORCHTITAN) or bool(_SHOWN.match(message))
 
 
-def show_notices(config: JobConfig, records: Records) -> None:
-    """Print notices of empty or never trained records, unless a plan did."""
-    if PLANNED in os.environ:
-        return
-    for warning in records.warnings:
+def show_notices(config: JobConfig, checked: Checked) -> None:
+    """Print warnings of the records and notices of the configuration, as a plan does."""
+    for warning in checked.records.warnings:
         warn(warning)
-    for line in notices(config):
+    for line in notices(config, checked.samples):
         print(f"      {line}", file=sys.stderr)
 
 
-def notices(config: JobConfig) -> list[str]:
-    """List the notices of the configuration."""
-    lines = [never_trained(config), _beyond_the_window(config)]
-    return [line for line in lines if line is not None] + _without_effect(config)
+def notices(config: JobConfig, samples: SampleStore) -> list[str]:
+    """List the notices of the configuration; how text becomes tokens goes first."""
+    lines = [_without_an_end(samples), never_trained(config), _beyond_the_window(config)]
+    where = f" of {config.model.hf_assets_path}" if config.model.hf_assets_path else ""
+    named = f"tokenizer: {samples.tokenizer.describe()}{where}"
+    return [named, *filter(None, lines), *_without_effect(config)]
+
+
+def _without_an_end(samples: SampleStore) -> str | None:
+    """Describe answers or texts whose end is not learned; None if it is."""
+    reading = samples.reading
+    if isinstance(reading, Chats):
+        return reading.template.lacks_end
+    if samples.tokenizer.eos_id is None:
+        return "the tokenizer has no eos: the model never learns where a text ends, nor to stop"
+    return None
 
 
 def _without_effect(config: JobConfig) -> list[str]:

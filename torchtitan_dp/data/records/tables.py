@@ -17,7 +17,7 @@ import os
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -109,9 +109,7 @@ class TableRecords(FieldRecords):
     def all_fields(self) -> Iterator[Fields | None]:
         return self._all(self._columns)
 
-    def unit_names(
-        self, count: Callable[[Fields | None], None] | None = None
-    ) -> Iterator[str | None]:
+    def unit_names(self) -> Iterator[str | None]:
         assert self._unit_field is not None
         for fields in self._all([self._unit_field]):
             yield None if fields is None else unit_name(fields[self._unit_field])
@@ -160,6 +158,11 @@ class TableRecords(FieldRecords):
                 raise ValueError(
                     f"{key} = {field!r}: {self._files.path(index)} has no such column; its columns "
                     f"are {', '.join(names)}"
+                )
+            if names.count(field) > 1:
+                raise ValueError(
+                    f"{key} = {field!r}: {self._files.path(index)} has {names.count(field)} such "
+                    "columns; write it again with one of them"
                 )
 
 
@@ -322,8 +325,8 @@ def _read_arrow(path: str) -> list[Any]:
     return list(pa.ipc.open_stream(pa.memory_map(path)))
 
 
-def _explain(path: str, text_field: str, rows: int) -> str:
-    return f"none of the {rows} rows can be decoded; write {path!r} again"
+def _explain(path: str, text_field: str) -> str:
+    return f"write {path!r} again"
 
 
 PARQUET = Format(
