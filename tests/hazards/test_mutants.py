@@ -23,6 +23,7 @@ from tests.hazards.mutants import (
     exact_sum,
     ghost,
     keys,
+    learning,
     lineage,
     lora,
     noise,
@@ -41,7 +42,7 @@ from tests.hazards.mutants import (
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = set(range(1, 69))
+ROWS = set(range(1, 70))
 ROOMS = (
     clipping,
     ghost,
@@ -65,6 +66,7 @@ ROOMS = (
     whole,
     crashes,
     selfcheck,
+    learning,
     windows,
     lora,
     ema,

@@ -76,7 +76,7 @@ def start(argv: list[str], cache: str, planned: bool = False) -> str:
     return said.getvalue()
 
 
-LACKING = "warning (not private): 2 of 26 lines have no text in data.text_field = 'note'"
+LACKING = "warning (not private): data.text_field = 'note': 2 of 26 records have no such JSON field"
 
 
 def test_what_lines_lack_is_told_by_plan_and_start(
@@ -90,7 +90,7 @@ def test_what_lines_lack_is_told_by_plan_and_start(
     assert forks.call(start, command(tmp_path), str(cache), True) == "built\n"
 
 
-NONE = "data.text_field = 'text': none of the 24 lines has a text there"
+NONE = "data.text_field = 'text': none of the 24 records has a target to learn: 24 have no such"
 
 
 def test_a_text_field_that_no_line_has_is_refused_by_plan_start_and_resume(

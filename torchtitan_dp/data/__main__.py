@@ -37,7 +37,7 @@ def main(argv: list[str]) -> None:
         how = build_reading(config, tokenizer)
         samples = build_samples(records, tokenizer, config, how)
         terms = records.facts, records.wanted, unit_word(config)
-        check_targets(samples, records.train, *terms, most=0)
+        check_targets(samples, records.train, *terms, counts=False)
         samples = SampleStore(records.store, tokenizer, MOST_TOKENS, records.units, reading=how)
         tokens, targets, undecodable = _count(config, records, samples, options.units)
     for warning in records.warnings:

@@ -128,7 +128,8 @@ def check_targets(
     facts: Format,
     wanted: tuple[Wanted, ...],
     word: str,
-    most: int,
+    *,
+    counts: bool,
 ) -> tuple[str, ...]:
     """Refuse units none of which has a target; describe those without one, NOT PRIVATE.
 
@@ -136,19 +137,20 @@ def check_targets(
         units: the population to train on.
         wanted: the fields of a record, in a format with fields.
         word: for a unit.
-        most: how many units to count; 0 looks for a target alone.
+        counts: whether to count those without a target; else nothing is described, and one that
+            has a target is enough.
 
     Raises:
         ValueError: one line; it names what the records have instead.
     """
-    every = len(units)
-    chosen = units[np.linspace(0, every - 1, num=min(max(most, 1), every), dtype=np.int64)]
-    census = Census()
-    _count(samples, chosen, facts, wanted, census)
-    if census.targets == 0 and not _has_target(samples, units, census.units, word):
-        raise ValueError(_refusal(samples.records, facts, wanted, census, every, word))
-    if most == 0:
+    if not counts and _has_target(samples, units, word):
         return ()
+    every, census = len(units), Census()
+    number = min(looks(samples.seq_len), every)
+    chosen = units[np.linspace(0, every - 1, num=number, dtype=np.int64)]
+    _count(samples, chosen, facts, wanted, census)
+    if census.targets == 0 and not _has_target(samples, units, word):
+        raise ValueError(_refusal(samples.records, facts, wanted, census, every, word))
     of = f"{census.units:,}" if census.units == every else f"{census.units:,} (of {every:,})"
     return tuple(
         f"{lack.setting}: {count:,} of {of} {word}s {lack.what} and contribute nothing"
@@ -185,11 +187,10 @@ def _count(
     progress.end()
 
 
-def _has_target(samples: SampleStore, units: np.ndarray, seen: int, word: str) -> bool:
-    """Return whether some unit has a target, where `seen` of them have none."""
-    what = f"looking for a {word} with a target: {seen:,} have none"
-    progress, found = Progress(what, len(units), f"{word}s"), False
-    for unit in units.tolist() if seen < len(units) else ():
+def _has_target(samples: SampleStore, units: np.ndarray, word: str) -> bool:
+    """Return whether some unit has a target."""
+    progress, found = Progress(f"looking for a {word} with a target", len(units), f"{word}s"), False
+    for unit in units.tolist():
         progress.add(1)
         if found := any(head.learned for head in samples.heads(unit)):
             break

@@ -25,7 +25,7 @@ from torchtitan_dp.checkpoint.terms import refuse_delta_of_losses
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import most_tokens, unit_word
 from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.learnable import check_targets, looks
+from torchtitan_dp.data.learnable import check_targets
 from torchtitan_dp.data.samples.conversations import Reading, reading
 from torchtitan_dp.data.samples.excerpts import scan_undecodable
 from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
@@ -102,7 +102,7 @@ def check_run(
         records.facts,
         records.wanted,
         unit_word(config),
-        looks(config.training.seq_len) if counts else 0,
+        counts=counts,
     )
     records = dataclasses.replace(records, warnings=records.warnings + found)
     if config.data.on_undecodable == "error":

@@ -61,26 +61,26 @@ def show_notices(config: JobConfig, checked: Checked) -> None:
     """Print warnings of the records and notices of the configuration, as a plan does."""
     for warning in checked.records.warnings:
         warn(warning)
-    for line in notices(config, checked.samples):
+    for line in tokenizer_lines(config, checked.samples) + notices(config):
         print(f"      {line}", file=sys.stderr)
 
 
-def notices(config: JobConfig, samples: SampleStore) -> list[str]:
-    """List the notices of the configuration; how text becomes tokens goes first."""
-    lines = [_without_an_end(samples), never_trained(config), _beyond_the_window(config)]
-    where = f" of {config.model.hf_assets_path}" if config.model.hf_assets_path else ""
-    named = f"tokenizer: {samples.tokenizer.describe()}{where}"
-    return [named, *filter(None, lines), *_without_effect(config)]
+def notices(config: JobConfig) -> list[str]:
+    """List the notices of the configuration."""
+    lines = [never_trained(config), _beyond_the_window(config)]
+    return [line for line in lines if line is not None] + _without_effect(config)
 
 
-def _without_an_end(samples: SampleStore) -> str | None:
-    """Describe answers or texts whose end is not learned; None if it is."""
-    reading = samples.reading
+def tokenizer_lines(config: JobConfig, samples: SampleStore) -> list[str]:
+    """Describe the tokenizer, and samples whose end is never learned."""
+    where, reading = config.model.hf_assets_path, samples.reading
+    end = None
     if isinstance(reading, Chats):
-        return reading.template.lacks_end
-    if samples.tokenizer.eos_id is None:
-        return "the tokenizer has no eos: the model never learns where a text ends, nor to stop"
-    return None
+        end = reading.template.lacks_end
+    elif samples.tokenizer.eos_id is None:
+        end = "the tokenizer has no eos: the model never learns to stop"
+    named = f"tokenizer: {samples.tokenizer.describe()}" + (f", from {where}" if where else "")
+    return [named, *filter(None, [end])]
 
 
 def _without_effect(config: JobConfig) -> list[str]:

@@ -143,7 +143,7 @@ class HFTokenizer:
             else f"no {name}"
             for name, mark in (("bos", self.bos_id), ("eos", self.eos_id))
         ]
-        return f"tokenizer.json, vocabulary {self._vocab_size:,}, {', '.join(marks)},"
+        return f"tokenizer.json, vocabulary {self._vocab_size:,}, {', '.join(marks)}"
 
 
 def from_hub(path: str) -> str | None:
