@@ -27,7 +27,7 @@ from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.parallelize import parallelize
-from torchtitan_dp.preflight.check import build_reading, build_samples, open_records
+from torchtitan_dp.preflight.check import build_samples, open_records
 from torchtitan_dp.validate import HeldOutValidator
 from torchtitan_dp.watch.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
 
@@ -68,7 +68,7 @@ def build_loader(
     """Build the loader of the training units, for one data-parallel rank."""
     records = open_records(job_config)
     return RecordLoader(
-        build_samples(records, tokenizer, job_config, build_reading(job_config, tokenizer)),
+        build_samples(records, tokenizer, job_config),
         records.train,
         ranks=dp_world_size,
         rank=dp_rank,
@@ -112,7 +112,7 @@ def build_validator(
     """Build the validator over the held-out units, for one data-parallel rank."""
     records = open_records(job_config)
     loader = RecordLoader(
-        build_samples(records, tokenizer, job_config, build_reading(job_config, tokenizer)),
+        build_samples(records, tokenizer, job_config),
         records.heldout,
         ranks=dp_world_size,
         rank=dp_rank,

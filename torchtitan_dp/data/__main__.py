@@ -19,7 +19,7 @@ from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.learnable import check_targets
 from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.data.samples.tokenizer import load_tokenizer
-from torchtitan_dp.preflight.check import build_reading, build_samples, open_records
+from torchtitan_dp.preflight.check import build_samples, open_records
 
 MOST_TOKENS = 2**20
 """Tokens of a unit that are counted at most."""
@@ -34,11 +34,9 @@ def main(argv: list[str]) -> None:
     with exit_on_mistake():
         config = load_config(overrides, 1)
         records, tokenizer = open_records(config), load_tokenizer(config.model.hf_assets_path)
-        how = build_reading(config, tokenizer)
-        samples = build_samples(records, tokenizer, config, how)
+        samples = build_samples(records, tokenizer, config)
         terms = records.facts, records.wanted, unit_word(config)
         check_targets(samples, records.train, *terms, counts=False)
-        samples = SampleStore(records.store, tokenizer, MOST_TOKENS, records.units, reading=how)
         tokens, targets, undecodable = _count(config, records, samples, options.units)
     for warning in records.warnings:
         warn(warning)
@@ -67,11 +65,13 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def _count(
-    config: JobConfig, records: Records, store: SampleStore, most: int
+    config: JobConfig, records: Records, samples: SampleStore, most: int
 ) -> tuple[np.ndarray, np.ndarray, int]:
     """Count tokens and targets of random training units, int64, and their undecodable records."""
     if most < 1:
         raise ValueError(f"--units = {most}: must be 1 or more")
+    how = samples.tokenizer, MOST_TOKENS, records.units
+    store = SampleStore(records.store, *how, reading=samples.reading)
     rng = np.random.default_rng(0)
     chosen = rng.permutation(records.train)[:most]
     progress = Progress("counting tokens", len(chosen), f"{unit_word(config)}s")

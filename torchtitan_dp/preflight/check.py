@@ -93,9 +93,9 @@ def check_run(
     refuse_another_optimizer(config, start)
     args = check_model(config, start)
     tokenizer = load_tokenizer(config.model.hf_assets_path)
-    how = build_reading(config, tokenizer)
+    build_reading(config, tokenizer)  # a mistake there is found before files are read
     records = open_records(config)
-    samples = build_samples(records, tokenizer, config, how)
+    samples = build_samples(records, tokenizer, config)
     found = check_targets(
         samples,
         records.train,
@@ -106,7 +106,7 @@ def check_run(
     )
     records = dataclasses.replace(records, warnings=records.warnings + found)
     if config.data.on_undecodable == "error":
-        _refuse_undecodable(records, how, *share)
+        _refuse_undecodable(records, samples.reading, *share)
     folder = config.job.dump_folder
     plan = None
     if config.privacy.enable:
@@ -118,14 +118,8 @@ def check_run(
     return Checked(start, args, records, samples, plan)
 
 
-def build_samples(
-    records: Records, tokenizer: Tokenizer, config: JobConfig, how: Reading | None
-) -> SampleStore:
-    """Build the samples of `[data]`.
-
-    Args:
-        how: of `build_reading`.
-    """
+def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> SampleStore:
+    """Build the samples of `[data]`."""
     data = config.data
     assert data.unit_sampling != "auto"  # resolved at load
     assert data.long_records != "auto"
@@ -136,7 +130,7 @@ def build_samples(
         records.units,
         unit_sampling=data.unit_sampling,
         long_records=data.long_records,
-        reading=how,
+        reading=build_reading(config, tokenizer),
         cache=TokenCache(),
     )
 
