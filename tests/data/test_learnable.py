@@ -282,6 +282,14 @@ def test_a_start_after_a_plan_looks_for_one_target_alone(
     assert looked == [0, 0, 4, 9, 14, 19]
 
 
+@pytest.mark.parametrize(
+    "seq_len, read_bytes, most", [(64, 1, 1000), (8192, 1, 128), (2**20, 1, 4), (64, 2**28, 32)]
+)
+def test_the_looks_take_seconds(seq_len: int, read_bytes: int, most: int) -> None:
+    """However long samples are, and however large the row groups of a Parquet file."""
+    assert learnable.looks(seq_len, read_bytes) == most
+
+
 ODD: dict[str, list[Any]] = {  # schemas, and values of one column each
     "string": ["one", "", None, "two " * 99, "x", None, "three"],
     "large_string": ["one", "", None, "ü", "\0", " "],

@@ -8,7 +8,7 @@ Guarantee:
     Counts decide one thing: a run in which no training unit has a target is refused before its
     first draw. That compares "none" with "at least one" over all training units, so two neighbours
     differ in it only if a single unit has targets (docs/privacy.md assumes that this is not so).
-    Which units are looked at first depends on their number alone, and changes the counts alone.
+    Which units are looked at first changes the counts alone.
     Counts, and what refusals and warnings name of the records (fields, roles, first bytes), are
     private and labelled so; nothing else follows from them.
 """
@@ -28,8 +28,8 @@ from torchtitan_dp.data.samples.conversations import is_answer
 from torchtitan_dp.data.samples.excerpts import most_bytes
 from torchtitan_dp.data.samples.samples import SampleStore
 
-MOST_UNITS, LEAST_UNITS, MOST_TOKENS = 1000, 4, 2**20
-"""Units that are looked at, and roughly the tokens of all their samples."""
+MOST_UNITS, LEAST_UNITS, MOST_TOKENS, MOST_BYTES = 1000, 4, 2**20, 2**33
+"""Units that are looked at, the tokens of their samples, and the bytes read to reach them."""
 MOST_RECORDS = 16
 """Records of a unit that has no target that are looked at again, to find out why."""
 MOST_NAMES, MOST_CHARACTERS = 20, 60
@@ -113,13 +113,16 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(sorted(several[:MOST_NAMES])) + more
 
 
-def looks(seq_len: int) -> int:
-    """Return how many units are looked at, a public number.
+def looks(seq_len: int, read_bytes: int = 1) -> int:
+    """Return how many units are looked at, for a few seconds of reading and tokenizing.
 
-    >>> looks(64), looks(8192), looks(2**20)
-    (1000, 128, 4)
+    Args:
+        read_bytes: the store's.
+
+    >>> looks(64), looks(8192), looks(2**20), looks(64, 2**28)
+    (1000, 128, 4, 32)
     """
-    return max(LEAST_UNITS, min(MOST_UNITS, MOST_TOKENS // seq_len))
+    return max(LEAST_UNITS, min(MOST_UNITS, MOST_TOKENS // seq_len, MOST_BYTES // read_bytes))
 
 
 def check_targets(
@@ -146,7 +149,7 @@ def check_targets(
     if not counts and _has_target(samples, units, word):
         return ()
     every, census = len(units), Census()
-    number = min(looks(samples.seq_len), every)
+    number = min(looks(samples.seq_len, samples.records.read_bytes), every)
     chosen = units[np.linspace(0, every - 1, num=number, dtype=np.int64)]
     _count(samples, chosen, facts, wanted, census)
     if census.targets == 0 and not _has_target(samples, units, word):

@@ -34,6 +34,9 @@ class RecordStore(ABC):
     """The size above which a record is undecodable, where a record is parsed as a whole; None where
     any part of it can be read by itself."""
 
+    read_bytes: int = 1
+    """The stored bytes that are read, at most, to reach one record among others."""
+
     notice: str | None = None
     """A line about the files for their owner, such as that they are slow to read."""
 

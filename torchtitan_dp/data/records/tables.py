@@ -220,6 +220,7 @@ class ParquetRecords(TableRecords):
 
         self._footer = functools.lru_cache(maxsize=64)(pq.read_metadata)
         super().__init__(*args, **options)
+        self.read_bytes = int(self._group_bytes.max(initial=1))
         largest = int(np.argmax(self._group_bytes)) if len(self._group_bytes) else 0
         if len(self) and (size := int(self._group_bytes[largest])) > LARGE_GROUP:
             path = self._files.path(int(self._group_file[largest]))
