@@ -40,7 +40,7 @@ STAGES = [  # of data/: each imports from itself and from those before
         "data.batching",
         "data.agreement",
         "data.feed",
-        "data.readable",
+        "data.learnable",
         "data.dataset",
     },
 ]

@@ -79,6 +79,7 @@ from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import (
+    PLANNED,
     STOPPED_FILE,
     lock_folder,
     mistakes_as_faults,
@@ -443,9 +444,10 @@ def main(argv: list[str]) -> None:
         _require_launcher()
         config = load_config(argv, int(os.environ["WORLD_SIZE"]))
         here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        records = check_run(config, open_records, share=here).records
-        if os.environ["RANK"] == "0":
-            show_notices(config, records)
+        shows = os.environ["RANK"] == "0" and PLANNED not in os.environ  # else the plan did
+        checked = check_run(config, open_records, share=here, counts=shows)
+        if shows:
+            show_notices(config, checked)
         # Held by the kernel until this process ends.
         lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None
     logger.info(describe(config, shape(config)))

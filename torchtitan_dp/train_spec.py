@@ -23,12 +23,11 @@ from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.feed import ContextGroup, Feed
-from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
 from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.parallelize import parallelize
-from torchtitan_dp.preflight.check import build_reading, open_records
+from torchtitan_dp.preflight.check import build_samples, open_records
 from torchtitan_dp.validate import HeldOutValidator
 from torchtitan_dp.watch.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
 
@@ -56,24 +55,6 @@ def build_model(family: Family, decide: Callable[[], Start] | None, args: Any) -
         start = decide()
         args.draw_weights, args.draw_adapters = not start.loads, not start.resumes
     return family.model(args)
-
-
-def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> SampleStore:
-    """Build the samples of `[data]`."""
-    how = build_reading(config, tokenizer)
-    data = config.data
-    assert data.unit_sampling != "auto"  # resolved at load
-    assert data.long_records != "auto"
-    return SampleStore(
-        records.store,
-        tokenizer,
-        config.training.seq_len,
-        records.units,
-        unit_sampling=data.unit_sampling,
-        long_records=data.long_records,
-        reading=how,
-        cache=TokenCache(),
-    )
 
 
 def build_loader(

@@ -57,7 +57,10 @@ def test_longer_samples_than_any_unit_are_left_out(
     ("options", "message"),
     [
         (["--units=0"], "--units = 0: must be 1 or more"),
-        (["--data.text_field=other"], "data.text_field = 'other': none of the 21 lines has a text"),
+        (
+            ["--data.text_field=other"],
+            "data.text_field = 'other': none of the 6 units has a target",
+        ),
     ],
 )
 def test_mistakes_are_one_line(

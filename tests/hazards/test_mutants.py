@@ -23,6 +23,7 @@ from tests.hazards.mutants import (
     exact_sum,
     ghost,
     keys,
+    learning,
     lineage,
     lora,
     noise,
@@ -42,7 +43,7 @@ from tests.hazards.mutants import (
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = {*range(1, 67), 68, 73, 75, 76}
+ROWS = {*range(1, 71), 73, 75, 76}
 ROOMS = (
     clipping,
     ghost,
@@ -67,6 +68,7 @@ ROOMS = (
     whole,
     crashes,
     selfcheck,
+    learning,
     windows,
     lora,
     ema,

@@ -57,6 +57,12 @@ def write_llama(
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder, max_shard_size="50MB" if shape else "60KB")
+    write_tokenizer(folder)
+    return folder
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Characters, and marks."""
     vocabulary = {chr(i): i for i in range(256)} | {"<s>": 256, "</s>": 257}
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
@@ -67,11 +73,10 @@ def write_llama(
         "eos_token": "</s>",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(marks))
-    return folder
 
 
 def write_qwen(folder: Path, *, tied: bool) -> Path:
-    """A random Qwen3, without a tokenizer."""
+    """A random Qwen3, with a tokenizer."""
     torch.manual_seed(7)
     config = Qwen3Config(
         hidden_size=48,
@@ -93,6 +98,7 @@ def write_qwen(folder: Path, *, tied: bool) -> Path:
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
+    write_tokenizer(folder)
     return folder
 
 

@@ -380,6 +380,18 @@ def test_files_that_would_not_load_are_refused(given_llama, tmp_path):
             check_files(settings, shape(settings), decide_start(settings))
 
 
+def test_weights_without_their_tokenizer_are_refused(given_llama, editable):
+    """Text would be read as bytes, which they were not trained on."""
+    elsewhere = f"--checkpoint.initial_load_path={given_llama}"
+    settings = given(editable, elsewhere, "--model.hf_assets_path=")
+    with pytest.raises(ValueError, match=r"hf_assets_path = '': text would be read as bytes"):
+        check_files(settings, shape(settings), decide_start(settings))
+    (editable / "tokenizer.json").unlink()
+    settings = given(editable, elsewhere)
+    with pytest.raises(ValueError, match=r"hf_assets_path = .* and no tokenizer\.json, so "):
+        check_files(settings, shape(settings), decide_start(settings))
+
+
 def test_weights_are_drawn_unless_they_are_loaded(given_llama, tmp_path):
     initialized = []
     for settings in (config(f"--job.dump_folder={tmp_path}"), given(given_llama)):

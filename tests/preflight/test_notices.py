@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.accounts import account
+from tests.data import chats
 from tests.processes import forks
 from tests.processes.runs import arguments, with_sigma
 from torchtitan_dp.checkpoint.plan import make_plan
@@ -76,7 +77,7 @@ def start(argv: list[str], cache: str, planned: bool = False) -> str:
     return said.getvalue()
 
 
-LACKING = "warning (not private): 2 of 26 lines have no text in data.text_field = 'note'"
+LACKING = "warning (not private): data.text_field = 'note': 2 of 26 records have no such JSON field"
 
 
 def test_what_lines_lack_is_told_by_plan_and_start(
@@ -90,7 +91,7 @@ def test_what_lines_lack_is_told_by_plan_and_start(
     assert forks.call(start, command(tmp_path), str(cache), True) == "built\n"
 
 
-NONE = "data.text_field = 'text': none of the 24 lines has a text there"
+NONE = "data.text_field = 'text': none of the 24 records has a target to learn: 24 have no such"
 
 
 def test_a_text_field_that_no_line_has_is_refused_by_plan_start_and_resume(
@@ -225,3 +226,30 @@ def test_settings_of_another_method_are_named(
     assert len(found) == len(keys)
     for line, key in zip(found, keys, strict=True):
         assert line.startswith(f"privacy.{key} = ")
+
+
+def test_the_tokenizer_and_ends_that_are_not_learned_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(tmp_path / "notes.jsonl", [{"note": "text", "chat": chats.chat("?", "!")}] * 24)
+    said = planned(tmp_path, capsys)
+    assert "      tokenizer: bytes, vocabulary 258, bos 256, eos 257\n" in said
+    assert "learns to stop" not in said
+
+    outside = chats.MARKED.replace(
+        "{{ '<|end|>' }}{% endgeneration %}", "{% endgeneration %}{{ '<|end|>' }}"
+    )
+    assets = chats.folder(tmp_path / "tokenizer", outside)
+    said = planned(
+        tmp_path, capsys, f"--model.hf_assets_path={assets}", "--data.messages_field=chat"
+    )
+    assert (
+        "      tokenizer: tokenizer.json, vocabulary 260, bos <|begin_of_text|> (256), eos "
+        f"<|end_of_text|> (257), from {assets}\n" in said
+    )
+    assert "{% generation %} in the chat template leaves out the end mark: the model never" in said
+
+    (tmp_path / "tokenizer/tokenizer_config.json").write_text("{}")
+    said = planned(tmp_path, capsys, f"--model.hf_assets_path={assets}")
+    assert f"no bos, no eos, from {assets}\n" in said
+    assert "      the tokenizer has no eos: the model never learns to stop\n" in said

@@ -218,7 +218,8 @@ class Model(_Model):
 
     hf_assets_path: str = ""
     """A Hugging Face folder. Its `config.json` decides shape, RoPE and tied weights; without one,
-    `flavor` does. Without `tokenizer.json`, or if this is empty, text is tokenized as bytes."""
+    `flavor` does. If this is empty, or it has neither `tokenizer.json` nor weights, text is
+    tokenized as bytes."""
 
 
 @dataclass

@@ -16,9 +16,10 @@ from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
 from torchtitan_dp.data.console import Progress, say, warn
 from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.learnable import check_targets
 from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.data.samples.tokenizer import load_tokenizer
-from torchtitan_dp.preflight.check import build_reading, open_records
+from torchtitan_dp.preflight.check import build_samples, open_records
 
 MOST_TOKENS = 2**20
 """Tokens of a unit that are counted at most."""
@@ -32,8 +33,11 @@ def main(argv: list[str]) -> None:
     options, overrides = _parse(argv)
     with exit_on_mistake():
         config = load_config(overrides, 1)
-        records = open_records(config)
-        tokens, targets, undecodable = _count(config, records, options.units)
+        records, tokenizer = open_records(config), load_tokenizer(config.model.hf_assets_path)
+        samples = build_samples(records, tokenizer, config)
+        terms = records.facts, records.wanted, unit_word(config)
+        check_targets(samples, records.train, *terms, counts=False)
+        tokens, targets, undecodable = _count(config, records, samples, options.units)
     for warning in records.warnings:
         warn(warning)
     found = summarize(config, records, tokens, targets, undecodable)
@@ -60,26 +64,21 @@ def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return parse_known(parser, argv)
 
 
-def _count(config: JobConfig, records: Records, most: int) -> tuple[np.ndarray, np.ndarray, int]:
+def _count(
+    config: JobConfig, records: Records, samples: SampleStore, most: int
+) -> tuple[np.ndarray, np.ndarray, int]:
     """Count tokens and targets of random training units, int64, and their undecodable records."""
     if most < 1:
         raise ValueError(f"--units = {most}: must be 1 or more")
-    tokenizer = load_tokenizer(config.model.hf_assets_path)
-    store = SampleStore(
-        records.store,
-        tokenizer,
-        MOST_TOKENS,
-        records.units,
-        reading=build_reading(config, tokenizer),
-    )
+    how = samples.tokenizer, MOST_TOKENS, records.units
+    store = SampleStore(records.store, *how, reading=samples.reading)
     rng = np.random.default_rng(0)
     chosen = rng.permutation(records.train)[:most]
     progress = Progress("counting tokens", len(chosen), f"{unit_word(config)}s")
     found, undecodable = np.zeros((len(chosen), 2), dtype=np.int64), 0
     for row, unit in enumerate(chosen.tolist()):
         excerpt = store.excerpt(unit)
-        learned = len(excerpt.ids) if excerpt.targets is None else int(excerpt.targets.sum())
-        found[row] = len(excerpt.ids), learned
+        found[row] = len(excerpt.ids), excerpt.learned
         undecodable += excerpt.undecodable
         progress.add(1)
     progress.end()

@@ -3,23 +3,18 @@
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 
-from torchtitan_dp.data.readable import (
-    Census,
-    Wanted,
-    refuse_unnamed,
-    refuse_unreadable,
-    take_census,
-    wanted_fields,
-    warnings,
-)
+from torchtitan_dp.data.learnable import Wanted, listed, wanted_fields
 from torchtitan_dp.data.records.format import Format
 from torchtitan_dp.data.records.formats import format_named, open_store
-from torchtitan_dp.data.records.index import writable_folder
 from torchtitan_dp.data.records.store import RecordStore
 from torchtitan_dp.data.units import Units, open_units, split, word
+
+_FIRST_ROWS = 1000
+"""Rows whose fields are named where none has a unit."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +22,14 @@ class Records:
     """The data of a run: records, their units, and the split into training and held-out units."""
 
     store: RecordStore
+    facts: Format
+    wanted: tuple[Wanted, ...]
     units: Units
     train: np.ndarray
     heldout: np.ndarray
     fingerprint: str  # private
     settings: Mapping[str, object]  # by key; the fingerprint depends on them
-    warnings: tuple[str, ...]  # about records without usable content; private
+    warnings: tuple[str, ...]  # about records that contribute nothing; private
 
     @classmethod
     def open(
@@ -85,10 +82,8 @@ class Records:
         wanted = wanted_fields(text_field, prompt_field, messages_field)
         keys = {one.field: one.key for one in wanted}
         store = open_store(format, path, text_field=text_field, unit_field=unit_field, keys=keys)
-        units, census = _group(store, facts, unit_field, wanted)
-        refuse_unnamed(store, facts, units, unit_field, wanted, census)
-        if census is not None:
-            refuse_unreadable(store, facts, wanted, census)
+        units = open_units(store, unit_field)
+        _refuse_unnamed(store, facts, units, unit_field)
         train, heldout = split(units, heldout_fraction)
         assert len(train) > 0, "neither a store nor a split is empty"
         lacks_heldout = needs_heldout and len(heldout) == 0
@@ -111,29 +106,12 @@ class Records:
             "data.messages_field": messages_field,
             "data.verify_records": "contents",
         }
-        found = warnings(store, facts, units, unit_field, wanted, census, len(train))
+        found = _unnamed_notice(store, facts, units, unit_field, len(train))
         if store.notice is not None:
             found += (store.notice,)
         if lacks_heldout:  # a refusal would show whether a unit that is held out is there
             found += (f"{none}, so held-out losses are nan; raise it",)
-        return cls(store, units, train, heldout, fingerprint, settings, found)
-
-
-def _group(
-    store: RecordStore, facts: Format, unit_field: str | None, wanted: tuple[Wanted, ...]
-) -> tuple[Units, Census | None]:
-    """Group records by unit, and count the records with each wanted field."""
-    if not facts.fields:
-        return open_units(store, unit_field), None
-    folder, begun = writable_folder(None), Census()
-    units = open_units(store, unit_field, count=begun.counter(wanted, unit_field))
-    try:
-        return units, take_census(store, wanted, unit_field, folder, begun)
-    except OSError as error:
-        raise ValueError(
-            f"training.dataset_path: its lines cannot be counted ({error}): check the records' "
-            f"permissions and the space left in {folder!r}"
-        ) from error
+        return cls(store, facts, wanted, units, train, heldout, fingerprint, settings, found)
 
 
 def _refuse_names_by_position(format: str, heldout_fraction: float, in_groups: bool) -> None:
@@ -152,3 +130,57 @@ def _refuse_names_by_position(format: str, heldout_fraction: float, in_groups: b
             f"{format} {facts.row} more would change which {facts.row}s are held out; keep "
             "held-out records in another file and set it to 0, or remove privacy.sample_rate"
         )
+
+
+def _refuse_unnamed(
+    store: RecordStore, facts: Format, units: Units, unit_field: str | None
+) -> None:
+    """Refuse a data set in which no record names its unit.
+
+    Raises:
+        ValueError: one line.
+    """
+    if unit_field is None or units.unnamed < len(store):
+        return
+    none = f"data.unit_field = {unit_field!r}: none of the {len(store)} records has one"
+    if not facts.fields:
+        raise ValueError(
+            f"{none}: every file lies in no folder below training.dataset_path; give a path above "
+            "the units' folders"
+        )
+    rows = [fields for fields in islice(store.all_fields(), _FIRST_ROWS) if fields is not None]
+    if not rows:
+        raise ValueError(
+            f"training.dataset_path: none of the {len(store)} {facts.row}s is a {facts.content}; "
+            f"{facts.explain(store.file_of(0), unit_field)}"
+        )
+    pointed = [value for row in rows if isinstance(value := row.get(unit_field), float)]
+    if pointed:
+        raise ValueError(
+            f"{none}: they hold {repr(pointed[0])[:40]}, a number with a point; write "
+            "whole numbers or strings (the number is not private)"
+        )
+    raise ValueError(
+        f"{none}: name the {facts.fields} that holds the unit, a string or a whole number (not "
+        f"private: their fields are {listed(name for row in rows for name in row)})"
+    )
+
+
+def _unnamed_notice(
+    store: RecordStore, facts: Format, units: Units, unit_field: str | None, trained: int
+) -> tuple[str, ...]:
+    """Describe the records that name no unit. NOT PRIVATE: for `console.warn` alone.
+
+    Args:
+        trained: the number of units to train on.
+    """
+    if not units.unnamed:
+        return ()
+    lack = f"have no usable data.unit_field = {unit_field!r}"
+    if not facts.fields:
+        lack = "lie in no folder below training.dataset_path (data.unit_field = 'folder')"
+    return (
+        f"{units.unnamed} of {len(store)} {facts.row}s {lack}: each is a unit of its own that "
+        "contributes nothing, and counts in the number of units, so that q and the delta check "
+        f"are against {trained} units",
+    )

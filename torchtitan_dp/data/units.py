@@ -20,7 +20,7 @@ private like the name, which can be guessed from it. Grouping takes about 60 byt
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import Protocol
 
@@ -28,12 +28,11 @@ import numpy as np
 
 from torchtitan_dp.data.console import Progress
 from torchtitan_dp.data.records.index import WriteWords, cached_words, writable_folder
-from torchtitan_dp.data.records.store import Fields, RecordStore
+from torchtitan_dp.data.records.store import RecordStore
 
 INDEX_VERSION = "units-3"  # of the index's format, hash and name
 CHUNK = 2**16
 _HASH_BYTES = 16
-Count = Callable[[Fields | None], None]
 
 
 def word(unit_field: str | None) -> str:
@@ -140,14 +139,12 @@ def open_units(
     unit_field: str | None,
     *,
     index_folder: str | None = None,
-    count: Count | None = None,
 ) -> Units:
     """Open the units of a store that was opened with the same `unit_field`.
 
     Args:
         index_folder: the folder for the grouping (hashes and offsets), readable by its owner only;
             by default that of `formats.open_store`.
-        count: as for `RecordStore.unit_names`; not called if the grouping is in the index.
 
     Raises:
         ValueError: one line, if records cannot be grouped.
@@ -159,7 +156,7 @@ def open_units(
     try:
         words = cached_words(
             os.path.join(folder, f"{INDEX_VERSION}-{name}.npy"),
-            lambda write: _group(write, store, count),
+            lambda write: _group(write, store),
             lambda words: len(words) == 3 * words[0] + 2 * len(store) + 3,
         )
     except OSError as error:
@@ -214,10 +211,10 @@ def unit_hash(name: str) -> bytes:
     return hashlib.blake2b(data, digest_size=_HASH_BYTES, person=b"unit").digest()
 
 
-def _group(write: WriteWords, store: RecordStore, count: Count | None) -> None:
+def _group(write: WriteWords, store: RecordStore) -> None:
     """Write the numbers of units and of named records, members, starts, hashes and owners."""
     digests, named = bytearray(), 0
-    names = iter(store.unit_names(count))
+    names = iter(store.unit_names())
     progress = Progress("grouping records by unit", len(store), "records")
     while chunk := list(islice(names, CHUNK)):
         first = len(digests) // _HASH_BYTES

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
@@ -23,7 +24,7 @@ from torchtitan_dp.models.adapter_export import (
     merged_whole,
     peft_tensors,
 )
-from torchtitan_dp.models.families import ModelArgs, family_of
+from torchtitan_dp.models.families import ModelArgs, family_of, on_meta
 from torchtitan_dp.models.hugging_face import (
     CONFIG_FILE,
     export_settings,
@@ -44,6 +45,7 @@ TOKENIZER_FILES = (
     "generation_config.json",
 )
 SHARD_BYTES = 2 * 2**30
+_TRAINED_DTYPES = ("F32", "BF16", "F16")
 
 
 def export(model: nn.Module, config: JobConfig, beside: Mapping[str, bytes] | None = None) -> str:
@@ -207,3 +209,56 @@ def _write_json(path: str, content: dict[str, Any]) -> None:
 
 def _json(content: Any) -> bytes:
     return json.dumps(content, indent=2).encode() + b"\n"
+
+
+def check_weights(problem: str, folder: str, args: ModelArgs) -> None:
+    found = {}
+    for path in _safetensors(problem, folder):
+        try:
+            with safe_open(path, framework="pt") as file:
+                for name in file.keys():  # noqa: SIM118  not a mapping
+                    entry = file.get_slice(name)
+                    found[name] = (tuple(entry.get_shape()), entry.get_dtype())
+        except (OSError, SafetensorError) as error:
+            raise ValueError(f"{problem}: {path} is broken ({error}); download it again") from error
+    expected = family_of(args).adapter(args, None).to_hf(on_meta(args).state_dict())
+    for name, tensor in expected.items():
+        if name not in found:
+            raise ValueError(
+                f"{problem}: {name} is in none of its *.safetensors; take all files of one model"
+            )
+        size, dtype = found[name]
+        if size != tuple(tensor.shape):
+            raise ValueError(
+                f"{problem}: {name} has shape {list(size)}, but the model's is "
+                f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model"
+            )
+        if dtype not in _TRAINED_DTYPES:
+            raise ValueError(
+                f"{problem}: {name} is {dtype}; quantized weights cannot be trained, take those in "
+                "bfloat16 or float32"
+            )
+
+
+def _safetensors(problem: str, folder: str) -> list[str]:
+    """List the files of weights, all that the index names among them."""
+    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
+    if names == [ADAPTER_FILE]:
+        raise ValueError(
+            f"{problem}: it is an adapter, not a whole model; release its run with --merged and "
+            "name that folder"
+        )
+    if not names:
+        raise ValueError(f"{problem}: it has no *.safetensors; download the model's weights")
+    index = os.path.join(folder, INDEX_FILE)
+    if os.path.exists(index):
+        try:
+            with open(index, encoding="utf-8") as file:
+                listed = set(json.load(file)["weight_map"].values())
+        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+            raise ValueError(f"{problem}: its {INDEX_FILE} is broken; download it again") from error
+        if missing := sorted(listed - set(names)):
+            raise ValueError(
+                f"{problem}: {missing[0]}, which its {INDEX_FILE} names, is missing; download it"
+            )
+    return [os.path.join(folder, name) for name in names]

@@ -43,7 +43,7 @@ from torchtitan_dp.plan.recommend import (
 )
 from torchtitan_dp.plan.report import plot, report
 from torchtitan_dp.preflight.check import check_run
-from torchtitan_dp.preflight.console import notices
+from torchtitan_dp.preflight.console import notices, tokenizer_lines
 from torchtitan_dp.preflight.host_memory import NodeMemory, predict_host_memory, refuse_lack
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
@@ -150,7 +150,7 @@ def _plan(
     if checked.start.resumes:
         print(f"resuming after step {checked.start.step} of {plan.steps}", file=sys.stderr)
     _show(config, plan, records)
-    for notice in notices(config):
+    for notice in tokenizer_lines(config, checked.samples) + notices(config):
         print(f"      {notice}", file=sys.stderr)
     for caveat in plan.ledger.caveats:
         print(f"      caveat: {caveat}", file=sys.stderr)

@@ -4,13 +4,10 @@
 record brings to light after some steps would reveal that record (hazard row 47).
 """
 
+import dataclasses
 import importlib.util
-import json
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
-
-from safetensors import SafetensorError, safe_open
 
 from torchtitan_dp.checkpoint.initial import refuse_private_folder
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
@@ -26,29 +23,31 @@ from torchtitan_dp.checkpoint.start import (
 )
 from torchtitan_dp.checkpoint.terms import refuse_delta_of_losses
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import most_tokens
+from torchtitan_dp.config.derived import most_tokens, unit_word
 from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.learnable import check_targets
 from torchtitan_dp.data.samples.conversations import Reading, reading
 from torchtitan_dp.data.samples.excerpts import scan_undecodable
-from torchtitan_dp.data.samples.tokenizer import Tokenizer, from_hub, load_tokenizer
+from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
+from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, Tokenizer, from_hub, load_tokenizer
 from torchtitan_dp.distributed.cpu import has_accelerator
-from torchtitan_dp.models.adapter_export import ADAPTER_FILE
-from torchtitan_dp.models.families import ModelArgs, family_of, on_meta
-from torchtitan_dp.models.hugging_face import CONFIG_FILE, origin, shape
-from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, INDEX_FILE, tokenizer_files
+from torchtitan_dp.models.families import ModelArgs, on_meta
+from torchtitan_dp.models.hugging_face import origin, shape
+from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, check_weights, tokenizer_files
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.privacy.clipping import clip_policy
 
 _WHOLE = 2**62, 2**62  # more than a record's text can have, or cost
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class Checked:
     """The start, model, records and plan of a checked configuration."""
 
     start: Start
     args: ModelArgs
     records: Records
+    samples: SampleStore  # as training makes them
     plan: Plan | None  # None without privacy
 
 
@@ -74,6 +73,7 @@ def check_run(
     open_records: Callable[[JobConfig], Records] = open_records,
     *,
     share: tuple[int, int] = (0, 1),
+    counts: bool = True,
 ) -> Checked:
     """Check all of a run that one plain process can, and write nothing.
 
@@ -81,6 +81,8 @@ def check_run(
         open_records: the function above, or one that keeps its result.
         share: this process and how many there are with the same files; with
             `data.on_undecodable` = "error" each reads a part of the records.
+        counts: whether to count units without a target, for `Records.warnings`; else one that has
+            a target is enough.
 
     Raises:
         ValueError: one line for the user.
@@ -90,18 +92,47 @@ def check_run(
     refuse_another_decay(config, start)
     refuse_another_optimizer(config, start)
     args = check_model(config, start)
-    how = build_reading(config)
+    tokenizer = load_tokenizer(config.model.hf_assets_path)
+    build_reading(config, tokenizer)  # a mistake there is found before files are read
     records = open_records(config)
+    samples = build_samples(records, tokenizer, config)
+    found = check_targets(
+        samples,
+        records.train,
+        records.facts,
+        records.wanted,
+        unit_word(config),
+        counts=counts,
+    )
+    records = dataclasses.replace(records, warnings=records.warnings + found)
     if config.data.on_undecodable == "error":
-        _refuse_undecodable(records, how, *share)
+        _refuse_undecodable(records, samples.reading, *share)
     folder = config.job.dump_folder
-    if not config.privacy.enable:
+    plan = None
+    if config.privacy.enable:
+        refuse_delta_of_losses(config, len(records.heldout))
+        check_records(folder, records.fingerprint, records.settings)
+        plan = plan_start(config, len(records.train), start, earlier_ledger(folder))
+    else:
         refuse_private_folder(folder)
-        return Checked(start, args, records, None)
-    refuse_delta_of_losses(config, len(records.heldout))
-    check_records(folder, records.fingerprint, records.settings)
-    plan = plan_start(config, len(records.train), start, earlier_ledger(folder))
-    return Checked(start, args, records, plan)
+    return Checked(start, args, records, samples, plan)
+
+
+def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> SampleStore:
+    """Build the samples of `[data]`."""
+    data = config.data
+    assert data.unit_sampling != "auto"  # resolved at load
+    assert data.long_records != "auto"
+    return SampleStore(
+        records.store,
+        tokenizer,
+        config.training.seq_len,
+        records.units,
+        unit_sampling=data.unit_sampling,
+        long_records=data.long_records,
+        reading=build_reading(config, tokenizer),
+        cache=TokenCache(),
+    )
 
 
 def build_reading(config: JobConfig, tokenizer: Tokenizer | None = None) -> Reading | None:
@@ -157,9 +188,6 @@ def check_packages(config: JobConfig) -> None:
                 f"{key} = true: the package {package} is not installed; "
                 f"pip install 'torchtitan-dp[{package}]', or set {key} to false"
             )
-
-
-_FLOATS = ("F32", "BF16", "F16")
 
 
 def check_model(config: JobConfig, start: Start) -> ModelArgs:
@@ -249,7 +277,13 @@ def check_files(config: JobConfig, args: ModelArgs, start: Start) -> None:
         remedy = from_hub(start.place) or "name the one with initial weights"
         raise ValueError(f"{start.key} = '{start.place}': no such folder; {remedy}")
     if start.weights is Weights.INITIAL_HF:
-        _check_weights(f"{start.key} = '{start.place}'", start.place, args)
+        check_weights(f"{start.key} = '{start.place}'", start.place, args)
+        if isinstance(load_tokenizer(config.model.hf_assets_path), ByteTokenizer):
+            raise ValueError(
+                f"model.hf_assets_path = '{config.model.hf_assets_path}': text would be read as "
+                f"bytes, which the weights of {start.key} = '{start.place}' do not know; name the "
+                "folder with their tokenizer.json"
+            )
     else:
         check_start(start, on_meta(args).state_dict(), origin(config))
 
@@ -266,56 +300,3 @@ def _check_target(target: str, config: JobConfig) -> None:
                 f"{key} = '{used}': checkpoint.last_save_in_hf would replace it by its own "
                 f"'{target}'; use another job.dump_folder, or move it"
             )
-
-
-def _check_weights(problem: str, folder: str, args: ModelArgs) -> None:
-    found = {}
-    for path in _safetensors(problem, folder):
-        try:
-            with safe_open(path, framework="pt") as file:
-                for name in file.keys():  # noqa: SIM118  not a mapping
-                    entry = file.get_slice(name)
-                    found[name] = (tuple(entry.get_shape()), entry.get_dtype())
-        except (OSError, SafetensorError) as error:
-            raise ValueError(f"{problem}: {path} is broken ({error}); download it again") from error
-    expected = family_of(args).adapter(args, None).to_hf(on_meta(args).state_dict())
-    for name, tensor in expected.items():
-        if name not in found:
-            raise ValueError(
-                f"{problem}: {name} is in none of its *.safetensors; take all files of one model"
-            )
-        size, dtype = found[name]
-        if size != tuple(tensor.shape):
-            raise ValueError(
-                f"{problem}: {name} has shape {list(size)}, but the model's is "
-                f"{list(tensor.shape)}; take weights and {CONFIG_FILE} from one model"
-            )
-        if dtype not in _FLOATS:
-            raise ValueError(
-                f"{problem}: {name} is {dtype}; quantized weights cannot be trained, take those in "
-                "bfloat16 or float32"
-            )
-
-
-def _safetensors(problem: str, folder: str) -> list[str]:
-    """List the files of weights, all that the index names among them."""
-    names = sorted(name for name in os.listdir(folder) if name.endswith(".safetensors"))
-    if names == [ADAPTER_FILE]:
-        raise ValueError(
-            f"{problem}: it is an adapter, not a whole model; release its run with --merged and "
-            "name that folder"
-        )
-    if not names:
-        raise ValueError(f"{problem}: it has no *.safetensors; download the model's weights")
-    index = os.path.join(folder, INDEX_FILE)
-    if os.path.exists(index):
-        try:
-            with open(index, encoding="utf-8") as file:
-                listed = set(json.load(file)["weight_map"].values())
-        except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
-            raise ValueError(f"{problem}: its {INDEX_FILE} is broken; download it again") from error
-        if missing := sorted(listed - set(names)):
-            raise ValueError(
-                f"{problem}: {missing[0]}, which its {INDEX_FILE} names, is missing; download it"
-            )
-    return [os.path.join(folder, name) for name in names]

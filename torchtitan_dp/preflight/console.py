@@ -17,10 +17,11 @@ import torchtitan
 from torchtitan_dp.config import JobConfig, Privacy
 from torchtitan_dp.config.derived import never_trained
 from torchtitan_dp.data.console import warn
-from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.samples.conversations import Chats
+from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.process import PLANNED
+from torchtitan_dp.preflight.check import Checked
 
 _TORCHTITAN = str(Path(torchtitan.__file__).parent) + os.sep  # installed beside torchtitan_dp
 # Of TorchTitan's own lines at the level of information; our trainer logs steps itself, a run
@@ -58,13 +59,11 @@ def is_shown(record: logging.LogRecord) -> bool:
     return not record.pathname.startswith(_TORCHTITAN) or bool(_SHOWN.match(message))
 
 
-def show_notices(config: JobConfig, records: Records) -> None:
-    """Print notices of empty or never trained records, unless a plan did."""
-    if PLANNED in os.environ:
-        return
-    for warning in records.warnings:
+def show_notices(config: JobConfig, checked: Checked) -> None:
+    """Print warnings of the records and notices of the configuration, as a plan does."""
+    for warning in checked.records.warnings:
         warn(warning)
-    for line in notices(config):
+    for line in tokenizer_lines(config, checked.samples) + notices(config):
         print(f"      {line}", file=sys.stderr)
 
 
@@ -72,6 +71,18 @@ def notices(config: JobConfig) -> list[str]:
     """List the notices of the configuration."""
     lines = [never_trained(config), _beyond_the_window(config)]
     return [line for line in lines if line is not None] + _without_effect(config)
+
+
+def tokenizer_lines(config: JobConfig, samples: SampleStore) -> list[str]:
+    """Describe the tokenizer, and samples whose end is never learned."""
+    where, reading = config.model.hf_assets_path, samples.reading
+    end = None
+    if isinstance(reading, Chats):
+        end = reading.template.lacks_end
+    elif samples.tokenizer.eos_id is None:
+        end = "the tokenizer has no eos: the model never learns to stop"
+    named = f"tokenizer: {samples.tokenizer.describe()}" + (f", from {where}" if where else "")
+    return [named, *filter(None, [end])]
 
 
 def _without_effect(config: JobConfig) -> list[str]:

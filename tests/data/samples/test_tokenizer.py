@@ -49,6 +49,24 @@ def test_bytes_without_tokenizer_json(tmp_path: Path, path: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "names",
+    [("tokenizer.model",), ("vocab.json", "merges.txt"), ("model.safetensors", "config.json")],
+)
+def test_a_model_without_tokenizer_json_is_not_read_as_bytes(
+    tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    (tmp_path / "config.json").write_text("{}")  # of a model that is trained on bytes
+    assert isinstance(load_tokenizer(str(tmp_path)), ByteTokenizer)
+    for name in names:
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(ValueError, match=r"^model\.hf_assets_path = ") as caught:
+        load_tokenizer(str(tmp_path))
+    remedy = f"AutoTokenizer.from_pretrained('{tmp_path}').save_pretrained('{tmp_path}')"
+    assert remedy in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
     "model",
     [
         models.WordLevel({"a": 0}),

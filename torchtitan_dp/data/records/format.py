@@ -9,6 +9,7 @@ import hashlib
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import PurePath
 
 import numpy as np
 
@@ -39,6 +40,13 @@ class Format:
     record: str
     """A phrase for one record, for a release card."""
 
+    content: str
+    """A noun for what a record must be."""
+
+    explain: Callable[[str, str], str]
+    """Describes a file none of whose records are that, with a remedy, for an error: by its path and
+    the text's field."""
+
     named_by_position: bool
     """Whether a record's name is its number, so that one more record renames others. What depends
     on names, such as being held out, then depends on other records."""
@@ -47,15 +55,51 @@ class Format:
     """A phrase for a record's named fields, of which one is its text and another may name its unit;
     None if a record has none. Then the only unit is the folder that a file lies in."""
 
-    content: str = ""
-    """A phrase for what a row with fields must be."""
-
-    explain: Callable[[str, str, int], str] | None = None
-    """Explains, for an error, files in which no row has fields: by the path of the first one, the
-    text's field, and the number of rows."""
-
     has_stdlib: bool = False
     """Whether "python-stdlib" stands for the running Python's own source files."""
+
+
+# First bytes, the format that they show, and a remedy.
+_FOREIGN = (
+    (b"PAR1", "Parquet", "set training.dataset = 'parquet'"),
+    (b"\x1f\x8b", "gzip", "unpack it: gunzip -c '{name}' > '{stem}{ending}'"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "unpack it: zstd -dc '{name}' > '{stem}{ending}'"),
+    (b"%PDF", "PDF", "extract its text: pdftotext '{name}' '{stem}.txt'"),
+    (b"PK\x03\x04", "a zip archive or an Office document", "extract its text"),
+    (b"\xd0\xcf\x11\xe0", "an old Office document", "extract its text"),
+    *(
+        (
+            mark,
+            "UTF-16",
+            f"convert it: iconv -f {codec} -t UTF-8 '{{name}}' > '{{stem}}_utf8{{ending}}'",
+        )
+        for mark, codec in (
+            (b"\xff\xfe", "UTF-16"),
+            (b"\xfe\xff", "UTF-16"),
+            (b"{\0", "UTF-16LE"),
+            (b"\0{", "UTF-16BE"),
+        )
+    ),
+)
+
+
+def foreign(path: str, ending: str) -> str | None:
+    """Recognize a file of another format by its first bytes, and describe it with a remedy.
+
+    Args:
+        ending: of the name of a converted file.
+    """
+    name = PurePath(path).name
+    try:
+        with open(path, "rb") as file:
+            head = file.read(4)
+    except OSError as error:
+        return f"{name!r} cannot be read ({error.strerror})"
+    for magic, format, remedy in _FOREIGN:
+        if head.startswith(magic):
+            terms = {"name": name, "stem": name.partition(".")[0], "ending": ending}
+            return f"{name!r} is {format}; {remedy.format(**terms)}"
+    return None
 
 
 def checked(index: int, count: int) -> int:
@@ -150,13 +194,9 @@ class FieldRecords(RecordStore):
     def confirm_units(self, is_of: Callable[[int, str], bool]) -> None:
         self._is_of = is_of
 
-    def unit_names(
-        self, count: Callable[[Fields | None], None] | None = None
-    ) -> Iterator[str | None]:
+    def unit_names(self) -> Iterator[str | None]:
         assert self._unit_field is not None
         for fields in self.all_fields():
-            if count is not None:
-                count(fields)
             yield None if fields is None else unit_name(fields.get(self._unit_field))
 
 

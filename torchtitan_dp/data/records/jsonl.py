@@ -10,7 +10,7 @@ from typing import IO
 import numpy as np
 
 from torchtitan_dp.data.records.files import Files
-from torchtitan_dp.data.records.format import FieldRecords, Format, fingerprint
+from torchtitan_dp.data.records.format import FieldRecords, Format, fingerprint, foreign
 from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, read_contents
 from torchtitan_dp.data.records.index import WriteWords, cached_words
 from torchtitan_dp.data.records.store import Fields
@@ -98,36 +98,25 @@ def _write_bounds(write: WriteWords, files: Files) -> None:
     write(np.frombuffer(digest, dtype="<i8"))
 
 
-# The first bytes of another format, its name, and a remedy.
-_FOREIGN = (
-    (b"PAR1", "Parquet", "set training.dataset = 'parquet'"),
-    (b"\x1f\x8b", "gzip", "unpack it: gunzip -c '{name}' > '{stem}.jsonl'"),
-    (b"\x28\xb5\x2f\xfd", "zstd", "unpack it: zstd -dc '{name}' > '{stem}.jsonl'"),
-    (
-        b"[",
-        "one JSON array",
-        "convert it: python -c \"import pandas as pd; pd.read_json('{name}').to_json("
-        "'{stem}.jsonl', orient='records', lines=True, force_ascii=False)\"",
-    ),
-)
-
-
-def _explain(path: str, text_field: str, lines: int) -> str:
-    """Recognize another format by a file's first bytes, with the command that converts it."""
+def _explain(path: str, text_field: str) -> str:
+    if (found := foreign(path, ".jsonl")) is not None:
+        return found
     name = PurePath(path).name
-    try:
-        with open(path, "rb") as file:
-            head = file.read(4)
-    except OSError:
-        head = b""
-    for magic, format, remedy in _FOREIGN:
-        if head.startswith(magic):
-            remedy = remedy.format(name=name, stem=name.partition(".")[0])
-            return f"{name!r} is {format}, not JSON lines; {remedy}"
-    return (
-        f"none of the {lines} lines is a JSON object; 'jsonl' needs one a line, "
-        f'{{"{text_field}": …}}'
-    )
+    stem = name.partition(".")[0]
+    with open(path, "rb") as file:
+        first = next(filter(None, map(bytes.strip, iter(lambda: file.readline(CHUNK), b""))), b"")
+    if first.startswith(b"["):
+        return (
+            f'{name!r} is one JSON array; convert it: python -c "import pandas as pd; '
+            f"pd.read_json('{name}').to_json('{stem}_lines.jsonl', orient='records', lines=True, "
+            'force_ascii=False)"'
+        )
+    if first.startswith(b"{"):
+        return (
+            f"an object of {name!r} goes on over several lines; write one a line: jq -c . '{name}' "
+            f"> '{stem}_lines.jsonl'"
+        )
+    return f"'jsonl' needs one a line, {{\"{text_field}\": …}}"
 
 
 JSONL = Format(

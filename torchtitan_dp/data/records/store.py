@@ -34,6 +34,9 @@ class RecordStore(ABC):
     """The size above which a record is undecodable, where a record is parsed as a whole; None where
     any part of it can be read by itself."""
 
+    read_bytes: int = 1
+    """The stored bytes that are read, at most, to reach one record among others."""
+
     notice: str | None = None
     """A line about the files for their owner, such as that they are slow to read."""
 
@@ -73,14 +76,8 @@ class RecordStore(ABC):
         """Name a record, by its file's relative path and, if needed, its row from 1."""
 
     @abstractmethod
-    def unit_names(
-        self, count: Callable[[Fields | None], None] | None = None
-    ) -> Iterator[str | None]:
-        """Yield each record's unit in index order; None where the record is a unit of its own.
-
-        Args:
-            count: called with each record of `all_fields` by a format that parses them for this.
-        """
+    def unit_names(self) -> Iterator[str | None]:
+        """Yield each record's unit in index order; None where the record is a unit of its own."""
 
     def record_ids(self) -> Iterator[str]:
         """Yield all records' names in index order."""
@@ -120,3 +117,12 @@ def text_of(value: object) -> str | None:
     except UnicodeError:
         return None
     return value
+
+
+def kind_of(value: object) -> str:
+    """Name the type of a value in a field, with its article."""
+    kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list"}
+    kinds |= {dict: "an object", type(None): "null", str: "text with half a character"}
+    if text_of(value) is not None:
+        return "a text"
+    return kinds.get(type(value), f"a {type(value).__name__}")

@@ -21,7 +21,7 @@ import os
 import threading
 from abc import abstractmethod
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -125,9 +125,7 @@ class TableRecords(FieldRecords):
     def all_fields(self) -> Iterator[Fields | None]:
         return self._all(self._columns)
 
-    def unit_names(
-        self, count: Callable[[Fields | None], None] | None = None
-    ) -> Iterator[str | None]:
+    def unit_names(self) -> Iterator[str | None]:
         assert self._unit_field is not None
         for fields in self._all([self._unit_field]):
             yield None if fields is None else unit_name(fields[self._unit_field])
@@ -200,6 +198,11 @@ class TableRecords(FieldRecords):
                 raise ValueError(
                     f"{key} = {field!r}: {path} has no such column; its columns are "
                     f"{', '.join(schema.names)}"
+                )
+            if (count := schema.names.count(field)) > 1:
+                raise ValueError(
+                    f"{key} = {field!r}: {path} has {count} such columns; write it again with one "
+                    "of them"
                 )
             kind = schema.types[schema.names.index(field)]
             try:
@@ -315,6 +318,7 @@ class ParquetRecords(TableRecords):
     def __init__(self, *args: Any, **options: Any) -> None:
         self._footer = functools.lru_cache(maxsize=64)(_read_footer)
         super().__init__(*args, **options)
+        self.read_bytes = int(self._group_bytes.max(initial=1))
         largest = int(np.argmax(self._group_bytes)) if len(self._group_bytes) else 0
         if len(self) and (size := int(self._group_bytes[largest])) > LARGE_GROUP:
             path = self._files.path(int(self._group_file[largest]))
@@ -476,8 +480,8 @@ def _read_arrow(path: str) -> list[Any]:
     return list(pa.ipc.open_stream(pa.memory_map(path)))
 
 
-def _explain(path: str, text_field: str, rows: int) -> str:
-    return f"none of the {rows} rows can be decoded; write {path!r} again"
+def _explain(path: str, text_field: str) -> str:
+    return f"write {path!r} again"
 
 
 PARQUET = Format(

@@ -7,15 +7,15 @@ Guarantee:
 
 import codecs
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import numpy as np
 
 from torchtitan_dp.data.records.files import Files
-from torchtitan_dp.data.records.format import Format, checked, decode, fingerprint
+from torchtitan_dp.data.records.format import Format, checked, decode, fingerprint, foreign
 from torchtitan_dp.data.records.hashing import DIGEST_WORDS, digest_hex, is_readable, read_contents
 from torchtitan_dp.data.records.index import WriteWords, cached_words
-from torchtitan_dp.data.records.store import Fields, RecordStore
+from torchtitan_dp.data.records.store import RecordStore
 
 _BLOCK_BYTES = 16 * 2**20
 TEXTS_VERSION = "texts-1"  # of the index's format and name
@@ -89,9 +89,7 @@ class TextRecords(RecordStore):
     def file_of(self, index: int) -> str:
         return self._files.path(checked(index, len(self)))
 
-    def unit_names(
-        self, count: Callable[[Fields | None], None] | None = None
-    ) -> Iterator[str | None]:
+    def unit_names(self) -> Iterator[str | None]:
         return map(_folder, self.record_ids())
 
 
@@ -122,12 +120,20 @@ def _write_texts(write: WriteWords, files: Files) -> None:
     write(np.array(unreadable, dtype=np.int64))
 
 
+def _explain(path: str, text_field: str) -> str:
+    return foreign(path, ".txt") or (
+        "convert them (iconv -f LATIN1 -t UTF-8, if they are Latin-1), or name text files by a glob"
+    )
+
+
 TEXT = Format(
     open=TextRecords,
     below=("**",),
     row="file",
     found_in="file",
     record="one file",
+    content="UTF-8 text",
+    explain=_explain,
     named_by_position=False,
     has_stdlib=True,
 )

@@ -27,7 +27,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan_dp.data.records.store import text_of
+from torchtitan_dp.data.records.store import kind_of, text_of
 
 ASSISTANT = "assistant"
 # Unicode's noncharacters, which no text should have: one that has is refused.
@@ -70,7 +70,8 @@ class Written(NamedTuple):
 class ChatTemplate:
     """Writes conversations as a model was, or will be, taught to read them. Any thread may ask.
 
-    `trial` is its text of a conversation that is no record.
+    `trial` is its text of a conversation that is no record. `lacks_end` describes answers in it
+    whose end is not learned, or is None.
     """
 
     def __init__(self, source: str, marks: Mapping[str, str]) -> None:
@@ -98,6 +99,7 @@ class ChatTemplate:
             raise ValueError(f"is not valid Jinja ({error})") from None
         self._marks = dict(marks)
         self.trial = self._try_out()
+        self.lacks_end = self._describe_end()
 
     def write(self, messages: Sequence[Message], most: int) -> Written:
         """Write a conversation, in parts that are the assistant's or not.
@@ -151,6 +153,20 @@ class ChatTemplate:
                     "trial): mark them with {% generation %}"
                 )
         return pieces
+
+    def _describe_end(self) -> str | None:
+        """Describe answers in the trial whose text is learned, and no mark after it."""
+        learned = [piece.text for piece in self.trial if piece.is_target]
+        answers = [content for role, content in _PROBE if role == ASSISTANT]
+        ends = "".join(learned)
+        for content in answers:
+            ends = ends.replace(content, "", 1)
+        if ends.strip():
+            return None
+        where = "{% generation %} in the chat template leaves out the end mark"
+        if not self._is_marked:
+            where = "the chat template ends an answer without a mark"
+        return f"{where}: the model never learns to stop"
 
 
 class _Rendering:
@@ -224,6 +240,21 @@ def messages_of(value: object) -> list[Message] | None:
             return None
         found.append(Message(role, content))
     return found
+
+
+def unlike_messages(value: object) -> str:
+    """Describe a value that is no list of messages, by types and names of keys."""
+    if not isinstance(value, list):
+        return kind_of(value)
+    for one in value[:MOST_MESSAGES]:
+        if not isinstance(one, dict):
+            return f"a list with {kind_of(one)}"
+        if not one.keys() >= {"role", "content"}:
+            return f"a list of objects with {' and '.join(map(repr, list(one)[:4])) or 'no keys'}"
+        for key in ("role", "content"):
+            if text_of(one[key]) is None:
+                return f"messages whose {key} is {kind_of(one[key])}"
+    return "a list of messages"
 
 
 def load_chat_template(assets_path: str) -> ChatTemplate | None:

@@ -118,7 +118,7 @@ class Chats:
         messages = messages_of(fields.get(self.messages_field))
         if messages is None:
             return None
-        answers = [i for i, message in enumerate(messages) if _is_answer(message)]
+        answers = [i for i, message in enumerate(messages) if is_answer(message)]
         if not answers:
             return Dialog([])
         before, begins = _last_of(messages[: answers[0]], most)
@@ -172,7 +172,8 @@ def reading(
     return Chats(messages_field, template)
 
 
-def _is_answer(message: Message) -> bool:
+def is_answer(message: Message) -> bool:
+    """Return whether a turn is one that is learned."""
     return message.role == ASSISTANT and message.content.strip() != ""
 
 
@@ -211,7 +212,7 @@ def _first_of(messages: Sequence[Message], most: int) -> tuple[list[Message], bo
                 break
             return [*messages[:number], message._replace(content=content)], False
         most -= len(content.encode("utf-8"))
-        if _is_answer(message):
+        if is_answer(message):
             kept = list(messages[: number + 1])
     return kept, True
 

@@ -55,6 +55,11 @@ class Excerpt(NamedTuple):
     targets: np.ndarray | None = None
     """Which ids are targets, bool; None: all."""
 
+    @property
+    def learned(self) -> int:
+        """The number of targets that a sample has: nothing predicts the first id."""
+        return max(len(self.ids) - 1, 0) if self.targets is None else int(self.targets[1:].sum())
+
 
 class Budget:
     """The remaining budget of one look at a unit."""

@@ -10,7 +10,7 @@ Guarantee:
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import numpy as np
@@ -149,6 +149,13 @@ class SampleStore:
         source's tokens up to seq_len; 0 without text tokens. Thread-safe.
         """
         return max(len(self._head(source).ids) - 1, 0)
+
+    def heads(self, unit: int) -> Iterator[Excerpt]:
+        """Yield the heads of a unit's sources. A unit has a target if a head has one.
+
+        A window of a longer text has as many ids as its head.
+        """
+        return map(self._head, self.units.places(unit) if self._one_record else (unit,))
 
     def excerpt(
         self,

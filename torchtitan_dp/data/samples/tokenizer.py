@@ -36,6 +36,10 @@ class Tokenizer(Protocol):
         """Return the largest id plus one, added tokens included."""
         ...
 
+    def describe(self) -> str:
+        """Name it, its size and its marks."""
+        ...
+
 
 class ByteTokenizer:
     """UTF-8 bytes as ids 0..255: public, learned from nothing."""
@@ -55,6 +59,9 @@ class ByteTokenizer:
     def get_vocab_size(self) -> int:
         """Return 258."""
         return 258
+
+    def describe(self) -> str:
+        return "bytes, vocabulary 258, bos 256, eos 257"
 
 
 def byte_tokenizer_files() -> dict[str, str]:
@@ -129,6 +136,15 @@ class HFTokenizer:
         """Return the largest id plus one, added tokens included (holes are possible)."""
         return self._vocab_size
 
+    def describe(self) -> str:
+        marks = [
+            f"{name} {self._backend.id_to_token(mark)} ({mark})"
+            if mark is not None
+            else f"no {name}"
+            for name, mark in (("bos", self.bos_id), ("eos", self.eos_id))
+        ]
+        return f"tokenizer.json, vocabulary {self._vocab_size:,}, {', '.join(marks)}"
+
 
 def from_hub(path: str) -> str | None:
     """Describe how to download a model, if a path is spelled like one of the Hugging Face hub's.
@@ -165,6 +181,7 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
         )
     path = os.path.join(assets_path, "tokenizer.json")
     if not os.path.exists(path):
+        _refuse_bytes(assets_path)
         return ByteTokenizer()
     try:
         backend = tokenizers.Tokenizer.from_file(path)
@@ -176,6 +193,21 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
     return HFTokenizer(
         backend, *(_mark_id(backend, assets_path, key) for key in ("bos_token", "eos_token"))
     )
+
+
+def _refuse_bytes(assets_path: str) -> None:
+    """Refuse a folder without tokenizer.json that has weights, or a tokenizer in another form."""
+    others = {"tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"}
+    weights = (".safetensors", ".bin", ".pth")
+    names = sorted(os.listdir(assets_path))
+    found = [name for name in names if name in others] or [n for n in names if n.endswith(weights)]
+    if found:
+        raise ValueError(
+            f"model.hf_assets_path = {assets_path!r}: it has {found[0]} and no tokenizer.json, so "
+            "that text would be read as bytes; write one: python -c "
+            '"from transformers import AutoTokenizer; '
+            f"AutoTokenizer.from_pretrained('{assets_path}').save_pretrained('{assets_path}')\""
+        )
 
 
 def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int | None:
