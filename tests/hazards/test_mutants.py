@@ -26,6 +26,7 @@ from tests.hazards.mutants import (
     lineage,
     lora,
     noise,
+    not_finite,
     outputs,
     parameters,
     per_layer,
@@ -41,7 +42,7 @@ from tests.hazards.mutants import (
 from tests.hazards.mutants.runner import Runner, copy_tree, running
 from tests.hazards.mutants.table import ROOT, Mutant, node_ids
 
-ROWS = set(range(1, 69))
+ROWS = set(range(1, 71))
 ROOMS = (
     clipping,
     ghost,
@@ -68,6 +69,7 @@ ROOMS = (
     windows,
     lora,
     ema,
+    not_finite,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
 SAMPLE = [mutant for room in ROOMS for mutant in [m for m in room.MUTANTS if m.quick][:1]]
