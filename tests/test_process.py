@@ -12,7 +12,13 @@ from pathlib import Path
 import pytest
 
 from tests.processes.runs import ROOT
-from torchtitan_dp.process import LOCK_FILE, forbid_core_dumps, lock_folder
+from torchtitan_dp.process import (
+    LOCK_FILE,
+    Fault,
+    faults_kept,
+    forbid_core_dumps,
+    lock_folder,
+)
 
 HOLD = (
     "import sys, time; from torchtitan_dp.process import lock_folder; "
@@ -199,3 +205,13 @@ def test_an_interpreter_without_assertions_is_refused(module, terms):
     assert done.returncode == 1
     assert "run Python without -O" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_line_of_a_fault_is_kept_until_the_next_start(tmp_path):
+    kept = tmp_path / "fault.txt"
+    with pytest.raises(Fault), faults_kept(str(tmp_path)):
+        raise Fault("the disk is gone")
+    assert kept.read_text() == "error: the disk is gone\n"
+    with faults_kept(str(tmp_path)):
+        assert not kept.exists()
+    assert not kept.exists()

@@ -79,6 +79,8 @@ def test_unknown_keys_and_sections_are_refused(shipped):
         ("optimizer.eps", -1e-8),
         ("optimizer.weight_decay", -0.1),
         ("lr_scheduler.warmup_steps", -1),
+        ("ema.decay", 1.0),
+        ("lora.alpha", 0.0),
         ("lr_scheduler.decay_ratio", 1.5),
         ("lr_scheduler.min_lr_factor", -0.5),
         ("training.gc_freq", 0),

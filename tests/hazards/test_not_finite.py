@@ -89,7 +89,7 @@ def test_row69_one_value_that_is_not_finite_is_seen(bad):
 def checkpointer(model, **more):
     """A stand-in for one whose rank is alone."""
     return SimpleNamespace(
-        **{"_named": list(model.named_parameters()), "enable": False, "folder": "", **more}
+        _named=list(model.named_parameters()), _average=None, enable=False, folder="", **more
     )
 
 

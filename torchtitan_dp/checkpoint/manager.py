@@ -6,7 +6,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.stateful import Stateful
 from torch.optim.lr_scheduler import LambdaLR
 from torchtitan.components.checkpoint import (
     LR_SCHEDULER,
@@ -40,7 +39,7 @@ from torchtitan_dp.checkpoint.start import (
     own_checkpoint,
     refuse_another_decay,
 )
-from torchtitan_dp.models.ema import WEIGHTS
+from torchtitan_dp.models.ema import WEIGHTS, WeightAverage
 from torchtitan_dp.models.lora import without_adapters
 from torchtitan_dp.models.parameters import first_overflow, overflow
 from torchtitan_dp.process import Fault, mistakes_as_faults
@@ -61,7 +60,7 @@ class Checkpointer(CheckpointManager):
     """The decided start; after `load`, the actual one."""
 
     def __init__(
-        self, trainer: Trainer, start: Start, origin: str, average: Stateful | None = None
+        self, trainer: Trainer, start: Start, origin: str, average: WeightAverage | None = None
     ) -> None:
         """Replace the manager of TorchTitan's Trainer, with the same states.
 
@@ -86,8 +85,7 @@ class Checkpointer(CheckpointManager):
         self.start, self._origin, self._config = start, origin, config
         parts = trainer.model_parts
         self._named = [pair for part in parts for pair in part.named_parameters()]
-        if average is not None:
-            self._named += average.state_dict()[WEIGHTS].items()
+        self._average = average
 
     def load(self, step: int = -1) -> bool:
         """Load the decided weights; return whether any were loaded.
@@ -141,7 +139,10 @@ class Checkpointer(CheckpointManager):
 
     def _require_finite_start(self) -> None:
         """Raise Fault unless all weights, and averages, are numbers. Collective."""
-        name = _of_any_rank(first_overflow(self._named))
+        loaded = self._named.copy()
+        if self._average is not None and self._average.updates:  # else it begins with the weights
+            loaded += self._average.state_dict()[WEIGHTS].items()
+        name = _of_any_rank(first_overflow(loaded))
         if not name:
             return
         start = self.start
