@@ -250,7 +250,7 @@ class DPTrainer(Trainer):
             if not self._ledger_loaded:
                 raise RuntimeError("weights were loaded from a checkpoint without its ledger")
             self.dp_optimizer.require_steps(self.step)
-        self.overflow = torch.zeros((), device=self.device)  # loaded weights were checked
+        self.overflow = overflow(self.trained.values())
         if self.average is not None:
             self.average.begin()
         if self.step < self.job_config.training.steps:
