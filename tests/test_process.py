@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from tests.processes.runs import ROOT
-from torchtitan_dp.process import LOCK_FILE, forbid_core_dumps, lock_folder, require_environment
+from torchtitan_dp.process import (
+    LOCK_FILE,
+    Fault,
+    faults_kept,
+    forbid_core_dumps,
+    lock_folder,
+    require_environment,
+)
 
 HOLD = (
     "import sys, time; from torchtitan_dp.process import lock_folder; "
@@ -226,3 +233,13 @@ def in_environment(module, **variables):
         cwd=ROOT,
         env={**os.environ, **variables},
     )
+
+
+def test_the_line_of_a_fault_is_kept_until_the_next_start(tmp_path):
+    kept = tmp_path / "fault.txt"
+    with pytest.raises(Fault), faults_kept(str(tmp_path)):
+        raise Fault("the disk is gone")
+    assert kept.read_text() == "error: the disk is gone\n"
+    with faults_kept(str(tmp_path)):
+        assert not kept.exists()
+    assert not kept.exists()

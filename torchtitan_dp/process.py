@@ -21,6 +21,7 @@ PLANNED = "TORCHTITAN_DP_PLANNED"
 # The path of a file into which a worker that stops early writes, for its launcher: another node's
 # may have been the one that was asked.
 STOPPED_FILE = "TORCHTITAN_DP_STOPPED_FILE"
+FAULT_FILE = "fault.txt"
 """Set in the environment of workers whose launcher has printed the plan."""
 _PR_SET_PDEATHSIG = 1
 _CORE_FILTER = "/proc/self/coredump_filter"
@@ -54,6 +55,20 @@ def mistakes_as_faults() -> Iterator[None]:
         yield
     except ValueError as error:
         raise Fault(str(error)) from error
+
+
+@contextlib.contextmanager
+def faults_kept(folder: str) -> Iterator[None]:
+    """Keep the line of a `Fault` in the run's folder until its next start, for its status."""
+    path = os.path.join(folder, FAULT_FILE)
+    with contextlib.suppress(FileNotFoundError):
+        os.remove(path)
+    try:
+        yield
+    except Fault as fault:
+        with contextlib.suppress(OSError):  # a full disk may be the fault
+            write_atomically(path, f"{fault}\n".encode())
+        raise
 
 
 def require_environment() -> None:

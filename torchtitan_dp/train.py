@@ -11,7 +11,8 @@ Guarantee:
     of `privacy.sampling`, `data.units`, `gradients`, `optimizer` and `privacy.accounting`, and on
     keys that leave this process's memory only to the other ranks. Control flow depends on records'
     lengths (`data.batching`) and on no other content. Whether and when a run ends does not depend
-    on records, as far as `rehearsal` can see to it.
+    on records, as far as `rehearsal` can see to it. A run whose weights are no longer finite ends:
+    that follows from weights after their noise, which epsilon covers.
 """
 
 import contextlib
@@ -71,7 +72,7 @@ from torchtitan_dp.models.hugging_face import describe, origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import trained_fsdp_modules
-from torchtitan_dp.models.parameters import require_loaded, trainable_parameters
+from torchtitan_dp.models.parameters import overflow, trainable_parameters
 from torchtitan_dp.preflight.check import check_run
 from torchtitan_dp.preflight.console import quiet, show_notices
 from torchtitan_dp.preflight.host_memory import require_host_memory
@@ -81,6 +82,7 @@ from torchtitan_dp.privacy.sampling import poisson_draw
 from torchtitan_dp.process import (
     PLANNED,
     STOPPED_FILE,
+    faults_kept,
     lock_folder,
     mistakes_as_faults,
     os_errors_as_faults,
@@ -123,10 +125,11 @@ class DPTrainer(Trainer):
         if self.ledger.heldout_losses is not None:
             self.validator.publish_by(self._publish_loss, lambda: self.ledger.private)
         settings = self.ledger.settings
+        self.trained = trainable_parameters(model)
         step = build_step(
             job_config.privacy,
             model,
-            trainable_parameters(model),
+            self.trained,
             trained_fsdp_modules(model),
             ReductionGroups.build(self.device.type, mesh_degrees(job_config)),
             max_grad_norm=settings.max_grad_norm,
@@ -171,6 +174,7 @@ class DPTrainer(Trainer):
         self.dp_optimizer.step(self.clipped_sum.take(), self.noise_keys.take(self.step))
         if self.average is not None:
             self.average.update()  # of weights that are noised by now
+        self.overflow = overflow(self.trained.values())  # read once the step is over
         self.clipped_sum.reset()
         self.lr_schedulers.step()
         self.ledger.steps = self.step
@@ -178,6 +182,7 @@ class DPTrainer(Trainer):
         self._log(lr, statistics)
         if self.job_config.validation.enable and self.validator.should_validate(self.step):
             # Not after the step, as TorchTitan would: the checkpoint has its loss in the ledger.
+            self.checkpointer.require_finite(self.step)
             self.validator.validate(self.model_parts, self.step)
         if self._should_publish(self.step):
             self._publish()
@@ -205,7 +210,12 @@ class DPTrainer(Trainer):
         if self.step == self.checkpointer.start.step + 1:
             groups = self.clipped_sum.groups.all()
             shorten_timeouts(self.job_config, self.parallel_dims, groups)
-        return super().should_continue_training() and not self.stop.is_agreed(self.device)
+        if not super().should_continue_training():
+            return False
+        is_asked, overflows = self.stop.agree(self.overflow)
+        if overflows:
+            self.checkpointer.end_not_finite(self.step)
+        return not is_asked
 
     def train(self) -> None:
         inspect.unwrap(Trainer.train)(self)
@@ -241,7 +251,7 @@ class DPTrainer(Trainer):
             if not self._ledger_loaded:
                 raise RuntimeError("weights were loaded from a checkpoint without its ledger")
             self.dp_optimizer.require_steps(self.step)
-        require_loaded(self.model_parts[0])
+        self.overflow = overflow(self.trained.values())
         if self.average is not None:
             self.average.begin()
         if self.step < self.job_config.training.steps:
@@ -344,7 +354,8 @@ class DPTrainer(Trainer):
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
             write_fingerprint(folder, fingerprint, settings)
-            write_config(config)
+            for line in write_config(config):
+                logger.info(line)
         return ledger, executed
 
     def _open_account(self) -> None:
@@ -426,7 +437,8 @@ def export_weights(trainer: DPTrainer | BaselineTrainer) -> str:
     """
     terms = {PRIVACY_FILE: to_bytes(trainer.exported_terms())}
     average = trainer.average
-    with average.in_place_of_weights() if average else contextlib.nullcontext():
+    swapped = average.in_place_of_weights() if average else contextlib.nullcontext()
+    with swapped, mistakes_as_faults():
         return export(trainer.model_parts[0], trainer.job_config, beside=terms)
 
 
@@ -457,8 +469,10 @@ def main(argv: list[str]) -> None:
     # Not TorchTitan's: in checkpoint/ it would be taken for one to resume from.
     exports, config.checkpoint.last_save_in_hf = config.checkpoint.last_save_in_hf, False
     trainer = build_trainer(config, decide)
+    kept = faults_kept(config.job.dump_folder) if lock else contextlib.nullcontext()
     try:
-        trainer.train()
+        with kept:
+            trainer.train()
         if exports and trainer.step == config.training.steps:  # not where it was stopped
             which = " (the average of weights)" if trainer.average else ""
             logger.info(f"Hugging Face folder: {export_weights(trainer)}/{which}")

@@ -484,6 +484,23 @@ def test_paths_may_begin_with_the_home_folder(tmp_path, monkeypatch):
         assert getattr(getattr(config, section), name) == f"{tmp_path}/{key}"
 
 
+def test_keys_that_changed_since_the_last_start_are_named(tmp_path, data):
+    def lines(*overrides):
+        return write_config(load_config(arguments(tmp_path, data, *overrides), 1))
+
+    assert lines() == []
+    assert lines() == []
+    assert lines("--optimizer.lr=7e-5", "--job.description=other") == [
+        "optimizer.lr = 7e-05 from here on: 0.012 at the last start"
+    ]
+    assert lines("--optimizer.lr=7e-5") == []
+    kept = tmp_path / RUN_CONFIG_FILE
+    kept.write_text("{")
+    (line,) = lines()
+    assert "which keys changed is not known" in line
+    assert lines() == []
+
+
 def test_dashes_are_underscores_and_equals_is_space(tmp_path, data):
     given = ["--job.config-file", str(CONFIG), "--training.global-batch-size", "5"]
     assert load_config(given, 2).training.global_batch_size == 5

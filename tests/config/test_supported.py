@@ -3,10 +3,19 @@
 import copy
 import dataclasses
 import re
+import typing
 from pathlib import Path
 
 import pytest
 
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
+from torchtitan.config import ConfigManager
+from torchtitan.config import JobConfig as TorchTitanJobConfig
+
+from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.command_line import _keys as annotated_keys
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.supported import _values, check_supported, supported_keys
 
@@ -70,6 +79,8 @@ def test_unknown_keys_and_sections_are_refused(shipped):
         ("optimizer.eps", -1e-8),
         ("optimizer.weight_decay", -0.1),
         ("lr_scheduler.warmup_steps", -1),
+        ("ema.decay", 1.0),
+        ("lora.alpha", 0.0),
         ("lr_scheduler.decay_ratio", 1.5),
         ("lr_scheduler.min_lr_factor", -0.5),
         ("training.gc_freq", 0),
@@ -88,3 +99,33 @@ def test_values_that_torchtitan_would_fail_on_later_are_refused_at_once(key, val
     options += [] if private else ["--privacy.no-enable"]
     with pytest.raises(ValueError, match=f"^{re.escape(key)} = {re.escape(repr(value))}: must be"):
         load_config(["--job.config_file", DEBUG, f"--{key}={value}", *options], 1)
+
+
+def _numbers():
+    """Every key, TorchTitan's and ours, whose value may be a number with a fraction."""
+    schema = ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
+    return [key for key, kind in annotated_keys(schema) if float in (kind, *typing.get_args(kind))]
+
+
+@pytest.mark.parametrize("key", _numbers())
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "-1", pytest.param("1" + "0" * 400)])
+def test_no_number_is_not_finite_or_negative(key, value, shipped):
+    """A worker would end with a traceback, or train to the end on what no step can mend."""
+    with pytest.raises(ValueError, match=f"^{re.escape(key)} = .*: must be ") as refused:
+        load_config(["--job.config_file", DEBUG, f"--{key}={value}"], 1)
+    assert "\n" not in str(refused.value)
+
+
+def test_numbers_are_found():
+    assert {"optimizer.lr", "lr_scheduler.decay_ratio", "privacy.delta", "ema.decay"} <= {
+        *_numbers()
+    }
+    assert len(_numbers()) >= 25
+
+
+def test_a_schedule_that_ends_before_the_run_is_refused():
+    """TorchTitan's learning rates become negative after its end."""
+    options = ["--job.config_file", DEBUG, "--training.steps=10"]
+    load_config([*options, "--lr_scheduler.total_steps=10"], 1)
+    with pytest.raises(ValueError, match=r"^lr_scheduler\.total_steps = 9: below training\.steps"):
+        load_config([*options, "--lr_scheduler.total_steps=9"], 1)

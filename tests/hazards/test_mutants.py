@@ -27,6 +27,7 @@ from tests.hazards.mutants import (
     lineage,
     lora,
     noise,
+    not_finite,
     other_records,
     outputs,
     parameters,
@@ -72,6 +73,7 @@ ROOMS = (
     windows,
     lora,
     ema,
+    not_finite,
 )
 MUTANTS: list[Mutant] = [mutant for room in ROOMS for mutant in room.MUTANTS]
 SAMPLE = [mutant for room in ROOMS for mutant in [m for m in room.MUTANTS if m.quick][:1]]

@@ -158,7 +158,7 @@ def test_an_older_checkpoint_that_a_load_goes_back_to_is_compared_too(begun, tmp
     manager = SimpleNamespace(enable=True, _config=config("--ema.enable", "--ema.decay=0.95"))
     manager._drop_unfinished, manager._confirmed = lambda: None, lambda _: older
     with pytest.raises(SystemExit, match=r"^error: ema\.decay = 0\.95: "):
-        Checkpointer.load(manager)
+        Checkpointer._load(manager, -1)
 
 
 def test_weights_and_average_are_given_back_bit_by_bit():
@@ -194,15 +194,13 @@ def test_it_is_of_what_is_trained():
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("--ema.decay=1", "ema.decay = 1.0: must be at least 0 and below 1"),
-        ("--ema.decay=nan", "ema.decay = nan: must be"),
         ("--training.dtype=bfloat16", "training.dtype = 'bfloat16': averages are of fp32"),
         ("--checkpoint.async_mode=async_with_pinned_mem", "'async_with_pinned_mem': validation"),
     ],
 )
 def test_what_cannot_be_averaged_is_refused_in_one_line(option, said):
     config(option, "--privacy.no-enable")  # without an average it is nobody's concern
-    with pytest.raises(ValueError, match=r"ema\.(decay|enable) = ") as error:
+    with pytest.raises(ValueError, match=r"ema\.enable = ") as error:
         config(option, "--privacy.no-enable", "--ema.enable")
     assert said in str(error.value)
     assert "\n" not in str(error.value)

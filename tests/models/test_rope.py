@@ -217,7 +217,7 @@ BAD_KEYS = [
         "rope.beta_fast = 3.0: has no effect with rope.type 'linear'",
     ),
     (["--rope.type=linear"], "rope.factor = None: rope.type = 'linear' needs a number of 1"),
-    (["--rope.type=yarn", "--rope.factor=0.5"], "rope.factor = 0.5: rope.type = 'yarn' needs"),
+    (["--rope.type=yarn", "--rope.factor=0.5"], "rope.factor = 0.5: must be 1 or more"),
     (
         ["--rope.type=yarn", "--rope.factor=4"],
         "rope.original_max_position_embeddings = None: rope.type = 'yarn' needs the trained",

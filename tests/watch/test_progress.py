@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 import os
 import re
 import socket
@@ -12,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from torchtitan_dp.watch import terminal
-from torchtitan_dp.watch.progress import Pace, Screen, pace_words, speed_words
+from torchtitan_dp.watch.progress import Pace, Screen, pace_words, samples_words, speed_words
 
 SCALARS = {
     "epsilon": 2.5,
@@ -155,3 +156,14 @@ def test_a_launcher_that_ends_at_once_leaves_nothing_behind(monkeypatch, tmp_pat
     terminal.leave()
     assert not path.parent.exists()
     assert written[0].endswith(b"\x1b[?25h")
+
+
+def test_an_empty_draw_is_shown_as_empty():
+    """And a step that lost all its samples as that: neither has a loss, and `nan` looks broken."""
+    empty = {"realized_batch_size": 0.0, "rejected": 0.0, "loss": math.nan, "norm_p50": math.nan}
+    assert samples_words(empty) == "batch: 0 (an empty draw)"
+    lost = {**empty, "realized_batch_size": 3.0, "rejected": 3.0}
+    assert samples_words(lost) == "batch: 3, all left out (not finite)"
+    some = {**lost, "rejected": 1.0, "loss": 2.5, "clipped_fraction": 0.5, "norm_p50": 1.5}
+    words = "loss: 2.5000  batch: 3  left out (not finite): 1  clipped: 50%  norm p50: 1.5"
+    assert samples_words(some) == words

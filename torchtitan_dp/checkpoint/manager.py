@@ -2,13 +2,19 @@
 
 import os
 import shutil
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.stateful import Stateful
-from torchtitan.components.checkpoint import MODEL, OPTIMIZER, AsyncMode, CheckpointManager
+from torch.optim.lr_scheduler import LambdaLR
+from torchtitan.components.checkpoint import (
+    LR_SCHEDULER,
+    MODEL,
+    OPTIMIZER,
+    AsyncMode,
+    CheckpointManager,
+)
 from torchtitan.tools.logging import logger
 from torchtitan.train import Trainer
 
@@ -34,14 +40,24 @@ from torchtitan_dp.checkpoint.start import (
     own_checkpoint,
     refuse_another_decay,
 )
+from torchtitan_dp.models.ema import WEIGHTS, WeightAverage
 from torchtitan_dp.models.lora import without_adapters
+from torchtitan_dp.models.parameters import first_overflow, overflow
 from torchtitan_dp.process import Fault, mistakes_as_faults
 
 _NOWHERE = os.path.join(os.devnull, "none")  # a path at which nothing can be
 
 
 class Checkpointer(CheckpointManager):
-    """TorchTitan's manager, for the decided start, whole checkpoints and errors of one line."""
+    """TorchTitan's manager, for the decided start, whole checkpoints and errors of one line.
+
+    On a resume weights, moments and the step come from the checkpoint; the optimizer's settings and
+    the schedule are the configuration's, from the first step on.
+
+    Guarantee:
+        No weights that are not finite are loaded or saved. Where a run ends for that, it follows
+        from weights after their noise, so it is post-processing of what epsilon counts.
+    """
 
     start: Start
     """The decided start; after `load`, the actual one."""
@@ -50,7 +66,7 @@ class Checkpointer(CheckpointManager):
     """Of this run's checkpoints."""
 
     def __init__(
-        self, trainer: Trainer, start: Start, origin: str, average: Stateful | None = None
+        self, trainer: Trainer, start: Start, origin: str, average: WeightAverage | None = None
     ) -> None:
         """Replace the manager of TorchTitan's Trainer, with the same states.
 
@@ -73,6 +89,9 @@ class Checkpointer(CheckpointManager):
             base_folder=config.job.dump_folder,
         )
         self.start, self._origin, self._config = start, origin, config
+        parts = trainer.model_parts
+        self._named = [pair for part in parts for pair in part.named_parameters()]
+        self._average = average
 
     def load(self, step: int = -1) -> bool:
         """Load the decided weights; return whether any were loaded.
@@ -85,25 +104,91 @@ class Checkpointer(CheckpointManager):
 
         Raises:
             Fault: there are checkpoints, and none is whole; nothing was moved. Or the loaded
-                one has an average of another `ema.decay`.
+                one has an average of another `ema.decay`, or weights that are not finite.
             ValueError: the checkpoint is of another model.
         """
-        if not self.enable:
-            return False
+        loaded = self.enable and self._load(step)
+        self._require_finite_start()
+        return loaded
+
+    def _load(self, step: int) -> bool:
+        """Load as `load` does, whatever the weights."""
         self._drop_unfinished()
         self.start = self._confirmed(step)
         with mistakes_as_faults():  # it may be an older one than was checked before
             refuse_another_decay(self._config, self.start)
         if self.start.resumes:  # TorchTitan would warn that it does not load these
             self.initial_load_in_hf, self.initial_load_path = False, None
-            return super().load(self.start.step)
-        # TorchTitan loads initial weights only where there is no folder of checkpoints. An empty
-        # one may be there: a link, a mount, with a file system's `lost+found`.
-        folder, self.folder = self.folder, _NOWHERE
-        try:
-            return super().load()
-        finally:
-            self.folder = folder
+        else:
+            # TorchTitan loads initial weights only where there is no folder of checkpoints. There
+            # may be an empty one: a link, a mount, with a file system's `lost+found`.
+            folder, self.folder = self.folder, _NOWHERE
+            try:
+                return super().load()
+            finally:
+                self.folder = folder
+        configured = [_settings(optimizer) for optimizer in self.states[OPTIMIZER]]
+        loaded = super().load(self.start.step)
+        self._follow_configuration(configured)
+        return loaded
+
+    def _follow_configuration(self, configured: list[list[dict[str, Any]]]) -> None:
+        """Put the configuration's settings and schedule in force, in place of the checkpoint's.
+
+        Args:
+            configured: each optimizer's settings before the load.
+        """
+        if self.start.step >= self._config.training.steps:
+            return  # no step is left, and a schedule may have no rate for later ones
+        for optimizer, groups in zip(self.states[OPTIMIZER], configured, strict=True):
+            for group, settings in zip(optimizer.param_groups, groups, strict=True):
+                group.update(settings)
+        schedulers = self.states[LR_SCHEDULER]
+        schedulers.schedulers = [
+            LambdaLR(old.optimizer, old.lr_lambdas, last_epoch=self.start.step - 1)
+            for old in schedulers
+        ]
+
+    def _require_finite_start(self) -> None:
+        """Raise Fault unless all weights, and averages, are numbers. Collective."""
+        loaded = self._named.copy()
+        if self._average is not None and self._average.updates:  # else it begins with the weights
+            loaded += self._average.state_dict()[WEIGHTS].items()
+        name = _of_any_rank(first_overflow(loaded))
+        if not name:
+            return
+        start = self.start
+        if not start.loads:
+            raise RuntimeError(f"{name} was not drawn")
+        remedy = "use an intact copy"
+        if start.resumes:
+            remedy = "move this checkpoint away, and the run resumes from the one before"
+        raise Fault(
+            f"{start.key} = '{start.place}': {name} is not finite there, or not there; {remedy}"
+        )
+
+    def require_finite(self, step: int) -> None:
+        """Raise Fault, on all ranks alike, if the trained weights after `step` are not finite.
+
+        Collective: an all-reduce of one number over the world.
+        """
+        overflows = overflow(tensor for _, tensor in self._named if tensor.requires_grad)
+        dist.all_reduce(overflows, op=dist.ReduceOp.MAX)
+        if overflows.item():
+            self.end_not_finite(step)
+
+    def end_not_finite(self, step: int) -> NoReturn:
+        """Raise Fault for weights that are not finite after `step`. Collective over the world."""
+        newest = -1
+        if self.enable:
+            self._async_wait()  # an earlier one may be under way
+            newest = newest_whole_checkpoint(self.folder)
+        place = f"goes on from step-{newest}" if newest >= 0 else "starts again"
+        raise Fault(
+            f"optimizer.lr = {self._config.optimizer.lr:g}: after step {step} the weights are not "
+            "finite, and they were not saved; lower it, or raise lr_scheduler.warmup_steps, and the"
+            f" same command {place} (lost steps stay counted)"
+        )
 
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
@@ -135,7 +220,10 @@ class Checkpointer(CheckpointManager):
         self.states[MODEL].load_state_dict(state_dict)
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save as TorchTitan does; raise Fault in one line if this or a background save failed."""
+        """Save as TorchTitan does; raise Fault in one line if this or a background save failed, or
+        if the weights are not finite, also at the last step without a save."""
+        if last_step or (self.enable and self._should_save(curr_step)):
+            self.require_finite(curr_step)
         try:
             super().save(curr_step, last_step)
         except (CheckpointException, OSError) as error:
@@ -237,12 +325,24 @@ class Checkpointer(CheckpointManager):
         return {name: value for name, value in state_dict.items() if name not in left_out}
 
 
+def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return what an optimizer's groups have besides their parameters: rates, decay, betas, …"""
+    return [
+        {key: value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
 def _damage_on_any_rank(checkpoint: str) -> str:
     """Return the damage that any rank found in its share of a checkpoint, or "". Collective."""
-    problems: list[str] = [""] * dist.get_world_size()
-    found = damaged_entry(checkpoint, dist.get_rank(), dist.get_world_size())
-    dist.all_gather_object(problems, found)
-    return next(filter(None, problems), "")
+    return _of_any_rank(damaged_entry(checkpoint, dist.get_rank(), dist.get_world_size()))
+
+
+def _of_any_rank(found: str) -> str:
+    """Return what the first rank that found something did, on all ranks, or "". Collective."""
+    texts: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(texts, found)
+    return next(filter(None, texts), "")
 
 
 def _first_line(error: BaseException) -> str:

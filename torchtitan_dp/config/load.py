@@ -94,16 +94,41 @@ def config_from_values(values: dict[str, Any], source: str, world_size: int) -> 
     return _checked(ConfigManager()._dict_to_dataclass(schema, kept), world_size)
 
 
-def write_config(config: JobConfig) -> None:
-    """Keep `config` in its `job.dump_folder`; the paths of public inputs are made absolute."""
+def write_config(config: JobConfig) -> list[str]:
+    """Keep `config` in its `job.dump_folder`; the paths of public inputs are made absolute.
+
+    Returns:
+        a line for each key that the last start there had otherwise; they are in force from now on.
+    """
     values = dataclasses.asdict(config)
     for section, key in (("model", "hf_assets_path"), ("checkpoint", "initial_load_path")):
         if path := values[section][key]:
             values[section][key] = os.path.abspath(path)
-    write_atomically(
-        os.path.join(config.job.dump_folder, RUN_CONFIG_FILE),
-        json.dumps(values, indent=2).encode() + b"\n",
-    )
+    path, text = os.path.join(config.job.dump_folder, RUN_CONFIG_FILE), json.dumps(values, indent=2)
+    lines = []
+    if os.path.isfile(path):
+        try:
+            with open(path, encoding="utf-8") as file:
+                earlier = dict(_flat(json.load(file)))
+        except (ValueError, AttributeError) as error:
+            lines.append(f"{path} cannot be read ({error!r}): which keys changed is not known")
+        else:
+            lines = [
+                f"{key} = {value!r} from here on: {earlier[key]!r} at the last start"
+                for key, value in _flat(json.loads(text))
+                if value != earlier.get(key, value) and not key.startswith("job.")
+            ]
+    write_atomically(path, text.encode() + b"\n")
+    return lines
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each key of a configuration, as `section.key`, with its value."""
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
 
 
 def read_config(folder: str) -> JobConfig:

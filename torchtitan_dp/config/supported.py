@@ -1,12 +1,14 @@
-"""TorchTitan's keys: the values that work, and the keys that privacy supports.
+"""The values of keys that work, and the keys of TorchTitan that privacy supports.
 
-Ranges are checked at once, since a worker would fail later, with a traceback. With privacy, only
-the keys listed may differ from their defaults: a list of forbidden keys would miss those that a
-later TorchTitan adds. Unsupported features read, move or clip gradients, change who is sampled,
-lose the ledger, or leak private values.
+Ranges of all sections are checked at once: a worker would fail later, with a traceback, or spend
+epsilon on weights that learn nothing. With privacy, only the keys listed may differ from their
+defaults: a list of forbidden keys would miss those that a later TorchTitan adds. Unsupported
+features read, move or clip gradients, change who is sampled, lose the ledger, or leak private
+values.
 """
 
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,57 +71,106 @@ _REMEDIES = {
 }
 
 
-def _share(value: Any) -> bool:
-    return bool(0 <= value <= 1)
+_Range = tuple[Callable[[Any], bool], str]  # the test of a value, and its words
+
+_SHARE: _Range = (lambda value: 0 <= value <= 1, "from 0 to 1")
+_NOT_NEGATIVE: _Range = (lambda value: value >= 0, "0 or more")
+_POSITIVE: _Range = (lambda value: value > 0, "a positive number")
+_COUNT: _Range = (lambda value: value >= 1, "at least 1")
 
 
-def _not_negative(value: Any) -> bool:
-    return bool(0 <= value < float("inf"))
-
-
-def _positive(value: Any) -> bool:
-    return bool(value > 0)
-
-
-# By key: the test of a value, and its words. TorchTitan or PyTorch fails on others later.
-_RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
+# By key. All numbers must be finite as well, also those of other keys. Unset keys are not tested.
+_RANGES: dict[str, _Range] = {
     "optimizer.name": (
         lambda name: name in ("AdamW", "Adam", "MomentumSGD"),
         "'AdamW', 'Adam' or 'MomentumSGD'",
     ),
     "optimizer.beta1": (lambda beta: 0 <= beta < 1, "at least 0 and below 1"),
     "optimizer.beta2": (lambda beta: 0 <= beta < 1, "at least 0 and below 1"),
-    "optimizer.eps": (_not_negative, "0 or more"),
-    "optimizer.weight_decay": (_not_negative, "0 or more"),
-    "lr_scheduler.warmup_steps": (_not_negative, "0 or more"),
-    "lr_scheduler.decay_ratio": (lambda ratio: ratio is None or _share(ratio), "from 0 to 1"),
-    "lr_scheduler.min_lr_factor": (_share, "from 0 to 1"),
-    "training.gc_freq": (_positive, "1 or more"),
-    "comm.init_timeout_seconds": (_positive, "1 or more"),
-    "comm.train_timeout_seconds": (_positive, "1 or more"),
+    "optimizer.lr": (lambda lr: lr >= 0, "0 or more (1e-3, say)"),
+    "optimizer.eps": _NOT_NEGATIVE,
+    "optimizer.weight_decay": _NOT_NEGATIVE,
+    "lr_scheduler.warmup_steps": _NOT_NEGATIVE,
+    "lr_scheduler.decay_ratio": _SHARE,
+    "lr_scheduler.min_lr_factor": _SHARE,
+    "training.steps": _COUNT,
+    "training.local_batch_size": _COUNT,
+    "training.max_norm": _NOT_NEGATIVE,
+    "training.loss_scale": _POSITIVE,
+    "training.loss_chunk_tokens": (
+        lambda tokens: tokens >= 0,
+        "at least 1, or 0 for all logits at once",
+    ),
+    "training.feed_forward_chunk": (
+        lambda tokens: tokens == "auto" or tokens >= 0,
+        "at least 1, 0 for all tokens at once, or 'auto'",
+    ),
+    "training.gc_freq": _COUNT,
+    "comm.init_timeout_seconds": _COUNT,
+    "comm.train_timeout_seconds": _COUNT,
+    "checkpoint.interval": _COUNT,
     "checkpoint.keep_latest_k": (lambda k: k == 0 or k > 1, "2 or more, or 0 to keep all"),
     "activation_checkpoint.selective_ac_option": (
         lambda option: option == "op" or (option.isdecimal() and int(option) > 0),
         "'op', or N to checkpoint every Nth layer",
     ),
-    "activation_checkpoint.memory_budget": (_share, "from 0 to 1"),
+    "activation_checkpoint.memory_budget": _SHARE,
     "activation_checkpoint.determinism_check": (
         lambda check: check in ("default", "none"),
         "'default' or 'none'",
     ),
+    "metrics.log_freq": _COUNT,
+    "validation.freq": _COUNT,
+    "validation.publish_epsilon": (lambda epsilon: epsilon > 0, "a positive number (1, say)"),
+    "validation.publish_clip": (lambda clip: clip > 0, "a positive number of nats (4, say)"),
+    "validation.publish_delta": (
+        lambda delta: 0 < delta < 1,
+        "between 0 and 1, and well below 1 / number of held-out records",
+    ),
+    "privacy.target_epsilon": _POSITIVE,
+    # With the largest clipping norm, fp32 still has the square of a gradient, which Adam keeps.
+    "privacy.noise_multiplier": (lambda sigma: 0 <= sigma <= 1e9, "from 0 to 1e9"),
+    "privacy.max_grad_norm": (
+        lambda norm: 1e-9 <= norm <= 1e9,
+        "between 1e-9 and 1e9, where fp32 can clip to it",
+    ),
+    "privacy.delta": (lambda delta: 0 < delta < 1, "between 0 and 1 (1e-5, say)"),
+    "privacy.sample_rate": (lambda q: 0 < q <= 1, "a probability, above 0 and at most 1"),
+    "privacy.bands": (lambda bands: bands == "auto" or bands >= 1, "1 or more, or 'auto'"),
+    "data.heldout_fraction": (lambda share: 0 <= share < 1, "at least 0 and below 1"),
+    "data.windows_per_draw": _COUNT,
+    "lora.rank": (lambda rank: rank >= 0, "1 or more, or 0 for no adapters"),
+    "lora.alpha": (lambda alpha: alpha > 0, "a positive number (2 x rank, say)"),
+    "rope.theta": (lambda theta: theta > 1, "a number above 1 (500000.0, say)"),
+    "rope.factor": (
+        lambda factor: factor >= 1,
+        "1 or more: the new window divided by the trained one",
+    ),
+    "rope.original_max_position_embeddings": _COUNT,
+    "rope.beta_fast": _POSITIVE,
+    "rope.beta_slow": _POSITIVE,
+    "ema.decay": (lambda decay: 0 <= decay < 1, "at least 0 and below 1 (0.9999, say)"),
 }
 
 
 def check_values(config: JobConfig) -> None:
-    """Refuse values of TorchTitan's keys that TorchTitan or PyTorch would fail on later.
+    """Refuse numbers that are not finite, and values that a run would fail on later.
 
     Raises:
         ValueError: one line for the user, that names the key, its value and the remedy.
     """
-    values = {key: value for key, value, _ in _values(config, type(config)())}
-    for key, (is_right, words) in _RANGES.items():
-        if not is_right(values[key]):
-            raise ValueError(f"{key} = {values[key]!r}: must be {words}")
+    for key, value, _ in _values(config, type(config)()):
+        is_right, words = _RANGES.get(key, (lambda _: True, "a number"))
+        is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
+        if value is not None and not (is_finite and is_right(value)):
+            finite = "" if is_finite else "finite, "
+            raise ValueError(f"{key} = {value!r}: must be {finite}{words}")
+    schedule, steps = config.lr_scheduler.total_steps, config.training.steps
+    if schedule is not None and schedule < steps:
+        raise ValueError(
+            f"lr_scheduler.total_steps = {schedule}: below training.steps = {steps}, and after its "
+            "end the schedule's learning rates are negative; raise it, or remove it"
+        )
     private = config.privacy.enable and config.privacy.noise_multiplier != 0
     if config.optimizer.name == "MomentumSGD" and not private:
         raise ValueError(

@@ -66,18 +66,24 @@ class StopRequest:
         if not self._asked.wait(GRACE_S):
             os._exit(128 + signal.SIGTERM)
 
-    def is_agreed(self, device: torch.device) -> bool:
-        """Check whether any rank was asked; the same on all.
+    def agree(self, overflow: torch.Tensor) -> tuple[bool, bool]:
+        """Return whether any rank was asked, and whether weights overflow on any; the same on all.
 
-        Collective: an all-reduce of one number over the world.
+        Collective: an all-reduce of two numbers over the world.
 
-        It depends on signals alone. Where a clock sends them, the step at which a run stops depends
-        on how long steps take, and so on the lengths of records: `ledger.steps` keeps that out of
-        `privacy.json`, `ledger.caveats` out of the claims of a run that ended there.
+        Args:
+            overflow: 1.0 where this rank's weights do, else 0.0, on the device of collectives.
+
+        The first depends on signals alone. Where a clock sends them, the step at which a run stops
+        depends on how long steps take, and so on the lengths of records: `ledger.steps` keeps that
+        out of `privacy.json`, `ledger.caveats` out of the claims of a run that ended there. The
+        second depends on noised weights alone.
         """
-        asked = torch.tensor(float(self._asked.is_set()), device=device)
-        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-        return bool(asked.item())
+        asked = torch.tensor(float(self._asked.is_set()), device=overflow.device)
+        both = torch.stack([asked, overflow])
+        dist.all_reduce(both, op=dist.ReduceOp.MAX)
+        is_asked, overflows = both.bool().tolist()
+        return is_asked, overflows
 
 
 def shorten_timeouts(

@@ -96,6 +96,9 @@ def write_folder(
         folder: None on the ranks that do not write.
         base_model: the public name of the model that adapters are for, if their file is to have it.
 
+    Raises:
+        ValueError: one line, on the rank that writes; a weight is not finite in the export's dtype.
+
     Guarantee:
         No JSON file of the folder has a path of this machine as a value (`without_local_paths`).
     """
@@ -147,6 +150,7 @@ def _write_adapters(
     tensors = peft_tensors(get_model_state_dict(model), args)
     if folder is None:
         return
+    _refuse_not_finite(tensors)
     path = os.path.join(folder, ADAPTER_FILE)
     save_file(tensors, path, metadata={"format": "pt"})
     os.chmod(path, 0o600)
@@ -175,6 +179,7 @@ def _write_weights(
                     tensors[key] = tensor.to("cpu", dtype).contiguous()
         if folder is None:
             continue
+        _refuse_not_finite(tensors)
         path = os.path.join(folder, name)
         save_file(tensors, path, metadata={"format": "pt"})
         os.chmod(path, 0o600)
@@ -183,6 +188,16 @@ def _write_weights(
     if folder is not None and len(shards) > 1:
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         _write_json(os.path.join(folder, INDEX_FILE), index)
+
+
+def _refuse_not_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError, one line, if a tensor of an export has a NaN or an infinity."""
+    for name, tensor in tensors.items():
+        if not tensor.isfinite().all():
+            raise ValueError(
+                f"{name} is not finite in {str(tensor.dtype).removeprefix('torch.')}, so no model "
+                "is written: train again with a lower optimizer.lr, from an earlier checkpoint"
+            )
 
 
 def _shards(

@@ -1,7 +1,7 @@
 """The parameters of a model of any family: their names, and whether they are trained and loaded."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -32,11 +32,22 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def require_loaded(model: nn.Module) -> None:
-    """Raise RuntimeError if a parameter has a NaN: it was never loaded, or the file is broken."""
-    for name, parameter in model.named_parameters():
-        if local_part(parameter).isnan().any():
-            raise RuntimeError(f"{canonical_name(name)} was not loaded, or has a NaN")
+@torch.no_grad()
+def overflow(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Return, on their device, 1.0 if this rank's parts of the tensors have a NaN, an infinity, or
+    together a norm whose square is none of fp32's numbers, else 0.0.
+
+    The host does not wait for it. Weights above 1.8e19 are still numbers, but products with them
+    are not.
+    """
+    norm = nn.utils.get_total_norm([local_part(tensor) for tensor in tensors])
+    return (~norm.float().square().isfinite()).float()
+
+
+def first_overflow(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
+    """Return the canonical name of the first tensor that overflows on this rank, or ""."""
+    found = (canonical_name(name) for name, tensor in tensors if overflow([tensor]).item())
+    return next(found, "")
 
 
 def copy_slice_(parameter: torch.Tensor, whole: torch.Tensor) -> None:

@@ -36,7 +36,7 @@ class PrivateArgs:
     init_seed: int = 0
     draw_weights: bool = True
     """Whether `init_weights` draws the weights. If not, they are NaN until they are loaded, which
-    `require_loaded` checks (a draw of 8B takes minutes)."""
+    the load checks (a draw of 8B takes minutes)."""
     draw_adapters: bool = True
     """The same for the factors of `lora`, which initial weights may lack."""
 

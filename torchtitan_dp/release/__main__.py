@@ -54,7 +54,7 @@ from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.families import ModelArgs, on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
-from torchtitan_dp.models.parameters import require_loaded
+from torchtitan_dp.models.parameters import first_overflow
 from torchtitan_dp.preflight.check import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
@@ -213,17 +213,18 @@ def load_weights(folder: str, model: nn.Module, *, average: bool = False) -> Non
         average: read the average of the trained weights in place of those after the last step.
 
     Raises:
-        ValueError: if they are of another model, or have a NaN.
+        ValueError: if they are of another model, or are not finite.
     """
     held = {
         average_name(name) if average and parameter.requires_grad else name: parameter.data
         for name, parameter in model.named_parameters()
     }
     _load(folder, held)
-    try:
-        require_loaded(model)
-    except RuntimeError as error:
-        raise ValueError(f"{folder}: {error}; train again from an earlier checkpoint") from error
+    if name := first_overflow(model.named_parameters()):
+        raise ValueError(
+            f"{folder}: {name} is not finite there, or not there; move this checkpoint away, "
+            "and train on from the one before with a lower optimizer.lr"
+        )
 
 
 def _complete(folder: str, terms: dict[str, Any], card: str) -> None:

@@ -23,7 +23,7 @@ from torchtitan_dp.ledger.files import ledger_of, read_published_fields
 from torchtitan_dp.models.families import trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.mechanism import NoMechanism
-from torchtitan_dp.process import LOCK_FILE
+from torchtitan_dp.process import FAULT_FILE, LOCK_FILE
 from torchtitan_dp.report.scalars import SECONDS, Scalars, read
 
 
@@ -47,6 +47,7 @@ class RunFolder:
     epsilon_planned: float | None = None
     caveats: list[str] = field(default_factory=list)
     assumptions: list[str] = field(default_factory=list)
+    ended_by: str = ""  # the line of the fault that ended its last start
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -121,6 +122,8 @@ def open_run(folder: str) -> RunFolder:
             run.trained = trained_count(shape(config))
         except (OSError, ValueError) as error:
             notes.append(f"the model's shape is not known: {error}")
+    if (fault := path / FAULT_FILE).exists():
+        run.ended_by = fault.read_text(encoding="utf-8").strip().removeprefix("error: ")
     _account(run)
     return run
 
@@ -226,6 +229,8 @@ def _label(row: Row) -> str:
 def _state(run: RunFolder) -> str:
     if run.alive:
         return "alive: a process has the folder's lock"
+    if run.ended_by:
+        return f"stopped: {run.ended_by}"
     if run.finished:
         return "finished"
     if run.checkpoint < 0:

@@ -28,6 +28,7 @@ from torchtitan_dp.watch.progress import (
     Screen,
     epsilon_words,
     pace_words,
+    samples_words,
     speed_words,
 )
 
@@ -194,15 +195,11 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         spent = epsilon_words(scalars, beside_epsilon)
         self.screen.logged(scalars)
         self.screen.show(self.pace, 0.0, "")
-        color, rejected = self.color, statistics["rejected"]
-        lost = f"left out (not finite): {rejected:.0f}  " if rejected else ""
+        color = self.color
         logger.info(
             f"{color.red}step: {step}/{self.pace.total}  {color.blue}{spent}  "
             f"lr: {public['lr']:.2e}  {color.reset}not private: "
-            f"{color.green}loss: {statistics['loss']:.4f}  "
-            f"{color.orange}batch: {statistics['realized_batch_size']:.0f}  {lost}"
-            f"clipped: {100 * statistics['clipped_fraction']:.0f}%  "
-            f"norm p50: {statistics['norm_p50']:.3g}  "
+            f"{color.green}{samples_words(statistics)}  "
             f"{color.turquoise}{speed_words(scalars)}  "
             f"{color.cyan}{pace_words(self.pace)}{color.reset}"
         )

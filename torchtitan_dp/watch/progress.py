@@ -60,6 +60,21 @@ def epsilon_words(scalars: dict[str, float], beside: str) -> str:
     return f"epsilon: {rounded_up(scalars['epsilon'])}{f' ({beside})' if beside else ''}"
 
 
+def samples_words(statistics: dict[str, float]) -> str:
+    """Write what the samples of a step were; not private."""
+    batch, rejected = statistics["realized_batch_size"], statistics["rejected"]
+    if not batch:
+        return "batch: 0 (an empty draw)"
+    if batch == rejected:
+        return f"batch: {batch:.0f}, all left out (not finite)"
+    lost = f"  left out (not finite): {rejected:.0f}" if rejected else ""
+    return (
+        f"loss: {statistics['loss']:.4f}  batch: {batch:.0f}{lost}  "
+        f"clipped: {100 * statistics['clipped_fraction']:.0f}%  "
+        f"norm p50: {statistics['norm_p50']:.3g}"
+    )
+
+
 def speed_words(scalars: dict[str, float]) -> str:
     """Write memory, tokens a second, and MFU where it is known."""
     mfu = f"  mfu: {scalars['mfu(%)']:.1f}%" if "mfu(%)" in scalars else ""
