@@ -119,7 +119,9 @@ def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
 def default_terms(world_size: int) -> list[Terms]:
     """Return terms for every gradient method, on a mesh of all ranks as cp.
 
-    From 4 ranks on, an even number, also on a mesh of dp_shard 2 x cp.
+    From 4 ranks on, an even number, also on a mesh of dp_shard 2 x cp. Weights are tied in bf16,
+    with the loss in chunks, and in fp32 with whole logits, where two layers of one weight are
+    summed over cp at once.
     """
     found = []
     for shards in (1, 2) if world_size >= 4 and world_size % 2 == 0 else (1,):
@@ -134,11 +136,14 @@ def default_terms(world_size: int) -> list[Terms]:
                     f"--parallelism.context_parallel_degree={cp} "
                     f"--parallelism.data_parallel_shard_degree={shards}"
                 ).split()
+                if dtype == "float32":
+                    overrides.append("--training.loss_chunk_tokens=0")
                 config = load_config(overrides, world_size)
                 args = shape(config)
+                args = dataclasses.replace(args, tie_embeddings=True)  # type: ignore[type-var]
                 if dtype == "bfloat16":  # as in Llama 3.2 1B
                     args = dataclasses.replace(  # type: ignore[type-var]
-                        args, dim=512, n_heads=8, n_kv_heads=2, tie_embeddings=True
+                        args, dim=512, n_heads=8, n_kv_heads=2
                     )
                 found.append(_scaled(config, args))
     return found
