@@ -359,7 +359,19 @@ def test_a_column_of_a_type_that_is_not_read_is_refused(tmp_path: Path, open_: O
 
 
 def test_rows_have_their_own_sizes(tmp_path: Path, open_: Open) -> None:
-    counts = np.array([len(row["note"].encode()) + tables.VALUE_BYTES for row in ROWS])
-    for format in ("parquet", "hf"):
-        store = open_(format, WRITERS[format](tmp_path / format))
-        assert store.stored_bytes(np.arange(50)).tolist() == counts.tolist()
+    """Whether their values lie in a dictionary, as in Parquet by default, or are written out."""
+    one = tables.VALUE_BYTES
+    notes = [one + len(row["note"].encode()) for row in ROWS]
+    chats = [
+        one + sum(3 * one + len((m["role"] + m["content"]).encode()) for m in row["chat"])
+        for row in ROWS
+    ]
+    for format, write in (("parquet", as_parquet), ("plain", in_plain_pages), ("hf", as_hf)):
+        root = write(tmp_path / format)
+        for field, expected in (("note", notes), ("chat", chats)):
+            store = open_(format.replace("plain", "parquet"), root, field)
+            assert store.stored_bytes(np.arange(50)).tolist() == expected
+
+
+def in_plain_pages(root: Path) -> Path:
+    return as_parquet(root, use_dictionary=False)

@@ -256,9 +256,10 @@ def _value_sizes(array: Any) -> np.ndarray:
     if isinstance(kind, pa.BaseExtensionType):
         return _value_sizes(array.storage)
     if is_.is_dictionary(kind):
-        words = np.append(_value_sizes(array.dictionary), [0, MOST_ROW_BYTES + 1])
+        # As large as where each value is written out: a null, and a number that leads elsewhere.
+        words = np.append(_value_sizes(array.dictionary), [VALUE_BYTES, MOST_ROW_BYTES + 1])
         at = array.indices.cast(pa.int64()).fill_null(len(words) - 2).to_numpy()
-        return sizes + words[np.where((at >= 0) & (at < len(words)), at, len(words) - 1)]
+        return words[np.where((at >= 0) & (at < len(words)), at, len(words) - 1)]
     if is_.is_struct(kind):
         return sum((_value_sizes(array.field(i)) for i in range(kind.num_fields)), start=sizes)
     if is_.is_fixed_size_list(kind):
