@@ -23,9 +23,9 @@ class Pending:
     """A tensor that collectives may still be writing, with their inputs.
 
     Guarantee:
-        `wait` alone leads to the tensor, and returns when all that write it are done. An input is
-        neither freed before, nor in reach of whom it was handed over by: the caller keeps no other
-        reference that it writes to.
+        `wait` is the only way to the tensor's values, and returns when every collective that writes
+        them is done. Inputs are kept alive until then. Assumes that callers write to no input
+        meanwhile.
     """
 
     def __init__(self, output: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ class Pending:
         """Begin to sum `input` over the group, and to write this rank's share to `output[part]`.
 
         Args:
-            input: as of `reduce_scatter_sum`.
+            input: laid out as `reduce_scatter_sum` takes it.
 
         Collective: over the group, in the order of calls.
         """
