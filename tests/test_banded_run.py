@@ -1,7 +1,8 @@
 """Whole runs with correlated noise: the noise that reaches the weights, and one band.
 
-Every record is empty, so that weights move by noise alone, and `MomentumSGD` without momentum moves
-them by lr / sigma times what a step adds over C: checkpoints have the noise of each step.
+Every record but one is empty, and that one is clipped far below the noise, so that weights move by
+noise alone, and `MomentumSGD` without momentum moves them by lr / sigma times what a step adds over
+C: checkpoints have the noise of each step.
 """
 
 import itertools
@@ -30,7 +31,7 @@ def test_row62_and_63_the_noise_of_two_starts_has_the_covariance_of_two_chains(t
     data, out = tmp_path / "data", tmp_path / "out"
     data.mkdir()
     for i in range(24):
-        (data / f"{i}.txt").write_text("")
+        (data / f"{i}.txt").write_text("" if i else "a text")  # else there is nothing to learn
     command = arguments(
         out,
         data,

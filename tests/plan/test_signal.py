@@ -156,7 +156,7 @@ def test_noise_that_drowns_is_one_line_of_warning(planned):
     assert "--recommend" in line
     said, content = planned(*with_sigma(0.01))
     assert content["signal"]["drowns"] is False
-    assert "warning" not in said
+    assert "warning: " not in said
     assert "warning: the noise" not in planned(*with_sigma(0))[0]
 
 
