@@ -340,7 +340,7 @@ def odd_table(kind: str, values: list[Any], repeats: int, rng: np.random.Generat
 @pytest.mark.parametrize("kind", [*ODD, "chats"])
 def test_plan_and_training_read_the_same(kind: str, unit_field: str | None, tmp_path: Path) -> None:
     """Units that are counted without a target are those whose samples have no label in training,
-    whatever the schema; and those without a usable text, by an eye that is not ours."""
+    under every schema, and those without a usable text as pyarrow or `json` alone reads it."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 

@@ -112,7 +112,7 @@ class Checkpointer(CheckpointManager):
         return loaded
 
     def _load(self, step: int) -> bool:
-        """Load as `load` does, whatever the weights."""
+        """Load as `load` does, without the check that weights are finite."""
         self._drop_unfinished()
         self.start = self._confirmed(step)
         with mistakes_as_faults():  # it may be an older one than was checked before

@@ -1,8 +1,8 @@
 """Units that have nothing to learn: counted before a run, which is refused if all of them are such.
 
 A unit has something to learn if one of its samples has a target. Samples are those of training
-(`SampleStore`), whatever the format. Some units are looked at, spread evenly over all of them; the
-others only until one has a target.
+(`SampleStore`), in every format. A number of units, spread evenly over all, is counted; the others
+are read only if none of these has a target, until one has.
 
 Guarantee:
     Counts decide one thing: a run in which no training unit has a target is refused before its

@@ -3,7 +3,7 @@
 The environment variables of each choose the rest. W&B: WANDB_MODE (`offline` writes into the run's
 folder for `wandb sync`), WANDB_PROJECT, WANDB_ENTITY, WANDB_NAME. MLflow: MLFLOW_TRACKING_URI (by
 default a database in the run's folder), MLFLOW_EXPERIMENT_NAME. A folder is one run in each,
-whatever the number of starts; its names there and its one time are kept in the folder. MLflow's
+however often it is started; the run's names and its one time are kept in the folder. MLflow's
 plain client is used: the functions on the module would add the user, the program's path and the
 git commit, and measure the machine.
 """

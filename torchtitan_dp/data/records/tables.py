@@ -6,7 +6,7 @@ in small batches; groups that are small enough stay in memory. Only the columns 
 decoded. Their sizes are found in one pass before, and kept in the index.
 
 Guarantee:
-    A row reads alike whatever the other rows hold (hazard row 68). One that cannot be decoded, or
+    How a row is read depends on no other row (hazard row 68). A row that cannot be decoded, or
     is larger than `MOST_ROW_BYTES`, reads as None by itself, and the size of a row
     (`stored_bytes`) is its own. Where a row is that large, values that pages repeat are never
     written out.
@@ -204,15 +204,13 @@ class TableRecords(FieldRecords):
                     f"{key} = {field!r}: {path} has {count} such columns; write it again with one "
                     "of them"
                 )
-            kind = schema.types[schema.names.index(field)]
+            column = schema.empty_table().column(field).combine_chunks()
             try:
-                _value_sizes(
-                    schema.empty_table().column(schema.names.index(field)).combine_chunks()
-                )
+                _value_sizes(column)
             except TypeError as error:
                 raise ValueError(
-                    f"{key} = {field!r}: {path} has it as {kind}, and {error} is not read; write "
-                    "it as text, numbers, lists or structs"
+                    f"{key} = {field!r}: {path} has it as {column.type}, and {error} is not read; "
+                    "write it as text, numbers, lists or structs"
                 ) from None
 
 
