@@ -93,9 +93,9 @@ def check_run(
     refuse_another_optimizer(config, start)
     args = check_model(config, start)
     tokenizer = load_tokenizer(config.model.hf_assets_path)
-    build_reading(config, tokenizer)  # a mistake there is found before files are read
+    how = build_reading(config, tokenizer)  # a mistake there is found before files are read
     records = open_records(config)
-    samples = build_samples(records, tokenizer, config)
+    samples = build_samples(records, tokenizer, config, how)
     found = check_targets(
         samples,
         records.train,
@@ -118,8 +118,14 @@ def check_run(
     return Checked(start, args, records, samples, plan)
 
 
-def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> SampleStore:
-    """Build the samples of `[data]`."""
+def build_samples(
+    records: Records, tokenizer: Tokenizer, config: JobConfig, how: Reading | None = None
+) -> SampleStore:
+    """Build the samples of `[data]`.
+
+    Args:
+        how: `build_reading` of these, if it was built already.
+    """
     data = config.data
     assert data.unit_sampling != "auto"  # resolved at load
     assert data.long_records != "auto"
@@ -130,7 +136,7 @@ def build_samples(records: Records, tokenizer: Tokenizer, config: JobConfig) -> 
         records.units,
         unit_sampling=data.unit_sampling,
         long_records=data.long_records,
-        reading=build_reading(config, tokenizer),
+        reading=how or build_reading(config, tokenizer),
         cache=TokenCache(),
     )
 
