@@ -60,28 +60,30 @@ def with_fake_tensors(overrides, world_size):
 
 
 def with_real_tensors(overrides, world_size):
-    """The tracker's peak, and that of PyTorch's CPU allocator, which the tracker knows nothing of:
-    what was alive before, and what the profiler saw allocated and freed since."""
+    """The tracker's peak, and bounds on that of PyTorch's CPU allocator, which the tracker knows
+    nothing of: what was alive before, and what the profiler saw allocated and freed since."""
     from torchtitan_dp.plan.labels import tracking
 
     with tracking(like_cuda=False) as tracker:
         step, tracked, _ = run_step(tracker, overrides, world_size)
         before = sum(tracker.current.values())
-    return tracked, before + allocated_peak(step)
+    return tracked, [before + bytes for bytes in allocated_peak(step)]
 
 
 def allocated_peak(step):
-    """The most bytes that PyTorch's CPU allocator gave out during a microbatch.
+    """Bounds on the most bytes that PyTorch's CPU allocator gave out during a microbatch.
 
     A microbatch leaves nothing behind. Bytes that seem to stay are those of frees that the profiler
     missed: gloo's threads, which it does not watch, may drop the last reference to a tensor that
-    they sent. Their number is taken off the peak; as some are missed after it, the median of five
-    microbatches counts.
+    they sent. Whether they were missed before the peak or after it is not known. Each bound is the
+    median of five microbatches.
     """
-    return statistics.median(_peak_but_for_lost(step) for _ in range(5))
+    bounds = [sorted(_peaks(step)) for _ in range(5)]
+    return [statistics.median(column) for column in zip(*bounds, strict=True)]
 
 
-def _peak_but_for_lost(step):
+def _peaks(step):
+    """The peak as the profiler saw it, without and with the bytes that seem to stay."""
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
     ) as profile:
@@ -91,7 +93,15 @@ def _peak_but_for_lost(step):
     for event in sorted(events, key=lambda event: event.start_ns()):
         alive += event.nbytes()
         peak = max(peak, alive)
-    return peak - alive
+    return peak - alive, peak
+
+
+def assert_predicted(predicted, tracked, allocated):
+    """A collective's input may live longer than the tracker sees."""
+    low, high = allocated
+    print(f"predicted {predicted:,}, tracked {tracked:,}, allocated {low:,} to {high:,} bytes")
+    assert predicted == pytest.approx(tracked, rel=0.05)
+    assert 0.9 * low <= predicted <= 1.1 * high
 
 
 @pytest.mark.thorough_cases(
@@ -144,10 +154,8 @@ def _peak_but_for_lost(step):
 def test_predicted_is_what_real_tensors_take(world_size, overrides):
     predicted, parts = forks.call(with_fake_tensors, small(*overrides), world_size)
     tracked, allocated = on_ranks(world_size, with_real_tensors, small(*overrides), world_size)[0]
-    print(f"predicted {predicted:,}, tracked {tracked:,}, allocated {allocated:,} bytes")
     assert set(parts) <= {*CATEGORIES, "gathered"}
-    assert predicted == pytest.approx(tracked, rel=0.05)  # a collective's input may live longer
-    assert predicted == pytest.approx(allocated, rel=0.10)
+    assert_predicted(predicted, tracked, allocated)
 
 
 OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload_inputs")

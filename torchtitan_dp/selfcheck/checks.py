@@ -84,8 +84,8 @@ def checks_of(
 
     Args:
         place: a folder that all ranks see, for a temporary checkpoint.
-        every: also those that the terms do not ask for: all balancers and rotations of the ring,
-            whole per-sample gradients (V1), secure noise, exact sums.
+        every: also those that the terms do not ask for: all balancers and rotations of the ring, a
+            loss in chunks, whole per-sample gradients (V1), secure noise, exact sums.
     """
     loops = Loops()
     met = set()
@@ -96,7 +96,7 @@ def checks_of(
             if every or terms.in_tiles:
                 remedy = "training.feed_forward_chunk = 0 trains without it"
                 yield _check(ranks, terms, "feed-forward in tiles", remedy, feed_forward)
-            if terms.config.training.loss_chunk_tokens:
+            if every or terms.config.training.loss_chunk_tokens:
                 remedy = "training.loss_chunk_tokens = 0 trains without it"
                 yield _check(ranks, terms, "loss head", remedy, loss_head)
             if terms.dtype == torch.float32:
