@@ -40,7 +40,8 @@ class Texts:
 def samples() -> Any:
     """Samples of which only the last two thirds are learned, as an answer is."""
     from torchtitan_dp.data.samples.samples import SampleStore
-    from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+
+    from torchtitan_dp.data.tokenizer import ByteTokenizer
 
     class Answers(SampleStore):
         def excerpt(self, *args: Any, **kwargs: Any) -> Any:

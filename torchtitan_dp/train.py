@@ -42,9 +42,10 @@ from torchtitan_dp.checkpoint.plan import earlier_ledger, most_lost, refuse_over
 from torchtitan_dp.checkpoint.start import Start, check_records, decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.config.load import fail, load_config, write_config
-from torchtitan_dp.data.batching import Microbatch, RecordLoader
-from torchtitan_dp.data.feed import Draw, Feed
+from torchtitan_dp.data.batching import Draw, Microbatch, RecordLoader
+from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.distributed.agreement import (
     broadcast_from_rank0,
     require_agreement,
@@ -88,7 +89,7 @@ from torchtitan_dp.process import (
     os_errors_as_faults,
     protect,
 )
-from torchtitan_dp.train_spec import OpenOnce, build_feed, register
+from torchtitan_dp.train_spec import OpenOnce, register
 from torchtitan_dp.validate import HeldOutValidator, publish
 from torchtitan_dp.watch.processor import PrivateMetricsProcessor, SampleStatistics
 
@@ -153,7 +154,7 @@ class DPTrainer(Trainer):
             self.parallel_dims.get_optional_mesh("cp"),
             job_config.parallelism.context_parallel_load_balancer,
         )
-        self.feed = build_feed(self.dataloader, job_config, self.parallel_dims, self.device)
+        self.feed = Feed(self.dataloader, ladder(job_config), self.device)
         self._ledger_loaded = False
         self._draw_secrets()
 
@@ -233,11 +234,6 @@ class DPTrainer(Trainer):
             logger.info(f"outputs: {folder}/")
             if spent["private"]:
                 logger.info(f"to publish: torchtitan-dp release {folder} NEW_FOLDER")
-            if count := self.feed.undecodable:
-                logger.info(
-                    f"not private: {count} draws of records that cannot be decoded, on this rank; "
-                    "they contributed nothing"
-                )
         if saved and dist.get_rank() == 0:
             self.executed.end_start()
 
@@ -266,10 +262,6 @@ class DPTrainer(Trainer):
             epsilon_planned=published["epsilon_planned"] if published else None,
         )
         return self.feed
-
-    def close(self) -> None:
-        self.feed.close()
-        super().close()
 
     # The state in a checkpoint besides weights, optimizer and LR schedule.
 
@@ -342,6 +334,7 @@ class DPTrainer(Trainer):
         require_agreement(
             {
                 "the records": (fingerprint, dealt),
+                "the tokens": self.dataloader.samples.store.fingerprint,
                 "the privacy settings": ledger.settings,
                 "the configuration": ledger.config_hash,
                 "the versions of packages": versions(),
@@ -455,10 +448,8 @@ def main(argv: list[str]) -> None:
         require_usable_devices()
         _require_launcher()
         config = load_config(argv, int(os.environ["WORLD_SIZE"]))
-        here = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
-        shows = os.environ["RANK"] == "0" and PLANNED not in os.environ  # else the plan did
-        checked = check_run(config, open_records, share=here, counts=shows)
-        if shows:
+        checked = check_run(config, open_records)
+        if os.environ["RANK"] == "0" and PLANNED not in os.environ:  # else the plan did
             show_notices(config, checked)
         # Held by the kernel until this process ends.
         lock = lock_folder(config.job.dump_folder) if os.environ["RANK"] == "0" else None

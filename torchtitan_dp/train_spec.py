@@ -5,8 +5,6 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
 # isort: split
@@ -19,11 +17,9 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.feed import ContextGroup, Feed
-from torchtitan_dp.data.samples.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.parallelize import parallelize
@@ -43,7 +39,7 @@ class OpenOnce:
         training, validates = config.training, config.validation.enable
         source = training.dataset, training.dataset_path
         privacy = config.privacy.enable, config.privacy.sample_rate
-        terms = repr((source, config.data, validates, privacy))
+        terms = repr((source, config.data, config.model.hf_assets_path, validates, privacy))
         if self._records is None or terms != self._terms:
             self._terms, self._records = terms, open_records(config)
         return self._records
@@ -68,7 +64,7 @@ def build_loader(
     """Build the loader of the training units, for one data-parallel rank."""
     records = open_records(job_config)
     return RecordLoader(
-        build_samples(records, tokenizer, job_config),
+        build_samples(records, job_config),
         records.train,
         ranks=dp_world_size,
         rank=dp_rank,
@@ -79,14 +75,6 @@ def build_loader(
         shuffle_seed=job_config.debug.seed or 0,
         secure_draws=job_config.privacy.secure_noise,
     )
-
-
-def build_feed(
-    loader: RecordLoader, config: JobConfig, parallel_dims: ParallelDims, device: torch.device
-) -> Feed:
-    """Build the feed of this rank's steps from `loader`."""
-    group = ContextGroup.over(parallel_dims.get_optional_mesh("cp"))
-    return Feed(loader, ladder(config), device, group)
 
 
 def build_metrics(
@@ -112,7 +100,7 @@ def build_validator(
     """Build the validator over the held-out units, for one data-parallel rank."""
     records = open_records(job_config)
     loader = RecordLoader(
-        build_samples(records, tokenizer, job_config),
+        build_samples(records, job_config),
         records.heldout,
         ranks=dp_world_size,
         rank=dp_rank,

@@ -23,8 +23,8 @@ from torchtitan.tools.logging import logger
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import heldout_units
-from torchtitan_dp.data.batching import RecordLoader
-from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
+from torchtitan_dp.data.batching import Draw, RecordLoader
+from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0
 from torchtitan_dp.gradients.fsdp import free_gathered
 from torchtitan_dp.ledger import ExecutedSteps, Ledger
@@ -135,8 +135,7 @@ class HeldOutValidator:
             cp,
             self._config.parallelism.context_parallel_load_balancer,
         )
-        group = ContextGroup.over(cp)
-        feed = Feed(self._loader, (self._config.training.seq_len,), losses.device, group)
+        feed = Feed(self._loader, (self._config.training.seq_len,), losses.device)
         starts_K = torch.tensor(list(self._buckets), device=losses.device)
         # Losses and the number of targets: of each unit, then of each bucket.
         positions = self._positions()
@@ -157,7 +156,6 @@ class HeldOutValidator:
             at_N = found.position_BT[found.is_target_BT]
             bucket_N = torch.bucketize(at_N, starts_K, right=True) - 1
             sums_K2.index_add_(0, bucket_N, torch.stack((loss_N, torch.ones_like(loss_N)), dim=1))
-        feed.close()
         model.train()
         free_gathered(model)  # without a backward pass some would stay
         if (mesh := self._dims.get_optional_mesh("loss")) is not None:

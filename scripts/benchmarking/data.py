@@ -3,11 +3,10 @@
 Records of about 90 kB are made of the texts at hand (the source of Python's standard library), and
 a byte-level BPE of 32,000 tokens of the same texts. Each rank of one context-parallel group takes
 steps of 16 samples: each microbatch is fetched as training does, and then slept on, 150 ms for
-16,384 tokens, in proportion for others. An epoch draws every record once. In the first nothing is
-cached; in the second are the ids of what this rank tokenized. The process group, the index and the
-tokenizer are there before; what is timed begins with the first step. Ranks that sleep do not wake
-at the same time, and wait for each other: the same steps with an all-reduce of zeros and no loader
-tell how much of the waiting is that.
+16,384 tokens, in proportion for others. An epoch draws every record once. The process group and the
+store of tokens are there before. Ranks that sleep do not wake at the same time, and wait for each
+other once a step: the same steps with an all-reduce and no loader show how much of the waiting is
+that.
 """
 
 import os
@@ -21,11 +20,12 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from torchtitan_dp.data.batching import RecordLoader
-from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.feed import ContextGroup, Draw, Feed
-from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
-from torchtitan_dp.data.samples.tokenizer import load_tokenizer
+from torchtitan_dp.data.batching import Draw, RecordLoader
+from torchtitan_dp.data.feed import Feed
+from torchtitan_dp.data.prepare import Source, prepared
+from torchtitan_dp.data.reading import Texts
+from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.tokenizer import load_tokenizer
 
 from .processes import on_processes
 
@@ -62,7 +62,7 @@ def data_table(rows: list[dict[str, Any]]) -> str:
         "",
         f"{RECORDS} records of {RECORD_BYTES:,} bytes, a BPE of {VOCABULARY:,} tokens, "
         f"{SAMPLES} samples a step, {1000 * SLEEP_S:.0f} ms of sleep for each; the rank that "
-        "waits most. In the first epoch nothing was kept of the records.",
+        "waits most. All records were tokenized before.",
         "",
         "| ranks of one cp group | T | epoch | share of the time that a step waits "
         "| with an all-reduce alone |",
@@ -104,12 +104,13 @@ def _epochs(folder: str, scratch: str) -> list[float]:
     os.environ["XDG_CACHE_HOME"] = f"{folder}/cache-{ranks}"
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    records = Records.open("text", f"{folder}/records")
     tokenizer = load_tokenizer(f"{folder}/tokenizer")
-    samples = SampleStore(records.store, tokenizer, SEQ_LEN, records.units, cache=TokenCache())
-    loader = RecordLoader(samples, records.train, ranks=1, rank=0, batch_size=1)
+    store = prepared(Source("text", f"{folder}/records", Texts("text"), tokenizer))
+    loader = RecordLoader(
+        Samples(store, SEQ_LEN), np.arange(len(store)), ranks=1, rank=0, batch_size=1
+    )
     ladder = tuple(SEQ_LEN >> power for power in range(7, -1, -1))
-    feed = Feed(loader, ladder, torch.device("cpu"), ContextGroup.of(dist.group.WORLD))
+    feed = Feed(loader, ladder, torch.device("cpu"))
     rng = np.random.default_rng(1)
     draws = [
         [Draw(np.sort(part)) for part in np.split(rng.permutation(RECORDS), RECORDS // SAMPLES)]
@@ -127,19 +128,19 @@ def _epochs(folder: str, scratch: str) -> list[float]:
                 asked = time.perf_counter()
             waited += time.perf_counter() - asked
         found.append(waited / (time.perf_counter() - begun))
-    feed.close()
     return [*found, _without_loader(ranks)]
 
 
 def _without_loader(ranks: int) -> float:
     if ranks == 1:
         return 0.0
-    zeros = torch.zeros((2, 1, SEQ_LEN + 1), dtype=torch.int32)
+    zeros = torch.zeros(3, dtype=torch.int64)
     dist.barrier()
     waited, begun = 0.0, time.perf_counter()
-    for _ in range(RECORDS):
+    for number in range(RECORDS):
         asked = time.perf_counter()
-        dist.all_reduce(zeros)
+        if number % SAMPLES == 0:
+            dist.all_reduce(zeros)
         waited += time.perf_counter() - asked
         time.sleep(SLEEP_S)
     return waited / (time.perf_counter() - begun)

@@ -21,7 +21,7 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.data.samples.tokenizer import load_tokenizer
+from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.attention import use_efficient_attention
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.loss import SampleLosses

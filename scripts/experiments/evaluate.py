@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-from torchtitan_dp.data.samples.tokenizer import load_tokenizer
+from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
 from torchtitan_dp.models.llama3.config_json import read_args
 from torchtitan_dp.models.llama3.model import Llama

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
 
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import CONFIG
@@ -15,9 +16,8 @@ from torchtitan_dp.config.derived import MOST_LENGTHS, ladder, ring_is_aligned
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data import batching
 from torchtitan_dp.data.batching import Microbatch, RecordLoader, padded_lengths
-from torchtitan_dp.data.records.formats import open_store
-from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+from torchtitan_dp.data.formats import open_store
+from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
 

@@ -15,17 +15,17 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from torchtitan_dp.data.agreement import require_same_step
+from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
 
 from tests.data.samples.test_excerpts import UNITS, samples
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.data import background, console, feed
-from torchtitan_dp.data.agreement import require_same_step
 from torchtitan_dp.data.batching import Microbatch, RecordLoader
 from torchtitan_dp.data.feed import ALONE, SAMPLES_AHEAD, ContextGroup, Draw, Feed
-from torchtitan_dp.data.records.formats import open_store
-from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+from torchtitan_dp.data.formats import open_store
+from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw

@@ -7,15 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torchtitan_dp.data.records import jsonl
+from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
 
 from tests.data import chats
 from torchtitan_dp.data import learnable
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.records import jsonl
-from torchtitan_dp.data.samples.conversations import reading
-from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from torchtitan_dp.data.reading import reading
+from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from torchtitan_dp.data.units import word
 
 NOTES = [{"patient_id": f"p{i % 5}", "date": "2020", "note": f"note {i}"} for i in range(20)]

@@ -13,7 +13,7 @@ import pytest
 
 from tests.processes import forks
 from torchtitan_dp.data import units as units_module
-from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.formats import open_store
 from torchtitan_dp.data.units import RecordUnits, split
 
 
@@ -101,7 +101,7 @@ def test_nothing_left_to_train_on() -> None:
 
 SIDES = """
 import json, os, sys
-from torchtitan_dp.data.records.formats import open_store
+from torchtitan_dp.data.formats import open_store
 from torchtitan_dp.data.units import split
 from torchtitan_dp.data.units import open_units
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from torchtitan_dp.data.records.store import RecordStore
 
 from torchtitan_dp.data import units as units_module
 from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.records.formats import open_store
-from torchtitan_dp.data.records.store import RecordStore
+from torchtitan_dp.data.formats import open_store
 from torchtitan_dp.data.units import Units, open_units, split
 
 

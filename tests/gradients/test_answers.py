@@ -12,12 +12,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torchtitan_dp.data.samples.samples import SampleStore
 
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.data.records.formats import open_store
-from torchtitan_dp.data.samples.conversations import Prompts
-from torchtitan_dp.data.samples.samples import SampleStore
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+from torchtitan_dp.data.formats import open_store
+from torchtitan_dp.data.reading import Prompts
+from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 BOS, EOS = 256, 257
 # Answers of other sizes and places: in the first rank's part of a sample alone, in the last one's,

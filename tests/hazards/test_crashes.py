@@ -34,7 +34,7 @@ def tokenizer(folder: Path) -> Path:
     """Bytes, and one token more than the debug model's vocabulary has."""
     import tokenizers
 
-    from torchtitan_dp.data.samples.tokenizer import byte_tokenizer_files
+    from torchtitan_dp.data.tokenizer import byte_tokenizer_files
     from torchtitan_dp.models.llama3.model import FLAVORS
 
     folder.mkdir()

@@ -14,12 +14,12 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-
 from torchtitan_dp.data.records import jsonl, tables
-from torchtitan_dp.data.records.formats import open_store
 from torchtitan_dp.data.records.store import RecordStore
 from torchtitan_dp.data.samples.excerpts import Excerpts
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+
+from torchtitan_dp.data.formats import open_store
+from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 COUNT, WORST = 20, 7  # records, and which is replaced
 PLAIN = [

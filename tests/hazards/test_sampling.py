@@ -11,15 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from torchtitan_dp.data.samples.samples import SampleStore
 
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import arguments
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.batching import RecordLoader
-from torchtitan_dp.data.records.formats import FORMATS, open_store
-from torchtitan_dp.data.samples.samples import SampleStore
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+from torchtitan_dp.data.formats import FORMATS, open_store
+from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.preflight.check import open_records
 from torchtitan_dp.privacy.keys import RootKey

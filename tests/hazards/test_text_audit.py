@@ -50,11 +50,12 @@ def test_an_excluded_document_is_an_empty_unit(tmp_path, sampling):
     import torchtitan_dp.distributed  # noqa: F401
 
     # isort: split
+    from torchtitan_dp.data.samples.samples import SampleStore
+
     from torchtitan_dp.audit.texts import TextSamples, token_ids, write_canaries
     from torchtitan_dp.config import Data
     from torchtitan_dp.data.dataset import Records
-    from torchtitan_dp.data.samples.samples import SampleStore
-    from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+    from torchtitan_dp.data.tokenizer import ByteTokenizer
 
     records = Records.open("text", str(write_records(tmp_path / "data", 3)))
     tokenizer, data = ByteTokenizer(), Data(unit_sampling=sampling, long_records="head")
@@ -111,7 +112,7 @@ def test_a_score_is_a_gain_over_the_starting_weights_within_a_domain(monkeypatch
 def test_a_secret_is_extracted_if_it_comes_next():
     from torchtitan_dp.audit import texts
     from torchtitan_dp.audit.texts import write_canaries
-    from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+    from torchtitan_dp.data.tokenizer import ByteTokenizer
 
     documents, tokenizer = write_canaries(3), ByteTokenizer()
     known = {canary.prompt: canary.secret for canary in documents[:2]}

@@ -56,9 +56,10 @@ class Texts:
 
 
 def loader():
-    from torchtitan_dp.data.batching import RecordLoader
     from torchtitan_dp.data.samples.samples import SampleStore
-    from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+
+    from torchtitan_dp.data.batching import RecordLoader
+    from torchtitan_dp.data.tokenizer import ByteTokenizer
 
     samples = SampleStore(Texts(), ByteTokenizer(), 32)
     return RecordLoader(samples, np.arange(1, 11), ranks=1, rank=0, batch_size=1)
@@ -147,7 +148,7 @@ def test_row39_with_secure_noise_units_are_drawn_by_shake_256(monkeypatch):
 def test_row39_with_secure_noise_choices_and_projections_are_shakes(tmp_path):
     from tests import build
     from tests.processes.runs import write_records
-    from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+    from torchtitan_dp.data.tokenizer import ByteTokenizer
     from torchtitan_dp.gradients import methods
     from torchtitan_dp.privacy.secure_draws import SecureChoices
     from torchtitan_dp.train_spec import OpenOnce, build_loader
@@ -223,6 +224,7 @@ def test_row16_an_empty_draw_is_a_step(monkeypatch):
 def test_row19_a_step_whose_sample_cannot_be_made_is_not_begun(monkeypatch):
     """Else it would go on as if nobody had been drawn there."""
     from torchtitan_dp.data.samples.samples import SampleStore
+
     from torchtitan_dp.process import Fault
 
     monkeypatch.setattr(SampleStore, "excerpt", lambda *_: 1 // 0)

@@ -22,7 +22,7 @@ from tests.models.hugging_face import (
     write_llama,
 )
 from torchtitan_dp.checkpoint.start import decide_start, decision
-from torchtitan_dp.data.samples.tokenizer import load_tokenizer
+from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models import hugging_face_weights
 from torchtitan_dp.models.families import FAMILIES, on_meta, parameter_count
 from torchtitan_dp.models.hugging_face import shape

@@ -34,7 +34,7 @@ from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import read_config, write_config
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torchtitan_dp.data.samples.samples import SampleStore
 
 import torchtitan_dp.train as train
 from tests.replay import records
-from torchtitan_dp.data.samples.samples import SampleStore
 from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.privacy.clipping import ClipPolicy

@@ -9,6 +9,7 @@ is the trainer's own.
 """
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,9 +19,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan_dp.config import Data
-from torchtitan_dp.data.samples.excerpts import Excerpt
-from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
+from torchtitan_dp.data.samples import NOTHING, Samples
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.privacy.clipping import Clip
@@ -60,27 +59,35 @@ def draw_coins(key: bytes, count: int) -> np.ndarray:
     return rng.integers(0, 2, size=count).astype(bool)
 
 
-class PlantedSamples(SampleStore):
-    """A copy of a sample store, with canaries numbered after its units, from `first` on."""
+class PlantedSamples(Samples):
+    """The samples of a run, with canaries numbered after its units, from `first` on."""
 
-    def __init__(self, real: SampleStore, data: Data, cache: TokenCache | None = None) -> None:
+    def __init__(self, real: Samples, planted: Sequence[np.ndarray]) -> None:
         """
         Args:
-            data: of the configuration, resolved.
+            planted: the ids of each canary's sample, int64.
         """
-        assert data.unit_sampling != "auto"  # resolved at load
-        assert data.long_records != "auto"
         super().__init__(
-            real.records,
-            real.tokenizer,
+            real.store,
             real.seq_len,
-            real.units,
-            unit_sampling=data.unit_sampling,
-            long_records=data.long_records,
-            reading=real.reading,
-            cache=cache,
+            one_record=real.one_record,
+            window=real.window,
+            has_answers=real.has_answers,
+            pad_id=real.pad_id,
         )
-        self.first = len(real.units)
+        self.first, self._planted = len(real.units), planted
+
+    def ids(
+        self, unit: int, rng: Choices | None = None, window: int = 0, windows: int = 1
+    ) -> np.ndarray:
+        if unit < self.first:
+            return super().ids(unit, rng, window, windows)
+        return self._planted[unit - self.first] if window == 0 else NOTHING
+
+    def tokens(self, unit: int, rng: Choices | None = None, windows: int = 1) -> int:
+        if unit < self.first:
+            return super().tokens(unit, rng, windows)
+        return max(len(self._planted[unit - self.first]) - 1, 0)
 
 
 class CanarySamples(PlantedSamples):
@@ -90,34 +97,13 @@ class CanarySamples(PlantedSamples):
     `CanarySum` empties.
     """
 
-    def __init__(self, real: SampleStore, data: Data) -> None:
-        super().__init__(real, data)
+    def __init__(self, real: Samples, canaries: int) -> None:
+        super().__init__(real, [NOTHING] * canaries)
         self.drawn: deque[int | None] = deque()
-
-    def excerpt(
-        self,
-        unit: int,
-        rng: Choices | None = None,
-        window: int = 0,
-        windows: int = 1,
-    ) -> Excerpt:
-        return super().excerpt(-1 if unit >= self.first else unit, rng, window, windows)
 
     def hand_out(self, units: np.ndarray) -> None:
         canaries = (unit - self.first for unit in units.tolist())
         self.drawn.extend(canary if canary >= 0 else None for canary in canaries)
-
-    @property
-    def sources(self) -> int:
-        return super().sources + 1  # the last one is all canaries'
-
-    def chosen(self, unit: int, rng: Choices | None, windows: int) -> np.ndarray:
-        if unit >= self.first:
-            return np.array([super().sources])
-        return super().chosen(unit, rng, windows)
-
-    def tokens(self, source: int) -> int:
-        return 0 if source == super().sources else super().tokens(source)
 
 
 class CanarySum(ClippedSum):

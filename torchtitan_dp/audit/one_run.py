@@ -30,13 +30,13 @@ from torchtitan_dp.audit.canaries import (
 )
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.feed import Feed
-from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.train import DPTrainer
-from torchtitan_dp.train_spec import build_feed
 
 GUESSES_FILE = "audit_guesses.json"
 
@@ -59,7 +59,7 @@ class PlantedTrainer(DPTrainer):
         self.ledger.mark_audited(canaries)
         self._coins = draw_coins(self.coin_keys.take(0), canaries)
 
-    def read(self, samples: SampleStore) -> None:
+    def read(self, samples: Samples) -> None:
         """Train on `samples`, in which canaries are numbered after the units."""
         loader, dims, job_config = self.dataloader, self.parallel_dims, self.job_config
         batch = dims.get_mesh("batch") if dims.dp_enabled else None
@@ -75,8 +75,7 @@ class PlantedTrainer(DPTrainer):
             settings=loader.settings,
             secure_draws=job_config.privacy.secure_noise,
         )
-        self.feed.close()
-        self.feed = build_feed(self.dataloader, job_config, dims, self.device)
+        self.feed = Feed(self.dataloader, ladder(job_config), self.device)
 
     def train_step(self, feed: Feed) -> None:
         super().train_step(feed)
@@ -108,7 +107,7 @@ class AuditTrainer(PlantedTrainer):
 
     def __init__(self, job_config: JobConfig, decide: Callable[[], Start], canaries: int) -> None:
         super().__init__(job_config, decide, canaries)
-        samples = CanarySamples(self.dataloader.samples, job_config.data)
+        samples = CanarySamples(self.dataloader.samples, canaries)
         self.read(samples)
         parameters = self.clipped_sum.parameters
         places = Canaries.choose(parameters, canaries)

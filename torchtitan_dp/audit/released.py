@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 from torchtitan_dp.audit import texts
 from torchtitan_dp.audit.one_run import CanaryAudit, PlantedTrainer, count_right, guess
-from torchtitan_dp.audit.texts import TextCanary, TextSamples, token_ids, write_canaries
+from torchtitan_dp.audit.texts import TextCanary, text_samples, token_ids, write_canaries
 from torchtitan_dp.checkpoint.start import Start, Weights
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, one_run_mu, rate_upper_bound
 from torchtitan_dp.privacy.meaning import meaning
@@ -39,8 +40,9 @@ class TextTrainer(PlantedTrainer):
     ) -> None:
         super().__init__(job_config, decide, len(canaries))
         samples, most = self.dataloader.samples, job_config.training.seq_len + 1
-        self.ids = list(token_ids(canaries, samples.tokenizer, most))
-        self.read(TextSamples(samples, job_config.data, self.ids, self._coins))
+        tokenizer = load_tokenizer(job_config.model.hf_assets_path)
+        self.ids = list(token_ids(canaries, tokenizer, most))
+        self.read(text_samples(samples, self.ids, self._coins))
 
 
 def audit(
@@ -62,7 +64,7 @@ def audit(
     try:
         trainer.train()
         folder = export_weights(trainer)
-        tokenizer = trainer.dataloader.samples.tokenizer
+        tokenizer = load_tokenizer(config.model.hf_assets_path)
         start = decide()
         base_folder = start.place if start.weights is Weights.INITIAL_HF else None
         found = ""

@@ -17,12 +17,9 @@ import numpy as np
 import torch
 
 from torchtitan_dp.audit.canaries import PlantedSamples
-from torchtitan_dp.config import Data
-from torchtitan_dp.data.samples.excerpts import Excerpt
-from torchtitan_dp.data.samples.samples import NOTHING, SampleStore, TokenCache
-from torchtitan_dp.data.samples.tokenizer import Tokenizer
+from torchtitan_dp.data.samples import NOTHING, Samples
+from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.adapter_export import ADAPTER_CONFIG_FILE
-from torchtitan_dp.privacy.sampling import Choices
 
 _SEED = 0  # public
 _DIGITS = 8
@@ -94,53 +91,18 @@ def token_ids(canaries: list[TextCanary], tokenizer: Tokenizer, most: int) -> It
         yield np.concatenate([bos, ids, eos]).astype(np.int64)[:most]
 
 
-class TextSamples(PlantedSamples):
-    """Samples of units, and of canaries of text.
+def text_samples(real: Samples, ids: list[np.ndarray], included: np.ndarray) -> PlantedSamples:
+    """Return the samples of units, and of canaries of text.
 
     An included one is a unit of one document; an excluded one is an empty unit, which contributes
     exactly 0, as `zero_out` has it.
+
+    Args:
+        ids: of each canary's document.
+        included: bool (canaries,). SECRET.
     """
-
-    def __init__(
-        self, real: SampleStore, data: Data, ids: list[np.ndarray], included: np.ndarray
-    ) -> None:
-        """
-        Args:
-            data: of the configuration, resolved.
-            ids: of each canary's document.
-            included: bool (canaries,). SECRET.
-        """
-        super().__init__(real, data, TokenCache())
-        self._planted = [
-            Excerpt(one, 0) if is_in else NOTHING
-            for one, is_in in zip(ids, included.tolist(), strict=True)
-        ]
-
-    def excerpt(
-        self,
-        unit: int,
-        rng: Choices | None = None,
-        window: int = 0,
-        windows: int = 1,
-    ) -> Excerpt:
-        if unit < self.first:
-            return super().excerpt(unit, rng, window, windows)
-        return self._planted[unit - self.first] if window == 0 else NOTHING
-
-    @property
-    def sources(self) -> int:
-        return super().sources + len(self._planted)  # the last ones are the canaries'
-
-    def chosen(self, unit: int, rng: Choices | None, windows: int) -> np.ndarray:
-        if unit >= self.first:
-            return np.array([super().sources + unit - self.first])
-        return super().chosen(unit, rng, windows)
-
-    def tokens(self, source: int) -> int:
-        planted = source - super().sources
-        if planted < 0:
-            return super().tokens(source)
-        return max(len(self._planted[planted].ids) - 1, 0)
+    planted = zip(ids, included.tolist(), strict=True)
+    return PlantedSamples(real, [one if is_in else NOTHING for one, is_in in planted])
 
 
 SAMPLED = 8  # generations of each prompt, at temperature 1

@@ -1,5 +1,7 @@
 """Settings that cannot work together, refused in one line that names the key and the remedy."""
 
+import os
+
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.combinations import check_rope, check_samples
 from torchtitan_dp.config.supported import check_supported, check_values
@@ -70,6 +72,7 @@ def check(config: JobConfig, world_size: int) -> None:
             "validation.enable = true but data.heldout_fraction = 0: nothing is held out; "
             "set data.heldout_fraction (0.05, say)"
         )
+    _check_store(config)
     _check_published_loss(config)
     _check_initial_weights(config)
     check_samples(config)
@@ -106,6 +109,19 @@ def _check_feed_forward(config: JobConfig) -> None:
             f"{key} with privacy.gradient_method = '{method}': tiles are for microbatches of one "
             "sample; set training.local_batch_size to 1 and the method to 'microbatch', or "
             "feed_forward_chunk to 'auto'"
+        )
+
+
+def _check_store(config: JobConfig) -> None:
+    """Refuse tokens of records in a folder that users upload."""
+    store, folder = config.data.store, os.path.realpath(config.job.dump_folder)
+    if store is None:
+        return
+    inside = os.path.realpath(os.path.expanduser(store)) + os.sep
+    if inside.startswith(folder + os.sep):
+        raise ValueError(
+            f"data.store = '{store}': lies within job.dump_folder = '{config.job.dump_folder}', "
+            "parts of which may be published; name a folder elsewhere"
         )
 
 

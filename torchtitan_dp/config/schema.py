@@ -29,24 +29,24 @@ class Data:
     """How records become samples; `training.dataset` and `training.dataset_path` locate them."""
 
     text_field: str = "text"
-    """The field of a `jsonl` line with the record's text."""
+    """The field of a row with the record's text."""
 
     prompt_field: str | None = None
-    """The field of a `jsonl` line with a prompt, which the model reads before `text_field`. Only
+    """The field of a row with a prompt, which the model reads before `text_field`. Only
     the latter, the answer, is learned: no token of the prompt is a target. The two are tokenized
     separately, with nothing between them."""
 
     messages_field: str | None = None
-    """In place of `text_field`, the field of a `jsonl` line with a chat: a list of `{"role": ...,
+    """In place of `text_field`, the field of a row with a chat: a list of `{"role": ...,
     "content": ...}` with two texts. The tokenizer's own chat template formats it, and only the
     turns of the role `assistant` are targets: the template's `{% generation %}` blocks, else the
     text that it adds for such a turn. Other fields of a message are not read."""
 
     unit_field: str | None = None
     """The owner of a record: a patient, user or repository, whose records together are then the
-    unit that is drawn, clipped and protected, with one sample. For `jsonl` a field with a string
-    or a whole number; for `text` only `folder`, the first folder below `training.dataset_path`. A
-    line without it, or a file in no folder, is a unit of its own that contributes nothing. Unset:
+    unit that is drawn, clipped and protected, with one sample. A field with a string or a
+    whole number; for `text` only `folder`, the first folder below `training.dataset_path`. A row
+    without it, or a file in no folder, is a unit of its own that contributes nothing. Unset:
     every record is a unit."""
 
     unit_sampling: Literal["auto", "concat", "random"] = "auto"
@@ -77,12 +77,16 @@ class Data:
     """The treatment of a record that is not UTF-8 text (or not JSON with the field): `empty`
     keeps and counts it as a record that contributes exactly nothing; `error` refuses to start."""
 
+    store: str | None = None
+    """The folder for the records' tokens, which are written once, before training: private, and as
+    large as the text, about. Unset: `torchtitan_dp/prepared` in `$XDG_CACHE_HOME` or ~/.cache. Not
+    within `job.dump_folder`. `torchtitan-dp prepare` fills, lists and erases it."""
+
     verify_records: Literal["contents"] = "contents"
     """How ranks ensure that they have the same records under the same indices; else one person
-    could be drawn twice. One process per machine reads and hashes all files before the first step,
-    and again only those that changed; other contents on another node, or on resume, are refused.
-    Assumed: the ranks of one machine read the same files, and nobody writes to them during the
-    run."""
+    could be drawn twice. Files and tokens are hashed where a machine first opens a store, and again
+    once they changed; other contents or tokens on another node, or other contents on resume, are
+    refused. Assumed: nobody writes to the files while they are tokenized."""
 
     length_buckets: bool = True
     """With privacy: pad each sample to the smallest of a few public lengths that fits (a power of
@@ -96,7 +100,9 @@ class Training(_Training):
     """TorchTitan's section; these defaults differ."""
 
     dataset: str = "text"
-    """The format of the records: `text` (one file one record) or `jsonl` (one line one record)."""
+    """The format of the records: `text` (one file one record), `jsonl` (one line, also in .gz and
+    .zst files), or `csv`, `parquet`, `arrow` or `hf` (a folder of `datasets.save_to_disk`; one
+    row)."""
 
     dataset_path: str | None = None
     """A file, directory or glob; `python-stdlib` is the source of the running Python's standard

@@ -1,5 +1,6 @@
-"""From private records to microbatches, in three stages.
+"""From private records to microbatches.
 
-`records`: bytes on disk to records, and `units`, which groups them; `samples`: a unit to token ids;
-`batching` and `feed`: token ids to a step's microbatches. `dataset` opens the first two at once.
+Once, before training, `prepare` reads the rows of files (`files`, `formats`, `tables`), takes their
+texts apart (`reading`, `chat_template`) and writes their tokens into a `store`, grouped into
+`units`. Training slices them: `samples`, then `batching` and `feed`. `dataset` opens a run's data.
 """

@@ -1,7 +1,5 @@
 """From a draw of units to the microbatches of one data-parallel rank.
 
-`feed` makes the same microbatches ahead of time, once per context-parallel group.
-
 Guarantee, with `data.length_buckets`:
     A sample's padded length is a public function of its own number of tokens, whatever else is
     drawn and on whatever mesh: nothing is rounded up to a neighbour's length. That number depends
@@ -13,20 +11,18 @@ Guarantee, with `data.length_buckets`:
     the lengths of drawn records: timing is labelled not private.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
-from torchtitan_dp.data.console import Progress
-from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
+from torchtitan_dp.data.samples import IGNORE_INDEX, Samples
 from torchtitan_dp.privacy.sampling import Choices, choices, deal, groups_of
 
 EVER_SAME = bytes(32)  # a key for the same records and windows each time, to compare losses
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-_UNKNOWN = -1
 
 
 class Window(NamedTuple):
@@ -90,6 +86,22 @@ class Microbatch(NamedTuple):
             yield Microbatch(*parts)
 
 
+class Draw(NamedTuple):
+    """The units that one step draws, the same on all ranks."""
+
+    positions: np.ndarray  # int64 (n,), in the loader's `units`
+    key: bytes = EVER_SAME  # 32 bytes, for the choice of records and windows
+
+    def fingerprint(self) -> int:
+        """Hash the draw to 62 bits, under its key.
+
+        SECRET, like the draw: for a collective alone, never logged, saved or published. Keys are
+        per step, so that equal draws of two steps have different fingerprints.
+        """
+        hashed = hashlib.blake2b(self.positions.tobytes(), key=self.key, digest_size=8)
+        return int.from_bytes(hashed.digest(), "little") >> 2
+
+
 class Dealt(NamedTuple):
     """The units and the length of one microbatch of one data-parallel rank."""
 
@@ -106,7 +118,7 @@ class RecordLoader:
 
     def __init__(
         self,
-        samples: SampleStore,
+        samples: Samples,
         units: np.ndarray,
         *,
         ranks: int,
@@ -132,7 +144,6 @@ class RecordLoader:
         self.samples, self.units, self.fingerprint = samples, units, fingerprint
         self.ranks, self.rank, self.batch_size, self.windows = ranks, rank, batch_size, windows
         self.settings = settings or {}
-        self.counts = TokenCounts(samples, batch_size)
         self._shuffle_seed, self._secure_draws = shuffle_seed, secure_draws
         self._groups: dict[int, list[np.ndarray]] = {}  # by their number
 
@@ -141,44 +152,21 @@ class RecordLoader:
         if count == 1:
             return [np.arange(len(self.units))]
         if count not in self._groups:
-            hashes = np.concatenate(list(self.samples.units.hashes()))
+            hashes = self.samples.units.hashes
             self._groups[count] = groups_of(hashes[self.units], count)
         return self._groups[count]
 
-    def sources(self, draw: np.ndarray, key: bytes = EVER_SAME) -> np.ndarray:
-        """List the sources of each drawn unit's samples (`SampleStore.chosen`), int64
-        (n, at most K), filled up with -1.
-        """
-        units = ((int(self.units[p]), self.rng(key, p)) for p in draw)
-        rows = [self.samples.chosen(*unit, self.windows) for unit in units]
-        found = np.full((len(rows), max(map(len, rows), default=1)), -1, dtype=np.int64)
-        for row, sources in zip(found, rows, strict=True):
-            row[: len(sources)] = sources
-        return found
-
-    def lengths(
-        self,
-        draw: np.ndarray,
-        ladder: tuple[int, ...],
-        device: torch.device,
-        key: bytes = EVER_SAME,
-        count: Callable[[int], int] | None = None,
-    ) -> np.ndarray:
+    def lengths(self, draw: Draw, ladder: tuple[int, ...]) -> np.ndarray:
         """Find each drawn unit's padded length: a function of its own number of tokens, in the
         longest of its windows.
-
-        Args:
-            key: this step's, as passed to `microbatches`.
-            device, count: for `TokenCounts.of`.
-
-        Collective (of `TokenCounts`), unless `ladder` has one length.
         """
         if len(ladder) == 1:
-            return np.full(len(draw), ladder[0])
-        sources = self.sources(draw, key)
-        is_one, counts = sources >= 0, np.zeros_like(sources)
-        counts[is_one] = self.counts.of(sources[is_one], device, count)
-        return padded_lengths(counts.max(axis=1, initial=0), ladder)
+            return np.full(len(draw.positions), ladder[0])
+        counts = [
+            self.samples.tokens(int(self.units[p]), self.rng(draw.key, p), self.windows)
+            for p in draw.positions
+        ]
+        return padded_lengths(np.array(counts, dtype=np.int64), ladder)
 
     def rng(self, key: bytes, position: int) -> Choices | None:
         """Start a drawn unit's generator; None if samples are not random, and for padding."""
@@ -187,13 +175,13 @@ class RecordLoader:
         return choices(key, int(position), secure=secure) if is_needed else None
 
     def deal(
-        self, draw: np.ndarray, lengths: np.ndarray | None = None, rank: int | None = None
+        self, draw: Draw, ladder: tuple[int, ...] | None = None, rank: int | None = None
     ) -> list[Dealt]:
         """Deal out a draw over ranks and microbatches.
 
         Args:
-            draw: global positions in `units`, the same on every rank.
-            lengths: padded lengths, the same on every rank; `seq_len` if None.
+            draw: the same on every rank.
+            ladder: padded lengths of samples, rising; `seq_len` alone if None.
             rank: the receiving data-parallel rank; this one, if None.
 
         Every rank gets the same number of microbatches of the same lengths in the same order,
@@ -201,34 +189,38 @@ class RecordLoader:
         in lockstep compute equally much and no sample is padded to another's length. This costs at
         most one more microbatch for each length, whose lengths together are below 2T.
         """
-        if lengths is None:
-            lengths = np.full(len(draw), self.samples.seq_len)
-        rank = self.rank if rank is None else rank
+        lengths = self.lengths(draw, ladder or (self.samples.seq_len,))
+        terms = {"ranks": self.ranks, "rank": self.rank if rank is None else rank}
         return [
             Dealt(int(length), np.repeat(slots, self.windows))
             for length in np.unique(lengths)[::-1]
             for slots in deal(
-                draw[lengths == length], ranks=self.ranks, rank=rank, batch_size=self.batch_size
+                draw.positions[lengths == length], **terms, batch_size=self.batch_size
             )
         ]
 
-    def microbatches(
-        self, draw: np.ndarray, lengths: np.ndarray | None = None, key: bytes = EVER_SAME
-    ) -> Iterator[Microbatch]:
-        """Yield this rank's share of a draw, making each microbatch on demand.
+    def microbatch(self, dealt: Dealt, key: bytes = EVER_SAME) -> Microbatch:
+        """Make a microbatch, on the CPU.
 
         Args:
-            draw: global positions in `units`, the same on every rank.
-            lengths: padded lengths, the same on every rank; `seq_len` if None.
             key: this step's, the same on every rank, for the choice of records and windows.
+
+        Raises:
+            OSError: the disk failed.
         """
-        for length, slots in self.deal(draw, lengths):
-            valid = slots >= 0
-            rngs = [self.rng(key, slot) for slot in slots]
-            units = np.where(valid, self.units[slots], -1)
-            both = self.samples.batch(units, length, rngs, windows=self.windows)
-            positions_B = torch.from_numpy(slots[:: self.windows].copy())
-            yield Microbatch(*both, positions_B >= 0, positions_B)
+        length, slots = dealt
+        rngs = [self.rng(key, slot) for slot in slots]
+        units = np.where(slots >= 0, self.units[slots], -1)
+        both = self.samples.batch(units, length, rngs, windows=self.windows)
+        positions_B = torch.from_numpy(slots[:: self.windows].copy())
+        return Microbatch(*both, positions_B >= 0, positions_B)
+
+    def microbatches(
+        self, draw: Draw, ladder: tuple[int, ...] | None = None
+    ) -> Iterator[Microbatch]:
+        """Yield this rank's share of a draw (`deal`), making each microbatch on demand."""
+        for dealt in self.deal(draw, ladder):
+            yield self.microbatch(dealt, draw.key)
 
     def __iter__(self) -> Iterator[Batch]:
         """Yield shuffled fixed-size batches without end, for the baseline WITHOUT privacy only.
@@ -252,81 +244,6 @@ class RecordLoader:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         assert not state_dict, "a loader keeps no state"
-
-
-class TokenCounts:
-    """Token counts of samples, made when first drawn, alike on all ranks.
-
-    PRIVATE, like the records: in memory only, never logged, saved or put in a checkpoint.
-    """
-
-    def __init__(self, samples: SampleStore, at_once: int) -> None:
-        """
-        Args:
-            at_once: how many samples, at most, a rank counts between collectives.
-        """
-        self._samples, self._at_once = samples, at_once
-        self._counts: np.ndarray | None = None  # 4 bytes a source, once needed
-
-    def share(self, sources: np.ndarray) -> np.ndarray:
-        """List this rank's share of the unknown `sources`, which the next `of` counts."""
-        ranks, rank = _world()
-        return self._unknown(sources)[rank::ranks]
-
-    def of(
-        self,
-        sources: np.ndarray,
-        device: torch.device,
-        count: Callable[[int], int] | None = None,
-    ) -> np.ndarray:
-        """Count the tokens of `sources`, int64 and alike on every rank.
-
-        Every rank counts its share of those not known yet, and all take the sum: even if one cannot
-        read a record that others can, they agree on how to deal out the draw, so that no record is
-        processed twice. Rounds bound the wait for another rank to `at_once` samples, each of
-        bounded time (`excerpts.most_bytes`).
-
-        Collective: for every `at_once` unknown samples a rank, an all-reduce over the world of 4
-        bytes each, if there is a process group. Rank 0 reports progress on stderr every 5 seconds.
-
-        Args:
-            device: the process group's.
-            count: counts a source's tokens; `SampleStore.tokens` if None.
-        """
-        count = count or self._samples.tokens
-        unknown, counts = self._unknown(sources), self._known()
-        if len(unknown):
-            ranks, rank = _world()
-            progress = Progress("tokenizing what was drawn", len(unknown), "samples")
-            for start in range(0, len(unknown), ranks * self._at_once):
-                asked = unknown[start : start + ranks * self._at_once]
-                found = np.zeros(len(asked), dtype=np.int32)
-                for place in range(rank, len(asked), ranks):
-                    found[place] = count(int(asked[place]))
-                if ranks > 1:
-                    summed = torch.from_numpy(found).to(device)
-                    dist.all_reduce(summed)
-                    found = summed.cpu().numpy()
-                counts[asked] = found
-                if rank == 0:
-                    progress.add(len(asked))
-            progress.end()
-        return counts[sources].astype(np.int64)
-
-    def _known(self) -> np.ndarray:
-        if self._counts is None:
-            self._counts = np.full(self._samples.sources, _UNKNOWN, dtype=np.int32)
-        return self._counts
-
-    def _unknown(self, sources: np.ndarray) -> np.ndarray:
-        return sources[self._known()[sources] == _UNKNOWN]
-
-
-def _world() -> tuple[int, int]:
-    """Return the number of ranks, and this one's."""
-    if dist.is_initialized():
-        return dist.get_world_size(), dist.get_rank()
-    return 1, 0
 
 
 def padded_lengths(counts: np.ndarray, lengths: tuple[int, ...]) -> np.ndarray:

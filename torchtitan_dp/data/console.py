@@ -26,33 +26,45 @@ class Progress:
     Sizes are those of private records: its lines are labelled not private.
     """
 
-    def __init__(self, what: str, total: int, things: str = "") -> None:
+    def __init__(self, what: str, total: int) -> None:
         """
         Args:
             what: the work, for the log.
-            total: bytes, or `things`.
-            things: the noun of counted things, if not bytes.
+            total: bytes, about.
         """
         self._what, self._total, self._done = what, total, 0
-        self._scale, self._things = (1.0, things) if things else (1e9, "GB")
         self._begin = time.monotonic()
         self._next = self._begin + FIRST_LINE_S
         self._has_reported = False
 
     def add(self, size: int) -> None:
-        """Count `size` more bytes, or things, as done."""
+        """Count `size` more bytes as done."""
         self._done += size
         now = time.monotonic()
         if now >= self._next:
             self._next, self._has_reported = now + INTERVAL_S, True
-            self._tell(f"{100 * self._done // max(self._total, 1)}% of ", self._total, now)
+            share = min(self._done / max(self._total, 1), 1.0)
+            left = (now - self._begin) * (1 - share) / max(share, 1e-9)
+            bar = "#" * int(20 * share)
+            self._tell(f"[{bar:.<20}] {share:.0%} of ", f", about {_duration(left)} left")
 
     def end(self) -> None:
         """Report the end, if progress was reported before."""
         if self._has_reported:
-            self._tell("all of ", self._total, time.monotonic())
+            self._tell("all of ", f" in {_duration(time.monotonic() - self._begin)}")
 
-    def _tell(self, share: str, total: int, now: float) -> None:
-        rate, digits = self._done / max(now - self._begin, 1e-9), 2 if self._things == "GB" else 0
-        size = f"{total / self._scale:,.{digits}f} {self._things}"
-        say(f"{self._what}: {share}{size}, {rate / self._scale:,.2f} {self._things}/s")
+    def _tell(self, share: str, time_left: str) -> None:
+        rate = self._done / max(time.monotonic() - self._begin, 1e-9)
+        size = f"{self._total / 1e9:,.2f} GB, {rate / 1e6:,.1f} MB/s"
+        say(f"{self._what}: {share}{size}{time_left}")
+
+
+def _duration(seconds: float) -> str:
+    """Write a time for people.
+
+    >>> _duration(42), _duration(600), _duration(7000)
+    ('42 s', '10 min', '1.9 h')
+    """
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

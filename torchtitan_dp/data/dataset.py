@@ -1,58 +1,54 @@
-"""The data of a run: records, their units, and the split into training and held-out units."""
+"""The data of a run: its store of tokens, units, and their split into training and held-out ones.
+
+Guarantee:
+    A run in which no training unit has a target is refused before its first draw. That compares
+    "none" with "at least one" over all training units, so two neighbours differ in it only if a
+    single unit has targets (docs/privacy.md assumes that this is not so). Counts of records, and
+    what refusals and warnings name of them (fields, roles, types), are private and labelled so;
+    nothing else follows from them.
+"""
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 
-from torchtitan_dp.data.learnable import Wanted, listed, wanted_fields
-from torchtitan_dp.data.records.format import Format
-from torchtitan_dp.data.records.formats import format_named, open_store
-from torchtitan_dp.data.records.store import RecordStore
-from torchtitan_dp.data.units import Units, open_units, split, word
-
-_FIRST_ROWS = 1000
-"""Rows whose fields are named where none has a unit."""
+from torchtitan_dp.data.formats import Format
+from torchtitan_dp.data.prepare import Source, listed, prepared
+from torchtitan_dp.data.reading import Lack
+from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.store import Store
+from torchtitan_dp.data.units import split, word
 
 
 @dataclass(frozen=True)
 class Records:
-    """The data of a run: records, their units, and the split into training and held-out units."""
+    """The data of a run: its store of tokens, units, and their split."""
 
-    store: RecordStore
-    facts: Format
-    wanted: tuple[Wanted, ...]
-    units: Units
+    source: Source
+    store: Store
     train: np.ndarray
     heldout: np.ndarray
-    fingerprint: str  # private
+    fingerprint: str  # of the records and their split; private
     settings: Mapping[str, object]  # by key; the fingerprint depends on them
     warnings: tuple[str, ...]  # about records that contribute nothing; private
 
     @classmethod
     def open(
         cls,
-        format: str,
-        path: str,
+        source: Source,
+        place: str | None = None,
         *,
-        text_field: str = "text",
-        prompt_field: str | None = None,
-        messages_field: str | None = None,
-        unit_field: str | None = None,
         heldout_fraction: float = 0.0,
         needs_heldout: bool = False,
         number_is_secret: bool = False,
         in_groups: bool = False,
     ) -> "Records":
-        """Open records, group them by unit, and hold some units out.
+        """Tokenize records unless that was done, and hold some units out.
 
         Args:
-            format, path: `training.dataset` and `training.dataset_path`.
-            text_field, unit_field: the fields of the text and of the unit (`formats.open_store`).
-            prompt_field, messages_field: the field beside the text, or in its place, that
-                `conversations` reads; in a format whose records have fields.
+            place: of the store, `data.store`.
             heldout_fraction: the share of units to hold out, by a hash of their ids.
             needs_heldout: whether holding out no unit is an error, or a warning where
                 `number_is_secret`.
@@ -63,124 +59,161 @@ class Records:
         Raises:
             ValueError: one line, also if there is nothing to train on.
         """
-        if not path:
+        if not source.path:
             raise ValueError(
                 "training.dataset_path is not set: give a file, a directory or a glob "
                 "('python-stdlib' to try)"
             )
+        facts, unit_field = source.facts, source.unit_field
         if number_is_secret and unit_field is None:
-            _refuse_names_by_position(format, heldout_fraction, in_groups)
-        beside = {"prompt_field": prompt_field, "messages_field": messages_field}
-        fields = {key: field for key, field in beside.items() if field is not None}
-        facts = format_named(format)
-        for key, field in fields.items():
+            _refuse_names_by_position(source, heldout_fraction, in_groups)
+        store = prepared(source, place)
+        records, units, unnamed = len(store), store.units, int(store.facts["unnamed"])
+        if unit_field is not None and unnamed == records:
+            raise ValueError(_no_unit(source, store))
+        train, heldout = split(units.hashes, heldout_fraction)
+        found = []
+        if unnamed:
+            lack = f"have no usable data.unit_field = {unit_field!r}"
             if not facts.fields:
-                raise ValueError(
-                    f"data.{key} = {field!r}: {format} files have no fields; use "
-                    "training.dataset = 'jsonl', or remove it"
-                )
-        wanted = wanted_fields(text_field, prompt_field, messages_field)
-        keys = {one.field: one.key for one in wanted}
-        store = open_store(format, path, text_field=text_field, unit_field=unit_field, keys=keys)
-        units = open_units(store, unit_field)
-        _refuse_unnamed(store, facts, units, unit_field)
-        train, heldout = split(units, heldout_fraction)
-        assert len(train) > 0, "neither a store nor a split is empty"
-        lacks_heldout = needs_heldout and len(heldout) == 0
-        none = (
-            f"data.heldout_fraction = {heldout_fraction}: holds out none of "
-            f"{len(units)} {word(unit_field)}s, but validation.enable = true"
-        )
-        if lacks_heldout and not number_is_secret:
-            raise ValueError(f"{none}; raise it")
-        read_by = (text_field, *(f"{key} {field}" for key, field in fields.items()))
-        terms: tuple[object, ...] = (store.fingerprint, heldout_fraction, *read_by)
-        if unit_field is not None:
-            terms += (unit_field, units.fingerprint)
-        fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
-        settings: dict[str, object] = {
+                lack = "lie in no folder below training.dataset_path (data.unit_field = 'folder')"
+            found.append(
+                f"{unnamed} of {records} {facts.row}s {lack}: each is a unit of its own that "
+                "contributes nothing, and counts in the number of units, so that q and the delta "
+                f"check are against {len(train)} units"
+            )
+        if needs_heldout and len(heldout) == 0:
+            none = (
+                f"data.heldout_fraction = {heldout_fraction}: holds out none of "
+                f"{len(units)} {word(unit_field)}s, but validation.enable = true"
+            )
+            if not number_is_secret:
+                raise ValueError(f"{none}; raise it")
+            # A refusal would show whether a unit that is held out is there.
+            found.append(f"{none}, so held-out losses are nan; raise it")
+        keys = {key: field for field, key in source.reading.keys.items()}
+        settings = {
             "data.unit_field": unit_field,
             "data.heldout_fraction": heldout_fraction,
-            "data.text_field": text_field,
-            "data.prompt_field": prompt_field,
-            "data.messages_field": messages_field,
+            **{key: keys.get(key) for key in _FIELDS},
             "data.verify_records": "contents",
         }
-        found = _unnamed_notice(store, facts, units, unit_field, len(train))
-        if store.notice is not None:
-            found += (store.notice,)
-        if lacks_heldout:  # a refusal would show whether a unit that is held out is there
-            found += (f"{none}, so held-out losses are nan; raise it",)
-        return cls(store, facts, wanted, units, train, heldout, fingerprint, settings, found)
+        named = hashlib.sha256(units.hashes.tobytes()).hexdigest()
+        terms = source.format, store.contents, named, sorted(settings.items(), key=str)
+        fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
+        return cls(source, store, train, heldout, fingerprint, settings, tuple(found))
+
+    def check_targets(self, samples: Samples) -> tuple[str, ...]:
+        """Refuse units none of which has a target; describe those without one, NOT PRIVATE.
+
+        Args:
+            samples: of these records, as training makes them.
+
+        Raises:
+            ValueError: one line; it names what the records have instead.
+        """
+        learned, name = samples.learned(self.train), word(self.source.unit_field)
+        reasons = self._reasons(self.train[~learned])
+        if not learned.any():
+            raise ValueError(_refusal(self, reasons, samples.seq_len))
+        if learned.all():
+            return ()
+        why = "; ".join(
+            f"{count:,} {lack.what} ({lack.setting}"
+            + (f": {lack.they} {listed(names)})" if lack.they and names else ")")
+            for lack, count, names, _ in reasons
+        )
+        without = int((~learned).sum())
+        counted = f" (records: {why})" if why else ""
+        return (
+            f"{without:,} of {len(self.train):,} {name}s have no target and contribute "
+            f"nothing{counted}",
+        )
+
+    def undecodable(self) -> int:
+        """Count the records to train on that cannot be decoded. PRIVATE."""
+        return sum(count for lack, count, *_ in self._reasons(self.train) if lack.is_undecodable)
+
+    def _reasons(self, units: np.ndarray) -> "list[tuple[Lack, int, list[str], str]]":
+        """List the reasons why records of these units have no ids, the most frequent first: with
+        their number, the names of what they have instead, and the file of one."""
+        starts, members = self.store.units.starts, self.store.units.members
+        chosen = np.zeros(len(members) + 1, dtype=np.int64)
+        np.add.at(chosen, starts[units], 1)
+        np.add.at(chosen, starts[units + 1], -1)
+        records = members[np.cumsum(chosen)[:-1] > 0]
+        counts = np.bincount(self.store.reasons[records], minlength=256)
+        found = []
+        for number, fact in enumerate(self.store.facts["lacks"], start=1):
+            lack = Lack(*(fact[name] for name in Lack._fields))
+            if counts[number]:
+                found.append((lack, int(counts[number]), fact["names"], fact["file"]))
+        return sorted(found, key=lambda one: -one[1])
 
 
-def _refuse_names_by_position(format: str, heldout_fraction: float, in_groups: bool) -> None:
+_FIELDS = ("data.text_field", "data.prompt_field", "data.messages_field")
+
+
+def _refuse_names_by_position(source: Source, heldout_fraction: float, in_groups: bool) -> None:
     """Refuse a format in which one more record would change which others are held out, or in which
     group they are."""
-    facts = format_named(format)
+    facts: Format = source.facts
     if facts.named_by_position and in_groups:
         raise ValueError(
-            f"privacy.noise = 'banded': with a public privacy.sample_rate, one {format} "
+            f"privacy.noise = 'banded': with a public privacy.sample_rate, one {source.format} "
             f"{facts.row} more would change which {facts.row}s take turns together; set "
             "data.unit_field, or remove privacy.sample_rate"
         )
     if facts.named_by_position and heldout_fraction > 0:
         raise ValueError(
             f"data.heldout_fraction = {heldout_fraction}: with a public privacy.sample_rate, one "
-            f"{format} {facts.row} more would change which {facts.row}s are held out; keep "
+            f"{source.format} {facts.row} more would change which {facts.row}s are held out; keep "
             "held-out records in another file and set it to 0, or remove privacy.sample_rate"
         )
 
 
-def _refuse_unnamed(
-    store: RecordStore, facts: Format, units: Units, unit_field: str | None
-) -> None:
-    """Refuse a data set in which no record names its unit.
-
-    Raises:
-        ValueError: one line.
-    """
-    if unit_field is None or units.unnamed < len(store):
-        return
-    none = f"data.unit_field = {unit_field!r}: none of the {len(store)} records has one"
+def _no_unit(source: Source, store: Store) -> str:
+    """Describe a data set in which no record names its unit, in one line."""
+    facts = source.facts
+    none = f"data.unit_field = {source.unit_field!r}: none of the {len(store)} records has one"
     if not facts.fields:
-        raise ValueError(
+        return (
             f"{none}: every file lies in no folder below training.dataset_path; give a path above "
             "the units' folders"
         )
-    rows = [fields for fields in islice(store.all_fields(), _FIRST_ROWS) if fields is not None]
-    if not rows:
-        raise ValueError(
+    lacks = store.facts["lacks"]
+    fields = [name for lack in lacks if lack["they"] == UNIT_FIELDS for name in lack["names"]]
+    if not fields:
+        return (
             f"training.dataset_path: none of the {len(store)} {facts.row}s is a {facts.content}; "
-            f"{facts.explain(store.file_of(0), unit_field)}"
+            f"{facts.explain(lacks[0]['file'], str(source.unit_field))}"
         )
-    pointed = [value for row in rows if isinstance(value := row.get(unit_field), float)]
-    if pointed:
-        raise ValueError(
-            f"{none}: they hold {repr(pointed[0])[:40]}, a number with a point; write "
-            "whole numbers or strings (the number is not private)"
-        )
-    raise ValueError(
+    return (
         f"{none}: name the {facts.fields} that holds the unit, a string or a whole number (not "
-        f"private: their fields are {listed(name for row in rows for name in row)})"
+        f"private: {UNIT_FIELDS} {listed(fields)})"
     )
 
 
-def _unnamed_notice(
-    store: RecordStore, facts: Format, units: Units, unit_field: str | None, trained: int
-) -> tuple[str, ...]:
-    """Describe the records that name no unit. NOT PRIVATE: for `console.warn` alone.
+UNIT_FIELDS = "their fields are"
 
-    Args:
-        trained: the number of units to train on.
-    """
-    if not units.unnamed:
-        return ()
-    lack = f"have no usable data.unit_field = {unit_field!r}"
-    if not facts.fields:
-        lack = "lie in no folder below training.dataset_path (data.unit_field = 'folder')"
+
+def _refusal(
+    records: Records, reasons: Iterable[tuple[Lack, int, list[str], str]], seq_len: int
+) -> str:
+    """Describe units without a target, in one line."""
+    source, every = records.source, len(records.train)
+    name, reasons = word(source.unit_field), list(reasons)
+    if not reasons:
+        return (
+            f"training.seq_len = {seq_len}: none of the {every:,} {name}s has a target to learn "
+            "within it; raise it, or take longer texts"
+        )
+    (lack, count, names, file), *others = reasons
+    also = "".join(f"; {n:,} {other.what} ({other.setting})" for other, n, *_ in others)
+    field = next(iter(source.reading.keys))
+    remedy = lack.remedy or source.facts.explain(file, field)
+    named = f" (not private: {lack.they} {listed(names)})" if lack.they else ""
     return (
-        f"{units.unnamed} of {len(store)} {facts.row}s {lack}: each is a unit of its own that "
-        "contributes nothing, and counts in the number of units, so that q and the delta check "
-        f"are against {trained} units",
+        f"{lack.setting}: none of the {every:,} {name}s has a target to learn: {count:,} records "
+        f"{lack.what}{also}; {remedy}{named}"
     )

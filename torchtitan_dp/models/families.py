@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 import torch.nn as nn
 
-from torchtitan_dp.data.samples.tokenizer import Tokenizer
+from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.llama3 import adapter as llama_adapter
 from torchtitan_dp.models.llama3 import config_json as llama_config
 from torchtitan_dp.models.llama3 import model as llama

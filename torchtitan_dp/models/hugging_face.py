@@ -12,7 +12,7 @@ from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words, trained, weights_folder
-from torchtitan_dp.data.samples.tokenizer import load_tokenizer
+from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.models.families import (
     FAMILIES,
     Family,

@@ -150,7 +150,7 @@ def _plan(
     if checked.start.resumes:
         print(f"resuming after step {checked.start.step} of {plan.steps}", file=sys.stderr)
     _show(config, plan, records)
-    for notice in tokenizer_lines(config, checked.samples) + notices(config):
+    for notice in tokenizer_lines(config, checked.records.source) + notices(config):
         print(f"      {notice}", file=sys.stderr)
     for caveat in plan.ledger.caveats:
         print(f"      caveat: {caveat}", file=sys.stderr)

@@ -23,21 +23,18 @@ from torchtitan_dp.checkpoint.start import (
 )
 from torchtitan_dp.checkpoint.terms import refuse_delta_of_losses
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import most_tokens, unit_word
+from torchtitan_dp.config.derived import most_tokens
 from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.learnable import check_targets
-from torchtitan_dp.data.samples.conversations import Reading, reading
-from torchtitan_dp.data.samples.excerpts import scan_undecodable
-from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, Tokenizer, from_hub, load_tokenizer
+from torchtitan_dp.data.prepare import Source
+from torchtitan_dp.data.reading import reading
+from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.models.families import ModelArgs, on_meta
 from torchtitan_dp.models.hugging_face import origin, shape
 from torchtitan_dp.models.hugging_face_weights import EXPORT_FOLDER, check_weights, tokenizer_files
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.privacy.clipping import clip_policy
-
-_WHOLE = 2**62, 2**62  # more than a record's text can have, or cost
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Checked:
     start: Start
     args: ModelArgs
     records: Records
-    samples: SampleStore  # as training makes them
+    samples: Samples  # as training makes them
     plan: Plan | None  # None without privacy
 
 
@@ -55,12 +52,8 @@ def open_records(config: JobConfig) -> Records:
     """Open the records that a configuration names; raise ValueError, one line, if it cannot."""
     data, privacy = config.data, config.privacy
     return Records.open(
-        config.training.dataset,
-        config.training.dataset_path or "",
-        text_field=data.text_field,
-        prompt_field=data.prompt_field,
-        messages_field=data.messages_field,
-        unit_field=data.unit_field,
+        source_of(config),
+        data.store,
         heldout_fraction=data.heldout_fraction,
         needs_heldout=config.validation.enable,
         number_is_secret=privacy.enable and privacy.sample_rate is not None,
@@ -68,21 +61,27 @@ def open_records(config: JobConfig) -> Records:
     )
 
 
+def source_of(config: JobConfig) -> Source:
+    """Return the files that a configuration names, and how they are read."""
+    data, assets_path = config.data, config.model.hf_assets_path
+    tokenizer = load_tokenizer(assets_path)
+    fields = data.text_field, data.prompt_field, data.messages_field
+    return Source(
+        config.training.dataset,
+        config.training.dataset_path or "",
+        reading(*fields, assets_path, tokenizer),
+        tokenizer,
+        data.unit_field,
+    )
+
+
 def check_run(
-    config: JobConfig,
-    open_records: Callable[[JobConfig], Records] = open_records,
-    *,
-    share: tuple[int, int] = (0, 1),
-    counts: bool = True,
+    config: JobConfig, open_records: Callable[[JobConfig], Records] = open_records
 ) -> Checked:
-    """Check all of a run that one plain process can, and write nothing.
+    """Check all of a run that one plain process can, and write nothing but the store of tokens.
 
     Args:
         open_records: the function above, or one that keeps its result.
-        share: this process and how many there are with the same files; with
-            `data.on_undecodable` = "error" each reads a part of the records.
-        counts: whether to count units without a target, for `Records.warnings`; else one that has
-            a target is enough.
 
     Raises:
         ValueError: one line for the user.
@@ -92,21 +91,16 @@ def check_run(
     refuse_another_decay(config, start)
     refuse_another_optimizer(config, start)
     args = check_model(config, start)
-    tokenizer = load_tokenizer(config.model.hf_assets_path)
-    how = build_reading(config, tokenizer)  # a mistake there is found before files are read
     records = open_records(config)
-    samples = build_samples(records, tokenizer, config, how)
-    found = check_targets(
-        samples,
-        records.train,
-        records.facts,
-        records.wanted,
-        unit_word(config),
-        counts=counts,
-    )
+    samples = build_samples(records, config)
+    found = records.check_targets(samples)
     records = dataclasses.replace(records, warnings=records.warnings + found)
-    if config.data.on_undecodable == "error":
-        _refuse_undecodable(records, samples.reading, *share)
+    if config.data.on_undecodable == "error" and (bad := records.undecodable()):
+        raise ValueError(
+            f"data.on_undecodable = 'error': {bad} of {len(records.store)} records cannot be "
+            "decoded; fix them, or set it to 'empty' (they then contribute nothing)"
+            + "".join(f"; not private: {warning}" for warning in records.warnings)
+        )
     folder = config.job.dump_folder
     plan = None
     if config.privacy.enable:
@@ -118,65 +112,19 @@ def check_run(
     return Checked(start, args, records, samples, plan)
 
 
-def build_samples(
-    records: Records, tokenizer: Tokenizer, config: JobConfig, how: Reading | None = None
-) -> SampleStore:
-    """Build the samples of `[data]`.
-
-    Args:
-        how: `build_reading` of these, if it was built already.
-    """
-    data = config.data
+def build_samples(records: Records, config: JobConfig) -> Samples:
+    """Build the samples of `[data]`."""
+    data, source = config.data, records.source
     assert data.unit_sampling != "auto"  # resolved at load
     assert data.long_records != "auto"
-    return SampleStore(
+    return Samples(
         records.store,
-        tokenizer,
         config.training.seq_len,
-        records.units,
-        unit_sampling=data.unit_sampling,
-        long_records=data.long_records,
-        reading=how or build_reading(config, tokenizer),
-        cache=TokenCache(),
+        one_record=data.unit_sampling == "random",
+        window=data.long_records == "window",
+        has_answers=source.reading.has_answers,
+        pad_id=source.tokenizer.eos_id or 0,
     )
-
-
-def build_reading(config: JobConfig, tokenizer: Tokenizer | None = None) -> Reading | None:
-    """Choose how records with answers are read; raise ValueError, one line, for a mistake.
-
-    Args:
-        tokenizer: of `model.hf_assets_path`, if it was loaded already.
-    """
-    data, assets_path = config.data, config.model.hf_assets_path
-    if data.prompt_field is data.messages_field is None:
-        return None
-    return reading(
-        data.text_field,
-        data.prompt_field,
-        data.messages_field,
-        assets_path,
-        tokenizer or load_tokenizer(assets_path),
-    )
-
-
-def _refuse_undecodable(records: Records, how: Reading | None, part: int, parts: int) -> None:
-    """Raise ValueError if one of this part's records cannot be decoded."""
-    mine = records.train[part::parts]
-    count = sum(len(records.units.places(unit)) for unit in mine)
-    every = (record for unit in mine for record in records.units.records(unit))
-    store = records.store
-
-    def is_read(record: int) -> bool:
-        fields = store.fields(record)
-        return how is not None and fields is not None and how.read(fields, *_WHOLE) is not None
-
-    bad = scan_undecodable(store.is_decodable if how is None else is_read, every, count)
-    if bad:
-        raise ValueError(
-            f"data.on_undecodable = 'error': {bad} of {count} records cannot be decoded; fix "
-            "them, or set it to 'empty' (they then contribute nothing)"
-            + "".join(f"; not private: {warning}" for warning in records.warnings)
-        )
 
 
 def check_packages(config: JobConfig) -> None:

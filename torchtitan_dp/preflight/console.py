@@ -17,8 +17,8 @@ import torchtitan
 from torchtitan_dp.config import JobConfig, Privacy
 from torchtitan_dp.config.derived import never_trained
 from torchtitan_dp.data.console import warn
-from torchtitan_dp.data.samples.conversations import Chats
-from torchtitan_dp.data.samples.samples import SampleStore
+from torchtitan_dp.data.prepare import Source
+from torchtitan_dp.data.reading import Chats
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.preflight.check import Checked
@@ -63,7 +63,7 @@ def show_notices(config: JobConfig, checked: Checked) -> None:
     """Print warnings of the records and notices of the configuration, as a plan does."""
     for warning in checked.records.warnings:
         warn(warning)
-    for line in tokenizer_lines(config, checked.samples) + notices(config):
+    for line in tokenizer_lines(config, checked.records.source) + notices(config):
         print(f"      {line}", file=sys.stderr)
 
 
@@ -73,15 +73,15 @@ def notices(config: JobConfig) -> list[str]:
     return [line for line in lines if line is not None] + _without_effect(config)
 
 
-def tokenizer_lines(config: JobConfig, samples: SampleStore) -> list[str]:
+def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
     """Describe the tokenizer, and samples whose end is never learned."""
-    where, reading = config.model.hf_assets_path, samples.reading
+    where, reading = config.model.hf_assets_path, source.reading
     end = None
     if isinstance(reading, Chats):
         end = reading.template.lacks_end
-    elif samples.tokenizer.eos_id is None:
+    elif source.tokenizer.eos_id is None:
         end = "the tokenizer has no eos: the model never learns to stop"
-    named = f"tokenizer: {samples.tokenizer.describe()}" + (f", from {where}" if where else "")
+    named = f"tokenizer: {source.tokenizer.describe()}" + (f", from {where}" if where else "")
     return [named, *filter(None, [end])]
 
 

@@ -14,17 +14,13 @@ Guarantee:
 Assumed, as crashes that do not depend on records:
     - this process's free memory stays the same, and a device's allocator finds room again for
       earlier allocations (the orders of lengths differ);
-    - the host has room, beside what `host_memory` predicts, for one sample's text in each of two
-      threads: at most `excerpts.most_bytes` or one row (`RecordStore.most_row_bytes`), parsed, and
-      some 200 bytes per token; for samples made ahead, `feed.SAMPLES_AHEAD` and those of two
-      microbatches, 8 bytes per token, padding included; for `token_cache.MOST_BYTES`; for the
-      index, 4 bytes a unit (made here, by `TokenCounts`), a step's statistics, 32 bytes a sample,
-      and for the next draw about 2,000 bytes for each unit never drawn before;
+    - the host has room, beside what `host_memory` predicts, for the arrays of the store and of its
+      samples, some 60 bytes a record (read before); for two microbatches, 24 bytes per token,
+      padding included; and for a step's statistics, 32 bytes a sample;
     - checkpoints, validation and `privacy.json` take the same memory at the same steps of every
       run: their shapes are public;
     - time: the longest microbatch on an accelerator is compared here with
-      `comm.train_timeout_seconds`; one sample's text and JSON are bounded (`excerpts.most_bytes`),
-      and read, parsed and tokenized in less than the rest;
+      `comm.train_timeout_seconds`; a sample is read from the disk in less than the rest;
     - the machine: power, hardware, network, disks, drivers.
 """
 
@@ -83,7 +79,7 @@ def rehearse(trainer: Rehearsed) -> None:
     """Run padding of every length, and an update that changes nothing; log the time.
 
     Collective over the world: two microbatches of the shortest length and one of each other (on an
-    accelerator two of the longest as well), shared over cp (`feed.Feed.padding`), and an update.
+    accelerator two of the longest as well), and an update.
 
     Raises:
         Fault: one line that names what failed and what would fit.
@@ -93,7 +89,6 @@ def rehearse(trainer: Rehearsed) -> None:
     begun = time.perf_counter()
     lengths = ", ".join(f"{rung:,}" for rung in rungs)
     logger.info(f"rehearsal: padding of {lengths} tokens, before any record is drawn")
-    feed.make_room()
     statistics = SampleStatistics()
     trainer.gradients.start_step(bytes(32))  # a public key: padding contributes nothing
     passed = 0

@@ -49,7 +49,7 @@ from torchtitan_dp.checkpoint.folder import (
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, read_config
-from torchtitan_dp.data.samples.tokenizer import byte_tokenizer_files
+from torchtitan_dp.data.tokenizer import byte_tokenizer_files
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.families import ModelArgs, on_meta, without_lora

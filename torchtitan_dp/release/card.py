@@ -18,8 +18,8 @@ from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.initial import PUBLIC
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
-from torchtitan_dp.data.records.formats import FORMATS
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, load_tokenizer
+from torchtitan_dp.data.formats import FORMATS
+from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from torchtitan_dp.data import console
 from torchtitan_dp.data.records import hashing, jsonl
 from torchtitan_dp.data.records import index as kept
 from torchtitan_dp.data.records import text as text_format
 from torchtitan_dp.data.records.files import list_files, locate
-from torchtitan_dp.data.records.formats import open_store
 from torchtitan_dp.data.records.store import RecordStore
+
+from torchtitan_dp.data import console
+from torchtitan_dp.data.formats import open_store
 
 Open = Callable[..., RecordStore]
 

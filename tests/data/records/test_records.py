@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-
 from torchtitan_dp.data.records import hashing, jsonl
 from torchtitan_dp.data.records import text as text_format
-from torchtitan_dp.data.records.formats import open_store
 from torchtitan_dp.data.records.store import RecordStore
+
+from torchtitan_dp.data.formats import open_store
 from torchtitan_dp.data.units import open_units
 
 Open = Callable[..., RecordStore]

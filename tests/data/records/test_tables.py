@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.records import tables
-from torchtitan_dp.data.records.formats import open_store
 from torchtitan_dp.data.records.store import RecordStore
 from torchtitan_dp.data.samples.samples import SampleStore
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.formats import open_store
+from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units
 
 pa = pytest.importorskip("pyarrow")
@@ -99,7 +99,7 @@ def test_rows_read_as_lines_do(format: str, tmp_path: Path, open_: Open) -> None
 
 
 def samples(format: str, path: Path, how: dict[str, str], monkeypatch: Any) -> list[Any]:
-    from torchtitan_dp.data.samples.conversations import reading
+    from torchtitan_dp.data.reading import reading
 
     records = Records.open(format, str(path), **how)
     field = how.get("prompt_field")
@@ -126,7 +126,7 @@ def test_all_formats_have_the_same_draws_and_samples(
 
 
 def test_chats_are_lists_of_structs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from torchtitan_dp.data.samples.chat_template import messages_of
+    from torchtitan_dp.data.chat_template import messages_of
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     for format, write in WRITERS.items():

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from tests.data.chats import MARKED, PLAIN, REWRITES, chat, folder
-from torchtitan_dp.data.samples.chat_template import (
+from torchtitan_dp.data.chat_template import (
     MESSAGE_COST,
     ChatTemplate,
     Message,

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torchtitan_dp.data.samples.excerpts import most_bytes
+from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore, TokenCache
 
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
 from tests.data.samples.test_excerpts import rng
 from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.chat_template import MOST_MESSAGES
 from torchtitan_dp.data.dataset import Records
-from torchtitan_dp.data.samples.chat_template import MOST_MESSAGES
-from torchtitan_dp.data.samples.conversations import Answers, Marked, Prompts, Reading, cut, reading
-from torchtitan_dp.data.samples.excerpts import most_bytes
-from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore, TokenCache
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from torchtitan_dp.data.reading import Answers, Marked, Prompts, Reading, cut, reading
+from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
 BOS, EOS, IGNORED = 256, 257, IGNORE_INDEX
 T = 16

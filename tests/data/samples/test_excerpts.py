@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-
-from torchtitan_dp.data.batching import RecordLoader
-from torchtitan_dp.data.records.formats import open_store
-from torchtitan_dp.data.samples import excerpts
 from torchtitan_dp.data.samples.excerpts import Excerpts
 from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+
+from torchtitan_dp.data.batching import RecordLoader
+from torchtitan_dp.data.formats import open_store
+from torchtitan_dp.data.samples import excerpts
+from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.data.units import open_units
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import choices

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
-
-from tests.data.samples.test_excerpts import rng
-from torchtitan_dp.data.records.formats import open_store
 from torchtitan_dp.data.samples.excerpts import Excerpt, scan_undecodable
 from torchtitan_dp.data.samples.samples import ENTRY_BYTES, IGNORE_INDEX, SampleStore, TokenCache
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer
+
+from tests.data.samples.test_excerpts import rng
+from torchtitan_dp.data.formats import open_store
+from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 BOS, EOS, IGNORED = 256, 257, IGNORE_INDEX
 

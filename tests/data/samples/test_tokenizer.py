@@ -9,7 +9,7 @@ import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
 
-from torchtitan_dp.data.samples.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
+from torchtitan_dp.data.tokenizer import ByteTokenizer, HFTokenizer, load_tokenizer
 
 VOCABULARY = {"<unk>": 0, "one": 1, "two": 2, "<s>": 3, "</s>": 4}
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torchtitan.models.llama3.model.args import RoPEScalingArgs
 
-from torchtitan_dp.data.samples.tokenizer import Tokenizer
+from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.config_json import SUPPORTED, Reader, is_positive
 from torchtitan_dp.models.llama3.model import Llama, LlamaArgs
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from torchtitan_dp.data.samples.tokenizer import Tokenizer
+from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.models.config_json import SUPPORTED, Reader
 from torchtitan_dp.models.qwen3.model import QwenArgs
 

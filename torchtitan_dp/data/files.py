@@ -11,15 +11,13 @@ import sysconfig
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-import numpy as np
-
 PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Python's library
 
 
 class Files(NamedTuple):
     root: str
     names: list[str]  # below the root
-    starts: np.ndarray  # (files + 1,) int64: where each begins if all lay one after the other
+    sizes: list[int]  # bytes
     listing_hash: str  # of relative names and sizes
     place_hash: str  # of absolute paths, sizes, times, and inodes, since times can be set
     stamps: list[bytes]  # a hash of each file's size, times and inode
@@ -29,13 +27,6 @@ class Files(NamedTuple):
 
     def path(self, index: int) -> str:
         return os.path.join(self.root, self.names[index])
-
-    def is_as_listed(self, index: int) -> bool:
-        """Check that a file has not changed since it was listed."""
-        try:
-            return _stamp(os.stat(self.path(index))) == self.stamps[index]
-        except OSError:
-            return False
 
 
 def _stamp(status: os.stat_result) -> bytes:
@@ -52,7 +43,7 @@ def list_files(root: str, names: Iterable[str]) -> Files:
     """
     # Two machines may share a cache, and each have an image with the same inodes and times.
     listing, place = hashlib.sha256(), hashlib.sha256(platform.node().encode())
-    real_root, kept, ends, stamps = os.path.realpath(root), [], [0], []
+    real_root, kept, sizes, stamps = os.path.realpath(root), [], [], []
     linked: set[tuple[int, int]] = set()  # files that may come again under another name
     folder, is_far = "", False
     for name in names:
@@ -71,10 +62,10 @@ def list_files(root: str, names: Iterable[str]) -> Files:
         place.update(os.fsencode(path) + b"\0" + stamp)
         kept.append(name)
         stamps.append(stamp)
-        ends.append(ends[-1] + status.st_size)
+        sizes.append(status.st_size)
     hashes = listing.hexdigest(), place.hexdigest()
     # By its real path: to point a link at the root elsewhere moves no open run to other files.
-    return Files(real_root, kept, np.array(ends, dtype=np.int64), *hashes, stamps)
+    return Files(real_root, kept, sizes, *hashes, stamps)
 
 
 def locate(
@@ -84,7 +75,7 @@ def locate(
 
     Args:
         path: a file, a folder, a glob, or `PYTHON_STDLIB`.
-        below: the pattern of the files to take from a folder, one path component per item.
+        below: patterns of the files to take from a folder, components separated by "/".
         has_stdlib: whether `PYTHON_STDLIB` stands for Python's sources; else it is a path.
 
     Raises:
@@ -92,7 +83,7 @@ def locate(
     """
     if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")
-        return root, _walk(root, ["**", "*.py"], skipped=("site-packages", "dist-packages"))
+        return root, _walk(root, ("**/*.py",), skipped=("site-packages", "dist-packages"))
     full = os.path.abspath(os.path.expanduser(path)) if path else ""
     if os.path.isfile(full):
         return os.path.dirname(full), [os.path.basename(full)]
@@ -105,7 +96,7 @@ def locate(
         raise ValueError(
             f"training.dataset_path = {path!r} does not exist: give a file, a folder or a glob"
         )
-    return root, _walk(root, parts[magic:])
+    return root, _walk(root, ["/".join(parts[magic:])])
 
 
 def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> list[str]:
@@ -115,25 +106,27 @@ def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> li
     another unit.
 
     Args:
-        patterns: one for each component of a name.
+        patterns: of names, in components; a file matches one of them.
     """
+    ways = [pattern.split("/") for pattern in patterns]
 
     def is_seen(name: str) -> bool:
         is_cache = name == "__pycache__" or name.endswith(".pyc")
         return not (is_cache or name.startswith(".") or name in skipped)
 
     def may_enter(parts: list[str]) -> bool:
-        return is_seen(parts[-1]) and _may_hold(parts, patterns)
+        return is_seen(parts[-1]) and any(_may_hold(parts, way) for way in ways)
 
     paths: dict[str, tuple[str, str]] = {}  # by name: without linked folders, without any link
     for parts, folder, children in _folders(root, may_enter):
         for name in children:
             path = os.path.join(folder, name)
-            if is_seen(name) and _matches([*parts, name], patterns) and os.path.isfile(path):
+            matches = any(_matches([*parts, name], way) for way in ways)
+            if is_seen(name) and matches and os.path.isfile(path):
                 final = os.path.realpath(path) if os.path.islink(path) else path
                 paths["/".join([*parts, name])] = path, final
     own = {os.path.join(os.path.realpath(root), name): name for name in paths}
-    kept = (n for n, ways in paths.items() if all(own.get(path, n) == n for path in ways))
+    kept = (n for n, both in paths.items() if all(own.get(path, n) == n for path in both))
     return sorted(kept, key=os.fsencode)  # alike in every locale
 
 

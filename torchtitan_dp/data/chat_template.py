@@ -15,6 +15,7 @@ Which text is the assistant's:
   the one before: templates and conversations that rewrite earlier turns are refused.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -27,7 +28,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan_dp.data.records.store import kind_of, text_of
+from torchtitan_dp.data.tokenizer import kind_of, text_of
 
 ASSISTANT = "assistant"
 # Unicode's noncharacters, which no text should have: one that has is refused.
@@ -38,6 +39,7 @@ _GLOBALS = ("range", "dict", "cycler", "joiner", "namespace")  # jinja2's own, w
 MOST_MESSAGES = 256
 """Of a longer conversation these are looked at: the time to render it must be bounded."""
 MESSAGE_COST = 1000  # characters: about as many are copied while a template looks at a message
+MOST_COST = 2**26  # characters that are rendered for one conversation, over all renderings
 _PROBE = (("user", "What?"), (ASSISTANT, "That."), ("user", "Why?"), (ASSISTANT, "Because."))
 
 
@@ -53,18 +55,6 @@ class Piece(NamedTuple):
 
     text: str
     is_target: bool
-
-
-class Written(NamedTuple):
-    """A conversation as text, and the cost of writing it."""
-
-    pieces: list[Piece] | None
-    """None if the template refuses the conversation or its turns cannot be separated, and for
-    content that no text should hold."""
-
-    cost: int
-    """Characters that were rendered, over all renderings, refused ones too; a message stands for
-    `MESSAGE_COST`."""
 
 
 class ChatTemplate:
@@ -98,34 +88,32 @@ class ChatTemplate:
         except jinja2.TemplateError as error:
             raise ValueError(f"is not valid Jinja ({error})") from None
         self._marks = dict(marks)
+        terms = json.dumps([source, self._marks], sort_keys=True)
+        self.identity = hashlib.sha256(terms.encode()).hexdigest()
         self.trial = self._try_out()
         self.lacks_end = self._describe_end()
 
-    def write(self, messages: Sequence[Message], most: int) -> Written:
+    def write(self, messages: Sequence[Message]) -> list[Piece] | None:
         """Write a conversation, in parts that are the assistant's or not.
 
         Args:
-            messages: the last of them is the assistant's.
-            most: what rendering may cost (`Written.cost`). A template without marks is rendered
-                for each turn anew, until that is spent: later turns are left out.
+            messages: the last of them is the assistant's. A template without marks is rendered for
+                each turn anew, until `MOST_COST` is spent: later turns are left out.
 
-        It never raises for what messages hold.
+        Returns:
+            None if the template refuses the conversation or its turns cannot be separated, and for
+            content that no text should hold. It never raises for what messages hold.
         """
-        rendering = _Rendering(self._template, self._marks)
         if any(_EITHER.search(message.role + message.content) for message in messages):
-            return Written(None, rendering.cost)
+            return None
         try:
-            pieces = self._pieces(messages, most, rendering)
+            return self._pieces(messages)
         except Exception:  # of any kind: a template may do anything with a record's text
-            pieces = None
-        return Written(pieces, rendering.cost)
+            return None
 
-    def _pieces(
-        self, messages: Sequence[Message], most: int, rendering: "_Rendering"
-    ) -> list[Piece] | None:
-        if self._is_marked:
-            return _by_marks(rendering, messages)
-        return _by_turns(rendering, messages, most)
+    def _pieces(self, messages: Sequence[Message]) -> list[Piece] | None:
+        rendering = _Rendering(self._template, self._marks)
+        return (_by_marks if self._is_marked else _by_turns)(rendering, messages)
 
     def _try_out(self) -> list[Piece]:
         """Write a conversation that is no record, and look at what became of its turns.
@@ -135,7 +123,7 @@ class ChatTemplate:
         """
         probe = [Message(*turn) for turn in _PROBE]
         try:
-            pieces = self._pieces(probe, 2**30, _Rendering(self._template, self._marks))
+            pieces = self._pieces(probe)
         except Exception as error:
             raise ValueError(f"cannot be rendered ({type(error).__name__}: {error})") from None
         if pieces is None:
@@ -208,7 +196,7 @@ def _by_marks(rendering: _Rendering, messages: Sequence[Message]) -> list[Piece]
     return None if inside else pieces
 
 
-def _by_turns(rendering: _Rendering, messages: Sequence[Message], most: int) -> list[Piece] | None:
+def _by_turns(rendering: _Rendering, messages: Sequence[Message]) -> list[Piece] | None:
     pieces: list[Piece] = []
     done = ""
     for end, message in enumerate(messages, start=1):
@@ -222,7 +210,7 @@ def _by_turns(rendering: _Rendering, messages: Sequence[Message], most: int) -> 
         # An empty answer would teach to say nothing.
         pieces.append(Piece(after[len(before) :], message.content.strip() != ""))
         done = after
-        if rendering.cost >= most:
+        if rendering.cost >= MOST_COST:
             break
     return pieces
 

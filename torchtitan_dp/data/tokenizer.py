@@ -3,10 +3,11 @@
 The tokenizer is an input and is never learned from the private records (hazard row 34).
 """
 
+import hashlib
 import json
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -18,14 +19,18 @@ class Tokenizer(Protocol):
 
     bos_id: int | None
     eos_id: int | None
-    bytes_per_token: int
-    """How many bytes of text to read for a token, a first guess; exact if 1."""
+    identity: str
+    """What ids depend on besides the text: equal for two folders with the same tokenizer."""
 
     def encode(self, text: str) -> np.ndarray | None:
         """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
 
         `None` for a text without tokens in the vocabulary. Never raises, whatever the text.
         """
+        ...
+
+    def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
+        """Turn each text into ids as `encode` does, on all cores."""
         ...
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -46,11 +51,15 @@ class ByteTokenizer:
 
     bos_id: int | None = 256
     eos_id: int | None = 257
-    bytes_per_token = 1
+    identity = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
         """Return the bytes, int64 (bytes,)."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
+
+    def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
+        """Return the bytes of each text."""
+        return [self.encode(text) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Turn ids into text, with marks left out and broken UTF-8 replaced by U+FFFD."""
@@ -100,8 +109,6 @@ def byte_tokenizer_files() -> dict[str, str]:
 class HFTokenizer:
     """A tokenizer.json without its truncation, padding, dropout and special-token templates."""
 
-    bytes_per_token = 8
-
     def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None):
         backend.no_truncation()  # both would otherwise hide the true length of a record
         backend.no_padding()
@@ -110,23 +117,31 @@ class HFTokenizer:
         self._backend = backend
         self.bos_id, self.eos_id = bos_id, eos_id
         self._vocab_size = max(backend.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        hashed = hashlib.sha256(backend.to_str().encode()).hexdigest()
+        self.identity = f"{hashed}, bos {bos_id}, eos {eos_id}"
 
     def encode(self, text: str) -> np.ndarray | None:
         """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
 
         `None` for a text with something that the vocabulary lacks, if it has no token for that.
         """
+        return self.encode_each([text])[0]
+
+    def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
+        """Turn each text into ids as `encode` does, in the library's own threads."""
         try:
-            # `encode` keeps other threads waiting (the GIL) for as long as it takes.
-            (encoded,) = self._backend.encode_batch_fast([text], add_special_tokens=False)
-            ids = encoded.ids
+            # Unlike `encode`, it lets other threads of Python run.
+            found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
         except BaseException as error:
             # The library raises plain Exception; a panic inside of it is a BaseException that
-            # cannot be imported. A record's content must not stop the run.
-            if isinstance(error, Exception) or type(error).__name__ == "PanicException":
-                return None
-            raise
-        return np.array(ids, dtype=np.int64)
+            # cannot be imported. A record's content must not stop the run, nor touch another's.
+            if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+                raise
+            if len(texts) == 1:
+                return [None]
+            half = len(texts) // 2
+            return self.encode_each(texts[:half]) + self.encode_each(texts[half:])
+        return [np.array(encoded.ids, dtype=np.int64) for encoded in found]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Turn ids into text, special tokens left out."""
@@ -144,6 +159,27 @@ class HFTokenizer:
             for name, mark in (("bos", self.bos_id), ("eos", self.eos_id))
         ]
         return f"tokenizer.json, vocabulary {self._vocab_size:,}, {', '.join(marks)}"
+
+
+def text_of(value: object) -> str | None:
+    """Return a value if it is text that UTF-8 can encode: JSON may hold half a surrogate pair."""
+    if not isinstance(value, str):
+        return None
+    try:
+        value.encode()
+    except UnicodeError:
+        return None
+    return value
+
+
+def kind_of(value: object) -> str:
+    """Name the type of a value in a field, with its article."""
+    kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list"}
+    kinds |= {dict: "an object", type(None): "null", bytes: "text that is broken or too long"}
+    kinds[str] = "text with half a character"
+    if text_of(value) is not None:
+        return "a text"
+    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def from_hub(path: str) -> str | None:

@@ -1,0 +1,311 @@
+"""The formats of records: the facts of each, and the readers of files whose rows are lines.
+
+A reader yields the rows of a file in order, each exactly once: a mapping of fields, or None for one
+that is broken. A new format is a reader and an entry in `FORMATS`; no other code depends on one.
+
+Guarantee:
+    How a row is read depends on no other row (hazard row 68), and none is left out (row 42): types
+    are never inferred over rows. How a file divides into rows is its structure, which is public; a
+    file whose structure is damaged (a CSV file whose quotes do not close, a compressed one that
+    ends early) is refused.
+"""
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePath
+from typing import IO, Any
+
+from torchtitan_dp.data.tables import (
+    MOST_ROW_BYTES,
+    Fields,
+    arrow_rows,
+    check_arrow,
+    check_parquet,
+    parquet_rows,
+)
+
+MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
+FOLDER = "folder"  # the unit field of records without fields
+_CODECS = {".gz": "gzip", ".zst": "zstd"}
+
+
+@dataclass(frozen=True)
+class Format:
+    """The facts of one value of `training.dataset`."""
+
+    rows: Callable[[str, Sequence[str]], Iterator[Fields | None]]
+    """Yields the rows of the file at a path, with the fields of these names, and maybe others."""
+
+    below: tuple[str, ...]
+    """Patterns of the files to take from a folder, components separated by "/"."""
+
+    row: str
+    """A word for the part of a file that is one record."""
+
+    found_in: str
+    """A phrase for what a path without records lacks."""
+
+    record: str
+    """A phrase for one record, for a release card."""
+
+    content: str
+    """A noun for what a record must be."""
+
+    explain: Callable[[str, str], str]
+    """Describes a file none of whose records are that, with a remedy, for an error: by its path and
+    the text's field."""
+
+    fields: str | None = None
+    """A phrase for a record's named fields, of which one is its text and another may name its unit;
+    None if a record has none. Then the only unit is the folder that a file lies in."""
+
+    check: Callable[[str, Mapping[str, str]], None] = lambda path, keys: None
+    """Refuses a file whose structure lacks fields, by ValueError; `keys` has the configuration's
+    key of each."""
+
+    named_by_position: bool = True
+    """Whether a record's name is its number, so that one more record renames others. What depends
+    on names, such as being held out, then depends on other records."""
+
+    has_lists: bool = True
+    """Whether a field may be a list, as of messages."""
+
+
+def format_named(name: str) -> Format:
+    """Look a format up by its name.
+
+    Raises:
+        ValueError: one line, if it is not known.
+    """
+    if name not in FORMATS:
+        known = ", ".join(f"'{known}'" for known in FORMATS)
+        raise ValueError(f"training.dataset = {name!r} is not a known format: use one of {known}")
+    return FORMATS[name]
+
+
+def text_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
+    """Yield the whole text of a file, under the name of the first field."""
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MOST_ROW_BYTES + 1)
+        text = data.decode("utf-8-sig") if len(data) <= MOST_ROW_BYTES else None
+    except (OSError, UnicodeError):  # of no permission, say
+        text = None
+    yield None if text is None else {fields[0]: text}
+
+
+def jsonl_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
+    """Yield the JSON object on each line; a line that is blank, torn or too long is None."""
+    with _opened(path) as file:
+        while line := file.readline(MOST_LINE_BYTES + 1):
+            is_whole = len(line) <= MOST_LINE_BYTES
+            while not line.endswith(b"\n") and (more := file.readline(MOST_LINE_BYTES)):
+                line, is_whole = more, False
+            yield _parsed(line) if is_whole else None
+
+
+def _parsed(line: bytes) -> Fields | None:
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError, MemoryError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
+    """Yield the rows behind the first, which names the columns; all values are texts.
+
+    A row with another number of values than there are columns is None; a value that is not UTF-8
+    is a text that cannot be encoded (`tokenizer.text_of`).
+
+    Raises:
+        ValueError: one line, if quotes do not close.
+    """
+    csv.field_size_limit(MOST_ROW_BYTES)
+    with _csv_text(path) as file:
+        lines = csv.reader(file, strict=True)
+        try:
+            names = next(lines)
+            for values in lines:
+                fits = len(values) == len(names) and sum(map(len, values)) <= MOST_ROW_BYTES
+                yield dict(zip(names, values, strict=True)) if fits else None
+        except csv.Error as error:
+            raise ValueError(
+                f"training.dataset_path: {path}, line {lines.line_num} (not private): {error}; "
+                "write it again, with each text in quotes and quotes in it doubled"
+            ) from None
+
+
+def _check_csv(path: str, keys: Mapping[str, str]) -> None:
+    with _csv_text(path) as file:
+        try:
+            names = next(csv.reader(file, strict=True), [])
+        except csv.Error as error:
+            raise ValueError(f"training.dataset_path: {path} is no CSV file ({error})") from None
+    for field, key in keys.items():
+        if (count := names.count(field)) != 1:
+            many = "no such column" if count == 0 else f"{count} such columns"
+            hint = "; its columns must be separated by commas" if len(names) == 1 else ""
+            raise ValueError(
+                f"{key} = {field!r}: {path} has {many}; its columns are {', '.join(names)}{hint}"
+            )
+
+
+def _csv_text(path: str) -> IO[str]:
+    return io.TextIOWrapper(_opened(path), "utf-8-sig", errors="surrogateescape", newline="")
+
+
+def _opened(path: str) -> IO[bytes]:
+    """Open a file, decompressed if its name ends in .gz or .zst."""
+    codec = _CODECS.get(os.path.splitext(path)[1])
+    if codec is None:
+        return open(path, "rb", buffering=2**20)
+    import pyarrow as pa
+
+    raw: Any = pa.input_stream(path, compression=codec)
+    return io.BufferedReader(raw, buffer_size=2**20)
+
+
+# First bytes, the format that they show, and a remedy.
+_FOREIGN = (
+    (b"PAR1", "Parquet", "set training.dataset = 'parquet'"),
+    (b"ARROW1", "Arrow", "set training.dataset = 'arrow'"),
+    (b"\x1f\x8b", "gzip", "unpack it, or name it {stem}{ending}.gz for 'jsonl'"),
+    (b"\x28\xb5\x2f\xfd", "zstd", "unpack it, or name it {stem}{ending}.zst for 'jsonl'"),
+    (b"%PDF", "PDF", "extract its text: pdftotext '{name}' '{stem}.txt'"),
+    (b"PK\x03\x04", "a zip archive or an Office document", "extract its text"),
+    (b"\xd0\xcf\x11\xe0", "an old Office document", "extract its text"),
+    *(
+        (
+            mark,
+            "UTF-16",
+            f"convert it: iconv -f {codec} -t UTF-8 '{{name}}' > '{{stem}}_utf8{{ending}}'",
+        )
+        for mark, codec in (
+            (b"\xff\xfe", "UTF-16"),
+            (b"\xfe\xff", "UTF-16"),
+            (b"{\0", "UTF-16LE"),
+            (b"\0{", "UTF-16BE"),
+        )
+    ),
+)
+
+
+def _foreign(path: str, ending: str) -> str | None:
+    """Recognize a file of another format by its first bytes, and describe it with a remedy.
+
+    Args:
+        ending: of the name of a converted file.
+    """
+    name = PurePath(path).name
+    try:
+        with _opened(path) as file:
+            head = file.read(6)
+    except OSError as error:
+        return f"{name!r} cannot be read ({error.strerror or error})"
+    for magic, format, remedy in _FOREIGN:
+        if head.startswith(magic):
+            terms = {"name": name, "stem": name.partition(".")[0], "ending": ending}
+            return f"{name!r} is {format}; {remedy.format(**terms)}"
+    return None
+
+
+def _explain_text(path: str, text_field: str) -> str:
+    return _foreign(path, ".txt") or (
+        "convert them (iconv -f LATIN1 -t UTF-8, if they are Latin-1), or name text files by a glob"
+    )
+
+
+def _explain_jsonl(path: str, text_field: str) -> str:
+    if (found := _foreign(path, ".jsonl")) is not None:
+        return found
+    name = PurePath(path).name
+    stem = name.partition(".")[0]
+    with _opened(path) as file:
+        first = next(filter(None, map(bytes.strip, iter(lambda: file.readline(2**16), b""))), b"")
+    if first.startswith(b"["):
+        return (
+            f'{name!r} is one JSON array; convert it: python -c "import pandas as pd; '
+            f"pd.read_json('{name}').to_json('{stem}_lines.jsonl', orient='records', lines=True, "
+            'force_ascii=False)"'
+        )
+    if first.startswith(b"{"):
+        return (
+            f"an object of {name!r} goes on over several lines; write one a line: jq -c . '{name}' "
+            f"> '{stem}_lines.jsonl'"
+        )
+    return f"'jsonl' needs one a line, {{\"{text_field}\": …}}"
+
+
+def _write_again(path: str, text_field: str) -> str:
+    return f"write {path!r} again"
+
+
+_TABLE: dict[str, Any] = {
+    "row": "row",
+    "fields": "column",
+    "content": "readable row",
+    "explain": _write_again,
+}
+
+FORMATS: dict[str, Format] = {
+    "text": Format(
+        rows=text_rows,
+        below=("**",),
+        row="file",
+        found_in="file",
+        record="one file",
+        content="UTF-8 text",
+        explain=_explain_text,
+        named_by_position=False,
+        has_lists=False,
+    ),
+    "jsonl": Format(
+        rows=jsonl_rows,
+        below=("**/*.jsonl", "**/*.jsonl.gz", "**/*.jsonl.zst"),
+        row="line",
+        found_in="line in a *.jsonl, *.jsonl.gz or *.jsonl.zst file",
+        record="one line of a JSON Lines file",
+        fields="JSON field",
+        content="JSON object",
+        explain=_explain_jsonl,
+    ),
+    "csv": Format(
+        rows=csv_rows,
+        check=_check_csv,
+        below=("**/*.csv",),
+        found_in="row behind the names of columns in a *.csv file",
+        record="one row of a CSV file",
+        has_lists=False,
+        **_TABLE,
+    ),
+    "parquet": Format(
+        rows=parquet_rows,
+        check=check_parquet,
+        below=("**/*.parquet",),
+        found_in="row in a *.parquet file",
+        record="one row of a Parquet file",
+        **_TABLE,
+    ),
+    "arrow": Format(
+        rows=arrow_rows,
+        check=check_arrow,
+        below=("**/*.arrow", "**/*.feather"),
+        found_in="row in an *.arrow or *.feather file",
+        record="one row of an Arrow file",
+        **_TABLE,
+    ),
+    "hf": Format(
+        rows=arrow_rows,
+        check=check_arrow,
+        below=("data-*.arrow",),
+        found_in="row in a data-*.arrow file of a folder that datasets.Dataset.save_to_disk wrote; "
+        "for a DatasetDict, name the folder of one split",
+        record="one row of a Hugging Face data set",
+        **_TABLE,
+    ),
+}

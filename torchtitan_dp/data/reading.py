@@ -1,0 +1,310 @@
+"""What of a record the model learns to write: all of its text, or answers alone.
+
+Answers stand beside a prompt (`data.prompt_field`) or are the assistant's turns of a chat. All else
+of these records is read and never predicted.
+
+Guarantee:
+    The pieces of a record are a function of that record alone, and so is the reason why it has
+    none. A malformed record (a field that is missing or of another type), one that the template
+    refuses, and one without an answer have no pieces: they contribute nothing and stop nothing.
+
+The ids of a text are [bos] text [eos] (marks that exist), of a record with a prompt [bos] prompt
+answer [eos]; those of a chat are what its template writes, marks included. Each piece is tokenized
+by itself, as a model that is asked finds the prompt's tokens before it writes its own.
+
+Reasons have names of fields, roles and types: they are PRIVATE, for the records' owner.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from torchtitan_dp.data.chat_template import (
+    ASSISTANT,
+    ChatTemplate,
+    Message,
+    Piece,
+    load_chat_template,
+    messages_of,
+    unlike_messages,
+)
+from torchtitan_dp.data.tokenizer import Tokenizer, kind_of, text_of
+
+Fields = Mapping[str, object]
+
+
+class Lack(NamedTuple):
+    """A reason why records have nothing to learn."""
+
+    setting: str  # that does not fit the records
+    what: str  # these records are or have, in the plural
+    remedy: str = ""  # empty: that of the format (`Format.explain`)
+    they: str = ""  # what the names that were met are
+    is_undecodable: bool = True  # or else readable, and without an answer
+
+
+class Nothing(NamedTuple):
+    """A record without anything to learn."""
+
+    lack: Lack
+    names: Iterable[str] = ()  # of what it has instead
+
+
+REFUSED = Lack(
+    "training.dataset_path",
+    "are refused by the chat template or the tokenizer of model.hf_assets_path",
+    "take those of the model that is trained",
+)
+EMPTY = Lack("training.dataset_path", "are empty", "give records with text", is_undecodable=False)
+
+
+class _Wanted(NamedTuple):
+    """A field that a record needs."""
+
+    key: str  # of the configuration, which names it
+    field: str
+    what: str  # it must have
+    is_there: Callable[[object], bool]
+    instead: Callable[[object], str] = kind_of  # describes another value
+    hint: str = ""  # what it is, for a refusal
+
+
+def _missing(fields: Fields, wanted: Iterable[_Wanted], word: str) -> Nothing | None:
+    """Return what the first field that does not fit lacks, or None.
+
+    Args:
+        word: the format's phrase for a field.
+    """
+    for key, field, what, is_there, instead, hint in wanted:
+        setting = f"{key} = {field!r}"
+        if field not in fields:
+            remedy = f"name the one with the {what}"
+            return Nothing(
+                Lack(setting, f"have no such {word}", remedy, "their fields are"), fields
+            )
+        if not is_there(value := fields[field]):
+            lack = Lack(
+                setting, f"have no {what} there", f"name the {word} with it{hint}", "they hold"
+            )
+            return Nothing(lack, (instead(value),))
+    return None
+
+
+def _text_at(key: str, field: str) -> _Wanted:
+    return _Wanted(key, field, "text", lambda value: text_of(value) is not None)
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Reads a text, all of which is learned."""
+
+    text_field: str
+
+    has_answers, has_marks, identity = False, False, ""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The configuration's key of each field that is read."""
+        return {self.text_field: "data.text_field"}
+
+    def pieces(self, fields: Fields, word: str) -> list[Piece] | Nothing:
+        """Return the parts of a record's text, or why it has none.
+
+        Args:
+            word: the format's phrase for a field.
+        """
+        wanted = [_text_at("data.text_field", self.text_field)]
+        if (nothing := _missing(fields, wanted, word)) is not None:
+            return nothing
+        text = str(fields[self.text_field])
+        return [Piece(text, True)] if text else Nothing(EMPTY)
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Reads an answer, and the prompt before it. Nothing is put in between."""
+
+    prompt_field: str
+    answer_field: str
+
+    has_answers, has_marks, identity = True, False, ""
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The configuration's key of each field that is read."""
+        return {self.answer_field: "data.text_field", self.prompt_field: "data.prompt_field"}
+
+    def pieces(self, fields: Fields, word: str) -> list[Piece] | Nothing:
+        """Return the parts of a record's text, or why it has none (`Texts.pieces`)."""
+        wanted = [_text_at(key, field) for field, key in reversed(self.keys.items())]
+        if (nothing := _missing(fields, wanted, word)) is not None:
+            return nothing
+        prompt, answer = str(fields[self.prompt_field]), str(fields[self.answer_field])
+        if not answer:
+            return Nothing(EMPTY)
+        return [
+            Piece(text, is_target) for text, is_target in ((prompt, False), (answer, True)) if text
+        ]
+
+
+@dataclass(frozen=True)
+class Chats:
+    """Reads a conversation, a list of `{"role": …, "content": …}`, by a chat template."""
+
+    messages_field: str
+    template: ChatTemplate
+
+    has_answers, has_marks = True, True
+
+    @property
+    def identity(self) -> str:
+        """What the pieces depend on besides the record."""
+        return self.template.identity
+
+    @property
+    def keys(self) -> dict[str, str]:
+        """The configuration's key of each field that is read."""
+        return {self.messages_field: "data.messages_field"}
+
+    def pieces(self, fields: Fields, word: str) -> list[Piece] | Nothing:
+        """Return the parts of a record's text up to the last answer, or why it has none
+        (`Texts.pieces`)."""
+        hint = ", a list of objects with a role and a content, two texts"
+        wanted = _Wanted(
+            *("data.messages_field", self.messages_field, "list of messages"),
+            *(lambda value: messages_of(value) is not None, unlike_messages, hint),
+        )
+        if (nothing := _missing(fields, [wanted], word)) is not None:
+            return nothing
+        messages = messages_of(fields[self.messages_field]) or []
+        answers = [i for i, message in enumerate(messages) if is_answer(message)]
+        if not answers:
+            roles = [message.role for message in messages]
+            found = "only empty turns" if ASSISTANT in roles else "no turn"
+            remedy = "these alone are learned: rename the role of what the model is to write"
+            setting, what = (
+                f"data.messages_field = {self.messages_field!r}",
+                f"have {found} of the role '{ASSISTANT}'",
+            )
+            return Nothing(Lack(setting, what, remedy, "their roles are", False), roles)
+        pieces = self.template.write(messages[: answers[-1] + 1])
+        return Nothing(REFUSED) if pieces is None else pieces
+
+
+Reading = Texts | Prompts | Chats
+
+
+def reading(
+    text_field: str,
+    prompt_field: str | None,
+    messages_field: str | None,
+    assets_path: str,
+    tokenizer: Tokenizer,
+) -> Reading:
+    """Choose how records are read.
+
+    Args:
+        text_field: of the text, or of the answer where `prompt_field` is given.
+        assets_path: the folder that the tokenizer was loaded from; empty for bytes.
+
+    Raises:
+        ValueError: one line for the user; a tokenizer without a chat template, say.
+    """
+    if prompt_field is not None:
+        return Prompts(prompt_field, text_field)
+    if messages_field is None:
+        return Texts(text_field)
+    # Bytes have no special tokens, which a template writes as text.
+    has_tokens = os.path.isfile(os.path.join(assets_path, "tokenizer.json"))
+    template = load_chat_template(assets_path) if assets_path and has_tokens else None
+    where = f"data.messages_field = {messages_field!r}: the tokenizer of model.hf_assets_path = "
+    if template is None:
+        raise ValueError(
+            f"{where}{assets_path!r} has no chat template; use a tokenizer of a chat model, add "
+            "chat_template.jinja to the folder, or write prompts and answers (data.prompt_field)"
+        )
+    parts = [tokenizer.encode(piece.text) for piece in template.trial if piece.text]
+    whole = tokenizer.encode("".join(piece.text for piece in template.trial))
+    known = [ids for ids in parts if ids is not None]
+    if whole is None or len(known) < len(parts) or not np.array_equal(np.concatenate(known), whole):
+        raise ValueError(
+            f"{where}{assets_path!r} has other tokens for a chat than for its turns one by one, so "
+            "that the assistant's cannot be identified; use another, or prompts and answers "
+            "(data.prompt_field)"
+        )
+    return Chats(messages_field, template)
+
+
+def is_answer(message: Message) -> bool:
+    """Return whether a turn is one that is learned."""
+    return message.role == ASSISTANT and message.content.strip() != ""
+
+
+class Assembler:
+    """Puts the ids of a record together from those of its pieces. Those that are no targets are
+    stored as their bitwise complement, which is negative."""
+
+    def __init__(self, tokenizer: Tokenizer, how: Reading) -> None:
+        self._has_answers = how.has_answers
+        bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
+        marks = [] if how.has_marks else [mark for mark in (bos_id, eos_id) if mark is not None]
+        self._bos = np.array([] if bos_id is None or not marks else [bos_id], dtype=np.int64)
+        self._eos = np.array([] if eos_id is None or not marks else [eos_id], dtype=np.int64)
+        self.between = np.array([], dtype=np.int64)
+        """The ids between two records of a unit, stored before each."""
+        if not how.has_marks and not marks:
+            found = tokenizer.encode("\n\n")
+            self.between = self.between if found is None else found
+        if how.has_answers:
+            self._bos, self.between = ~self._bos, ~self.between
+
+    def record(self, parts: list[tuple[np.ndarray | None, bool]]) -> tuple[np.ndarray, int] | Lack:
+        """Return a record's ids, int64, and the place of its first target among them.
+
+        Args:
+            parts: ids of each piece, and whether they are targets; None where the tokenizer
+                refused one.
+        """
+        found = []
+        for ids, is_target in parts:
+            if ids is None:
+                return REFUSED
+            found.append(ids if is_target else ~ids)
+        text = np.concatenate([self.between[:0], *found])
+        targets = np.flatnonzero(text >= 0)
+        if len(targets) == 0:
+            return EMPTY
+        if self._has_answers and len(self._eos) == 0:
+            text = text[: targets[-1] + 1]
+        return np.concatenate([self._bos, text, self._eos]), len(
+            self._bos
+        ) * self._has_answers + int(targets[0])
+
+
+def split(text: str, most: int = 2**20) -> Iterator[str]:
+    """Cut a text into parts of at most `most` characters, for the tokenizer's memory.
+
+    A part ends before a blank between two letters if there is one near its end, where the
+    tokenizers of most models begin a new word anyway.
+
+    >>> list(split("one two three", 9))
+    ['one two', ' three']
+    """
+    start = 0
+    while len(text) - start > most:
+        stop = start + most
+        near = range(stop - 1, max(stop - 4096, start), -1)
+        at = next(
+            (
+                i
+                for i in near
+                if text[i] == " " and text[i - 1 : i].isalpha() and text[i + 1].isalpha()
+            ),
+            stop,
+        )
+        yield text[start:at]
+        start = at
+    yield text[start:]

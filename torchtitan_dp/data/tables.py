@@ -1,0 +1,224 @@
+"""Rows of tables, one after the other: Parquet by row groups, Arrow by record batches (pyarrow).
+
+Guarantee:
+    How a row is read depends on no other row (hazard row 68): a value that is not UTF-8, whose
+    offsets lead out of its file, or which is larger than `MOST_ROW_BYTES`, is `BROKEN` by itself,
+    and its row's other columns, such as its unit, are read. A file is refused for its structure
+    alone, which is public: columns, their types, a damaged footer. Rows behind a damaged page of a
+    row group read as None.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+Fields = Mapping[str, object]
+
+MOST_ROW_BYTES = 64 * 2**20
+"""Of each column that a run reads, decoded."""
+BROKEN = b""
+"""A value that cannot be read: neither a text nor a list."""
+_MOST_ROWS = 64
+_MOST_ITEMS = 256  # of a list: as many messages as a template is given
+
+
+def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
+    """Yield the rows of a Parquet file.
+
+    A value that pages repeat as a number takes its whole size in each row, so that only as many
+    rows are decoded at once as have room if all had the largest.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    footer = _read_footer(path)
+    how: dict[str, Any] = {"binary_type": pa.large_binary(), "list_type": pa.LargeListType}
+    with pq.ParquetFile(path, metadata=footer, buffer_size=2**20, **how) as file:
+        for number in range(footer.num_row_groups):
+            group, done = footer.row_group(number), 0
+            chunks = [group.column(i) for i in range(group.num_columns)]
+            largest = sum(c.total_uncompressed_size for c in chunks if _is_of(c, columns))
+            how = {"batch_size": _rows_at_once(largest), "columns": list(columns)}
+            try:
+                for batch in file.iter_batches(row_groups=[number], use_threads=False, **how):
+                    for row in _rows(batch):
+                        done += 1
+                        yield row
+            except _errors():  # a damaged page
+                pass
+            yield from [None] * (group.num_rows - done)
+
+
+def arrow_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
+    """Yield the rows of an Arrow file, or of a stream as `datasets` saves it."""
+    for batch in _batches(path):
+        chosen = batch.select(list(columns))
+        step = _rows_at_once(chosen.nbytes)
+        for start in range(0, chosen.num_rows, step):
+            yield from _rows(chosen.slice(start, step))
+
+
+def check_parquet(path: str, keys: Mapping[str, str]) -> None:
+    """Refuse a Parquet file without the columns that a run reads.
+
+    Args:
+        keys: of the configuration, by column.
+
+    Raises:
+        ValueError: one line.
+    """
+    _check(path, keys, "Parquet", lambda: _read_footer(path).schema.to_arrow_schema())
+
+
+def check_arrow(path: str, keys: Mapping[str, str]) -> None:
+    """Refuse an Arrow file without the columns that a run reads, as `check_parquet` does."""
+    _check(path, keys, "Arrow", lambda: _reader(path)[0].schema)
+
+
+def _check(path: str, keys: Mapping[str, str], kind: str, read: Callable[[], Any]) -> None:
+    try:
+        schema = read()
+    except _errors() as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"training.dataset_path: {path} is no {kind} file, or damaged ({reason}); write it "
+            "again, or name the others by a glob"
+        ) from error
+    for field, key in keys.items():
+        setting, count = f"{key} = {field!r}: {path}", schema.names.count(field)
+        if count == 0:
+            raise ValueError(
+                f"{setting} has no such column; its columns are {', '.join(schema.names)}"
+            )
+        if count > 1:
+            raise ValueError(f"{setting} has {count} such columns; write it again with one of them")
+        fits, needed = _WANTED.get(key, _WANTED["data.text_field"])
+        if not fits(_plain(schema.field(field).type)):
+            kind = schema.field(field).type
+            raise ValueError(f"{setting} has it as {kind}; name a column of {needed}")
+
+
+def _plain(kind: Any) -> Any:
+    """Return the type of the values of a column, however they are stored."""
+    import pyarrow as pa
+
+    if isinstance(kind, pa.BaseExtensionType):
+        return _plain(kind.storage_type)
+    return _plain(kind.value_type) if pa.types.is_dictionary(kind) else kind
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as is_
+
+    views = (getattr(is_, "is_string_view", lambda _: False),)
+    tests = (is_.is_string, is_.is_large_string, is_.is_null, *views)
+    return any(test(kind) for test in tests)
+
+
+def _is_list_of_structs(kind: Any) -> bool:
+    import pyarrow.types as is_
+
+    if not (is_.is_list(kind) or is_.is_large_list(kind)):
+        return bool(is_.is_null(kind))
+    return bool(is_.is_struct(kind.value_type) or is_.is_null(kind.value_type))
+
+
+def _is_name(kind: Any) -> bool:
+    import pyarrow.types as is_
+
+    return _is_text(kind) or bool(is_.is_integer(kind))
+
+
+_WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "data.text_field": (_is_text, "texts"),
+    "data.unit_field": (_is_name, "texts or whole numbers"),
+    "data.messages_field": (_is_list_of_structs, "lists of structs with a role and a content"),
+}
+
+
+def _rows_at_once(size: int) -> int:
+    """Choose how many rows to decode at once, of values that take `size` bytes, once each."""
+    return max(1, min(MOST_ROW_BYTES // max(size, 1), _MOST_ROWS))
+
+
+def _rows(batch: Any) -> Iterator[Fields]:
+    """Yield the rows of a batch; a value that is broken or too large is `BROKEN`."""
+    columns = [_values(_shortened(column)) for column in batch.columns]
+    for values in zip(*columns, strict=True):
+        yield dict(zip(batch.schema.names, values, strict=True))
+
+
+def _values(column: Any) -> list[object]:
+    try:
+        if column.nbytes <= MOST_ROW_BYTES:
+            column.validate(full=True)  # offsets, and UTF-8
+            return cast("list[object]", column.to_pylist())
+    except _errors():
+        pass
+    if len(column) == 1:
+        return [BROKEN]
+    return [value for i in range(len(column)) for value in _values(column.slice(i, 1))]
+
+
+def _shortened(column: Any) -> Any:
+    """Leave out the messages that are never looked at, and numbers that stand for values."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(column, pa.ExtensionArray):
+        return _shortened(column.storage)
+    if pa.types.is_dictionary(column.type):
+        return column.dictionary_decode()
+    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+        return pc.list_slice(column, 0, _MOST_ITEMS)
+    return column
+
+
+def _batches(path: str) -> Iterator[Any]:
+    """Yield the record batches of an Arrow file or stream, mapped into memory."""
+    reader, is_file = _reader(path)
+    if is_file:
+        yield from map(reader.get_batch, range(reader.num_record_batches))
+    else:
+        yield from reader
+
+
+def _reader(path: str) -> tuple[Any, bool]:
+    """Open an Arrow stream, or else a file, and return which it is."""
+    import pyarrow as pa
+
+    source = pa.memory_map(path)
+    try:
+        return pa.ipc.open_stream(source), False
+    except pa.ArrowInvalid:
+        return pa.ipc.open_file(source), True
+
+
+def _is_of(chunk: Any, columns: Sequence[str]) -> bool:
+    """Return whether a chunk of a row group is of one of the columns, or a part of one."""
+    return any(f"{chunk.path_in_schema}.".startswith(f"{name}.") for name in columns)
+
+
+def _read_footer(path: str) -> Any:
+    """Read the footer of a Parquet file, without the Arrow types that it was written from.
+
+    They would decide how columns are read, of dictionaries or with 32-bit offsets.
+    """
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    with open(path, "rb") as file:
+        file.seek(-8, os.SEEK_END)
+        size = int.from_bytes(file.read(4), "little")
+        file.seek(-8 - size, os.SEEK_END)
+        footer = file.read()
+    plain = footer.replace(b"ARROW:schema", b"arrow schema")  # a name that pyarrow does not know
+    return pq.read_metadata(pa.BufferReader(b"PAR1" + plain))
+
+
+def _errors() -> tuple[type[Exception], ...]:
+    """List the errors of a table that cannot be read."""
+    import pyarrow as pa
+
+    kinds = (OSError, ValueError, KeyError, OverflowError, MemoryError, RuntimeError, TypeError)
+    return (*kinds, pa.ArrowException)
