@@ -12,14 +12,15 @@ from pathlib import Path
 _COMMANDS = {
     "train": "CONFIG [--section.key value …]: train on this machine",
     "plan": "CONFIG: epsilon, samples, noise, cost and memory of a run, before it",
-    "data": "CONFIG: units and tokens of the records, and what a sequence length cuts off",
+    "prepare": "CONFIG: tokenize the records once; their tokens, and what a length cuts off",
     "audit": "CONFIG: attack the mechanism or a run, for a lower bound on epsilon",
     "ledger": "RUN…: verify runs, and add up their privacy budgets",
     "release": "RUN FOLDER: write what may be published, with a model card",
     "report": "RUN: one HTML page on a run, or its --status",
     "selfcheck": "check gradients, sums and noise on this machine",
 }
-_TAKE_CONFIG = ("train", "plan", "data", "audit")
+_OTHER_NAMES = {"data": "prepare"}
+_TAKE_CONFIG = ("train", "prepare", "plan", "audit")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -32,12 +33,13 @@ def main(argv: list[str] | None = None) -> None:
     if command in ("-h", "--help"):
         print(usage())
         return
+    command = _OTHER_NAMES.get(command, command)
     if command not in _COMMANDS:
         print(f"error: '{command}' is no command: use {', '.join(_COMMANDS)}", file=sys.stderr)
         raise SystemExit(2)
     if command in _TAKE_CONFIG and rest and not rest[0].startswith("-"):
         rest[:1] = ["--job.config_file", str(config_path(rest[0]))]
-    module = command
+    module = "data" if command == "prepare" else command
     if command == "train":
         module, rest = ("plan", ["--help"]) if {"-h", "--help"} & {*rest} else _training(rest)
     sys.argv = [f"torchtitan_dp.{module}", *rest]

@@ -17,8 +17,9 @@ from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.data.batching import RecordLoader
-from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.dataset import Records, describe
 from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
 from torchtitan_dp.models.hugging_face import shape
@@ -63,8 +64,9 @@ def build_loader(
 ) -> RecordLoader:
     """Build the loader of the training units, for one data-parallel rank."""
     records = open_records(job_config)
+    samples = build_samples(records, job_config)
     return RecordLoader(
-        build_samples(records, job_config),
+        samples,
         records.train,
         ranks=dp_world_size,
         rank=dp_rank,
@@ -72,6 +74,7 @@ def build_loader(
         windows=job_config.data.windows_per_draw,
         fingerprint=records.fingerprint,
         settings=records.settings,
+        description=describe(records.figures(samples), unit_word(job_config)),
         shuffle_seed=job_config.debug.seed or 0,
         secure_draws=job_config.privacy.secure_noise,
     )

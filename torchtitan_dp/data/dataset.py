@@ -11,6 +11,7 @@ Guarantee:
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -19,7 +20,10 @@ from torchtitan_dp.data.prepare import Source, listed, prepared
 from torchtitan_dp.data.reading import Lack
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.store import Store
-from torchtitan_dp.data.units import split, word
+from torchtitan_dp.data.units import Units, split, word
+
+_QUANTILES = (0, 1, 10, 25, 50, 75, 90, 99, 100)
+_WORDS = {"0": "least", "50": "median", "100": "most"}
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,16 @@ class Records:
         fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
         return cls(source, store, train, heldout, fingerprint, settings, tuple(found))
 
+    @classmethod
+    def of_number(cls, source: Source, count: int, heldout_fraction: float) -> "Records":
+        """Return the data of so many units, for a plan before there are any: all are empty."""
+        hashes = np.arange(count, dtype=np.uint64) * np.uint64(2**64 // max(count, 1))
+        nothing, places = np.zeros(count, dtype=np.int64), np.arange(count + 1)
+        units = Units(places[:-1], places, hashes)
+        facts = {"between": 0, "lacks": [], "tokens": "", "contents": ""}
+        store = Store("", nothing, nothing, nothing.astype(np.uint8), units, facts, -1)
+        return cls(source, store, *split(hashes, heldout_fraction), "", {}, ())
+
     def check_targets(self, samples: Samples) -> tuple[str, ...]:
         """Refuse units none of which has a target; describe those without one, NOT PRIVATE.
 
@@ -130,6 +144,39 @@ class Records:
             f"nothing{counted}",
         )
 
+    def figures(self, samples: Samples) -> dict[str, Any]:
+        """Count units and tokens, and what lengths of samples cut off. PRIVATE.
+
+        Args:
+            samples: of these records, as training makes them.
+        """
+        seq_len, tokens = samples.seq_len, samples.lengths(self.train)
+        return {
+            "not_private": True,
+            "records": len(self.store),
+            "units": len(self.store.units),
+            "train_units": len(self.train),
+            "heldout_units": len(self.heldout),
+            "undecodable_records": self.undecodable(),
+            "empty_units": int((~samples.learned(self.train)).sum()),
+            "tokens": int(tokens.sum()),
+            "tokens_quantiles": {str(q): int(np.percentile(tokens, q)) for q in _QUANTILES},
+            "seq_len": seq_len,
+            "by_length": [
+                {
+                    "seq_len": length,
+                    "longer_units": float((tokens > length).mean()),
+                    "share_in_one_sample": float(kept.sum() / max(tokens.sum(), 1)),
+                    "share_in_reach": 1.0
+                    if samples.is_random
+                    else float(kept.sum() / max(tokens.sum(), 1)),
+                    "tokens_per_sample": float(kept.mean()),
+                }
+                for length in (max(int(seq_len * 2.0**power), 1) for power in range(-4, 5))
+                for kept in (np.minimum(tokens, length),)
+            ],
+        }
+
     def undecodable(self) -> int:
         """Count the records to train on that cannot be decoded. PRIVATE."""
         return sum(count for lack, count, *_ in self._reasons(self.train) if lack.is_undecodable)
@@ -149,6 +196,31 @@ class Records:
             if counts[number]:
                 found.append((lack, int(counts[number]), fact["names"], fact["file"]))
         return sorted(found, key=lambda one: -one[1])
+
+
+def describe(figures: Mapping[str, Any], word: str) -> list[str]:
+    """Describe `Records.figures`, a line each. NOT PRIVATE."""
+    quantiles, of = figures["tokens_quantiles"], "to train on"
+    grouped = "" if word == "record" else f" in {figures['units']:,} {word}s"
+    lines = [
+        f"{figures['records']:,} records{grouped}: "
+        f"{figures['train_units']:,} {of}, {figures['heldout_units']:,} held out; "
+        f"{figures['tokens']:,} tokens {of}; {figures['empty_units']:,} {word}s have no target, "
+        f"{figures['undecodable_records']:,} records cannot be decoded",
+        f"tokens per {word}: "
+        + ", ".join(f"{_WORDS.get(q, f'{q}%')} {value:,}" for q, value in quantiles.items()),
+    ]
+    seq_len = figures["seq_len"]
+    for row in figures["by_length"]:
+        length, mean = row["seq_len"], row["tokens_per_sample"]
+        if length in (max(seq_len // 2, 1), seq_len, 2 * seq_len):
+            lines.append(
+                f"samples of {length:,} tokens{' (training.seq_len)' if length == seq_len else ''}:"
+                f" {row['share_in_one_sample']:.0%} of the tokens in one sample of each {word}, "
+                f"{row['share_in_reach']:.0%} in reach of all draws; {row['longer_units']:.0%} of "
+                f"{word}s are longer, {mean:,.0f} tokens a sample on average"
+            )
+    return lines
 
 
 _FIELDS = ("data.text_field", "data.prompt_field", "data.messages_field")

@@ -8,7 +8,7 @@ Guarantee:
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan_dp.ledger import schema
@@ -121,10 +121,22 @@ def check_fingerprint(folder: str, fingerprint: str, settings: Mapping[str, obje
     )
 
 
-def write_fingerprint(folder: str, fingerprint: str, settings: Mapping[str, object]) -> None:
-    """Write the fingerprint, and on a second line the settings: private data, never published."""
-    lines = f"{fingerprint}\n{json.dumps(dict(settings))}\n"
+def write_fingerprint(
+    folder: str, fingerprint: str, settings: Mapping[str, object], description: Sequence[str] = ()
+) -> None:
+    """Write the fingerprint, on a second line the settings, on a third what describes the records:
+    private data, never published."""
+    lines = "\n".join([fingerprint, json.dumps(dict(settings)), json.dumps([*description]), ""])
     write_atomically(os.path.join(folder, FINGERPRINT_FILE), lines.encode())
+
+
+def read_description(folder: str) -> list[str]:
+    """Return what describes the records of this folder's run, if that is there. NOT PRIVATE."""
+    try:
+        with open(os.path.join(folder, FINGERPRINT_FILE), encoding="ascii") as file:
+            return [str(line) for line in json.loads(file.read().splitlines()[2])]
+    except (OSError, ValueError, IndexError):
+        return []
 
 
 def _read_settings(folder: str) -> dict[str, object]:

@@ -25,7 +25,6 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
-from torchtitan_dp.data.console import warn
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
@@ -43,7 +42,7 @@ from torchtitan_dp.plan.recommend import (
 )
 from torchtitan_dp.plan.report import plot, report
 from torchtitan_dp.preflight.check import check_run
-from torchtitan_dp.preflight.console import notices, tokenizer_lines
+from torchtitan_dp.preflight.console import notices, show_records, tokenizer_lines
 from torchtitan_dp.preflight.host_memory import NodeMemory, predict_host_memory, refuse_lack
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
@@ -66,6 +65,7 @@ def parse(argv: list[str], description: str) -> tuple[argparse.Namespace, list[s
             "R",
             "of them that start here: exit with code 2 if the host is too small",
         ),
+        ("--units", int, "N", "plan for so many records or units, before there are any"),
         ("--memory_gib", float, "G", "of a GPU: exit with code 2 if the run does not fit"),
         ("--json", str, "FILE", "write the plan there; - is stdout"),
         ("--tflops", float, "F", "that a device sustains, in TFLOP/s: also estimate the time"),
@@ -96,6 +96,8 @@ def world_size_of(options: argparse.Namespace) -> int:
     if not (text.isdecimal() and int(text) >= 1):
         name = "NGPU" if given is None else "--world_size"
         raise ValueError(f"{name} = '{text}': must be a number of processes, 1 or more")
+    if options.units is not None and options.units < 1:
+        raise ValueError(f"--units = {options.units}: must be 1 or more")
     if options.ranks_here is not None and not 1 <= options.ranks_here <= int(text):
         raise ValueError(
             f"--ranks_here = {options.ranks_here}: must be from 1 to {text}, all ranks"
@@ -126,7 +128,7 @@ def _plan(
 ) -> None:
     left = available_bytes()  # before records are indexed
     with exit_on_mistake():
-        checked = check_run(config)
+        checked = check_run(config, units=options.units)
         args, records, plan = checked.args, checked.records, checked.plan
         lock_folder(config.job.dump_folder).close()
         here = options.ranks_here
@@ -136,8 +138,7 @@ def _plan(
     model = f"      {describe(config, args)}"
     if (line := host.describe()) is not None:
         model += f"\n      {line}"
-    for warning in records.warnings:
-        warn(warning)
+    show_records(config, checked)
     if plan is None:
         print(f"plan: without privacy (privacy.enable = false)\n{model}", file=sys.stderr)
         if options.memory_gib is not None or options.json or options.plot:

@@ -76,12 +76,16 @@ def source_of(config: JobConfig) -> Source:
 
 
 def check_run(
-    config: JobConfig, open_records: Callable[[JobConfig], Records] = open_records
+    config: JobConfig,
+    open_records: Callable[[JobConfig], Records] = open_records,
+    *,
+    units: int | None = None,
 ) -> Checked:
     """Check all of a run that one plain process can, and write nothing but the store of tokens.
 
     Args:
         open_records: the function above, or one that keeps its result.
+        units: their number, for a plan before there are any records.
 
     Raises:
         ValueError: one line for the user.
@@ -91,10 +95,15 @@ def check_run(
     refuse_another_decay(config, start)
     refuse_another_optimizer(config, start)
     args = check_model(config, start)
-    records = open_records(config)
-    samples = build_samples(records, config)
-    found = records.check_targets(samples)
-    records = dataclasses.replace(records, warnings=records.warnings + found)
+    if units is None:
+        records = open_records(config)
+        samples = build_samples(records, config)
+        found = records.check_targets(samples)
+        records = dataclasses.replace(records, warnings=records.warnings + found)
+    else:
+        fraction = config.data.heldout_fraction
+        records = Records.of_number(source_of(config), units, fraction)
+        samples = build_samples(records, config)
     if config.data.on_undecodable == "error" and (bad := records.undecodable()):
         raise ValueError(
             f"data.on_undecodable = 'error': {bad} of {len(records.store)} records cannot be "
@@ -105,7 +114,8 @@ def check_run(
     plan = None
     if config.privacy.enable:
         refuse_delta_of_losses(config, len(records.heldout))
-        check_records(folder, records.fingerprint, records.settings)
+        if units is None:
+            check_records(folder, records.fingerprint, records.settings)
         plan = plan_start(config, len(records.train), start, earlier_ledger(folder))
     else:
         refuse_private_folder(folder)

@@ -15,8 +15,9 @@ from pathlib import Path
 import torchtitan
 
 from torchtitan_dp.config import JobConfig, Privacy
-from torchtitan_dp.config.derived import never_trained
-from torchtitan_dp.data.console import warn
+from torchtitan_dp.config.derived import never_trained, unit_word
+from torchtitan_dp.data.console import say, warn
+from torchtitan_dp.data.dataset import describe
 from torchtitan_dp.data.prepare import Source
 from torchtitan_dp.data.reading import Chats
 from torchtitan_dp.gradients.methods import METHODS
@@ -61,10 +62,18 @@ def is_shown(record: logging.LogRecord) -> bool:
 
 def show_notices(config: JobConfig, checked: Checked) -> None:
     """Print warnings of the records and notices of the configuration, as a plan does."""
-    for warning in checked.records.warnings:
-        warn(warning)
+    show_records(config, checked)
     for line in tokenizer_lines(config, checked.records.source) + notices(config):
         print(f"      {line}", file=sys.stderr)
+
+
+def show_records(config: JobConfig, checked: Checked) -> None:
+    """Print what is known of the records, labelled not private."""
+    for warning in checked.records.warnings:
+        warn(warning)
+    if checked.records.fingerprint:  # else they are none, but a number
+        for line in describe(checked.records.figures(checked.samples), unit_word(config)):
+            say(line)
 
 
 def notices(config: JobConfig) -> list[str]:

@@ -119,6 +119,7 @@ def private_content(run: RunFolder, rows: list[Row]) -> dict[str, Any]:
         "assumptions": run.assumptions,
         "faults": run.faults,
         "notes": run.notes,
+        "records": run.records,
         "others": _others(run),
         "outputs": _outputs(run),
         "run": str(run.path),

@@ -19,7 +19,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, read_config
 from torchtitan_dp.ledger import EXECUTED_FILE, PRIVACY_FILE, Ledger, schema
 from torchtitan_dp.ledger.caveats import assumptions
-from torchtitan_dp.ledger.files import ledger_of, read_published_fields
+from torchtitan_dp.ledger.files import ledger_of, read_description, read_published_fields
 from torchtitan_dp.models.families import trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.privacy.mechanism import NoMechanism
@@ -50,6 +50,7 @@ class RunFolder:
     ended_by: str = ""  # the line of the fault that ended its last start
     faults: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    records: list[str] = field(default_factory=list)  # lines about them
 
     @property
     def with_privacy(self) -> bool:
@@ -116,6 +117,7 @@ def open_run(folder: str) -> RunFolder:
         caveats=list(published["caveats"]),
         assumptions=list(published["assumptions"]),
         notes=notes,
+        records=read_description(folder),
     )
     if config is not None:
         try:
