@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from torchtitan_dp.data.formats import Format
-from torchtitan_dp.data.prepare import Source, listed, prepared
+from torchtitan_dp.data.prepare import UNIT_FIELDS, Source, listed, prepared
 from torchtitan_dp.data.reading import Lack
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.store import Store
@@ -72,7 +72,8 @@ class Records:
         if number_is_secret and unit_field is None:
             _refuse_names_by_position(source, heldout_fraction, in_groups)
         store = prepared(source, place)
-        records, units, unnamed = len(store), store.units, int(store.facts["unnamed"])
+        records, units = len(store), store.units
+        unnamed = sum(fact["count"] for fact in store.facts["lacks"] if fact["is_unnamed"])
         if unit_field is not None and unnamed == records:
             raise ValueError(_no_unit(source, store))
         train, heldout = split(units.hashes, heldout_fraction)
@@ -264,9 +265,6 @@ def _no_unit(source: Source, store: Store) -> str:
         f"{none}: name the {facts.fields} that holds the unit, a string or a whole number (not "
         f"private: {UNIT_FIELDS} {listed(fields)})"
     )
-
-
-UNIT_FIELDS = "their fields are"
 
 
 def _refusal(

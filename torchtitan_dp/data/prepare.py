@@ -10,13 +10,12 @@ Guarantee:
     it takes, and how much room, follow from all of them, and are not private.
 """
 
-import array
 import os
 import threading
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import IO, Any, NamedTuple
 
 import numpy as np
@@ -25,13 +24,7 @@ from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.console import Progress, say
 from torchtitan_dp.data.files import Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named
-from torchtitan_dp.data.reading import (
-    Assembler,
-    Lack,
-    Nothing,
-    Reading,
-    split,
-)
+from torchtitan_dp.data.reading import EMPTY, Assembler, Lack, Nothing, Reading, split
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import (
@@ -45,7 +38,7 @@ from torchtitan_dp.data.units import (
 )
 
 _BATCH_CHARACTERS, _BATCH_TEXTS = 2**23, 2**14
-_UNPACKED = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of rows to a byte of a file, about
+UNIT_FIELDS = "their fields are"
 MOST_NAMES, MOST_CHARACTERS = 20, 60
 """Names of fields, roles or types that are kept of a lack, the first that are met, and characters
 of each."""
@@ -99,9 +92,12 @@ def prepared(source: Source, place: str | None = None) -> Store:
     _check(source)
     folder = stores.private_folder(place)
     try:
-        files = _files(source)
+        facts = source.facts
+        files = list_files(*locate(source.path, facts.below, has_stdlib=not facts.fields))
+        if not files.names:
+            raise _no_record(source)
         for index in range(len(files)):
-            source.facts.check(files.path(index), source.keys)
+            facts.check(files.path(index), source.keys)
         target = os.path.join(folder, stores.key_of(files, source.terms))
         if (store := _kept(target, files, source, quick=True)) is not None:
             return store
@@ -109,7 +105,7 @@ def prepared(source: Source, place: str | None = None) -> Store:
             store = _kept(target, files, source, quick=False)
             if store is not None:
                 return store
-        with stores.alone(f"{target}.lock"):
+        with stores.alone(target):
             if (store := _kept(target, files, source, quick=False)) is not None:
                 return store
             _require_room(folder, files, source)
@@ -151,15 +147,7 @@ def _check(source: Source) -> None:
             )
 
 
-def _files(source: Source) -> Files:
-    root, names = locate(source.path, source.facts.below, has_stdlib=source.format == "text")
-    if not names:
-        raise no_record(source)
-    return list_files(root, names)
-
-
-def no_record(source: Source) -> ValueError:
-    """Describe a path without a record."""
+def _no_record(source: Source) -> ValueError:
     return ValueError(
         f"training.dataset_path = {source.path!r} holds no record: it needs at least one "
         f"{source.facts.found_in} (a glob must match files, not folders; '**' matches any depth)"
@@ -197,7 +185,7 @@ def _require_room(folder: str, files: Files, source: Source) -> None:
     per_byte = _dtype(source.tokenizer).itemsize / (
         1 if source.tokenizer.identity == "bytes" else 4
     )
-    size, disk = sum(map(_weight, files.names, files.sizes)) * per_byte, os.statvfs(folder)
+    size, disk = _rows_bytes(files) * per_byte, os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     say(
         f"tokenizing {sum(files.sizes) / 1e6:,.1f} MB of {source.path} into {folder}: about "
@@ -211,46 +199,12 @@ def _require_room(folder: str, files: Files, source: Source) -> None:
         )
 
 
-@dataclass
-class Census:
-    """Records without anything to learn, by reason. PRIVATE."""
-
-    counts: Counter[Lack] = field(default_factory=Counter)
-    names: dict[Lack, dict[str, None]] = field(default_factory=dict)  # in their records
-    first: dict[Lack, str] = field(default_factory=dict)  # file
-
-    def add(self, nothing: Nothing, path: str) -> int:
-        """Count a record, and return 1 + the number of its reason, in the order they were met."""
-        lack = nothing.lack
-        self.counts[lack] += 1
-        self.first.setdefault(lack, path)
-        known = self.names.setdefault(lack, {})
-        for name in nothing.names:
-            if len(known) <= MOST_NAMES:
-                known[str(name)[:MOST_CHARACTERS]] = None
-        return list(self.first).index(lack) + 1
-
-    def facts(self) -> list[dict[str, Any]]:
-        """Return what the store keeps of it."""
-        return [
-            {
-                **lack._asdict(),
-                "count": count,
-                "names": list(self.names[lack]),
-                "file": self.first[lack],
-            }
-            for lack, count in ((lack, self.counts[lack]) for lack in self.first)
-        ]
-
-
 class _Row(NamedTuple):
     """A record before its texts are tokenized."""
 
     path: str
     unit: bytes  # hash
-    is_named: bool  # whether it names its unit
-    texts: list[tuple[str, bool]] | Nothing
-    done: int  # bytes of rows that were read since the row before, about
+    texts: list[tuple[str, bool]] | Nothing  # and whether they are targets
 
 
 def _write(
@@ -262,7 +216,7 @@ def _write(
         contents = pool.submit(stores.contents_hash, files, skip_unreadable=skip, ended=ended)
         try:
             with open(os.path.join(folder, stores.TOKENS), "xb", opener=stores.private) as output:
-                arrays, census, unnamed = _tokenize(output, files, source)
+                arrays, lacks = _tokenize(output, files, source)
             hashed = contents.result()
         finally:
             ended.set()
@@ -279,85 +233,81 @@ def _write(
         "files": len(files),
         "bytes": sum(files.sizes),
         "records": len(arrays["ends"]),
-        "unnamed": unnamed,
         "dtype": _dtype(source.tokenizer).str,
         "between": len(Assembler(source.tokenizer, source.reading).between),
-        "lacks": census.facts(),
+        "lacks": lacks,
         "contents": hashed,
     }
 
 
 def _tokenize(
     output: IO[bytes], files: Files, source: Source
-) -> tuple[dict[str, np.ndarray], Census, int]:
-    """Tokenize all records, in batches of which one is read while another is tokenized."""
-    census, put, kind = (
-        Census(),
-        Assembler(source.tokenizer, source.reading),
-        _dtype(source.tokenizer),
-    )
-    ends, firsts, reasons, units = array.array("q"), array.array("q"), bytearray(), bytearray()
-    progress = Progress(
-        "tokenizing training.dataset_path", sum(map(_weight, files.names, files.sizes))
-    )
-    unnamed = 0
+) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+    """Tokenize all records, in batches of which one is read while another is tokenized.
 
-    def finish(rows: list[_Row], encoded: list[np.ndarray | None]) -> None:
-        nonlocal unnamed
-        at, pieces = 0, []
-        for row in rows:
-            progress.add(row.done)
-            unnamed += not row.is_named
-            units.extend(row.unit)
-            found: Nothing | tuple[np.ndarray, int]
-            if isinstance(row.texts, Nothing):
-                found = row.texts
-            else:
-                parts = zip(encoded[at : at + len(row.texts)], row.texts, strict=True)
-                made = put.record([(ids, is_target) for ids, (_, is_target) in parts])
-                found = Nothing(made) if isinstance(made, Lack) else made
-                at += len(row.texts)
-            length, first, reason = 0, 0, 0
-            if isinstance(found, Nothing):
-                reason = census.add(found, row.path)
-            else:
-                ids, first = found
-                pieces += [put.between, ids]
-                length = len(put.between) + len(ids)
-            ends.append((ends[-1] if ends else 0) + length)
+    Returns:
+        the arrays of the store, and the reasons why records have nothing to learn.
+    """
+    put = Assembler(source.tokenizer, source.reading)
+    ends, firsts, reasons, units = array("q", [0]), array("q"), bytearray(), bytearray()
+    lacks: dict[Lack, dict[str, Any]] = {}
+
+    def take(row: _Row, encoded: Iterator[np.ndarray | None]) -> np.ndarray:
+        found: tuple[np.ndarray, int] | Nothing = Nothing(EMPTY)
+        if isinstance(row.texts, Nothing):
+            found = row.texts
+        else:
+            found = put.record([(next(encoded), is_target) for _, is_target in row.texts])
+        units.extend(row.unit)
+        if not isinstance(found, Nothing):
+            ids, first = found
             firsts.append(first)
-            reasons.append(min(reason, 255))
-        output.write(np.concatenate([put.between[:0], *pieces]).astype(kind).tobytes())
+            reasons.append(0)
+            ends.append(ends[-1] + len(put.between) + len(ids))
+            return np.concatenate([put.between, ids])
+        known = lacks.setdefault(found.lack, {"count": 0, "names": [], "file": row.path})
+        known["count"] += 1
+        for name in map(str, found.names):
+            if len(known["names"]) <= MOST_NAMES and name[:MOST_CHARACTERS] not in known["names"]:
+                known["names"].append(name[:MOST_CHARACTERS])
+        firsts.append(0)
+        reasons.append(min(list(lacks).index(found.lack) + 1, 255))
+        ends.append(ends[-1])
+        return put.between[:0]
+
+    def write(rows: list[_Row], encoded: list[np.ndarray | None]) -> None:
+        parts = iter(encoded)
+        whole = np.concatenate([take(row, parts) for row in rows])
+        output.write(whole.astype(_dtype(source.tokenizer)).tobytes())
 
     with ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool:
-        ahead: list[tuple[list[_Row], Future[list[np.ndarray | None]]]] = []
+        before: tuple[list[_Row], Future[list[np.ndarray | None]]] | None = None
         for rows in _batched(_rows(files, source)):
-            texts = [
-                text for row in rows if not isinstance(row.texts, Nothing) for text, _ in row.texts
-            ]
-            ahead.append((rows, pool.submit(source.tokenizer.encode_each, texts)))
-            if len(ahead) > 1:
-                before, future = ahead.pop(0)
-                finish(before, future.result())
-        for before, future in ahead:
-            finish(before, future.result())
-    progress.end()
-    if not ends:
-        raise no_record(source)
+            texts = [row.texts for row in rows if not isinstance(row.texts, Nothing)]
+            parts = [text for pieces in texts for text, _ in pieces]
+            ahead = rows, pool.submit(source.tokenizer.encode_each, parts)
+            if before is not None:
+                write(before[0], before[1].result())
+            before = ahead
+        if before is not None:
+            write(before[0], before[1].result())
+    if not reasons:
+        raise _no_record(source)
     hashes_R2 = np.frombuffer(units, dtype="<u8").reshape(-1, HASH_BYTES // 8)
-    made = (singles if source.unit_field is None else group)(hashes_R2)
+    found = (singles if source.unit_field is None else group)(hashes_R2)
     arrays: dict[str, np.ndarray] = {
-        "ends": np.frombuffer(ends, dtype=np.int64),
+        "ends": np.frombuffer(ends, dtype=np.int64)[1:],
         "firsts": np.frombuffer(firsts, dtype=np.int64),
         "reasons": np.frombuffer(reasons, dtype=np.uint8),
-        "members": made.members,
-        "starts": made.starts,
-        "hashes": made.hashes,
+        "members": found.members,
+        "starts": found.starts,
+        "hashes": found.hashes,
     }
-    return arrays, census, unnamed
+    return arrays, [{**lack._asdict(), **known} for lack, known in lacks.items()]
 
 
 def _batched(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
+    """Yield rows in batches of bounded size."""
     batch: list[_Row] = []
     characters = texts = 0
     for row in rows:
@@ -365,7 +315,7 @@ def _batched(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
         if not isinstance(row.texts, Nothing):
             characters += sum(len(text) for text, _ in row.texts)
             texts += len(row.texts)
-        if characters >= _BATCH_CHARACTERS or texts >= _BATCH_TEXTS or len(batch) >= _BATCH_TEXTS:
+        if characters >= _BATCH_CHARACTERS or max(texts, len(batch)) >= _BATCH_TEXTS:
             yield batch
             batch, characters, texts = [], 0, 0
     if batch:
@@ -374,55 +324,50 @@ def _batched(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
 
 def _rows(files: Files, source: Source) -> Iterator[_Row]:
     """Yield the records of all files, with the texts that are to be tokenized."""
-    facts, keys = source.facts, list(source.keys)
-    for index, name in enumerate(files.names):
-        path, left = files.path(index), _weight(files.names[index], files.sizes[index])
-        for number, fields in enumerate(facts.rows(path, keys), start=1):
+    facts, by = source.facts, source.unit_field
+    broken = Lack("training.dataset_path", f"are no {facts.content}s")
+    what = "have no usable one" if facts.fields else "lie in no folder of training.dataset_path"
+    unknown = Lack(
+        f"data.unit_field = {by!r}", what, "name each unit", UNIT_FIELDS, is_unnamed=True
+    )
+    progress = Progress("tokenizing training.dataset_path", _rows_bytes(files))
+    for name, size in zip(files.names, files.sizes, strict=True):
+        path, left = os.path.join(files.root, name), size * _unpacked(name)
+        for number, fields in enumerate(facts.rows(path, list(source.keys)), start=1):
             record = name if facts.fields is None else f"{name}:{number}"
-            texts, unit = _texts(source, fields), None
-            if source.unit_field is None:
+            texts = Nothing(broken) if fields is None else _texts(source, fields)
+            if by is None:
                 hashed = record_hash(record, size=8) + bytes(8)
             else:
-                unit = _unit(source, name, fields)
+                unit = unit_name((fields or {}).get(by)) if facts.fields else folder_of(name)
                 hashed = record_hash(record) if unit is None else unit_hash(unit)
                 if unit is None and fields is not None:
-                    texts = Nothing(_unknown_unit(source), fields if facts.fields else ())
-            size = 0 if isinstance(texts, Nothing) else sum(len(text) for text, _ in texts)
-            done = min(size, left)
+                    texts = Nothing(unknown, fields)
+                elif unit is None:
+                    texts = Nothing(broken._replace(is_unnamed=True))
+            done = 0 if isinstance(texts, Nothing) else min(sum(len(t) for t, _ in texts), left)
             left -= done
-            is_named = unit is not None or source.unit_field is None
-            yield _Row(path, hashed, is_named, texts, done)
+            progress.add(done)
+            yield _Row(path, hashed, texts)
+    progress.end()
 
 
-def _weight(name: str, size: int) -> int:
-    """Estimate the bytes of a file's rows."""
-    return size * _UNPACKED.get(os.path.splitext(name)[1], 1)
-
-
-def _unit(source: Source, name: str, fields: Any) -> str | None:
-    """Return the name of a row's unit, or None."""
-    assert source.unit_field is not None
-    if not source.facts.fields:
-        return folder_of(name)
-    return None if fields is None else unit_name(fields.get(source.unit_field))
-
-
-def _unknown_unit(source: Source) -> Lack:
-    where, remedy = f"data.unit_field = {source.unit_field!r}", "name the unit of each"
-    if not source.facts.fields:
-        return Lack(where, "lie in no folder below training.dataset_path", remedy)
-    return Lack(where, "have no usable one", remedy, "their fields are")
-
-
-def _texts(source: Source, fields: Any) -> list[tuple[str, bool]] | Nothing:
+def _texts(source: Source, fields: Mapping[str, object]) -> list[tuple[str, bool]] | Nothing:
     """Return the texts of a row that are tokenized one by one, and whether they are targets."""
-    facts = source.facts
-    if fields is None:
-        return Nothing(Lack("training.dataset_path", f"are no {facts.content}s"))
-    pieces = source.reading.pieces(fields, facts.fields or "text")
+    pieces = source.reading.pieces(fields, source.facts.fields or "text")
     if isinstance(pieces, Nothing):
         return pieces
     return [(part, piece.is_target) for piece in pieces for part in split(piece.text) if part]
+
+
+def _unpacked(name: str) -> int:
+    """Estimate the bytes of rows to a byte of a file."""
+    return {".gz": 4, ".zst": 4, ".parquet": 2}.get(os.path.splitext(name)[1], 1)
+
+
+def _rows_bytes(files: Files) -> int:
+    """Estimate the bytes of all rows."""
+    return sum(s * _unpacked(name) for name, s in zip(files.names, files.sizes, strict=True))
 
 
 def listed(names: Sequence[str]) -> str:

@@ -44,6 +44,7 @@ class Lack(NamedTuple):
     remedy: str = ""  # empty: that of the format (`Format.explain`)
     they: str = ""  # what the names that were met are
     is_undecodable: bool = True  # or else readable, and without an answer
+    is_unnamed: bool = False  # whether they name no unit
 
 
 class Nothing(NamedTuple):
@@ -261,7 +262,9 @@ class Assembler:
         if how.has_answers:
             self._bos, self.between = ~self._bos, ~self.between
 
-    def record(self, parts: list[tuple[np.ndarray | None, bool]]) -> tuple[np.ndarray, int] | Lack:
+    def record(
+        self, parts: list[tuple[np.ndarray | None, bool]]
+    ) -> tuple[np.ndarray, int] | Nothing:
         """Return a record's ids, int64, and the place of its first target among them.
 
         Args:
@@ -271,12 +274,12 @@ class Assembler:
         found = []
         for ids, is_target in parts:
             if ids is None:
-                return REFUSED
+                return Nothing(REFUSED)
             found.append(ids if is_target else ~ids)
         text = np.concatenate([self.between[:0], *found])
         targets = np.flatnonzero(text >= 0)
         if len(targets) == 0:
-            return EMPTY
+            return Nothing(EMPTY)
         if self._has_answers and len(self._eos) == 0:
             text = text[: targets[-1] + 1]
         return np.concatenate([self._bos, text, self._eos]), len(

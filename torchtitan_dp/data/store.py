@@ -17,7 +17,6 @@ Guarantee:
 
 import contextlib
 import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -25,12 +24,12 @@ import re
 import shutil
 import tempfile
 import threading
-import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import filelock
 import numpy as np
 
 from torchtitan_dp.data.console import say
@@ -42,7 +41,6 @@ TOKENS, RECORDS, FACTS, SEEN = "tokens", "records.npz", "facts.json", "seen"
 _ARRAYS = {"ends": "<i8", "firsts": "<i8", "reasons": "|u1", "members": "<i8", "starts": "<i8"}
 _ARRAYS |= {"hashes": "<u8"}
 _BLOCK = 2**22
-_POLL_S = 0.1
 _FIRST_LINE_S = 5.0
 
 
@@ -270,44 +268,17 @@ def mark_seen(store: Store, files: Files) -> None:
 
 
 @contextlib.contextmanager
-def alone(path: str) -> Iterator[None]:
-    """Lock a file, which is removed at the end; the kernel frees it if this process dies.
-
-    On a file system without locks nobody waits, and several processes do the same work.
-    """
-    line_at = time.monotonic() + _FIRST_LINE_S
-    while True:
-        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        try:
-            line_at = _wait_for(handle, line_at)
-            with contextlib.suppress(FileNotFoundError):
-                if os.path.samestat(os.fstat(handle), os.stat(path)):
-                    break  # else its last holder removed it, and others lock another file
-        except BaseException:
-            os.close(handle)
-            raise
-        os.close(handle)
+def alone(folder: str) -> Iterator[None]:
+    """Keep other processes from writing a store; the kernel lets them if this one dies."""
+    lock = filelock.FileLock(f"{folder}.lock", mode=0o600)
     try:
+        lock.acquire(timeout=_FIRST_LINE_S)
+    except filelock.Timeout:
+        say("waiting for another process, which prepares the same training.dataset_path")
+        lock.acquire()
+    with lock:
+        lock.release()  # of the two acquisitions
         yield
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(path)
-        os.close(handle)
-
-
-def _wait_for(handle: int, line_at: float) -> float:
-    """Wait for a lock, and write one line at `line_at`; return when to write it in another wait."""
-    while True:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return line_at
-        except BlockingIOError:
-            time.sleep(_POLL_S)
-        except OSError:
-            return line_at
-        if time.monotonic() > line_at:
-            line_at = float("inf")
-            say("waiting for another process, which prepares the same training.dataset_path")
 
 
 def names(folder: str) -> list[str]:
@@ -323,7 +294,7 @@ def size_of(store: Store) -> int:
 
 def delete(folder: str) -> None:
     """Remove a store."""
-    with alone(f"{folder}.lock"):
+    with alone(folder):
         gone = f"{os.path.join(os.path.dirname(folder), '.' + os.path.basename(folder))}.gone"
         os.rename(folder, gone)  # at once: nobody opens half of it
         shutil.rmtree(gone)
