@@ -34,8 +34,8 @@ def tokenizer(folder: Path) -> Path:
     """Bytes, and one token more than the debug model's vocabulary has."""
     import tokenizers
 
-    from torchtitan_dp.data.tokenizer import byte_tokenizer_files
     from torchtitan_dp.models.llama3.model import FLAVORS
+    from torchtitan_dp.release.byte_tokenizer import byte_tokenizer_files
 
     folder.mkdir()
     for name, text in byte_tokenizer_files().items():

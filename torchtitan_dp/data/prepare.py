@@ -10,6 +10,7 @@ Guarantee:
     it takes, and how much room, follow from all of them, and are not private.
 """
 
+import contextlib
 import os
 import threading
 from array import array
@@ -24,7 +25,7 @@ from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.console import Progress, say
 from torchtitan_dp.data.files import Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named
-from torchtitan_dp.data.reading import EMPTY, Assembler, Lack, Nothing, Reading, split
+from torchtitan_dp.data.reading import Assembler, Lack, Nothing, Reading, split
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import (
@@ -99,21 +100,18 @@ def prepared(source: Source, place: str | None = None) -> Store:
         for index in range(len(files)):
             facts.check(files.path(index), source.keys)
         target = os.path.join(folder, stores.key_of(files, source.terms))
-        if (store := _kept(target, files, source, quick=True)) is not None:
-            return store
-        if not os.access(folder, os.W_OK):  # a store may serve that this machine cannot write
-            store = _kept(target, files, source, quick=False)
-            if store is not None:
-                return store
-        with stores.alone(target):
-            if (store := _kept(target, files, source, quick=False)) is not None:
-                return store
-            _require_room(folder, files, source)
-            stores.write(target, lambda place: _write(place, files, source))
         store = stores.load(target)
-        assert store is not None, "a store that was just written is whole"
-        stores.mark_seen(store, files)
-        return store
+        if store is not None and stores.is_seen(store, files):
+            return store
+        # A store may serve that this machine cannot write.
+        with stores.alone(target) if os.access(folder, os.W_OK) else contextlib.nullcontext():
+            if (store := _kept(target, files, source)) is None:
+                _require_room(folder, files, source)
+                stores.write(target, lambda place: _write(place, files, source))
+                store = stores.load(target)
+                assert store is not None, "a store that was just written is whole"
+            stores.mark_seen(store, files)
+            return store
     except OSError as error:
         raise ValueError(
             f"training.dataset_path = {source.path!r}: its records cannot be read, or their tokens "
@@ -154,24 +152,18 @@ def _no_record(source: Source) -> ValueError:
     )
 
 
-def _kept(target: str, files: Files, source: Source, *, quick: bool) -> Store | None:
-    """Return a store that is there if it fits, or None.
-
-    Args:
-        quick: whether one that was never compared with these files is left for the next call.
-    """
+def _kept(target: str, files: Files, source: Source) -> Store | None:
+    """Return a store that is there, if it is whole and of these files; else None."""
     store = stores.load(target)
     if store is not None and stores.is_seen(store, files):
         return store
-    if quick or not os.path.exists(target):
-        return None
     if store is None or not stores.is_intact(store):
-        say(f"the tokens in {target} are damaged, and are prepared again")
+        if os.path.exists(target):
+            say(f"the tokens in {target} are damaged, and are prepared again")
         return None
     if stores.contents_hash(files, skip_unreadable=not source.facts.fields) != store.contents:
         say(f"files of {source.path} changed since their tokens were prepared in {target}")
         return None
-    stores.mark_seen(store, files)
     return store
 
 
@@ -182,10 +174,9 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 def _require_room(folder: str, files: Files, source: Source) -> None:
     """Say what will be written, and refuse a disk that is certain to be too small for it."""
-    per_byte = _dtype(source.tokenizer).itemsize / (
-        1 if source.tokenizer.identity == "bytes" else 4
-    )
-    size, disk = _rows_bytes(files) * per_byte, os.statvfs(folder)
+    bytes_of_token = 1 if source.tokenizer.identity == "bytes" else 4
+    size = _rows_bytes(files) * _dtype(source.tokenizer).itemsize // bytes_of_token
+    disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     say(
         f"tokenizing {sum(files.sizes) / 1e6:,.1f} MB of {source.path} into {folder}: about "
@@ -252,28 +243,26 @@ def _tokenize(
     ends, firsts, reasons, units = array("q", [0]), array("q"), bytearray(), bytearray()
     lacks: dict[Lack, dict[str, Any]] = {}
 
+    def reason(nothing: Nothing, path: str) -> int:
+        known = lacks.setdefault(nothing.lack, {"count": 0, "names": [], "file": path})
+        known["count"] += 1
+        for name in (str(name)[:MOST_CHARACTERS] for name in nothing.names):
+            if len(known["names"]) <= MOST_NAMES and name not in known["names"]:
+                known["names"].append(name)
+        return min(list(lacks).index(nothing.lack) + 1, 255)
+
     def take(row: _Row, encoded: Iterator[np.ndarray | None]) -> np.ndarray:
-        found: tuple[np.ndarray, int] | Nothing = Nothing(EMPTY)
+        found: tuple[np.ndarray, int] | Nothing
         if isinstance(row.texts, Nothing):
             found = row.texts
         else:
             found = put.record([(next(encoded), is_target) for _, is_target in row.texts])
+        ids, first = (put.between[:0], 0) if isinstance(found, Nothing) else found
+        reasons.append(reason(found, row.path) if isinstance(found, Nothing) else 0)
+        firsts.append(first)
+        ends.append(ends[-1] + len(ids))
         units.extend(row.unit)
-        if not isinstance(found, Nothing):
-            ids, first = found
-            firsts.append(first)
-            reasons.append(0)
-            ends.append(ends[-1] + len(put.between) + len(ids))
-            return np.concatenate([put.between, ids])
-        known = lacks.setdefault(found.lack, {"count": 0, "names": [], "file": row.path})
-        known["count"] += 1
-        for name in map(str, found.names):
-            if len(known["names"]) <= MOST_NAMES and name[:MOST_CHARACTERS] not in known["names"]:
-                known["names"].append(name[:MOST_CHARACTERS])
-        firsts.append(0)
-        reasons.append(min(list(lacks).index(found.lack) + 1, 255))
-        ends.append(ends[-1])
-        return put.between[:0]
+        return ids
 
     def write(rows: list[_Row], encoded: list[np.ndarray | None]) -> None:
         parts = iter(encoded)

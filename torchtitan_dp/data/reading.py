@@ -16,7 +16,7 @@ Reasons have names of fields, roles and types: they are PRIVATE, for the records
 """
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,54 +62,48 @@ REFUSED = Lack(
 EMPTY = Lack("training.dataset_path", "are empty", "give records with text", is_undecodable=False)
 
 
-class _Wanted(NamedTuple):
-    """A field that a record needs."""
-
-    key: str  # of the configuration, which names it
-    field: str
-    what: str  # it must have
-    is_there: Callable[[object], bool]
-    instead: Callable[[object], str] = kind_of  # describes another value
-    hint: str = ""  # what it is, for a refusal
-
-
-def _missing(fields: Fields, wanted: Iterable[_Wanted], word: str) -> Nothing | None:
-    """Return what the first field that does not fit lacks, or None.
+def _missing(
+    key: str, fields: Fields, field: str, word: str, what: str, instead: str | None, hint: str = ""
+) -> Nothing | None:
+    """Return what a record lacks that has no field, or something else in it; else None.
 
     Args:
+        key: of the configuration, which names the field.
         word: the format's phrase for a field.
+        what: the field must have.
+        instead: what it has, if not that.
+        hint: what that is, for a refusal.
     """
-    for key, field, what, is_there, instead, hint in wanted:
-        setting = f"{key} = {field!r}"
-        if field not in fields:
-            remedy = f"name the one with the {what}"
-            return Nothing(
-                Lack(setting, f"have no such {word}", remedy, "their fields are"), fields
-            )
-        if not is_there(value := fields[field]):
-            lack = Lack(
-                setting, f"have no {what} there", f"name the {word} with it{hint}", "they hold"
-            )
-            return Nothing(lack, (instead(value),))
-    return None
-
-
-def _text_at(key: str, field: str) -> _Wanted:
-    return _Wanted(key, field, "text", lambda value: text_of(value) is not None)
+    setting = f"{key} = {field!r}"
+    if field not in fields:
+        remedy = f"name the one with the {what}"
+        return Nothing(Lack(setting, f"have no such {word}", remedy, "their fields are"), fields)
+    if instead is None:
+        return None
+    remedy = f"name the {word} with it{hint}"
+    return Nothing(Lack(setting, f"have no {what} there", remedy, "they hold"), (instead,))
 
 
 @dataclass(frozen=True)
 class Texts:
-    """Reads a text, all of which is learned."""
+    """Reads a text, all of which is learned, or an answer behind its prompt, with nothing put in
+    between."""
 
     text_field: str
+    prompt_field: str | None = None
 
-    has_answers, has_marks, identity = False, False, ""
+    has_marks, identity = False, ""
+
+    @property
+    def has_answers(self) -> bool:
+        """Whether only a part of a record is learned."""
+        return self.prompt_field is not None
 
     @property
     def keys(self) -> dict[str, str]:
         """The configuration's key of each field that is read."""
-        return {self.text_field: "data.text_field"}
+        prompt = {} if self.prompt_field is None else {self.prompt_field: "data.prompt_field"}
+        return {self.text_field: "data.text_field", **prompt}
 
     def pieces(self, fields: Fields, word: str) -> list[Piece] | Nothing:
         """Return the parts of a record's text, or why it has none.
@@ -117,38 +111,14 @@ class Texts:
         Args:
             word: the format's phrase for a field.
         """
-        wanted = [_text_at("data.text_field", self.text_field)]
-        if (nothing := _missing(fields, wanted, word)) is not None:
-            return nothing
-        text = str(fields[self.text_field])
-        return [Piece(text, True)] if text else Nothing(EMPTY)
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Reads an answer, and the prompt before it. Nothing is put in between."""
-
-    prompt_field: str
-    answer_field: str
-
-    has_answers, has_marks, identity = True, False, ""
-
-    @property
-    def keys(self) -> dict[str, str]:
-        """The configuration's key of each field that is read."""
-        return {self.answer_field: "data.text_field", self.prompt_field: "data.prompt_field"}
-
-    def pieces(self, fields: Fields, word: str) -> list[Piece] | Nothing:
-        """Return the parts of a record's text, or why it has none (`Texts.pieces`)."""
-        wanted = [_text_at(key, field) for field, key in reversed(self.keys.items())]
-        if (nothing := _missing(fields, wanted, word)) is not None:
-            return nothing
-        prompt, answer = str(fields[self.prompt_field]), str(fields[self.answer_field])
-        if not answer:
-            return Nothing(EMPTY)
-        return [
-            Piece(text, is_target) for text, is_target in ((prompt, False), (answer, True)) if text
-        ]
+        parts = []
+        for field, key in reversed(self.keys.items()):
+            value = fields.get(field)
+            instead = kind_of(value) if text_of(value) is None else None
+            if (nothing := _missing(key, fields, field, word, "text", instead)) is not None:
+                return nothing
+            parts.append(Piece(str(value), field == self.text_field))
+        return [part for part in parts if part.text] if parts[-1].text else Nothing(EMPTY)
 
 
 @dataclass(frozen=True)
@@ -173,29 +143,27 @@ class Chats:
     def pieces(self, fields: Fields, word: str) -> list[Piece] | Nothing:
         """Return the parts of a record's text up to the last answer, or why it has none
         (`Texts.pieces`)."""
-        hint = ", a list of objects with a role and a content, two texts"
-        wanted = _Wanted(
-            *("data.messages_field", self.messages_field, "list of messages"),
-            *(lambda value: messages_of(value) is not None, unlike_messages, hint),
-        )
-        if (nothing := _missing(fields, [wanted], word)) is not None:
+        value, ((field, key),) = fields.get(self.messages_field), self.keys.items()
+        messages = messages_of(value)
+        instead = unlike_messages(value) if messages is None else None
+        what, hint = "list of messages", ", a list of objects with a role and a content, two texts"
+        if (nothing := _missing(key, fields, field, word, what, instead, hint)) is not None:
             return nothing
-        messages = messages_of(fields[self.messages_field]) or []
-        answers = [i for i, message in enumerate(messages) if is_answer(message)]
+        assert messages is not None
+        answers = [number for number, message in enumerate(messages, 1) if is_answer(message)]
         if not answers:
             roles = [message.role for message in messages]
             found = "only empty turns" if ASSISTANT in roles else "no turn"
             remedy = "these alone are learned: rename the role of what the model is to write"
-            setting, what = (
-                f"data.messages_field = {self.messages_field!r}",
-                f"have {found} of the role '{ASSISTANT}'",
+            what = f"have {found} of the role '{ASSISTANT}'"
+            return Nothing(
+                Lack(f"{key} = {field!r}", what, remedy, "their roles are", False), roles
             )
-            return Nothing(Lack(setting, what, remedy, "their roles are", False), roles)
-        pieces = self.template.write(messages[: answers[-1] + 1])
+        pieces = self.template.write(messages[: answers[-1]])
         return Nothing(REFUSED) if pieces is None else pieces
 
 
-Reading = Texts | Prompts | Chats
+Reading = Texts | Chats
 
 
 def reading(
@@ -214,10 +182,8 @@ def reading(
     Raises:
         ValueError: one line for the user; a tokenizer without a chat template, say.
     """
-    if prompt_field is not None:
-        return Prompts(prompt_field, text_field)
     if messages_field is None:
-        return Texts(text_field)
+        return Texts(text_field, prompt_field)
     # Bytes have no special tokens, which a template writes as text.
     has_tokens = os.path.isfile(os.path.join(assets_path, "tokenizer.json"))
     template = load_chat_template(assets_path) if assets_path and has_tokens else None
@@ -265,26 +231,23 @@ class Assembler:
     def record(
         self, parts: list[tuple[np.ndarray | None, bool]]
     ) -> tuple[np.ndarray, int] | Nothing:
-        """Return a record's ids, int64, and the place of its first target among them.
+        """Return a record's ids, int64, behind those of `between`, and the place of its first
+        target, counted without them.
 
         Args:
             parts: ids of each piece, and whether they are targets; None where the tokenizer
                 refused one.
         """
-        found = []
-        for ids, is_target in parts:
-            if ids is None:
-                return Nothing(REFUSED)
-            found.append(ids if is_target else ~ids)
-        text = np.concatenate([self.between[:0], *found])
+        if any(ids is None for ids, _ in parts):
+            return Nothing(REFUSED)
+        found = [ids if is_target else ~ids for ids, is_target in parts if ids is not None]
+        text = np.concatenate([self._bos[:0], *found])
         targets = np.flatnonzero(text >= 0)
         if len(targets) == 0:
             return Nothing(EMPTY)
-        if self._has_answers and len(self._eos) == 0:
-            text = text[: targets[-1] + 1]
-        return np.concatenate([self._bos, text, self._eos]), len(
-            self._bos
-        ) * self._has_answers + int(targets[0])
+        text = text[: targets[-1] + 1]  # what stands behind the last target is never learned
+        first = int(targets[0]) + len(self._bos) * self._has_answers
+        return np.concatenate([self.between, self._bos, text, self._eos]), first
 
 
 def split(text: str, most: int = 2**20) -> Iterator[str]:

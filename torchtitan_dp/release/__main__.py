@@ -49,7 +49,6 @@ from torchtitan_dp.checkpoint.folder import (
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, read_config
-from torchtitan_dp.data.tokenizer import byte_tokenizer_files
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.families import ModelArgs, on_meta, without_lora
@@ -58,6 +57,7 @@ from torchtitan_dp.models.parameters import first_overflow
 from torchtitan_dp.preflight.check import check_model
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.process import lock_folder, write_atomically
+from torchtitan_dp.release.byte_tokenizer import byte_tokenizer_files
 from torchtitan_dp.release.card import OWNER_ITEMS, model_card
 from torchtitan_dp.release.claims import NO_NAMES, PublicNames, claims, name_in_config
 
