@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from torchtitan_dp.data.formats import Format
 from torchtitan_dp.data.prepare import UNIT_FIELDS, Source, listed, prepared
 from torchtitan_dp.data.reading import Lack
 from torchtitan_dp.data.samples import Samples
@@ -69,7 +68,7 @@ class Records:
                 "('python-stdlib' to try)"
             )
         facts, unit_field = source.facts, source.unit_field
-        if number_is_secret and unit_field is None:
+        if number_is_secret and unit_field is None and facts.named_by_position:
             _refuse_names_by_position(source, heldout_fraction, in_groups)
         store = prepared(source, place)
         records, units = len(store), store.units
@@ -96,11 +95,12 @@ class Records:
                 raise ValueError(f"{none}; raise it")
             # A refusal would show whether a unit that is held out is there.
             found.append(f"{none}, so held-out losses are nan; raise it")
-        keys = {key: field for field, key in source.reading.keys.items()}
-        settings = {
+        fields = dict.fromkeys(("data.text_field", "data.prompt_field", "data.messages_field"))
+        settings: dict[str, object] = {
             "data.unit_field": unit_field,
             "data.heldout_fraction": heldout_fraction,
-            **{key: keys.get(key) for key in _FIELDS},
+            **fields,
+            **{key: field for field, key in source.reading.keys.items()},
             "data.verify_records": "contents",
         }
         named = hashlib.sha256(units.hashes.tobytes()).hexdigest()
@@ -134,15 +134,13 @@ class Records:
         if learned.all():
             return ()
         why = "; ".join(
-            f"{count:,} {lack.what} ({lack.setting}"
-            + (f": {lack.they} {listed(names)})" if lack.they and names else ")")
+            f"{count:,} {lack.what}"
+            + (f" ({lack.setting}: {lack.they} {listed(names)})" if lack.they and names else "")
             for lack, count, names, _ in reasons
         )
-        without = int((~learned).sum())
-        counted = f" (records: {why})" if why else ""
         return (
-            f"{without:,} of {len(self.train):,} {name}s have no target and contribute "
-            f"nothing{counted}",
+            f"{int((~learned).sum()):,} of {len(self.train):,} {name}s have no target and "
+            f"contribute nothing{f' (records: {why})' if why else ''}",
         )
 
     def figures(self, samples: Samples) -> dict[str, Any]:
@@ -224,23 +222,19 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
     return lines
 
 
-_FIELDS = ("data.text_field", "data.prompt_field", "data.messages_field")
-
-
 def _refuse_names_by_position(source: Source, heldout_fraction: float, in_groups: bool) -> None:
     """Refuse a format in which one more record would change which others are held out, or in which
     group they are."""
-    facts: Format = source.facts
-    if facts.named_by_position and in_groups:
+    one = f"with a public privacy.sample_rate, one {source.format} {source.facts.row} more"
+    which = f"would change which {source.facts.row}s"
+    if in_groups:
         raise ValueError(
-            f"privacy.noise = 'banded': with a public privacy.sample_rate, one {source.format} "
-            f"{facts.row} more would change which {facts.row}s take turns together; set "
-            "data.unit_field, or remove privacy.sample_rate"
+            f"privacy.noise = 'banded': {one} {which} take turns together; set data.unit_field, or "
+            "remove privacy.sample_rate"
         )
-    if facts.named_by_position and heldout_fraction > 0:
+    if heldout_fraction > 0:
         raise ValueError(
-            f"data.heldout_fraction = {heldout_fraction}: with a public privacy.sample_rate, one "
-            f"{source.format} {facts.row} more would change which {facts.row}s are held out; keep "
+            f"data.heldout_fraction = {heldout_fraction}: {one} {which} are held out; keep "
             "held-out records in another file and set it to 0, or remove privacy.sample_rate"
         )
 
