@@ -11,7 +11,7 @@ ROOT = Path(__file__).parents[1]
 
 def test_every_command_is_a_module_and_is_described() -> None:
     for name in command._COMMANDS:
-        module = ROOT / "torchtitan_dp" / name
+        module = ROOT / "torchtitan_dp" / ("data" if name == "prepare" else name)
         assert module.with_suffix(".py").is_file() or (module / "__main__.py").is_file()
         assert f"  {name} " in command.usage()
     assert "llama3_debug" in command.usage()

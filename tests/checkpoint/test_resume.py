@@ -70,7 +70,8 @@ class Folder:
             plan.main([*self.command, *overrides, "--world_size=2"])
         assert stop.value.code == 2
         assert (self.out / "privacy.json").read_bytes() == before
-        (line,) = capsys.readouterr().err.splitlines()
+        *others, line = capsys.readouterr().err.splitlines()
+        assert all(other.startswith("not private: tokenizing ") for other in others)
         return line
 
 

@@ -77,7 +77,10 @@ def start(argv: list[str], cache: str, planned: bool = False) -> str:
     return said.getvalue()
 
 
-LACKING = "warning (not private): data.text_field = 'note': 2 of 26 records have no such JSON field"
+LACKING = (
+    "warning (not private): 2 of 26 records have no target and contribute nothing (records: 2 have "
+    "no such JSON field (data.text_field = 'note'"
+)
 
 
 def test_what_lines_lack_is_told_by_plan_and_start(

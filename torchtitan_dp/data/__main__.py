@@ -14,7 +14,7 @@ from typing import Any
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.console import say, warn
+from torchtitan_dp.data.console import amount, say, warn
 from torchtitan_dp.data.dataset import describe
 from torchtitan_dp.preflight.check import build_samples, open_records
 
@@ -85,7 +85,7 @@ def _manage(argv: list[str]) -> None:
             say(f"{name}: not whole, or damaged")
             continue
         size, facts = stores.size_of(store), store.facts
-        say(f"{name}: {facts['records']:,} records of {facts['path']}, {size / 1e6:,.1f} MB")
+        say(f"{name}: {facts['records']:,} records of {facts['path']}, {amount(size)}")
     if options.list:
         say(f"{len(names)} stores in {folder}; --delete NAME erases one")
 

@@ -55,8 +55,17 @@ class Progress:
 
     def _tell(self, share: str, time_left: str) -> None:
         rate = self._done / max(time.monotonic() - self._begin, 1e-9)
-        size = f"{self._total / 1e9:,.2f} GB, {rate / 1e6:,.1f} MB/s"
-        say(f"{self._what}: {share}{size}{time_left}")
+        say(f"{self._what}: {share}{amount(self._total)}, {amount(rate)}/s{time_left}")
+
+
+def amount(size: float) -> str:
+    """Write a number of bytes for people.
+
+    >>> amount(900), amount(31_500_000), amount(2e12)
+    ('0.9 kB', '31.5 MB', '2,000.0 GB')
+    """
+    power = 3 if size < 1e6 else 6 if size < 1e9 else 9
+    return f"{size / 10**power:,.1f} {'kMG'[power // 3 - 1]}B"
 
 
 def _duration(seconds: float) -> str:

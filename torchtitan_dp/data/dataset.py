@@ -277,7 +277,8 @@ def _refusal(
     field = next(iter(source.reading.keys))
     remedy = lack.remedy or source.facts.explain(file, field)
     named = f" (not private: {lack.they} {listed(names)})" if lack.they else ""
+    of = "" if name == "record" else "records "
     return (
-        f"{lack.setting}: none of the {every:,} {name}s has a target to learn: {count:,} records "
+        f"{lack.setting}: none of the {every:,} {name}s has a target to learn: {count:,} {of}"
         f"{lack.what}{also}; {remedy}{named}"
     )

@@ -22,7 +22,7 @@ from typing import IO, Any, NamedTuple
 import numpy as np
 
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.console import Progress, say
+from torchtitan_dp.data.console import Progress, amount, say
 from torchtitan_dp.data.files import Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named
 from torchtitan_dp.data.reading import Assembler, Lack, Nothing, Reading, split
@@ -179,14 +179,14 @@ def _require_room(folder: str, files: Files, source: Source) -> None:
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
     say(
-        f"tokenizing {sum(files.sizes) / 1e6:,.1f} MB of {source.path} into {folder}: about "
-        f"{size / 1e6:,.1f} MB that only you can read, of {free / 1e6:,.0f} MB free"
+        f"tokenizing {amount(sum(files.sizes))} of {source.path} into {folder}: about "
+        f"{amount(size)} that only you can read, of {amount(free)} free"
     )
     if size / 4 > free:  # JSON, and columns that are not read, may be most of the files
         raise ValueError(
-            f"data.store: {folder!r} has {free / 1e9:,.2f} GB free, and the tokens of "
-            f"training.dataset_path = {source.path!r} take about {size / 1e9:,.2f} GB: free some, "
-            "or set data.store to a folder on another disk"
+            f"data.store: {folder!r} has {amount(free)} free, and the tokens of "
+            f"training.dataset_path = {source.path!r} take about {amount(size)}: free some, or set "
+            "data.store to a folder on another disk"
         )
 
 
