@@ -27,6 +27,7 @@ from torchtitan_dp.data.tables import (
     check_parquet,
     parquet_rows,
 )
+from torchtitan_dp.data.tokenizer import text_of
 
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
 FOLDER = "folder"  # the unit field of records without fields
@@ -85,6 +86,14 @@ def format_named(name: str) -> Format:
         known = ", ".join(f"'{known}'" for known in FORMATS)
         raise ValueError(f"training.dataset = {name!r} is not a known format: use one of {known}")
     return FORMATS[name]
+
+
+def unit_name(value: object) -> str | None:
+    """Return the name of a unit in a field; None if it names none."""
+    # A bool is an int in Python, and 1.0 is not 1 in other JSON readers.
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    return text_of(value) or None
 
 
 def text_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:

@@ -24,7 +24,7 @@ import numpy as np
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.console import Progress, amount, say
 from torchtitan_dp.data.files import Files, list_files, locate
-from torchtitan_dp.data.formats import FOLDER, Format, format_named
+from torchtitan_dp.data.formats import FOLDER, Format, format_named, unit_name
 from torchtitan_dp.data.reading import Assembler, Lack, Nothing, Reading, split
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import Tokenizer
@@ -35,7 +35,6 @@ from torchtitan_dp.data.units import (
     record_hash,
     singles,
     unit_hash,
-    unit_name,
 )
 
 _BATCH_CHARACTERS, _BATCH_TEXTS = 2**23, 2**14

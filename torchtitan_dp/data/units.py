@@ -22,8 +22,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from torchtitan_dp.data.tokenizer import text_of
-
 HASH_BYTES = 16
 
 
@@ -99,14 +97,6 @@ def split(hashes: np.ndarray, heldout_fraction: float) -> tuple[np.ndarray, np.n
             "lower it"
         )
     return np.flatnonzero(~mask), np.flatnonzero(mask)
-
-
-def unit_name(value: object) -> str | None:
-    """Return the name of a unit in a field; None if it names none."""
-    # A bool is an int in Python, and 1.0 is not 1 in other JSON readers.
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    return text_of(value) or None
 
 
 def folder_of(name: str) -> str | None:
