@@ -17,6 +17,7 @@ Guarantee:
 
 import contextlib
 import errno
+import functools
 import hashlib
 import json
 import os
@@ -25,9 +26,9 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import filelock
 import numpy as np
@@ -55,6 +56,7 @@ class Store:
     units: Units
     facts: Mapping[str, Any]
     handle: int  # of the open `tokens`: a store that takes this one's place has another file
+    stamps: tuple[tuple[int, ...], ...] = ()  # size, time and inode of the files that were opened
 
     @property
     def fingerprint(self) -> str:
@@ -137,28 +139,39 @@ def private_folder(place: str | None) -> str:
 
 def load(folder: str) -> Store | None:
     """Open a store, unless there is none, or it is damaged."""
-    try:
-        with open(os.path.join(folder, FACTS), encoding="utf-8") as file:
-            facts = json.load(file)
-        digest = facts.pop("digest")
-        if digest != _hash_of(facts):
+    with contextlib.ExitStack() as stack:
+        try:
+            place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(
+                os.close, place
+            )  # all files are of one store, if another takes its place
+            tokens, records, facts_file = (
+                stack.enter_context(
+                    open(name, "rb", opener=functools.partial(os.open, dir_fd=place))
+                )
+                for name in (TOKENS, RECORDS, FACTS)
+            )
+            facts = json.load(facts_file)
+            if facts.pop("digest") != _hash_of(facts):
+                return None
+            with np.load(records, allow_pickle=False) as arrays:
+                ends, firsts, reasons, *grouped = (arrays[name] for name in _ARRAYS)
+            status = [os.fstat(file.fileno()) for file in (tokens, records, facts_file)]
+            handle = os.dup(tokens.fileno())
+        except Exception:  # numpy and json raise half a dozen kinds for a damaged file
             return None
-        with np.load(os.path.join(folder, RECORDS), allow_pickle=False) as arrays:
-            ends, firsts, reasons, members, starts, hashes = (arrays[name] for name in _ARRAYS)
-        handle = os.open(os.path.join(folder, TOKENS), os.O_RDONLY | os.O_CLOEXEC)
-    except Exception:  # numpy and json raise half a dozen kinds for a damaged file
-        return None
-    store = Store(folder, ends, firsts, reasons, Units(members, starts, hashes), facts, handle)
+    stamps = tuple((one.st_size, one.st_mtime_ns, one.st_ino) for one in status)
+    store = Store(folder, ends, firsts, reasons, Units(*grouped), facts, handle, stamps)
     weakref.finalize(store, os.close, handle)
     return store
 
 
 def is_intact(store: Store) -> bool:
     """Compare the tokens with their hash, reading all of them."""
-    try:
-        return tokens_hash(store.folder) == store.fingerprint
-    except Exception:
-        return False
+    units = store.units
+    arrays = store.ends, store.firsts, store.reasons, units.members, units.starts, units.hashes
+    with os.fdopen(os.dup(store.handle), "rb") as tokens:
+        return _tokens_hash(arrays, tokens) == store.fingerprint
 
 
 def write(folder: str, make: Callable[[str], tuple[dict[str, np.ndarray], dict[str, Any]]]) -> None:
@@ -177,7 +190,8 @@ def write(folder: str, make: Callable[[str], tuple[dict[str, np.ndarray], dict[s
         given = {name: arrays[name].astype(kind) for name, kind in _ARRAYS.items()}
         with open(os.path.join(temporary, RECORDS), "xb", opener=private) as file:
             np.savez(file, **given)  # type: ignore[arg-type]
-        facts = {**facts, "tokens": tokens_hash(temporary)}
+        with open(os.path.join(temporary, TOKENS), "rb") as tokens:
+            facts = {**facts, "tokens": _tokens_hash(given.values(), tokens)}
         with open(os.path.join(temporary, FACTS), "x", encoding="utf-8", opener=private) as text:
             json.dump({**facts, "digest": _hash_of(facts)}, text, indent=1)
         os.mkdir(os.path.join(temporary, SEEN), mode=0o700)
@@ -209,15 +223,14 @@ def _hash_of(facts: Mapping[str, Any]) -> str:
     return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32).hexdigest()
 
 
-def tokens_hash(folder: str) -> str:
-    """Hash a store's tokens and records: BLAKE2b-256, hex."""
+def _tokens_hash(arrays: Iterable[np.ndarray], tokens: IO[bytes]) -> str:
+    """Hash a store's arrays, in the order of `_ARRAYS`, and its tokens: BLAKE2b-256, hex."""
     hashed = hashlib.blake2b(digest_size=32, person=b"tokens")
-    with np.load(os.path.join(folder, RECORDS), allow_pickle=False) as arrays:
-        for name, kind in _ARRAYS.items():
-            hashed.update(arrays[name].astype(kind).tobytes())
-    with open(os.path.join(folder, TOKENS), "rb", buffering=0) as file:
-        while block := file.read(_BLOCK):
-            hashed.update(block)
+    for values, kind in zip(arrays, _ARRAYS.values(), strict=True):
+        hashed.update(values.astype(kind).tobytes())
+    tokens.seek(0)
+    while block := tokens.read(_BLOCK):
+        hashed.update(block)
     return hashed.hexdigest()
 
 
@@ -247,24 +260,21 @@ def contents_hash(
     return root.hexdigest()
 
 
-def _stamp(store: Store, files: Files) -> str:
-    """Name these files and this store, as they are on this machine."""
-    status = (os.stat(os.path.join(store.folder, name)) for name in (TOKENS, RECORDS, FACTS))
-    seen = [(one.st_size, one.st_mtime_ns, one.st_ino) for one in status]
-    return hashlib.sha256(repr((files.place_hash, seen)).encode()).hexdigest()
+def _mark(store: Store, files: Files) -> str:
+    """Name a file that stands for these files and this store, as they are on this machine."""
+    name = hashlib.sha256(repr((files.place_hash, store.stamps)).encode()).hexdigest()
+    return os.path.join(store.folder, SEEN, name)
 
 
 def is_seen(store: Store, files: Files) -> bool:
     """Return whether this machine has compared the store with these files, as they are now."""
-    return os.path.exists(os.path.join(store.folder, SEEN, _stamp(store, files)))
+    return os.path.exists(_mark(store, files))
 
 
 def mark_seen(store: Store, files: Files) -> None:
     """Note that the store was compared with these files; on a read-only disk nothing is noted."""
     with contextlib.suppress(OSError):
-        os.makedirs(os.path.join(store.folder, SEEN), mode=0o700, exist_ok=True)
-        path = os.path.join(store.folder, SEEN, _stamp(store, files))
-        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+        os.close(os.open(_mark(store, files), os.O_CREAT | os.O_WRONLY, 0o600))
 
 
 @contextlib.contextmanager
