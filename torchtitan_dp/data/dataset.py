@@ -144,36 +144,42 @@ class Records:
         )
 
     def figures(self, samples: Samples) -> dict[str, Any]:
-        """Count units and tokens, and what lengths of samples cut off. PRIVATE.
+        """Count units and tokens, and what samples of several lengths hold of them. PRIVATE.
 
         Args:
             samples: of these records, as training makes them.
         """
-        seq_len, tokens = samples.seq_len, samples.lengths(self.train)
+        units = self.store.units
+        record_P = np.maximum(self.store.lengths()[units.members] - self.store.between, 0)
+        tokens_N = _of_units(record_P, units)[self.train]
+        records_N, total = np.diff(units.starts)[self.train], max(int(tokens_N.sum()), 1)
+        by_length = []
+        for power in range(-4, 5):
+            length = max(int(samples.seq_len * 2.0**power), 1)
+            heads_N = _of_units(np.minimum(record_P, length), units)[self.train]
+            whole_N = np.minimum(tokens_N, length)
+            sample_N = heads_N / records_N if samples.one_record else whole_N
+            reached_N = heads_N if samples.one_record else whole_N
+            row = {
+                "seq_len": length,
+                "longer_units": float((tokens_N > length).mean()),
+                "share_in_one_sample": float(sample_N.sum() / total),
+                "share_in_reach": 1.0 if samples.window else float(reached_N.sum() / total),
+                "tokens_per_sample": float(sample_N.mean()),
+            }
+            by_length.append(row)
         return {
             "not_private": True,
             "records": len(self.store),
-            "units": len(self.store.units),
+            "units": len(units),
             "train_units": len(self.train),
             "heldout_units": len(self.heldout),
             "undecodable_records": self.undecodable(),
             "empty_units": int((~samples.learned(self.train)).sum()),
-            "tokens": int(tokens.sum()),
-            "tokens_quantiles": {str(q): int(np.percentile(tokens, q)) for q in _QUANTILES},
-            "seq_len": seq_len,
-            "by_length": [
-                {
-                    "seq_len": length,
-                    "longer_units": float((tokens > length).mean()),
-                    "share_in_one_sample": float(kept.sum() / max(tokens.sum(), 1)),
-                    "share_in_reach": 1.0
-                    if samples.is_random
-                    else float(kept.sum() / max(tokens.sum(), 1)),
-                    "tokens_per_sample": float(kept.mean()),
-                }
-                for length in (max(int(seq_len * 2.0**power), 1) for power in range(-4, 5))
-                for kept in (np.minimum(tokens, length),)
-            ],
+            "tokens": int(tokens_N.sum()),
+            "tokens_quantiles": {str(q): int(np.percentile(tokens_N, q)) for q in _QUANTILES},
+            "seq_len": samples.seq_len,
+            "by_length": by_length,
         }
 
     def undecodable(self) -> int:
@@ -195,6 +201,11 @@ class Records:
             if counts[number]:
                 found.append((lack, int(counts[number]), fact["names"], fact["file"]))
         return sorted(found, key=lambda one: -one[1])
+
+
+def _of_units(values_P: np.ndarray, units: Units) -> np.ndarray:
+    """Sum values of records, by their place, over each unit."""
+    return np.asarray(np.add.reduceat(values_P, units.starts[:-1]))
 
 
 def describe(figures: Mapping[str, Any], word: str) -> list[str]:

@@ -54,7 +54,7 @@ class Samples:
         self.one_record, self.window = one_record, window
         self.has_answers, self.pad_id = has_answers, pad_id
         self.is_random = one_record or window
-        self._between = int(store.facts["between"])
+        self._between = store.between
         # Ids of each record that a sample may take, by its place in the row of units' records.
         lengths = store.lengths()[self.units.members]
         if has_answers:
@@ -69,12 +69,6 @@ class Samples:
             longest = np.maximum.reduceat(np.diff(self._ends), starts[:-1])
             lengths = longest[units]
         return np.asarray(lengths - self._between > 1)
-
-    def lengths(self, units: np.ndarray) -> np.ndarray:
-        """Count the ids of whole units, int64, like `units`."""
-        starts = self.units.starts
-        lengths = self._ends[starts[units + 1]] - self._ends[starts[units]]
-        return np.asarray(np.maximum(lengths - self._between, 0))
 
     def tokens(self, unit: int, rng: Choices | None = None, windows: int = 1) -> int:
         """Count the tokens of a unit's sample, or of the longest of its samples, without padding.

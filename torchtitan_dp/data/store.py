@@ -64,6 +64,11 @@ class Store:
         return str(self.facts["tokens"])
 
     @property
+    def between(self) -> int:
+        """The number of ids that stand before each record, between it and one before it."""
+        return int(self.facts["between"])
+
+    @property
     def contents(self) -> str:
         """A hash of the contents of the files that were tokenized, hex."""
         return str(self.facts["contents"])
