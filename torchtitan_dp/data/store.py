@@ -37,7 +37,7 @@ from torchtitan_dp.data.console import say
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.units import Units
 
-VERSION = 1  # of the files' form
+VERSION = 1  # of the form of the files and of how rows become ids: another is another store
 TOKENS, RECORDS, FACTS, SEEN = "tokens", "records.npz", "facts.json", "seen"
 _ARRAYS = {"ends": "<i8", "firsts": "<i8", "reasons": "|u1", "members": "<i8", "starts": "<i8"}
 _ARRAYS |= {"hashes": "<u8"}
