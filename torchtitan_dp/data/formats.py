@@ -14,7 +14,9 @@ import csv
 import io
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import IO, Any
@@ -134,17 +136,27 @@ def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
     Raises:
         ValueError: one line, if quotes do not close.
     """
-    csv.field_size_limit(MOST_ROW_BYTES)
+    csv.field_size_limit(sys.maxsize)
+    size = 0  # of the row that is being read
+
+    def bounded(lines: Iterable[str]) -> Iterator[str]:
+        nonlocal size
+        for line in lines:
+            size += len(line)
+            # Of a row that is too large, only what divides values and rows is passed on.
+            yield line if size <= MOST_ROW_BYTES else re.sub('[^",\r\n]+', "", line)
+
     with _csv_text(path) as file:
-        lines = csv.reader(file, strict=True)
+        rows = csv.reader(bounded(file), strict=True)
         try:
-            names = next(lines)
-            for values in lines:
-                fits = len(values) == len(names) and sum(map(len, values)) <= MOST_ROW_BYTES
+            names = next(rows)
+            for values in rows:
+                fits = len(values) == len(names) and size <= MOST_ROW_BYTES
                 yield dict(zip(names, values, strict=True)) if fits else None
+                size = 0
         except csv.Error as error:
             raise ValueError(
-                f"training.dataset_path: {path}, line {lines.line_num} (not private): {error}; "
+                f"training.dataset_path: {path}, line {rows.line_num} (not private): {error}; "
                 "write it again, with each text in quotes and quotes in it doubled"
             ) from None
 
