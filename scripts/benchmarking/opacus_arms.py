@@ -21,6 +21,7 @@ from opacus.optimizers import DPOptimizer, DPOptimizerFastGradientClipping
 from opacus.utils.fast_gradient_clipping_utils import DPTensorFastGradientClipping
 
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.data.batching import Draw
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.attention import use_efficient_attention
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
@@ -76,7 +77,7 @@ class OpacusTrainer:
         records = self._config.training.global_batch_size
         population = len(self._loader.units)
         draw = self._rng.choice(population, records, replace=records > population)
-        microbatches = list(self._loader.microbatches(draw))
+        microbatches = list(self._loader.microbatches(Draw(draw)))
         for i, (tokens_BT, labels_BT, *_) in enumerate(microbatches):
             self._optimizer.signal_skip_step(do_skip=i + 1 < len(microbatches))
             self._optimizer.zero_grad(set_to_none=True)

@@ -149,7 +149,7 @@ def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
     with _csv_text(path) as file:
         rows = csv.reader(bounded(file), strict=True)
         try:
-            names = next(rows)
+            names, size = next(rows), 0
             for values in rows:
                 fits = len(values) == len(names) and size <= MOST_ROW_BYTES
                 yield dict(zip(names, values, strict=True)) if fits else None
