@@ -206,7 +206,7 @@ def _write(
         contents = pool.submit(stores.contents_hash, files, skip_unreadable=skip, ended=ended)
         try:
             with open(os.path.join(folder, stores.TOKENS), "xb", opener=stores.private) as output:
-                arrays, lacks = _tokenize(output, files, source)
+                arrays, facts = _tokenize(output, files, source)
             hashed = contents.result()
         finally:
             ended.set()
@@ -224,21 +224,20 @@ def _write(
         "bytes": sum(files.sizes),
         "records": len(arrays["ends"]),
         "dtype": _dtype(source.tokenizer).str,
-        "between": len(Assembler(source.tokenizer, source.reading).between),
-        "lacks": lacks,
         "contents": hashed,
+        **facts,
     }
 
 
 def _tokenize(
     output: IO[bytes], files: Files, source: Source
-) -> tuple[dict[str, np.ndarray], list[dict[str, Any]]]:
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """Tokenize all records, in batches of which one is read while another is tokenized.
 
     Returns:
-        the arrays of the store, and the reasons why records have nothing to learn.
+        the arrays of the store, and facts: reasons why records have nothing to learn, say.
     """
-    put = Assembler(source.tokenizer, source.reading)
+    put = Assembler(source.tokenizer, source.reading, _dtype(source.tokenizer))
     ends, firsts, reasons, units = array("q", [0]), array("q"), bytearray(), bytearray()
     lacks: dict[Lack, dict[str, Any]] = {}
 
@@ -265,15 +264,14 @@ def _tokenize(
 
     def write(rows: list[_Row], encoded: list[np.ndarray | None]) -> None:
         parts = iter(encoded)
-        whole = np.concatenate([take(row, parts) for row in rows])
-        output.write(whole.astype(_dtype(source.tokenizer)).tobytes())
+        output.writelines(take(row, parts).data for row in rows)
 
     with ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool:
         before: tuple[list[_Row], Future[list[np.ndarray | None]]] | None = None
         for rows in _batched(_rows(files, source)):
             texts = [row.texts for row in rows if not isinstance(row.texts, Nothing)]
             parts = [text for pieces in texts for text, _ in pieces]
-            ahead = rows, pool.submit(source.tokenizer.encode_each, parts)
+            ahead = rows, pool.submit(_encoded, source.tokenizer, parts)
             if before is not None:
                 write(before[0], before[1].result())
             before = ahead
@@ -291,7 +289,20 @@ def _tokenize(
         "starts": found.starts,
         "hashes": found.hashes,
     }
-    return arrays, [{**lack._asdict(), **known} for lack, known in lacks.items()]
+    facts = [{**lack._asdict(), **known} for lack, known in lacks.items()]
+    return arrays, {"between": len(put.between), "lacks": facts}
+
+
+def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray | None]:
+    """Tokenize texts, not too many at once for the tokenizer's memory: ids as they are stored."""
+    found: list[np.ndarray | None] = []
+    ends = np.cumsum([len(text) for text in texts])
+    while len(found) < len(texts):
+        begun = int(ends[len(found) - 1]) if found else 0
+        stop = int(np.searchsorted(ends, begun + _BATCH_CHARACTERS, side="right"))
+        for ids in tokenizer.encode_each(texts[len(found) : max(stop, len(found) + 1)]):
+            found.append(None if ids is None else ids.astype(_dtype(tokenizer)))
+    return found
 
 
 def _batched(rows: Iterator[_Row]) -> Iterator[list[_Row]]:

@@ -18,7 +18,7 @@ Reasons have names of fields, roles and types: they are PRIVATE, for the records
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -214,40 +214,40 @@ class Assembler:
     """Puts the ids of a record together from those of its pieces. Those that are no targets are
     stored as their bitwise complement, which is negative."""
 
-    def __init__(self, tokenizer: Tokenizer, how: Reading) -> None:
+    def __init__(self, tokenizer: Tokenizer, how: Reading, dtype: np.dtype[Any]) -> None:
         self._has_answers = how.has_answers
-        bos_id, eos_id = tokenizer.bos_id, tokenizer.eos_id
-        marks = [] if how.has_marks else [mark for mark in (bos_id, eos_id) if mark is not None]
-        self._bos = np.array([] if bos_id is None or not marks else [bos_id], dtype=np.int64)
-        self._eos = np.array([] if eos_id is None or not marks else [eos_id], dtype=np.int64)
-        self.between = np.array([], dtype=np.int64)
+        marks = (None, None) if how.has_marks else (tokenizer.bos_id, tokenizer.eos_id)
+        self._bos, self._eos = (
+            np.array([] if mark is None else [mark], dtype=dtype) for mark in marks
+        )
+        self.between = self._bos[:0]
         """The ids between two records of a unit, stored before each."""
-        if not how.has_marks and not marks:
+        if not how.has_marks and marks == (None, None):
             found = tokenizer.encode("\n\n")
-            self.between = self.between if found is None else found
+            self.between = self.between if found is None else found.astype(dtype)
         if how.has_answers:
             self._bos, self.between = ~self._bos, ~self.between
 
     def record(
         self, parts: list[tuple[np.ndarray | None, bool]]
     ) -> tuple[np.ndarray, int] | Nothing:
-        """Return a record's ids, int64, behind those of `between`, and the place of its first
-        target, counted without them.
+        """Return a record's ids behind those of `between`, and the place of its first target,
+        counted without them.
 
         Args:
-            parts: ids of each piece, and whether they are targets; None where the tokenizer
-                refused one.
+            parts: ids of each piece, of the store's dtype, and whether they are targets; None where
+                the tokenizer refused one.
         """
         if any(ids is None for ids, _ in parts):
             return Nothing(REFUSED)
         found = [ids if is_target else ~ids for ids, is_target in parts if ids is not None]
         text = np.concatenate([self._bos[:0], *found])
-        targets = np.flatnonzero(text >= 0)
-        if len(targets) == 0:
+        is_target = text >= 0
+        if not is_target.any():
             return Nothing(EMPTY)
-        text = text[: targets[-1] + 1]  # what stands behind the last target is never learned
-        first = int(targets[0]) + len(self._bos) * self._has_answers
-        return np.concatenate([self.between, self._bos, text, self._eos]), first
+        stop = len(text) - int(is_target[::-1].argmax())  # nothing behind it is ever learned
+        first = int(is_target.argmax()) + len(self._bos) * self._has_answers
+        return np.concatenate([self.between, self._bos, text[:stop], self._eos]), first
 
 
 def split(text: str, most: int = 2**20) -> Iterator[str]:
