@@ -17,10 +17,9 @@ PAGES = sorted(
 NOT_HERE = (
     # What the recipes of docs/extending.md tell the reader to make.
     "models/qwen3/",
-    "data/records/csv.py",
     # What a run writes: into its folder, into the user's cache.
     "checkpoint/step-N/",
-    "torchtitan_dp/index",
+    "torchtitan_dp/prepared",
 )
 TOP = ("torchtitan_dp", "tests", "scripts", "docs", "examples", "train_configs", ".ci")
 

@@ -30,6 +30,12 @@ ALLOWED = (
         "steps take as long as their samples are; what is published counts lost steps in blocks",
     ),
     (
+        "the store of tokens, outside the run's folder, and the time and room that preparing it "
+        "takes",
+        "it holds the records, for their owner; no published file, exit code or setting follows "
+        "from it",
+    ),
+    (
         "the random names of run and starts",
         "they are drawn from the operating system, whatever the records are",
     ),
