@@ -236,7 +236,9 @@ def test_csv_columns_are_checked_before_a_row_is_read(
 
 def test_csv_of_names_alone_holds_no_record(tmp_path: Path) -> None:
     refusal(
-        write(tmp_path / "d", {"a.csv": b"text\n"}), "csv", "holds no record: it needs at .*csv"
+        write(tmp_path / "d", {"a.csv": b"text\n"}),
+        "csv",
+        "holds no record: it needs at least one row",
     )
     refusal(write(tmp_path / "e", {"a.csv": b'"text\n'}), "csv", r"a\.csv is no CSV file")
 
@@ -266,7 +268,7 @@ def binary(data: Iterable[bytes | None]) -> Any:
 COLUMNS: dict[str, tuple[Callable[[], Any], list[str | None]]] = {
     "null and empty": (lambda: pa.array(["a", None, ""]), ["a", None, ""]),
     "not UTF-8": (
-        lambda: binary([b"a", b"\xff\xfe", b"torn \xe2\x98", b"b"]),
+        lambda: binary([b"a", b"\xff\xfe", b"\xe2\x98", b"b"]),
         ["a", None, None, "b"],
     ),
     "above the limit": (lambda: pa.array(["a", "x" * 1001, "y" * 900]), ["a", None, "y" * 900]),
@@ -297,9 +299,7 @@ def test_every_value_of_a_column_keeps_its_row_and_unit(
     table = pa.table({"text": make(), "who": list(range(len(expected)))})
     store = store_of(WRITERS[format](tmp_path / "d", table), tmp_path, format, unit_field="who")
     assert texts(store) == expected
-    plain = store_of(
-        [{"who": i, "text": "x"} for i in range(len(expected))], tmp_path, unit_field="who"
-    )
+    plain = store_of([{"who": i} for i in range(len(expected))], tmp_path, unit_field="who")
     assert [one.unit for one in stored(store)] == [one.unit for one in stored(plain)]
 
 
@@ -387,19 +387,19 @@ def test_groups_and_files_may_be_empty(tmp_path: Path) -> None:
 
 
 def test_rows_behind_a_damaged_page_keep_their_places(tmp_path: Path) -> None:
-    rows = [{"text": f"note {i} " * 20} for i in range(30)]
+    rows = [{"text": f"note {i} " * 20} for i in range(450)]
     plain = {"use_dictionary": False, "data_page_size": 100, "write_batch_size": 1}
-    root = as_parquet(tmp_path / "d", rows, row_group_size=10, compression="snappy", **plain)
+    root = as_parquet(tmp_path / "d", rows, row_group_size=150, compression="snappy", **plain)
     data = bytearray((root / "a.parquet").read_bytes())
     column = pq.read_metadata(root / "a.parquet").row_group(1).column(0)
     end = column.data_page_offset + column.total_compressed_size
-    data[end - 200 : end] = b"\xff" * 200
+    data[end - 50 : end] = b"\xff" * 50
     (root / "a.parquet").write_bytes(data)
     found = texts(store_of(root, tmp_path, "parquet"))
     expected = [row["text"] for row in rows]
-    lost = [i for i in range(30) if found[i] != expected[i]]
-    assert lost == list(range(lost[0], 20))
-    assert lost[0] > 10
+    lost = [i for i in range(450) if found[i] != expected[i]]
+    assert lost == list(range(lost[0], 300))
+    assert lost[0] > 150
     assert all(found[i] is None for i in lost)
 
 
@@ -468,9 +468,9 @@ def test_lines_that_memory_does_not_hold_are_broken(
         ("jsonl", "d/a.txt", {}, r"training\.dataset_path = '.*a\.txt' holds no record"),
         ("jsonl", "d", {"text_field": ""}, r"data\.text_field = '': name the JSON field"),
         ("jsonl", "d", {"unit_field": ""}, r"data\.unit_field = '': name the JSON field"),
-        ("text", "d", {"unit_field": "who"}, r"data\.unit_field = 'who': text files have no fields"),
-        ("text", "d", {"prompt_field": "q"}, r"data\.prompt_field = 'q': text files have no fields"),
-        ("csv", "d", {"messages_field": "m"}, r"data\.messages_field = 'm': a field of csv files is"),
+        ("text", "d", {"unit_field": "who"}, r"data\.unit_field = 'who': text files have"),
+        ("text", "d", {"prompt_field": "q"}, r"data\.prompt_field = 'q': text files have"),
+        ("csv", "d", {"messages_field": "m"}, r"data\.messages_field = 'm': a field of csv"),
     ],
 )  # fmt: skip
 def test_mistakes_name_key_value_and_remedy(
