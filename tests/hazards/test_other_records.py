@@ -189,9 +189,7 @@ CASES: dict[str, tuple[str, Write, dict[str, Any]]] = {
 }
 KNOWN = {
     "huge": {"csv": "a value above the limit refuses its file"},
-    "not UTF-8 within": dict.fromkeys(
-        CASES, "validating one list of a batch validates all of them"
-    ),
+    "not UTF-8 within": dict.fromkeys(CASES, "one list of a batch is validated with all others"),
 }
 """Bugs, by the worst and the case."""
 
