@@ -1,0 +1,350 @@
+"""The pass that writes a store: once, whole or not at all, whatever stops it."""
+
+import errno
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.chats import chat
+from tests.data.stores import WRITERS, as_jsonl, source, store_of, stored, texts, write
+from tests.processes import forks
+from torchtitan_dp.data import console, prepare
+from torchtitan_dp.data import store as stores
+from torchtitan_dp.data.prepare import prepared
+from torchtitan_dp.data.tokenizer import ByteTokenizer
+
+ROWS = [
+    {"text": f"note {i} ü☃ " * (i % 7), "prompt": f"ask {i}", "who": f"{i % 4}"} for i in range(50)
+]
+
+
+def left(place: Path) -> list[str]:
+    """List what is in the folder of all stores."""
+    return sorted(path.name for path in place.iterdir())
+
+
+# All formats
+
+
+@pytest.mark.parametrize("how", [{}, {"unit_field": "who"}, {"prompt_field": "prompt"}], ids=str)
+def test_the_same_rows_in_any_format_have_the_same_tokens(
+    tmp_path: Path, how: dict[str, str]
+) -> None:
+    found, units = {}, {}
+    for format, writer in WRITERS.items():
+        store = store_of(writer(tmp_path / format, ROWS), tmp_path, format, **how)
+        found[format] = Path(store.folder, stores.TOKENS).read_bytes(), store.ends.tolist()
+        named = {int(h) for h in store.units.hashes} if "unit_field" in how else None
+        units[format] = named, store.facts["lacks"][0]["count"]
+    assert len(found["jsonl"][0]) > 1000
+    assert all(one == found["jsonl"] for one in found.values())
+    assert all(one == units["jsonl"] for one in units.values())
+
+
+def test_chats_in_any_format_have_the_same_tokens_and_reasons(tmp_path: Path) -> None:
+    turns = [("Why?", "That ☃."), ("Why?",), (), ("a", "b", "c", "d"), ("", " ")]
+    rows = [{"messages": None}, *({"messages": chat(*one)} for one in turns)]
+    every = {}
+    for format in set(WRITERS) - {"csv"}:
+        root = WRITERS[format](tmp_path / format, rows)
+        found = stored(store_of(root, tmp_path, format, messages_field="messages"))
+        every[format] = [(one.ids, one.first, one.reason) for one in found]
+    expected = [False, True, False, False, True, False]
+    assert [reason is None for _, _, reason in every["jsonl"]] == expected
+    assert all(found == every["jsonl"] for found in every.values())
+
+
+@pytest.mark.parametrize("limits", [(1, 2**14), (100, 2**14), (2**23, 3)])
+def test_batches_change_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limits: tuple[int, int]
+) -> None:
+    root = as_jsonl(tmp_path / "d", [*ROWS, b"", b"no JSON", "last"])
+    whole = store_of(root, tmp_path, "jsonl", prompt_field="prompt")
+    for name, limit in zip(("_BATCH_CHARACTERS", "_BATCH_TEXTS"), limits, strict=True):
+        monkeypatch.setattr(prepare, name, limit)
+    (tmp_path / "again").mkdir()
+    parts = store_of(root, tmp_path / "again", "jsonl", prompt_field="prompt")
+    assert parts.fingerprint == whole.fingerprint
+    assert stored(parts) == stored(whole)
+
+
+def test_a_long_text_is_tokenized_in_parts_and_whole(tmp_path: Path) -> None:
+    text = "ünï ☃ words " * 300_000
+    assert texts(store_of(write(tmp_path / "d", {"a": text.encode()}), tmp_path)) == [text]
+
+
+# What stops it
+
+
+class Stops(ByteTokenizer):
+    """Calls a function when the pass is in the middle of the records."""
+
+    def __init__(self, stop: Any) -> None:
+        self.stop, self.calls = stop, 0
+
+    def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
+        self.calls += 1
+        if self.calls == 3:
+            self.stop()
+        return super().encode_each(texts)
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "_BATCH_TEXTS", 5)
+
+
+def full(*_: Any) -> int:
+    """Open, for writing, a disk without room."""
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def fail(error: BaseException) -> Any:
+    def stop(*_: Any, **__: Any) -> None:
+        raise error
+
+    return stop
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt("stop")], ids=repr)
+def test_an_exception_in_the_middle_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    root, place = as_jsonl(tmp_path / "d", ROWS), tmp_path / "store"
+    with pytest.raises(type(error), match="stop"):
+        store_of(root, tmp_path, "jsonl", tokenizer=Stops(fail(error)))
+    assert left(place) == []
+    assert len(store_of(root, tmp_path, "jsonl")) == 50
+
+
+@pytest.mark.parametrize(
+    "place, name, instead, message",
+    [
+        (stores, "private", full, "No space left on device"),
+        (stores.tempfile, "mkdtemp", fail(OSError(errno.EROFS, "read-only")), "read-only"),
+        (stores.os, "rename", fail(OSError(errno.EDQUOT, "quota")), "quota"),
+        (stores.os, "fsync", fail(OSError(errno.EIO, "broken disk")), "broken disk"),
+    ],
+    ids=["full", "read-only", "quota", "broken"],
+)  # fmt: skip
+def test_a_disk_that_fails_is_one_line_with_the_remedy(
+    tmp_path: Path, monkeypatch: Any, place: Any, name: str, instead: Any, message: str
+) -> None:
+    root = as_jsonl(tmp_path / "d", ROWS)
+    monkeypatch.setattr(place, name, instead)
+    with pytest.raises(ValueError, match=message) as caught:
+        store_of(root, tmp_path, "jsonl")
+    said = str(caught.value)
+    assert said.startswith("training.dataset_path = ")
+    assert "set data.store" in said
+    assert "\n" not in said
+    assert left(tmp_path / "store") == []
+
+
+def test_a_disk_that_is_certain_to_be_too_small_is_refused_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = as_jsonl(tmp_path / "d", ["x" * 100_000])
+    sizes = [1, 1, 30, 30, 30, 1, 1, 1, 0, 255]
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(sizes))
+    with pytest.raises(ValueError, match=r"^data\.store: .*/store' has 0\.00 GB free, and the tok"):
+        store_of(root, tmp_path, "jsonl")
+    sizes[4] = 60_000  # JSON may be most of the file
+    assert len(store_of(root, tmp_path, "jsonl")) == 1
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
+def test_a_place_that_cannot_be_a_folder(tmp_path: Path, place: str) -> None:
+    root = write(tmp_path, {"file": b"", "d/a": b""}) / "d"
+    with pytest.raises(ValueError, match=r"^data\.store = .* name a folder that you can write$"):
+        prepared(source(root), str(tmp_path / place))
+
+
+def change_file(path: Path, change: str) -> None:
+    data = path.read_bytes()
+    if change == "is deleted":
+        path.unlink()
+    elif change == "shrinks":
+        os.truncate(path, 21)
+    elif change == "is replaced":
+        write(path.parent, {".b": data[::-1]})
+        os.utime(path.parent / ".b", ns=(1, 1))
+        os.replace(path.parent / ".b", path)
+    else:
+        path.write_bytes({"grows": data + b"\n", "is rewritten": data[::-1]}[change])
+        os.utime(path, ns=(1, 1))
+
+
+CHANGES = ["grows", "shrinks", "is rewritten", "is replaced", "is deleted"]
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("name", ["a.jsonl", "first.jsonl"])
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, change: str, name: str
+) -> None:
+    root = as_jsonl(tmp_path / "d", ROWS)
+    write(root, {"first.jsonl": (root / "a.jsonl").read_bytes()})
+    os.utime(root / name, ns=(1, 1))
+    stop = Stops(lambda: change_file(root / name, change))
+    with pytest.raises(ValueError, match=rf"training\.dataset_path.*{name}.*: ") as caught:
+        store_of(root, tmp_path, "jsonl", tokenizer=stop)
+    assert "\n" not in str(caught.value)
+    assert left(tmp_path / "store") == []
+
+
+def test_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = write(tmp_path / "d", {"a/x.txt": b""})
+    error = PermissionError(13, "Permission denied")
+    monkeypatch.setattr(os, "scandir", fail(error))  # chmod would not stop root
+    with pytest.raises(ValueError, match=r"^training\.dataset_path = .* \(.*Permission denied\)"):
+        store_of(root, tmp_path)
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    root, place = as_jsonl(tmp_path / "d", ROWS), tmp_path / "store"
+    key = Path(store_of(root, tmp_path, "jsonl").folder).name
+    stores.delete(str(place / key))
+    other = "0" * 32
+    write(
+        place,
+        {f".{key}.abc/tokens": b"half", f".{other}.abc/tokens": b"at work", f"{key}.lock": b""},
+    )
+    store_of(root, tmp_path, "jsonl")
+    assert left(place) == sorted([f".{other}.abc", key])
+
+
+# Several processes
+
+
+def open_store(connection: Connection, root: str, place: str, log: str) -> None:
+    """Prepare in a process of its own, which notes each pass in a file."""
+    real = stores.write
+
+    def writing(*args: Any) -> None:
+        with open(log, "a") as file:
+            file.write("begin\n")
+        real(*args)
+
+    stores.write = writing
+    connection.send("started")
+    store = prepared(source(root, "jsonl"), place)
+    connection.send((store.fingerprint, texts(store)))
+
+
+def test_of_several_processes_one_writes(tmp_path: Path) -> None:
+    root, place, log = as_jsonl(tmp_path / "d", ["a", "b"]), tmp_path / "store", tmp_path / "log"
+    folder = Path(store_of(root, tmp_path, "jsonl").folder)
+    stores.delete(str(folder))
+    arguments = str(root), str(place), str(log)
+    with stores.alone(f"{folder}.lock"):  # until all of them wait for it
+        processes = [forks.Process(open_store, *arguments) for _ in range(3)]
+        assert [one.connection.recv() for one in processes] == ["started"] * 3
+        time.sleep(0.3)
+        assert not folder.exists()
+    found = [one.connection.recv() for one in processes]
+    assert [one.wait(60) for one in processes] == [0] * 3
+    assert [read for _, read in found] == [["a", "b"]] * 3
+    assert len({fingerprint for fingerprint, _ in found}) == 1
+    assert log.read_text() == "begin\n"
+    assert left(place) == [folder.name]
+
+
+LINES = [f"line {i} " * (i % 9) for i in range(3000)]
+
+
+def killed_at(connection: Connection, root: str, place: str, number: int | None) -> None:
+    """Prepare, and die at the `number`-th file operation below a place."""
+    count = 0
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in _OPERATIONS and any(str(arg).startswith(place) for arg in args[:2]):
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    connection.send("started")
+    sys.addaudithook(watch)
+    prepared(source(root, "jsonl"), place)
+
+
+_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+@pytest.mark.parametrize("is_stale", [False, True], ids=["written", "replaced"])
+def test_a_process_killed_at_any_file_operation_is_followed_by_a_whole_store(
+    tmp_path: Path, is_stale: bool
+) -> None:
+    place = tmp_path / "store"
+    root = as_jsonl(tmp_path / "d", LINES[:20])
+    expected = store_of(root, tmp_path, "jsonl")
+    key = Path(expected.folder).name
+    number, code = 0, -signal.SIGKILL
+    while code == -signal.SIGKILL:
+        number += 1
+        stores.delete(expected.folder)
+        if is_stale:
+            as_jsonl(root, LINES[:20][::-1])
+            store_of(root, tmp_path, "jsonl")
+            as_jsonl(root, LINES[:20])
+        process = forks.Process(killed_at, str(root), str(place), number)
+        process.connection.recv()
+        code = process.wait(60)
+        assert store_of(root, tmp_path, "jsonl").fingerprint == expected.fingerprint
+        assert left(place) in ([key], sorted([key, f"{key}.lock"]))
+    assert code == 0
+    assert number > 12
+
+
+@pytest.mark.thorough_cases("[67]", "[89]", "1?")
+@pytest.mark.parametrize("moment", range(20))
+def test_a_process_killed_at_any_time_is_followed_by_a_whole_store(
+    tmp_path: Path, moment: int
+) -> None:
+    root = as_jsonl(tmp_path / "d", LINES)
+    begin = time.monotonic()
+    expected = store_of(root, tmp_path, "jsonl")
+    duration = time.monotonic() - begin
+    stores.delete(expected.folder)
+    process = forks.Process(killed_at, str(root), str(tmp_path / "store"), None)
+    process.connection.recv()
+    time.sleep(duration * ((moment * 7) % 20 + 0.5) / 20)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) in (0, -signal.SIGKILL)
+    again = store_of(root, tmp_path, "jsonl")
+    assert again.fingerprint == expected.fingerprint
+    assert [name for name in left(tmp_path / "store") if name[0] == "."] == []
+
+
+# What it says
+
+
+def test_progress_has_sizes_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: Any
+) -> None:
+    monkeypatch.setattr(prepare, "_BATCH_TEXTS", 1)
+    root = write(tmp_path / "d", {f"secret{i}.jsonl": b'{"text": "hidden"}\n' for i in range(4)})
+    place = tmp_path / "quiet"
+    prepared(source(root, "jsonl"), str(place))
+    assert len(capfd.readouterr().err.splitlines()) == 1  # done within five seconds
+    for name in ("FIRST_LINE_S", "INTERVAL_S"):
+        monkeypatch.setattr(console, name, 0.0)
+    prepared(source(root, "jsonl"), str(tmp_path / "store"))
+    out, err = capfd.readouterr()
+    first, *lines = err.splitlines()
+    assert out == ""
+    assert f"into {tmp_path / 'store'}: about" in first
+    assert len(lines) == 5
+    assert "all of 0.00 GB" in lines[-1]
+    assert all(line.startswith("not private: ") for line in (first, *lines))
+    assert "secret" not in err
+    assert "hidden" not in err
