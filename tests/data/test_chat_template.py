@@ -2,29 +2,26 @@
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.data.chats import MARKED, PLAIN, REWRITES, chat, folder
-from torchtitan_dp.data.chat_template import (
-    MESSAGE_COST,
-    ChatTemplate,
-    Message,
-    load_chat_template,
-)
+from torchtitan_dp.data import chat_template
+from torchtitan_dp.data.chat_template import ChatTemplate, Message, Piece, load_chat_template
 
 MARKS = {"bos_token": "<|begin_of_text|>"}
-MOST = 10**9
 
 
-def pieces(template: str, turns: list[dict[str, str]], most: int = MOST) -> Any:
-    written = ChatTemplate(template, MARKS).write([Message(**turn) for turn in turns], most)
-    return None if written.pieces is None else [tuple(piece) for piece in written.pieces]
+def messages(turns: list[dict[str, str]]) -> list[Message]:
+    return [Message(**turn) for turn in turns]
 
 
-def targets(template: str, turns: list[dict[str, str]], most: int = MOST) -> list[str]:
-    return [text for text, is_target in pieces(template, turns, most) if is_target]
+def pieces(template: str, turns: list[dict[str, str]]) -> list[Piece] | None:
+    return ChatTemplate(template, MARKS).write(messages(turns))
+
+
+def targets(template: str, turns: list[dict[str, str]]) -> list[str]:
+    return [text for text, is_target in pieces(template, turns) or () if is_target]
 
 
 CHAT = chat("What?", " That. ", "Why?", "Because.", system="Be short.")
@@ -33,8 +30,10 @@ CHAT = chat("What?", " That. ", "Why?", "Because.", system="Be short.")
 def test_the_assistants_turns_are_what_the_template_adds_for_them() -> None:
     assert targets(PLAIN, CHAT) == ["That.<|end|>\n", "Because.<|end|>\n"]
     assert targets(MARKED, CHAT) == ["That.<|end|>", "Because.<|end|>"]
-    whole = "".join(text for text, _ in pieces(PLAIN, CHAT))
-    assert whole == "".join(text for text, _ in pieces(MARKED, CHAT))
+    whole, marked = (
+        "".join(text for text, _ in pieces(template, CHAT) or ()) for template in (PLAIN, MARKED)
+    )
+    assert whole == marked
     assert whole.startswith("<|begin_of_text|><|start|>system\nBe short.<|end|>\n<|start|>user\n")
 
 
@@ -71,19 +70,6 @@ def test_an_address_in_a_text_is_text() -> None:
     assert targets(PLAIN, trace) == ["One at 0x7f00>.<|end|>\n"]
 
 
-def test_row47_what_is_refused_has_cost_as_much() -> None:
-    late = PLAIN + "{% if messages | length == 40 %}{{ raise_exception('no') }}{% endif %}"
-    messages = [Message(**turn) for turn in chat(*["x" * 100] * 40)]
-    accepted = ChatTemplate(PLAIN, MARKS).write(messages, MOST)
-    refused = ChatTemplate(late, MARKS).write(messages, MOST)
-    assert refused.pieces is None
-    assert 0.9 * accepted.cost < refused.cost <= accepted.cost
-    picky = "{% if messages[0]['content'] | length == 100 %}{{ raise_exception('no') }}{% endif %}"
-    refused = ChatTemplate(picky + PLAIN, MARKS).write(messages, MOST)
-    assert refused.pieces is None
-    assert refused.cost == MESSAGE_COST + 100
-
-
 def test_what_the_template_refuses_is_none() -> None:
     assert pieces(PLAIN, [{"role": "judge", "content": "?"}, *chat("a", "b")]) is None
     divides = "{{ 1 // (messages[0]['content'] | length - 3) }}" + PLAIN
@@ -99,16 +85,17 @@ def test_a_conversation_that_is_rewritten_later_is_none() -> None:
     assert pieces(kind, chat("a", "b", "c", "dd", "e", "ff")) is None
 
 
-def test_turns_that_would_cost_too_much_are_left_out() -> None:
+def test_turns_that_would_cost_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template without marks is rendered for each turn anew, of all turns before it."""
     long = chat(*["x" * 100] * 40)
-    template = ChatTemplate(PLAIN, MARKS)
-    messages = [Message(**turn) for turn in long]
-    whole, part = template.write(messages, MOST), template.write(messages, 50_000)
-    assert whole.pieces is not None
-    assert part.pieces is not None
-    assert 0 < len(part.pieces) < len(whole.pieces) == 40
-    assert part.pieces == whole.pieces[: len(part.pieces)]
-    assert 50_000 <= part.cost < 100_000 < whole.cost
+    whole = pieces(PLAIN, long)
+    monkeypatch.setattr(chat_template, "MOST_COST", 50_000)
+    part = pieces(PLAIN, long)
+    assert whole is not None
+    assert part is not None
+    assert 0 < len(part) < len(whole) == 40
+    assert part == whole[: len(part)]
+    assert pieces(PLAIN, chat("What?", "x" * 100_000)) is not None  # the first is never left out
 
 
 @pytest.mark.parametrize(
@@ -162,9 +149,9 @@ def test_texts_and_marks_are_those_of_transformers(tmp_path: Path, template: str
     ours = load_chat_template(str(tmp_path))
     assert ours is not None
     for turns in (CHAT, chat("ü☃", "x  y"), chat("a", "b", "c", "d", "e", "f")):
-        written = ours.write([Message(**turn) for turn in turns], MOST)
+        written = ours.write(messages(turns))
         assert written is not None
-        text = "".join(piece.text for piece in written.pieces)
+        text = "".join(piece.text for piece in written)
         assert text == theirs.apply_chat_template(turns, tokenize=False)
         if template == MARKED:
             found = theirs.apply_chat_template(
@@ -172,7 +159,7 @@ def test_texts_and_marks_are_those_of_transformers(tmp_path: Path, template: str
             )
             parts = [
                 [piece.is_target] * len(theirs.encode(piece.text, add_special_tokens=False))
-                for piece in written.pieces
+                for piece in written
             ]
             assert list(itertools.chain(*parts)) == [bool(one) for one in found["assistant_masks"]]
 

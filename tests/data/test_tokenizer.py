@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,6 @@ def test_a_model_without_tokenizer_json_is_not_read_as_bytes(
     ids=lambda model: type(model).__name__,
 )
 def test_a_text_that_it_has_no_tokens_for_is_none(tmp_path: Path, model: Any) -> None:
-    """`tokenizers` raises: what a record holds would stop the run."""
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
     assert tokenizer.encode("b") is None
@@ -87,35 +87,76 @@ def test_a_text_that_it_has_no_tokens_for_is_none(tmp_path: Path, model: Any) ->
 
 
 def test_a_text_has_the_same_tokens_each_time(tmp_path: Path) -> None:
-    """BPE dropout draws merges anew, unlike on each rank of a context-parallel group."""
+    """BPE dropout draws merges anew."""
     model = models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
     tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(str(tmp_path))
-    for _ in range(20):
-        ids = tokenizer.encode("ab" * 10)
-        assert ids is not None
-        assert ids.tolist() == [2] * 10
+    assert [ids.tolist() for ids in tokenizer.encode_each(["ab" * 10] * 20)] == [[2] * 10] * 20
 
 
-@pytest.mark.parametrize("name, is_stopped", [("PanicException", False), ("Interrupt", True)])
-def test_a_panic_inside_the_library_is_none(name: str, is_stopped: bool) -> None:
-    """It arrives as a BaseException that nobody can import; others are none of its business."""
+class Backend:
+    """A library that fails on one text, as `tokenizers` or its Rust does."""
 
-    class Backend:
-        def encode_batch_fast(self, texts: list[str], **options: Any) -> None:
-            raise type(name, (BaseException,), {})(texts[0])
+    model = None
 
-        model = None
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error, self.calls = error, 0
 
-        def __getattr__(self, _: str) -> Any:
-            return lambda **options: {}
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> list[Any]:
+        self.calls += 1
+        if "worst" in texts:
+            raise self.error("worst")
+        return [SimpleNamespace(ids=list(text.encode())) for text in texts]
 
-    tokenizer = HFTokenizer(Backend(), None, None)  # type: ignore[arg-type]
-    if is_stopped:
-        with pytest.raises(BaseException, match="text"):
-            tokenizer.encode("text")
-    else:
-        assert tokenizer.encode("text") is None
+    def to_str(self) -> str:
+        return ""
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda **options: {}
+
+
+@pytest.mark.parametrize("error", [Exception, type("PanicException", (BaseException,), {})])
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+def test_a_text_that_the_library_fails_on_is_none_and_touches_no_other(
+    error: type[BaseException], count: int
+) -> None:
+    """A panic arrives as a BaseException that cannot be imported."""
+    every = [f"text {i}" for i in range(count)]
+    for worst in range(count):
+        backend = Backend(error)
+        texts = [*every[:worst], "worst", *every[worst + 1 :]]
+        found = HFTokenizer(backend, None, None).encode_each(texts)  # type: ignore[arg-type]
+        expected = [None if text == "worst" else list(text.encode()) for text in texts]
+        assert [None if ids is None else ids.tolist() for ids in found] == expected
+        assert backend.calls < 2 * count.bit_length() + 2  # not one by one
+
+
+def test_other_errors_of_the_process_are_raised() -> None:
+    tokenizer = HFTokenizer(Backend(KeyboardInterrupt), None, None)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode_each(["text", "worst"])
+    assert tokenizer.encode_each([]) == []
+
+
+def test_texts_have_the_same_tokens_together_as_alone(tmp_path: Path) -> None:
+    """Longer ones beside them pad nothing, and threads exchange nothing."""
+    texts = ["one", "", "one two " * 500, "two", *(f"one {'two ' * i}" for i in range(200))]
+    for tokenizer in (load_tokenizer(save_tokenizer(tmp_path)), ByteTokenizer()):
+        together = tokenizer.encode_each(texts)
+        alone = [tokenizer.encode(text) for text in texts]
+        assert [ids.tolist() for ids in together] == [ids.tolist() for ids in alone]
+
+
+def test_equal_tokenizers_have_one_identity_and_others_another(tmp_path: Path) -> None:
+    for place in "abcd":
+        (tmp_path / place).mkdir()
+        save_tokenizer(tmp_path / place)
+    (tmp_path / "c/tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    path = tmp_path / "d/tokenizer.json"
+    path.write_text(path.read_text().replace('"one"', '"eno"'))
+    found = [load_tokenizer(str(tmp_path / place)).identity for place in "abcd"]
+    assert found[0] == found[1]
+    assert len({*found, ByteTokenizer.identity}) == 4
 
 
 def test_hugging_face_adds_cuts_and_pads_nothing(tmp_path: Path) -> None:
