@@ -84,6 +84,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "the unit's field": {"unit_field": "who"},
     "another unit's field": {"unit_field": "group"},
     "the format": {"format": "text"},
+    "folders as units": {"format": "text", "unit_field": "folder"},
     "another tokenizer": {"tokenizer": words()},
     "its words numbered otherwise": {"tokenizer": words(reverse=True)},
     "its end mark": {"tokenizer": words(eos_id=1)},
@@ -183,7 +184,7 @@ def test_row72_one_byte_that_changed_in_the_store_is_never_read(
         damaged[at] ^= 1
         path.write_bytes(damaged)
         again = prepared(wanted, place)
-        assert (again.fingerprint, stored(again)) == (first.fingerprint, expected)
+        assert (again.facts, stored(again)) == (first.facts, expected)
         if name == stores.TOKENS:
             assert len(written) == count + 1
         assert path.read_bytes() == good or name != stores.TOKENS
