@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 from tests.data.stores import as_jsonl, source, store_of, stored, texts, write
-from torchtitan_dp.data import __main__ as command
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.tokenizer import ByteTokenizer
@@ -139,25 +138,6 @@ def test_names_sizes_and_removal(tmp_path: Path, place: Path) -> None:
     for name in stores.names(str(place)):
         stores.delete(str(place / name))
     assert sorted(path.name for path in place.iterdir()) == ["mine", "mine.txt"]
-
-
-@pytest.mark.xfail(reason="it asks for a configuration", strict=True, raises=SystemExit)
-def test_the_command_lists_and_erases(tmp_path: Path, place: Path, capfd: Any) -> None:
-    names = sorted(Path(store_of([text], tmp_path).folder).name for text in ("a", "bb"))
-    (place / f".{names[0]}.killed").mkdir()
-    write(place, {"mine/tokens": b""})
-    capfd.readouterr()
-    command.main(["--list", "--data.store", str(place)])
-    command.main(["--delete", names[1], "--data.store", str(place)])
-    said = capfd.readouterr().err
-    assert all(line.startswith("not private: ") for line in said.splitlines())
-    assert f"erased {place / names[1]}" in said
-    assert f"{names[0]}: 1 records of " in said
-    with pytest.raises(SystemExit):
-        command.main(["--delete", "mine", f"--data.store={place}"])
-    assert "--delete mine: no such store in" in capfd.readouterr().err
-    command.main(["--delete", "all", f"--data.store={place}"])
-    assert [path.name for path in place.iterdir()] == ["mine"]
 
 
 def test_who_waits_says_so_once(tmp_path: Path, place: Path, capfd: Any, monkeypatch: Any) -> None:

@@ -154,20 +154,6 @@ def test_a_side_depends_on_the_name_alone() -> None:
     assert held == {name for name in NAMES if digest(name.encode()) < 0.1 * 2**64}
 
 
-def test_a_unit_is_held_out_by_its_name(tmp_path: Path) -> None:
-    names = [f"user {i}" for i in range(200)]
-    root = as_jsonl(tmp_path / "d", named(*names, *names[::-1]))
-    wanted = source(root, "jsonl", unit_field="who")
-    records = Records.open(wanted, str(tmp_path / "store"), heldout_fraction=0.3)
-    train, held = (
-        sorted(int(i) for unit in side for i in records.store.units.records(int(unit)))
-        for side in (records.train, records.heldout)
-    )
-    assert sorted([*train, *held]) == list(range(400))
-    is_held = [digest(name.encode(), person=b"unit") < 0.3 * 2**64 for name in names]
-    assert held == [i for i, one in enumerate([*is_held, *is_held[::-1]]) if one]
-
-
 @pytest.mark.parametrize("fraction", [-0.1, 1, 1.5, float("nan"), 0.9999])
 def test_a_fraction_outside_or_that_leaves_nothing(fraction: float) -> None:
     with pytest.raises(ValueError, match=r"^data\.heldout_fraction = .*(give a|leaves no record)"):
