@@ -148,23 +148,9 @@ def test_texts_and_marks_are_those_of_transformers(tmp_path: Path, template: str
             assert list(itertools.chain(*parts)) == [bool(one) for one in found["assistant_masks"]]
 
 
-def test_an_end_that_is_not_learned_is_described(tmp_path: Path) -> None:
-    """What follows an answer, blanks aside, is where the model learns to stop."""
-    within = "{{ message['content'] | trim }}{{ '<|end|>' }}{% endgeneration %}"
-    assert MARKED.count(within) == 1
-    outside = "{{ message['content'] | trim }}{% endgeneration %}{{ '<|end|>' }}"
+def test_an_answer_without_an_end_is_described() -> None:
     bare = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     bare += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    where, never = "the chat template", ": the model never learns to stop"
-    for template, described in (
-        (PLAIN, None),
-        (MARKED, None),
-        (
-            MARKED.replace(within, outside),
-            "{% generation %} in " + where + " leaves out the end mark",
-        ),
-        (bare, f"{where} ends an answer without a mark"),
-    ):
-        loaded = load_chat_template(folder(tmp_path, template))
-        assert loaded is not None
-        assert loaded.lacks_end == (described and described + never)
+    lacks = "the chat template ends an answer without a mark: the model never learns to stop"
+    for template, described in ((PLAIN, None), (MARKED, None), (bare, lacks)):
+        assert ChatTemplate(template, MARKS).lacks_end == described

@@ -6,7 +6,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers, processors
@@ -33,15 +32,12 @@ def save_tokenizer(folder: Path, **files: Any) -> str:
 
 
 def test_bytes() -> None:
-    tokenizer = ByteTokenizer()
-    text = "a\0ünï ☃"
+    tokenizer, text = ByteTokenizer(), "a\0ünï ☃"
     ids = tokenizer.encode(text)
-    assert ids.dtype == np.int64
     assert ids.tolist() == list(text.encode())
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.get_vocab_size()) == (256, 257, 258)
     assert tokenizer.decode([256, *ids, 257]) == text
     assert tokenizer.decode(ids[:-1]) == "a\0ünï \ufffd"
-    assert len(tokenizer.encode("")) == 0
 
 
 @pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "model.safetensors"])
@@ -123,7 +119,6 @@ def test_other_errors_of_the_process_are_raised() -> None:
     tokenizer = HFTokenizer(Backend(KeyboardInterrupt), None, None)  # type: ignore[arg-type]
     with pytest.raises(KeyboardInterrupt):
         tokenizer.encode_each(["text", "worst"])
-    assert tokenizer.encode_each([]) == []
 
 
 def test_texts_have_the_same_tokens_together_as_alone(tmp_path: Path) -> None:
@@ -147,21 +142,17 @@ def test_equal_tokenizers_have_one_identity_and_others_another(tmp_path: Path) -
 
 def test_hugging_face_adds_cuts_and_pads_nothing(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_tokenizer(tmp_path))
-    ids = tokenizer.encode("one two one two what")
-    assert ids.dtype == np.int64
-    assert ids.tolist() == [1, 2, 1, 2, 0]
-    assert tokenizer.encode("one").tolist() == [1]
-    assert tokenizer.encode("").tolist() == []
+    for text, ids in (("one two one two what", [1, 2, 1, 2, 0]), ("one", [1]), ("", [])):
+        assert tokenizer.encode(text).tolist() == ids
     assert tokenizer.decode([3, 1, 2, 4]) == "one two"
-    assert (tokenizer.bos_id, tokenizer.eos_id) == (None, None)
 
 
 def test_vocabulary_size_counts_added_tokens_and_holes(tmp_path: Path) -> None:
     assert load_tokenizer(save_tokenizer(tmp_path)).get_vocab_size() == 6
     path = tmp_path / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["model"]["vocab"]["far"] = 99
-    path.write_text(json.dumps(content))
+    path.write_text(
+        path.read_text().replace('"two":2', '"far":99').replace('"two": 2', '"far": 99')
+    )
     assert load_tokenizer(str(tmp_path)).get_vocab_size() == 100
 
 
@@ -174,6 +165,7 @@ CONFIG, MAP = "tokenizer_config", "special_tokens_map"
         ({CONFIG: {"bos_token": "<s>", "eos_token": "</s>"}}, (3, 4)),
         ({CONFIG: {"bos_token": {"content": "<s>"}, "eos_token": None}}, (3, None)),
         ({MAP: {"eos_token": {"content": "</s>"}}}, (None, 4)),
+        ({}, (None, None)),
         ({CONFIG: {"bos_token": "<s>"}, MAP: {"bos_token": "one", "eos_token": "</s>"}}, (3, 4)),
     ],
 )
