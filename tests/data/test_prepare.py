@@ -15,14 +15,14 @@ import numpy as np
 import pytest
 
 from tests.data.chats import chat
-from tests.data.stores import WRITERS, as_jsonl, source, store_of, stored, texts, write
+from tests.data.stores import WRITERS, Row, as_jsonl, source, store_of, stored, texts, write
 from tests.processes import forks
 from torchtitan_dp.data import console, prepare
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
-ROWS = [
+ROWS: list[Row] = [
     {
         "text": f"note {i} ü☃ " * (i % 7),
         "prompt": f"ask {i}",
@@ -208,7 +208,7 @@ def open_store(connection: Connection, root: str, place: str, log: str) -> None:
             file.write("begin\n")
         real(*args)
 
-    stores.write = writing
+    stores.write = writing  # type: ignore[assignment]
     connection.send("started")
     store = prepared(source(root, "jsonl"), place)
     connection.send((store.fingerprint, texts(store)))

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.data.stores import as_jsonl, source, store_of, stored, texts, write
+from tests.data.stores import Row, as_jsonl, source, store_of, stored, texts, write
 from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.tokenizer import ByteTokenizer
@@ -25,7 +25,7 @@ def place(tmp_path: Path) -> Path:
     return tmp_path / "store"
 
 
-ROWS = ["first", "", b"no JSON", "☃ last"]
+ROWS: list[Row] = ["first", "", b"no JSON", "☃ last"]
 
 
 def test_any_part_of_a_record_is_read(tmp_path: Path) -> None:
@@ -177,7 +177,7 @@ def test_without_locks_everybody_writes(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def test_facts_have_no_text_and_no_name_of_a_unit(tmp_path: Path) -> None:
-    rows = [{"text": "hidden", "who": "somebody"}, {"text": 3, "who": None}]
+    rows: list[Row] = [{"text": "hidden", "who": "somebody"}, {"text": 3, "who": None}]
     store = store_of(rows, tmp_path, unit_field="who")
     assert store.facts["records"] == 2
     for name in (stores.FACTS, stores.RECORDS):

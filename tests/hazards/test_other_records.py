@@ -19,7 +19,7 @@ import pytest
 import tokenizers
 
 from tests.data.chats import PLAIN as TEMPLATE
-from tests.data.stores import Stored, as_arrow, as_hf, as_parquet, store_of, stored, write
+from tests.data.stores import Row, Stored, as_arrow, as_hf, as_parquet, store_of, stored, write
 from tests.processes import forks
 from torchtitan_dp.data import formats, tables
 from torchtitan_dp.data.tokenizer import HFTokenizer
@@ -259,7 +259,7 @@ def test_row68_what_a_template_refuses_touches_no_other_record(
     tmp_path: Path, content: str
 ) -> None:
     template = "{% if messages[0].content == 'raise' %}{{ 1 // 0 }}{% endif %}" + TEMPLATE
-    chats = [{"chat": row["chat"]} for row in PLAIN]
+    chats: list[Row] = [{"chat": row["chat"]} for row in PLAIN]
     worst = [{"role": "user", "content": content}, {"role": "assistant", "content": "no"}]
     before, after = (
         stored(store_of(rows, tmp_path, messages_field="chat", template=template))
@@ -282,7 +282,7 @@ def in_another_process(expression: str, **options: Any) -> "subprocess.Completed
 @pytest.mark.parametrize("place", ["lists", "codes"])
 def test_row68_a_row_that_leads_out_of_its_file_is_broken_alone(tmp_path: Path, place: str) -> None:
     root = as_hf(tmp_path / "d", table(None, codes=False).slice(0, 9))
-    good = np.arange(0, 19, 2, np.int32)  # where the chats begin
+    good = np.arange(0, 19, 2).astype(np.int32)  # where the chats begin
     if place == "codes":
         good = np.array([1, 2, 1, 2, 1, 0, 2, 2, 1], np.int32)
         codes = pa.DictionaryArray.from_arrays(pa.array(good), pa.array(["x", "y", "z"]))
