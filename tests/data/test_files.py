@@ -1,0 +1,131 @@
+"""The files of a path: each once, under its own name, in the order of their names' bytes."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from tests.data.stores import write
+from torchtitan_dp.data.files import Files, list_files, locate
+from torchtitan_dp.data.formats import FORMATS
+
+TREE = {
+    "b.txt": b"bee",
+    "a/x.txt": b"x",
+    "a/deep/er/y.md": b"why",
+    "a.txt": b"",
+    ".hidden": b"no",
+    ".git/config": b"no",
+    "__pycache__/m.txt": b"no",
+    "m.pyc": b"no",
+}
+
+
+def listed(path: object, format: str = "text") -> Files:
+    return list_files(*locate(str(path), FORMATS[format].below))
+
+
+def link(root: Path, links: dict[str, Path], *, hard: bool = False) -> None:
+    for name, target in links.items():
+        make = (root / name).hardlink_to if hard else (root / name).symlink_to
+        make(target)
+
+
+@pytest.mark.parametrize(
+    "pattern, expected",
+    [
+        ("", ["a.txt", "a/deep/er/y.md", "a/x.txt", "b.txt"]),
+        ("*.txt", ["a.txt", "b.txt"]),
+        ("**/*.txt", ["a.txt", "a/x.txt", "b.txt"]),
+        ("a/**", ["deep/er/y.md", "x.txt"]),  # below the part without wildcards
+        ("*/*", ["a/x.txt"]),
+        ("**/er/**/*.md", ["a/deep/er/y.md"]),
+        ("[b-z].t?t", ["b.txt"]),
+        ("[1]*.txt", ["[1]*.txt"]),  # a file's own name
+    ],
+)
+def test_folders_and_globs_leave_out_hidden_files(
+    tmp_path: Path, pattern: str, expected: list[str]
+) -> None:
+    root = write(tmp_path / "d", TREE | ({pattern: b"1"} if "1" in pattern else {}))
+    files = listed(root / pattern)
+    assert files.names == expected
+    assert [os.path.getsize(files.path(i)) for i in range(len(files))] == files.sizes
+
+
+LINES = ["a.jsonl", "b/c.jsonl.gz", "b/d.jsonl.zst", "e.jsonl.bz2", "f.gz", ".x.jsonl", "g.json"]
+
+
+@pytest.mark.parametrize(
+    "format, names, taken",
+    [
+        ("jsonl", LINES, LINES[:3]),
+        ("csv", ["a.csv", "b/a.csv", "a.csv.gz", "a.CSV"], ["a.csv", "b/a.csv"]),
+        ("parquet", ["a.parquet", "b/a.parquet", "c.arrow"], ["a.parquet", "b/a.parquet"]),
+        ("arrow", ["a.arrow", "b/a.feather", "c.parquet"], ["a.arrow", "b/a.feather"]),
+        ("hf", ["data-0.arrow", "cache-1.arrow", "x/data-0.arrow"], ["data-0.arrow"]),
+    ],
+)
+def test_of_a_folder_the_files_of_a_format_are_taken(
+    tmp_path: Path, format: str, names: list[str], taken: list[str]
+) -> None:
+    root = write(tmp_path, dict.fromkeys(names, b"x"))
+    assert listed(root, format).names == taken
+    for name in names:  # by name: whatever it ends in
+        assert listed(root / name, format).names == [os.path.basename(name)]
+
+
+def test_names_are_sorted_by_their_bytes(tmp_path: Path) -> None:
+    names = [b"\xff", b"a b", b"-rf", b"A", "ünï".encode(), b"new\nline", b"..a", b"c" * 255]
+    for name in names:
+        (tmp_path / os.fsdecode(name)).write_bytes(b"")
+    found = [os.fsencode(name) for name in listed(tmp_path).names]
+    assert found == sorted(name for name in names if not name.startswith(b"."))
+
+
+def test_links_loop_no_walk_and_repeat_no_file(tmp_path: Path) -> None:
+    far = write(tmp_path / "far", {"x.txt": b"x", "f/y.txt": b"y"})
+    root = write(tmp_path / "d", {"a/own.txt": b"own", "b/more.txt": b"own"})
+    link(root, {"a/up": root, "self": root / "self", "dangling": root / "nowhere"})
+    link(root, {"again.txt": root / "a/own.txt", "linked": far / "f", "y.txt": far / "f/y.txt"})
+    link(root, {"m1.txt": far / "x.txt", "m2.txt": root / "m1.txt"})
+    every = ["a/own.txt", "b/more.txt", "linked/y.txt", "m1.txt"]
+    assert listed(root).names == listed(root / "**/*.txt").names == every
+    assert listed(root / "m2*").names == ["m2.txt"]  # its own name is not listed
+    link(tmp_path, {"also": root})
+    assert listed(tmp_path / "also").names == every
+
+
+def test_a_file_in_a_linked_folder_goes_by_its_own_name(tmp_path: Path) -> None:
+    """By the link's name one folder's files would be in another's unit, and part of one in two."""
+    root = write(tmp_path, {"a/own.txt": b"a", "b/f/x.txt": b"x", ".old/z.txt": b"z"})
+    link(root, {"a/vendor": root / "b/f", "a/old": root / ".old", "c": root / "a"})
+    assert listed(root).names == ["a/old/z.txt", "a/own.txt", "b/f/x.txt"]
+    assert listed(root / "a/**").names == ["old/z.txt", "own.txt", "vendor/x.txt"]
+
+
+def test_a_file_with_several_hard_links_is_taken_once(tmp_path: Path) -> None:
+    """Two units of one file would be one person drawn as two."""
+    root = write(tmp_path / "d", {"b/x.txt": b"x", "c.txt": b"x"})
+    far = write(tmp_path / "far", {"y.txt": b"y"})
+    links = {"a.txt": root / "b/x.txt", "b/z.txt": root / "b/x.txt", "far.txt": far / "y.txt"}
+    link(root, links, hard=True)
+    link(root, {"far2.txt": far / "y.txt"})
+    assert listed(root).names == ["a.txt", "c.txt", "far.txt"]
+    assert listed(root / "b").names == ["x.txt"]
+
+
+def test_python_stdlib() -> None:
+    names = listed("python-stdlib").names
+    assert names == sorted(names)
+    assert {"abc.py", "json/decoder.py"} <= set(names)
+    assert not any("-packages" in n or "__pycache__" in n or n[-3:] != ".py" for n in names)
+    with pytest.raises(ValueError, match=r"'python-stdlib' does not exist"):
+        locate("python-stdlib", has_stdlib=False)
+
+
+@pytest.mark.parametrize("path", ["", "nowhere", "nowhere/*.txt", "a.txt/b"])
+def test_a_path_that_does_not_exist(tmp_path: Path, path: str) -> None:
+    write(tmp_path, {"a.txt": b""})
+    with pytest.raises(ValueError, match=r"^training\.dataset_path = .* does not exist: give a"):
+        locate(path and f"{tmp_path}/{path}")

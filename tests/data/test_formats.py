@@ -1,0 +1,395 @@
+"""The readers of each format: what a row is read as, and which files are refused."""
+
+import gzip
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from tests.data.stores import WRITERS, as_lines, as_parquet, source, store_of, stored, texts, write
+from torchtitan_dp.data import formats, tables
+from torchtitan_dp.data.formats import FORMATS
+from torchtitan_dp.data.prepare import prepared
+
+TABLES = ["parquet", "arrow", "hf"]
+FILE = {"parquet": "a.parquet", "arrow": "a.arrow", "hf": "data-00000-of-00001.arrow"}
+
+
+def refusal(path: Path, format: str, match: str, **how: Any) -> str:
+    """Return the one line that a path is refused with."""
+    with pytest.raises(ValueError, match=match) as caught:
+        prepared(source(path, format, **how), str(path.parent / "store"))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.fixture
+def small_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(formats, "MOST_LINE_BYTES", 250_000)
+    for module in (formats, tables):
+        monkeypatch.setattr(module, "MOST_ROW_BYTES", 1000)
+
+
+# Texts and lines
+
+TEXTS = [
+    ("ünï ☃\r\n".encode(), "ünï ☃\r\n"),
+    (b"\xef\xbb\xbfmarked", "marked"),
+    (b"", ""),
+    (b"caf\xc3", None),
+    (b"\xff", None),
+    (b"ok \xed\xa0\x80", None),
+    (b"x" * 1001, None),
+]
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_a_text_file_is_one_record(tmp_path: Path) -> None:
+    root = write(tmp_path / "d", {f"{i}": data for i, (data, _) in enumerate(TEXTS)})
+    assert texts(store_of(root, tmp_path)) == [text for _, text in TEXTS]
+
+
+def test_a_text_file_that_cannot_be_opened_has_no_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = write(tmp_path / "d", {"a": b"1", "b": b"2"})
+
+    def opening(path: Any, *args: Any, **kwargs: Any) -> Any:  # tests may run as root
+        if str(path).endswith("/a"):
+            raise PermissionError(13, "Permission denied", path)
+        return open(path, *args, **kwargs)
+
+    for module in ("store", "formats"):
+        monkeypatch.setattr(f"torchtitan_dp.data.{module}.open", opening, raising=False)
+    blind = store_of(root, tmp_path)
+    assert texts(blind) == [None, "2"]
+    monkeypatch.undo()
+    (root / "a").touch()
+    again = store_of(root, tmp_path)
+    assert texts(again) == ["1", "2"]
+    assert again.contents != blind.contents
+
+
+LINES = [
+    (b'{"text": "one", "n": 1}', "one"),
+    (b'{"text": "\\ud83d\\ude00\\n"}', "\U0001f600\n"),
+    (b'\xef\xbb\xbf{"text": "marked"}', "marked"),
+    (b'{"text": ""}', ""),
+    (b'{"text": "cr"}\r', "cr"),
+    (b"", None),
+    (b"\r", None),
+    (b'{"text": "half', None),
+    (b'{"text": "\xc3"}', None),
+    (b'{"text": "\\ud800"}', None),
+    (b'{"body": "x"}', None),
+    (b'{"text": 3}', None),
+    (b'{"text": null}', None),
+    (b'["text"]', None),
+    (b"[" * 200_000, None),
+    (b'{"text": "x", "n": ' + b"9" * 5000 + b"}", None),
+    (b'{"text": "' + b"x" * 250_000 + b'"}', None),
+]
+
+
+def packed(data: bytes, codec: str) -> bytes:
+    if codec != ".zst":
+        return gzip.compress(data) if codec else data
+    output = pa.BufferOutputStream()
+    with pa.CompressedOutputStream(output, "zstd") as file:
+        file.write(data)
+    return output.getvalue().to_pybytes()
+
+
+@pytest.mark.usefixtures("small_limits")
+@pytest.mark.parametrize("ending", ["", "\n"], ids=["no newline at the end", "newline"])
+@pytest.mark.parametrize("codec", ["", ".gz", ".zst"])
+def test_row42_every_line_keeps_its_place(tmp_path: Path, ending: str, codec: str) -> None:
+    data = as_lines(line for line, _ in LINES) + b"last" + ending.encode()
+    root = write(tmp_path / "d", {f"a.jsonl{codec}": packed(data, codec)})
+    assert texts(store_of(root, tmp_path, "jsonl")) == [*(text for _, text in LINES), None]
+
+
+def test_files_of_blank_lines_and_empty_files(tmp_path: Path) -> None:
+    one = b'{"text": "1"}'
+    files = {"a": b"", "b": b"\n\n", "d/d": b"", "e": one, "f": one + b"\n\n", "g": b""}
+    root = write(tmp_path / "d", {name + ".jsonl": data for name, data in files.items()})
+    assert texts(store_of(root, tmp_path, "jsonl")) == [None, None, "1", "1", None]
+
+
+ROWS = [f"{i} " + "".join(chr(97 + (i * j * j) % 23) for j in range(60)) for i in range(300)]
+
+
+@pytest.mark.parametrize("codec", [".gz", ".zst"])
+def test_compressed_parts_one_after_the_other(tmp_path: Path, codec: str) -> None:
+    lines = as_lines(ROWS)
+    data = packed(lines[:5000], codec) + packed(b"", codec) + packed(lines[5000:], codec)
+    root = write(tmp_path / "d", {f"a.jsonl{codec}": data})
+    assert texts(store_of(root, tmp_path, "jsonl")) == ROWS
+
+
+@pytest.mark.parametrize("codec", [".gz", ".zst"])
+@pytest.mark.parametrize("damage", ["a byte is missing", "cut", "overwritten", "another format"])
+def test_a_damaged_compressed_file_is_refused(tmp_path: Path, codec: str, damage: str) -> None:
+    data = packed(as_lines(ROWS), codec)
+    damaged = {
+        "a byte is missing": data[:-1],
+        "cut": data[: len(data) // 2],
+        "overwritten": data[:20] + b"\xff" * 100 + data[120:],
+        "another format": as_lines(ROWS),
+    }
+    root = write(tmp_path / "d", {f"a.jsonl{codec}": damaged[damage]})
+    refusal(root, "jsonl", r"^training\.dataset_path = .* cannot be read")
+    assert list((tmp_path / "store").iterdir()) == []
+
+
+@pytest.mark.xfail(reason="which of a thousand files is it?", strict=True)
+@pytest.mark.parametrize("format", ["jsonl", "hf"])
+@pytest.mark.parametrize("missing", [1, 20])
+def test_a_file_that_ends_early_is_named(tmp_path: Path, format: str, missing: int) -> None:
+    """Of an Arrow stream, pyarrow's own error gets out, of several kinds."""
+    root = tmp_path / "d"
+    name = FILE.get(format, "a.jsonl.gz")
+    if format == "jsonl":
+        write(root, {name: packed(as_lines(ROWS), ".gz")})
+    else:
+        WRITERS[format](root, [{"text": text} for text in ROWS])
+    write(root, {name: (root / name).read_bytes()[:-missing]})
+    refusal(root, format, rf"^training\.dataset_path.*{name}")
+
+
+# CSV
+
+CSV = [
+    (b'1,"two\nlines\r\n"\r\n', "two\nlines\r\n"),
+    (b"\r\n", None),
+    (b"too few\r\n", None),
+    (b"too,many,\r\n", None),
+    (b"4,ok \xe2\x98\x83\r\n", "ok ☃"),
+    (b"5,torn \xe2\x98\r\n", None),
+    (b'6,"a ""quote"", and more"\n', 'a "quote", and more'),
+    (b'7,in the mid"dle\n', 'in the mid"dle'),
+    (b'"8\xff",kept\n', "kept"),
+    (b"9," + b"x" * 999 + b"\n", "x" * 999),
+    (b"10," + b"x" * 999 + b"\n", None),
+    (b"11,a\0b\r", "a\0b"),
+    (b"12,", ""),
+]
+
+
+@pytest.mark.usefixtures("small_limits")
+def test_csv_rows_keep_their_places(tmp_path: Path) -> None:
+    data = b"\xef\xbb\xbfwho,text\r\n" + b"".join(line for line, _ in CSV)
+    root = write(tmp_path / "d", {"a.csv": data})
+    assert texts(store_of(root, tmp_path, "csv")) == [text for _, text in CSV]
+
+
+# Tables
+
+
+def binary(data: Iterable[bytes | None]) -> Any:
+    """Make a column of texts, which need not be UTF-8."""
+    return pa.array(data, pa.binary()).view(pa.string())
+
+
+def codes(words: Any, *numbers: int) -> Any:
+    return pa.DictionaryArray.from_arrays(pa.array(numbers), words)
+
+
+COLUMNS: list[tuple[Callable[[], Any], list[str | None]]] = [
+    (lambda: pa.array(["a", None, ""]), ["a", None, ""]),
+    (lambda: binary([b"a", b"\xff", b"\xe2\x98", b"b"]), ["a", None, None, "b"]),
+    (lambda: pa.array(["a", "x" * 1001, "y" * 900]), ["a", None, "y" * 900]),
+    (lambda: pa.array(["a", "☃"], pa.large_string()), ["a", "☃"]),
+    (lambda: pa.nulls(2), [None, None]),
+    (lambda: codes(pa.array(["a", "b"]), 0, 1, 0), ["a", "b", "a"]),
+    (lambda: codes(binary([b"a", b"\xff"]), 0, 1, 0), ["a", None, "a"]),
+    (lambda: pa.ExtensionArray.from_storage(pa.json_(), pa.array(["1", None])), ["1", None]),
+]
+
+
+@pytest.mark.usefixtures("small_limits")
+@pytest.mark.parametrize("format", TABLES)
+@pytest.mark.parametrize("column", range(len(COLUMNS)))
+def test_every_value_of_a_column_keeps_its_row_and_unit(
+    tmp_path: Path, format: str, column: int
+) -> None:
+    make, expected = COLUMNS[column]
+    who = list(range(len(expected)))
+    root = WRITERS[format](tmp_path / "d", pa.table({"text": make(), "who": who}))
+    store = store_of(root, tmp_path, format, unit_field="who")
+    assert texts(store) == expected
+    plain = store_of([{"who": i} for i in who], tmp_path, unit_field="who")
+    assert [one.unit for one in stored(store)] == [one.unit for one in stored(plain)]
+
+
+@pytest.mark.parametrize("format", ["arrow", "hf"])
+def test_offsets_that_lead_out_of_a_file_break_two_values_alone(
+    tmp_path: Path, format: str
+) -> None:
+    root = WRITERS[format](tmp_path / "d", [{"text": text} for text in ("aaa", "bbb", "ccc")])
+    good, bad = (np.array([0, 3, at, 9], np.int32).tobytes() for at in (6, 2**30))
+    data = (root / FILE[format]).read_bytes()
+    assert data.count(good) == 1
+    write(root, {FILE[format]: data.replace(good, bad)})
+    assert texts(store_of(root, tmp_path, format)) == ["aaa", None, None]
+
+
+@pytest.mark.parametrize("format", TABLES)
+@pytest.mark.parametrize(
+    "key, column, needed",
+    [
+        ("text_field", [1, 2], "texts"),
+        ("text_field", [b"a", b"b"], "texts"),
+        ("text_field", [["a"], ["b"]], "texts"),
+        ("unit_field", [1.5, 2.0], "texts or whole numbers"),
+        ("messages_field", ["a", "b"], "lists of structs with a role"),
+        ("messages_field", [["a"], ["b"]], "lists of structs with a role"),
+    ],
+)
+def test_a_column_of_the_wrong_type_is_refused(
+    tmp_path: Path, format: str, key: str, column: list[Any], needed: str
+) -> None:
+    root = WRITERS[format](tmp_path / "d", pa.table({"text": ["a", "b"], "x": column}))
+    match = rf"^data\.{key} = 'x': .* has it as .*; name a column of {needed}"
+    refusal(root, format, match, **{key: "x"})
+
+
+@pytest.mark.parametrize("format", [*TABLES, "csv"])
+def test_columns_that_are_missing_or_there_twice_are_refused(tmp_path: Path, format: str) -> None:
+    root = WRITERS[format](tmp_path / "d", [{"who": "a", "text": "b"}])
+    for key in ("text_field", "unit_field", "prompt_field"):
+        match = rf"^data\.{key} = 'nope': .* has no such column; its columns are who, text"
+        refusal(root, format, match, **{key: "nope"})
+    if format == "csv":
+        write(root, {"a.csv": b"text,text\na,b\n"})
+    else:
+        arrays = [pa.array(["a"]), pa.array(["b"])]
+        WRITERS[format](root, pa.Table.from_arrays(arrays, names=["text", "text"]))
+    refusal(root, format, r"^data\.text_field = 'text': .* has 2 such columns")
+
+
+def test_arrow_files_may_be_streams_and_compressed(tmp_path: Path) -> None:
+    from pyarrow import feather
+
+    root = WRITERS["arrow"](tmp_path / "d", [{"text": "a"}])
+    (WRITERS["hf"](tmp_path / "hf", [{"text": "b"}]) / FILE["hf"]).rename(root / "b.arrow")
+    feather.write_feather(pa.table({"text": ["c"]}), root / "c.feather", compression="zstd")
+    assert texts(store_of(root, tmp_path, "arrow")) == ["a", "b", "c"]
+
+
+def test_groups_and_files_may_be_empty(tmp_path: Path) -> None:
+    table = pa.table({"text": list("abcde")})
+    root = as_parquet(tmp_path / "d", table)
+    pq.write_table(table.slice(0, 0), root / "b.parquet")
+    with pq.ParquetWriter(root / "c.parquet", table.schema) as file:
+        for part in (table.slice(0, 0), table.slice(0, 3), table.slice(0, 0), table.slice(3, 2)):
+            file.write_table(part)
+    assert texts(store_of(root, tmp_path, "parquet")) == list("abcdeabcde")
+
+
+def test_rows_behind_a_damaged_page_keep_their_places(tmp_path: Path) -> None:
+    expected = [f"note {i} " * 20 for i in range(450)]
+    plain = {"use_dictionary": False, "data_page_size": 100, "write_batch_size": 1}
+    rows = [{"text": text} for text in expected]
+    root = as_parquet(tmp_path / "d", rows, row_group_size=150, compression="snappy", **plain)
+    data = bytearray((root / "a.parquet").read_bytes())
+    column = pq.read_metadata(root / "a.parquet").row_group(1).column(0)
+    end = column.data_page_offset + column.total_compressed_size
+    data[end - 50 : end] = b"\xff" * 50
+    write(root, {"a.parquet": bytes(data)})
+    found = texts(store_of(root, tmp_path, "parquet"))
+    lost = found.index(None)
+    assert 150 < lost < 300
+    assert found == [*expected[:lost], *[None] * (300 - lost), *expected[300:]]
+
+
+def test_a_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"text": f"{i}", "who": i % 4} for i in range(50)]
+    data = datasets.Dataset.from_list(rows).filter(lambda row: row["who"] != 3)
+    data.save_to_disk(str(tmp_path / "d"), num_shards=3)
+    expected = [row["text"] for row in rows if row["who"] != 3]
+    assert texts(store_of(tmp_path / "d", tmp_path, "hf")) == expected
+
+
+# Files of another format, and mistakes
+
+
+@pytest.mark.parametrize(
+    "format, name, data, message",
+    [
+        ("text", "a.pdf", b"%PDF-1.7", "'a.pdf' is PDF; .* pdftotext 'a.pdf' 'a.txt'"),
+        ("text", "a.docx", b"PK\x03\x04", "a zip archive or an Office document"),
+        ("text", "a.txt", "hä".encode("utf-16"), r"is UTF-16; convert it: iconv -f UTF-16 "),
+        ("text", "a.txt", b"caf\xe9", "iconv -f LATIN1"),
+        ("jsonl", "a.jsonl", "{}".encode("utf-16-le"), "UTF-16; convert it: iconv -f UTF-16LE"),
+        ("jsonl", "a.jsonl", gzip.compress(b"{}"), r"gzip; unpack it, or name it a\.jsonl\.gz"),
+        ("jsonl", "a.jsonl", b"PAR1", "is Parquet; set training.dataset = 'parquet'"),
+        ("jsonl", "a.jsonl", b'\n[\n{"text": "a"}]', "'a.jsonl' is one JSON array; convert it"),
+        ("jsonl", "a.jsonl", b'{\n"text": "a"}', "goes on over several lines; .*: jq -c "),
+        ("jsonl", "a.jsonl.gz", gzip.compress(b"words\n"), "'jsonl' needs one a line, {.note.: "),
+        ("parquet", "a.parquet", b"", "write '.*a.parquet' again"),
+    ],
+)
+def test_a_file_of_another_format_is_explained(
+    tmp_path: Path, format: str, name: str, data: bytes, message: str
+) -> None:
+    write(tmp_path, {name: data})
+    explanation = FORMATS[format].explain(str(tmp_path / name), "note")
+    assert "\n" not in explanation
+    assert re.search(message, explanation)
+
+
+OTHER = b"something else, and long enough to be looked at"
+COMMAS = "its columns must be separated by commas"
+
+
+@pytest.mark.parametrize(
+    "format, name, data, message",
+    [
+        ("parquet", "a.parquet", OTHER, r"training\.dataset_path: .*a.parquet is no Parquet file"),
+        ("parquet", "a.parquet", b"", r"training\.dataset_path: .*a.parquet is no Parquet file"),
+        ("arrow", "a.arrow", OTHER, r"training\.dataset_path: .*a.arrow is no Arrow file"),
+        ("hf", "data-1.arrow", b"", r"training\.dataset_path: .*data-1.arrow is no Arrow file"),
+        ("csv", "a.csv", b'text\na\n"b\nc\n', r"training\.dataset_path: .*a.csv, line 4 \(not pri"),
+        ("csv", "a.csv", b'text\n"a\nb"c\n', r"training\.dataset_path: .*a.csv, line 3 \(not priv"),
+        ("csv", "a.csv", b'"text\n', r"training\.dataset_path: .*a.csv is no CSV file"),
+        ("csv", "a.csv", b"text;who\na;b\n", rf"data\.text_field = 'text': .*text;who; {COMMAS}"),
+        pytest.param(
+            *("csv", "a.csv", "text\n".encode("utf-16"), r"[^\0]*\Z"),
+            marks=pytest.mark.xfail(reason="NULs and half characters in a line", strict=True),
+        ),
+        ("csv", "a.csv", b"", r"data\.text_field = 'text': .*a.csv has no such column"),
+        ("csv", "a.csv", b"text\n", r"training\.dataset_path = .* holds no record: it needs .*csv"),
+        ("jsonl", "a.jsonl", b"", r"training\.dataset_path = .* no record: .* \*\.jsonl\.zst file"),
+        ("jsonl", "a.txt", b"{}", r"training\.dataset_path = .* holds no record"),
+        ("text", ".hidden", b"x", r"training\.dataset_path = .* holds no record"),
+        ("hf", "train/data-0.arrow", b"", r"training\.dataset_path = .* the folder of one split"),
+        ("xml", "a.xml", b"", r"training\.dataset = 'xml' is not a known format: use one of 'te"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused_in_one_line(
+    tmp_path: Path, format: str, name: str, data: bytes, message: str
+) -> None:
+    refusal(write(tmp_path / "d", {name: data}), format, f"^{message}")
+
+
+@pytest.mark.parametrize(
+    "format, key, value, message",
+    [
+        ("jsonl", "text_field", "", "name the JSON field"),
+        ("jsonl", "unit_field", "", "name the JSON field"),
+        ("text", "unit_field", "who", "text files have no fields"),
+        ("text", "prompt_field", "q", "text files have no fields"),
+        ("csv", "messages_field", "m", "a field of csv files is a text"),
+    ],
+)
+def test_mistakes_name_key_value_and_remedy(
+    tmp_path: Path, format: str, key: str, value: str, message: str
+) -> None:
+    refusal(tmp_path, format, rf"^data\.{key} = '{value}': {message}", **{key: value})

@@ -1,0 +1,314 @@
+"""The pass that writes a store: once, whole or not at all, whatever stops it."""
+
+import errno
+import os
+import re
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.chats import chat
+from tests.data.stores import WRITERS, Row, as_jsonl, source, store_of, stored, texts, write
+from tests.processes import forks
+from torchtitan_dp.data import console, prepare
+from torchtitan_dp.data import store as stores
+from torchtitan_dp.data.prepare import prepared
+from torchtitan_dp.data.tokenizer import ByteTokenizer
+
+ROWS: list[Row] = [
+    {
+        "text": f"note {i} ü☃ " * (i % 7),
+        "prompt": f"ask {i}",
+        "who": i % 4,
+        "chat": [None, chat("Why?", "☃."), chat("Why?"), [], chat(*"abcd"), chat("", " ")][i % 6],
+    }
+    for i in range(50)
+]
+
+
+def left(place: Path) -> list[str]:
+    """List what is in the folder of all stores."""
+    return sorted(path.name for path in place.iterdir())
+
+
+@pytest.mark.parametrize("field", [None, "unit_field", "prompt_field", "messages_field"])
+def test_the_same_rows_in_any_format_have_the_same_tokens(
+    tmp_path: Path, field: str | None
+) -> None:
+    names = {"unit_field": "who", "prompt_field": "prompt", "messages_field": "chat"}
+    how = {} if field is None else {field: names[field]}
+    found = {}
+    for format in [name for name in WRITERS if (name, field) != ("csv", "messages_field")]:
+        store = store_of(WRITERS[format](tmp_path / format, ROWS), tmp_path, format, **how)
+        tokens = Path(store.folder, stores.TOKENS).read_bytes()
+        units = store.units.hashes.tolist() if field == "unit_field" else []
+        found[format] = tokens, units, [one.reason for one in stored(store)]
+    tokens, _, reasons = found["jsonl"]
+    assert len(tokens) > 1000
+    assert 4 < len(reasons) - reasons.count(None) < 46
+    assert all(one == found["jsonl"] for one in found.values())
+
+
+@pytest.mark.parametrize("limits", [(1, 2**14), (100, 2**14), (2**23, 3)])
+def test_batches_change_nothing(tmp_path: Path, monkeypatch: Any, limits: tuple[int, int]) -> None:
+    rows = [*ROWS, b"", b"no JSON", "last"]
+    whole = store_of(rows, tmp_path, prompt_field="prompt")
+    stores.delete(whole.folder)
+    for name, limit in zip(("_BATCH_CHARACTERS", "_BATCH_TEXTS"), limits, strict=True):
+        monkeypatch.setattr(prepare, name, limit)
+    parts = store_of(rows, tmp_path, prompt_field="prompt")
+    assert (parts.fingerprint, stored(parts)) == (whole.fingerprint, stored(whole))
+
+
+def test_a_long_text_is_tokenized_in_parts_and_stored_whole(tmp_path: Path) -> None:
+    text = "ünï ☃ words " * 300_000
+    assert texts(store_of(write(tmp_path / "d", {"a": text.encode()}), tmp_path)) == [text]
+
+
+class Stops(ByteTokenizer):
+    """Calls a function when the pass is in the middle of the records."""
+
+    def __init__(self, stop: Any) -> None:
+        self.stop, self.calls = stop, 0
+
+    def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
+        self.calls += 1
+        if self.calls == 3:
+            self.stop()
+        return super().encode_each(texts)
+
+
+@pytest.fixture
+def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "_BATCH_TEXTS", 5)
+
+
+def full(*_: Any) -> int:
+    """Open, for writing, a disk without room."""
+    return os.open("/dev/full", os.O_WRONLY)
+
+
+def fail(error: BaseException) -> Any:
+    def stop(*_: Any, **__: Any) -> None:
+        raise error
+
+    return stop
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("error", [RuntimeError("stop"), KeyboardInterrupt("stop")], ids=repr)
+def test_an_exception_in_the_middle_leaves_nothing(tmp_path: Path, error: BaseException) -> None:
+    root, place = as_jsonl(tmp_path / "d", ROWS), tmp_path / "store"
+    with pytest.raises(type(error), match="stop"):
+        store_of(root, tmp_path, "jsonl", tokenizer=Stops(fail(error)))
+    assert left(place) == []
+    assert len(store_of(root, tmp_path, "jsonl")) == 50
+
+
+@pytest.mark.parametrize(
+    "place, name, instead",
+    [
+        (stores, "private", full),
+        (stores.tempfile, "mkdtemp", fail(OSError(errno.EROFS, "Read-only"))),
+        (stores.os, "rename", fail(OSError(errno.EDQUOT, "Quota"))),
+        (stores.os, "scandir", fail(PermissionError(errno.EACCES, "of the data"))),
+    ],
+)
+def test_a_disk_that_fails_is_one_line_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, instead: Any
+) -> None:
+    root = as_jsonl(tmp_path / "d", ROWS)
+    monkeypatch.setattr(place, name, instead)
+    with pytest.raises(
+        ValueError, match=r"^training\.dataset_path = .* set data\.store$"
+    ) as caught:
+        store_of(root, tmp_path, "jsonl")
+    monkeypatch.undo()
+    assert re.search("No space|Read-only|Quota|of the data", str(caught.value))
+    assert "\n" not in str(caught.value)
+    assert left(tmp_path / "store") == []
+
+
+def test_a_disk_that_is_certain_to_be_too_small_is_refused_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = as_jsonl(tmp_path / "d", ["x" * 100_000])
+    sizes = [1, 1, 30, 30, 30, 1, 1, 1, 0, 255]
+    monkeypatch.setattr(os, "statvfs", lambda _: os.statvfs_result(sizes))
+    with pytest.raises(ValueError, match=r"^data\.store: .*/store' has 0\.00 GB free, and the tok"):
+        store_of(root, tmp_path, "jsonl")
+    sizes[4] = 60_000  # JSON may be most of the file
+    assert len(store_of(root, tmp_path, "jsonl")) == 1
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/proc/none"])
+def test_a_place_that_cannot_be_a_folder(tmp_path: Path, place: str) -> None:
+    root = write(tmp_path, {"file": b"", "d/a": b""}) / "d"
+    with pytest.raises(ValueError, match=r"^data\.store = .* name a folder that you can write$"):
+        prepared(source(root), str(tmp_path / place))
+
+
+def change_file(path: Path, change: str) -> None:
+    data = path.read_bytes()
+    if change == "is deleted":
+        path.unlink()
+    elif change == "shrinks":
+        os.truncate(path, 21)
+    elif change == "is replaced":
+        write(path.parent, {".b": data[::-1]})
+        os.utime(path.parent / ".b", ns=(1, 1))
+        os.replace(path.parent / ".b", path)
+    else:
+        path.write_bytes({"grows": data + b"\n", "is rewritten": data[::-1]}[change])
+        os.utime(path, ns=(1, 1))
+
+
+@pytest.mark.usefixtures("small_batches")
+@pytest.mark.parametrize("name", ["a.jsonl", "first.jsonl"])
+@pytest.mark.parametrize(
+    "change", ["grows", "shrinks", "is rewritten", "is replaced", "is deleted"]
+)
+def test_a_file_that_changes_while_it_is_read_is_refused(
+    tmp_path: Path, change: str, name: str
+) -> None:
+    root = as_jsonl(tmp_path / "d", ROWS)
+    write(root, {"first.jsonl": (root / "a.jsonl").read_bytes()})
+    os.utime(root / name, ns=(1, 1))
+    stop = Stops(lambda: change_file(root / name, change))
+    with pytest.raises(ValueError, match=rf"training\.dataset_path.*{name}.*: ") as caught:
+        store_of(root, tmp_path, "jsonl", tokenizer=stop)
+    assert "\n" not in str(caught.value)
+    assert left(tmp_path / "store") == []
+
+
+def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
+    root, place = as_jsonl(tmp_path / "d", ROWS), tmp_path / "store"
+    key = Path(store_of(root, tmp_path, "jsonl").folder).name
+    stores.delete(str(place / key))
+    other = "0" * 32
+    half = f".{key}.abc/tokens", f".{other}.abc/tokens", f"{key}.lock"
+    write(place, dict.fromkeys(half, b"half"))
+    store_of(root, tmp_path, "jsonl")
+    assert left(place) == sorted([f".{other}.abc", key])
+
+
+def open_store(connection: Connection, root: str, place: str, log: str) -> None:
+    """Prepare in a process of its own, which notes each pass in a file."""
+    real = stores.write
+
+    def writing(*args: Any) -> None:
+        with open(log, "a") as file:
+            file.write("begin\n")
+        real(*args)
+
+    stores.write = writing  # type: ignore[assignment]
+    connection.send("started")
+    store = prepared(source(root, "jsonl"), place)
+    connection.send((store.fingerprint, texts(store)))
+
+
+def test_of_several_processes_one_writes(tmp_path: Path) -> None:
+    root, place, log = as_jsonl(tmp_path / "d", ["a", "b"]), tmp_path / "store", tmp_path / "log"
+    folder = Path(store_of(root, tmp_path, "jsonl").folder)
+    stores.delete(str(folder))
+    arguments = str(root), str(place), str(log)
+    with stores.alone(f"{folder}.lock"):  # until all of them wait for it
+        processes = [forks.Process(open_store, *arguments) for _ in range(3)]
+        assert [one.connection.recv() for one in processes] == ["started"] * 3
+        time.sleep(0.3)
+        assert not folder.exists()
+    found = [one.connection.recv() for one in processes]
+    assert [one.wait(60) for one in processes] == [0] * 3
+    assert [read for _, read in found] == [["a", "b"]] * 3
+    assert len({fingerprint for fingerprint, _ in found}) == 1
+    assert log.read_text() == "begin\n"
+    assert left(place) == [folder.name]
+
+
+LINES = [f"line {i} " * (i % 9) for i in range(3000)]
+
+
+def killed_at(connection: Connection, root: str, place: str, number: int | None) -> None:
+    """Prepare, and die at the `number`-th file operation below a place."""
+    count = 0
+
+    def watch(event: str, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        if event in _OPERATIONS and any(str(arg).startswith(place) for arg in args[:2]):
+            count += 1
+            if count == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    connection.send("started")
+    sys.addaudithook(watch)
+    prepared(source(root, "jsonl"), place)
+
+
+_OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
+
+
+@pytest.mark.parametrize("is_stale", [False, True], ids=["written", "replaced"])
+def test_a_process_killed_at_any_file_operation_is_followed_by_a_whole_store(
+    tmp_path: Path, is_stale: bool
+) -> None:
+    place = tmp_path / "store"
+    root = as_jsonl(tmp_path / "d", LINES[:20])
+    expected = store_of(root, tmp_path, "jsonl")
+    key = Path(expected.folder).name
+    number, code = 0, -signal.SIGKILL
+    while code == -signal.SIGKILL:
+        number += 1
+        stores.delete(expected.folder)
+        if is_stale:
+            as_jsonl(root, LINES[:20][::-1])
+            store_of(root, tmp_path, "jsonl")
+            as_jsonl(root, LINES[:20])
+        process = forks.Process(killed_at, str(root), str(place), number)
+        process.connection.recv()
+        code = process.wait(60)
+        assert store_of(root, tmp_path, "jsonl").fingerprint == expected.fingerprint
+        assert left(place) in ([key], sorted([key, f"{key}.lock"]))
+    assert code == 0
+    assert number > 12
+
+
+@pytest.mark.thorough_cases("[67]", "[89]", "1?")
+@pytest.mark.parametrize("moment", range(20))
+def test_a_process_killed_at_any_time_is_followed_by_a_whole_store(
+    tmp_path: Path, moment: int
+) -> None:
+    root = as_jsonl(tmp_path / "d", LINES)
+    begin = time.monotonic()
+    expected = store_of(root, tmp_path, "jsonl")
+    duration = time.monotonic() - begin
+    stores.delete(expected.folder)
+    process = forks.Process(killed_at, str(root), str(tmp_path / "store"), None)
+    process.connection.recv()
+    time.sleep(duration * ((moment * 7) % 20 + 0.5) / 20)
+    process.send_signal(signal.SIGKILL)
+    assert process.wait(60) in (0, -signal.SIGKILL)
+    again = store_of(root, tmp_path, "jsonl")
+    assert again.fingerprint == expected.fingerprint
+    assert [name for name in left(tmp_path / "store") if name[0] == "."] == []
+
+
+def test_progress_has_sizes_alone(tmp_path: Path, monkeypatch: Any, capfd: Any) -> None:
+    monkeypatch.setattr(prepare, "_BATCH_TEXTS", 1)
+    root = write(tmp_path / "d", {f"secret{i}.jsonl": b'{"text": "hidden"}\n' for i in range(4)})
+    for name in ("FIRST_LINE_S", "INTERVAL_S"):
+        monkeypatch.setattr(console, name, 0.0)
+    prepared(source(root, "jsonl"), str(tmp_path / "store"))
+    out, err = capfd.readouterr()
+    first, *lines = err.splitlines()
+    assert (out, len(lines)) == ("", 5)
+    assert f"into {tmp_path / 'store'}: about" in first
+    assert "all of 0.00 GB" in lines[-1]
+    assert all(line.startswith("not private: ") for line in (first, *lines))
+    assert not re.search("secret|hidden", err)

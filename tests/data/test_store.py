@@ -1,0 +1,184 @@
+"""A store on disk: what is read of it, who may read it, and that it is there as a whole or not."""
+
+import errno
+import os
+import re
+import stat
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.stores import Row, as_jsonl, source, store_of, stored, texts, write
+from torchtitan_dp.data import store as stores
+from torchtitan_dp.data.prepare import prepared
+from torchtitan_dp.data.tokenizer import ByteTokenizer
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Path:
+    """The folder of all stores, as `store_of` has it."""
+    return tmp_path / "store"
+
+
+ROWS: list[Row] = ["first", "", b"no JSON", "☃ last"]
+
+
+def test_any_part_of_a_record_is_read(tmp_path: Path) -> None:
+    store = store_of(ROWS, tmp_path)
+    whole = [[256, *text.encode(), 257] for text in ("first", "☃ last")]
+    assert [list(one.ids) for one in stored(store)] == [whole[0], [], [], whole[1]]
+    assert store.lengths().tolist() == [7, 0, 0, 10] == [store.length(i) for i in range(4)]
+    for record, ids in ((0, whole[0]), (1, []), (3, whole[1])):
+        for start in range(12):
+            for count in range(12):
+                found = store.ids(record, start, count)
+                assert found.dtype == np.int64
+                assert found.tolist() == ids[start : start + count]
+
+
+class Numbers(ByteTokenizer):
+    """Numbers, separated by blanks."""
+
+    bos_id = eos_id = None
+    identity = "numbers"
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([int(word) for word in text.split()], dtype=np.int64)
+
+    def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
+        return [self.encode(text) for text in texts]
+
+    def get_vocab_size(self) -> int:
+        return self.size
+
+
+@pytest.mark.parametrize("size, width", [(2**15, 2), (2**15 + 1, 4), (2**20, 4)])
+def test_the_largest_id_is_stored_as_target_and_not(tmp_path: Path, size: int, width: int) -> None:
+    row = {"text": f"{size - 1} 0", "prompt": f"0 {size - 1}"}
+    store = store_of([row], tmp_path, prompt_field="prompt", tokenizer=Numbers(size))
+    assert stored(store)[0].ids == (~0, ~(size - 1), size - 1, 0)
+    assert stored(store)[0].first == 2
+    assert os.path.getsize(os.path.join(store.folder, stores.TOKENS)) == 4 * width
+
+
+def test_tokens_that_are_gone_are_an_error_of_the_disk(tmp_path: Path) -> None:
+    store = store_of(ROWS, tmp_path)
+    os.truncate(os.path.join(store.folder, stores.TOKENS), 20)
+    assert len(store.ids(0, 0, 7)) == 7
+    with pytest.raises(OSError, match="lacks 14 bytes") as caught:
+        store.ids(3, 0, 10)
+    assert caught.value.errno == errno.EIO
+
+
+@pytest.mark.parametrize("end", ["replaced", "deleted"])
+def test_an_open_store_keeps_its_tokens(tmp_path: Path, end: str) -> None:
+    """A run that reads a store goes on with what it was started with."""
+    root = as_jsonl(tmp_path / "d", ["one", "two"])
+    store = store_of(root, tmp_path, "jsonl")
+    if end == "deleted":
+        stores.delete(store.folder)
+        assert not os.path.exists(store.folder)
+    else:
+        as_jsonl(root, ["owt", "eno"])
+        again = store_of(root, tmp_path, "jsonl")
+        assert again.folder == store.folder
+        assert texts(again) == ["owt", "eno"]
+    assert texts(store) == ["one", "two"]
+
+
+def modes(place: Path) -> list[str]:
+    every = [place, *place.rglob("*")]
+    return sorted(f"{stat.S_IMODE(path.stat().st_mode):o} {path.is_dir()}" for path in every)
+
+
+def test_all_of_it_is_its_owners_only_at_all_times(tmp_path: Path, place: Path) -> None:
+    found: list[str] = []
+
+    class Spy(ByteTokenizer):
+        def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
+            found.extend(modes(place))
+            return super().encode_each(texts)
+
+    umask = os.umask(0)
+    try:
+        store_of(ROWS, tmp_path, tokenizer=Spy())
+    finally:
+        os.umask(umask)
+    assert found == ["600 False"] * 2 + ["700 True"] * 2  # a lock, and half a store
+    assert modes(place) == ["600 False"] * 4 + ["700 True"] * 3
+
+
+@pytest.mark.parametrize("variable", ["XDG_CACHE_HOME", "HOME"])
+def test_by_default_it_lies_in_the_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    cache = tmp_path if variable == "XDG_CACHE_HOME" else tmp_path / ".cache"
+    folder = Path(prepared(source(as_jsonl(tmp_path / "d", ["a"]), "jsonl")).folder)
+    assert folder.parent == cache / "torchtitan_dp/prepared"
+    assert stat.S_IMODE(folder.parent.stat().st_mode) == 0o700
+
+
+def test_names_sizes_and_removal(tmp_path: Path, place: Path) -> None:
+    one, two = (store_of([text], tmp_path) for text in ("a" * 1000, "b"))
+    names = sorted(Path(store.folder).name for store in (one, two))
+    (place / f".{names[0]}.killed").mkdir()
+    write(place, {f"{names[0]}.lock": b"", "mine.txt": b"", "mine/tokens": b""})
+    assert stores.names(str(place)) == sorted([*names, f".{names[0]}.killed"])
+    assert stores.size_of(one) - stores.size_of(two) == 2 * 999
+    for name in stores.names(str(place)):
+        stores.delete(str(place / name))
+    assert sorted(path.name for path in place.iterdir()) == ["mine", "mine.txt"]
+
+
+def test_who_waits_says_so_once(tmp_path: Path, place: Path, capfd: Any, monkeypatch: Any) -> None:
+    folder = place / ("0" * 32)
+    place.mkdir()
+    monkeypatch.setattr(stores, "_FIRST_LINE_S", 0.0)
+
+    def wait() -> None:
+        with stores.alone(f"{folder}.lock"):
+            folder.mkdir()
+
+    said = ""
+    with stores.alone(f"{folder}.lock"):
+        waiting = threading.Thread(target=wait)
+        waiting.start()
+        deadline = time.monotonic() + 60
+        while not said.endswith("\n") and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said += capfd.readouterr().err
+        time.sleep(3 * stores._POLL_S)
+        assert not folder.exists()
+    waiting.join()
+    said += capfd.readouterr().err
+    assert said.startswith("not private: waiting for another process")
+    assert said.count("\n") == 1
+    assert list(place.iterdir()) == [folder]
+
+
+def test_without_locks_everybody_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some file systems of clusters have none."""
+
+    def no_locks(*_: Any) -> None:
+        raise OSError(errno.ENOSYS, "no locks here")
+
+    monkeypatch.setattr(stores.fcntl, "flock", no_locks)
+    assert texts(store_of(["a"], tmp_path)) == ["a"]
+
+
+def test_facts_have_no_text_and_no_name_of_a_unit(tmp_path: Path) -> None:
+    rows: list[Row] = [{"text": "hidden", "who": "somebody"}, {"text": 3, "who": None}]
+    store = store_of(rows, tmp_path, unit_field="who")
+    assert store.facts["records"] == 2
+    for name in (stores.FACTS, stores.RECORDS):
+        assert not re.search(b"hidden|somebody", Path(store.folder, name).read_bytes())

@@ -1,0 +1,200 @@
+"""Tokenizers: bytes, and a Hugging Face tokenizer.json built here."""
+
+import json
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers, processors
+
+from torchtitan_dp.data.tokenizer import ByteTokenizer, HFTokenizer, Tokenizer, load_tokenizer
+
+VOCABULARY = {"<unk>": 0, "one": 1, "two": 2, "<s>": 3, "</s>": 4}
+
+
+def save_tokenizer(folder: Path, **files: Any) -> str:
+    """A word tokenizer that, left to itself, adds <s>, cuts to 3 tokens and pads to 3."""
+    backend = tokenizers.Tokenizer(models.WordLevel(VOCABULARY, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.add_tokens(["added"])  # id 5
+    marks = [("<s>", 3)]
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=marks)
+    backend.enable_truncation(3)
+    backend.enable_padding(length=3, pad_id=0)
+    backend.save(str(folder / "tokenizer.json"))
+    for name, content in files.items():
+        (folder / f"{name}.json").write_text(json.dumps(content))
+    return str(folder)
+
+
+def encoded(tokenizer: Tokenizer, *texts: str) -> list[list[int] | None]:
+    found = tokenizer.encode_each(texts)
+    return [None if ids is None else ids.tolist() for ids in found]
+
+
+def test_bytes() -> None:
+    tokenizer, text = ByteTokenizer(), "a\0ünï ☃"
+    ids = tokenizer.encode(text)
+    assert ids.tolist() == list(text.encode())
+    assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.get_vocab_size()) == (256, 257, 258)
+    assert tokenizer.decode([256, *ids, 257]) == text
+    assert tokenizer.decode(ids[:-1]) == "a\0ünï \ufffd"
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "vocab.json", "model.safetensors"])
+def test_without_tokenizer_json_a_model_that_is_trained_on_bytes_alone_is_read(
+    tmp_path: Path, name: str
+) -> None:
+    assert isinstance(load_tokenizer(""), ByteTokenizer)
+    (tmp_path / "config.json").write_text("{}")
+    assert isinstance(load_tokenizer(str(tmp_path)), ByteTokenizer)
+    (tmp_path / name).write_text("{}")
+    remedy = f"AutoTokenizer.from_pretrained('{tmp_path}').save_pretrained('{tmp_path}')"
+    with pytest.raises(ValueError, match=rf"^model\.hf_assets_path = .*{re.escape(remedy)}"):
+        load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        models.WordLevel({"a": 0}),
+        models.WordPiece({"a": 0}, unk_token="?"),
+        models.Unigram([("a", -1.0)], None, False),
+        models.BPE({"a": 0}, [], unk_token="?"),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_a_text_that_it_has_no_tokens_for_is_none(tmp_path: Path, model: Any) -> None:
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.encode("b") is None
+    assert set(encoded(tokenizer, "a")[0] or ()) <= {0}
+
+
+def test_a_text_has_the_same_tokens_each_time(tmp_path: Path) -> None:
+    """BPE dropout draws merges anew."""
+    model = models.BPE({"a": 0, "b": 1, "ab": 2}, [("a", "b")], dropout=0.5)
+    tokenizers.Tokenizer(model).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert encoded(tokenizer, *["ab" * 10] * 20) == [[2] * 10] * 20
+
+
+class Backend:
+    """A library that fails on one text, as `tokenizers` or its Rust does."""
+
+    model = None
+
+    def __init__(self, error: type[BaseException]) -> None:
+        self.error, self.calls = error, 0
+
+    def encode_batch_fast(self, texts: list[str], **options: Any) -> list[Any]:
+        self.calls += 1
+        if "worst" in texts:
+            raise self.error("worst")
+        return [SimpleNamespace(ids=list(text.encode())) for text in texts]
+
+    def to_str(self) -> str:
+        return ""
+
+    def __getattr__(self, _: str) -> Any:
+        return lambda **options: {}
+
+
+@pytest.mark.parametrize("error", [Exception, type("PanicException", (BaseException,), {})])
+@pytest.mark.parametrize("count", [1, 2, 7, 64])
+def test_a_text_that_the_library_fails_on_is_none_and_touches_no_other(
+    error: type[BaseException], count: int
+) -> None:
+    """A panic arrives as a BaseException that cannot be imported."""
+    every = [f"text {i}" for i in range(count)]
+    for worst in range(count):
+        backend = Backend(error)
+        texts = [*every[:worst], "worst", *every[worst + 1 :]]
+        tokenizer = HFTokenizer(backend, None, None)  # type: ignore[arg-type]
+        expected = [None if text == "worst" else list(text.encode()) for text in texts]
+        assert encoded(tokenizer, *texts) == expected
+        assert backend.calls < 2 * count.bit_length() + 2  # not one by one
+
+
+def test_other_errors_of_the_process_are_raised() -> None:
+    tokenizer = HFTokenizer(Backend(KeyboardInterrupt), None, None)  # type: ignore[arg-type]
+    with pytest.raises(KeyboardInterrupt):
+        tokenizer.encode_each(["text", "worst"])
+
+
+def test_texts_have_the_same_tokens_together_as_alone(tmp_path: Path) -> None:
+    texts = ["one", "", "one two " * 500, "two", *(f"one {'two ' * i}" for i in range(200))]
+    for tokenizer in (load_tokenizer(save_tokenizer(tmp_path)), ByteTokenizer()):
+        assert encoded(tokenizer, *texts) == [encoded(tokenizer, text)[0] for text in texts]
+
+
+def test_equal_tokenizers_have_one_identity_and_others_another(tmp_path: Path) -> None:
+    for place in "abcd":
+        (tmp_path / place).mkdir()
+        save_tokenizer(tmp_path / place)
+    (tmp_path / "c/tokenizer_config.json").write_text(json.dumps({"eos_token": "</s>"}))
+    path = tmp_path / "d/tokenizer.json"
+    path.write_text(path.read_text().replace('"one"', '"eno"'))
+    found = [load_tokenizer(str(tmp_path / place)).identity for place in "abcd"]
+    assert found[0] == found[1]
+    assert len({*found, ByteTokenizer.identity}) == 4
+
+
+def test_hugging_face_adds_cuts_and_pads_nothing(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path))
+    for text, ids in (("one two one two what", [1, 2, 1, 2, 0]), ("one", [1]), ("", [])):
+        assert encoded(tokenizer, text) == [ids]
+    assert tokenizer.decode([3, 1, 2, 4]) == "one two"
+
+
+def test_vocabulary_size_counts_added_tokens_and_holes(tmp_path: Path) -> None:
+    assert load_tokenizer(save_tokenizer(tmp_path)).get_vocab_size() == 6
+    path = tmp_path / "tokenizer.json"
+    path.write_text(re.sub(r'"two":\s*2', '"far": 99', path.read_text()))
+    assert load_tokenizer(str(tmp_path)).get_vocab_size() == 100
+
+
+CONFIG, MAP = "tokenizer_config", "special_tokens_map"
+
+
+@pytest.mark.parametrize(
+    "files, expected",
+    [
+        ({CONFIG: {"bos_token": "<s>", "eos_token": "</s>"}}, (3, 4)),
+        ({CONFIG: {"bos_token": {"content": "<s>"}, "eos_token": None}}, (3, None)),
+        ({MAP: {"eos_token": {"content": "</s>"}}}, (None, 4)),
+        ({}, (None, None)),
+        ({CONFIG: {"bos_token": "<s>"}, MAP: {"bos_token": "one", "eos_token": "</s>"}}, (3, 4)),
+    ],
+)
+def test_marks(tmp_path: Path, files: dict[str, Any], expected: tuple[int | None, ...]) -> None:
+    tokenizer = load_tokenizer(save_tokenizer(tmp_path, **files))
+    assert (tokenizer.bos_id, tokenizer.eos_id) == expected
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("tokenizer.json", "{", r"its tokenizer\.json cannot be loaded"),
+        ("tokenizer_config.json", "{", r"its tokenizer_config\.json is not a JSON object"),
+        ("tokenizer_config.json", "[]", r"its tokenizer_config\.json is not a JSON object"),
+        ("tokenizer_config.json", '{"eos_token": "<end>"}', r"eos_token '<end>', which"),
+        ("special_tokens_map.json", '{"bos_token": 3}', r"bos_token 3, which"),
+    ],
+)
+def test_broken_files(tmp_path: Path, name: str, content: str, message: str) -> None:
+    path = save_tokenizer(tmp_path)
+    (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError, match=r"^model\.hf_assets_path = .*" + message) as caught:
+        load_tokenizer(path)
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_folder(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere", Path(save_tokenizer(tmp_path)) / "tokenizer.json"):
+        with pytest.raises(ValueError, match=r"model\.hf_assets_path = .* is not an existing"):
+            load_tokenizer(str(path))
