@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tests.data.chats import PLAIN
 from torchtitan_dp.data.chat_template import ChatTemplate
 from torchtitan_dp.data.prepare import Source, prepared
-from torchtitan_dp.data.reading import Chats, Prompts, Reading, Texts
+from torchtitan_dp.data.reading import Chats, Reading, Texts
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -37,7 +37,7 @@ def source(
     """
     how: Reading = Texts(text_field)
     if prompt_field is not None:
-        how = Prompts(prompt_field, text_field)
+        how = Texts(text_field, prompt_field)
     elif messages_field is not None:
         if isinstance(template, str):
             template = ChatTemplate(template, {"bos_token": "<|begin_of_text|>"})

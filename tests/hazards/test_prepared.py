@@ -240,7 +240,6 @@ def test_row72_a_copied_store_of_something_else_is_written_again(
     assert len(written) == 3
 
 
-@pytest.mark.xfail(reason="the terms that a store was written on are not compared", strict=True)
 def test_row72_a_store_under_anothers_name_is_written_again(
     root: Path, place: str, tmp_path: Path
 ) -> None:

@@ -8,7 +8,7 @@ import os
 import platform
 import struct
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Python's library
@@ -102,66 +102,41 @@ def locate(
 def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> list[str]:
     """List the relative names of the files below `root` that match, sorted by their bytes.
 
-    A file that links lead to goes by its own name if that is listed: lest a link put it into
-    another unit.
+    Folders and files are met by their own names first, then by links, the first of them: lest a
+    link put a file into another unit.
 
     Args:
         patterns: of names, in components; a file matches one of them.
     """
     ways = [pattern.split("/") for pattern in patterns]
-
-    def is_seen(name: str) -> bool:
-        is_cache = name == "__pycache__" or name.endswith(".pyc")
-        return not (is_cache or name.startswith(".") or name in skipped)
-
-    def may_enter(parts: list[str]) -> bool:
-        return is_seen(parts[-1]) and any(_may_hold(parts, way) for way in ways)
-
-    paths: dict[str, tuple[str, str]] = {}  # by name: without linked folders, without any link
-    for parts, folder, children in _folders(root, may_enter):
-        for name in children:
-            path = os.path.join(folder, name)
-            matches = any(_matches([*parts, name], way) for way in ways)
-            if is_seen(name) and matches and os.path.isfile(path):
-                final = os.path.realpath(path) if os.path.islink(path) else path
-                paths["/".join([*parts, name])] = path, final
-    own = {os.path.join(os.path.realpath(root), name): name for name in paths}
-    kept = (n for n, both in paths.items() if all(own.get(path, n) == n for path in both))
-    return sorted(kept, key=os.fsencode)  # alike in every locale
-
-
-def _folders(
-    root: str, may_enter: Callable[[list[str]], bool]
-) -> Iterator[tuple[list[str], str, list[str]]]:
-    """Yield each folder's name below `root`, in parts, its real path, and its files' names.
-
-    A folder is entered once by its own name, and once by the first link to it, if any.
-    """
-
-    def fail(error: OSError) -> None:
-        raise error
-
-    by_name: set[tuple[int, int]] = set()
-    by_link: set[tuple[int, int]] = set()
-    starts = [(False, b"")]  # first the links in folders that were not entered before
-    while starts:
-        is_again, start = heapq.heappop(starts)
-        entered = by_link if start else by_name
-        for path, folders, files in os.walk(os.path.join(root, os.fsdecode(start)), onerror=fail):
-            below = os.path.relpath(path, root)
-            parts = [] if below == "." else below.split("/")
-            status = os.stat(path)
-            identity = status.st_dev, status.st_ino
-            if identity in entered:
-                folders.clear()
+    waiting: list[tuple[bool, bytes]] = [(False, b"")]  # whether by a link, and the folder's name
+    entered: set[tuple[int, int]] = set()
+    names: dict[tuple[int, int], tuple[bool, bytes]] = {}  # of each file, its best one
+    while waiting:
+        is_linked, folder = heapq.heappop(waiting)
+        place = os.path.join(os.fsencode(root), folder)
+        if (identity := _identity(os.stat(place))) in entered:
+            continue
+        entered.add(identity)
+        for entry in os.scandir(place):
+            name = os.fsdecode(entry.name)
+            is_cache = name == "__pycache__" or name.endswith(".pyc")
+            if is_cache or name.startswith(".") or name in skipped:
                 continue
-            entered.add(identity)
-            is_again |= entered is by_link and identity in by_name
-            folders[:] = (name for name in folders if may_enter([*parts, name]))
-            for name in folders:  # os.walk does not enter a link
-                if os.path.islink(os.path.join(path, name)):
-                    heapq.heappush(starts, (is_again, os.fsencode("/".join([*parts, name]))))
-            yield parts, os.path.realpath(path), files
+            below, parts = os.path.join(folder, entry.name), os.fsdecode(folder).split("/")
+            parts = [*filter(None, parts), name]
+            ranked = is_linked or entry.is_symlink(), below
+            if os.path.isdir(entry.path):  # false for a link that leads nowhere
+                if any(_may_hold(parts, way) for way in ways):
+                    heapq.heappush(waiting, ranked)
+            elif os.path.isfile(entry.path) and any(_matches(parts, way) for way in ways):
+                of = _identity(entry.stat())
+                names[of] = min(names.get(of, ranked), ranked)
+    return [os.fsdecode(name) for name in sorted(name for _, name in names.values())]
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 def _matches(parts: list[str], patterns: Sequence[str]) -> bool:

@@ -11,13 +11,14 @@ Guarantee:
 """
 
 import contextlib
+import json
 import os
 import threading
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -38,6 +39,8 @@ from torchtitan_dp.data.units import (
 )
 
 _BATCH_CHARACTERS, _BATCH_TEXTS = 2**23, 2**14
+T = TypeVar("T")
+
 UNIT_FIELDS = "their fields are"
 MOST_NAMES, MOST_CHARACTERS = 20, 60
 """Names of fields, roles or types that are kept of a lack, the first that are met, and characters
@@ -156,7 +159,8 @@ def _kept(target: str, files: Files, source: Source) -> Store | None:
     store = stores.load(target)
     if store is not None and stores.is_seen(store, files):
         return store
-    if store is None or not stores.is_intact(store):
+    terms = json.loads(json.dumps(source.terms))
+    if store is None or store.facts["terms"] != terms or not stores.is_intact(store):
         if os.path.exists(target):
             say(f"the tokens in {target} are damaged, and are prepared again")
         return None
@@ -332,7 +336,7 @@ def _rows(files: Files, source: Source) -> Iterator[_Row]:
     progress = Progress("tokenizing training.dataset_path", _rows_bytes(files))
     for name, size in zip(files.names, files.sizes, strict=True):
         path, left = os.path.join(files.root, name), size * _unpacked(name)
-        for number, fields in enumerate(facts.rows(path, list(source.keys)), start=1):
+        for number, fields in enumerate(_named(path, facts.rows(path, [*source.keys])), start=1):
             record = name if facts.fields is None else f"{name}:{number}"
             texts = Nothing(broken) if fields is None else _texts(source, fields)
             if by is None:
@@ -349,6 +353,19 @@ def _rows(files: Files, source: Source) -> Iterator[_Row]:
             progress.add(done)
             yield _Row(path, hashed, texts)
     progress.end()
+
+
+def _named(path: str, rows: Iterator[T]) -> Iterator[T]:
+    """Name the file in the error of one that ends early, or cannot be read."""
+    import pyarrow as pa
+
+    try:
+        yield from rows
+    except (OSError, EOFError, pa.ArrowException) as error:
+        raise ValueError(
+            f"training.dataset_path: {path} cannot be read to its end ({error}): restore it, or "
+            "name the others by a glob"
+        ) from error
 
 
 def _texts(source: Source, fields: Mapping[str, object]) -> list[tuple[str, bool]] | Nothing:

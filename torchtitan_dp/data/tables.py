@@ -38,14 +38,23 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
             group, done = footer.row_group(number), 0
             chunks = [group.column(i) for i in range(group.num_columns)]
             largest = sum(c.total_uncompressed_size for c in chunks if _is_of(c, columns))
-            how = {"batch_size": _rows_at_once(largest), "columns": list(columns)}
-            try:
-                for batch in file.iter_batches(row_groups=[number], use_threads=False, **how):
-                    for row in _rows(batch):
-                        done += 1
-                        yield row
-            except _errors():  # a damaged page
-                pass
+            for step in (_rows_at_once(largest), 1):  # a row that fails takes none before it along
+                seen, how = 0, {"batch_size": step, "columns": list(columns)}
+                try:
+                    for batch in file.iter_batches(row_groups=[number], use_threads=False, **how):
+                        for row in _rows(batch):
+                            seen += 1
+                            if seen > done:
+                                done = seen
+                                yield row
+                    break
+                except MemoryError:
+                    raise ValueError(
+                        f"training.dataset_path: this machine's memory cannot hold a row of {path} "
+                        "(not private); take one with more"
+                    ) from None
+                except _errors():  # a damaged page
+                    pass
             yield from [None] * (group.num_rows - done)
 
 
@@ -143,15 +152,27 @@ def _rows_at_once(size: int) -> int:
 
 def _rows(batch: Any) -> Iterator[Fields]:
     """Yield the rows of a batch; a value that is broken or too large is `BROKEN`."""
-    columns = [_values(_shortened(column)) for column in batch.columns]
+    columns = [_values(column) for column in batch.columns]
     for values in zip(*columns, strict=True):
         yield dict(zip(batch.schema.names, values, strict=True))
 
 
 def _values(column: Any) -> list[object]:
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    if isinstance(column, pa.ExtensionArray):
+        return _values(column.storage)
+    if len(column) == 1 and pa.types.is_dictionary(column.type):
+        (at,) = column.indices.to_pylist()
+        if at is None:
+            return [None]
+        is_there = 0 <= at < len(column.dictionary)
+        return _values(column.dictionary.slice(at, 1)) if is_there else [BROKEN]
     try:
-        if column.nbytes <= MOST_ROW_BYTES:
-            column.validate(full=True)  # offsets, and UTF-8
+        if _is_whole(column) and column.nbytes <= MOST_ROW_BYTES:
+            if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
+                column = pc.list_slice(column, 0, _MOST_ITEMS)
             return cast("list[object]", column.to_pylist())
     except _errors():
         pass
@@ -160,18 +181,24 @@ def _values(column: Any) -> list[object]:
     return [value for i in range(len(column)) for value in _values(column.slice(i, 1))]
 
 
-def _shortened(column: Any) -> Any:
-    """Leave out the messages that are never looked at, and numbers that stand for values."""
+def _is_whole(column: Any) -> bool:
+    """Return whether values are UTF-8 and lie where their offsets lead; of a list's items, those
+    of these rows alone."""
     import pyarrow as pa
-    import pyarrow.compute as pc
 
-    if isinstance(column, pa.ExtensionArray):
-        return _shortened(column.storage)
-    if pa.types.is_dictionary(column.type):
-        return column.dictionary_decode()
-    if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-        return pc.list_slice(column, 0, _MOST_ITEMS)
-    return column
+    kind = column.type
+    if pa.types.is_dictionary(kind):
+        return False  # row by row, since other rows' values lie in one place
+    if pa.types.is_struct(kind):
+        return all(map(_is_whole, column.flatten()))
+    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+        ends = column.offsets.to_numpy()
+        if len(column) == 0 or ends[0] < 0 or (ends[1:] < ends[:-1]).any():
+            return len(column) == 0
+        first, last = int(ends[0]), int(ends[-1])
+        return last <= len(column.values) and _is_whole(column.values.slice(first, last - first))
+    column.validate(full=True)
+    return True
 
 
 def _batches(path: str) -> Iterator[Any]:
@@ -220,5 +247,5 @@ def _errors() -> tuple[type[Exception], ...]:
     """List the errors of a table that cannot be read."""
     import pyarrow as pa
 
-    kinds = (OSError, ValueError, KeyError, OverflowError, MemoryError, RuntimeError, TypeError)
+    kinds = (OSError, ValueError, KeyError, OverflowError, RuntimeError, TypeError)
     return (*kinds, pa.ArrowException)
