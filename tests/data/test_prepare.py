@@ -214,6 +214,7 @@ def open_store(connection: Connection, root: str, place: str, log: str) -> None:
     connection.send((store.fingerprint, texts(store)))
 
 
+@pytest.mark.slow
 def test_of_several_processes_one_writes(tmp_path: Path) -> None:
     root, place, log = as_jsonl(tmp_path / "d", ["a", "b"]), tmp_path / "store", tmp_path / "log"
     folder = Path(store_of(root, tmp_path, "jsonl").folder)
@@ -254,6 +255,7 @@ def killed_at(connection: Connection, root: str, place: str, number: int | None)
 _OPERATIONS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stale", [False, True], ids=["written", "replaced"])
 def test_a_process_killed_at_any_file_operation_is_followed_by_a_whole_store(
     tmp_path: Path, is_stale: bool
@@ -279,6 +281,7 @@ def test_a_process_killed_at_any_file_operation_is_followed_by_a_whole_store(
     assert number > 12
 
 
+@pytest.mark.slow
 @pytest.mark.thorough_cases("[67]", "[89]", "1?")
 @pytest.mark.parametrize("moment", range(20))
 def test_a_process_killed_at_any_time_is_followed_by_a_whole_store(
