@@ -140,7 +140,9 @@ def test_names_sizes_and_removal(tmp_path: Path, place: Path) -> None:
     assert sorted(path.name for path in place.iterdir()) == ["mine", "mine.txt"]
 
 
-def test_who_waits_says_so_once(tmp_path: Path, place: Path, capfd: Any, monkeypatch: Any) -> None:
+def test_a_process_that_waits_writes_one_line(
+    tmp_path: Path, place: Path, capfd: Any, monkeypatch: Any
+) -> None:
     folder = place / ("0" * 32)
     place.mkdir()
     monkeypatch.setattr(stores, "_FIRST_LINE_S", 0.0)
@@ -166,7 +168,9 @@ def test_who_waits_says_so_once(tmp_path: Path, place: Path, capfd: Any, monkeyp
     assert list(place.iterdir()) == [folder]
 
 
-def test_without_locks_everybody_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_file_system_without_locks_nobody_waits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Some file systems of clusters have none."""
 
     def no_locks(*_: Any) -> None:

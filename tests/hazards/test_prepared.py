@@ -240,7 +240,7 @@ def test_row72_a_copied_store_of_something_else_is_written_again(
     assert len(written) == 3
 
 
-def test_row72_a_store_under_anothers_name_is_written_again(
+def test_row72_a_store_under_the_name_of_another_is_written_again(
     root: Path, place: str, tmp_path: Path
 ) -> None:
     one = prepared(source(root, "jsonl"), place)
@@ -253,7 +253,7 @@ def test_row72_a_store_under_anothers_name_is_written_again(
 def test_row72_a_store_that_cannot_be_written_is_compared_each_time(
     root: Path, place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On a read-only disk: the tests may run as root, whom no mode stops."""
+    """On a read-only disk, which is simulated: modes do not stop root."""
     first = prepared(source(root, "jsonl"), place)
     copy = shutil.copytree(place, tmp_path / "copy")
     shutil.rmtree(copy / Path(first.folder).name / stores.SEEN)
