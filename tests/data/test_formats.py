@@ -98,7 +98,7 @@ LINES = [
 
 def packed(data: bytes, codec: str) -> bytes:
     if codec != ".zst":
-        return gzip.compress(data) if codec else data
+        return gzip.compress(data, mtime=0) if codec else data
     output = pa.BufferOutputStream()
     with pa.CompressedOutputStream(output, "zstd") as file:
         file.write(data)
