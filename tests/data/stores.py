@@ -1,0 +1,188 @@
+"""Stores of small data sets, and writers of the same rows in each format."""
+
+import csv
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tests.data.chats import PLAIN
+from torchtitan_dp.data.chat_template import ChatTemplate
+from torchtitan_dp.data.prepare import Source, prepared
+from torchtitan_dp.data.reading import Chats, Prompts, Reading, Texts
+from torchtitan_dp.data.store import Store
+from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer
+
+Row = str | bytes | dict[str, Any]
+
+
+def source(
+    path: str | os.PathLike[str],
+    format: str = "text",
+    *,
+    text_field: str = "text",
+    prompt_field: str | None = None,
+    messages_field: str | None = None,
+    unit_field: str | None = None,
+    tokenizer: Tokenizer | None = None,
+    template: str | ChatTemplate = PLAIN,
+) -> Source:
+    """Describe files and how they are read.
+
+    Args:
+        tokenizer: bytes if None.
+        template: of chats (`messages_field`); Jinja, or loaded already.
+    """
+    how: Reading = Texts(text_field)
+    if prompt_field is not None:
+        how = Prompts(prompt_field, text_field)
+    elif messages_field is not None:
+        if isinstance(template, str):
+            template = ChatTemplate(template, {"bos_token": "<|begin_of_text|>"})
+        how = Chats(messages_field, template)
+    return Source(format, str(path), how, tokenizer or ByteTokenizer(), unit_field)
+
+
+def store_of(
+    data: str | os.PathLike[str] | Sequence[Row],
+    tmp_path: Path,
+    format: str | None = None,
+    **how: Any,
+) -> Store:
+    """Prepare the store of files, or of rows, in `tmp_path`.
+
+    Args:
+        data: a path, by default of text files, or rows for a JSON Lines file (`as_lines`).
+        how: for `source`.
+    """
+    if not isinstance(data, str | os.PathLike):
+        folder = Path(tempfile.mkdtemp(dir=tmp_path))
+        write(folder, {"a.jsonl": as_lines(data)})
+        data, format = folder, format or "jsonl"
+    return prepared(source(data, format or "text", **how), str(tmp_path / "store"))
+
+
+class Stored(NamedTuple):
+    """One record in a store."""
+
+    ids: tuple[int, ...]  # as stored: those that are no targets negative
+    first: int
+    unit: int  # hash
+    reason: str | None  # why it has no ids
+
+
+def stored(store: Store) -> list[Stored]:
+    """List the records of a store."""
+    units = {
+        int(record): int(store.units.hashes[unit])
+        for unit in range(len(store.units))
+        for record in store.units.records(unit)
+    }
+    reasons = [None, *(f"{lack['setting']}: {lack['what']}" for lack in store.facts["lacks"])]
+    return [
+        Stored(
+            tuple(store.ids(i, 0, store.length(i)).tolist()),
+            int(store.firsts[i]),
+            units[i],
+            reasons[int(store.reasons[i])],
+        )
+        for i in range(len(store))
+    ]
+
+
+def texts(store: Store, tokenizer: Tokenizer | None = None) -> list[str | None]:
+    """Decode the records of a store: None for one that was not readable, "" for an empty one."""
+    tokenizer = tokenizer or ByteTokenizer()
+    empty = "training.dataset_path: are empty"
+    return [
+        tokenizer.decode(i if i >= 0 else ~i for i in one.ids)
+        if one.reason in (None, empty)
+        else None
+        for one in stored(store)
+    ]
+
+
+def write(root: Path, files: dict[str, bytes]) -> Path:
+    """Write files below a folder."""
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def as_lines(rows: Iterable[Row]) -> bytes:
+    """Write JSON Lines: bytes as they are, a text as `{"text": …}`."""
+
+    def line(row: Row) -> bytes:
+        if isinstance(row, bytes):
+            return row
+        return json.dumps({"text": row} if isinstance(row, str) else row).encode()
+
+    return b"".join(line(row) + b"\n" for row in rows)
+
+
+def as_jsonl(root: Path, rows: Sequence[Row]) -> Path:
+    """Write `a.jsonl`."""
+    return write(root, {"a.jsonl": as_lines(rows)})
+
+
+def as_csv(root: Path, rows: Sequence[dict[str, Any]]) -> Path:
+    """Write `a.csv`."""
+    root.mkdir(parents=True, exist_ok=True)
+    with open(root / "a.csv", "w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    return root
+
+
+def as_parquet(root: Path, rows: Any, **options: Any) -> Path:
+    """Write `a.parquet`, of rows or a table, in row groups of seven."""
+    import pyarrow.parquet as pq
+
+    root.mkdir(parents=True, exist_ok=True)
+    pq.write_table(_table(rows), root / "a.parquet", **{"row_group_size": 7, **options})
+    return root
+
+
+def as_arrow(root: Path, rows: Any) -> Path:
+    """Write `a.arrow`, an Arrow file in batches of nine."""
+    import pyarrow as pa
+
+    return _write_arrow(root / "a.arrow", rows, pa.ipc.new_file)
+
+
+def as_hf(root: Path, rows: Any) -> Path:
+    """Write an Arrow stream in batches of nine, as `Dataset.save_to_disk` does."""
+    import pyarrow as pa
+
+    write(root, {"state.json": b"{}", "cache-1.arrow": b"no data of the set"})
+    return _write_arrow(root / "data-00000-of-00001.arrow", rows, pa.ipc.new_stream)
+
+
+WRITERS: dict[str, Callable[..., Path]] = {
+    "jsonl": as_jsonl,
+    "csv": as_csv,
+    "parquet": as_parquet,
+    "arrow": as_arrow,
+    "hf": as_hf,
+}
+"""By `training.dataset`."""
+
+
+def _table(rows: Any) -> Any:
+    import pyarrow as pa
+
+    return rows if isinstance(rows, pa.Table) else pa.Table.from_pylist(rows)
+
+
+def _write_arrow(path: Path, rows: Any, new: Callable[..., Any]) -> Path:
+    import pyarrow as pa
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    table = _table(rows)
+    with pa.OSFile(str(path), "wb") as file, new(file, table.schema) as writer:
+        writer.write_table(table, max_chunksize=9)
+    return path.parent
