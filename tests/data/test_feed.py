@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.data.samples.test_excerpts import UNITS, samples
 from torchtitan_dp.data.agreement import require_same_step
 from torchtitan_dp.data.samples.samples import SampleStore, TokenCache
 
-from tests.data.samples.test_excerpts import UNITS, samples
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.data import background, console, feed

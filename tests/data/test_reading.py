@@ -1,0 +1,310 @@
+"""Texts, prompts and chats: which ids are targets, what of long records is cut, and reasons."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
+from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, loader, rng
+from tests.data.stores import source, store_of, stored
+from torchtitan_dp.data.batching import Draw
+from torchtitan_dp.data.chat_template import MOST_MESSAGES
+from torchtitan_dp.data.prepare import prepared
+from torchtitan_dp.data.reading import reading, split
+from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
+
+PROMPTS, MESSAGES = {"prompt_field": "prompt"}, {"messages_field": "messages"}
+
+
+def answers(root: Path, rows: list[Any], seq_len: int = T, **how: Any) -> Samples:
+    one_record = how.pop("one_record", False)
+    store = store_of(rows, root, **how)
+    return Samples(store, seq_len, has_answers=True, one_record=one_record, pad_id=EOS)
+
+
+def shown(samples: Samples, unit: int, *more: Any) -> tuple[list[int], list[int]]:
+    """Read the tokens of a sample, and the places of targets among its ids."""
+    tokens_T, labels_T = (x.tolist() for x in samples.sample(unit, *more))
+    found = [place + 1 for place, label in enumerate(labels_T) if label != IGNORED]
+    for place in found[:-1]:  # the id behind the last one is a label alone
+        assert labels_T[place - 1] == tokens_T[place]
+    return tokens_T, found
+
+
+def targets(samples: Samples, unit: int) -> bytes:
+    """Read the bytes that are targets; marks are left out."""
+    _, labels_T = samples.sample(unit)
+    return bytes(label for label in labels_T.tolist() if 0 <= label < 256)
+
+
+# What is stored.
+
+
+def test_row06_of_a_text_all_ids_are_targets(tmp_path: Path) -> None:
+    (one,) = stored(store_of(["naïve"], tmp_path))
+    assert (one.ids, one.first, one.reason) == ((BOS, *"naïve".encode(), EOS), 0, None)
+
+
+def test_row06_only_the_answer_and_its_end_are_targets(tmp_path: Path) -> None:
+    samples = answers(tmp_path, [{"prompt": "ab", "text": "xyz"}], **PROMPTS)
+    (one,) = stored(samples.store)
+    assert one.ids == (~BOS, ~97, ~98, *b"xyz", EOS)
+    assert one.first == 3
+    tokens_T, labels_T = samples.sample(0)
+    assert tokens_T.tolist() == [BOS, *b"abxyz", EOS, *[EOS] * 9]
+    assert labels_T.tolist() == [IGNORED, IGNORED, *b"xyz", EOS, *[IGNORED] * 10]
+    assert samples.tokens(0) == 6
+
+
+def test_a_prompt_may_be_empty(tmp_path: Path) -> None:
+    rows = [{"prompt": "", "text": "xy"}]
+    assert shown(answers(tmp_path, rows, **PROMPTS), 0)[1] == [1, 2, 3]
+
+
+def test_without_marks_a_blank_line_separates_records_and_is_no_target(tmp_path: Path) -> None:
+    rows = [{"who": "ann", "prompt": "p", "text": text} for text in ("x", "y")]
+    samples = answers(tmp_path, rows, unit_field="who", tokenizer=NoMarks(), **PROMPTS)
+    assert shown(samples, 0)[1] == [1, 5]
+    assert samples.sample(0)[0][:6].tolist() == [*b"px\n\np", EOS]
+    assert [one.ids[:2] for one in stored(samples.store)] == [(~10, ~10)] * 2
+    (text, *_) = stored(store_of(["x"], tmp_path, tokenizer=NoMarks()))
+    assert text.ids == tuple(b"\n\nx")  # all of a text are targets
+
+
+@pytest.mark.parametrize(("template", "end"), [(PLAIN, b"\n"), (MARKED, b"")])
+def test_row06_only_the_assistants_turns_are_targets(
+    tmp_path: Path, template: str, end: bytes
+) -> None:
+    tokenizer = load_tokenizer(folder(tmp_path / "tokenizer"))
+    rows = [{"messages": chat("What?", "That.", "Why?", "Because.", system="Be short.")}]
+    terms = {"tokenizer": tokenizer, "template": template, **MESSAGES}
+    samples = answers(tmp_path, rows, 200, **terms)
+    assert targets(samples, 0) == b"That." + end + b"Because." + end
+    tokens_T, labels_T = samples.sample(0)
+    start_id, end_id = (tokenizer.encode(mark) for mark in (START, END))
+    assert start_id is not None
+    assert end_id is not None
+    assert (labels_T == int(end_id[0])).sum() == 2
+    assert (labels_T == int(start_id[0])).sum() == 0
+    assert (tokens_T == BOS).sum() == 1  # the template's
+    text = tokenizer.decode(tokens_T.tolist())
+    assert text.startswith("system\nBe short.\nuser\nWhat?\nassistant\nThat.")
+
+
+def test_what_comes_after_the_last_answer_is_left_out(tmp_path: Path) -> None:
+    rows = [
+        {"messages": turns} for turns in (chat("What?", "That.", "Why?"), chat("What?", "That."))
+    ]
+    one, other = stored(store_of(rows, tmp_path, **MESSAGES))
+    assert one.ids == other.ids
+
+
+# Records without anything to learn.
+
+NO_TEXT = "data.text_field = 'text': have no text there"
+NO_PROMPT = "data.prompt_field = 'prompt': have no text there"
+NO_CHAT = "data.messages_field = 'messages': have no list of messages there"
+NO_TURN = "data.messages_field = 'messages': have no turn of the role 'assistant'"
+NO_OBJECT = "training.dataset_path: are no JSON objects"
+REFUSED = (
+    "training.dataset_path: are refused by the chat template or the tokenizer of "
+    "model.hf_assets_path"
+)
+ANSWER = {"role": "assistant", "content": "a"}
+BAD: list[tuple[dict[str, str], Any, str]] = [
+    ({}, {"text": ""}, "training.dataset_path: are empty"),
+    ({}, {"note": "x"}, "data.text_field = 'text': have no such JSON field"),
+    ({}, {"text": 7}, NO_TEXT),
+    ({}, {"text": "\ud800"}, NO_TEXT),
+    ({}, [], NO_OBJECT),
+    ({}, b'{"text": "torn', NO_OBJECT),
+    ({}, b"", NO_OBJECT),
+    (PROMPTS, {"prompt": "p", "text": ""}, "training.dataset_path: are empty"),
+    (PROMPTS, {"prompt": "p"}, "data.text_field = 'text': have no such JSON field"),
+    (PROMPTS, {"text": "a"}, "data.prompt_field = 'prompt': have no such JSON field"),
+    (PROMPTS, {"prompt": 7, "text": "a"}, NO_PROMPT),
+    (PROMPTS, {"prompt": "p", "text": ["a"]}, NO_TEXT),
+    (PROMPTS, {"prompt": "p", "text": "\ud800"}, NO_TEXT),
+    (MESSAGES, {"messages": None}, NO_CHAT),
+    (MESSAGES, {"messages": "What?"}, NO_CHAT),
+    (MESSAGES, {"messages": [1, 2]}, NO_CHAT),
+    (MESSAGES, {"messages": [{"role": "user"}, ANSWER]}, NO_CHAT),
+    (MESSAGES, {"messages": [{"role": "user", "content": "\ud800"}, ANSWER]}, NO_CHAT),
+    (MESSAGES, {"messages": [{"role": 3, "content": "a"}, ANSWER]}, NO_CHAT),
+    (MESSAGES, {"messages": []}, NO_TURN),
+    (MESSAGES, {"messages": chat("only a prompt")}, NO_TURN),
+    (MESSAGES, {"messages": chat("q")[:1] * MOST_MESSAGES + chat("q", "too late")}, NO_TURN),
+    (MESSAGES, {"messages": chat("What?", " \n")}, NO_TURN.replace("no turn", "only empty turns")),
+    (MESSAGES, {"messages": [{"role": "judge", "content": "a"}, ANSWER]}, REFUSED),
+]
+
+
+@pytest.mark.parametrize("place", range(len(BAD)))
+def test_row42_a_record_without_an_answer_contributes_nothing_and_stays(
+    tmp_path: Path, place: int
+) -> None:
+    how, row, reason = BAD[place]
+    good = {"text": "a", "prompt": "p", "messages": chat("What?", "That.")}
+    samples = answers(tmp_path, [good, row, good], 64, **how)
+    first, bad, last = stored(samples.store)
+    assert (bad.ids, bad.reason) == ((), reason)
+    assert first.ids == last.ids != ()
+    one = loader(samples)
+    drawn = list(one.microbatches(Draw(np.arange(3))))
+    assert [bool(microbatch.valid_B) for microbatch in drawn] == [True] * 3
+    learned = [bool((microbatch.labels_BT != IGNORED).any()) for microbatch in drawn]
+    assert learned == [True, False, True]
+
+
+class Picky(ByteTokenizer):
+    """Has no tokens for texts with "!"."""
+
+    identity = "picky"
+
+    def encode(self, text: str) -> Any:
+        return None if "!" in text else super().encode(text)
+
+
+@pytest.mark.parametrize(
+    ("how", "rows"),
+    [
+        ({}, [{"text": "!"}, {"text": "x"}]),
+        (PROMPTS, [{"prompt": "!", "text": "x"}, {"prompt": "p", "text": "x"}]),
+        (MESSAGES, [{"messages": chat("!", "x")}, {"messages": chat("p", "x")}]),
+    ],
+)
+def test_row22_a_record_that_the_tokenizer_refuses_is_left_out(
+    tmp_path: Path, how: dict[str, str], rows: list[Any]
+) -> None:
+    bad, good = stored(store_of(rows, tmp_path, tokenizer=Picky(), **how))
+    assert (bad.ids, bad.reason) == ((), REFUSED)
+    assert good.reason is None
+
+
+# Records longer than a sample.
+
+
+def by_hand(
+    ids: list[int], first: int, seq_len: int, share: int = 4
+) -> tuple[list[int], list[int]]:
+    """Cut a record as the documents promise: its ids, and the places of targets among them."""
+    start, limit = 0, seq_len + 1
+    while len(ids) - start > limit and first - start > max(limit // share, 1):
+        start += 1
+    window = ids[start : start + limit]
+    return [max(i, ~i) for i in window], [p for p, i in enumerate(window) if i >= 0 and p > 0]
+
+
+@pytest.mark.parametrize("seq_len", [2, 3, 8, 16, 40])
+def test_a_long_prompt_loses_its_beginning_and_targets_are_seen(
+    tmp_path: Path, seq_len: int
+) -> None:
+    shapes = [(p, a) for p in (0, 1, 3, 7, 12, 30, 100) for a in (1, 2, 5, 13, 50)]
+    alphabet = [("abcdefghij" * 10)[:p] for p, _ in shapes], [("KLMNO" * 10)[:a] for _, a in shapes]
+    rows = [{"prompt": p, "text": a} for p, a in zip(*alphabet, strict=True)]
+    samples = answers(tmp_path, rows, seq_len, **PROMPTS)
+    for unit, row in enumerate(rows):
+        prompt, answer = row["prompt"].encode(), row["text"].encode()
+        ids = [~BOS, *(~byte for byte in prompt), *answer, EOS]
+        window, wanted = by_hand(ids, 1 + len(prompt), seq_len)
+        tokens, found = shown(samples, unit)
+        assert found == wanted != []
+        assert tokens[: len(window) - 1] == window[:-1]
+        assert samples.tokens(unit) == min(len(ids) - 1, seq_len)
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+@pytest.mark.parametrize("seq_len", [16, 64, 500])
+def test_a_long_chat_is_cut_before_its_first_answer(
+    tmp_path: Path, template: str, seq_len: int
+) -> None:
+    long = "abcdefgh" * 300
+    shapes = [
+        chat(long, "That."),
+        chat("What?", long.upper()),
+        chat(long, "That.", "Why?", "Because."),
+        chat("Who?", "I.", long, "That."),
+        chat("a", "b", system=long),
+        [{"role": "user", "content": "x"}] * 3 + chat(long, "That."),
+    ]
+    rows = [{"messages": turns} for turns in shapes]
+    samples = answers(tmp_path, rows, seq_len, template=template, **MESSAGES)
+    for unit, one in enumerate(stored(samples.store)):
+        window, wanted = by_hand(
+            list(one.ids), next(p for p, i in enumerate(one.ids) if i >= 0), seq_len
+        )
+        tokens, found = shown(samples, unit)
+        assert found == wanted != []
+        assert tokens[: len(window) - 1] == window[:-1]
+
+
+def test_a_units_records_come_one_after_the_other(tmp_path: Path) -> None:
+    rows = [
+        {"who": "ann", "prompt": "p", "text": "xy"},
+        {"who": "bob", "prompt": "q" * 40, "text": "z"},
+        {"who": "ann", "prompt": "no answer", "text": ""},
+        {"who": "ann", "prompt": 3, "text": "malformed"},
+        {"who": "ann", "prompt": "r", "text": "w"},
+    ]
+    samples = answers(tmp_path, rows, unit_field="who", **PROMPTS)
+    ann = int(len(samples.units.records(0)) == 1)
+    tokens, found = shown(samples, ann)
+    assert tokens[:9] == [BOS, *b"pxy", EOS, BOS, *b"rw", EOS]
+    assert found == [2, 3, 4, 7, 8]
+    assert targets(samples, 1 - ann) == b"z"
+    one = answers(tmp_path, rows, unit_field="who", one_record=True, **PROMPTS)
+    seen = {tuple(shown(one, ann, None, rng(seed))[1]) for seed in range(40)}
+    assert seen == {(2, 3, 4), (), (2, 3)}
+
+
+@pytest.mark.parametrize("most", [4097, 5000, 10**6])
+@pytest.mark.parametrize("word", ["word ", "x", " ", "ü, "])
+def test_a_text_is_cut_into_parts_that_are_all_of_it(word: str, most: int) -> None:
+    text = word * 20_000
+    parts = list(split(text, most))
+    assert "".join(parts) == text
+    assert max(map(len, parts)) <= most
+    if word == "word ":
+        assert all(part.startswith(" word") for part in parts[1:])
+
+
+def test_the_parts_of_a_long_text_are_one_record(tmp_path: Path) -> None:
+    rows = [{"prompt": "long prompt " * 100_000, "text": "long answer " * 100_000}]
+    (one,) = stored(store_of(rows, tmp_path, **PROMPTS))
+    prompt, answer = (str(text).encode() for text in rows[0].values())
+    assert one.ids == (~BOS, *(~byte for byte in prompt), *answer, EOS)
+
+
+# Readings that are refused.
+
+
+def test_chats_need_a_template(tmp_path: Path) -> None:
+    bare = folder(tmp_path / "bare", None)
+    for path, tokenizer in (("", ByteTokenizer()), (bare, load_tokenizer(bare))):
+        with pytest.raises(ValueError, match=r"^data\.messages_field = 'm': .* no chat template"):
+            reading("text", None, "m", path, tokenizer)
+    kept = folder(tmp_path / "bytes")
+    (tmp_path / "bytes/tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="no chat template"):
+        reading("text", None, "m", kept, load_tokenizer(kept))
+
+
+def test_a_tokenizer_that_reads_a_turn_otherwise_alone_is_refused(tmp_path: Path) -> None:
+    class Prefixed(ByteTokenizer):
+        def encode(self, text: str) -> np.ndarray:
+            return super().encode(" " + text)
+
+    path = folder(tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match="other tokens for a chat than for its turns"):
+        reading("text", None, "m", path, Prefixed())
+
+
+@pytest.mark.parametrize("field", ["prompt_field", "messages_field"])
+def test_files_of_text_have_no_prompts(tmp_path: Path, field: str) -> None:
+    how: dict[str, Any] = {field: "p"}
+    (tmp_path / "a").write_text("x")
+    with pytest.raises(ValueError, match=rf"data\.{field} = 'p': text files have no fields"):
+        prepared(source(tmp_path / "a", **how), str(tmp_path / "store"))
