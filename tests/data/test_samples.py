@@ -128,8 +128,10 @@ def test_row03_another_units_records_change_no_sample(tmp_path: Path, how: dict[
     assert equal == [name != "user 3" for name in UNITS]
 
 
-@pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("texts", [["x" * 10] * 3000, [""] * 3000, ["x" * 10**6]], ids=len)
+@pytest.mark.parametrize("how", HOW, ids=["concat", "random", "window", "random window"])
+@pytest.mark.parametrize(
+    "texts", [["x" * 10] * 3000, [""] * 3000, ["x" * 10**6]], ids=["many", "empty", "long"]
+)
 def test_row47_no_more_ids_are_read_than_a_sample_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, bool], texts: list[str]
 ) -> None:

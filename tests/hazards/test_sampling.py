@@ -5,6 +5,7 @@ The draw itself (rows 20, 40 and 41) is held by tests/privacy/test_sampling.py.
 
 import hashlib
 import json
+import os
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from tests.processes.runs import arguments
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.data.batching import Draw, RecordLoader
+from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.samples import Samples
@@ -63,11 +65,16 @@ def test_row19_what_is_drawn_is_what_is_processed(store, ranks):
         assert seen == blank
 
 
-def test_row42_bad_records_stay_in_the_index_and_hold_no_targets(store):
+def test_row42_bad_records_stay_in_the_store_and_have_no_targets(store):
     assert len(store) == RECORDS
     (batch,) = loader(store, 1, 0).microbatches(Draw(np.array([7, 8])))
     assert batch.valid_B.all()  # drawn like any other
     assert (batch.labels_BT == -100).all()
+
+
+def test_row42_a_run_trains_on_as_many_units_as_there_are_records(store):
+    records = Records.open(source(store.facts["path"]), os.path.dirname(store.folder))
+    assert records.train.tolist() == list(range(RECORDS))
 
 
 def test_units_are_looked_up_through_the_split(store):
