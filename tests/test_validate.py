@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import doctest
 import functools
+import itertools
 import math
 import tempfile
 import time
@@ -147,6 +148,24 @@ def test_every_mesh_logs_the_losses_of_plain_logits(
         assert logged == pytest.approx(expected, rel=1e-5)
 
 
+def test_it_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> None:
+    from tests.data.drawn import UNITS, loader, same, samples_of
+    from torchtitan_dp.data.batching import Draw
+    from torchtitan_dp.validate import HeldOutValidator
+
+    of, _ = samples_of(tmp_path, UNITS)
+    for rank, (steps, count) in itertools.product((0, 1), ((2, 2), (0, 0), (-1, 4), (99, 4))):
+        one = loader(of, 2, rank, batch_size=3)
+        config: Any = SimpleNamespace(
+            validation=SimpleNamespace(steps=steps), training=SimpleNamespace(seq_len=8)
+        )
+        nothing: Any = None
+        positions = HeldOutValidator(one, config, nothing, nothing, nothing)._positions()
+        found = list(one.microbatches(Draw(positions)))
+        assert len(found) == count
+        assert same(found, list(one.microbatches(Draw(np.arange(21))))[:count])
+
+
 @pytest.mark.parametrize(
     "seq_len, names",
     [
@@ -208,8 +227,6 @@ def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) 
 
 def noised_on_a_rank(folder: str) -> tuple[float, bool]:
     """A result, and whether it was in the log before the rank had it; other losses on each rank."""
-    from pathlib import Path
-
     from torchtitan_dp.ledger.heldout import HeldOutLosses
     from torchtitan_dp.privacy.published_loss import LossNoise
     from torchtitan_dp.validate import publish

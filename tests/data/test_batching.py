@@ -1,6 +1,5 @@
 """Microbatches of a draw: dealt to ranks, padded to lengths of their own, with the same sum."""
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -8,14 +7,11 @@ import numpy as np
 import pytest
 import torch
 
-from tests.data.drawn import HOW, IGNORED, UNITS, draws, ids, loader, same, samples_of
+from tests.data.drawn import HOW, UNITS, draws, ids, loader, same, samples_of
 from tests.data.stores import store_of
 from tests.processes.ranks import on_ranks
-from tests.processes.runs import CONFIG
-from torchtitan_dp.config import JobConfig, derived
-from torchtitan_dp.config.derived import MOST_LENGTHS, ladder, ring_is_aligned
-from torchtitan_dp.config.load import load_config
-from torchtitan_dp.data.batching import Draw, padded_lengths
+from torchtitan_dp.config.derived import ladder
+from torchtitan_dp.data.batching import Draw
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
@@ -25,12 +21,6 @@ LADDER = (2, 4, 8, 16, 32)
 # undecodable.
 CHARACTERS = [0, -1, 1, 2, 3, 4, 5, 7, 8, 11, 14, 15, 16, 17, 20, 25, 30, 31, 32, 100]
 TOKENS = [min(max(n, 0), T) for n in CHARACTERS]
-
-
-def configured(*overrides: str, seq_len: int = T, cp: int = 1) -> JobConfig:
-    basics = ["--privacy.noise_multiplier=1", "--privacy.delta=1e-5"]
-    sizes = [f"--training.seq_len={seq_len}", f"--parallelism.context_parallel_degree={cp}"]
-    return load_config([*basics, *sizes, "--training.global_batch_size=4", *overrides], cp)
 
 
 class Small(ByteTokenizer):
@@ -57,53 +47,6 @@ def made(root: Path) -> Samples:
     return Samples(store_of(root / "d", root, tokenizer=Small()), T)
 
 
-def test_ladder() -> None:
-    assert ladder(configured()) == LADDER
-    assert ladder(configured(cp=2)) == (4, 8, 16, 32)
-    assert ladder(configured(seq_len=36)) == (2, 4, 8, 16, 32, 36)
-    assert ladder(configured(seq_len=36, cp=3)) == (6, 12, 24, 36)
-    assert ladder(configured(seq_len=2)) == (2,)
-    assert ladder(configured("--data.no-length_buckets")) == (T,)
-
-
-def test_rungs_on_an_accelerator_fill_the_tiles_of_attention(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A ring's parts have 128 tokens at least; without a ring, and on CPU, nothing changes."""
-    on_cpu = ladder(configured(seq_len=1024, cp=2))
-    alone = ladder(configured(seq_len=1024))
-    monkeypatch.setattr(derived, "has_accelerator", lambda: True)
-    for seq_len, cp in [(1024, 2), (1000, 2), (131072, 8), (64, 2), (96, 3)]:
-        rungs = ladder(configured(seq_len=seq_len, cp=cp))
-        assert rungs[-1] == seq_len
-        assert all(length % (256 * cp) == 0 for length in rungs[:-1])
-        assert ring_is_aligned(configured(seq_len=seq_len, cp=cp)) == (seq_len % (256 * cp) == 0)
-    assert ladder(configured(seq_len=2048, cp=2)) == (512, 1024, 2048)
-    assert on_cpu == (8, 16, 32, 64, 128, 256, 512, 1024)
-    assert ladder(configured(seq_len=1024)) == alone
-
-
-def test_the_default_command_on_two_gpus_takes_no_unaligned_part(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Both of a rank's parts fill whole tiles of attention, at every length of the ladder."""
-    monkeypatch.setattr(derived, "has_accelerator", lambda: True)
-    config = load_config(["--job.config_file", str(CONFIG)], 2)
-    cp = config.parallelism.context_parallel_degree
-    assert (cp, config.training.mixed_precision_param) == (2, "float32")
-    assert ring_is_aligned(config)
-
-
-@pytest.mark.parametrize("seq_len", [8192, 8320, 131072])
-def test_ladder_is_short_enough_to_compile(seq_len: int) -> None:
-    for cp in (1, 2, 4):
-        lengths = ladder(configured(seq_len=seq_len, cp=cp))
-        assert len(lengths) == MOST_LENGTHS <= torch._dynamo.config.recompile_limit
-        assert lengths[-1] == seq_len
-        assert all(length % (2 * cp) == 0 for length in lengths)
-        assert all(a < b <= 2 * a for a, b in itertools.pairwise(lengths))
-
-
 def test_padded_length_is_the_smallest_that_holds_the_tokens(samples: Samples) -> None:
     one = loader(samples)
     lengths = one.lengths(Draw(np.arange(len(TOKENS))), LADDER)
@@ -114,34 +57,42 @@ def test_padded_length_is_the_smallest_that_holds_the_tokens(samples: Samples) -
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize("ranks, batch_size", [(1, 1), (2, 1), (1, 2), (3, 2)])
+@pytest.mark.parametrize("ranks, batch_size, windows", [(1, 1, 1), (1, 2, 3), (2, 1, 3), (3, 2, 1)])
 def test_row19_what_is_drawn_is_processed_at_a_length_of_its_own(
-    tmp_path: Path, how: dict[str, bool], ranks: int, batch_size: int
+    tmp_path: Path, how: dict[str, bool], ranks: int, batch_size: int, windows: int
 ) -> None:
-    """Each unit once, cut behind its last token, whatever else was drawn and on whatever mesh; all
-    ranks have the same shapes in the same order, the longest first."""
+    """Each unit once, all its windows cut behind the longest one's last token, whatever else was
+    drawn and on whatever mesh; all ranks have the same shapes in the same order, the longest first.
+    """
     samples, _ = samples_of(tmp_path, UNITS, T, **how)
-    loaders = [loader(samples, ranks, rank, batch_size=batch_size) for rank in range(ranks)]
-    for draw in draws(len(UNITS), [0.02, 0.3, 1.0] * 8):
+    terms = {"batch_size": batch_size, "windows": windows if how else 1}
+    loaders = [loader(samples, ranks, rank, **terms) for rank in range(ranks)]
+    for draw in draws(len(UNITS), [0.02, 0.3, 1.0] * 4):
         drawn = [list(one.microbatches(draw, LADDER)) for one in loaders]
         shapes = [[m.labels_BT.shape for m in of_rank] for of_rank in drawn]
         assert all(shape == shapes[0] for shape in shapes)
-        assert all(shape[0] == batch_size for shape in shapes[0])
         assert [s[1] for s in shapes[0]] == sorted((s[1] for s in shapes[0]), reverse=True)
         seen = {}
-        for tokens_T, labels_T, valid, position in (
-            row for of_rank in drawn for m in of_rank for row in zip(*m, strict=True)
-        ):
-            assert valid == (position >= 0)
-            assert valid or (labels_T == IGNORED).all()
-            if valid:
-                assert int(position) not in seen
-                seen[int(position)] = len(tokens_T), ids((tokens_T, labels_T))
+        for m in (m for of_rank in drawn for m in of_rank):
+            assert torch.equal(m.valid_B, m.positions_B >= 0)
+            assert (len(m.valid_B), m.windows_per_unit) == tuple(terms.values())
+            rows = zip(m.tokens_BT, m.labels_BT, strict=True)
+            found = [(len(row[0]), ids(row)) for row in rows]
+            for slot, position in enumerate(m.positions_B.tolist()):
+                of_slot = found[slot * terms["windows"] :][: terms["windows"]]
+                assert position not in seen
+                if position >= 0:
+                    seen[position] = of_slot
+                else:
+                    assert not any(window for _, window in of_slot)
         assert sorted(seen) == draw.positions.tolist()
-        for position, (length, found) in seen.items():
-            unit, choice = int(loaders[0].units[position]), loaders[0].rng(draw.key, position)
-            assert found == ids(samples.sample(unit, rng=choice))
-            assert length == padded_lengths(np.array([max(len(found) - 1, 0)]), LADDER)
+        for position, of_slot in seen.items():
+            unit, count = int(loaders[0].units[position]), terms["windows"]
+            choice = [loaders[0].rng(draw.key, position) for _ in range(count)]
+            made = [ids(samples.sample(unit, None, choice[k], k, count)) for k in range(count)]
+            tokens = max(max(len(window) - 1, 0) for window in made)
+            length = min(rung for rung in LADDER if rung >= tokens)
+            assert of_slot == [(length, window) for window in made]
 
 
 def test_choices_are_other_ones_at_each_step_and_the_same_in_evaluation(tmp_path: Path) -> None:

@@ -1,16 +1,13 @@
 """The data of a run: what has nothing to learn is counted, and refused where all of it has not."""
 
-import gzip
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from tests.data.chats import chat
-from tests.data.drawn import IGNORED, NoMarks, loader
-from tests.data.stores import WRITERS, as_jsonl, source, write
-from torchtitan_dp.data.batching import Draw
+from tests.data.drawn import NoMarks
+from tests.data.stores import as_jsonl, source
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.samples import Samples
 
@@ -144,18 +141,6 @@ def test_row43_records_of_no_unit_are_counted_and_contribute_nothing(tmp_path: P
     assert second.startswith("4 of 9 units have no target and contribute nothing (records: 4 have")
 
 
-def test_a_unit_field_that_no_record_has_is_refused_with_the_fields_there_are(
-    tmp_path: Path,
-) -> None:
-    message = refusal(tmp_path, NOTES, unit_field="patient")
-    assert message.startswith("data.unit_field = 'patient': none of the 20 records has one")
-    assert message.endswith("(not private: their fields are date, note, patient_id)")
-    write(tmp_path / "loose", {"a": b"x", "b": b"y"})
-    files = source(tmp_path / "loose", unit_field="folder")
-    with pytest.raises(ValueError, match=r"'folder': none of the 2 records has one: every file"):
-        Records.open(files, str(tmp_path / "store"))
-
-
 def test_row43_training_and_held_out_units_are_disjoint_and_all(tmp_path: Path) -> None:
     rows = [*NOTES, *({"note": "x"} for _ in range(40))]
     found = opened(tmp_path, rows, unit_field="patient_id", heldout_fraction=0.5)
@@ -226,51 +211,6 @@ def test_row48_the_fingerprint_is_of_contents_fields_and_split(tmp_path: Path) -
     assert len(found) == len(hows)
     again = opened(tmp_path, rows, place=tmp_path / "another").fingerprint
     assert again == opened(tmp_path, rows).fingerprint
-
-
-@pytest.mark.parametrize("unit_field", [None, "who"])
-@pytest.mark.parametrize("format", WRITERS)
-def test_units_without_a_target_are_those_that_training_has_no_label_of(
-    tmp_path: Path, format: str, unit_field: str | None
-) -> None:
-    texts = ["one", "", "two " * 99, "x", " ", "", "", ""]
-    rows = [{"note": texts[i % 8], "who": f"u{i % 13}"} for i in range(60)]
-    path = WRITERS[format](tmp_path / "d", rows)
-    files = source(path, format, text_field="note", unit_field=unit_field)
-    records = Records.open(files, str(tmp_path / "store"))
-    samples = samples_of(records, one_record=unit_field is not None)
-    one, every = loader(samples), np.arange(len(records.train))
-    trained = np.zeros(len(every), dtype=bool)
-    for step in range(1 if unit_field is None else 40):  # of a random record of each unit
-        for part in one.microbatches(Draw(every, bytes([step] * 32))):
-            trained[part.positions_B] |= (part.labels_BT != IGNORED).any(dim=1).numpy()
-    assert samples.learned(one.units).tolist() == trained.tolist()
-    without = int((~trained).sum())
-    line = f"{without} of {len(every)} "
-    assert [w.startswith(line) for w in records.check_targets(samples)] == [True] * (without > 0)
-
-
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
-        (b"PAR1\x15\x04\n\x15\x00\nPAR1", "is Parquet; set training.dataset = 'parquet'"),
-        (gzip.compress(b"".join(b"%d\n" % i for i in range(999))), "is gzip"),
-        (b"\x28\xb5\x2f\xfd\n\n", "is zstd"),
-        (b'[\n{"note":\n"x"}\n]', "is one JSON array"),
-        (b"%PDF-1.7\n%", "is PDF; extract its text"),
-        ('{"note": "x"}\n'.encode("utf-16"), "UTF-16; convert it: iconv -f UTF-16 "),
-        ('{"note": "x"}\n'.encode("utf-16-be"), "iconv -f UTF-16BE -t UTF-8 'a."),
-        (b'\n{\n "note": "x"\n}', "goes on over several lines; write one a line"),
-        (b"plain\nprose", "'jsonl' needs one a line, {"),
-    ],
-)
-@pytest.mark.parametrize("unit_field", [None, "patient_id"])
-def test_another_format_is_named_with_its_conversion(
-    tmp_path: Path, data: bytes, message: str, unit_field: str | None
-) -> None:
-    found = refusal(tmp_path, [data], unit_field=unit_field)
-    assert found.startswith("training.dataset_path: none of the ")
-    assert message in found
 
 
 def test_row69_first_bytes_alone_refuse_nothing(tmp_path: Path) -> None:

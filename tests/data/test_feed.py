@@ -1,9 +1,7 @@
 """What a step is fed: the loader's microbatches bit by bit, and one agreement on each step."""
 
-import itertools
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -90,20 +88,27 @@ def test_row67_a_step_makes_one_collective(tmp_path: Path, monkeypatch: pytest.M
 # What fails.
 
 
-def refused(root: str, rank: int) -> tuple[str, int]:
-    """Return how a step ends on this rank when `rank` cannot read, and the microbatches before."""
-    it = Feed(loader(samples(root), 2, dist.get_rank() // 2), LADDERS[1], CPU)
-    given, ids = 0, Samples.ids
+def ended(
+    root: str, ladder: tuple[int, ...], mine: list[list[list[int]]], broken: int | None = None
+) -> tuple[str, int]:
+    """Return how this rank's steps end, and how many microbatches came before.
 
-    def broken(self: Samples, unit: int, *terms: Any) -> np.ndarray:
-        if dist.get_rank() == rank and unit >= 0 and given == 2:
+    Args:
+        mine: what each rank draws, step by step.
+        broken: the rank that cannot read its third microbatch.
+    """
+    rank, given, ids = dist.get_rank(), 0, Samples.ids
+
+    def read(self: Samples, unit: int, *terms: Any) -> np.ndarray:
+        if rank == broken and unit >= 0 and given == 2:
             raise OSError(5, "the disk\nis gone")
         return ids(self, unit, *terms)
 
-    Samples.ids = broken  # type: ignore[method-assign]
-    steps = [Draw(np.arange(7)), Draw(np.arange(7, 21))]
+    it = Feed(loader(samples(root), 2, rank), ladder, CPU)
+    steps = [Draw(np.array(drawn, dtype=np.int64)) for drawn in mine[rank]]
+    Samples.ids = read  # type: ignore[method-assign]
     try:
-        for draw, following in zip(steps, [steps[1], None], strict=True):
+        for draw, following in zip(steps, [*steps[1:], None], strict=True):
             for _ in it.microbatches(draw, following):
                 given += 1
     except Fault as fault:
@@ -114,18 +119,15 @@ def refused(root: str, rank: int) -> tuple[str, int]:
 
 
 def test_row19_a_failing_read_ends_the_step_on_all_ranks_in_one_line(tmp_path: Path) -> None:
-    """None of them hangs: all have padding until the agreement before the update."""
+    """None of them hangs: both have padding until the agreement before the update."""
     samples(tmp_path)
-    ends = on_ranks(4, refused, str(tmp_path), 1)
-    assert len({given for _, given in ends}) == 1
-    assert 2 < ends[0][1] < 7
-    for rank, (line, _) in enumerate(ends):
-        if rank == 1:
-            assert line.startswith("error: a sample could not be read (not private: OSError: [Err")
-            assert "the disk is gone (test_feed.py, line" in line
-        else:
-            assert line.startswith("error: a sample could not be read on another rank")
-        assert "\n" not in line
+    drawn = [[*range(12)], [*range(12, 21)]]
+    (first, *counts), (line, count) = on_ranks(2, ended, str(tmp_path), (T,), [drawn] * 2, 1)
+    assert counts == [count] == [5]  # of six: the agreement comes in the place of the last
+    assert first.startswith("error: a sample could not be read on another rank")
+    assert line.startswith("error: a sample could not be read (not private: OSError: [Errno 5]")
+    assert "the disk is gone (test_feed.py, line" in line
+    assert "\n" not in first + line
 
 
 def test_row19_a_failing_read_is_padding_until_the_last_microbatch(tmp_path: Path) -> None:
@@ -151,24 +153,6 @@ def test_what_is_no_failing_disk_is_no_fault(
         next(Feed(loader(of), (T,), CPU).microbatches(Draw(np.arange(3))))
 
 
-def fed_apart(root: str, ladder: tuple[int, ...], mine: list[list[list[int]]]) -> tuple[str, int]:
-    """Return how this rank's steps end when ranks draw otherwise, and the microbatches before.
-
-    Args:
-        mine: what each rank draws, step by step.
-    """
-    rank, given = dist.get_rank(), 0
-    it = Feed(loader(samples(root), 2, rank), ladder, CPU)
-    steps = [Draw(np.array(drawn, dtype=np.int64)) for drawn in mine[rank]]
-    try:
-        for draw, following in zip(steps, [*steps[1:], None], strict=True):
-            for _ in it.microbatches(draw, following):
-                given += 1
-    except Fault as fault:
-        return str(fault), given
-    return "fed", given
-
-
 @pytest.mark.parametrize(
     "others",
     [
@@ -186,7 +170,7 @@ def test_row61_ranks_that_draw_different_units_all_refuse_the_step(
     """In one line without the draw."""
     samples(tmp_path)
     drawn = [[0, 1, 2, 3, 4, 5], [7, 8]]
-    ends = on_ranks(2, fed_apart, str(tmp_path), ladder, [drawn, others])
+    ends = on_ranks(2, ended, str(tmp_path), ladder, [drawn, others])
     (line,) = {line for line, _ in ends}
     assert line.startswith("error: the ranks drew different units from one key")
     assert not any(character.isdigit() for character in line)
@@ -215,25 +199,6 @@ def apart(drawn: list[int]) -> bool:
 )
 def test_row61_fingerprints_are_compared_exactly(drawn: list[int], expected: bool) -> None:
     assert on_ranks(2, apart, drawn) == [expected] * 2
-
-
-def test_validation_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> None:
-    import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-
-    # isort: split
-    from torchtitan_dp.validate import HeldOutValidator
-
-    of = samples(tmp_path)
-    for rank, (steps, count) in itertools.product((0, 1), ((2, 2), (0, 0), (-1, 4), (99, 4))):
-        one = loader(of, 2, rank, batch_size=3)
-        config: Any = SimpleNamespace(
-            validation=SimpleNamespace(steps=steps), training=SimpleNamespace(seq_len=8)
-        )
-        nothing: Any = None
-        positions = HeldOutValidator(one, config, nothing, nothing, nothing)._positions()
-        found = list(Feed(one, (T,), CPU).microbatches(Draw(positions)))
-        assert len(found) == count
-        assert same(found, list(one.microbatches(Draw(np.arange(21))))[:count])
 
 
 @pytest.mark.cuda

@@ -8,10 +8,9 @@ import pytest
 
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
 from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, loader, rng
-from tests.data.stores import source, store_of, stored
+from tests.data.stores import store_of, stored
 from torchtitan_dp.data.batching import Draw
 from torchtitan_dp.data.chat_template import MOST_MESSAGES
-from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.reading import reading, split
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -187,58 +186,55 @@ def test_row22_a_record_that_the_tokenizer_refuses_is_left_out(
 # Records longer than a sample.
 
 
-def by_hand(
-    ids: list[int], first: int, seq_len: int, share: int = 4
-) -> tuple[list[int], list[int]]:
-    """Cut a record as the documents promise: its ids, and the places of targets among them."""
-    start, limit = 0, seq_len + 1
-    while len(ids) - start > limit and first - start > max(limit // share, 1):
+def by_hand(ids: tuple[int, ...], seq_len: int) -> tuple[list[int], list[int]]:
+    """Cut a record as the documents promise: its tokens, and where targets are among its ids."""
+    first, start, limit = next(p for p, i in enumerate(ids) if i >= 0), 0, seq_len + 1
+    while len(ids) - start > limit and first - start > max(limit // 4, 1):
         start += 1
     window = ids[start : start + limit]
-    return [max(i, ~i) for i in window], [p for p, i in enumerate(window) if i >= 0 and p > 0]
+    return [max(i, ~i) for i in window[:-1]], [p for p, i in enumerate(window) if i >= 0 and p > 0]
 
 
-@pytest.mark.parametrize("seq_len", [2, 3, 8, 16, 40])
+LONG = "abcdefgh" * 40
+LONG_ROWS: dict[str, tuple[dict[str, str], list[Any]]] = {
+    "prompts": (
+        PROMPTS,
+        [
+            {"prompt": LONG[:p], "text": LONG[:a].upper()}
+            for p in (0, 1, 3, 7, 12, 30, 100)
+            for a in (1, 2, 5, 13, 50)
+        ],
+    ),
+    "chats": (
+        MESSAGES,
+        [
+            {"messages": turns}
+            for turns in (
+                chat(LONG, "That."),
+                chat("What?", LONG.upper()),
+                chat(LONG, "That.", "Why?", "Because."),
+                chat("Who?", "I.", LONG, "That."),
+                chat("a", "b", system=LONG),
+                [{"role": "user", "content": "x"}] * 3 + chat(LONG, "That."),
+            )
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LONG_ROWS)
+@pytest.mark.parametrize("seq_len", [2, 3, 8, 16, 40, 500])
 def test_a_long_prompt_loses_its_beginning_and_targets_are_seen(
-    tmp_path: Path, seq_len: int
+    tmp_path: Path, kind: str, seq_len: int
 ) -> None:
-    shapes = [(p, a) for p in (0, 1, 3, 7, 12, 30, 100) for a in (1, 2, 5, 13, 50)]
-    alphabet = [("abcdefghij" * 10)[:p] for p, _ in shapes], [("KLMNO" * 10)[:a] for _, a in shapes]
-    rows = [{"prompt": p, "text": a} for p, a in zip(*alphabet, strict=True)]
-    samples = answers(tmp_path, rows, seq_len, **PROMPTS)
-    for unit, row in enumerate(rows):
-        prompt, answer = row["prompt"].encode(), row["text"].encode()
-        ids = [~BOS, *(~byte for byte in prompt), *answer, EOS]
-        window, wanted = by_hand(ids, 1 + len(prompt), seq_len)
-        tokens, found = shown(samples, unit)
-        assert found == wanted != []
-        assert tokens[: len(window) - 1] == window[:-1]
-        assert samples.tokens(unit) == min(len(ids) - 1, seq_len)
-
-
-@pytest.mark.parametrize("template", [PLAIN, MARKED])
-@pytest.mark.parametrize("seq_len", [16, 64, 500])
-def test_a_long_chat_is_cut_before_its_first_answer(
-    tmp_path: Path, template: str, seq_len: int
-) -> None:
-    long = "abcdefgh" * 300
-    shapes = [
-        chat(long, "That."),
-        chat("What?", long.upper()),
-        chat(long, "That.", "Why?", "Because."),
-        chat("Who?", "I.", long, "That."),
-        chat("a", "b", system=long),
-        [{"role": "user", "content": "x"}] * 3 + chat(long, "That."),
-    ]
-    rows = [{"messages": turns} for turns in shapes]
-    samples = answers(tmp_path, rows, seq_len, template=template, **MESSAGES)
+    how, rows = LONG_ROWS[kind]
+    samples = answers(tmp_path, rows, seq_len, **how)
     for unit, one in enumerate(stored(samples.store)):
-        window, wanted = by_hand(
-            list(one.ids), next(p for p, i in enumerate(one.ids) if i >= 0), seq_len
-        )
+        read, wanted = by_hand(one.ids, seq_len)
         tokens, found = shown(samples, unit)
         assert found == wanted != []
-        assert tokens[: len(window) - 1] == window[:-1]
+        assert tokens[: len(read)] == read
+        assert samples.tokens(unit) == min(len(one.ids) - 1, seq_len)
 
 
 def test_a_units_records_come_one_after_the_other(tmp_path: Path) -> None:
@@ -271,13 +267,6 @@ def test_a_text_is_cut_into_parts_that_are_all_of_it(word: str, most: int) -> No
         assert all(part.startswith(" word") for part in parts[1:])
 
 
-def test_the_parts_of_a_long_text_are_one_record(tmp_path: Path) -> None:
-    rows = [{"prompt": "long prompt " * 100_000, "text": "long answer " * 100_000}]
-    (one,) = stored(store_of(rows, tmp_path, **PROMPTS))
-    prompt, answer = (str(text).encode() for text in rows[0].values())
-    assert one.ids == (~BOS, *(~byte for byte in prompt), *answer, EOS)
-
-
 # Readings that are refused.
 
 
@@ -300,11 +289,3 @@ def test_a_tokenizer_that_reads_a_turn_otherwise_alone_is_refused(tmp_path: Path
     path = folder(tmp_path / "tokenizer")
     with pytest.raises(ValueError, match="other tokens for a chat than for its turns"):
         reading("text", None, "m", path, Prefixed())
-
-
-@pytest.mark.parametrize("field", ["prompt_field", "messages_field"])
-def test_files_of_text_have_no_prompts(tmp_path: Path, field: str) -> None:
-    how: dict[str, Any] = {field: "p"}
-    (tmp_path / "a").write_text("x")
-    with pytest.raises(ValueError, match=rf"data\.{field} = 'p': text files have no fields"):
-        prepared(source(tmp_path / "a", **how), str(tmp_path / "store"))

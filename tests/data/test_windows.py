@@ -2,7 +2,6 @@
 
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 from tests.data.drawn import (
     HOW,
     IGNORED,
-    UNITS,
     T,
     Words,
     draws,
@@ -150,24 +148,6 @@ def test_row57_windows_of_a_text_come_from_its_parts(tmp_path: Path) -> None:
         assert [len(window) for window in several(samples, bob, seed)] == [9, 0, 0]
 
 
-@pytest.mark.parametrize("how", HOW)
-def test_one_window_is_the_sample(tmp_path: Path, how: dict[str, bool]) -> None:
-    samples, order = samples_of(tmp_path, UNITS, **how)
-    for unit in order:
-        one, other = samples.sample(unit, None, rng(unit)), samples.sample(unit, None, rng(unit), 0)
-        assert all(map(torch.equal, one, other))
-
-
-def test_a_unit_is_padded_to_its_longest_window(tmp_path: Path) -> None:
-    units = {"ann": ["a", "b" * 7], "bob": ["c", "d", "e"]}
-    samples, order = samples_of(tmp_path, units, one_record=True)
-    one = loader(samples, windows=2)
-    (draw, *_) = draws(2, [1.0])
-    found = one.lengths(draw, (2, 4, 8, 16))
-    assert found[one.units == order[0]] == 8
-    assert found[one.units == order[1]] == 2
-
-
 def test_row05_a_units_share_is_of_its_own_windows() -> None:
     """Two units of three windows: one has targets in all, the other in one; and padding."""
     labels_BT = torch.full((9, 2), IGNORED)
@@ -189,29 +169,3 @@ def test_row05_a_units_share_is_of_its_own_windows() -> None:
     assert first.tokens_BT.shape == (6, 2)
     assert [part.positions_B.tolist() for part in (first, last)] == [[4, 2], [-1]]
     assert [len(part.tokens_BT) for part in microbatch.split(None)] == [9]
-
-
-@pytest.mark.parametrize("ladder", [(T,), (4, 8, T)], ids=["whole", "buckets"])
-@pytest.mark.parametrize("how", HOW[1:])
-@pytest.mark.parametrize("batch_size", [1, 2])
-def test_row19_a_drawn_unit_has_its_windows_in_one_microbatch(
-    tmp_path: Path, how: dict[str, Any], ladder: tuple[int, ...], batch_size: int
-) -> None:
-    samples, _ = samples_of(tmp_path, UNITS, **how)
-    ranks = [loader(samples, 2, rank, batch_size=batch_size, windows=K) for rank in (0, 1)]
-    for draw in draws(len(UNITS)):
-        seen = []
-        for microbatch in (m for one in ranks for m in one.microbatches(draw, ladder)):
-            assert len(microbatch.valid_B) == batch_size
-            assert torch.equal(microbatch.positions_B >= 0, microbatch.valid_B)
-            for slot, position in enumerate(microbatch.positions_B.tolist()):
-                unit = int(ranks[0].units[position]) if position >= 0 else -1
-                seen += [position] if position >= 0 else []
-                for k in range(K):
-                    row = slot * K + k
-                    length = microbatch.tokens_BT.shape[1]
-                    choice = ranks[0].rng(draw.key, position)
-                    wanted = samples.sample(unit, length, choice, k, K)
-                    assert torch.equal(microbatch.tokens_BT[row], wanted[0])
-                    assert torch.equal(microbatch.labels_BT[row], wanted[1])
-        assert sorted(seen) == draw.positions.tolist()
