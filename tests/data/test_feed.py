@@ -1,6 +1,5 @@
 """What a step is fed: the loader's microbatches bit by bit, and one agreement on each step."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,12 +24,6 @@ def samples(root: str | Path, **how: bool) -> Samples:
     return samples_of(Path(root), UNITS, **how)[0]
 
 
-def fed(one: Feed, steps: list[Draw], *, ahead: bool = True) -> Iterator[list[Microbatch]]:
-    """Yield each step's microbatches."""
-    for draw, following in zip(steps, [*steps[1:], None], strict=True):
-        yield list(one.microbatches(draw, following if ahead else None))
-
-
 @pytest.mark.parametrize("ladder", LADDERS, ids=["whole", "buckets"])
 @pytest.mark.parametrize("windows", [1, 3])
 @pytest.mark.parametrize("batch_size", [1, 3])
@@ -40,7 +33,9 @@ def test_row19_a_step_is_fed_what_the_loader_makes(
     one = loader(samples(tmp_path, **HOW[3]), batch_size=batch_size, windows=windows)
     steps = draws(len(UNITS))
     for ahead in (True, False):
-        for draw, found in zip(steps, fed(Feed(one, ladder, CPU), steps, ahead=ahead), strict=True):
+        it = Feed(one, ladder, CPU)
+        for draw, following in zip(steps, [*steps[1:], None], strict=True):
+            found = list(it.microbatches(draw, following if ahead else None))
             assert same(found, list(one.microbatches(draw, ladder)))
 
 
@@ -51,9 +46,8 @@ def test_row17_padding_has_as_many_windows(tmp_path: Path) -> None:
     assert padding.tokens_BT.shape == (6, 4)
     assert (padding.labels_BT == IGNORED).all()
     assert padding.valid_B.tolist() == [False, False]
-    assert [len(window.tokens_BT) for part in padding.split(1) for window in part.windows()] == [
-        1
-    ] * 6
+    shapes = [window.tokens_BT.shape for part in padding.split(1) for window in part.windows()]
+    assert shapes == [(1, 4)] * 6
     (left,) = Feed(one, (4,), CPU).microbatches(Draw(np.array([4])))
     assert same([padding], [left])
 
@@ -178,27 +172,22 @@ def test_row61_ranks_that_draw_different_units_all_refuse_the_step(
     assert (given == 0) == (others[0] != drawn[0])
 
 
-def apart(drawn: list[int]) -> bool:
-    """Return whether this rank refuses when each rank has its number of `drawn`."""
-    try:
-        require_same_step(None, drawn[dist.get_rank()], CPU)
-    except Fault:
-        return True
-    return False
+def refusals(drawn: list[list[int]]) -> list[bool]:
+    """Return when this rank refuses, of pairs of the ranks' numbers."""
+    found = []
+    for pair in drawn:
+        try:
+            require_same_step(None, pair[dist.get_rank()], CPU)
+            found.append(False)
+        except Fault:
+            found.append(True)
+    return found
 
 
-@pytest.mark.parametrize(
-    "drawn, expected",
-    [
-        ([5, 5], False),
-        ([2**62 - 1, 2**62 - 1], False),
-        ([2**62 - 1, 2**62 - 2], True),  # equal in fp64
-        ([2**62 - 2, 2**62 - 1], True),
-        ([0, 1], True),  # one expects no step
-    ],
-)
-def test_row61_fingerprints_are_compared_exactly(drawn: list[int], expected: bool) -> None:
-    assert on_ranks(2, apart, drawn) == [expected] * 2
+def test_row61_fingerprints_are_compared_exactly() -> None:
+    high = 2**62 - 1  # high and high - 1 are equal in fp64; 0: the other one expects no step
+    pairs = [[5, 5], [high, high], [high, high - 1], [high - 1, high], [0, 1]]
+    assert on_ranks(2, refusals, pairs) == [[False, False, True, True, True]] * 2
 
 
 @pytest.mark.cuda

@@ -7,7 +7,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.nn.functional import cross_entropy
 
 from tests.data.drawn import BOS, EOS, HOW, IGNORED, UNITS, T, Words, ids, marked, rng, samples_of
 from tests.data.stores import store_of
@@ -48,12 +47,6 @@ def test_without_marks_the_first_id_is_no_target(tmp_path: Path) -> None:
 @pytest.mark.parametrize("text", [None, "", "\ud800"])
 def test_a_record_without_ids_has_ignored_labels_alone(tmp_path: Path, text: str | None) -> None:
     assert sample(tmp_path, text, 3) == ([9] * 3, [IGNORED] * 3)
-
-
-def test_ignored_labels_are_those_of_cross_entropy(tmp_path: Path) -> None:
-    labels_T = torch.tensor(sample(tmp_path, "ab", 5)[1])
-    losses = cross_entropy(torch.randn(5, 258), labels_T, reduction="none")
-    assert (losses != 0).tolist() == [True, True, True, False, False]
 
 
 def test_padding_reads_nothing_and_other_units_are_refused(
