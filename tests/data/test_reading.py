@@ -88,12 +88,18 @@ def test_row06_only_the_assistants_turns_are_targets(
     assert text.startswith("system\nBe short.\nuser\nWhat?\nassistant\nThat.")
 
 
-def test_what_comes_after_the_last_answer_is_left_out(tmp_path: Path) -> None:
-    rows = [
-        {"messages": turns} for turns in (chat("What?", "That.", "Why?"), chat("What?", "That."))
-    ]
-    one, other = stored(store_of(rows, tmp_path, **MESSAGES))
-    assert one.ids == other.ids
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_what_comes_after_the_last_answer_is_left_out(tmp_path: Path, template: str) -> None:
+    rows = [{"messages": chat("What?", "That.", *more)} for more in ((), ("Why?",), ("Why?", ""))]
+    one, *others = stored(store_of(rows, tmp_path, template=template, **MESSAGES))
+    assert one.ids[-1] >= 0
+    assert all(other.ids == one.ids for other in others)
+
+
+@pytest.mark.xfail(strict=True, reason="records with answers are counted up to seq_len + 1 alone")
+def test_all_ids_of_a_unit_are_counted(tmp_path: Path) -> None:
+    rows = [{"prompt": "p" * 50, "text": "a" * 30}]
+    assert answers(tmp_path, rows, **PROMPTS).lengths(np.array([0])).tolist() == [82]
 
 
 # Records without anything to learn.
