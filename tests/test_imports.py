@@ -130,7 +130,6 @@ def test_data_is_made_in_stages() -> None:
     ] == []
 
 
-@pytest.mark.xfail(strict=True, reason="six: units takes text_of from tokenizer")
 def test_data_has_at_most_five_floors() -> None:
     left, floors = within_data(), 0
     while left:

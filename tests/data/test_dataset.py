@@ -73,9 +73,9 @@ def test_row69_a_run_with_nothing_to_learn_is_refused_with_what_there_is(
 def test_row69_one_target_among_all_units_is_enough(tmp_path: Path, place: int) -> None:
     """The refusal depends on no part of them that happened to be looked at."""
     rows = [{"note": "x" if i == place else ""} for i in range(1000)]
-    assert warned(tmp_path, rows) == (
-        "999 of 1,000 records have no target and contribute nothing (records: 999 are empty "
-        "(training.dataset_path))",
+    (warning,) = warned(tmp_path, rows)
+    assert warning.startswith(
+        "999 of 1,000 records have no target and contribute nothing (records: 999 are empty"
     )
 
 
@@ -106,8 +106,8 @@ def test_all_reasons_are_counted_the_most_frequent_first(tmp_path: Path) -> None
         f"messages there ({setting}: they hold a list of objects with 'from' and 'value', a text, "
         "messages whose content is a list, messages whose content is null, null)"
     )
-    assert sorted(reasons) == [
-        "1 are no JSON objects (training.dataset_path)",
+    assert sorted(reason.removesuffix(" (training.dataset_path)") for reason in reasons) == [
+        "1 are no JSON objects",
         f"1 have no such JSON field ({setting}: their fields are other)",
         f"1 have no turn of the role 'assistant' ({setting}: their roles are user)",
         f"1 have only empty turns of the role 'assistant' ({setting}: their roles are assistant, "

@@ -96,12 +96,6 @@ def test_what_comes_after_the_last_answer_is_left_out(tmp_path: Path, template: 
     assert all(other.ids == one.ids for other in others)
 
 
-@pytest.mark.xfail(strict=True, reason="records with answers are counted up to seq_len + 1 alone")
-def test_all_ids_of_a_unit_are_counted(tmp_path: Path) -> None:
-    rows = [{"prompt": "p" * 50, "text": "a" * 30}]
-    assert answers(tmp_path, rows, **PROMPTS).lengths(np.array([0])).tolist() == [82]
-
-
 # Records without anything to learn.
 
 NO_TEXT = "data.text_field = 'text': have no text there"

@@ -94,11 +94,11 @@ def test_one_record_is_each_equally_often_whole_and_alone(tmp_path: Path) -> Non
 def test_counts_are_those_of_samples(
     tmp_path: Path, how: dict[str, bool], tokenizer: Words | None
 ) -> None:
-    """`tokens`, `lengths` and `learned` do not read the samples that they describe."""
+    """`tokens` and `learned` do not read the samples that they describe."""
     odd = {"one word": ["x"], "blank": ["", "x", None], "long": ["ab " * 40, "c"]}
     samples, _ = samples_of(tmp_path, {**UNITS, **odd}, tokenizer=tokenizer, **how)
     every = np.arange(len(samples.units))
-    learned, lengths = samples.learned(every), samples.lengths(every)
+    learned = samples.learned(every)
     for unit in every.tolist():
         counts = []
         for seed in range(30):
@@ -106,9 +106,6 @@ def test_counts_are_those_of_samples(
             counts.append(max(len(found) - 1, 0))
             assert samples.tokens(unit, rng(seed)) == counts[-1]
         assert learned[unit] == (max(counts) > 0)
-        records = [samples.store.ids(int(r), 0, 10**6) for r in samples.units.records(unit)]
-        between = int(samples.store.facts["between"])
-        assert lengths[unit] == max(sum(map(len, records)) - between, 0)
 
 
 @pytest.mark.parametrize("how", HOW)
