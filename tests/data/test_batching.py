@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.data.drawn import HOW, UNITS, draws, ids, loader, same, samples_of
-from tests.data.stores import store_of
+from tests.data.stores import store_of, write
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.derived import ladder
 from torchtitan_dp.data.batching import Draw
@@ -35,15 +35,14 @@ class Small(ByteTokenizer):
 
 @pytest.fixture
 def samples(tmp_path: Path) -> Samples:
-    return made(tmp_path)
-
-
-def made(root: Path) -> Samples:
-    """Prepare records of `CHARACTERS`, or open them."""
+    """Write records of `CHARACTERS`."""
     for i, characters in enumerate(CHARACTERS):
         text = bytes(48 + (i + j) % 36 for j in range(characters)) if characters >= 0 else b"\xff"
-        (root / "d").mkdir(exist_ok=True)
-        (root / f"d/{i:03}").write_bytes(text)
+        write(tmp_path / "d", {f"{i:03}": text})
+    return opened(tmp_path)
+
+
+def opened(root: Path) -> Samples:
     return Samples(store_of(root / "d", root, tokenizer=Small()), T)
 
 
@@ -153,7 +152,7 @@ def sums(root: str, degrees: tuple[int, int, int], overrides: tuple[str, ...]) -
 
     built = build.build(degrees, *overrides, max_grad_norm=0.5)
     rank, ranks = torch.distributed.get_rank() // degrees[2], degrees[0] * degrees[1]
-    one = loader(made(Path(root)), ranks, rank, batch_size=built.batch_size)
+    one = loader(opened(Path(root)), ranks, rank, batch_size=built.batch_size)
     rungs = ladder(build.config(*overrides, degrees=degrees))
     assert len(rungs) > 3
     draw = Draw(np.arange(len(TOKENS))[::-1].copy())
