@@ -16,23 +16,24 @@ from torchtitan_dp.privacy.sampling import Choices, choices, poisson_draw
 
 BOS, EOS, IGNORED = 256, 257, IGNORE_INDEX
 T = 16
-HOW: tuple[dict[str, bool], ...] = (
+HOW: tuple[dict[str, Any], ...] = (
     {},
     {"one_record": True},
     {"window": True},
     {"one_record": True, "window": True},
 )
-RANDOM = HOW[1:]
-UNITS: dict[str, list[str | None]] = {
+UNITS: dict[str, Sequence[str | None]] = {
     f"user {u}": [chr(48 + u) * (1 + (7 * u + 3 * i) % 25) for i in range(1 + u % 5)]
     for u in range(20)
-} | {"nobody": [None, None]}
+}
+UNITS["nobody"] = [None, None]
 
 
 class Words(ByteTokenizer):
     """A word is a token, its number of letters; no marks. A blank line is 0."""
 
-    bos_id = eos_id = None
+    bos_id: int | None = None
+    eos_id: int | None = None
     identity = "words"
 
     def encode(self, text: str) -> np.ndarray:
@@ -46,7 +47,8 @@ class Words(ByteTokenizer):
 class NoMarks(ByteTokenizer):
     """Bytes without marks of beginning and end."""
 
-    bos_id = eos_id = None
+    bos_id: int | None = None
+    eos_id: int | None = None
     identity = "no marks"
 
 

@@ -58,7 +58,7 @@ def test_padded_length_is_the_smallest_that_holds_the_tokens(samples: Samples) -
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("ranks, batch_size, windows", [(1, 1, 1), (1, 2, 3), (2, 1, 3), (3, 2, 1)])
 def test_row19_what_is_drawn_is_processed_at_a_length_of_its_own(
-    tmp_path: Path, how: dict[str, bool], ranks: int, batch_size: int, windows: int
+    tmp_path: Path, how: dict[str, Any], ranks: int, batch_size: int, windows: int
 ) -> None:
     """Each unit once, all its windows cut behind the longest one's last token, whatever else was
     drawn and on whatever mesh; all ranks have the same shapes in the same order, the longest first.
@@ -156,7 +156,8 @@ def sums(root: str, degrees: tuple[int, int, int], overrides: tuple[str, ...]) -
     rungs = ladder(build.config(*overrides, degrees=degrees))
     assert len(rungs) > 3
     draw = Draw(np.arange(len(TOKENS))[::-1].copy())
-    wholes, norms, shapes = [], [], []
+    wholes, shapes = [], []
+    norms: list[list[float]] = []
     for lengths in (None, rungs):
         norms.append([])
         for microbatch in one.microbatches(draw, lengths):

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 LADDERS = ((T,), (4, 8, T))
 
 
-def samples(root: str | Path, **how: bool) -> Samples:
+def samples(root: str | Path, **how: Any) -> Samples:
     """Prepare twenty units, and one whose records cannot be decoded."""
     return samples_of(Path(root), UNITS, **how)[0]
 
@@ -52,7 +52,7 @@ def test_row17_padding_has_as_many_windows(tmp_path: Path) -> None:
     assert same([padding], [left])
 
 
-def test_row67_a_step_makes_one_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_makes_one_collective(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three numbers, before its last microbatch, and before the first draw's first one."""
     seen: list[str] = []
 
@@ -69,8 +69,8 @@ def test_row67_a_step_makes_one_collective(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     one, steps = Feed(loader(samples(tmp_path)), LADDERS[1], CPU), draws(len(UNITS))
     for draw, following in zip(steps, [*steps[1:], None], strict=True):
-        for microbatch in one.microbatches(draw, following):
-            seen.append(f"microbatch of {len(microbatch.valid_B)}")
+        for made in one.microbatches(draw, following):
+            seen.append(f"microbatch of {len(made.valid_B)}")
     agreement, microbatch = "3 torch.int64", "microbatch of 1"
     expected = [agreement]
     for draw in steps:
@@ -100,7 +100,7 @@ def ended(
 
     it = Feed(loader(samples(root), 2, rank), ladder, CPU)
     steps = [Draw(np.array(drawn, dtype=np.int64)) for drawn in mine[rank]]
-    Samples.ids = read  # type: ignore[method-assign]
+    Samples.ids = read  # type: ignore[method-assign, assignment]
     try:
         for draw, following in zip(steps, [*steps[1:], None], strict=True):
             for _ in it.microbatches(draw, following):

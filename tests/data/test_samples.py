@@ -3,6 +3,7 @@
 import os
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -61,7 +62,7 @@ def test_padding_reads_nothing_and_other_units_are_refused(
 
 
 def test_all_records_of_a_unit_follow_each_other_without_empty_ones(tmp_path: Path) -> None:
-    units = {"ann": ["a1", "", None, "a2"], "bob": ["b" * 9, "c"]}
+    units: dict[str, list[str | None]] = {"ann": ["a1", "", None, "a2"], "bob": ["b" * 9, "c"]}
     samples, (ann, bob) = samples_of(tmp_path, units)
     assert ids(samples.sample(ann)) == marked("a1", "a2")
     assert ids(samples.sample(bob)) == marked("b" * 9, "c")
@@ -92,10 +93,14 @@ def test_one_record_is_each_equally_often_whole_and_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize("how", HOW)
 @pytest.mark.parametrize("tokenizer", [None, Words()], ids=["marks", "none"])
 def test_counts_are_those_of_samples(
-    tmp_path: Path, how: dict[str, bool], tokenizer: Words | None
+    tmp_path: Path, how: dict[str, Any], tokenizer: Words | None
 ) -> None:
     """`tokens` and `learned` do not read the samples that they describe."""
-    odd = {"one word": ["x"], "blank": ["", "x", None], "long": ["ab " * 40, "c"]}
+    odd: dict[str, list[str | None]] = {
+        "one word": ["x"],
+        "blank": ["", "x", None],
+        "long": ["ab " * 40, "c"],
+    }
     samples, _ = samples_of(tmp_path, {**UNITS, **odd}, tokenizer=tokenizer, **how)
     every = np.arange(len(samples.units))
     learned = samples.learned(every)
@@ -109,7 +114,7 @@ def test_counts_are_those_of_samples(
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_row03_another_units_records_change_no_sample(tmp_path: Path, how: dict[str, bool]) -> None:
+def test_row03_another_units_records_change_no_sample(tmp_path: Path, how: dict[str, Any]) -> None:
     one, names = samples_of(tmp_path, UNITS, **how)
     other, _ = samples_of(tmp_path, UNITS | {"user 3": ["other"] * 50}, **how)
     equal = [
@@ -123,12 +128,16 @@ def test_row03_another_units_records_change_no_sample(tmp_path: Path, how: dict[
     "texts", [["x" * 10] * 3000, [""] * 3000, ["x" * 10**6]], ids=["many", "empty", "long"]
 )
 def test_row47_no_more_ids_are_read_than_a_sample_has(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, bool], texts: list[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: dict[str, Any], texts: list[str]
 ) -> None:
     samples, (ann,) = samples_of(tmp_path, {"ann": texts}, **how)
-    read: list[int] = []
-    real = os.pread
-    monkeypatch.setattr(os, "pread", lambda *terms: (read.append(terms[1]), real(*terms))[1])
+    read, real = list[int](), os.pread
+
+    def pread(handle: int, size: int, at: int) -> bytes:
+        read.append(size)
+        return real(handle, size, at)
+
+    monkeypatch.setattr(os, "pread", pread)
     samples.tokens(ann, rng())
     assert read == []
     samples.sample(ann, rng=rng())

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -59,13 +60,14 @@ def test_windows_are_uniform_in_tokens(tmp_path: Path) -> None:
     windows = [ids(samples.sample(ann, rng=rng(seed))) for seed in range(1000)]
     short = sum(window[0] < 150 for window in windows)
     assert abs(short - 500) < 5 * np.sqrt(1000 / 4)
-    # From a window before the first id to the last: the two ends have one window in forty each.
-    first = sum(window == words[:101] for window in windows[::3])
-    assert first < 5 * (1000 / 3) / 40
 
 
 def test_a_text_no_longer_than_a_sample_is_taken_whole(tmp_path: Path) -> None:
-    units = {"ann": ["0123456789abc", "!"], "bob": ["b"], "nobody": [None, ""]}
+    units: dict[str, list[str | None]] = {
+        "ann": ["0123456789abc", "!"],
+        "bob": ["b"],
+        "nobody": [None, ""],
+    }
     windows, order = samples_of(tmp_path, units, 17, window=True)
     heads = Samples(windows.store, 17)
     for unit in order:
@@ -93,7 +95,7 @@ ROWS = [
 @pytest.mark.parametrize("unit_field", [None, "who"])
 @pytest.mark.parametrize("how", HOW)
 def test_the_same_records_give_the_same_draws_in_every_format(
-    tmp_path: Path, how: dict[str, bool], unit_field: str | None
+    tmp_path: Path, how: dict[str, Any], unit_field: str | None
 ) -> None:
     """Bit by bit: records, windows and the microbatches that they are dealt to."""
     found = {}
