@@ -172,7 +172,7 @@ MUTANTS = [
         "a file in no folder is trained on",
         "data/prepare.py",
         "                if unit is None and fields is not None:\n",
-        "                if False:\n",
+        "                if unit is None:\n                    pass\n                elif False:\n",
         (f"{LOADER}test_row60_a_file_in_no_folder_reads_as_nothing",),
         quick=True,
     ),
