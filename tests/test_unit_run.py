@@ -69,7 +69,7 @@ def place(tmp_path_factory):
             f"--training.global_batch_size={USERS}",  # all units at every step
             f"--training.steps={STEPS}",
             "--checkpoint.no-enable",
-            "--comm.train_timeout_seconds=1000",  # a busy machine's tokenizer looks slow
+            "--comm.train_timeout_seconds=1000",  # a busy machine is slow
         ),
         log=place / "log",
         program=(__file__,),

@@ -3,9 +3,13 @@
 import contextlib
 import dataclasses
 import doctest
+import functools
+import itertools
 import math
+import tempfile
 import time
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
@@ -21,34 +25,23 @@ from tests.processes.ranks import on_ranks
 SEQ_LEN = 320  # the last bucket ends within a power of four
 
 
-class Texts:
-    """A store of records, of which some end in each bucket, and two are empty."""
-
-    fingerprint, most_row_bytes = "f" * 64, None
-    lengths = (3, 0, 60, 61, 62, 63, 64, 65, 150, 0, 300, 400, 900)
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    def read(self, index: int, max_bytes: int | None = None) -> str:
-        return "".join(chr(97 + (i * i + 5 * index) % 23) for i in range(self.lengths[index]))
-
-    def stored_bytes(self, indices: Any) -> Any:
-        return np.array(self.lengths)[indices]
+# Some end in each bucket, and two are empty.
+LENGTHS = (3, 0, 60, 61, 62, 63, 64, 65, 150, 0, 300, 400, 900)
 
 
+@functools.cache
 def samples() -> Any:
-    """Samples of which only the last two thirds are learned, as an answer is."""
-    from torchtitan_dp.data.samples.samples import SampleStore
+    """Samples of prompts and answers; the store stays open when its folder is gone."""
+    from tests.data.stores import store_of
+    from torchtitan_dp.data.samples import Samples
 
-    from torchtitan_dp.data.tokenizer import ByteTokenizer
-
-    class Answers(SampleStore):
-        def excerpt(self, *args: Any, **kwargs: Any) -> Any:
-            found = super().excerpt(*args, **kwargs)
-            return found._replace(targets=np.arange(len(found.ids)) >= len(found.ids) // 3)
-
-    return Answers(Texts(), ByteTokenizer(), SEQ_LEN)  # type: ignore[arg-type]
+    texts = [
+        "".join(chr(97 + (i * i + 5 * k) % 23) for i in range(n)) for k, n in enumerate(LENGTHS)
+    ]
+    rows = [{"prompt": text[: len(text) // 3], "text": text[len(text) // 3 :]} for text in texts]
+    with tempfile.TemporaryDirectory() as folder:
+        store = store_of(rows, Path(folder), prompt_field="prompt")
+    return Samples(store, SEQ_LEN, has_answers=True)
 
 
 def model_args(rank: int) -> Any:
@@ -70,7 +63,7 @@ def validated(degrees: tuple[int, int, int], rank: int, *overrides: str) -> dict
     replicas = built.dims.dp_replicate * built.dims.dp_shard
     loader = RecordLoader(
         samples(),
-        np.arange(len(Texts.lengths)),
+        np.arange(len(LENGTHS)),
         ranks=replicas,
         rank=torch.distributed.get_rank() // built.dims.cp,
         batch_size=2,
@@ -113,16 +106,16 @@ def by_hand(rank: int) -> dict[str, float]:
     model, store, told = reference_model(model_args(rank)), samples(), {}
     for name in ("heldout_loss", "heldout_loss_ema"):
         means, at = [], defaultdict(list)
-        units = {f"unit {i}": 0.0 for i in range(len(Texts.lengths))}
-        for unit in range(len(Texts.lengths)):
-            found = store.excerpt(unit, None)
-            if not found.targets[1:].any():
+        units = {f"unit {i}": 0.0 for i in range(len(LENGTHS))}
+        for unit in range(len(LENGTHS)):
+            found = store.ids(unit)
+            if not (found[1:] >= 0).any():
                 continue
-            ids = torch.from_numpy(found.ids)
+            ids = torch.from_numpy(np.where(found < 0, ~found, found))
             with torch.no_grad():
                 logits_TV = model(ids[None, :-1])[0]
             loss_T = F.cross_entropy(logits_TV.double(), ids[1:], reduction="none").tolist()
-            learned = [(i, loss) for i, loss in enumerate(loss_T) if found.targets[i + 1]]
+            learned = [(i, loss) for i, loss in enumerate(loss_T) if found[i + 1] >= 0]
             means.append(math.fsum(loss for _, loss in learned) / len(learned))
             units[f"unit {unit}"] = means[-1]
             for i, loss in learned:
@@ -150,9 +143,27 @@ def test_every_mesh_logs_the_losses_of_plain_logits(
     degrees: tuple[int, int, int], rank: int, overrides: tuple[str, ...]
 ) -> None:
     expected = by_hand(rank)
-    assert len(expected) == 8 + len(Texts.lengths)
+    assert len(expected) == 8 + len(LENGTHS)
     for logged in on_ranks(math.prod(degrees), validated, degrees, rank, *overrides):
         assert logged == pytest.approx(expected, rel=1e-5)
+
+
+def test_it_takes_the_first_microbatches_alike_on_all_ranks(tmp_path: Path) -> None:
+    from tests.data.drawn import UNITS, loader, same, samples_of
+    from torchtitan_dp.data.batching import Draw
+    from torchtitan_dp.validate import HeldOutValidator
+
+    of, _ = samples_of(tmp_path, UNITS)
+    for rank, (steps, count) in itertools.product((0, 1), ((2, 2), (0, 0), (-1, 4), (99, 4))):
+        one = loader(of, 2, rank, batch_size=3)
+        config: Any = SimpleNamespace(
+            validation=SimpleNamespace(steps=steps), training=SimpleNamespace(seq_len=8)
+        )
+        nothing: Any = None
+        positions = HeldOutValidator(one, config, nothing, nothing, nothing)._positions()
+        found = list(one.microbatches(Draw(positions)))
+        assert len(found) == count
+        assert same(found, list(one.microbatches(Draw(np.arange(21))))[:count])
 
 
 @pytest.mark.parametrize(
@@ -216,8 +227,6 @@ def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) 
 
 def noised_on_a_rank(folder: str) -> tuple[float, bool]:
     """A result, and whether it was in the log before the rank had it; other losses on each rank."""
-    from pathlib import Path
-
     from torchtitan_dp.ledger.heldout import HeldOutLosses
     from torchtitan_dp.privacy.published_loss import LossNoise
     from torchtitan_dp.validate import publish

@@ -5,19 +5,16 @@ of -log p over the bytes of its own answer and its end mark.
 """
 
 import dataclasses
-import json
 import tempfile
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torchtitan_dp.data.samples.samples import SampleStore
 
+from tests.data.stores import store_of
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.data.formats import open_store
-from torchtitan_dp.data.reading import Prompts
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data.samples import Samples
 
 BOS, EOS = 256, 257
 # Answers of other sizes and places: in the first rank's part of a sample alone, in the last one's,
@@ -65,11 +62,9 @@ def errors(degrees: tuple[int, int, int], method: str, samples: int) -> tuple[fl
     args = dataclasses.replace(build.ARGS, vocab_size=258)
     with tempfile.TemporaryDirectory() as place:
         rows = [{"prompt": prompt, "text": answer} for prompt, answer in RECORDS]
-        path = Path(place, "a.jsonl")
-        path.write_text("\n".join(map(json.dumps, rows)))
-        records = open_store("jsonl", str(path), index_folder=str(Path(place, "index")))
-        store = SampleStore(records, ByteTokenizer(), build.T, reading=Prompts("prompt", "text"))
-        tokens_NT, labels_NT = store.batch(range(len(RECORDS)))
+        store = store_of(rows, Path(place), prompt_field="prompt")
+        samples_N = Samples(store, build.T, has_answers=True)
+        tokens_NT, labels_NT = samples_N.batch(range(len(RECORDS)))
     built = build.build(
         degrees,
         f"--privacy.gradient_method={method}",

@@ -4,7 +4,6 @@ What is held against the loop is the trainer's own `accumulate`, fed by the load
 """
 
 import dataclasses
-import json
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +12,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torchtitan_dp.data.samples.samples import IGNORE_INDEX, SampleStore
 
+from tests.data.drawn import samples_of
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.data.batching import RecordLoader
-from torchtitan_dp.data.formats import open_store
-from torchtitan_dp.data.tokenizer import ByteTokenizer
-from torchtitan_dp.data.units import open_units
+from torchtitan_dp.data.batching import Draw, RecordLoader
+from torchtitan_dp.data.samples import IGNORE_INDEX, Samples
 from torchtitan_dp.privacy.sampling import choices
 
 K = 3
@@ -34,26 +31,13 @@ UNITS: dict[str, list[str | None]] = {
 }
 
 
-def unit_store(place: Path, seq_len: int) -> tuple[SampleStore, list[int]]:
-    """A store of these units, one of whose records is a window; the units in this order."""
-    rows = [{"who": name, "text": text} for name, texts in UNITS.items() for text in texts]
-    path = place / "a.jsonl"
-    path.write_text("\n".join(map(json.dumps, rows)))
-    folder = str(place / "index")
-    records = open_store("jsonl", str(path), unit_field="who", index_folder=folder)
-    units = open_units(records, "who", index_folder=folder)
-    order = [rows[int(units.records(u)[0])]["who"] for u in range(len(units))]
-    store = SampleStore(records, ByteTokenizer(), seq_len, units, unit_sampling="random")
-    return store, [order.index(name) for name in UNITS]
-
-
-def mean_gradients(store: SampleStore, model: Any, units: np.ndarray) -> list[Any]:
+def mean_gradients(samples: Samples, model: Any, units: np.ndarray) -> list[Any]:
     """Each unit's mean over its windows with a target, by a loop of single samples."""
     from tests import build
 
     means = []
     for position, unit in enumerate(units):
-        windows = [store.sample(int(unit), None, choices(KEY, position), k, K) for k in range(K)]
+        windows = [samples.sample(int(unit), None, choices(KEY, position), k, K) for k in range(K)]
         found = [
             build.reference_gradients(model, tokens_T[None], labels_T[None])[0]
             for tokens_T, labels_T in windows
@@ -76,29 +60,29 @@ def accumulated(
     built = build.build(degrees, *options, args=args, max_grad_norm=C)
     rank = torch.distributed.get_rank() // degrees[2]
     with tempfile.TemporaryDirectory() as place:
-        store, units = unit_store(Path(place), build.T)
+        samples, units = samples_of(Path(place), UNITS, build.T, one_record=True)
         loader = RecordLoader(
-            store,
+            samples,
             np.array(units),
             ranks=degrees[0] * degrees[1],
             rank=rank,
             batch_size=built.batch_size,
             windows=K,
         )
-        draw = np.array([list(UNITS).index(name) for name in drawn], dtype=np.int64)
+        positions = np.array([list(UNITS).index(name) for name in drawn], dtype=np.int64)
+        draw = Draw(positions, KEY)
         rungs = ladder(build.config(*options, degrees=degrees))
-        lengths = loader.lengths(draw, rungs, torch.device("cpu"), KEY)
-        assert len(set(lengths.tolist())) > 1 or len(drawn) == 1
+        assert len(set(loader.lengths(draw, rungs).tolist())) > 1 or len(drawn) == 1
         trainer = SimpleNamespace(
             device=torch.device("cpu"), gradients=built.gradients, sample_losses=built.losses
         )
-        for microbatch in loader.microbatches(draw, lengths, KEY):
+        for microbatch in loader.microbatches(draw, rungs):
             DPTrainer.accumulate(trainer, microbatch, SampleStatistics())  # type: ignore[arg-type]
-        means = mean_gradients(store, build.reference_model(args), np.array(units))
+        means = mean_gradients(samples, build.reference_model(args), np.array(units))
     total = built.gradients.clipped_sum.take()
     whole = {name: built.whole(name, flat) for name, flat in total.items()}
     built.gradients.clipped_sum.reset()
-    wanted = [means[position] for position in draw]
+    wanted = [means[position] for position in positions]
     error = build.relative_error(whole, build.reference_sum(wanted, C))
     return error, build.norm(whole), [build.norm(one) for one in wanted]
 

@@ -5,26 +5,26 @@ The draw itself (rows 20, 40 and 41) is held by tests/privacy/test_sampling.py.
 
 import hashlib
 import json
+import os
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 import torch
-from torchtitan_dp.data.samples.samples import SampleStore
 
+from tests.data.stores import WRITERS, source, store_of, stored, texts, write
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import arguments
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.data.batching import RecordLoader
-from torchtitan_dp.data.formats import FORMATS, open_store
-from torchtitan_dp.data.tokenizer import ByteTokenizer
+from torchtitan_dp.data.batching import Draw, RecordLoader
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.formats import FORMATS
+from torchtitan_dp.data.prepare import prepared
+from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.plan import __main__ as plan
-from torchtitan_dp.preflight.check import open_records
+from torchtitan_dp.preflight.check import build_samples, open_records
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.sampling import poisson_draw
-from torchtitan_dp.train_spec import build_samples
 
 RECORDS = 40
 
@@ -32,23 +32,20 @@ RECORDS = 40
 @pytest.fixture
 def store(tmp_path):
     """Record i holds the character number 48 + i; one is empty and one is no text."""
-    for i in range(RECORDS):
-        (tmp_path / f"{i:03}.txt").write_text(chr(48 + i))
-    (tmp_path / "007.txt").write_text("")
-    (tmp_path / "008.txt").write_bytes(b"\xff\xfe\xff")
-    return open_store("text", str(tmp_path))
+    files = {f"{i:03}.txt": chr(48 + i).encode() for i in range(RECORDS)}
+    files |= {"007.txt": b"", "008.txt": b"\xff\xfe\xff"}
+    return store_of(write(tmp_path / "d", files), tmp_path)
 
 
 def loader(store, ranks: int, rank: int, units: np.ndarray | None = None) -> RecordLoader:
     units = np.arange(len(store)) if units is None else units
-    samples = SampleStore(store, ByteTokenizer(), 4)
-    return RecordLoader(samples, units, ranks=ranks, rank=rank, batch_size=2)
+    return RecordLoader(Samples(store, 4, pad_id=257), units, ranks=ranks, rank=rank, batch_size=2)
 
 
-def processed(one: RecordLoader, draw: np.ndarray) -> list[int]:
+def processed(one: RecordLoader, positions: np.ndarray) -> list[int]:
     """Which records a rank's microbatches hold, read from their tokens; -1 where there is none."""
     rows = []
-    for microbatch in one.microbatches(draw):
+    for microbatch in one.microbatches(Draw(positions)):
         for tokens_T, valid in zip(microbatch.tokens_BT, microbatch.valid_B, strict=True):
             if valid:
                 character = int(tokens_T[1])
@@ -68,11 +65,16 @@ def test_row19_what_is_drawn_is_what_is_processed(store, ranks):
         assert seen == blank
 
 
-def test_row42_bad_records_stay_in_the_index_and_hold_no_targets(store):
+def test_row42_bad_records_stay_in_the_store_and_have_no_targets(store):
     assert len(store) == RECORDS
-    (batch,) = loader(store, 1, 0).microbatches(np.array([7, 8]))
+    (batch,) = loader(store, 1, 0).microbatches(Draw(np.array([7, 8])))
     assert batch.valid_B.all()  # drawn like any other
     assert (batch.labels_BT == -100).all()
+
+
+def test_row42_a_run_trains_on_as_many_units_as_there_are_records(store):
+    records = Records.open(source(store.facts["path"]), os.path.dirname(store.folder))
+    assert records.train.tolist() == list(range(RECORDS))
 
 
 def test_units_are_looked_up_through_the_split(store):
@@ -134,7 +136,7 @@ def test_row43_one_sample_a_unit_and_draw(users, unit_sampling, long_records):
     config, records = by_user(
         users, f"--data.unit_sampling={unit_sampling}", f"--data.long_records={long_records}"
     )
-    samples = build_samples(records, ByteTokenizer(), config)
+    samples = build_samples(records, config)
     loaders = [
         RecordLoader(samples, records.train, ranks=2, rank=rank, batch_size=2) for rank in (0, 1)
     ]
@@ -144,7 +146,7 @@ def test_row43_one_sample_a_unit_and_draw(users, unit_sampling, long_records):
         draw = poisson_draw(keys.take(step), len(records.train), 0.2)
         key, seen = choices.take(step), []
         for one in loaders:
-            for microbatch in one.microbatches(draw, key=key):
+            for microbatch in one.microbatches(Draw(draw, key)):
                 for labels_T in microbatch.labels_BT[microbatch.valid_B]:
                     users_of = set(labels_T[(labels_T >= 65) & (labels_T < 65 + USERS)].tolist())
                     assert len(users_of) == 1  # no other unit's text in it
@@ -159,11 +161,12 @@ def test_row43_one_sample_a_unit_and_draw(users, unit_sampling, long_records):
 def test_row43_no_unit_is_in_training_and_in_validation(users, fraction):
     _, records = by_user(users, f"--data.heldout_fraction={fraction}")
 
-    def texts(side):
-        found = (records.store.read(r) for unit in side for r in records.units.records(unit))
-        return {text[0] for text in found}
+    read = texts(records.store)
 
-    train, heldout = texts(records.train), texts(records.heldout)
+    def users_of(side):
+        return {read[r][0] for unit in side for r in records.store.units.records(unit)}
+
+    train, heldout = users_of(records.train), users_of(records.heldout)
     assert train
     assert heldout
     assert not train & heldout
@@ -183,15 +186,15 @@ def test_row43_a_record_that_names_no_unit_contributes_nothing(users):
     with users.open("a") as file:
         file.write('\n{"text": "whose?"}\n{"user": null, "text": "whose?"}')
     config, records = by_user(users)
-    assert len(records.units) == USERS + 2  # in the count, nevertheless
+    assert len(records.store.units) == USERS + 2  # in the count, nevertheless
     loader = RecordLoader(
-        build_samples(records, ByteTokenizer(), config),
+        build_samples(records, config),
         records.train,
         ranks=1,
         rank=0,
         batch_size=1,
     )
-    every = list(loader.microbatches(np.arange(USERS + 2)))
+    every = list(loader.microbatches(Draw(np.arange(USERS + 2))))
     empty = [(microbatch.labels_BT == -100).all() for microbatch in every]
     assert sum(empty) == 2
 
@@ -199,35 +202,19 @@ def test_row43_a_record_that_names_no_unit_contributes_nothing(users):
 # Who is held out must not depend on who else is there, where that is what is protected.
 
 
-def one_more(format, folder, more):
-    """Three records, and another one before them."""
-    texts = ["w"] * more + ["x", "y", "z"]
-    folder.mkdir()
-    if format == "jsonl":
-        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        (folder / "a.jsonl").write_text(lines)
-    elif format in ("parquet", "hf"):
-        table = pa.table({"text": texts})
-        if format == "parquet":
-            pq.write_table(table, folder / "a.parquet")
-        else:
-            with pa.ipc.new_stream(str(folder / "data-0.arrow"), table.schema) as stream:
-                stream.write_table(table)
-    else:
-        assert format == "text", "a new format: say here how one record is put before others"
-        for text in texts:
-            (folder / text).write_text(text)
-    return folder
-
-
 @pytest.mark.parametrize("format", FORMATS)
-def test_row43_a_format_says_whether_one_record_more_renames_others(tmp_path, monkeypatch, format):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+def test_row43_a_format_says_whether_one_record_more_renames_others(tmp_path, format):
+    """Three records, and another one before them."""
     names = []
     for more in (0, 1):
-        store = open_store(format, str(one_more(format, tmp_path / f"d{more}", more)))
-        found = zip(map(store.read, range(len(store))), store.record_ids(), strict=True)
-        names.append({text: name for text, name in found if text != "w"})
+        rows, folder = [{"text": text} for text in ["w"] * more + ["x", "y", "z"]], tmp_path / "d"
+        if format == "text":
+            write(folder, {row["text"]: row["text"].encode() for row in rows})
+        else:
+            WRITERS[format](folder, rows)
+        store = prepared(source(folder, format), str(tmp_path / "store"))
+        found = zip(texts(store), stored(store), strict=True)
+        names.append({text: record.unit for text, record in found if text != "w"})
     assert names[0].keys() == names[1].keys() == set("xyz")
     assert FORMATS[format].named_by_position == (names[0] != names[1])
 
@@ -257,22 +244,18 @@ def test_row43_held_out_by_position_with_a_public_rate_is_refused(users, capsys)
 
 def test_row60_a_file_in_no_folder_reads_as_nothing(tmp_path):
     """It stays in the count, which is public, and is trained on under nobody's name."""
-    files = {"ann/1": "one", "ann/2": "two", "bob/1": "three", "loose": "whose?"}
-    for name, text in files.items():
-        (tmp_path / "d" / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "d" / name).write_text(text)
+    files = {"ann/1": b"one", "ann/2": b"two", "bob/1": b"three", "loose": b"whose?"}
+    data = write(tmp_path / "d", files)
+    place = f"--data.store={tmp_path / 'store'}"
     config = load_config(
-        arguments(tmp_path / "out", tmp_path / "d", "--data.unit_field=folder"), world_size=1
+        arguments(tmp_path / "out", data, "--data.unit_field=folder", place), world_size=1
     )
     records = open_records(config)
-    store, units = records.store, records.units
+    units = records.store.units
     assert len(units) == len(records.train) == 3
-    (loose,) = [unit for unit in range(3) if store.record_id(units.records(unit)[0]) == "loose"]
-    (record,) = units.records(loose)
-    assert store.read(record) is None
-    assert store.read(record, max_bytes=3, start=1) is None
-    assert (store.is_decodable(record), store.size(record)) == (False, 0)
-    samples = build_samples(records, ByteTokenizer(), config)
+    assert texts(records.store) == ["one", "two", "three", None]
+    (loose,) = (unit for unit in range(3) if units.records(unit).tolist() == [3])
+    samples = build_samples(records, config)
     read = [
         (samples.sample(unit, rng=np.random.default_rng(0))[1] != -100).any() for unit in range(3)
     ]
@@ -280,9 +263,7 @@ def test_row60_a_file_in_no_folder_reads_as_nothing(tmp_path):
     (warning,) = records.warnings
     assert warning.startswith("1 of 4 files lie in no folder below training.dataset_path")
     assert "check are against 3 units" in warning
-    assert store.read(0) == "one"
 
 
 def test_row60_a_file_is_read_where_files_are_units(tmp_path):
-    (tmp_path / "loose").write_text("mine")
-    assert open_store("text", str(tmp_path)).read(0) == "mine"
+    assert texts(store_of(write(tmp_path / "d", {"loose": b"mine"}), tmp_path)) == ["mine"]

@@ -50,30 +50,26 @@ def test_an_excluded_document_is_an_empty_unit(tmp_path, sampling):
     import torchtitan_dp.distributed  # noqa: F401
 
     # isort: split
-    from torchtitan_dp.data.samples.samples import SampleStore
-
-    from torchtitan_dp.audit.texts import TextSamples, token_ids, write_canaries
-    from torchtitan_dp.config import Data
-    from torchtitan_dp.data.dataset import Records
+    from tests.data.stores import store_of
+    from torchtitan_dp.audit.texts import text_samples, token_ids, write_canaries
+    from torchtitan_dp.data.samples import Samples
     from torchtitan_dp.data.tokenizer import ByteTokenizer
 
-    records = Records.open("text", str(write_records(tmp_path / "data", 3)))
-    tokenizer, data = ByteTokenizer(), Data(unit_sampling=sampling, long_records="head")
-    real = SampleStore(records.store, tokenizer, 32, records.units, unit_sampling=sampling)
-    ids = list(token_ids(write_canaries(2), tokenizer, 33))
-    planted = TextSamples(real, data, ids, np.array([True, False]))
+    store = store_of(write_records(tmp_path / "data", 3), tmp_path)
+    real = Samples(store, 32, one_record=sampling == "random")
+    ids = list(token_ids(write_canaries(2), ByteTokenizer(), 33))
+    planted = text_samples(real, ids, np.array([True, False]))
     rng = np.random.Generator(np.random.Philox(1)) if sampling == "random" else None
     for unit in range(3):
         ours, theirs = planted.sample(unit, rng=rng), real.sample(unit, rng=rng)
         assert all(map(torch.equal, ours, theirs))
+        assert planted.tokens(unit, rng) == real.tokens(unit, rng)
     tokens_T, labels_T = planted.sample(3, rng=rng)
     assert tokens_T.tolist() == ids[0][:-1].tolist()
     assert labels_T.tolist() == ids[0][1:].tolist()
     assert (planted.sample(4, rng=rng)[1] == -100).all()
     assert (planted.sample(3, rng=rng, window=1, windows=2)[1] == -100).all()
-    sources = [int(planted.chosen(unit, rng, 1)[0]) for unit in (3, 4)]
-    assert [planted.tokens(source) for source in sources] == [32, 0]
-    assert max(sources) < planted.sources
+    assert [planted.tokens(unit, rng) for unit in (3, 4)] == [32, 0]
 
 
 def tiny_model(folder):

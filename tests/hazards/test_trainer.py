@@ -9,6 +9,8 @@ import functools
 import hashlib
 import math
 import os
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import MagicMock, call
 
@@ -39,30 +41,21 @@ UPDATE = ["update", "average", "reset"]  # with [ema]
 ROOT = bytes(range(32))
 
 
-class Texts:
-    """A store of short records."""
+@functools.cache
+def samples():
+    """The samples of short records, whose store stays open when its folder is gone."""
+    from tests.data.stores import store_of
+    from torchtitan_dp.data.samples import Samples
 
-    fingerprint = "f" * 64
-    most_row_bytes = None
-
-    def __len__(self):
-        return 12
-
-    def read(self, index, max_bytes=None):
-        return "text" * (index + 1)
-
-    def stored_bytes(self, indices):
-        return 4 * (indices + 1)
+    with tempfile.TemporaryDirectory() as folder:
+        store = store_of(["text" * (i + 1) for i in range(12)], Path(folder))
+    return Samples(store, 32)
 
 
 def loader():
-    from torchtitan_dp.data.samples.samples import SampleStore
-
     from torchtitan_dp.data.batching import RecordLoader
-    from torchtitan_dp.data.tokenizer import ByteTokenizer
 
-    samples = SampleStore(Texts(), ByteTokenizer(), 32)
-    return RecordLoader(samples, np.arange(1, 11), ranks=1, rank=0, batch_size=1)
+    return RecordLoader(samples(), np.arange(1, 11), ranks=1, rank=0, batch_size=1)
 
 
 def feed():
@@ -110,7 +103,6 @@ class Step:
         trainer.accumulate = functools.partial(train.DPTrainer.accumulate, trainer)
         monkeypatch.setattr(train.dist, "get_rank", lambda: 0)
         train.DPTrainer.train_step(trainer, self.feed)
-        self.feed.close()
 
     def _accumulate(self, loss_B, valid_B, positions):
         self.did.append("sample")
@@ -172,7 +164,7 @@ def test_row39_with_secure_noise_choices_and_projections_are_shakes(tmp_path):
 @pytest.mark.parametrize("at", ["this draw", "the next one"])
 def test_row61_a_step_of_ranks_that_drew_otherwise_is_not_begun(monkeypatch, at):
     """No update, no noise, nothing recorded: gradients of the step go with the process."""
-    from torchtitan_dp.data import agreement
+    from torchtitan_dp.data import feed as feeds
     from torchtitan_dp.process import Fault
 
     asked = []
@@ -185,7 +177,7 @@ def test_row61_a_step_of_ranks_that_drew_otherwise_is_not_begun(monkeypatch, at)
     world = SimpleNamespace(
         is_initialized=lambda: True, all_reduce=with_another_rank, ReduceOp=MagicMock()
     )
-    monkeypatch.setattr(agreement, "dist", world)
+    monkeypatch.setattr(feeds, "dist", world)
 
     class Stopped(Step):
         def __init__(self, *args, **options):
@@ -221,15 +213,19 @@ def test_row16_an_empty_draw_is_a_step(monkeypatch):
     step.trainer.lr_schedulers.step.assert_called_once_with()
 
 
-def test_row19_a_step_whose_sample_cannot_be_made_is_not_begun(monkeypatch):
+def test_row19_a_step_whose_sample_cannot_be_read_is_not_begun(monkeypatch):
     """Else it would go on as if nobody had been drawn there."""
-    from torchtitan_dp.data.samples.samples import SampleStore
-
+    from torchtitan_dp.data.samples import Samples
     from torchtitan_dp.process import Fault
 
-    monkeypatch.setattr(SampleStore, "excerpt", lambda *_: 1 // 0)
+    def broken(self, unit, *_):
+        if unit < 0:
+            return np.empty(0, dtype=np.int64)
+        raise OSError(5, "the disk is gone")
+
+    monkeypatch.setattr(Samples, "ids", broken)
     step = Step.__new__(Step)
-    with pytest.raises(Fault, match=r"could not be made \(not private: ZeroDivisionError"):
+    with pytest.raises(Fault, match=r"could not be read \(not private: OSError"):
         step.__init__(monkeypatch)
     assert set(step.did) == {"sample"}
 
@@ -427,7 +423,7 @@ def test_row49_the_trainer_sums_and_adds_noise_as_configured(monkeypatch, exact)
     monkeypatch.setattr(train.DPTrainer, "_open_ledger", open_ledger)
     for name in ("_open_account", "_draw_secrets"):
         monkeypatch.setattr(train.DPTrainer, name, lambda _: None)
-    for name in ("Checkpointer", "StopRequest", "ReductionGroups", "SampleLosses", "build_feed"):
+    for name in ("Checkpointer", "StopRequest", "ReductionGroups", "SampleLosses", "Feed"):
         monkeypatch.setattr(train, name, MagicMock())
     for name in ("trained_fsdp_modules", "require_host_memory"):
         monkeypatch.setattr(train, name, MagicMock())

@@ -218,7 +218,6 @@ def test_row47_every_length_is_run_beside_the_optimizers_state(tmp_path):
     trainer.dp_optimizer.rehearse = lambda _: did.append("update")
     trainer.clipped_sum.reset = lambda: did.append("reset")
     rehearse(trainer)
-    trainer.feed.close()
     first, update, *rungs, reset = did
     assert [m.labels_BT.shape[1] for m in rungs] == list(ladder(trainer.job_config))
     assert first.labels_BT.shape == rungs[0].labels_BT.shape
@@ -260,14 +259,11 @@ def rehearsed_on(device: Device, root: Path) -> Any:
     trainer.metrics_processor.time_last_log = 0.0
     trainer.feed = feed()
     trainer.accumulate = device.launch
-    try:
-        with (
-            mock.patch.object(torch.accelerator, "synchronize", device.synchronize),
-            mock.patch.object(rehearsal.time, "perf_counter", side_effect=device.clock),
-        ):
-            rehearsal.rehearse(trainer)
-    finally:
-        trainer.feed.close()
+    with (
+        mock.patch.object(torch.accelerator, "synchronize", device.synchronize),
+        mock.patch.object(rehearsal.time, "perf_counter", side_effect=device.clock),
+    ):
+        rehearsal.rehearse(trainer)
     return trainer
 
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torchtitan_dp.data.samples.samples import SampleStore
 
 import torchtitan_dp.train as train
 from tests.replay import records
+from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.ledger.executed import ExecutedSteps
 from torchtitan_dp.optimizer import DPOptimizer
 from torchtitan_dp.privacy.clipping import ClipPolicy
@@ -62,12 +62,12 @@ def an_empty_record_ends_the_run() -> None:
 
 def a_rank_reads_other_records() -> None:
     if os.environ["RANK"] == "1":
-        real = SampleStore.excerpt
+        real = Samples.ids
 
-        def excerpt(self: Any, unit: int, *args: Any, **options: Any) -> Any:
+        def ids(self: Any, unit: int, *args: Any, **options: Any) -> Any:
             return real(self, records.CHANGED if unit >= 0 else unit, *args, **options)
 
-        SampleStore.excerpt = excerpt  # type: ignore[method-assign, assignment]
+        Samples.ids = ids  # type: ignore[method-assign]
 
 
 def the_loss_stops_the_run() -> None:

@@ -12,12 +12,21 @@ FIRST_LINE_S = INTERVAL_S = 5.0
 
 def say(text: str) -> None:
     """Write a line that depends on private records."""
-    print(f"not private: {text}", file=sys.stderr, flush=True)
+    print(f"not private: {printable(text)}", file=sys.stderr, flush=True)
 
 
 def warn(text: str) -> None:
     """Write a warning that depends on private records."""
-    print(f"warning (not private): {text}", file=sys.stderr, flush=True)
+    print(f"warning (not private): {printable(text)}", file=sys.stderr, flush=True)
+
+
+def printable(text: str) -> str:
+    """Escape what would move a cursor or begin another line, as a name in a record may.
+
+    >>> printable("a\\nb é")
+    'a\\\\nb é'
+    """
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 class Progress:

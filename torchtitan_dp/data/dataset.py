@@ -72,7 +72,7 @@ class Records:
             _refuse_names_by_position(source, heldout_fraction, in_groups)
         store = prepared(source, place)
         records, units = len(store), store.units
-        unnamed = sum(fact["count"] for fact in store.facts["lacks"] if fact["is_unnamed"])
+        unnamed = int(store.facts["unnamed"])
         if unit_field is not None and unnamed == records:
             raise ValueError(_no_unit(source, store))
         train, heldout = split(units.hashes, heldout_fraction)
@@ -111,7 +111,7 @@ class Records:
     @classmethod
     def of_number(cls, source: Source, count: int, heldout_fraction: float) -> "Records":
         """Return the data of so many units, for a plan before there are any: all are empty."""
-        hashes = np.arange(count, dtype=np.uint64) * np.uint64(2**64 // max(count, 1))
+        hashes = np.arange(count, dtype=np.uint64) * np.uint64((2**64 - 1) // max(count, 1))
         nothing, places = np.zeros(count, dtype=np.int64), np.arange(count + 1)
         units = Units(places[:-1], places, hashes)
         facts = {"between": 0, "lacks": [], "tokens": "", "contents": ""}

@@ -104,7 +104,7 @@ def text_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
         with open(path, "rb") as file:
             data = file.read(MOST_ROW_BYTES + 1)
         text = data.decode("utf-8-sig") if len(data) <= MOST_ROW_BYTES else None
-    except (OSError, UnicodeError):  # of no permission, say
+    except (PermissionError, UnicodeError):  # another error of the disk may be gone the next time
         text = None
     yield None if text is None else {fields[0]: text}
 
@@ -167,6 +167,8 @@ def _check_csv(path: str, keys: Mapping[str, str]) -> None:
             names = next(csv.reader(file, strict=True), [])
         except csv.Error as error:
             raise ValueError(f"training.dataset_path: {path} is no CSV file ({error})") from None
+    if "\0" in "".join(names) and (found := _foreign(path, ".csv")) is not None:
+        raise ValueError(f"training.dataset_path: {found}")
     for field, key in keys.items():
         if (count := names.count(field)) != 1:
             many = "no such column" if count == 0 else f"{count} such columns"

@@ -23,10 +23,10 @@ from typing import IO, Any, NamedTuple, TypeVar
 import numpy as np
 
 from torchtitan_dp.data import store as stores
-from torchtitan_dp.data.console import Progress, amount, say
+from torchtitan_dp.data.console import Progress, amount, printable, say
 from torchtitan_dp.data.files import Files, list_files, locate
 from torchtitan_dp.data.formats import FOLDER, Format, format_named, unit_name
-from torchtitan_dp.data.reading import Assembler, Lack, Nothing, Reading, split
+from torchtitan_dp.data.reading import MOST_PART, Assembler, Lack, Nothing, Reading, split
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import (
@@ -39,6 +39,8 @@ from torchtitan_dp.data.units import (
 )
 
 _BATCH_CHARACTERS, _BATCH_TEXTS = 2**23, 2**14
+# Characters of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
+_AT_ONCE = MOST_PART * min(max(os.cpu_count() or 1, 8), 32)
 T = TypeVar("T")
 
 UNIT_FIELDS = "their fields are"
@@ -74,7 +76,7 @@ class Source:
         """What ids and units depend on besides the files."""
         return {
             "format": self.format,
-            "fields": self.keys,
+            "fields": self.reading.keys,
             "unit_field": self.unit_field,
             "tokenizer": self.tokenizer.identity,
             "template": self.reading.identity,
@@ -99,6 +101,12 @@ def prepared(source: Source, place: str | None = None) -> Store:
         files = list_files(*locate(source.path, facts.below, has_stdlib=not facts.fields))
         if not files.names:
             raise _no_record(source)
+        below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
+        if not any(part.startswith(".") for part in below):  # as hidden folders are, and ".."
+            raise ValueError(
+                f"data.store = {place!r}: lies within training.dataset_path = {source.path!r}, whose "
+                "files are records; name a folder elsewhere"
+            )
         for index in range(len(files)):
             facts.check(files.path(index), source.keys)
         target = os.path.join(folder, stores.key_of(files, source.terms))
@@ -293,8 +301,9 @@ def _tokenize(
         "starts": found.starts,
         "hashes": found.hashes,
     }
+    unnamed = sum(known["count"] for lack, known in lacks.items() if lack.is_unnamed)
     facts = [{**lack._asdict(), **known} for lack, known in lacks.items()]
-    return arrays, {"between": len(put.between), "lacks": facts}
+    return arrays, {"between": len(put.between), "unnamed": unnamed, "lacks": facts}
 
 
 def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray | None]:
@@ -303,7 +312,7 @@ def _encoded(tokenizer: Tokenizer, texts: list[str]) -> list[np.ndarray | None]:
     ends = np.cumsum([len(text) for text in texts])
     while len(found) < len(texts):
         begun = int(ends[len(found) - 1]) if found else 0
-        stop = int(np.searchsorted(ends, begun + _BATCH_CHARACTERS, side="right"))
+        stop = int(np.searchsorted(ends, begun + _AT_ONCE, side="right"))
         for ids in tokenizer.encode_each(texts[len(found) : max(stop, len(found) + 1)]):
             found.append(None if ids is None else ids.astype(_dtype(tokenizer)))
     return found
@@ -392,6 +401,6 @@ def listed(names: Sequence[str]) -> str:
     >>> listed(["note", "date", "note"])
     'date, note'
     """
-    several = list(dict.fromkeys(name[:MOST_CHARACTERS] for name in names))
+    several = list(dict.fromkeys(printable(name[:MOST_CHARACTERS]) for name in names))
     more = ", …" if len(several) > MOST_NAMES else ""
     return ", ".join(sorted(several[:MOST_NAMES])) + more

@@ -34,6 +34,7 @@ from torchtitan_dp.data.chat_template import (
 from torchtitan_dp.data.tokenizer import Tokenizer, kind_of, text_of
 
 Fields = Mapping[str, object]
+MOST_PART = 2**18  # characters that are tokenized in one piece
 
 
 class Lack(NamedTuple):
@@ -250,7 +251,7 @@ class Assembler:
         return np.concatenate([self.between, self._bos, text[:stop], self._eos]), first
 
 
-def split(text: str, most: int = 2**20) -> Iterator[str]:
+def split(text: str, most: int = MOST_PART) -> Iterator[str]:
     """Cut a text into parts of at most `most` characters, for the tokenizer's memory.
 
     A part ends before a blank between two letters if there is one near its end, where the

@@ -2,21 +2,30 @@
 
 from tests.hazards.mutants.table import Mutant
 
-DATA = "data/samples/test_conversations.py::"
-TEMPLATE = "data/samples/test_chat_template.py::"
+DATA = "data/test_reading.py::"
+TEMPLATE = "data/test_chat_template.py::"
 GRADIENTS = "gradients/test_answers.py::test_row06_each_sample_is_divided_by_its_own_targets"
 SEVERAL = f"{GRADIENTS}[(1, 1, 1)-ghost-3]"
 
-SAMPLES, CHATS = "data/samples/samples.py", "data/samples/chat_template.py"
+CHATS = "data/chat_template.py"
 
 MUTANTS = [
     Mutant(
         6,
         "tokens of prompts are targets",
-        SAMPLES,
-        "            labels_T[:count][~excerpt.targets[1 : count + 1]] = IGNORE_INDEX\n",
-        "            pass\n",
+        "data/samples.py",
+        "        labels_T[:count][ids[1:] < 0] = IGNORE_INDEX\n",
+        "        labels_T[:count] = np.where(ids < 0, ~ids, ids)[1:]\n",
         (f"{DATA}test_row06_only_the_answer_and_its_end_are_targets",),
+        quick=True,
+    ),
+    Mutant(
+        6,
+        "the sign of a prompts ids is lost",
+        "data/reading.py",
+        "ids if is_target else ~ids",
+        "ids if is_target else ids",
+        (f"{DATA}test_row06_only_the_assistants_turns_are_targets",),
         quick=True,
     ),
     Mutant(
@@ -41,11 +50,10 @@ MUTANTS = [
         42,
         "a record without an answer is not drawn",
         "data/batching.py",
-        "            valid = slots >= 0\n",
-        "            counts = [self.samples.tokens(int(self.units[slot])) for slot in slots]\n"
-        "            valid = (slots >= 0) & (np.array(counts) > 0)\n"
-        "            if not valid.any():\n"
-        "                continue\n",
+        "            yield self.microbatch(dealt, draw.key)\n",
+        "            microbatch = self.microbatch(dealt, draw.key)\n"
+        "            if (microbatch.labels_BT != IGNORE_INDEX).any():\n"
+        "                yield microbatch\n",
         (f"{DATA}test_row42_a_record_without_an_answer_contributes_nothing_and_stays[0]",),
         quick=True,
     ),

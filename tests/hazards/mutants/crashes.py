@@ -5,7 +5,7 @@ from tests.hazards.mutants.table import Mutant
 REHEARSAL = "preflight/test_rehearsal.py::test_row47_"
 NOTHING = f"{REHEARSAL}a_rehearsal_changes_nothing[microbatch]"
 MEMORY = f"{REHEARSAL}out_of_memory_is_one_line_before_step_1[cpu]"
-EXCERPTS = "data/samples/test_excerpts.py::test_row47_"
+SAMPLES = "data/test_samples.py::test_row47_"
 NEIGHBOURS = "hazards/test_crashes.py::test_row47_"
 
 MUTANTS = [
@@ -35,11 +35,11 @@ MUTANTS = [
     ),
     Mutant(
         47,
-        "every record is read as far as one",
-        "data/samples/excerpts.py",
-        '            budget.text -= len(text.encode("utf-8"))\n',
-        "            budget.text -= 0\n",
-        (f"{EXCERPTS}a_sample_is_tokenized_from_bounded_text[many texts-16]",),
+        "all records of a unit are read",
+        "data/samples.py",
+        "        while needed > 0 and place < places.stop:\n",
+        "        while place < places.stop:\n",
+        (f"{SAMPLES}no_more_ids_are_read_than_a_sample_has[many-concat]",),
         quick=True,
     ),
 ]

@@ -4,34 +4,34 @@ from tests.hazards.mutants.table import Mutant
 
 LEARNING = "hazards/test_learning.py::test_row69_"
 REFUSED = f"{LEARNING}a_run_with_nothing_to_learn_is_refused"
-LEARNABLE = "data/test_learnable.py::"
+DATASET = "data/test_dataset.py::test_row69_"
 
 MUTANTS = [
     Mutant(
         69,
         "any token counts as a target",
-        "data/learnable.py",
-        "            if head.learned:\n",
-        "            if len(head.ids):\n",
-        (f"{LEARNABLE}test_the_first_token_is_no_target",),
+        "data/samples.py",
+        "lengths - self._between > 1)\n",
+        "lengths - self._between > 0)\n",
+        (f"{DATASET}the_first_id_is_no_target",),
         quick=True,
     ),
     Mutant(
         69,
         "a run starts with nothing to learn",
-        "data/learnable.py",
-        "    if census.targets == 0 and not _has_target(",
-        "    if census.targets < 0 and not _has_target(",
+        "data/dataset.py",
+        "        if not learned.any():\n",
+        "        if not learned.any() and not reasons:\n",
         (f"{REFUSED}[Assistant]", f"{REFUSED}[PDF]"),
         quick=True,
     ),
     Mutant(
         69,
         "a refusal after some units",
-        "data/learnable.py",
-        "    if census.targets == 0 and not _has_target(samples, units, word):\n",
-        "    if census.targets == 0:\n",
-        (f"{LEARNABLE}test_one_target_among_all_units_is_enough",),
+        "data/dataset.py",
+        "        if not learned.any():\n",
+        "        if not learned[:100].any():\n",
+        (f"{DATASET}one_target_among_all_units_is_enough[500]",),
         quick=True,
     ),
 ]

@@ -7,7 +7,7 @@ LOADER = "hazards/test_sampling.py::"
 TRAINER = "hazards/test_trainer.py::"
 LEDGERS = "hazards/test_ledgers.py::"
 FEED = "data/test_feed.py::"
-SPLIT = "data/test_split.py::"
+DATASET = "data/test_dataset.py::"
 
 SAMPLING = "privacy/sampling.py"
 
@@ -53,10 +53,10 @@ MUTANTS = [
     Mutant(
         19,
         "only the rank that failed is told",
-        "data/agreement.py",
+        "data/feed.py",
         "    if failed:\n",
         "    if failed and failure is not None:\n",
-        (f"{FEED}test_what_a_thread_raises_ends_the_step_on_all_ranks_in_one_line[excerpt]",),
+        (f"{FEED}test_row19_a_failing_read_ends_the_step_on_all_ranks_in_one_line",),
     ),
     Mutant(
         61,
@@ -65,14 +65,6 @@ MUTANTS = [
         "require_same_step(self._failure, drawn, self.device)",
         "require_same_step(self._failure, NO_DRAW, self.device)",
         (f"{FEED}test_row61_ranks_that_draw_different_units_all_refuse_the_step[whole-next]",),
-    ),
-    Mutant(
-        32,
-        "a sample stays on the rank that made it",
-        "data/feed.py",
-        "        if self._cp.size > 1:\n",
-        "        if self._cp.size > 99:\n",
-        (f"{FEED}test_row32_a_cp_group_is_fed_alike_and_each_sample_made_once[(1, 1, 2)]",),
     ),
     Mutant(
         20,
@@ -111,12 +103,23 @@ MUTANTS = [
     ),
     Mutant(
         42,
-        "undecodable records left out of the index",
+        "undecodable records left out of the population",
         "data/dataset.py",
-        "        train, heldout = split(units, heldout_fraction)\n",
-        "        train, heldout = split(units, heldout_fraction)\n"
-        "        train = np.array([i for i in train if store.read(int(i)) is not None])\n",
-        ("config/test_load.py::test_undecodable_records",),
+        "        train, heldout = split(units.hashes, heldout_fraction)\n",
+        "        train, heldout = split(units.hashes, heldout_fraction)\n"
+        "        train = train[[store.length(int(units.records(u)[0])) > 0 for u in train]]\n",
+        (f"{LOADER}test_row42_a_run_trains_on_as_many_units_as_there_are_records",),
+        quick=True,
+    ),
+    Mutant(
+        42,
+        "a broken row is dropped",
+        "data/prepare.py",
+        '            record = name if facts.fields is None else f"{name}:{number}"\n',
+        "            if fields is None:\n                continue\n"
+        '            record = name if facts.fields is None else f"{name}:{number}"\n',
+        (f"{LOADER}test_row42_bad_records_stay_in_the_store_and_have_no_targets",),
+        quick=True,
     ),
     Mutant(
         43,
@@ -133,24 +136,33 @@ MUTANTS = [
         "data/units.py",
         "    return np.flatnonzero(~mask), np.flatnonzero(mask)\n",
         "    return np.arange(len(mask)), np.flatnonzero(mask)\n",
-        (f"{SPLIT}test_disjoint_complete_and_of_the_right_share",),
+        (f"{DATASET}test_row43_training_and_held_out_units_are_disjoint_and_all",),
         quick=True,
     ),
     Mutant(
         43,
         "every record is a unit of its own",
-        "data/units.py",
-        "    return units\n\n\ndef split",
-        "    return RecordUnits(store)\n\n\ndef split",
+        "data/prepare.py",
+        "(singles if source.unit_field is None else group)(hashes_R2)\n",
+        "singles(hashes_R2)\n",
         (f"{LOADER}test_row43_one_sample_a_unit_and_draw[concat-head]",),
+        quick=True,
+    ),
+    Mutant(
+        43,
+        "a records number names its unit",
+        "data/prepare.py",
+        "else unit_hash(unit)\n",
+        "else unit_hash(str(number))\n",
+        (f"{LOADER}test_row43_one_sample_a_unit_and_draw[random-window]",),
         quick=True,
     ),
     Mutant(
         43,
         "a unit drawn by each of its records",
         "data/dataset.py",
-        "        train, heldout = split(units, heldout_fraction)\n",
-        "        train, heldout = split(units, heldout_fraction)\n"
+        "        train, heldout = split(units.hashes, heldout_fraction)\n",
+        "        train, heldout = split(units.hashes, heldout_fraction)\n"
         "        train = np.repeat(train, [len(units.places(int(unit))) for unit in train])\n",
         (f"{LOADER}test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit",),
         quick=True,
@@ -158,10 +170,20 @@ MUTANTS = [
     Mutant(
         60,
         "a file in no folder is trained on",
-        "data/records/text.py",
-        "        return self._by_folder and _folder(self._files.names[index]) is None\n",
-        "        return False\n",
+        "data/prepare.py",
+        "                if unit is None and fields is not None:\n",
+        "                if unit is None:\n                    pass\n                elif False:\n",
         (f"{LOADER}test_row60_a_file_in_no_folder_reads_as_nothing",),
+        quick=True,
+    ),
+    Mutant(
+        72,
+        "a store is opened without a look at the files",
+        "data/prepare.py",
+        "    if stores.contents_hash(files, skip_unreadable=not source.facts.fields) "
+        "!= store.contents:\n",
+        "    if store is None:\n",
+        (f"{DATASET}test_row48_the_fingerprint_is_of_contents_fields_and_split",),
         quick=True,
     ),
 ]

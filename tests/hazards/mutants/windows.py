@@ -2,7 +2,7 @@
 
 from tests.hazards.mutants.table import Mutant
 
-DATA = "data/test_windows.py::"
+FEED = "data/test_feed.py::"
 SUMS = "gradients/test_windows.py::"
 MEAN = f"{SUMS}test_row57_the_mean_is_clipped_once[(1, 1, 1)-()]"
 MOVES = f"{SUMS}test_row57_a_unit_moves_the_sum_by_at_most_C"
@@ -30,7 +30,7 @@ MUTANTS = [
         "data/feed.py",
         "        slots = np.full(self.loader.batch_size * self.loader.windows, -1)\n",
         "        slots = np.full(self.loader.batch_size, -1)\n",
-        (f"{DATA}test_row17_padding_has_as_many_windows",),
+        (f"{FEED}test_row17_padding_has_as_many_windows",),
         quick=True,
     ),
 ]

@@ -1,0 +1,66 @@
+"""The padded lengths of samples: few, rising by two at most, and whole tiles of attention."""
+
+import itertools
+
+import pytest
+import torch
+
+from tests.processes.runs import CONFIG
+from torchtitan_dp.config import JobConfig, derived
+from torchtitan_dp.config.derived import MOST_LENGTHS, ladder, ring_is_aligned
+from torchtitan_dp.config.load import load_config
+
+T = 32
+
+
+def configured(*overrides: str, seq_len: int = T, cp: int = 1) -> JobConfig:
+    basics = ["--privacy.noise_multiplier=1", "--privacy.delta=1e-5"]
+    sizes = [f"--training.seq_len={seq_len}", f"--parallelism.context_parallel_degree={cp}"]
+    return load_config([*basics, *sizes, "--training.global_batch_size=4", *overrides], cp)
+
+
+def test_ladder() -> None:
+    assert ladder(configured()) == (2, 4, 8, 16, 32)
+    assert ladder(configured(cp=2)) == (4, 8, 16, 32)
+    assert ladder(configured(seq_len=36)) == (2, 4, 8, 16, 32, 36)
+    assert ladder(configured(seq_len=36, cp=3)) == (6, 12, 24, 36)
+    assert ladder(configured(seq_len=2)) == (2,)
+    assert ladder(configured("--data.no-length_buckets")) == (T,)
+
+
+def test_rungs_on_an_accelerator_fill_the_tiles_of_attention(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A ring's parts have 128 tokens at least; without a ring, and on CPU, nothing changes."""
+    on_cpu = ladder(configured(seq_len=1024, cp=2))
+    alone = ladder(configured(seq_len=1024))
+    monkeypatch.setattr(derived, "has_accelerator", lambda: True)
+    for seq_len, cp in [(1024, 2), (1000, 2), (131072, 8), (64, 2), (96, 3)]:
+        rungs = ladder(configured(seq_len=seq_len, cp=cp))
+        assert rungs[-1] == seq_len
+        assert all(length % (256 * cp) == 0 for length in rungs[:-1])
+        assert ring_is_aligned(configured(seq_len=seq_len, cp=cp)) == (seq_len % (256 * cp) == 0)
+    assert ladder(configured(seq_len=2048, cp=2)) == (512, 1024, 2048)
+    assert on_cpu == (8, 16, 32, 64, 128, 256, 512, 1024)
+    assert ladder(configured(seq_len=1024)) == alone
+
+
+def test_the_default_command_on_two_gpus_takes_no_unaligned_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Both of a rank's parts fill whole tiles of attention, at every length of the ladder."""
+    monkeypatch.setattr(derived, "has_accelerator", lambda: True)
+    config = load_config(["--job.config_file", str(CONFIG)], 2)
+    cp = config.parallelism.context_parallel_degree
+    assert (cp, config.training.mixed_precision_param) == (2, "float32")
+    assert ring_is_aligned(config)
+
+
+@pytest.mark.parametrize("seq_len", [8192, 8320, 131072])
+def test_ladder_is_short_enough_to_compile(seq_len: int) -> None:
+    for cp in (1, 2, 4):
+        lengths = ladder(configured(seq_len=seq_len, cp=cp))
+        assert len(lengths) == MOST_LENGTHS <= torch._dynamo.config.recompile_limit
+        assert lengths[-1] == seq_len
+        assert all(length % (2 * cp) == 0 for length in lengths)
+        assert all(a < b <= 2 * a for a, b in itertools.pairwise(lengths))

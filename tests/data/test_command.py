@@ -1,0 +1,93 @@
+"""The command that prepares records: exact figures, labelled lines, and stores that it erases."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.processes.runs import CONFIG
+from torchtitan_dp.data import store as stores
+from torchtitan_dp.data.__main__ import main
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    rows = [{"who": i % 5, "note": "x" * 10 * (i % 5)} for i in range(20)]
+    rows += [{"who": 9, "note": 7}]  # no text
+    path = tmp_path / "notes.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        *(str(CONFIG), "--training.dataset=jsonl", f"--training.dataset_path={path}"),
+        *("--data.text_field=note", "--data.unit_field=who", "--training.seq_len=64"),
+        *("--data.heldout_fraction=0", "--validation.no-enable", "--json=-"),
+    ]
+
+
+def test_figures_and_labels(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main(command)
+    out, err = capsys.readouterr()
+    found = json.loads(out)
+    assert found["not_private"] is True
+    assert (found["records"], found["units"], found["train_units"]) == (21, 6, 6)
+    # Four notes of 10 i bytes each: marks of begin and end stand around every note with text.
+    tokens = sorted([0, 0] + [4 * (10 * i + 2) for i in range(1, 5)])
+    assert found["tokens"] == sum(tokens)
+    assert found["tokens_quantiles"]["100"] == tokens[-1] == 168
+    assert (found["empty_units"], found["undecodable_records"]) == (2, 1)
+    for row in found["by_length"]:
+        length = row["seq_len"]
+        assert row["longer_units"] == sum(t > length for t in tokens) / 6
+        assert row["tokens_per_sample"] == sum(min(t, length) for t in tokens) / 6
+    lengths = [row["seq_len"] for row in found["by_length"]]
+    assert 64 in lengths
+    assert lengths[-1] >= tokens[-1]
+    lines = err.splitlines()
+    assert all(line.startswith(("not private: ", "warning (not private): ")) for line in lines)
+    assert any("(training.seq_len): " in line for line in lines)
+
+
+@pytest.mark.parametrize("place", [[], ["--data.store", "STORES"]], ids=["default", "elsewhere"])
+def test_stores_are_listed_and_erased(
+    command: list[str], place: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place = [word.replace("STORES", str(tmp_path / "stores")) for word in place]
+    folder = tmp_path / ("stores" if place else "cache/torchtitan_dp/prepared")
+    for fields in ([], ["--data.unit_field=None"]):
+        main([*command, *place, *fields])
+    first, second = names = stores.names(str(folder))
+    capsys.readouterr()
+    main(["--list", *place])
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(": ")[1] for line in lines[:-1]] == names
+    assert all("21 records of " in line for line in lines[:-1])
+    assert lines[-1].startswith(f"not private: 2 stores in {folder}")
+    main(["--delete", second, *place])
+    assert stores.names(str(folder)) == [first]
+    with pytest.raises(SystemExit) as stopped:
+        main(["--delete", "../notes.jsonl", *place])
+    assert stopped.value.code == 2
+    assert "error: --delete ../notes.jsonl: no such store in " in capsys.readouterr().err
+    main(["--delete", "all", *place])
+    assert stores.names(str(folder)) == []
+    assert capsys.readouterr().err == f"not private: erased {folder / first}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--data.text_field=other"], "data.text_field = 'other': none of the 6 units has a"),
+        (["--training.dataset_path=/nowhere"], "training.dataset_path = '/nowhere' does not exist"),
+        (["--data.store=/proc/none"], "data.store = '/proc/none': the tokens of"),
+        (["--nonsense=1"], "--nonsense"),
+    ],
+)
+def test_mistakes_are_one_line(
+    command: list[str], options: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([*command, *options])
+    assert stopped.value.code == 2
+    out, err = capsys.readouterr()
+    assert f"error: {message}" in err
+    assert out == ""

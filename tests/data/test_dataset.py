@@ -1,0 +1,201 @@
+"""The data of a run: what has nothing to learn is counted, and refused where all of it has not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.data.chats import chat
+from tests.data.drawn import NoMarks
+from tests.data.stores import as_jsonl, source
+from torchtitan_dp.data.dataset import Records
+from torchtitan_dp.data.samples import Samples
+
+NOTES = [{"patient_id": f"p{i % 5}", "date": "2020", "note": f"note {i}"} for i in range(20)]
+T = 64
+
+
+def opened(root: Path, rows: list[Any], *, place: Path | None = None, **how: Any) -> Records:
+    """Open rows as JSON Lines; `how` is for `source` and `Records.open`."""
+    known = {"heldout_fraction", "needs_heldout", "number_is_secret", "in_groups"}
+    terms = {key: how.pop(key) for key in known & how.keys()}
+    path = as_jsonl(root / "d", rows)
+    files = source(path, "jsonl", **{"text_field": "note", **how})
+    return Records.open(files, str(place or root / "store"), **terms)
+
+
+def samples_of(records: Records, **how: bool) -> Samples:
+    return Samples(records.store, T, has_answers=records.source.reading.has_answers, **how)
+
+
+def warned(root: Path, rows: list[Any], **how: Any) -> tuple[str, ...]:
+    records = opened(root, rows, **how)
+    return records.warnings + records.check_targets(samples_of(records))
+
+
+def refusal(root: Path, rows: list[Any], **how: Any) -> str:
+    with pytest.raises(ValueError, match=r"^(data|privacy|training)\.") as caught:
+        warned(root, rows, **how)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+@pytest.mark.parametrize("unit_field", [None, "patient_id"])
+def test_records_that_have_a_target_are_no_warning(tmp_path: Path, unit_field: str | None) -> None:
+    assert warned(tmp_path, NOTES, unit_field=unit_field) == ()
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"text_field": "notes"}, "data.text_field = 'notes': none of the 20 records has a target"),
+        (
+            {"text_field": "notes", "unit_field": "patient_id"},
+            "data.text_field = 'notes': none of the 5 units has a target",
+        ),
+        ({"prompt_field": "ask"}, "data.prompt_field = 'ask': none of the 20 records has a target"),
+        ({"prompt_field": "note", "text_field": "a"}, "data.text_field = 'a': none of the 20"),
+        ({"messages_field": "note"}, "data.messages_field = 'note': none of the 20"),
+    ],
+)
+def test_row69_a_run_with_nothing_to_learn_is_refused_with_what_there_is(
+    tmp_path: Path, how: dict[str, str], message: str
+) -> None:
+    found = refusal(tmp_path, NOTES, **how)
+    assert found.startswith(message)
+    names = "they hold a text" if "messages_field" in how else "fields are date, note, patient_id"
+    assert found.endswith(f"{names})")
+    assert "(not private: " in found
+
+
+@pytest.mark.parametrize("place", [0, 500, 999])
+def test_row69_one_target_among_all_units_is_enough(tmp_path: Path, place: int) -> None:
+    """The refusal depends on no part of them that happened to be looked at."""
+    rows = [{"note": "x" if i == place else ""} for i in range(1000)]
+    (warning,) = warned(tmp_path, rows)
+    assert warning.startswith(
+        "999 of 1,000 records have no target and contribute nothing (records: 999 are empty"
+    )
+
+
+def test_row69_the_first_id_is_no_target(tmp_path: Path) -> None:
+    """Nothing predicts it: a text of one token, without marks, has nothing to learn."""
+    one = [{"note": "x"}] * 3
+    (warning,) = warned(tmp_path, [*NOTES, *one], tokenizer=NoMarks())
+    assert warning == "3 of 23 records have no target and contribute nothing"
+    assert refusal(tmp_path, one, tokenizer=NoMarks()).startswith(
+        "training.seq_len = 64: none of the 3 records has a target to learn within it"
+    )
+
+
+def test_all_reasons_are_counted_the_most_frequent_first(tmp_path: Path) -> None:
+    rows: list[Any] = [{"chat": chat("?", "!")}, {"chat": "?"}, {"chat": None}, {"other": "x"}]
+    rows += [{"chat": [{"from": "human", "value": "?"}]}] * 3
+    odd: tuple[Any, ...] = ([], None, "?")
+    rows += [{"chat": [{"role": "user", "content": content}]} for content in odd]
+    # First bytes are one record's: whether a run starts must not follow from them.
+    rows = [b"PAR1", *rows, {"chat": chat("?", "\n")}]
+    setting = "data.messages_field = 'chat'"
+    (warning,) = warned(tmp_path, rows, messages_field="chat")
+    head, *reasons = warning.removesuffix(")").split("; ")
+    assert head == (
+        "11 of 12 records have no target and contribute nothing (records: 7 have no list of "
+        f"messages there ({setting}: they hold a list of objects with 'from' and 'value', a text, "
+        "messages whose content is a list, messages whose content is null, null)"
+    )
+    assert sorted(reason.removesuffix(" (training.dataset_path)") for reason in reasons) == [
+        "1 are no JSON objects",
+        f"1 have no such JSON field ({setting}: their fields are other)",
+        f"1 have no turn of the role 'assistant' ({setting}: their roles are user)",
+        f"1 have only empty turns of the role 'assistant' ({setting}: their roles are assistant, "
+        "user)",
+    ]
+
+
+def test_names_of_fields_are_bounded(tmp_path: Path) -> None:
+    wide = [{f"field {i} {j}" + 99 * "x": 1 for i in range(99)} for j in range(9)]
+    (warning,) = warned(tmp_path, [*NOTES, *wide])
+    assert len(warning) < 1700
+    assert warning.endswith(", …))")
+
+
+def test_a_units_record_without_a_text_is_no_lack_of_the_unit(tmp_path: Path) -> None:
+    rows = [*NOTES, {"patient_id": "p0", "note": ""}, {"patient_id": "p9", "note": 1}]
+    (warning,) = warned(tmp_path, rows, unit_field="patient_id")
+    assert warning.startswith("1 of 6 units have no target and contribute nothing (records: 1 have")
+
+
+# Units.
+
+
+def test_row43_records_of_no_unit_are_counted_and_contribute_nothing(tmp_path: Path) -> None:
+    lacking: list[Any] = [{"note": "x"}] * 3 + [{"note": "x", "patient_id": None}]
+    first, second = warned(tmp_path, [*NOTES, *lacking], unit_field="patient_id")
+    assert first.startswith("4 of 24 lines have no usable data.unit_field = 'patient_id': each is")
+    assert first.endswith("so that q and the delta check are against 9 units")
+    assert second.startswith("4 of 9 units have no target and contribute nothing (records: 4 have")
+
+
+def test_row43_training_and_held_out_units_are_disjoint_and_all(tmp_path: Path) -> None:
+    rows = [*NOTES, *({"note": "x"} for _ in range(40))]
+    found = opened(tmp_path, rows, unit_field="patient_id", heldout_fraction=0.5)
+    assert sorted([*found.train, *found.heldout]) == list(range(45))
+    assert len(found.heldout) > 0
+    assert found.warnings[0].endswith(f"are against {len(found.train)} units")
+
+
+def test_row47_a_held_out_unit_decides_no_start_where_the_number_is_secret(tmp_path: Path) -> None:
+    """Of two neighbours, one with a unit that is held out and one with none, both start."""
+    terms: dict[str, Any] = {
+        "unit_field": "patient_id",
+        "heldout_fraction": 0.02,
+        "needs_heldout": True,
+    }
+    with_one = [*NOTES, {"patient_id": "q19", "note": "by its hash among 2%"}]
+    assert "holds out none of 5 units" in refusal(tmp_path, NOTES, **terms)
+    assert len(opened(tmp_path, with_one, **terms).heldout) == 1
+    secret = {**terms, "number_is_secret": True}
+    (warning,) = opened(tmp_path, NOTES, **secret).warnings
+    assert "held-out losses are nan" in warning
+    assert opened(tmp_path, with_one, **secret).warnings == ()
+
+
+def test_row43_names_by_position_are_refused_where_the_number_is_secret(tmp_path: Path) -> None:
+    for how in ({"heldout_fraction": 0.1}, {"in_groups": True}):
+        message = refusal(tmp_path, NOTES, number_is_secret=True, **how)
+        assert "one jsonl line more would change which lines" in message
+        opened(tmp_path, NOTES, number_is_secret=True, unit_field="patient_id", **how)
+
+
+# What is counted, and what a run is compared by.
+
+
+@pytest.mark.parametrize("heldout_fraction", [0.0, 0.5])
+def test_records_that_cannot_be_decoded_are_counted_among_those_to_train_on(
+    tmp_path: Path, heldout_fraction: float
+) -> None:
+    bad: list[Any] = [b"torn {", {"note": 3}, {"other": "x"}, {"note": "\ud800"}] * 5
+    rows = [*NOTES, {"note": ""}, *bad]
+    records = opened(tmp_path, rows, heldout_fraction=heldout_fraction)
+    trained = [int(records.store.units.records(unit)[0]) for unit in records.train]
+    assert records.undecodable() == sum(record > 20 for record in trained)
+    assert (records.undecodable() == 20) == (heldout_fraction == 0)
+
+
+def test_row48_the_fingerprint_is_of_contents_fields_and_split(tmp_path: Path) -> None:
+    rows = [{"ask": "p", "other": "o", "note": "a", "chat": chat("p", "a")}] * 3
+    other = [*rows[:2], {**rows[0], "note": "b"}]
+    hows: list[tuple[list[Any], dict[str, Any]]] = [
+        (rows, {}),
+        (other, {}),
+        (rows, {"prompt_field": "ask"}),
+        (rows, {"prompt_field": "other"}),
+        (rows, {"messages_field": "chat"}),
+        (rows, {"unit_field": "note"}),
+        (rows, {"heldout_fraction": 0.01}),
+    ]
+    found = {opened(tmp_path, rows, **how).fingerprint for rows, how in hows}
+    assert len(found) == len(hows)
+    again = opened(tmp_path, rows, place=tmp_path / "another").fingerprint
+    assert again == opened(tmp_path, rows).fingerprint

@@ -1,0 +1,256 @@
+"""Texts, prompts and chats: which ids are targets, what of long records is cut, and reasons."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
+from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, loader, rng
+from tests.data.stores import store_of, stored
+from torchtitan_dp.data.batching import Draw
+from torchtitan_dp.data.chat_template import MOST_MESSAGES
+from torchtitan_dp.data.reading import reading
+from torchtitan_dp.data.samples import Samples
+from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
+
+PROMPTS: dict[str, Any] = {"prompt_field": "prompt"}
+MESSAGES: dict[str, Any] = {"messages_field": "messages"}
+
+
+def answers(root: Path, rows: list[Any], seq_len: int = T, **how: Any) -> Samples:
+    one_record = how.pop("one_record", False)
+    store = store_of(rows, root, **how)
+    return Samples(store, seq_len, has_answers=True, one_record=one_record, pad_id=EOS)
+
+
+def shown(samples: Samples, unit: int, *more: Any) -> tuple[list[int], list[int]]:
+    """Read the tokens of a sample, and the places of targets among its ids."""
+    tokens_T, labels_T = (x.tolist() for x in samples.sample(unit, *more))
+    found = [place + 1 for place, label in enumerate(labels_T) if label != IGNORED]
+    for place in found[:-1]:  # the id behind the last one is a label alone
+        assert labels_T[place - 1] == tokens_T[place]
+    return tokens_T, found
+
+
+def targets(samples: Samples, unit: int) -> bytes:
+    """Read the bytes that are targets; marks are left out."""
+    _, labels_T = samples.sample(unit)
+    return bytes(label for label in labels_T.tolist() if 0 <= label < 256)
+
+
+# What is stored.
+
+
+def test_row06_only_the_answer_and_its_end_are_targets(tmp_path: Path) -> None:
+    samples = answers(tmp_path, [{"prompt": "ab", "text": "xyz"}], **PROMPTS)
+    (one,) = stored(samples.store)
+    assert one.ids == (~BOS, ~97, ~98, *b"xyz", EOS)
+    assert one.first == 3
+    tokens_T, labels_T = samples.sample(0)
+    assert tokens_T.tolist() == [BOS, *b"abxyz", EOS, *[EOS] * 9]
+    assert labels_T.tolist() == [IGNORED, IGNORED, *b"xyz", EOS, *[IGNORED] * 10]
+    assert samples.tokens(0) == 6
+
+
+def test_without_marks_a_blank_line_separates_records_and_is_no_target(tmp_path: Path) -> None:
+    rows = [{"who": "ann", "prompt": "p", "text": text} for text in ("x", "y")]
+    samples = answers(tmp_path, rows, unit_field="who", tokenizer=NoMarks(), **PROMPTS)
+    assert shown(samples, 0)[1] == [1, 5]
+    assert samples.sample(0)[0][:6].tolist() == [*b"px\n\np", EOS]
+    assert [one.ids[:2] for one in stored(samples.store)] == [(~10, ~10)] * 2
+    (text, *_) = stored(store_of(["x"], tmp_path, tokenizer=NoMarks()))
+    assert text.ids == tuple(b"\n\nx")  # all of a text are targets
+
+
+@pytest.mark.parametrize(("template", "end"), [(PLAIN, b"\n"), (MARKED, b"")])
+def test_row06_only_the_assistants_turns_are_targets(
+    tmp_path: Path, template: str, end: bytes
+) -> None:
+    tokenizer = load_tokenizer(folder(tmp_path / "tokenizer"))
+    rows = [{"messages": chat("What?", "That.", "Why?", "Because.", system="Be short.")}]
+    terms = {"tokenizer": tokenizer, "template": template, **MESSAGES}
+    samples = answers(tmp_path, rows, 200, **terms)
+    assert targets(samples, 0) == b"That." + end + b"Because." + end
+    tokens_T, labels_T = samples.sample(0)
+    start_id, end_id = (tokenizer.encode(mark) for mark in (START, END))
+    assert start_id is not None
+    assert end_id is not None
+    assert (labels_T == int(end_id[0])).sum() == 2
+    assert (labels_T == int(start_id[0])).sum() == 0
+    assert (tokens_T == BOS).sum() == 1  # the template's
+    text = tokenizer.decode(tokens_T.tolist())
+    assert text.startswith("system\nBe short.\nuser\nWhat?\nassistant\nThat.")
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_what_comes_after_the_last_answer_is_left_out(tmp_path: Path, template: str) -> None:
+    rows = [{"messages": chat("What?", "That.", *more)} for more in ((), ("Why?",), ("Why?", ""))]
+    one, *others = stored(store_of(rows, tmp_path, template=template, **MESSAGES))
+    assert one.ids[-1] >= 0
+    assert all(other.ids == one.ids for other in others)
+
+
+# Records without anything to learn.
+
+NO_TEXT = "data.text_field = 'text': have no text there"
+NO_PROMPT = "data.prompt_field = 'prompt': have no text there"
+NO_CHAT = "data.messages_field = 'messages': have no list of messages there"
+NO_TURN = "data.messages_field = 'messages': have no turn of the role 'assistant'"
+NO_OBJECT = "training.dataset_path: are no JSON objects"
+REFUSED = (
+    "training.dataset_path: are refused by the chat template or the tokenizer of "
+    "model.hf_assets_path"
+)
+ANSWER = {"role": "assistant", "content": "a"}
+BAD: list[tuple[dict[str, str], Any, str]] = [
+    ({}, {"text": ""}, "training.dataset_path: are empty"),
+    ({}, {"note": "x"}, "data.text_field = 'text': have no such JSON field"),
+    ({}, {"text": "\ud800"}, NO_TEXT),
+    ({}, [], NO_OBJECT),
+    ({}, b'{"text": "torn', NO_OBJECT),
+    (PROMPTS, {"prompt": "p", "text": ""}, "training.dataset_path: are empty"),
+    (PROMPTS, {"text": "a"}, "data.prompt_field = 'prompt': have no such JSON field"),
+    (PROMPTS, {"prompt": 7, "text": "a"}, NO_PROMPT),
+    (PROMPTS, {"prompt": "p", "text": ["a"]}, NO_TEXT),
+    (MESSAGES, {"messages": None}, NO_CHAT),
+    (MESSAGES, {"messages": [1, 2]}, NO_CHAT),
+    (MESSAGES, {"messages": [{"role": "user"}, ANSWER]}, NO_CHAT),
+    (MESSAGES, {"messages": [{"role": "user", "content": "\ud800"}, ANSWER]}, NO_CHAT),
+    (MESSAGES, {"messages": []}, NO_TURN),
+    (MESSAGES, {"messages": chat("only a prompt")}, NO_TURN),
+    (MESSAGES, {"messages": chat("q")[:1] * MOST_MESSAGES + chat("q", "too late")}, NO_TURN),
+    (MESSAGES, {"messages": chat("What?", " \n")}, NO_TURN.replace("no turn", "only empty turns")),
+    (MESSAGES, {"messages": [{"role": "judge", "content": "a"}, ANSWER]}, REFUSED),
+]
+
+
+@pytest.mark.parametrize("place", range(len(BAD)))
+def test_row42_a_record_without_an_answer_contributes_nothing_and_stays(
+    tmp_path: Path, place: int
+) -> None:
+    how, row, reason = BAD[place]
+    good = {"text": "a", "prompt": "p", "messages": chat("What?", "That.")}
+    samples = answers(tmp_path, [good, row, good], 64, **how)
+    first, bad, last = stored(samples.store)
+    assert (bad.ids, bad.reason) == ((), reason)
+    assert first.ids == last.ids != ()
+    one = loader(samples)
+    drawn = list(one.microbatches(Draw(np.arange(3))))
+    assert [bool(microbatch.valid_B) for microbatch in drawn] == [True] * 3
+    learned = [bool((microbatch.labels_BT != IGNORED).any()) for microbatch in drawn]
+    assert learned == [True, False, True]
+
+
+class Picky(ByteTokenizer):
+    """Has no tokens for texts with "!"."""
+
+    identity = "picky"
+
+    def encode(self, text: str) -> Any:
+        return None if "!" in text else super().encode(text)
+
+
+@pytest.mark.parametrize(
+    ("how", "rows"),
+    [
+        ({}, [{"text": "!"}, {"text": "x"}]),
+        (PROMPTS, [{"prompt": "!", "text": "x"}, {"prompt": "p", "text": "x"}]),
+        (MESSAGES, [{"messages": chat("!", "x")}, {"messages": chat("p", "x")}]),
+    ],
+)
+def test_row22_a_record_that_the_tokenizer_refuses_is_left_out(
+    tmp_path: Path, how: dict[str, str], rows: list[Any]
+) -> None:
+    bad, good = stored(store_of(rows, tmp_path, tokenizer=Picky(), **how))
+    assert (bad.ids, bad.reason) == ((), REFUSED)
+    assert good.reason is None
+
+
+# Records longer than a sample.
+
+
+def by_hand(ids: tuple[int, ...], seq_len: int) -> tuple[list[int], list[int]]:
+    """Cut a record as the documents promise: its tokens, and where targets are among its ids."""
+    first, start, limit = next(p for p, i in enumerate(ids) if i >= 0), 0, seq_len + 1
+    while len(ids) - start > limit and first - start > max(limit // 4, 1):
+        start += 1
+    window = ids[start : start + limit]
+    return [max(i, ~i) for i in window[:-1]], [p for p, i in enumerate(window) if i >= 0 and p > 0]
+
+
+LONG = "abcdefgh" * 40
+SIZES = [(p, a) for p in (0, 1, 3, 7, 12, 30, 100) for a in (1, 2, 5, 13, 50)]
+CHATS = [
+    chat(LONG, "That."),
+    chat("What?", LONG.upper()),
+    chat(LONG, "That.", "Why?", "Because."),
+    chat("Who?", "I.", LONG, "That."),
+    chat("a", "b", system=LONG),
+    [{"role": "user", "content": "x"}] * 3 + chat(LONG, "That."),
+]
+
+
+@pytest.mark.parametrize(
+    ("how", "rows"),
+    [
+        (PROMPTS, [{"prompt": LONG[:p], "text": LONG[:a].upper()} for p, a in SIZES]),
+        (MESSAGES, [{"messages": turns} for turns in CHATS]),
+    ],
+    ids=["prompts", "chats"],
+)
+@pytest.mark.parametrize("seq_len", [2, 3, 8, 16, 40, 500])
+def test_a_long_prompt_loses_its_beginning_and_targets_are_seen(
+    tmp_path: Path, how: dict[str, Any], rows: list[Any], seq_len: int
+) -> None:
+    samples = answers(tmp_path, rows, seq_len, **how)
+    for unit, one in enumerate(stored(samples.store)):
+        read, wanted = by_hand(one.ids, seq_len)
+        tokens, found = shown(samples, unit)
+        assert found == wanted != []
+        assert tokens[: len(read)] == read
+        assert samples.tokens(unit) == min(len(one.ids) - 1, seq_len)
+
+
+def test_a_units_records_come_one_after_the_other(tmp_path: Path) -> None:
+    rows = [
+        {"who": "ann", "prompt": "p", "text": "xy"},
+        {"who": "bob", "prompt": "q" * 40, "text": "z"},
+        {"who": "ann", "prompt": "no answer", "text": ""},
+        {"who": "ann", "prompt": 3, "text": "malformed"},
+        {"who": "ann", "prompt": "r", "text": "w"},
+    ]
+    samples = answers(tmp_path, rows, unit_field="who", **PROMPTS)
+    ann = int(len(samples.units.records(0)) == 1)
+    tokens, found = shown(samples, ann)
+    assert tokens[:9] == [BOS, *b"pxy", EOS, BOS, *b"rw", EOS]
+    assert found == [2, 3, 4, 7, 8]
+    assert targets(samples, 1 - ann) == b"z"
+    one = answers(tmp_path, rows, unit_field="who", one_record=True, **PROMPTS)
+    seen = {tuple(shown(one, ann, None, rng(seed))[1]) for seed in range(40)}
+    assert seen == {(2, 3, 4), (), (2, 3)}
+
+
+# Readings that are refused.
+
+
+def test_chats_need_a_template(tmp_path: Path) -> None:
+    bare = folder(tmp_path / "bare", None)
+    for path, tokenizer in (("", ByteTokenizer()), (bare, load_tokenizer(bare))):
+        with pytest.raises(ValueError, match=r"^data\.messages_field = 'm': .* no chat template"):
+            reading("text", None, "m", path, tokenizer)
+    kept = folder(tmp_path / "bytes")
+    (tmp_path / "bytes/tokenizer.json").unlink()
+    with pytest.raises(ValueError, match="no chat template"):
+        reading("text", None, "m", kept, load_tokenizer(kept))
+
+
+def test_a_tokenizer_that_reads_a_turn_otherwise_alone_is_refused(tmp_path: Path) -> None:
+    class Prefixed(ByteTokenizer):
+        def encode(self, text: str) -> np.ndarray:
+            return super().encode(" " + text)
+
+    path = folder(tmp_path / "tokenizer")
+    with pytest.raises(ValueError, match="other tokens for a chat than for its turns"):
+        reading("text", None, "m", path, Prefixed())
