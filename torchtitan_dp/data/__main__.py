@@ -7,8 +7,10 @@ Everything that is printed depends on private records, and is labelled so: it is
 """
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 from torchtitan_dp.config.derived import unit_word
@@ -21,7 +23,8 @@ from torchtitan_dp.preflight.check import build_samples, open_records
 
 def main(argv: list[str]) -> None:
     """Run the command."""
-    with exit_on_mistake():
+    os.umask(0o077)  # its files have figures that are not private
+    with exit_on_mistake(), _os_errors_as_mistakes():
         if {"--list", "--delete"} & {*argv}:
             _manage(argv)
             return
@@ -38,7 +41,17 @@ def main(argv: list[str]) -> None:
     for line in describe(found, unit_word(config)):
         say(line)
     if options.json:
-        write_json(options.json, found)
+        with exit_on_mistake(), _os_errors_as_mistakes():
+            write_json(options.json, found)
+
+
+@contextlib.contextmanager
+def _os_errors_as_mistakes() -> Iterator[None]:
+    """Name the file that cannot be written, in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{error.filename}: cannot be written ({error.strerror})") from error
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -79,6 +92,7 @@ def _manage(argv: list[str]) -> None:
     for name in asked:
         stores.delete(os.path.join(folder, name))
         say(f"erased {os.path.join(folder, name)}")
+    names = stores.names(folder)
     for name in names if options.list else ():
         store = stores.load(os.path.join(folder, name))
         if store is None:

@@ -104,8 +104,8 @@ def prepared(source: Source, place: str | None = None) -> Store:
         below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
         if not any(part.startswith(".") for part in below):  # as hidden folders are, and ".."
             raise ValueError(
-                f"data.store = {place!r}: lies within training.dataset_path = {source.path!r}, whose "
-                "files are records; name a folder elsewhere"
+                f"data.store = {place!r}: lies within training.dataset_path = {source.path!r}, "
+                "whose files are records; name a folder elsewhere"
             )
         for index in range(len(files)):
             facts.check(files.path(index), source.keys)

@@ -56,7 +56,7 @@ class Store:
     units: Units
     facts: Mapping[str, Any]
     handle: int  # of the open `tokens`: a store that takes this one's place has another file
-    stamps: tuple[tuple[int, ...], ...] = ()  # size, time and inode of the files that were opened
+    stamps: tuple[tuple[int, ...], ...] = ()  # size, times and inode of its files
 
     @property
     def fingerprint(self) -> str:
@@ -147,9 +147,10 @@ def load(folder: str) -> Store | None:
     with contextlib.ExitStack() as stack:
         try:
             place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            stack.callback(
-                os.close, place
-            )  # all files are of one store, if another takes its place
+            stack.callback(os.close, place)
+            if os.fstat(place).st_uid not in (os.geteuid(), 0):
+                return None  # planted by somebody else
+            # All are of one store, if another takes its place meanwhile.
             tokens, records, facts_file = (
                 stack.enter_context(
                     open(name, "rb", opener=functools.partial(os.open, dir_fd=place))
@@ -165,7 +166,7 @@ def load(folder: str) -> Store | None:
             handle = os.dup(tokens.fileno())
         except Exception:  # numpy and json raise half a dozen kinds for a damaged file
             return None
-    stamps = tuple((one.st_size, one.st_mtime_ns, one.st_ino) for one in status)
+    stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in status)
     store = Store(folder, ends, firsts, reasons, Units(*grouped), facts, handle, stamps)
     weakref.finalize(store, os.close, handle)
     return store
@@ -258,7 +259,7 @@ def contents_hash(
                 while (block := file.read(_BLOCK)) and not (ended and ended.is_set()):
                     hashed.update(block)
             root.update(hashed.digest())
-        except OSError:
+        except PermissionError:
             if not skip_unreadable:
                 raise
             root.update(bytes(32))
@@ -298,7 +299,7 @@ def alone(folder: str) -> Iterator[None]:
 
 def names(folder: str) -> list[str]:
     """List the stores in the folder of all, and what killed processes left of some."""
-    whole = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\..*")
+    whole = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.\w+")
     return sorted(name for name in os.listdir(folder) if whole.fullmatch(name))
 
 
@@ -309,7 +310,11 @@ def size_of(store: Store) -> int:
 
 def delete(folder: str) -> None:
     """Remove a store."""
-    with alone(folder):
-        gone = f"{os.path.join(os.path.dirname(folder), '.' + os.path.basename(folder))}.gone"
-        os.rename(folder, gone)  # at once: nobody opens half of it
-        shutil.rmtree(gone)
+    parent, name = os.path.split(folder)
+    key = name.lstrip(".").partition(".")[0]
+    with alone(os.path.join(parent, key)):  # not while it is written
+        gone = os.path.join(parent, f".{key}.gone")
+        shutil.rmtree(gone, ignore_errors=True)  # of a call that was killed
+        if os.path.exists(folder):
+            os.rename(folder, gone)  # at once: nobody opens half of it
+        shutil.rmtree(gone, ignore_errors=True)

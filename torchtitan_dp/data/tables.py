@@ -53,8 +53,9 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
                         f"training.dataset_path: this machine's memory cannot hold a row of {path} "
                         "(not private); take one with more"
                     ) from None
-                except _errors():  # a damaged page
-                    pass
+                except _errors() as error:  # a damaged page
+                    if isinstance(error, OSError) and error.errno:  # or a failing disk
+                        raise
             yield from [None] * (group.num_rows - done)
 
 
@@ -129,7 +130,10 @@ def _is_list_of_structs(kind: Any) -> bool:
 
     if not (is_.is_list(kind) or is_.is_large_list(kind)):
         return bool(is_.is_null(kind))
-    return bool(is_.is_struct(kind.value_type) or is_.is_null(kind.value_type))
+    item = kind.value_type
+    if not is_.is_struct(item):
+        return bool(is_.is_null(item))
+    return not any(is_.is_dictionary(item.field(i).type) for i in range(item.num_fields))
 
 
 def _is_name(kind: Any) -> bool:
@@ -170,7 +174,10 @@ def _values(column: Any) -> list[object]:
         is_there = 0 <= at < len(column.dictionary)
         return _values(column.dictionary.slice(at, 1)) if is_there else [BROKEN]
     try:
-        if _is_whole(column) and column.nbytes <= MOST_ROW_BYTES:
+        is_whole = _is_whole(column)
+        if getattr(pa.types, "is_string_view", lambda _: False)(column.type):
+            column = column.cast(pa.large_string())  # whose size is that of these rows alone
+        if is_whole and column.nbytes <= MOST_ROW_BYTES:
             if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
                 column = pc.list_slice(column, 0, _MOST_ITEMS)
             return cast("list[object]", column.to_pylist())
