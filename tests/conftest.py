@@ -1,6 +1,7 @@
 """In which order files are tested, what is left out, and what all of a session's workers share."""
 
 import os
+import tempfile
 from fnmatch import fnmatchcase
 
 import pytest
@@ -32,6 +33,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if hides_devices(config.getoption("markexpr")):
         os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["HIP_VISIBLE_DEVICES"] = ""
     forks.without_help()
+    if not hasattr(config, "workerinput"):  # one cache for all workers, and not the user's
+        cache = tempfile.TemporaryDirectory(prefix="cache_of_tests_")
+        os.environ["XDG_CACHE_HOME"] = cache.name
+        config.add_cleanup(cache.cleanup)
     if config.getoption("numprocesses", None) and FAST not in os.environ:
         os.environ[forks.ADDRESS] = forks.address()  # one server for all workers
 

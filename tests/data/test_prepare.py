@@ -218,7 +218,7 @@ def test_of_several_processes_one_writes(tmp_path: Path) -> None:
     folder = Path(store_of(root, tmp_path, "jsonl").folder)
     stores.delete(str(folder))
     arguments = str(root), str(place), str(log)
-    with stores.alone(f"{folder}.lock"):  # until all of them wait for it
+    with stores.alone(str(folder)):  # until all of them wait for it
         processes = [forks.Process(open_store, *arguments) for _ in range(3)]
         assert [one.connection.recv() for one in processes] == ["started"] * 3
         time.sleep(0.3)
@@ -310,6 +310,6 @@ def test_progress_has_sizes_alone(tmp_path: Path, monkeypatch: Any, capfd: Any) 
     first, *lines = err.splitlines()
     assert (out, len(lines)) == ("", 5)
     assert f"into {tmp_path / 'store'}: about" in first
-    assert "all of 0.00 GB" in lines[-1]
+    assert "all of 0.1 kB" in lines[-1]
     assert all(line.startswith("not private: ") for line in (first, *lines))
     assert not re.search("secret|hidden", err)

@@ -11,6 +11,7 @@ Guarantee:
 """
 
 import contextlib
+import errno
 import json
 import os
 import threading
@@ -102,7 +103,8 @@ def prepared(source: Source, place: str | None = None) -> Store:
         if not files.names:
             raise _no_record(source)
         below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
-        if not any(part.startswith(".") for part in below):  # as hidden folders are, and ".."
+        is_hidden = any(part.startswith(".") for part in below)  # as "..": outside
+        if not (facts.fields or is_hidden or os.path.isfile(source.path)):
             raise ValueError(
                 f"data.store = {place!r}: lies within training.dataset_path = {source.path!r}, "
                 "whose files are records; name a folder elsewhere"
@@ -113,9 +115,11 @@ def prepared(source: Source, place: str | None = None) -> Store:
         store = stores.load(target)
         if store is not None and stores.is_seen(store, files):
             return store
-        # A store may serve that this machine cannot write.
-        with stores.alone(target) if os.access(folder, os.W_OK) else contextlib.nullcontext():
+        can_write = os.access(folder, os.W_OK)  # or else a store may serve that is there
+        with stores.alone(target) if can_write else contextlib.nullcontext():
             if (store := _kept(target, files, source)) is None:
+                if not can_write:
+                    raise OSError(errno.EROFS, os.strerror(errno.EROFS), folder)
                 _require_room(folder, files, source)
                 stores.write(target, lambda place: _write(place, files, source))
                 store = stores.load(target)
