@@ -38,34 +38,21 @@ def _stamp(status: os.stat_result) -> bytes:
 def list_files(root: str, names: Iterable[str]) -> Files:
     """List files with their sizes, and hashes that change whenever a file does.
 
-    A file that several links name, symbolic or hard, is taken once, by the first name. The list is
-    not saved for a later run: to check it takes the same walk.
+    The list is not saved for a later run: to check it takes the same walk.
     """
     # Two machines may share a cache, and each have an image with the same inodes and times.
     listing, place = hashlib.sha256(), hashlib.sha256(platform.node().encode())
-    real_root, kept, sizes, stamps = os.path.realpath(root), [], [], []
-    linked: set[tuple[int, int]] = set()  # files that may come again under another name
-    folder, is_far = "", False
-    for name in names:
+    kept, sizes, stamps = list(names), [], []
+    for name in kept:
         path = os.path.join(root, name)
         status = os.stat(path)
-        if os.path.dirname(name) != folder:
-            folder = os.path.dirname(name)
-            expected = os.path.join(real_root, folder)
-            is_far = os.path.realpath(expected) != expected
-        if is_far or status.st_nlink > 1 or os.path.islink(path):
-            if (status.st_dev, status.st_ino) in linked:
-                continue
-            linked.add((status.st_dev, status.st_ino))
         listing.update(os.fsencode(name) + struct.pack("=xq", status.st_size))  # x: NUL ends a name
-        stamp = _stamp(status)
-        place.update(os.fsencode(path) + b"\0" + stamp)
-        kept.append(name)
-        stamps.append(stamp)
         sizes.append(status.st_size)
+        stamps.append(_stamp(status))
+        place.update(os.fsencode(path) + b"\0" + stamps[-1])
     hashes = listing.hexdigest(), place.hexdigest()
     # By its real path: to point a link at the root elsewhere moves no open run to other files.
-    return Files(real_root, kept, sizes, *hashes, stamps)
+    return Files(os.path.realpath(root), kept, sizes, *hashes, stamps)
 
 
 def locate(
