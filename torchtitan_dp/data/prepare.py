@@ -102,13 +102,6 @@ def prepared(source: Source, place: str | None = None) -> Store:
         files = list_files(*locate(source.path, facts.below, has_stdlib=not facts.fields))
         if not files.names:
             raise _no_record(source)
-        below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
-        is_hidden = any(part.startswith(".") for part in below)  # as "..": outside
-        if not (facts.fields or is_hidden or os.path.isfile(source.path)):
-            raise ValueError(
-                f"data.store = {place!r}: lies within training.dataset_path = {source.path!r}, "
-                "whose files are records; name a folder elsewhere"
-            )
         for index in range(len(files)):
             facts.check(files.path(index), source.keys)
         target = os.path.join(folder, stores.key_of(files, source.terms))
@@ -188,7 +181,16 @@ def _dtype(tokenizer: Tokenizer) -> np.dtype[Any]:
 
 
 def _require_room(folder: str, files: Files, source: Source) -> None:
-    """Say what will be written, and refuse a disk that is certain to be too small for it."""
+    """Say what will be written, and refuse a disk that is certain to be too small for it, and a
+    place whose files are records."""
+    below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
+    is_hidden = any(part.startswith(".") for part in below)  # as "..": outside
+    is_file = os.path.isfile(os.path.expanduser(source.path))
+    if not (source.facts.fields or is_hidden or is_file):
+        raise ValueError(
+            f"data.store: {folder!r} lies within training.dataset_path = {source.path!r}, whose "
+            "files are records; name a folder elsewhere"
+        )
     bytes_of_token = 1 if source.tokenizer.identity == "bytes" else 4
     size = _rows_bytes(files) * _dtype(source.tokenizer).itemsize // bytes_of_token
     disk = os.statvfs(folder)
