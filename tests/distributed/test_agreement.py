@@ -71,7 +71,7 @@ def test_digests_alone_are_sent_and_none_is_named(differ):
     assert "sigma" not in refusal
 
 
-def opening(folder: str, differ: bool) -> str:
+def opening(folder: str, differ: str) -> str:
     """A start on two ranks, one of which was given another way to share out a sample's tokens."""
     from types import SimpleNamespace
 
@@ -84,7 +84,8 @@ def opening(folder: str, differ: bool) -> str:
     from torchtitan_dp.train import DPTrainer
 
     os.makedirs(folder, exist_ok=True)
-    balancer = "None" if differ and dist.get_rank() else "headtail"
+    balancer = "None" if differ == "the configuration" and dist.get_rank() else "headtail"
+    tokens = "u" if differ == "the tokens" and dist.get_rank() else "t"
     config = build.config(
         f"--job.dump_folder={folder}",
         f"--parallelism.context_parallel_load_balancer={balancer}",
@@ -92,7 +93,13 @@ def opening(folder: str, differ: bool) -> str:
     trainer = SimpleNamespace(
         job_config=config,
         device=torch.device("cpu"),
-        dataloader=SimpleNamespace(fingerprint="f" * 64, settings={}, units=np.arange(10)),
+        dataloader=SimpleNamespace(
+            fingerprint="f" * 64,
+            settings={},
+            units=np.arange(10),
+            description=[],
+            samples=SimpleNamespace(store=SimpleNamespace(fingerprint=tokens)),
+        ),
     )
     try:
         DPTrainer._open_ledger(trainer, decide_start(config))  # type: ignore[arg-type]
@@ -101,11 +108,12 @@ def opening(folder: str, differ: bool) -> str:
     return "agreed"
 
 
-def test_ranks_with_other_configurations_refuse_to_train(tmp_path):
+@pytest.mark.parametrize("differ", ["the configuration", "the tokens"])
+def test_ranks_that_differ_refuse_to_train(tmp_path, differ):
     """No term of the guarantee differs, and yet tokens could be missing, or be there twice."""
-    for refusal in on_ranks(2, opening, str(tmp_path / "other"), True):
-        assert "ranks disagree on the configuration (" in refusal
-    assert on_ranks(2, opening, str(tmp_path / "same"), False) == ["agreed", "agreed"]
+    for refusal in on_ranks(2, opening, str(tmp_path / "other"), differ):
+        assert f"ranks disagree on {differ} (" in refusal
+    assert on_ranks(2, opening, str(tmp_path / "same"), "") == ["agreed", "agreed"]
 
 
 def opened_account() -> str:

@@ -15,6 +15,7 @@ import torch
 from tests.accounts import with_terms
 from tests.hazards.test_trainer import SETTINGS, STEP, loader
 from tests.processes.ranks import on_ranks
+from torchtitan_dp.data.batching import Draw
 from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.settings import step_names
@@ -53,8 +54,7 @@ def test_row44_a_checkpoint_holds_expectations_and_the_ledger():
 
 def test_row44_a_loader_saves_nothing_of_its_draws():
     one = loader()
-    draw = np.array([1, 2])
-    list(one.microbatches(draw))
+    list(one.microbatches(Draw(np.array([1, 2]))))
     assert one.state_dict() == {}
 
 
@@ -164,7 +164,13 @@ def opened(folder, *overrides):
     trainer = SimpleNamespace(
         job_config=config,
         device=torch.device("cpu"),
-        dataloader=SimpleNamespace(fingerprint="f" * 64, settings={}, units=np.arange(10)),
+        dataloader=SimpleNamespace(
+            fingerprint="f" * 64,
+            settings={},
+            units=np.arange(10),
+            description=[],
+            samples=SimpleNamespace(store=SimpleNamespace(fingerprint="t" * 64)),
+        ),
     )
     ledger, executed = DPTrainer._open_ledger(trainer, decide_start(config))
     return ledger.to_json(), executed.count
