@@ -35,6 +35,14 @@ MUTANTS = [
         quick=True,
     ),
     Mutant(
+        48,
+        "ranks do not compare their tokens",
+        "train.py",
+        '                "the tokens": self.dataloader.samples.store.fingerprint,\n',
+        "",
+        ("distributed/test_agreement.py::test_ranks_that_differ_refuse_to_train[the tokens]",),
+    ),
+    Mutant(
         72,
         "another tokenizer has the same store",
         "data/store.py",
