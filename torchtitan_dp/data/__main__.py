@@ -132,4 +132,8 @@ def _plot(found: dict[str, Any], path: str) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except KeyboardInterrupt:
+        print("\nCtrl-C: stopped; the next start begins anew", file=sys.stderr)
+        sys.exit(130)
