@@ -35,8 +35,8 @@ def refused(tmp_path, data, capsys, *overrides, world_size=2):
     output = capsys.readouterr()
     assert stop.value.code == 2
     assert output.out == ""
-    told = "not private: tokenizing "  # records are, before what is wrong with their number is seen
-    lines = [line for line in output.err.splitlines() if not line.startswith(told)]
+    announced = "not private: tokenizing "  # the records, whose number a mistake may be about
+    lines = [line for line in output.err.splitlines() if not line.startswith(announced)]
     assert len(lines) == 1, output.err
     assert lines[0].startswith("error: ")
     assert not (tmp_path / "out").exists()

@@ -60,8 +60,8 @@ def test_padded_length_is_the_smallest_that_holds_the_tokens(samples: Samples) -
 def test_row19_what_is_drawn_is_processed_at_a_length_of_its_own(
     tmp_path: Path, how: dict[str, Any], ranks: int, batch_size: int, windows: int
 ) -> None:
-    """Each unit once, all its windows cut behind the longest one's last token, whatever else was
-    drawn and on whatever mesh; all ranks have the same shapes in the same order, the longest first.
+    """Each unit is dealt once. All its windows are cut behind the last token of the longest, in any
+    draw and on any mesh; all ranks have the same shapes in the same order, the longest first.
     """
     samples, _ = samples_of(tmp_path, UNITS, T, **how)
     terms = {"batch_size": batch_size, "windows": windows if how else 1}

@@ -71,7 +71,7 @@ def test_of_a_folder_the_files_of_a_format_are_taken(
 ) -> None:
     root = write(tmp_path, dict.fromkeys(names, b"x"))
     assert listed(root, format).names == taken
-    for name in names:  # by name: whatever it ends in
+    for name in names:  # a file that is named is read, with any ending
         assert listed(root / name, format).names == [os.path.basename(name)]
 
 

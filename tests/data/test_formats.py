@@ -328,11 +328,21 @@ def test_a_folder_that_datasets_saved_is_read(tmp_path: Path) -> None:
         ("text", "a.txt", "hä".encode("utf-16"), r"is UTF-16; convert it: iconv -f UTF-16 "),
         ("text", "a.txt", b"caf\xe9", "iconv -f LATIN1"),
         ("jsonl", "a.jsonl", "{}".encode("utf-16-le"), "UTF-16; convert it: iconv -f UTF-16LE"),
-        ("jsonl", "a.jsonl", gzip.compress(b"{}", mtime=0), r"gzip; unpack it, or name it a\.jsonl\.gz"),
+        (
+            "jsonl",
+            "a.jsonl",
+            gzip.compress(b"{}", mtime=0),
+            r"gzip; unpack it, or name it a\.jsonl\.gz",
+        ),
         ("jsonl", "a.jsonl", b"PAR1", "is Parquet; set training.dataset = 'parquet'"),
         ("jsonl", "a.jsonl", b'\n[\n{"text": "a"}]', "'a.jsonl' is one JSON array; convert it"),
         ("jsonl", "a.jsonl", b'{\n"text": "a"}', "goes on over several lines; .*: jq -c "),
-        ("jsonl", "a.jsonl.gz", gzip.compress(b"words\n", mtime=0), "'jsonl' needs one a line, {.note.: "),
+        (
+            "jsonl",
+            "a.jsonl.gz",
+            gzip.compress(b"words\n", mtime=0),
+            "'jsonl' needs one a line, {.note.: ",
+        ),
         ("parquet", "a.parquet", b"", "write '.*a.parquet' again"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The pass that writes a store: once, whole or not at all, whatever stops it."""
+"""The pass that writes a store: it writes one once, and as a whole or not at all."""
 
 import errno
 import os

@@ -321,8 +321,8 @@ def test_hazard_21_there_were_more_microbatches_than_steps(probed, seen):
 
 
 def test_undecodable_records_are_counted_before_the_first_step(probed):
-    told = "not private: .* records have no target, 1 records cannot be decoded"
-    first = re.search(told, probed.output)
+    expected = "not private: .* records have no target, 1 records cannot be decoded"
+    first = re.search(expected, probed.output)
     assert first is not None
     assert first.start() < probed.output.index("Training starts")
 
