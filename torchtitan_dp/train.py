@@ -346,7 +346,7 @@ class DPTrainer(Trainer):
         executed = ExecutedSteps(folder)
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
-            write_fingerprint(folder, fingerprint, settings, self.dataloader.description)
+            write_fingerprint(folder, fingerprint, settings, self.dataloader.describe())
             for line in write_config(config):
                 logger.info(line)
         return ledger, executed

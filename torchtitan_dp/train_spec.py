@@ -74,7 +74,7 @@ def build_loader(
         windows=job_config.data.windows_per_draw,
         fingerprint=records.fingerprint,
         settings=records.settings,
-        description=describe(records.figures(samples), unit_word(job_config)),
+        describe=lambda: describe(records.figures(samples), unit_word(job_config)),
         shuffle_seed=job_config.debug.seed or 0,
         secure_draws=job_config.privacy.secure_noise,
     )

@@ -97,7 +97,7 @@ def opening(folder: str, differ: str) -> str:
             fingerprint="f" * 64,
             settings={},
             units=np.arange(10),
-            description=[],
+            describe=list,
             samples=SimpleNamespace(store=SimpleNamespace(fingerprint=tokens)),
         ),
     )

@@ -168,7 +168,7 @@ def opened(folder, *overrides):
             fingerprint="f" * 64,
             settings={},
             units=np.arange(10),
-            description=[],
+            describe=list,
             samples=SimpleNamespace(store=SimpleNamespace(fingerprint="t" * 64)),
         ),
     )

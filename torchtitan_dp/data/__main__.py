@@ -36,13 +36,12 @@ def main(argv: list[str]) -> None:
         found = records.figures(samples)
         if options.plot:
             _plot(found, options.plot)
+        if options.json:
+            write_json(options.json, found)
     for warning in warnings:
         warn(warning)
     for line in describe(found, unit_word(config)):
         say(line)
-    if options.json:
-        with exit_on_mistake(), _os_errors_as_mistakes():
-            write_json(options.json, found)
 
 
 @contextlib.contextmanager

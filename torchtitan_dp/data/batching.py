@@ -12,7 +12,7 @@ Guarantee, with `data.length_buckets`:
 """
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -127,7 +127,7 @@ class RecordLoader:
         windows: int = 1,
         fingerprint: str = "",
         settings: Mapping[str, object] | None = None,
-        description: Sequence[str] = (),
+        describe: Callable[[], Sequence[str]] = list,
         shuffle_seed: int = 0,
         secure_draws: bool = False,
     ) -> None:
@@ -139,13 +139,13 @@ class RecordLoader:
             windows: K, samples of each unit.
             fingerprint: hash of the data and its split; private.
             settings: the settings that the fingerprint depends on, by key.
-            description: lines about the records; private.
+            describe: writes lines about the records; private.
             shuffle_seed: for the baseline without privacy.
             secure_draws: whether choices are from a cryptographic generator.
         """
         self.samples, self.units, self.fingerprint = samples, units, fingerprint
         self.ranks, self.rank, self.batch_size, self.windows = ranks, rank, batch_size, windows
-        self.settings, self.description = settings or {}, description
+        self.settings, self.describe = settings or {}, describe
         self._shuffle_seed, self._secure_draws = shuffle_seed, secure_draws
         self._groups: dict[int, list[np.ndarray]] = {}  # by their number
 

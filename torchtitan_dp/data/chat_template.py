@@ -28,6 +28,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from torchtitan_dp.data.tables import MOST_ITEMS
 from torchtitan_dp.data.tokenizer import kind_of, text_of
 
 ASSISTANT = "assistant"
@@ -36,7 +37,7 @@ _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _EITHER = re.compile(f"([{_OPEN}{_CLOSE}])")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")  # as Python writes a function, or a generator
 _GLOBALS = ("range", "dict", "cycler", "joiner", "namespace")  # jinja2's own, without chance
-MOST_MESSAGES = 256
+MOST_MESSAGES = MOST_ITEMS
 """Of a longer conversation these are looked at: the time to render it must be bounded."""
 MESSAGE_COST = 1000  # characters: about as many are copied while a template looks at a message
 MOST_COST = 2**26  # characters that are rendered for one conversation, over all renderings

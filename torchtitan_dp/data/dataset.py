@@ -114,7 +114,7 @@ class Records:
         hashes = np.arange(count, dtype=np.uint64) * np.uint64((2**64 - 1) // max(count, 1))
         nothing, places = np.zeros(count, dtype=np.int64), np.arange(count + 1)
         units = Units(places[:-1], places, hashes)
-        facts = {"between": 0, "lacks": [], "tokens": "", "contents": ""}
+        facts = {"between": 0, "lacks": []}
         store = Store("", nothing, nothing, nothing.astype(np.uint8), units, facts, -1)
         return cls(source, store, *split(hashes, heldout_fraction), "", {}, ())
 

@@ -275,6 +275,8 @@ _TABLE: dict[str, Any] = {
     "explain": _write_again,
 }
 
+_ARROW: dict[str, Any] = {**_TABLE, "rows": arrow_rows, "check": check_arrow}
+
 FORMATS: dict[str, Format] = {
     "text": Format(
         rows=text_rows,
@@ -315,20 +317,16 @@ FORMATS: dict[str, Format] = {
         **_TABLE,
     ),
     "arrow": Format(
-        rows=arrow_rows,
-        check=check_arrow,
         below=("**/*.arrow", "**/*.feather"),
         found_in="row in an *.arrow or *.feather file",
         record="one row of an Arrow file",
-        **_TABLE,
+        **_ARROW,
     ),
     "hf": Format(
-        rows=arrow_rows,
-        check=check_arrow,
         below=("data-*.arrow",),
         found_in="row in a data-*.arrow file of a folder that datasets.Dataset.save_to_disk wrote; "
         "for a DatasetDict, name the folder of one split",
         record="one row of a Hugging Face data set",
-        **_TABLE,
+        **_ARROW,
     ),
 }

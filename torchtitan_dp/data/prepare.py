@@ -102,8 +102,6 @@ def prepared(source: Source, place: str | None = None) -> Store:
         files = list_files(*locate(source.path, facts.below, has_stdlib=not facts.fields))
         if not files.names:
             raise _no_record(source)
-        for index in range(len(files)):
-            facts.check(files.path(index), source.keys)
         target = os.path.join(folder, stores.key_of(files, source.terms))
         store = stores.load(target)
         if store is not None and stores.is_seen(store, files):
@@ -113,6 +111,8 @@ def prepared(source: Source, place: str | None = None) -> Store:
             if (store := _kept(target, files, source)) is None:
                 if not can_write:
                     raise OSError(errno.EROFS, os.strerror(errno.EROFS), folder)
+                for index in range(len(files)):  # those of a store that is there were checked
+                    facts.check(files.path(index), source.keys)
                 _require_room(folder, files, source)
                 stores.write(target, lambda place: _write(place, files, source))
                 store = stores.load(target)

@@ -16,7 +16,7 @@ Reasons have names of fields, roles and types: they are PRIVATE, for the records
 """
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -31,9 +31,9 @@ from torchtitan_dp.data.chat_template import (
     messages_of,
     unlike_messages,
 )
+from torchtitan_dp.data.tables import Fields
 from torchtitan_dp.data.tokenizer import Tokenizer, kind_of, text_of
 
-Fields = Mapping[str, object]
 MOST_PART = 2**18  # characters that are tokenized in one piece
 
 

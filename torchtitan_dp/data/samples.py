@@ -11,7 +11,8 @@ only where it has no room beside a quarter of prompt, and every record with a ta
 
 Guarantee:
     A draw of a unit makes one sample (or a public number, `windows`), each a function of that
-    unit's records and of randomness independent of all records, whatever their number and lengths.
+    unit's records and of randomness that is independent of all records. The number of samples
+    depends on no record.
 """
 
 from collections.abc import Sequence
@@ -203,11 +204,10 @@ class Samples:
             windows: samples of each unit, which `units` repeats as often in a row.
         """
         self.hand_out(np.asarray(units)[::windows])
-        made = [
-            self.sample(
-                int(unit), length, None if rngs is None else rngs[row], row % windows, windows
-            )
-            for row, unit in enumerate(units)
-        ]
-        tokens_BT, labels_BT = (torch.stack(parts) for parts in zip(*made, strict=True))
+        shape = 2, len(units), self.seq_len if length is None else length
+        both = np.empty(shape, dtype=np.int64)
+        for row, unit in enumerate(units):
+            rng = None if rngs is None else rngs[row]
+            self.lay_out(self.ids(int(unit), rng, row % windows, windows), *both[:, row])
+        tokens_BT, labels_BT = torch.from_numpy(both)
         return tokens_BT, labels_BT

@@ -292,9 +292,10 @@ def alone(folder: str) -> Iterator[None]:
     except filelock.Timeout:
         say("waiting for another process, which prepares the same training.dataset_path")
         lock.acquire()
-    with lock:
-        lock.release()  # of the two acquisitions
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def names(folder: str) -> list[str]:

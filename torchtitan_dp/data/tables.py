@@ -19,7 +19,8 @@ MOST_ROW_BYTES = 64 * 2**20
 BROKEN = b""
 """A value that cannot be read: neither a text nor a list."""
 _MOST_ROWS = 64
-_MOST_ITEMS = 256  # of a list: as many messages as a template is given
+MOST_ITEMS = 256
+"""Of a list, the items that are read: messages of a chat."""
 
 
 def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
@@ -120,15 +121,20 @@ def _plain(kind: Any) -> Any:
 def _is_text(kind: Any) -> bool:
     import pyarrow.types as is_
 
-    views = (getattr(is_, "is_string_view", lambda _: False),)
-    tests = (is_.is_string, is_.is_large_string, is_.is_null, *views)
+    tests = (is_.is_string, is_.is_large_string, is_.is_null, is_.is_string_view)
     return any(test(kind) for test in tests)
+
+
+def _is_list(kind: Any) -> bool:
+    import pyarrow.types as is_
+
+    return bool(is_.is_list(kind) or is_.is_large_list(kind))
 
 
 def _is_list_of_structs(kind: Any) -> bool:
     import pyarrow.types as is_
 
-    if not (is_.is_list(kind) or is_.is_large_list(kind)):
+    if not _is_list(kind):
         return bool(is_.is_null(kind))
     item = kind.value_type
     if not is_.is_struct(item):
@@ -175,11 +181,11 @@ def _values(column: Any) -> list[object]:
         return _values(column.dictionary.slice(at, 1)) if is_there else [BROKEN]
     try:
         is_whole = _is_whole(column)
-        if getattr(pa.types, "is_string_view", lambda _: False)(column.type):
+        if pa.types.is_string_view(column.type):
             column = column.cast(pa.large_string())  # whose size is that of these rows alone
         if is_whole and column.nbytes <= MOST_ROW_BYTES:
-            if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
-                column = pc.list_slice(column, 0, _MOST_ITEMS)
+            if _is_list(column.type):
+                column = pc.list_slice(column, 0, MOST_ITEMS)
             return cast("list[object]", column.to_pylist())
     except _errors():
         pass
@@ -198,7 +204,7 @@ def _is_whole(column: Any) -> bool:
         return False  # row by row, since other rows' values lie in one place
     if pa.types.is_struct(kind):
         return all(map(_is_whole, column.flatten()))
-    if pa.types.is_list(kind) or pa.types.is_large_list(kind):
+    if _is_list(kind):
         ends = column.offsets.to_numpy()
         if len(column) == 0 or ends[0] < 0 or (ends[1:] < ends[:-1]).any():
             return len(column) == 0
