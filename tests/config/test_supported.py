@@ -15,7 +15,7 @@ from torchtitan.config import ConfigManager
 from torchtitan.config import JobConfig as TorchTitanJobConfig
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.command_line import _keys as annotated_keys
+from torchtitan_dp.config.keys import keys
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.config.supported import _values, check_supported, supported_keys
 
@@ -104,7 +104,7 @@ def test_values_that_torchtitan_would_fail_on_later_are_refused_at_once(key, val
 def _numbers():
     """Every key, TorchTitan's and ours, whose value may be a number with a fraction."""
     schema = ConfigManager._merge_configs(TorchTitanJobConfig, JobConfig)
-    return [key for key, kind in annotated_keys(schema) if float in (kind, *typing.get_args(kind))]
+    return [key for key, kind in keys(schema) if float in (kind, *typing.get_args(kind))]
 
 
 @pytest.mark.parametrize("key", _numbers())

@@ -1,11 +1,11 @@
-"""Facts that follow from a configuration: sampling, lengths of samples, and its terms in words."""
+"""Facts that follow from a configuration: the mesh, how samples are made, and terms in words."""
 
 import dataclasses
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.units import word
 from torchtitan_dp.distributed.cpu import has_accelerator
-from torchtitan_dp.gradients.methods import METHODS
+from torchtitan_dp.gradients.methods import METHODS, automatic
 
 ALL, AS_GIVEN = "all weights", "as given"
 
@@ -19,6 +19,33 @@ gradients, which each tile reads and writes once."""
 # The keys in a tile of cuDNN's attention. Its backward has returned NaN on tiles that were filled
 # in part (https://github.com/pytorch/pytorch/issues/196678); it refuses a single key.
 ALIGNED_TOKENS = 128
+
+
+def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
+    """Return the degrees of dp_replicate, dp_shard and cp."""
+    parallelism = config.parallelism
+    return (
+        parallelism.data_parallel_replicate_degree,
+        parallelism.data_parallel_shard_degree,
+        parallelism.context_parallel_degree,
+    )
+
+
+def resolve_degrees(config: JobConfig, world_size: int) -> None:
+    """Replace degrees of -1, in place: cp takes all of `world_size` ranks that the other degrees
+    leave, then dp_shard takes the rest."""
+    parallelism, (replicate, shard, cp) = config.parallelism, mesh_degrees(config)
+    if cp == -1:
+        cp = max(world_size // max(replicate * max(shard, 1), 1), 1)
+    if shard == -1:
+        shard = max(world_size // max(replicate * cp, 1), 1)
+    parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree = cp, shard
+
+
+def resolve_gradient_method(config: JobConfig) -> None:
+    """Replace `auto` by the method that it stands for, in place. It depends on MBS alone."""
+    if config.privacy.gradient_method == "auto":
+        config.privacy.gradient_method = automatic(config.training.local_batch_size)
 
 
 def unit_word(config: JobConfig) -> str:
