@@ -88,7 +88,7 @@ validation.publish_epsilon=1 validation.enable data.heldout_fraction=.3 privacy.
     with a public privacy.sample_rate
 validation.publish_delta=1e-6 → no held-out loss is published
 validation.publish_delta=0.5 validation.publish_epsilon=1 validation.enable \
-    data.heldout_fraction=.3 → validation.publish_delta = 0.5: at least 1 / number of held-out records
+    data.heldout_fraction=.3 → validation.publish_delta = 0.5: at least 1 / number of held-out
 data.unit_field=user
 data.unit_field=folder
 data.unit_sampling=random → without data.unit_field

@@ -27,9 +27,7 @@ from torchtitan_dp.models import hugging_face_weights
 from torchtitan_dp.models.families import FAMILIES, on_meta, parameter_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import export
-from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
-from torchtitan_dp.models.llama3.config_json import feed_forward_size
-from torchtitan_dp.models.llama3.model import FLAVORS, Llama
+from torchtitan_dp.models.llama3.model import FLAVORS, HuggingFaceAdapter, Llama, feed_forward_size
 from torchtitan_dp.models.parameters import first_overflow
 from torchtitan_dp.preflight.check import check_files
 from torchtitan_dp.train_spec import build_model

@@ -16,8 +16,7 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import on_meta, without_lora
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import write_folder
-from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
-from torchtitan_dp.models.llama3.model import FLAVORS, Llama
+from torchtitan_dp.models.llama3.model import FLAVORS, HuggingFaceAdapter, Llama
 from torchtitan_dp.models.lora import LoRA, LoRALinear, is_adapter
 from torchtitan_dp.models.parameters import trainable_parameters
 

@@ -16,8 +16,7 @@ from torchtitan_dp.models.families import FAMILIES, on_meta, parameter_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.lora import LoRA
-from torchtitan_dp.models.qwen3.adapter import HuggingFaceAdapter
-from torchtitan_dp.models.qwen3.model import FLAVORS
+from torchtitan_dp.models.qwen3 import FLAVORS, HuggingFaceAdapter
 
 
 def given(folder: Path, *overrides: str) -> Any:

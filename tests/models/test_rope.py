@@ -216,11 +216,11 @@ BAD_KEYS = [
         ["--rope.type=linear", "--rope.factor=4", "--rope.beta_fast=3"],
         "rope.beta_fast = 3.0: has no effect with rope.type 'linear'",
     ),
-    (["--rope.type=linear"], "rope.factor = None: rope.type = 'linear' needs a number of 1"),
+    (["--rope.type=linear"], "rope.factor is not set: rope.type = 'linear' needs a number of 1"),
     (["--rope.type=yarn", "--rope.factor=0.5"], "rope.factor = 0.5: must be 1 or more"),
     (
         ["--rope.type=yarn", "--rope.factor=4"],
-        "rope.original_max_position_embeddings = None: rope.type = 'yarn' needs the trained",
+        "rope.original_max_position_embeddings is not set: rope.type = 'yarn' needs the trained",
     ),
     ([*EXTENDED, "--rope.beta_fast=0.5"], "rope.beta_fast = 0.5 with rope.beta_slow = 1:"),
     (["--rope.type=dynamic"], "rope.type"),

@@ -27,7 +27,7 @@ from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
 from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.products import add_product_, write_product_
-from torchtitan_dp.models.token_loss import losses_to_gradients_
+from torchtitan_dp.models.loss import losses_to_gradients_
 
 
 class LossHead(nn.Linear):

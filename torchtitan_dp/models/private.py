@@ -1,7 +1,8 @@
 """The parts of a model for private training that are the same in every family.
 
-A family has two classes, each with TorchTitan's own as the second base: arguments with
-`PrivateArgs`, a model with `PrivateModel`. A model adds its table of rotary embeddings.
+A family has three classes, each with TorchTitan's own as the second base: arguments with
+`PrivateArgs`, a model with `PrivateModel`, which adds its table of rotary embeddings, and with
+`PrivateAdapter` the conversion of its weights to Hugging Face's names and back.
 """
 
 import contextlib
@@ -18,7 +19,14 @@ import torch.nn as nn
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.models.feed_forward import TiledBlock
-from torchtitan_dp.models.lora import LoRA, add_adapters, draw_factor_, is_adapter, lora_of
+from torchtitan_dp.models.lora import (
+    LoRA,
+    add_adapters,
+    draw_factor_,
+    is_adapter,
+    lora_of,
+    without_adapters,
+)
 from torchtitan_dp.models.loss import per_sample_loss, token_losses
 from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_, in_threads
@@ -62,6 +70,20 @@ class PrivateArgs:
         embeddings = {id(p) for p in model.tok_embeddings.parameters()}  # type: ignore[union-attr]
         of_products = (p for p in model.parameters() if id(p) not in embeddings)
         return parameters, flops - 2 * sum(p.numel() for p in of_products if not p.requires_grad)
+
+
+class PrivateAdapter:
+    """Leaves out LoRA's factors, which no file of a whole model has."""
+
+    def __init__(self, model_args: Any, hf_assets_path: str | None) -> None:
+        # TorchTitan reads an index there, which only matters for saving.
+        super().__init__(model_args, None)  # type: ignore[call-arg]
+        self.hf_assets_path = hf_assets_path or None
+
+    def to_hf(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """Convert to Hugging Face's names and layout."""
+        converted: dict[str, Any] = super().to_hf(without_adapters(state_dict))  # type: ignore[misc]
+        return converted
 
 
 class PrivateModel(nn.Module):
