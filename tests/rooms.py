@@ -49,7 +49,9 @@ class Rooms:
         terminal = self.config.pluginmanager.get_plugin("terminalreporter")
         assert terminal is not None
         mark, color = ("✗", {"red": True}) if counts["failed"] else ("✓", {"green": True})
-        found = ", ".join(f"{counts[outcome]:,} {outcome}" for outcome in OUTCOMES if counts[outcome])
+        found = ", ".join(
+            f"{counts[outcome]:,} {outcome}" for outcome in OUTCOMES if counts[outcome]
+        )
         terminal.ensure_newline()
         terminal.write(mark, **color)
         terminal.write_line(f" {name:<14} {found}")
