@@ -146,6 +146,17 @@ privacy.noise=banded privacy.target_epsilon=None privacy.noise_multiplier=1 → 
 privacy.noise=banded privacy.secure_noise → privacy.secure_noise = true
 privacy.clipping_groups=* → 'flat' clips all as one group
 privacy.gradient_method=randomized privacy.underestimates=accounted → privacy.accountant = 'rdp'
+rope.theta=0 → rope.theta = 0.0: must be a number above 1
+rope.factor=4 → rope.factor = 4.0: has no effect with rope.type unset; set
+rope.factor=4 rope.type=default → no effect with rope.type 'default'
+rope.factor=0.5 rope.type=yarn → rope.factor = 0.5: must be 1 or more
+rope.beta_fast=3 rope.type=linear rope.factor=4 → has no effect with rope.type 'linear'
+rope.beta_fast=0.5 rope.type=yarn rope.factor=4 rope.original_max_position_embeddings=64 → \
+    beta_fast = 0.5 must be at least beta_slow = 1
+rope.type=linear → rope.factor is not set: rope.type = 'linear' needs a number of 1
+rope.type=yarn rope.factor=4 → \
+    rope.original_max_position_embeddings is not set: rope.type = 'yarn' needs the trained
+rope.type=dynamic
 lora.rank=2 lora.targets=wq,wq → name each target once
 activation_checkpoint.offload_inputs activation_checkpoint.mode=none
 training.feed_forward_chunk=16 activation_checkpoint.mode=selective → products of tiles

@@ -208,33 +208,6 @@ def test_adapters_come_with_the_positions_that_they_were_trained_at(
     assert (model(sample_tokens()) - base).abs().max() < 1e-4
 
 
-BAD_KEYS = [
-    (["--rope.theta=0"], "rope.theta = 0.0: must be a number above 1"),
-    (["--rope.factor=4"], "rope.factor = 4.0: has no effect with rope.type unset; set"),
-    (["--rope.type=default", "--rope.factor=4"], "no effect with rope.type 'default'"),
-    (
-        ["--rope.type=linear", "--rope.factor=4", "--rope.beta_fast=3"],
-        "rope.beta_fast = 3.0: has no effect with rope.type 'linear'",
-    ),
-    (["--rope.type=linear"], "rope.factor is not set: rope.type = 'linear' needs a number of 1"),
-    (["--rope.type=yarn", "--rope.factor=0.5"], "rope.factor = 0.5: must be 1 or more"),
-    (
-        ["--rope.type=yarn", "--rope.factor=4"],
-        "rope.original_max_position_embeddings is not set: rope.type = 'yarn' needs the trained",
-    ),
-    ([*EXTENDED, "--rope.beta_fast=0.5"], "rope.beta_fast = 0.5 with rope.beta_slow = 1:"),
-    (["--rope.type=dynamic"], "rope.type"),
-]
-
-
-@pytest.mark.parametrize("options, words", BAD_KEYS)
-def test_keys_that_cannot_work_are_refused(options: list[str], words: str) -> None:
-    with pytest.raises(ValueError) as refusal:  # noqa: PT011
-        build.config(*options)
-    assert words in str(refusal.value)
-    assert "\n" not in str(refusal.value)
-
-
 BAD_FILES = [
     ({**YARN, "rope_type": "dynamic"}, 'rope_type = "dynamic"'),
     ({**YARN, "rope_type": "longrope"}, 'rope_type = "longrope"'),
