@@ -157,8 +157,11 @@ rope.type=linear → rope.factor is not set: rope.type = 'linear' needs a number
 rope.type=yarn rope.factor=4 → \
     rope.original_max_position_embeddings is not set: rope.type = 'yarn' needs the trained
 rope.type=dynamic
+lora.rank=-1
+lora.alpha=0
 lora.rank=2 lora.targets=wq,wq → name each target once
 activation_checkpoint.offload_inputs activation_checkpoint.mode=none
+training.feed_forward_chunk=-1
 training.feed_forward_chunk=16 activation_checkpoint.mode=selective → products of tiles
 training.feed_forward_chunk=16 activation_checkpoint.mode=none training.local_batch_size=2 → \
     tiles are for microbatches of one sample
@@ -172,7 +175,7 @@ privacy.gradient_method=ghost privacy.ghost_passes=two activation_checkpoint.mod
 privacy.sigma=1 → --privacy.sigma: unknown option; see the keys of [privacy]
 training.seqlen 512 → --training.seqlen: unknown option; did you mean --training.seq_len?
 privacy.epsilon=8 → did you mean --privacy.target_epsilon?
-delta=1 → --delta: unknown option; the sections are
+delta=1 → --delta: unknown option; did you mean
 dp.sigma=1 → --dp.sigma
 dp.delta=1e-5 → did you mean --privacy.delta?
 peft.r=8 → did you mean --lora.rank?

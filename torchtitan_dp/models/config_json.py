@@ -56,7 +56,7 @@ class Reader:
             "vocab_size": self.size("vocab_size"),
             "norm_eps": float(self.settings.get("rms_norm_eps", 1e-6)),
             "rope_theta": theta,
-            "rope": self._scaling(kind, name, values),
+            "rope": self.scaling(kind, name, values),
             "max_seq_len": self.size("max_position_embeddings", window),
             "tie_embeddings": bool(self.settings.get("tie_word_embeddings", False)),
         }
@@ -106,7 +106,7 @@ class Reader:
             self.refuse("rope_theta", theta, "must be a positive number")
         return float(theta), kind, name, values
 
-    def _scaling(self, kind: str, name: str, values: dict[str, Any]) -> Scaling | None:
+    def scaling(self, kind: str, name: str, values: dict[str, Any]) -> Scaling | None:
         """Read the scaling that `rope` found, if it is one of those that all families compute."""
 
         def number(part: str, default: float | None = None, least: float = 0) -> float:

@@ -81,22 +81,18 @@ class LoRALinear(nn.Linear):
         return torch.add(super().forward(x), self.lora_b(self.lora_a(x)), alpha=self.scaling)
 
 
-_OF_PEFT = {
-    "q_proj": "wq",
-    "k_proj": "wk",
-    "v_proj": "wv",
-    "o_proj": "wo",
-    "gate_proj": "w1",
-    "down_proj": "w2",
-    "up_proj": "w3",
-}
-"""Our names of layers, by Hugging Face's, which PEFT's `target_modules` has."""
+_OF_PEFT = dict(
+    zip(
+        ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "down_proj", "up_proj"),
+        ("wq", "wk", "wv", "wo", "w1", "w2", "w3"),
+        strict=True,
+    )
+)
+"""Our names of layers, by those of Hugging Face, which PEFT's `target_modules` has."""
 
 
 def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
     """Put factors beside the targets in `blocks`, and freeze all else of `model`, in place.
-
-    Call it where the model is built, so that all other code finds factors like any parameters.
 
     Raises:
         ValueError: one line for the user; a target is no linear layer of the blocks.
@@ -145,8 +141,7 @@ def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: floa
     """Return the whole weight, fp32 (out, in), of a plain layer equal to an adapted one.
 
     Args:
-        weight: the frozen (out, in).
-        a, b: the factors (r, in) and (out, r), on its device.
+        weight, a, b: (out, in), (r, in) and (out, r), on one device.
     """
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling)
 

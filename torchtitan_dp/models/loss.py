@@ -23,17 +23,15 @@ from torchtitan_dp.privacy.kernels import BLOCK, compile_kernel, on_threads
 
 
 def per_sample_loss(logits_BTV: Tensor, labels_BT: Tensor, targets_B: Tensor) -> Tensor:
-    """Compute this rank's part of each sample's mean next-token cross-entropy.
+    """Compute this rank's part of each sample's mean next-token cross-entropy, fp32 (B,).
+
+    Summed over the cp ranks it is the sample's mean loss.
 
     Args:
-        logits_BTV: logits of this rank's tokens, any floating dtype; the loss is fp32.
-        labels_BT: int64 targets of the same tokens, shifted before sharding; `IGNORE_INDEX` where
-            there is none.
-        targets_B: each sample's number of targets over the whole sequence, on all ranks of the
-            context-parallel group. A sample without targets has loss 0, and gradient exactly 0.
-
-    Returns:
-        fp32 of shape (B,); summed over the context-parallel ranks it is the sample's mean loss.
+        logits_BTV: of this rank's tokens, any floating dtype.
+        labels_BT: int64, shifted before sharding; `IGNORE_INDEX` where there is no target.
+        targets_B: each sample's number of targets over all cp ranks. A sample without targets has
+            loss 0, and gradient exactly 0.
     """
     return token_losses(logits_BTV, labels_BT).sum(dim=1) / targets_B.clamp(min=1)
 
@@ -67,8 +65,7 @@ class SampleLosses:
     load_balancer: LoadBalancer
 
     def __call__(self, tokens_BT: Tensor, labels_BT: Tensor) -> Tensor:
-        """Return this rank's parts, fp32 (B,). Inputs are int64 whole samples, the same on all
-        cp ranks."""
+        """Return this rank's parts, fp32 (B,), of int64 whole samples, the same on all cp ranks."""
         labels_BT = labels_BT.to(self.device)
         targets_B = (labels_BT != IGNORE_INDEX).sum(dim=1)
         tokens_BT, labels_BT, positions = self._local(tokens_BT, labels_BT)
@@ -97,19 +94,16 @@ class SampleLosses:
 
 @torch.library.custom_op("torchtitan_dp::losses_to_gradients_", mutates_args=("logits_NV",))
 def losses_to_gradients_(logits_NV: Tensor, labels_N: Tensor, scale_N: Tensor) -> Tensor:
-    """Compute the losses of some tokens, and overwrite their logits by the losses' gradients.
+    """Compute the fp32 losses (N,) of some tokens, and overwrite their logits by the gradients.
+
+    One operator, so that counters of operations see what CUDA runs: one kernel, which reads the
+    logits (the second time mostly from cache) and writes the gradients. On CPU, blocks of rows fit
+    a core's cache. The fp32 logits of all rows never exist.
 
     Args:
         logits_NV: any floating dtype; computed in fp32.
         labels_N: int64; tokens of `IGNORE_INDEX` have loss 0 and, for finite logits, gradient 0.
         scale_N: fp32 factors of the tokens' losses.
-
-    Returns:
-        fp32 losses, shape (N,).
-
-    One operator, so that counters of operations see what CUDA runs: one kernel, which reads the
-    logits (the second time mostly from cache) and writes the gradients. On CPU, blocks of rows fit
-    a core's cache. The fp32 logits of all rows never exist.
     """
     if logits_NV.is_cuda:
         return _compiled_by_comparison()(logits_NV, labels_N, scale_N)

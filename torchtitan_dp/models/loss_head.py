@@ -1,17 +1,14 @@
 """The output layer and the loss in one, in chunks of tokens: the logits are never all there.
 
 A Llama 3's 128k logits a token, in fp32, outgrow everything else at long contexts. Here those of
-one chunk exist at a time, and its gradients are computed along with its loss, so that nothing is
-done twice: as many FLOPs as without chunks. To FSDP2 this is one layer, called once: one gather and
-one reduction a microbatch.
+one chunk exist at a time, and its gradients are computed along with its loss: as many FLOPs as
+without chunks. To FSDP2 this is one layer, called once: one gather and one reduction a microbatch.
 
 With several samples the weight's per-sample gradients are formed in the forward pass as well, and
-their sums over cp start there. This costs no memory: the loss head is the last in the forward pass
-and the first in backward, so what is formed at the end of the one would be formed at the beginning
-of the other, and it is kept till the end of backward in both. While a sample is formed, one whole
-gradient of the weight exists, and one more that is being reduced. The order of collectives is the
-program's, the same on all ranks: the head's reduce-scatters, then those of backward. What backward
-knows first is what each loss was multiplied by; gradients are linear in it, and multiplied then.
+their sums over cp start there: the loss head is the last in forward and the first in backward, so
+that this costs no memory. While a sample is formed, one whole gradient of the weight exists, and
+one more that is being reduced. The order of collectives is the same on all ranks: the head's
+reduce-scatters, then those of backward, which first multiplies by the gradient of each loss.
 
 Guarantee:
     Loss b, and the gradient formed for it, depend on sample b alone.
@@ -31,8 +28,7 @@ from torchtitan_dp.models.loss import losses_to_gradients_
 
 
 class LossHead(nn.Linear):
-    """Wraps an output layer that, given labels, returns `models.loss.per_sample_loss` of its
-    logits; given labels alone, `models.loss.token_losses`."""
+    """An output layer that, given labels, returns losses in place of logits (see `models.loss`)."""
 
     chunk_tokens: int
 
@@ -51,8 +47,8 @@ class LossHead(nn.Linear):
         labels_BT: torch.Tensor | None = None,
         targets_B: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Return logits; with labels and targets, fp32 losses of shape (B,), see
-        `per_sample_loss`; with labels alone, and without gradients, fp32 losses of shape (B, T)."""
+        """Return logits; with labels and targets, fp32 `per_sample_loss` (B,); with labels alone,
+        and without gradients, fp32 `token_losses` (B, T)."""
         if labels_BT is None:
             return super().forward(h_BTD)
         if targets_B is None:
@@ -65,12 +61,8 @@ class LossHead(nn.Linear):
 def _chunk(
     h_ND: torch.Tensor, labels_N: torch.Tensor, weight_VD: torch.Tensor, scale_N: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute the fp32 losses of some tokens, and the gradient of their logits in the logits'
-    dtype.
-
-    Args:
-        scale_N: fp32: what each token's loss is multiplied by. Ignored tokens count 0.
-    """
+    """Compute the fp32 losses of some tokens, times fp32 scales, and the gradient of their logits
+    in the logits' dtype."""
     logits_NV = h_ND @ weight_VD.T
     return losses_to_gradients_(logits_NV, labels_N, scale_N), logits_NV
 
@@ -78,7 +70,6 @@ def _chunk(
 def _token_losses(
     h_BTD: torch.Tensor, labels_BT: torch.Tensor, weight_VD: torch.Tensor, chunk_tokens: int
 ) -> torch.Tensor:
-    """Compute each token's fp32 loss, (B, T)."""
     assert not torch.is_grad_enabled(), "a token's loss has no gradient here"
     loss_BT = torch.empty_like(labels_BT, dtype=torch.float32)
     for loss_T, h_TD, labels_T in zip(loss_BT, h_BTD, labels_BT, strict=True):
@@ -89,7 +80,7 @@ def _token_losses(
 
 
 def _scales(targets_B: torch.Tensor) -> torch.Tensor:
-    """Return what each sample's summed loss is multiplied by; 1 where it has no targets."""
+    """Return the factors that make sums means, fp32; 1 where a sample has no targets."""
     return 1 / targets_B.clamp(min=1).float()
 
 
@@ -102,13 +93,11 @@ def _sample(
     grad_h_TD: torch.Tensor | None,
     grad_weights: Sequence[tuple[slice, torch.Tensor]],
 ) -> torch.Tensor:
-    """Compute one sample's fp32 loss, and its gradients in the same pass.
+    """Compute one sample's loss, times the fp32 `scale`, and its gradients in the same pass.
 
     Args:
-        scale: fp32 scalar: what the loss is multiplied by.
-        grad_h_TD: to be written to; None if it is not needed.
-        grad_weights: ranges of the weight's rows, each with the fp32 memory that its gradient is
-            written to.
+        grad_h_TD: is written to; None if it is not needed.
+        grad_weights: ranges of the weight's rows, each with the fp32 memory for its gradient.
     """
     assert len(h_TD) > 0, "without tokens no gradient would be written"
     loss = torch.zeros_like(scale)
@@ -125,8 +114,8 @@ def _sample(
 
 
 class _OneSample(torch.autograd.Function):
-    """Computes gradients along with the loss; of several samples only if the weight is not
-    trained. Then a second backward pass over the same graph computes them again."""
+    """Computes gradients along with the loss; of several samples only if the weight is not trained.
+    A second backward pass over the same graph computes them again."""
 
     @staticmethod
     def forward(  # type: ignore[override]
@@ -178,7 +167,7 @@ class _OneSample(torch.autograd.Function):
 
 
 def _input_gradients(ctx: Any) -> torch.Tensor:
-    """Compute again what the loss head's input was found to have for a gradient."""
+    """Compute the gradient of the loss head's input again."""
     h_BTD, labels_BT, weight_VD, scale_B = ctx.saved_tensors
     grad_h_BTD = torch.empty_like(h_BTD)
     for h_TD, labels_T, scale, grad_h_TD in zip(h_BTD, labels_BT, scale_B, grad_h_BTD, strict=True):

@@ -34,11 +34,10 @@ def local_part(tensor: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def overflow(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return, on their device, 1.0 if this rank's parts of the tensors have a NaN, an infinity, or
-    together a norm whose square is none of fp32's numbers, else 0.0.
+    """Return 1.0 if this rank's parts of the tensors have a NaN, an infinity, or together a norm
+    whose square fp32 does not have, else 0.0; on their device, so that the host does not wait.
 
-    The host does not wait for it. Weights above 1.8e19 are still numbers, but products with them
-    are not.
+    Weights above 1.8e19 are still numbers, but products with them are not.
     """
     norm = nn.utils.get_total_norm([local_part(tensor) for tensor in tensors])
     return (~norm.float().square().isfinite()).float()
@@ -51,6 +50,7 @@ def first_overflow(tensors: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def copy_slice_(parameter: torch.Tensor, whole: torch.Tensor) -> None:
+    """Copy this rank's slice of a whole tensor into a parameter."""
     if not isinstance(parameter, DTensor):
         parameter.copy_(whole)
         return

@@ -64,8 +64,7 @@ class PrivateArgs:
         self.lora = lora_of(job_config)
 
     def get_nparams_and_flops(self, model: nn.Module, seq_len: int) -> tuple[int, int]:
-        """Return the number of parameters, and the FLOPs of a token as TorchTitan counts them,
-        without the gradients of frozen weights."""
+        """Count parameters, and a token's FLOPs without the gradients of frozen weights."""
         parameters, flops = super().get_nparams_and_flops(model, seq_len)  # type: ignore[misc]
         embeddings = {id(p) for p in model.tok_embeddings.parameters()}  # type: ignore[union-attr]
         of_products = (p for p in model.parameters() if id(p) not in embeddings)
@@ -87,10 +86,7 @@ class PrivateAdapter:
 
 
 class PrivateModel(nn.Module):
-    """A decoder with per-sample losses, adapters, and initial weights that depend on no mesh.
-
-    TorchTitan's model, the second base, has `tok_embeddings`, `layers`, `norm` and `output`.
-    """
+    """A decoder with per-sample losses, adapters, and initial weights that depend on no mesh."""
 
     rotary_name: str
     """The name of the buffer of rotary embeddings."""
@@ -126,8 +122,8 @@ class PrivateModel(nn.Module):
         labels: torch.Tensor | None = None,
         targets: torch.Tensor | None = None,
     ) -> Any:
-        """Return logits (B, T, V); with labels and targets, their `models.loss.per_sample_loss`;
-        with labels alone, and without gradients, their `models.loss.token_losses`.
+        """Return logits (B, T, V); with labels and targets, their `per_sample_loss`; with labels
+        alone, and without gradients, their `token_losses`.
 
         Args:
             positions: int64 (1 or B, T), of this rank's tokens; the same for all samples.
@@ -177,7 +173,7 @@ class PrivateModel(nn.Module):
 
     @torch.no_grad()  # which a thread does not inherit
     def _drawn(self, name: str, shape: torch.Size) -> torch.Tensor:
-        """Draw the whole parameter of that name, fp32 on the CPU, from a generator of its own."""
+        """Draw a whole parameter, fp32 on the CPU, from a generator of its own."""
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         digest = hashlib.sha256(f"{self.model_args.init_seed}/{name}".encode()).digest()
         seed = int.from_bytes(digest[:4], "big")  # 32 bits suffice: initial weights are public
@@ -191,7 +187,7 @@ class PrivateModel(nn.Module):
         return whole
 
     def _initialize_(self, whole: torch.Tensor, name: str, generator: torch.Generator) -> None:
-        """Draw the whole matrix of that name, in place, from TorchTitan's distribution."""
+        """Draw a whole matrix, in place, from TorchTitan's distribution."""
         args = self.model_args
         if name == "output.weight" or (args.tie_embeddings and name == "tok_embeddings.weight"):
             std = args.dim**-0.5

@@ -36,12 +36,8 @@ def rms_norm(
     weight: torch.Tensor | None = None,
     eps: float | None = None,
 ) -> torch.Tensor:
-    """Compute `torch.nn.functional.rms_norm` over the last dimension, in fp32 or wider.
-
-    Args:
-        x: (…, D), of any floating dtype, which the result has too.
-        weight: (D,).
-    """
+    """Compute `torch.nn.functional.rms_norm` of x, (…, D) of any floating dtype, in fp32 or wider,
+    with a weight (D,)."""
     assert normalized_shape == x.shape[-1:], "over the last dimension only"
     return cast(torch.Tensor, _RMSNorm.apply(x, weight, _eps(eps, x)))
 

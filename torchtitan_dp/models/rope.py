@@ -113,12 +113,8 @@ def mscale(factor: float, weight: float = 1.0) -> float:
 
 
 def scaled_angles(args: Any) -> tuple[torch.Tensor, float]:
-    """Return the angles of a model's table, fp32 (position, pair), and the factor of their cosines
-    and sines.
-
-    Args:
-        args: with a scaling in `rope`.
-    """
+    """Return the angles of a model's table, fp32 (position, pair), by the scaling in `args.rope`,
+    and the factor of their cosines and sines."""
     positions = torch.arange(args.max_seq_len)
     with torch.device("cpu"):  # as `transformers`: a GPU's powers may round differently
         frequencies = args.rope.inverse_frequencies(args.rope_theta, args.head_size)
