@@ -93,11 +93,7 @@ def write_tokenizer(folder: Path) -> None:
     backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, []))
     backend.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
     backend.save(str(folder / "tokenizer.json"))
-    marks = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "bos_token": "<s>",
-        "eos_token": "</s>",
-    }
+    marks = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>"}
     (folder / "tokenizer_config.json").write_text(json.dumps(marks))
 
 

@@ -344,10 +344,7 @@ def test_files_that_would_not_load_are_refused(given_llama, tmp_path):
     (tmp_path / "adapters").mkdir()
     (tmp_path / "adapters" / "adapter_model.safetensors").write_bytes(b"")
     for more, words in (
-        (
-            (f"--checkpoint.initial_load_path={tmp_path / 'adapters'}",),
-            "release its run with",
-        ),
+        ((f"--checkpoint.initial_load_path={tmp_path / 'adapters'}",), "release its run with"),
         (("--checkpoint.initial_load_path=meta-llama/Llama",), "hf download meta-llama/Llama --lo"),
         (("--checkpoint.initial_load_path=/nowhere",), "initial_load_path = '/nowhere': no such"),
         ((f"--checkpoint.initial_load_path={tmp_path / 'empty'}",), "has no"),

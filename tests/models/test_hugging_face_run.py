@@ -6,13 +6,7 @@ import pytest
 import torch
 
 import torchtitan_dp.plan.__main__ as plan
-from tests.models.hugging_face import (
-    PLAIN,
-    SCALED,
-    edit_config,
-    transformers_logits,
-    write_llama,
-)
+from tests.models.hugging_face import PLAIN, SCALED, edit_config, transformers_logits, write_llama
 from tests.processes.runs import arguments, load, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import newest_whole_checkpoint
 from torchtitan_dp.ledger.caveats import recorded

@@ -21,11 +21,7 @@ from torchtitan.config import JobConfig as TorchTitanJobConfig
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check
-from torchtitan_dp.config.derived import (
-    resolve_degrees,
-    resolve_gradient_method,
-    resolve_sampling,
-)
+from torchtitan_dp.config.derived import resolve_degrees, resolve_gradient_method, resolve_sampling
 from torchtitan_dp.config.keys import check_toml, read_command_line
 from torchtitan_dp.process import write_atomically
 

@@ -75,11 +75,7 @@ class TiledBlock(nn.Module):
     feed_forward: nn.Module
 
     def forward(
-        self,
-        x_BTD: Tensor,
-        rotary: Tensor,
-        attention_masks: None,
-        positions: Tensor | None = None,
+        self, x_BTD: Tensor, rotary: Tensor, attention_masks: None, positions: Tensor | None = None
     ) -> Tensor:
         """Compute the block; arguments as TorchTitan's."""
         assert attention_masks is None, "attention is causal"

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 from safetensors.torch import save_file
+from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
 from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
@@ -168,7 +169,7 @@ def _write_weights(
         name = f"model-{number:05}-of-{len(shards):05}.safetensors"
         if len(shards) == 1:
             name = "model.safetensors"
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for parameter in parameters:
             whole = _merged_whole(parameter, state_dict, args.lora)
             if folder is not None:
@@ -187,7 +188,7 @@ def _write_weights(
         _write_json(os.path.join(folder, INDEX_FILE), index)
 
 
-def _refuse_not_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+def _refuse_not_finite(tensors: Mapping[str, Tensor]) -> None:
     """Raise ValueError, one line, if a tensor of an export has a NaN or an infinity."""
     for name, tensor in tensors.items():
         if not tensor.isfinite().all():
@@ -199,10 +200,10 @@ def _refuse_not_finite(tensors: Mapping[str, torch.Tensor]) -> None:
 
 def _shards(
     state_dict: dict[str, Any], args: ModelArgs, itemsize: int
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Iterator[dict[str, Tensor]]:
     """Yield parts of the state dict of at most `SHARD_BYTES`, or of one parameter; a tied one
     once."""
-    part: dict[str, torch.Tensor] = {}
+    part: dict[str, Tensor] = {}
     size = 0
     for name, value in state_dict.items():
         if args.tie_embeddings and name == TIED_OUTPUT:
@@ -246,7 +247,7 @@ def _adapter_settings(names: Mapping[str, Any], lora: LoRA, base: str | None) ->
     }
 
 
-def _peft_tensors(state_dict: Mapping[str, Any], args: ModelArgs) -> dict[str, torch.Tensor]:
+def _peft_tensors(state_dict: Mapping[str, Any], args: ModelArgs) -> dict[str, Tensor]:
     """Return all factors as whole fp32 tensors on the CPU, under PEFT's names.
 
     B's rows are those of its layer's output, in the order of `transformers`.
@@ -263,9 +264,7 @@ def _peft_tensors(state_dict: Mapping[str, Any], args: ModelArgs) -> dict[str, t
     return found
 
 
-def _rows_for_transformers(
-    layer: str, shape: torch.Size, args: ModelArgs
-) -> tuple[str, torch.Tensor]:
+def _rows_for_transformers(layer: str, shape: torch.Size, args: ModelArgs) -> tuple[str, Tensor]:
     """Return a layer's name in `transformers`, and the index of our row for each row of its weight
     there. The family's adapter is applied to a weight whose values are the row numbers."""
     rows = torch.arange(shape[0], dtype=torch.int32)[:, None].expand(shape)
@@ -273,7 +272,7 @@ def _rows_for_transformers(
     return name.removesuffix(".weight"), moved[:, 0].long()
 
 
-def _merged_whole(name: str, state_dict: Mapping[str, Any], lora: LoRA | None) -> torch.Tensor:
+def _merged_whole(name: str, state_dict: Mapping[str, Any], lora: LoRA | None) -> Tensor:
     """Return a whole weight, with its layer's factors merged into it, in fp32, if it has some.
 
     Collective over the FSDP mesh: weight and factors are gathered.
@@ -286,5 +285,5 @@ def _merged_whole(name: str, state_dict: Mapping[str, Any], lora: LoRA | None) -
     return merged(whole, a, b, lora.scaling)
 
 
-def _whole(value: torch.Tensor) -> torch.Tensor:
+def _whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -17,6 +17,7 @@ from typing import TypeVar
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.models.parameters import canonical_name, copy_slice_
@@ -76,7 +77,7 @@ class LoRALinear(nn.Linear):
         adapted.scaling = lora.scaling
         return adapted
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: Tensor) -> Tensor:
         """Compute (…, out) of (…, in)."""
         return torch.add(super().forward(x), self.lora_b(self.lora_a(x)), alpha=self.scaling)
 
@@ -115,7 +116,7 @@ def add_adapters(model: nn.Module, blocks: nn.Module, lora: LoRA) -> None:
             setattr(blocks.get_submodule(parent), name, LoRALinear.over(layer, lora))
 
 
-def draw_factor_(whole: torch.Tensor, name: str, generator: torch.Generator) -> None:
+def draw_factor_(whole: Tensor, name: str, generator: torch.Generator) -> None:
     """Fill a whole factor as Hu et al. begin: B with 0, A uniformly in ± 1 / sqrt(in), as PEFT
     does."""
     assert is_adapter(name)
@@ -137,7 +138,7 @@ def store_frozen(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 @torch.no_grad()
-def merged(weight: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float) -> torch.Tensor:
+def merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
     """Return the whole weight, fp32 (out, in), of a plain layer equal to an adapted one.
 
     Args:

@@ -19,12 +19,14 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 
 from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
 from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.products import add_product_, write_product_
 from torchtitan_dp.models.loss import losses_to_gradients_
+from torchtitan_dp.models.tiles import tiles
 
 
 class LossHead(nn.Linear):
@@ -42,11 +44,8 @@ class LossHead(nn.Linear):
         return head
 
     def forward(
-        self,
-        h_BTD: torch.Tensor,
-        labels_BT: torch.Tensor | None = None,
-        targets_B: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+        self, h_BTD: Tensor, labels_BT: Tensor | None = None, targets_B: Tensor | None = None
+    ) -> Tensor:
         """Return logits; with labels and targets, fp32 `per_sample_loss` (B,); with labels alone,
         and without gradients, fp32 `token_losses` (B, T)."""
         if labels_BT is None:
@@ -59,40 +58,38 @@ class LossHead(nn.Linear):
 
 
 def _chunk(
-    h_ND: torch.Tensor, labels_N: torch.Tensor, weight_VD: torch.Tensor, scale_N: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+    h_ND: Tensor, labels_N: Tensor, weight_VD: Tensor, scale_N: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute the fp32 losses of some tokens, times fp32 scales, and the gradient of their logits
     in the logits' dtype."""
     logits_NV = h_ND @ weight_VD.T
     return losses_to_gradients_(logits_NV, labels_N, scale_N), logits_NV
 
 
-def _token_losses(
-    h_BTD: torch.Tensor, labels_BT: torch.Tensor, weight_VD: torch.Tensor, chunk_tokens: int
-) -> torch.Tensor:
+def _token_losses(h_BTD: Tensor, labels_BT: Tensor, weight_VD: Tensor, chunk_tokens: int) -> Tensor:
     assert not torch.is_grad_enabled(), "a token's loss has no gradient here"
     loss_BT = torch.empty_like(labels_BT, dtype=torch.float32)
     for loss_T, h_TD, labels_T in zip(loss_BT, h_BTD, labels_BT, strict=True):
-        for tokens in _chunks(len(h_TD), chunk_tokens):
+        for tokens in tiles(len(h_TD), chunk_tokens):
             scale_N = torch.ones_like(loss_T[tokens])
             loss_T[tokens], _ = _chunk(h_TD[tokens], labels_T[tokens], weight_VD, scale_N)
     return loss_BT
 
 
-def _scales(targets_B: torch.Tensor) -> torch.Tensor:
+def _scales(targets_B: Tensor) -> Tensor:
     """Return the factors that make sums means, fp32; 1 where a sample has no targets."""
     return 1 / targets_B.clamp(min=1).float()
 
 
 def _sample(
-    h_TD: torch.Tensor,
-    labels_T: torch.Tensor,
-    weight_VD: torch.Tensor,
-    scale: torch.Tensor,
+    h_TD: Tensor,
+    labels_T: Tensor,
+    weight_VD: Tensor,
+    scale: Tensor,
     chunk_tokens: int,
-    grad_h_TD: torch.Tensor | None,
-    grad_weights: Sequence[tuple[slice, torch.Tensor]],
-) -> torch.Tensor:
+    grad_h_TD: Tensor | None,
+    grad_weights: Sequence[tuple[slice, Tensor]],
+) -> Tensor:
     """Compute one sample's loss, times the fp32 `scale`, and its gradients in the same pass.
 
     Args:
@@ -101,7 +98,7 @@ def _sample(
     """
     assert len(h_TD) > 0, "without tokens no gradient would be written"
     loss = torch.zeros_like(scale)
-    for tokens in _chunks(len(h_TD), chunk_tokens):
+    for tokens in tiles(len(h_TD), chunk_tokens):
         scale_N = scale.expand(tokens.stop - tokens.start)
         loss_N, grad_NV = _chunk(h_TD[tokens], labels_T[tokens], weight_VD, scale_N)
         loss += loss_N.sum()
@@ -120,13 +117,13 @@ class _OneSample(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[override]
         ctx: Any,
-        h_BTD: torch.Tensor,
-        labels_BT: torch.Tensor,
-        targets_B: torch.Tensor,
-        weight_VD: torch.Tensor,
+        h_BTD: Tensor,
+        labels_BT: Tensor,
+        targets_B: Tensor,
+        weight_VD: Tensor,
         chunk_tokens: int,
         differentiate: bool,
-    ) -> torch.Tensor:
+    ) -> Tensor:
         h_needed, _, _, weight_needed, _, _ = ctx.needs_input_grad
         merges = differentiate and weight_needed and len(h_BTD) > 1
         assert not merges, "samples would be merged before they are clipped"
@@ -156,7 +153,7 @@ class _OneSample(torch.autograd.Function):
         return torch.stack(losses)
 
     @staticmethod
-    def backward(ctx: Any, grad_loss_B: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         gradients, ctx.gradients = ctx.gradients, None
         grad_h, grad_weight = gradients or (_input_gradients(ctx), None)
         if grad_h is not None:
@@ -166,7 +163,7 @@ class _OneSample(torch.autograd.Function):
         return grad_h, None, None, grad_weight, None, None
 
 
-def _input_gradients(ctx: Any) -> torch.Tensor:
+def _input_gradients(ctx: Any) -> Tensor:
     """Compute the gradient of the loss head's input again."""
     h_BTD, labels_BT, weight_VD, scale_B = ctx.saved_tensors
     grad_h_BTD = torch.empty_like(h_BTD)
@@ -183,17 +180,17 @@ class _SeveralSamples(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         layer: PerSampleLayer,
-        h_BTD: torch.Tensor,
-        labels_BT: torch.Tensor,
-        targets_B: torch.Tensor,
-        weight_VD: torch.Tensor,
-    ) -> torch.Tensor:
+        h_BTD: Tensor,
+        labels_BT: Tensor,
+        targets_B: Tensor,
+        weight_VD: Tensor,
+    ) -> Tensor:
         assert isinstance(layer, LossHead)
         scale_B = _scales(targets_B)
         grad_h_BTD = torch.empty_like(h_BTD) if ctx.needs_input_grad[1] else None
         loss_B = torch.empty_like(scale_B)
 
-        def write(layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
+        def write(layout: RowLayout, whole: Tensor, samples: slice) -> None:
             chunks = list(layout.chunks(whole))
             for place, sample in enumerate(range(samples.start, samples.stop)):
                 loss_B[sample] = _sample(
@@ -212,7 +209,7 @@ class _SeveralSamples(torch.autograd.Function):
         return loss_B
 
     @staticmethod
-    def backward(ctx: Any, grad_loss_B: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         (formed, grad_h), ctx.formed, ctx.grad_h_BTD = (ctx.formed, ctx.grad_h_BTD), None, None
         ctx.layer.sink.add(ctx.layer.parameter_names["weight"], formed, grad_loss_B)
         if grad_h is not None:
@@ -229,11 +226,11 @@ class _OutputsKept(torch.autograd.Function):
     def forward(  # type: ignore[override]
         ctx: Any,
         layer: PerSampleLayer,
-        h_BTD: torch.Tensor,
-        labels_BT: torch.Tensor,
-        targets_B: torch.Tensor,
-        weight_VD: torch.Tensor,
-    ) -> torch.Tensor:
+        h_BTD: Tensor,
+        labels_BT: Tensor,
+        targets_B: Tensor,
+        weight_VD: Tensor,
+    ) -> Tensor:
         assert isinstance(layer, LossHead)
         scale_B = _scales(targets_B)
         loss_B, grad_BTV = _losses_and_outputs(layer, h_BTD, labels_BT, weight_VD, scale_B)
@@ -242,7 +239,7 @@ class _OutputsKept(torch.autograd.Function):
         return loss_B
 
     @staticmethod
-    def backward(ctx: Any, grad_loss_B: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad_loss_B: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         h_BTD, labels_BT, weight_VD, scale_B = ctx.saved_tensors
         layer, grad_BTV, ctx.grad_BTV = ctx.layer, ctx.grad_BTV, None
         if grad_BTV is None:
@@ -256,18 +253,14 @@ class _OutputsKept(torch.autograd.Function):
 
 
 def _losses_and_outputs(
-    layer: LossHead,
-    h_BTD: torch.Tensor,
-    labels_BT: torch.Tensor,
-    weight_VD: torch.Tensor,
-    scale_B: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
+    layer: LossHead, h_BTD: Tensor, labels_BT: Tensor, weight_VD: Tensor, scale_B: Tensor
+) -> tuple[Tensor, Tensor]:
     """Compute fp32 losses (B,), and their gradients by all logits (B, T, V)."""
     grad_BTV = h_BTD.new_empty((*h_BTD.shape[:2], len(weight_VD)))
     losses = []
     for h_TD, labels_T, scale, grad_TV in zip(h_BTD, labels_BT, scale_B, grad_BTV, strict=True):
         loss = torch.zeros_like(scale)
-        for tokens in _chunks(len(h_TD), layer.chunk_tokens):
+        for tokens in tiles(len(h_TD), layer.chunk_tokens):
             torch.mm(h_TD[tokens], weight_VD.T, out=grad_TV[tokens])
             labels_N = labels_T[tokens]
             loss += losses_to_gradients_(grad_TV[tokens], labels_N, scale.expand_as(labels_N)).sum()
@@ -281,10 +274,10 @@ class _AsTheSinkAsks:
     def apply(
         self,
         layer: PerSampleLayer,
-        h_BTD: torch.Tensor,
-        labels_BT: torch.Tensor | None = None,
-        targets_B: torch.Tensor | None = None,
-        *weight: torch.Tensor,
+        h_BTD: Tensor,
+        labels_BT: Tensor | None = None,
+        targets_B: Tensor | None = None,
+        *weight: Tensor,
     ) -> Any:
         name = layer.parameter_names["weight"]
         kept = layer.sink.keeps_outputs(name, h_BTD.shape[1])
@@ -293,7 +286,3 @@ class _AsTheSinkAsks:
 
 
 register_per_sample(LossHead, _AsTheSinkAsks())
-
-
-def _chunks(tokens: int, size: int) -> list[slice]:
-    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]

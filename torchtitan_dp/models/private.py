@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.nn as nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from torchtitan_dp.models.feed_forward import TiledBlock
@@ -102,7 +103,7 @@ class PrivateModel(nn.Module):
         super().__init__(model_args)
         self.model_args = model_args
         # Wraps the call of a block, by the block's input.
-        self.around_block: Callable[[torch.Tensor], AbstractContextManager[None]] = lambda _: (
+        self.around_block: Callable[[Tensor], AbstractContextManager[None]] = lambda _: (
             contextlib.nullcontext()
         )
         if model_args.tie_embeddings:
@@ -110,17 +111,17 @@ class PrivateModel(nn.Module):
         if model_args.lora is not None:
             add_adapters(self, self.layers, model_args.lora)
 
-    def rotary_table(self) -> torch.Tensor:
+    def rotary_table(self) -> Tensor:
         """Compute the buffer of rotary embeddings, by position."""
         raise NotImplementedError
 
     def forward(
         self,
-        tokens: torch.Tensor,
+        tokens: Tensor,
         attention_masks: None = None,
-        positions: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        targets: torch.Tensor | None = None,
+        positions: Tensor | None = None,
+        labels: Tensor | None = None,
+        targets: Tensor | None = None,
     ) -> Any:
         """Return logits (B, T, V); with labels and targets, their `per_sample_loss`; with labels
         alone, and without gradients, their `token_losses`.
@@ -172,7 +173,7 @@ class PrivateModel(nn.Module):
             copy_slice_(parameter, whole)
 
     @torch.no_grad()  # which a thread does not inherit
-    def _drawn(self, name: str, shape: torch.Size) -> torch.Tensor:
+    def _drawn(self, name: str, shape: torch.Size) -> Tensor:
         """Draw a whole parameter, fp32 on the CPU, from a generator of its own."""
         whole = torch.empty(shape, dtype=torch.float32, device="cpu")
         digest = hashlib.sha256(f"{self.model_args.init_seed}/{name}".encode()).digest()
@@ -186,7 +187,7 @@ class PrivateModel(nn.Module):
             self._initialize_(whole, name, generator)
         return whole
 
-    def _initialize_(self, whole: torch.Tensor, name: str, generator: torch.Generator) -> None:
+    def _initialize_(self, whole: Tensor, name: str, generator: torch.Generator) -> None:
         """Draw a whole matrix, in place, from TorchTitan's distribution."""
         args = self.model_args
         if name == "output.weight" or (args.tie_embeddings and name == "tok_embeddings.weight"):

@@ -50,10 +50,7 @@ def rotate(q_BTHF: Tensor, k_BTHF: Tensor, angles_TF2: Tensor) -> tuple[Tensor, 
 def _turned(x_BTHF: Tensor, angles_TF2: Tensor) -> Tensor:
     cosine_T1F, sine_T1F = angles_TF2[:, None].unbind(-1)
     real, imaginary = x_BTHF.float().unflatten(-1, (-1, 2)).unbind(-1)
-    turned = (
-        real * cosine_T1F - imaginary * sine_T1F,
-        real * sine_T1F + imaginary * cosine_T1F,
-    )
+    turned = (real * cosine_T1F - imaginary * sine_T1F, real * sine_T1F + imaginary * cosine_T1F)
     return torch.stack(turned, dim=-1).flatten(-2).to(x_BTHF.dtype)
 
 
@@ -79,11 +76,7 @@ class RegionBlock(TransformerBlock):
     regions: Regions
 
     def forward(  # type: ignore[no-untyped-def, override]
-        self,
-        x: Tensor,
-        freqs_cis: Tensor,
-        attention_masks: None,
-        positions: Tensor | None = None,
+        self, x: Tensor, freqs_cis: Tensor, attention_masks: None, positions: Tensor | None = None
     ) -> Tensor:
         """As TorchTitan's: x is (B, T, D), freqs_cis complex (T or more, F / 2)."""
         assert attention_masks is None, "attention is causal"
