@@ -31,36 +31,23 @@ def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
     )
 
 
-def resolve_degrees(config: JobConfig, world_size: int) -> None:
-    """Replace degrees of -1, in place: cp takes all of `world_size` ranks that the other degrees
-    leave, then dp_shard takes the rest."""
+def resolve(config: JobConfig, world_size: int) -> None:
+    """Replace degrees of -1, and `auto`, by what they stand for, in place.
+
+    cp takes all of `world_size` ranks that the other degrees leave, then dp_shard takes the rest.
+    The gradient method depends on MBS alone. Most units are longer than one sample, so over many
+    draws all of a unit is read: by windows, or, where samples lie around answers, by random
+    records.
+    """
     parallelism, (replicate, shard, cp) = config.parallelism, mesh_degrees(config)
     if cp == -1:
         cp = max(world_size // max(replicate * max(shard, 1), 1), 1)
     if shard == -1:
         shard = max(world_size // max(replicate * cp, 1), 1)
     parallelism.context_parallel_degree, parallelism.data_parallel_shard_degree = cp, shard
-
-
-def resolve_gradient_method(config: JobConfig) -> None:
-    """Replace `auto` by the method that it stands for, in place. It depends on MBS alone."""
     if config.privacy.gradient_method == "auto":
         config.privacy.gradient_method = automatic(config.training.local_batch_size)
-
-
-def unit_word(config: JobConfig) -> str:
-    """Return the one-word name of the privacy unit: record, patient, …"""
-    return word(config.data.unit_field)
-
-
-def resolve_sampling(config: JobConfig) -> None:
-    """Replace `auto` by the sampling that it stands for, in place.
-
-    Most units are longer than one sample, so over many draws all of a unit is read: by windows,
-    or, where samples lie around answers, by random records.
-    """
-    data = config.data
-    has_answers = data.prompt_field is not None or data.messages_field is not None
+    data, has_answers = config.data, _has_answers(config)
     is_grouped = data.unit_field is not None
     if data.unit_sampling == "auto":
         data.unit_sampling = "random" if is_grouped and has_answers else "concat"
@@ -68,11 +55,20 @@ def resolve_sampling(config: JobConfig) -> None:
         data.long_records = "window" if is_grouped and not has_answers else "head"
 
 
+def _has_answers(config: JobConfig) -> bool:
+    return config.data.prompt_field is not None or config.data.messages_field is not None
+
+
+def unit_word(config: JobConfig) -> str:
+    """Return the one-word name of the privacy unit: record, patient, …"""
+    return word(config.data.unit_field)
+
+
 def never_trained(config: JobConfig) -> str | None:
     """Describe the part of long records or units that no sample covers; None if there is none."""
     data = config.data
     takes_all = data.unit_field is not None and data.unit_sampling == "concat"
-    has_answers = data.prompt_field is not None or data.messages_field is not None
+    has_answers = _has_answers(config)
     if data.long_records != "head" or (has_answers and not takes_all):
         return None  # with answers, a sample of one record lies around the answer
     remedy = "data.long_records = 'window' samples a new part at each draw"

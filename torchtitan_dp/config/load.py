@@ -21,7 +21,7 @@ from torchtitan.config import JobConfig as TorchTitanJobConfig
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check
-from torchtitan_dp.config.derived import resolve_degrees, resolve_gradient_method, resolve_sampling
+from torchtitan_dp.config.derived import resolve
 from torchtitan_dp.config.keys import check_toml, read_command_line
 from torchtitan_dp.process import write_atomically
 
@@ -77,9 +77,7 @@ def _checked(values: dict[str, Any], schema: Any, world_size: int) -> JobConfig:
     """Return the configuration of checked values, `~`, `auto` and -1 resolved, if it can work."""
     config = ConfigManager()._dict_to_dataclass(schema, values)
     _resolve_home(config)
-    resolve_degrees(config, world_size)
-    resolve_gradient_method(config)
-    resolve_sampling(config)
+    resolve(config, world_size)
     check(config, world_size)
     return config
 
