@@ -5,7 +5,7 @@ Guarantee:
     of sensitivity C (or, with estimated norms, that of `privacy.randomized`), and b the expected
     batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
     with any inner optimizer. Noise that is correlated over steps is that of `privacy.banded`. This
-    holds for real numbers; `privacy.summation` has fp32 and fixed point. Each position of each
+    holds for real numbers; `privacy.summation` has fp32. Each position of each
     parameter has one noise value, from (key, name, position) alone: shards do not share it,
     replicas do, and it is the same on every mesh. Assumes that keys come from one `NoiseChain`.
 """
@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from torchtitan_dp.privacy.banded import WeightedKey
-from torchtitan_dp.privacy.summation import FP32_SUM, Summation
+from torchtitan_dp.privacy.summation import add_noise_
 
 
 class DPOptimizer:
@@ -37,7 +37,7 @@ class DPOptimizer:
         noise_multiplier: float,
         max_grad_norm: float,
         expected_batch_size: float,
-        summation: Summation = FP32_SUM,
+        secure_noise: bool = False,
         free_gathered: Callable[[], None] | None = None,
     ) -> None:
         """
@@ -45,7 +45,7 @@ class DPOptimizer:
             optimizer: any `torch.optim.Optimizer` over exactly `parameters`.
             parameters: DTensors sharded on dim 0, by canonical name.
             noise_multiplier: the noise of a key of weight 1 over C: `Mechanism.noise_of_step`.
-            summation: how noise is added, and to what; the `ClippedSum` must have the same.
+            secure_noise: add noise that resists attacks on its low bits.
             free_gathered: frees copies of the parameters that FSDP2 may still keep, which would be
                 used as they were before the update.
         """
@@ -53,7 +53,7 @@ class DPOptimizer:
         self._parameters = parameters
         self._noise_std = noise_multiplier * max_grad_norm
         self._expected_batch_size = expected_batch_size
-        self._summation = summation
+        self._secure_noise = secure_noise
         self._free_gathered = free_gathered
         self._starts = {name: _flat_start(parameter) for name, parameter in parameters.items()}
 
@@ -120,8 +120,13 @@ class DPOptimizer:
             self._free_gathered()
         for name, parameter in self._parameters.items():
             gradient = clipped_sum[name]
-            gradient = self._summation.add_noise_(
-                gradient, std=self._noise_std, keys=keys, name=name, start=self._starts[name]
+            add_noise_(
+                gradient,
+                std=self._noise_std,
+                keys=keys,
+                name=name,
+                start=self._starts[name],
+                secure=self._secure_noise,
             )
             gradient.div_(self._expected_batch_size)
             parameter.grad = _as_gradient_of(parameter, gradient)

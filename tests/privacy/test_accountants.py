@@ -9,13 +9,12 @@ import pytest
 from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
 from dp_accounting.pld import PLDAccountant
 from opacus.accountants import PRVAccountant, RDPAccountant
-from opacus.accountants.analysis import prv as opacus_prv
 from scipy import optimize
 from scipy.stats import norm
 
-from tests.accounts import gaussian_steps
-from torchtitan_dp.privacy import pld, prv, rdp
-from torchtitan_dp.privacy.accounting import epsilon, noise_multiplier
+from tests.accounts import gaussian_steps, steps_of
+from torchtitan_dp.privacy import pld, rdp
+from torchtitan_dp.privacy.accounting import compose, epsilon
 
 NOISE = [(0.6, 1e-5), (0.8, 1e-6), (1.0, 1e-5), (1.5, 1e-7), (2.0, 1e-5), (4.0, 1e-6)]
 SAMPLING = [(0.001, 2_000), (0.004, 1_000), (0.01, 1_000), (0.05, 200), (0.3, 20)]
@@ -36,35 +35,38 @@ def google(sigma: float, q: float, steps: int, delta: float, interval: float) ->
     return accountant.get_epsilon(delta)
 
 
+def upper_end(history: list[tuple[float, float, int]], delta: float) -> float:
+    """Of PRV's error bar, by Opacus: privacy loss random variables (Gopi, Lee & Wutschitz 2021)."""
+    accountant = PRVAccountant()
+    accountant.history = history
+    return accountant.get_epsilon(delta, eps_error=0.01)
+
+
 @pytest.mark.thorough_cases("*-1e-06", "1.0-*", "1.5-*")
 @pytest.mark.slow
 @pytest.mark.parametrize("sigma, q, steps, delta", GRID)
 def test_hazard_37_every_accountant_is_its_library_and_none_flatters(sigma, q, steps, delta):
     segments = (gaussian_steps(sigma, q, steps),)
     loose = rdp.rdp_epsilon(segments, delta)
-    middle = prv.prv_epsilon(segments, delta)
     tight = pld.pld_epsilon(segments, delta)  # each before the minimum with RDP is taken
     assert tight <= loose
-    assert tight <= middle <= tight + 0.011
+    assert tight <= upper_end([(sigma, q, steps)], delta) <= tight + 0.011
 
-    opacus_rdp, opacus = RDPAccountant(), PRVAccountant()
-    opacus_rdp.history = opacus.history = [(sigma, q, steps)]
+    opacus_rdp = RDPAccountant()
+    opacus_rdp.history = [(sigma, q, steps)]
     alphas = [a for a in rdp.ORDERS if a < 900]
     assert loose == pytest.approx(opacus_rdp.get_epsilon(delta, alphas=alphas), rel=1e-6)
-    assert middle == pytest.approx(opacus.get_epsilon(delta, eps_error=0.01), abs=0.011)
     interval = min(q / sigma**2 / 20, 1e-3)  # about a twentieth of a step's loss
     assert tight == pytest.approx(google(sigma, q, steps, delta, interval), rel=1e-3)
 
     query = {"noise_multiplier": sigma, "sample_rate": q, "steps": steps, "delta": delta}
     assert epsilon(**query, accountant="rdp") == loose
-    assert epsilon(**query, accountant="prv") == min(loose, middle)
     assert epsilon(**query, accountant="pld") == min(loose, tight)
 
 
 def test_reference_values():
     query = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1_000, "delta": 1e-5}
     assert epsilon(**query, accountant="rdp") == pytest.approx(2.1014, abs=1e-3)
-    assert epsilon(**query, accountant="prv") == pytest.approx(1.838, abs=2e-3)
     assert epsilon(**query, accountant="pld") == pytest.approx(1.828, abs=1e-3)
     assert epsilon(**query, accountant="pld") == pytest.approx(1.82824, rel=2e-4)
 
@@ -99,22 +101,17 @@ def test_without_sampling_pld_is_the_exact_gaussian_and_not_below(mu, delta):
     "sigma, q, steps, least, most",
     [(20.0, 0.001, 100, 0.0, 0.01), (40.0, 0.02, 100, 0.01, 0.02), (10.0, 0.002, 5_000, 0.03, 0.1)],
 )
-def test_small_epsilons_have_small_errors(monkeypatch, sigma, q, steps, least, most):
-    errors, compute = [], opacus_prv.DiscretePRV.compute_epsilon
-
-    def spy(self, delta, delta_error, eps_error):
-        errors.append(eps_error)
-        return compute(self, delta, delta_error, eps_error)
-
-    monkeypatch.setattr(opacus_prv.DiscretePRV, "compute_epsilon", spy)
-    prv.prv_epsilon.cache_clear()
-    segments = (gaussian_steps(sigma, q, steps),)
-    spent, tight = prv.prv_epsilon(segments, 1e-6), pld.pld_epsilon(segments, 1e-6)
+def test_small_epsilons_have_small_errors(sigma, q, steps, least, most):
+    tight = pld.pld_epsilon((gaussian_steps(sigma, q, steps),), 1e-6)
     assert least < tight < most
-    if tight > 0.01:
-        assert errors[-1] < spent / 200
     assert tight == pytest.approx(google(sigma, q, steps, 1e-6, 1e-6), rel=2e-3)
-    assert tight <= spent * 1.002 <= tight * 1.02 + 2e-5
+
+
+def test_hazard_37_unlike_segments_are_close_below_prv():
+    history = [(1.0, 0.01, 600), (1.4, 0.02, 300), (20.0, 1.0, 9)]
+    segments = [steps_of(*part) for part in history]
+    loose, tight = (compose(segments, delta=1e-5, accountant=name) for name in ("rdp", "pld"))
+    assert tight < upper_end(history, 1e-5) < min(tight + 0.011, loose)
 
 
 @pytest.mark.parametrize(
@@ -152,14 +149,3 @@ def test_a_failing_pld_never_gives_a_smaller_number(monkeypatch, wrong):
     monkeypatch.setattr(pld, "_attempts", lambda *_: [(wrong, None)])
     assert epsilon(**query, accountant="pld") == epsilon(**query, accountant="rdp")
     pld.pld_epsilon.cache_clear()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "target, q, steps",
-    [(0.05, 0.001, 500), (1.0, 0.01, 1_000), (8.0, 0.0141, 40), (8.0, 1.0, 100), (200.0, 0.1, 300)],
-)
-def test_hazard_38_sigma_by_pld_never_overshoots_the_target(target, q, steps):
-    query = {"sample_rate": q, "steps": steps, "delta": 1e-6, "accountant": "pld"}
-    sigma = noise_multiplier(target_epsilon=target, **query)
-    assert 0.99 * target <= epsilon(noise_multiplier=sigma, **query) <= target

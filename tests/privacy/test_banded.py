@@ -24,7 +24,7 @@ from torchtitan_dp.privacy.banded import (
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.mechanism import BandedGaussian
 from torchtitan_dp.privacy.sampling import groups_of, poisson_draw
-from torchtitan_dp.privacy.summation import FloatSum
+from torchtitan_dp.privacy.summation import add_noise_
 
 SIGMA, POSITIONS = 1.5, 200_000
 
@@ -44,7 +44,7 @@ def chain(bands: int, steps: int, root: RootKey, first: int = 1) -> np.ndarray:
     for step in range(first, first + steps):
         flat = torch.zeros(POSITIONS)
         taken = keys.take(step)
-        FloatSum().add_noise_(flat, std=mechanism.noise_of_step, keys=taken, name="w", start=0)
+        add_noise_(flat, std=mechanism.noise_of_step, keys=taken, name="w", start=0)
         rows.append(flat.double().numpy())
     return np.stack(rows)
 

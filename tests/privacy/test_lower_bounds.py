@@ -28,7 +28,7 @@ def test_clopper_pearson_is_scipys(errors, trials, confidence):
 @pytest.mark.parametrize("sigma", [0.6, 1.0, 2.0, 5.0])
 def test_a_gaussian_mechanisms_epsilon_is_the_accountants(sigma):
     accounted = accounting.epsilon(
-        noise_multiplier=sigma, sample_rate=1.0, steps=1, delta=1e-5, accountant="prv"
+        noise_multiplier=sigma, sample_rate=1.0, steps=1, delta=1e-5, accountant="pld"
     )
     exact = gaussian_epsilon(1 / sigma, 1e-5)
     assert exact <= accounted <= exact + 0.03
@@ -135,7 +135,7 @@ def test_many_canaries_on_a_gaussian_mechanism():
     and always shown to a quarter."""
     rng = np.random.default_rng(4)
     sigma = accounting.noise_multiplier(
-        target_epsilon=8.0, delta=1e-5, sample_rate=1.0, steps=1, accountant="prv"
+        target_epsilon=8.0, delta=1e-5, sample_rate=1.0, steps=1, accountant="pld"
     )
     for _ in range(50):
         included = rng.integers(0, 2, 1000)

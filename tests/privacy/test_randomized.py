@@ -193,8 +193,7 @@ def test_segments_of_both_kinds_compose():
     both = [steps_of(1.0, 0.05, 20, 32), steps_of(1.0, 0.05, 20)]
     mixed = accounting.compose(both, delta=DELTA, accountant="pld")
     assert epsilon(1.0, 0.05, 40, 0) < mixed < epsilon(1.0, 0.05, 40)
-    for accountant in ("rdp", "prv"):  # bounds, and loose ones
-        assert accounting.compose(both, delta=DELTA, accountant=accountant) > mixed
+    assert accounting.compose(both, delta=DELTA, accountant="rdp") > mixed  # a loose bound
 
 
 def test_merged_keeps_them_apart_and_closed_forms_are_of_exact_norms():

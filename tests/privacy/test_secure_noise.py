@@ -157,7 +157,6 @@ def update(degrees: tuple[int, int, int]) -> dict[str, torch.Tensor]:
     """The whole gradients that the inner optimizer sees, of a sum of zeros."""
     from tests import build
     from torchtitan_dp.optimizer import DPOptimizer
-    from torchtitan_dp.privacy.summation import FloatSum
 
     built = build.build(degrees)
     seen: dict[str, torch.Tensor] = {}
@@ -172,7 +171,7 @@ def update(degrees: tuple[int, int, int]) -> dict[str, torch.Tensor]:
         noise_multiplier=1.0,
         max_grad_norm=0.5,
         expected_batch_size=1,
-        summation=FloatSum(secure_noise=True),
+        secure_noise=True,
     )
     dp.step(built.gradients.clipped_sum.take(), [(KEY, 1.0)])
     return seen

@@ -1,4 +1,4 @@
-"""Row 49: an fp32 sum can be moved by more than C, by no more than is said; an exact one cannot."""
+"""Row 49: an fp32 sum can be moved by more than C, and by no more than is said."""
 
 import math
 
@@ -9,30 +9,25 @@ import torch.nn as nn
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.privacy.clipping import ClipPolicy
-from torchtitan_dp.privacy.fixed_point import unit
-from torchtitan_dp.privacy.summation import FixedPointSum, FloatSum, fp32_sum_excess
+from torchtitan_dp.privacy.summation import fp32_sum_excess
 
 P = 16  # values
 C = 1.0001  # a gradient of norm 1 is not scaled
-EXACT = FixedPointSum(unit(C, P))
 
 
-def total(gradients_NP, summation):
+def total(gradients_NP):
     """The clipped sum of samples that one rank is given in this order, in fp64."""
     (values,) = gradients_NP.shape[1:]
     clipped_sum = ClippedSum(
         {"w": nn.Parameter(torch.zeros(values))},
         ReductionGroups(None, None, None),
         ClipPolicy((("w",),), C),
-        summation,
     )
     clipped_sum.lay_out([values], {"w": Place(0, 0, values)}, torch.device("cpu"))
     for gradients_BP in gradients_NP.split(1024):
         valid_B = torch.ones(len(gradients_BP), dtype=torch.bool)
         clipped_sum.add([gradients_BP[:, None].clone()], valid_B)
-    flat = clipped_sum.take()["w"]
-    assert flat.dtype == summation.dtype
-    return flat.double() * (summation.unit if isinstance(summation, FixedPointSum) else 1.0)
+    return clipped_sum.take()["w"].double()
 
 
 def adversarial(power, record):
@@ -51,9 +46,9 @@ def adversarial(power, record):
     return norms_N[:, None] * torch.ones(P) / math.sqrt(P)
 
 
-def moved(power, record, summation):
+def moved(power, record):
     """By how much the record moves the sum, in multiples of C."""
-    there, empty = (total(adversarial(power, r), summation) for r in (record, 0.0))
+    there, empty = (total(adversarial(power, r)) for r in (record, 0.0))
     return ((there - empty).norm() / C).item()
 
 
@@ -62,47 +57,21 @@ TIPS = {10: (2.0**-12, 0.125), 12: (2.0**-10, 2.001)}  # the record's norm, what
 
 @pytest.mark.parametrize("power", TIPS)
 def test_row49_in_fp32_a_tiny_record_moves_the_sum_far(power):
-    """1,025 + 2,048 samples and 4,097 + 8,192: what `exact_sum` is for."""
+    """1,025 + 2,048 samples and 4,097 + 8,192: what the caveat counts."""
     record, expected = TIPS[power]
     samples = len(adversarial(power, record))
     assert samples == {10: 1_025 + 2_048, 12: 4_097 + 8_192}[power]
-    by = moved(power, record, FloatSum())
+    by = moved(power, record)
     assert by == pytest.approx(expected, abs=3e-4)
     assert expected / 10 < by / (record + fp32_sum_excess(samples)) <= 1  # the bound, and its size
-
-
-@pytest.mark.thorough_cases("0.000244140625", "0.0009765625", "1000000000.0", "1e-*", "3.0")
-@pytest.mark.slow
-@pytest.mark.parametrize("record", [0.0, 2.0**-12, 2.0**-10, 1e-5, 0.5, 1.0, -1.0, 3.0, 1e9])
-def test_row49_in_fixed_point_no_record_moves_the_sum_by_more_than_C(record):
-    by = moved(12, record, EXACT)
-    assert by <= 1 + 1e-6
-    assert by == pytest.approx(min(abs(record) / C, 1), abs=3e-5)
-
-
-def test_row49_a_record_of_any_direction_in_any_order_moves_the_sum_by_its_own_norm():
-    """Random batches of all sizes of gradient; the record first, last or between."""
-    generator = torch.Generator().manual_seed(0)
-    for trial in range(30):
-        sizes_N1 = torch.exp2(torch.randint(-40, 8, (100, 1), generator=generator).float())
-        others = torch.randn(100, P, generator=generator) * sizes_N1
-        record = torch.randn(1, P, generator=generator) * 2.0 ** (trial % 9 - 4)
-        at = int(torch.randint(0, 101, (), generator=generator))
-        there = total(torch.cat([others[:at], record, others[at:]]), EXACT)
-        empty = total(torch.cat([others[:at], torch.zeros(1, P), others[at:]]), EXACT)
-        alone = total(record, EXACT)
-        assert torch.equal(there - empty, alone)
-        assert alone.norm() <= C * (1 + 1e-6)
-        shuffled = torch.cat([others, record])[torch.randperm(101, generator=generator)]
-        assert torch.equal(total(shuffled, EXACT), there)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 5])
 def test_row49_the_bound_for_fp32_holds_for_sums_over_ranks(ranks):
     """The adversarial sequence on the last rank, and others' sums that go before it in a chain."""
     record, _ = TIPS[10]
-    there, empty = (total(adversarial(10, r), FloatSum()).float() for r in (record, 0.0))
-    other = total(adversarial(10, 0.0), FloatSum()).float()
+    there, empty = (total(adversarial(10, r)).float() for r in (record, 0.0))
+    other = total(adversarial(10, 0.0)).float()
     for _ in range(ranks - 1):
         there, empty = there + other, empty + other
     by = ((there.double() - empty.double()).norm() / C).item()

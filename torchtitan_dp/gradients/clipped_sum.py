@@ -5,10 +5,9 @@ Guarantee:
     since `reset`, each counting at most C (`privacy.clipping`) if norms are exact; for estimates
     see `privacy.randomized`. Assumes that each row passed to `add` is one sample's gradient, summed
     over the context-parallel group, and that the cp ranks together hold every element exactly once.
-    The `Summation` decides the arithmetic: in fixed point a sample moves the sum by at most C,
-    exactly; in fp32 it also changes how later samples round, which moves the sum of n samples on a
-    rank by up to n^2 / 2^24 of C more (`privacy.summation.fp32_sum_excess`): more than C itself
-    from 4,096 samples on.
+    The sum is in fp32: a sample also changes how later ones round, which moves the sum of n samples
+    on a rank by up to n^2 / 2^24 of C more (`privacy.summation.fp32_sum_excess`): more than C
+    itself from 4,096 samples on.
 
 Gradients arrive in bundles. A bundle is one flat tensor of parameters that are reduced together: an
 FSDP2 group (`microbatch`) or one parameter (`grad_sample`). Bundles decide how gradients are
@@ -28,8 +27,7 @@ import torch.nn as nn
 
 from torchtitan_dp.collectives import reduce_scatter_sum
 from torchtitan_dp.gradients.fsdp import ReductionGroups, RowLayout
-from torchtitan_dp.privacy.clipping import Clip, ClipPolicy, squared_norm
-from torchtitan_dp.privacy.summation import FP32_SUM, Summation
+from torchtitan_dp.privacy.clipping import Clip, ClipPolicy, add_clipped_, squared_norm
 
 
 class Place(NamedTuple):
@@ -51,20 +49,17 @@ class ClippedSum:
         parameters: dict[str, nn.Parameter],
         groups: ReductionGroups,
         policy: ClipPolicy,
-        summation: Summation = FP32_SUM,
     ) -> None:
         """
         Args:
             parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
             groups: the mesh's process groups.
             policy: the clip groups and bounds of these parameters.
-            summation: the arithmetic of the sum; the optimizer must have the same.
         """
         self.parameters = parameters
         self.groups = groups
         self.policy = policy
         assert sorted(sum(policy.members, ())) == sorted(parameters)
-        self._summation = summation
         self._whole = torch.empty(0)
         self._bundles: tuple[torch.Tensor, ...] = ()  # views of `_whole`
         self._places: dict[str, Place] = {}
@@ -84,7 +79,7 @@ class ClippedSum:
         assert not self._places
         assert places.keys() == self.parameters.keys(), places.keys() ^ self.parameters.keys()
         shape = (self.groups.dp_shard_size, sum(sizes))
-        self._whole = torch.zeros(shape, dtype=self._summation.dtype, device=device)
+        self._whole = torch.zeros(shape, dtype=torch.float32, device=device)
         self._bundles = self._whole.split(list(sizes), dim=1)
         self._places = places
 
@@ -209,9 +204,7 @@ class ClippedSum:
             shard_BDN = shards.pop(0)
             assert shard_BDN.shape[1:] == bundle_DN.shape, "the set of used parameters changed"
             for sample, shard_DN in enumerate(shard_BDN):
-                self._summation.add_clipped_(
-                    bundle_DN, shard_DN, factor_B[sample], rejected_B[sample]
-                )
+                add_clipped_(bundle_DN, shard_DN, factor_B[sample], rejected_B[sample])
 
     def accumulate_part(
         self, name: str, shard_BDN: torch.Tensor, factor_B: torch.Tensor, rejected_B: torch.Tensor
@@ -230,13 +223,13 @@ class ClippedSum:
         total_DN = self.part(list(self._bundles), name)
         assert shard_BDN.shape[1:] == total_DN.shape, (name, shard_BDN.shape, total_DN.shape)
         for sample, shard_DN in enumerate(shard_BDN):
-            self._summation.add_clipped_(total_DN, shard_DN, factor_B[sample], rejected_B[sample])
+            add_clipped_(total_DN, shard_DN, factor_B[sample], rejected_B[sample])
 
     def take(self) -> dict[str, torch.Tensor]:
         """Sum over all data-parallel ranks, and return this rank's flat local shards by name.
 
-        They have the summation's dtype, for its `add_noise_`, may be changed in place, and are
-        valid until `reset`. Zeros if nothing was accumulated (then on all ranks).
+        They are fp32, may be changed in place, and are valid until `reset`. Zeros if nothing was
+        accumulated (then on all ranks).
 
         Collectives: a reduce-scatter over dp_shard, and an all-reduce over dp_replicate.
         """
@@ -244,7 +237,7 @@ class ClippedSum:
             return {
                 name: torch.zeros(
                     parameter.to_local().numel(),  # type: ignore[attr-defined]
-                    dtype=self._summation.dtype,
+                    dtype=torch.float32,
                     device=parameter.device,
                 )
                 for name, parameter in self.parameters.items()

@@ -19,8 +19,8 @@ losses: the same FLOPs, and 20 bytes of traffic for each sample and value.
 `randomized` is the same with estimates of large layers' norms (`NormFinder`).
 
 Guarantee:
-    With `ExactNorms`, one sample moves the sum by at most C, as with any other method and for any
-    `Summation`, whatever error the ghost norms have. Let n_l be the norm of the sample's gradient
+    With `ExactNorms`, one sample moves the sum by at most C, as with any other method, whatever
+    error the ghost norms have. Let n_l be the norm of the sample's gradient
     of parameter l as it was found for clipping, whose squares sum to n^2, and f the sample's
     factor, f n <= C (for each clip group, if there are several).
     The sum gets f min(1, n_l / m_l) g_l of parameter l, where g_l is the very fp32 tensor that is

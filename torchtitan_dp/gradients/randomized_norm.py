@@ -27,10 +27,11 @@ Guarantee:
     process.
     If `capped`, `ghost` adds no more of a layer than its estimate. Given a step's key, a unit's
     presence and records then change no other unit's projections, estimates, factors or contribution
-    (but for how a device rounds products of other rows of a microbatch, `privacy.fixed_point`), and
-    move the sum by at most C, whatever its own estimates: steps are accounted for as with exact
-    norms. (Removing a unit from the population shifts later indices; that is equivalent to removing
-    the last one, because draws and projections do not depend on the units' order.)
+    (but for how a device rounds products of other rows of a microbatch: on CPU, in fp32, at lengths
+    that are no multiple of its vectors, by 1e-8 of itself), and move the sum by at most C, whatever
+    its own estimates: steps are accounted for as with exact norms. (Removing a unit from the
+    population shifts later indices; that is equivalent to removing the last one, because draws and
+    projections do not depend on the units' order.)
     Otherwise `ghost` adds at most `largest_ratio` times the estimate, and `privacy.randomized`
     accounts for that. In floating point an estimate errs by a share of (sum_t |l_t| |r_t|)^2; both
     bounds hold whatever the error.

@@ -57,7 +57,7 @@ class _RoomyClippedSum(ClippedSum):
             for parameter in self.parameters.values()
         )
         shape = (dp_shard, chunk)
-        self._room: torch.Tensor | None = torch.empty(shape, dtype=self._summation.dtype)
+        self._room: torch.Tensor | None = torch.empty(shape, dtype=torch.float32)
 
     def lay_out(self, *args: Any) -> None:
         self._room = None
@@ -238,12 +238,7 @@ def fake_world(
         stack.callback(dist.destroy_process_group)
         # Nothing is drawn or converted, in small parts that take next to no memory; and where a
         # storage would lie only distinguishes storages.
-        for name in (
-            "add_gaussian_noise_",
-            "add_secure_gaussian_noise_",
-            "add_noise_units_",
-            "add_clipped_units_",
-        ):
+        for name in ("add_gaussian_noise_", "add_secure_gaussian_noise_"):
             stack.enter_context(mock.patch.object(dp_summation, name, _nothing))
         stack.enter_context(mock.patch.object(randomized_norm, "add_gaussian_noise_", _nothing))
         stack.enter_context(

@@ -18,13 +18,9 @@ moved by at most C on the other, and both directions are covered. Replacing one 
 `compose` is the same of several segments, one after the other on the same data and with the same
 neighbours, if their mechanisms and steps were all fixed before training ("planned").
 
-Accountants (RDP's bound is the answer where it is smaller, or another is out of its numerical
-depth):
+Accountants (RDP's bound is the answer where it is smaller, or PLD is out of its numerical depth):
 
 - `rdp`: Renyi DP of the sampled Gaussian (`rdp`). Proved for both directions.
-- `prv`: privacy loss random variables (`prv`), the upper end of the error bar. It composes the
-  direction "unit present against absent", which is known to be the worse one for RDP and for one
-  step; for compositions the tests check it.
 - `pld`, the default: privacy loss distributions (Koskela, Jalko & Honkela 2020; `pld`). Tight, and
   pessimistic by construction, in both directions.
 
@@ -41,7 +37,7 @@ from torchtitan_dp.privacy.mechanism import Mechanism, PoissonGaussian, Segment,
 from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 
-Accountant = Literal["prv", "rdp", "pld"]
+Accountant = Literal["rdp", "pld"]
 
 MAX_NOISE_MULTIPLIER = 1e4
 _MIN_NOISE_MULTIPLIER = 1e-4
@@ -69,10 +65,8 @@ def epsilon(
         ValueError: an argument is out of its range.
 
     >>> query = dict(noise_multiplier=1.0, sample_rate=0.01, steps=1_000, delta=1e-5)
-    >>> round(epsilon(**query, accountant="rdp"), 3), round(epsilon(**query, accountant="prv"), 2)
-    (2.101, 1.84)
-    >>> round(epsilon(**query, accountant="pld"), 3)
-    1.828
+    >>> round(epsilon(**query, accountant="rdp"), 3), round(epsilon(**query, accountant="pld"), 3)
+    (2.101, 1.828)
     """
     segment = Segment(PoissonGaussian(noise_multiplier, sample_rate), steps)
     return compose([segment], delta=delta, accountant=accountant)
@@ -84,7 +78,7 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
     Args:
         segments: all fixed before training; without any, nothing is spent.
         delta: in (0, 1).
-        accountant: where a unit adds a random share of C only "pld" is tight, and "prv" is "rdp".
+        accountant: where a unit adds a random share of C only "pld" is tight.
 
     Returns:
         epsilon >= 0; inf if a step has no noise.
@@ -107,14 +101,7 @@ def compose(segments: Sequence[Segment], *, delta: float, accountant: Accountant
     if fewest[0].noise_multiplier == 0:  # they are sorted
         return math.inf
     bound = rdp_epsilon(fewest, delta)
-    if accountant == "prv" and all(part.ratios is None for part in fewest):
-        # It needs Opacus' package, whose training engine takes a second or two to import.
-        from torchtitan_dp.privacy.prv import prv_epsilon
-
-        bound = min(bound, prv_epsilon(fewest, delta))
-    elif accountant == "pld":
-        bound = min(bound, pld_epsilon(fewest, delta))
-    return bound
+    return min(bound, pld_epsilon(fewest, delta)) if accountant == "pld" else bound
 
 
 def noise_multiplier(

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from torchtitan_dp.privacy.accounting import Accountant, compose
 from torchtitan_dp.privacy.mechanism import Mechanism, Segment
 
-_POINTS: dict[Accountant, int] = {"pld": 20, "prv": 5, "rdp": 100}
+_POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}
 
 
 class EpsilonCurve:
@@ -44,7 +44,7 @@ class EpsilonCurve:
             first_step: of the queries. Computed points do not depend on it, but those before it
                 are left out.
             points: the number of evenly spaced points that are computed now, `total_steps` the
-                last. The default takes a few seconds at most, for PRV seldom ten.
+                last. The default takes a few seconds at most.
 
         Raises:
             ValueError: a value is out of its range.

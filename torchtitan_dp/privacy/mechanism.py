@@ -481,13 +481,6 @@ class EstimatedNorms(Mechanism):
                 f"it to 'flat', {capped}",
             ),
             (
-                privacy.exact_sum,
-                "privacy.exact_sum",
-                True,
-                f"{here} a unit moves the sum by more than C at times, for which fixed point has "
-                f"no room; set it to false, {capped}",
-            ),
-            (
                 privacy.noise == "banded",
                 "privacy.noise",
                 "'banded'",

@@ -73,21 +73,12 @@ def add_gaussian_noise_(
         _add_threefry(flat, std * weight, threefry_key(key, name, flat.device), start)
 
 
-def check_arguments(
-    flat: Tensor,
-    *,
-    std: float,
-    key: bytes,
-    name: str,
-    start: int,
-    dtype: torch.dtype = torch.float32,
-) -> None:
-    """Refuse arguments that `add_gaussian_noise_` and its variants cannot take."""
-    if flat.dtype != dtype or flat.dim() != 1:
-        wanted = "fp32" if dtype == torch.float32 else str(dtype).removeprefix("torch.")
+def check_arguments(flat: Tensor, *, std: float, key: bytes, name: str, start: int) -> None:
+    """Refuse arguments that `add_gaussian_noise_` and its secure variant cannot take."""
+    if flat.dtype != torch.float32 or flat.dim() != 1:
         raise ValueError(
             f"noise for {name}: got {flat.dtype} of shape {tuple(flat.shape)}; "
-            f"pass the flattened {wanted} shard"
+            "pass the flattened fp32 shard"
         )
     if not (math.isfinite(std) and std >= 0):
         raise ValueError(f"noise for {name}: std = {std} must be finite and not negative")

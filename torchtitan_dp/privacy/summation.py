@@ -1,107 +1,49 @@
-"""How clipped gradients are added up, and how noise is added to their sum: fp32, or exactly.
-
-`ClippedSum` and `DPOptimizer` are given the same `Summation`. There are two:
-
-- `FloatSum`: fp32, with the noise of `noise` or of `secure_noise`. Fast, 4 bytes a value. Each
-  addition rounds, so that a sample can move the sum by more than C: `fp32_sum_excess` bounds it.
-- `FixedPointSum`: int64 multiples of a public unit, with secure noise. 8 bytes a value, and exact.
+"""How noise is added to the clipped sum, and what the sum's fp32 rounding adds to its sensitivity.
 
 Guarantee
 ---------
-With `FixedPointSum`, one record moves the sum by at most C, and with ideal draws a step is an exact
-Gaussian mechanism (`fixed_point`). With `FloatSum`, one record moves the sum of n samples on one
-rank by at most C (1 + fp32_sum_excess(n)): negligible for a few hundred samples, and far from the
-bound unless thousands of gradients and their order are made for it.
+One record moves the fp32 sum of n samples on one rank by at most C (1 + fp32_sum_excess(n)):
+negligible for a few hundred samples, and far from the bound unless thousands of gradients and their
+order are made for it. `privacy.json` has the number as a caveat.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import ClassVar
 
-import torch
 from torch import Tensor
 
 from torchtitan_dp.privacy.banded import WeightedKey
-from torchtitan_dp.privacy.clipping import add_clipped_
-from torchtitan_dp.privacy.fixed_point import add_clipped_units_, add_noise_units_, units_to_fp32_
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
 
 _ROUNDING = 2.0**-24  # of fp32: an addition's result is off by at most this share
 
 
-@dataclass(frozen=True)
-class FloatSum:
-    """A sum in fp32."""
+def add_noise_(
+    flat: Tensor,
+    *,
+    std: float,
+    keys: Sequence[WeightedKey],
+    name: str,
+    start: int,
+    secure: bool = False,
+) -> None:
+    """Add N(0, std^2), times its weight, of each key in place to one shard of the sum.
 
-    secure_noise: bool = False
-    dtype: ClassVar[torch.dtype] = torch.float32  # of the accumulator, and its reductions
+    Args:
+        keys: with `secure`, one of weight 1.
+        secure: with the noise of `secure_noise`.
+        flat, std, name, start: those of `noise.add_gaussian_noise_`; a std of 0 adds nothing.
 
-    def add_clipped_(
-        self, accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor
-    ) -> None:
-        """Add one sample's clipped gradient in place; exactly 0 if it is rejected.
-
-        Args:
-            accumulator: `dtype`, shape (D, N).
-            gradient: fp32, of the same shape; kept.
-            factor, rejected: scalars on the device, of `clipping.clip`.
-        """
-        add_clipped_(accumulator, gradient, factor, rejected)
-
-    def add_noise_(
-        self, flat: Tensor, *, std: float, keys: Sequence[WeightedKey], name: str, start: int
-    ) -> Tensor:
-        """Add N(0, std^2), times its weight, of each key to one shard of the sum.
-
-        Args:
-            flat: `dtype`, shape (n,); overwritten.
-            keys: in fixed point, and with secure noise, one of weight 1.
-            std, name, start: those of `noise.add_gaussian_noise_`; a std of 0 adds nothing.
-
-        Returns:
-            The noised sum, fp32, shape (n,), in the memory of `flat`.
-
-        Raises:
-            ValueError: `flat` is of another dtype or shape, or `std` is not finite or too large.
-        """
-        if self.secure_noise:
-            add_secure_gaussian_noise_(flat, std=std, key=_only(keys), name=name, start=start)
-            return flat
-        for key, weight in keys:
-            add_gaussian_noise_(flat, std=std, key=key, name=name, start=start, weight=weight)
-        return flat
-
-
-@dataclass(frozen=True)
-class FixedPointSum:
-    """A sum of multiples of `unit` in int64, with secure noise; used as `FloatSum`."""
-
-    unit: float
-    dtype: ClassVar[torch.dtype] = torch.int64
-
-    def add_clipped_(
-        self, accumulator: Tensor, gradient: Tensor, factor: Tensor, rejected: Tensor
-    ) -> None:
-        add_clipped_units_(accumulator, gradient, factor, rejected, unit=self.unit)
-
-    def add_noise_(
-        self, flat: Tensor, *, std: float, keys: Sequence[WeightedKey], name: str, start: int
-    ) -> Tensor:
-        key = _only(keys)
-        add_noise_units_(flat, unit=self.unit, std=std, key=key, name=name, start=start)
-        return units_to_fp32_(flat, unit=self.unit, std=std)
-
-
-Summation = FloatSum | FixedPointSum
-FP32_SUM = FloatSum()
-
-
-def _only(keys: Sequence[WeightedKey]) -> bytes:
-    """Return the one key of independent noise."""
-    ((key, weight),) = keys
-    assert weight == 1.0, "correlated noise is not proven on a grid"
-    return key
+    Raises:
+        ValueError: `flat` is not a vector of fp32, or `std` is negative or not finite.
+    """
+    if secure:
+        ((key, weight),) = keys
+        assert weight == 1.0, "correlated noise is not proven on a grid"
+        add_secure_gaussian_noise_(flat, std=std, key=key, name=name, start=start)
+        return
+    for key, weight in keys:
+        add_gaussian_noise_(flat, std=std, key=key, name=name, start=start, weight=weight)
 
 
 def fp32_sum_excess(samples: int, ranks: int = 1) -> float:

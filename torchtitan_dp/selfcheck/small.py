@@ -38,6 +38,7 @@ from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.preflight.check import check_clipping
 from torchtitan_dp.privacy.clipping import patterns_in_use
 from torchtitan_dp.privacy.sampling import deal
+from torchtitan_dp.privacy.summation import add_noise_
 from torchtitan_dp.selfcheck.reference import Samples
 
 _VOCABULARY = 1009  # a prime, so that no mesh divides it
@@ -309,10 +310,9 @@ class Small:
 
     def noise(self, name: str, *, sigma: float, batch: float, key: bytes) -> torch.Tensor:
         """Draw one parameter's noise as a single rank with all of it would; to the CPU."""
-        shape, summation = self.parameters[name].shape, self.step.summation
-        zeros = torch.zeros(shape.numel(), dtype=summation.dtype, device=self.device)
-        std = sigma * self.step.max_grad_norm
-        noise = summation.add_noise_(zeros, std=std, keys=[(key, 1.0)], name=name, start=0)
+        shape, std = self.parameters[name].shape, sigma * self.step.max_grad_norm
+        noise, secure = torch.zeros(shape.numel(), device=self.device), self.step.secure_noise
+        add_noise_(noise, std=std, keys=[(key, 1.0)], name=name, start=0, secure=secure)
         return noise.div_(batch).view(shape).cpu()
 
     def _record(self, *_: object) -> None:

@@ -1,4 +1,4 @@
-"""Faults of noise and the update: rows 8 to 10, 12 and 14."""
+"""Faults of noise and the update: rows 8 to 10, 12, 14 and 49."""
 
 from tests.hazards.mutants.table import Mutant
 
@@ -14,6 +14,15 @@ OPTIMIZER = "optimizer.py"
 SUM = "gradients/clipped_sum.py"
 
 MUTANTS = [
+    Mutant(
+        49,
+        "the trainer adds noise of another kind",
+        "gradients/step.py",
+        "            secure_noise=self.secure_noise,\n",
+        "",
+        (f"{TRAINER}test_row49_the_trainer_adds_noise_as_configured[True]",),
+        quick=True,
+    ),
     Mutant(
         8,
         "noise shared out over the ranks",
@@ -36,8 +45,8 @@ MUTANTS = [
         9,
         "all shards given the first ones noise",
         OPTIMIZER,
-        "start=self._starts[name]\n",
-        "start=0\n",
+        "start=self._starts[name],\n",
+        "start=0,\n",
         (f"{HERE}test_row09_no_run_of_noise_occurs_twice",),
     ),
     Mutant(
