@@ -321,9 +321,8 @@ def of_pytorch(op, args, kwargs):
     from torchtitan_dp.distributed import attention
 
     ring = attention.ring
-    mesh, terms = attention._named(op, args, kwargs, attention.HEADS_APART_FROM)
-    for name in ("dropout_p", "heads_apart"):
-        terms.pop(name, None)
+    mesh, terms = attention._named(op, args, kwargs)
+    terms.pop("dropout_p", None)
     group = mesh.get_group()
     if "grad_out" not in terms:
         results = ring._templated_ring_attention(group, 2, op, **terms)

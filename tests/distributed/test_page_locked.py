@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchtitan_dp.distributed import page_locked as module
-from torchtitan_dp.distributed.page_locked import EXACT_FROM, page_locked, page_locked_bytes
+from torchtitan_dp.distributed import host_memory as module
+from torchtitan_dp.distributed.host_memory import EXACT_FROM, page_locked, page_locked_bytes
 
 GIB, PAGE = 2**30, module.mmap.PAGESIZE
 WASTEFUL = EXACT_FROM + PAGE + 6  # of bytes: the next power of two would be nearly twice as much

@@ -15,7 +15,7 @@ from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import CONFIG, ROOT, arguments, write_records
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.distributed.page_locked import page_locked_bytes
+from torchtitan_dp.distributed.host_memory import page_locked_bytes
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan import report as memory_report

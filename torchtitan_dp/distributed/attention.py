@@ -35,14 +35,7 @@ from torchtitan.distributed.context_parallel import apply_cp_to_attention_module
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
 from torchtitan_dp.distributed.devices import capability, cudnn_versions
-from torchtitan_dp.distributed.ring import (
-    GatheredAtOnce,
-    PassedAround,
-    Passing,
-    Position,
-    attend,
-    attend_backward,
-)
+from torchtitan_dp.distributed.ring import GatheredAtOnce, PassedAround, Ring
 
 LoadBalancer = Literal["headtail"] | None
 RotateMethod = Literal["allgather", "alltoall"]
@@ -159,30 +152,32 @@ def _register_kernels(heads_apart_from: int) -> None:
 def _ring_forward(
     heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    mesh, terms = _named(op, args, kwargs, heads_apart_from)
+    mesh, terms = _named(op, args, kwargs)
     if "compute_log_sumexp" in terms:
         terms["compute_log_sumexp"] = True  # the merge needs it, whether or not a gradient does
     kernel = _attend_unpadded if op is _efficient_op else op
-    position, of_keys, _ = _place(mesh)
-    out, logsumexp, *rest = attend(kernel, position, of_keys, **terms)
+    heads_apart = terms["query"].shape[_SEQ_DIM] >= heads_apart_from
+    out, logsumexp, *rest = _ring(mesh, heads_apart).attend(kernel, **terms)
     return (*_on_ring(mesh, out, logsumexp), *rest)
 
 
 def _ring_backward(
     heads_apart_from: int, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, ...]:
-    mesh, terms = _named(op, args, kwargs, heads_apart_from)
+    mesh, terms = _named(op, args, kwargs)
     padded = op is _efficient_backward_op
     kernel = _backward_padded if padded else functools.partial(_backward, op)
-    gradients = attend_backward(kernel, *_place(mesh), **terms)
+    of_queries = {name: terms.pop(name) for name in ("grad_out", "query", "out", "logsumexp")}
+    heads_apart = of_queries["query"].shape[_SEQ_DIM] >= heads_apart_from
+    gradients = _ring(mesh, heads_apart).attend_backward(kernel, of_queries, **terms)
     return (*_on_ring(mesh, *gradients[:3]), *gradients[3:])
 
 
 def _named(
-    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any], heads_apart_from: int
+    op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[DeviceMesh, dict[str, Any]]:
-    """Return the mesh of an operator's DTensors, and the ring's terms: arguments by the schema's
-    names, local parts in the place of DTensors, and whether heads are apart."""
+    """Return the mesh of an operator's DTensors, and its arguments by the schema's names, with
+    local parts in the place of DTensors."""
     names = [argument.name.rstrip("_") for argument in op._schema.arguments]  # one has grad_out_
     named = {"is_causal": False, **dict(zip(names, args, strict=False)), **kwargs}
     for mask in ("attn_bias", "attn_mask"):
@@ -192,19 +187,18 @@ def _named(
         name: value.to_local() if isinstance(value, DTensor) else value
         for name, value in named.items()
     }
-    return mesh, {**terms, "heads_apart": terms["query"].shape[_SEQ_DIM] >= heads_apart_from}
+    return mesh, terms
 
 
-def _place(mesh: DeviceMesh) -> tuple[Position, Passing | None, Passing | None]:
-    """Return this rank's position on the ring, and what passes on keys and values (as configured)
-    and their gradients (from rank to rank, since each adds to them)."""
+def _ring(mesh: DeviceMesh, heads_apart: bool) -> Ring:
+    """Return the ring as configured; gradients go from rank to rank, since each adds to them."""
     group, options = mesh.get_group(), ring._cp_options
-    size = dist.get_world_size(group)
-    position = Position(dist.get_rank(group), size, options.enable_load_balance)
-    if size == 1:
-        return position, None, None
+    place = dist.get_rank(group), dist.get_world_size(group), options.enable_load_balance
+    if mesh.size() == 1:
+        return Ring(*place, heads_apart, None, None)
     at_once = options.rotate_method == ring._RotateMethod.ALL_GATHER
-    return position, (GatheredAtOnce if at_once else PassedAround)(group), PassedAround(group)
+    of_keys = (GatheredAtOnce if at_once else PassedAround)(group)
+    return Ring(*place, heads_apart, of_keys, PassedAround(group))
 
 
 def _on_ring(mesh: DeviceMesh, *local_tensors: torch.Tensor) -> tuple[DTensor, ...]:

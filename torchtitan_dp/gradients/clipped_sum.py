@@ -53,8 +53,6 @@ class ClippedSum:
         """
         Args:
             parameters: every trainable parameter, a DTensor sharded on dim 0, by canonical name.
-            groups: the mesh's process groups.
-            policy: the clip groups and bounds of these parameters.
         """
         self.parameters = parameters
         self.groups = groups
@@ -98,10 +96,8 @@ class ClippedSum:
         return layouts
 
     def part(self, shards: list[torch.Tensor], name: str) -> torch.Tensor:
-        """View one parameter's part of `shards`: `(B, dp_shard, n)`.
-
-        The n values of each dp_shard rank include the zeros that pad uneven rows.
-        """
+        """View one parameter's part of `shards`: `(B, dp_shard, n)`, with the zeros that pad uneven
+        rows."""
         shape = self.parameters[name].shape
         layout = RowLayout(shape, self.groups.dp_shard_size, self.groups.cp_size)
         place = self._places[name]
@@ -115,9 +111,6 @@ class ClippedSum:
                 gradient, for every dp_shard rank. Freed one by one.
             valid_B: bool, on the device; False for padding, which then contributes exactly 0.
 
-        Returns:
-            Per-sample clip result, fields of shape (B,).
-
         Collectives: one all-reduce of G B numbers over cp, for G groups.
         """
         clipped = self.policy.clip(self.squared_norms(shards), valid_B)
@@ -125,16 +118,12 @@ class ClippedSum:
         return clipped.over_groups()
 
     def add_group(self, group: int, parts: dict[str, torch.Tensor], valid_B: torch.Tensor) -> Clip:
-        """Clip and add one clip group of B samples' gradients, as `add` does.
+        """Clip and add one clip group of B samples' gradients, as `add` does; (1, B).
 
         Args:
             group: an index of `policy.members`.
             parts: fp32 `(B, dp_shard, n)` by parameter of the group, in the layout of `part`.
                 Freed one by one.
-            valid_B: bool (B,): False for padding.
-
-        Returns:
-            The group's clip result, fields of shape (1, B).
 
         Collectives: one all-reduce of B numbers over cp.
         """
@@ -149,13 +138,7 @@ class ClippedSum:
         return clipped
 
     def squared_norms(self, shards: list[torch.Tensor]) -> torch.Tensor:
-        """Compute the squared norm of each sample's gradient, by clip group.
-
-        Args:
-            shards: the layout that `add` takes; unchanged.
-
-        Returns:
-            fp64 `(G, B)`, the same on all cp ranks.
+        """Compute squared norms by clip group: fp64 `(G, B)`, the same on all cp ranks.
 
         Collectives: one all-reduce of G B numbers over cp.
         """
@@ -181,10 +164,8 @@ class ClippedSum:
         return squares
 
     def accumulate(self, shards: list[torch.Tensor], clipped: Clip) -> None:
-        """Add samples to the sum, scaled by a clip result of shape (G, B).
-
-        The result must come from norms at least as large as those of these very shards: they are
-        not measured again.
+        """Add samples to the sum, scaled by a clip result of shape (G, B), which comes from norms
+        at least as large as those of these very shards: they are not measured again.
 
         Args:
             shards: the layout that `add` takes; freed one by one.
@@ -216,8 +197,7 @@ class ClippedSum:
 
         Args:
             shard_BDN: fp32 `(B, dp_shard, n)`, in the layout of `part`; unchanged.
-            factor_B: fp32 factor of each sample.
-            rejected_B: bool: the sample adds exactly 0.
+            factor_B, rejected_B: of `clipping.Clip`.
         """
         self.accumulating = True
         total_DN = self.part(list(self._bundles), name)

@@ -41,13 +41,8 @@ class PrivateStep:
     def optimizer(
         self, inner: Optimizer, *, noise_multiplier: float, expected_batch_size: float
     ) -> DPOptimizer:
-        """Make the optimizer that adds noise to the clipped sum and steps `inner` on the result.
-
-        Args:
-            inner: the optimizer that `DPOptimizer` wraps, over exactly `parameters`.
-            noise_multiplier: sigma.
-            expected_batch_size: the divisor of the sum, fixed and public.
-        """
+        """Make the optimizer that adds noise to the clipped sum and steps `inner`, over exactly
+        `parameters`, on the result: `DPOptimizer`."""
         return DPOptimizer(
             inner,
             self.parameters,
