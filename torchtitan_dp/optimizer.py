@@ -5,7 +5,7 @@ Guarantee:
     of sensitivity C (or, with estimated norms, that of `privacy.randomized`), and b the expected
     batch size, fixed and public. So each step is a Gaussian mechanism of noise multiplier sigma,
     with any inner optimizer. Noise that is correlated over steps is that of `privacy.banded`. This
-    holds for real numbers; `privacy.summation` has fp32. Each position of each
+    holds for real numbers; `privacy.clipping` has fp32. Each position of each
     parameter has one noise value, from (key, name, position) alone: shards do not share it,
     replicas do, and it is the same on every mesh. Assumes that keys come from one `NoiseChain`.
 """
@@ -21,7 +21,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.optim import Optimizer
 
 from torchtitan_dp.privacy.banded import WeightedKey
-from torchtitan_dp.privacy.summation import add_noise_
+from torchtitan_dp.privacy.noise import add_gaussian_noise_
+from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
 
 
 class DPOptimizer:
@@ -120,16 +121,20 @@ class DPOptimizer:
             self._free_gathered()
         for name, parameter in self._parameters.items():
             gradient = clipped_sum[name]
-            add_noise_(
-                gradient,
-                std=self._noise_std,
-                keys=keys,
-                name=name,
-                start=self._starts[name],
-                secure=self._secure_noise,
-            )
+            self._add_noise_(gradient, keys, name)
             gradient.div_(self._expected_batch_size)
             parameter.grad = _as_gradient_of(parameter, gradient)
+
+    def _add_noise_(self, flat: Tensor, keys: Sequence[WeightedKey], name: str) -> None:
+        """Add each key's noise, times its weight, in place to this rank's shard of a parameter."""
+        std, start = self._noise_std, self._starts[name]
+        if self._secure_noise:
+            ((key, weight),) = keys
+            assert weight == 1.0, "correlated noise is not proven on a grid"
+            add_secure_gaussian_noise_(flat, std=std, key=key, name=name, start=start)
+            return
+        for key, weight in keys:
+            add_gaussian_noise_(flat, std=std, key=key, name=name, start=start, weight=weight)
 
 
 @torch.no_grad()

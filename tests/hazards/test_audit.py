@@ -94,14 +94,14 @@ def play_one(fault, degrees, case, trials, adapters=False):
 @contextlib.contextmanager
 def scaled_noise(scale, *names):
     """Of one kind of noise, so that a game flags it only if that is the kind it plays with."""
-    from torchtitan_dp.privacy import summation
+    from torchtitan_dp import optimizer
 
     def scaled(add):
         return lambda flat, *, std, **terms: add(flat, std=scale * std, **terms)
 
     with contextlib.ExitStack() as stack:
         for name in names or ("add_gaussian_noise_",):
-            patch = mock.patch.object(summation, name, scaled(getattr(summation, name)))
+            patch = mock.patch.object(optimizer, name, scaled(getattr(optimizer, name)))
             stack.enter_context(patch)
         yield
 
@@ -168,7 +168,7 @@ def noise_named(rename):
     def add(flat, *, name, **terms):
         noise.add_gaussian_noise_(flat, name=rename(name), **terms)
 
-    return mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add)
+    return mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add)
 
 
 def no_noise_on(kind):
@@ -177,7 +177,7 @@ def no_noise_on(kind):
     def add(flat, *, name, std, **terms):
         noise.add_gaussian_noise_(flat, name=name, std=0.0 if kind in name else std, **terms)
 
-    return mock.patch("torchtitan_dp.privacy.summation.add_gaussian_noise_", add)
+    return mock.patch("torchtitan_dp.optimizer.add_gaussian_noise_", add)
 
 
 def norms_not_reduced():

@@ -26,7 +26,7 @@ from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema, write_fingerprin
 from torchtitan_dp.ledger.caveats import assumptions
 from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.privacy.accounting import compose
-from torchtitan_dp.privacy.summation import fp32_sum_excess
+from torchtitan_dp.privacy.clipping import fp32_sum_excess
 
 
 def publish(folder, ledger, *, fingerprint="f"):

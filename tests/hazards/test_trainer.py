@@ -129,7 +129,7 @@ def test_row21_and_46_a_step_is_begun_once_before_its_one_update(monkeypatch):
 
 
 def test_row39_with_secure_noise_units_are_drawn_by_shake_256(monkeypatch):
-    from torchtitan_dp.privacy.secure_draws import coins
+    from torchtitan_dp.privacy.sampling import coins
 
     philox = MagicMock(side_effect=AssertionError("drawn by Philox"))
     monkeypatch.setattr(np.random, "Philox", philox)
@@ -142,7 +142,7 @@ def test_row39_with_secure_noise_choices_and_projections_are_shakes(tmp_path):
     from tests.processes.runs import write_records
     from torchtitan_dp.data.tokenizer import ByteTokenizer
     from torchtitan_dp.gradients import methods
-    from torchtitan_dp.privacy.secure_draws import SecureChoices
+    from torchtitan_dp.privacy.sampling import SecureChoices
     from torchtitan_dp.train_spec import OpenOnce, build_loader
 
     data = write_records(tmp_path / "data", 4)

@@ -519,7 +519,7 @@ def noise_of_a_rehearsal_and_a_step():
 
     asked = []
 
-    def record(flat, *, std, keys, name, start, secure):
+    def record(flat, *, std, key, name, start, weight):
         asked.append((name, tuple(flat.shape), std, start))
 
     parameters = build.build().parameters
@@ -534,7 +534,7 @@ def noise_of_a_rehearsal_and_a_step():
     def clipped_sum():
         return {name: torch.zeros(p.to_local().numel()) for name, p in parameters.items()}
 
-    with mock.patch.object(module, "add_noise_", record):
+    with mock.patch.object(module, "add_gaussian_noise_", record):
         optimizer.rehearse(clipped_sum())
         rehearsed = asked.copy()
         asked.clear()

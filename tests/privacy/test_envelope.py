@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from torchtitan_dp.privacy.envelope import largest_ratio, ratios
+from torchtitan_dp.privacy.randomized import largest_ratio, ratios
 
 ALL_K = [8, 32, 256]
 

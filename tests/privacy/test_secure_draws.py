@@ -7,9 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
-from torchtitan_dp.privacy import secure_draws
-from torchtitan_dp.privacy.sampling import choices, poisson_draw
-from torchtitan_dp.privacy.secure_draws import coins, uint64s, unit_normals
+from torchtitan_dp.privacy.sampling import choices, coins, poisson_draw, uint64s, unit_normals
 
 
 def key(number: int) -> bytes:
@@ -60,7 +58,7 @@ def test_a_coin_is_exact_and_never_above_the_rate(monkeypatch):
     def words(_: bytes, __: str, ___: int, count: int) -> np.ndarray:
         return np.array([0, 2**63 - 1, 2**63, 2**64 - 1], dtype=np.uint64)[:count]
 
-    monkeypatch.setattr(secure_draws, "uint64s", words)
+    monkeypatch.setattr(sampling, "uint64s", words)
     assert coins(key(0), 4, 0.5).tolist() == [0, 1]
     assert coins(key(0), 4, 0.0).tolist() == []
     assert coins(key(0), 4, 1.0).tolist() == [0, 1, 2, 3]
@@ -71,7 +69,7 @@ def test_a_coin_is_exact_and_never_above_the_rate(monkeypatch):
 def test_a_large_population_is_the_same_whole_and_in_chunks(monkeypatch):
     whole = [coins(key(0), n, 0.3) for n in (0, 1, 1000, 2048, 2049)]
     assert [len(draw) for draw in whole[:1]] == [0]
-    monkeypatch.setattr(secure_draws, "_CHUNK", 1024)
+    monkeypatch.setattr(sampling, "_CHUNK", 1024)
     found = coins(key(0), 2049, 0.3)
     first = coins(key(0), 1024, 0.3)
     assert np.array_equal(found[found < 1024], first)

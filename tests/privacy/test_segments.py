@@ -5,8 +5,7 @@ import math
 import pytest
 
 from tests.accounts import gaussian_steps, mechanism, steps_of
-from torchtitan_dp.privacy.accounting import compose, epsilon, noise_multiplier
-from torchtitan_dp.privacy.curve import EpsilonCurve
+from torchtitan_dp.privacy.accounting import EpsilonCurve, compose, epsilon, noise_multiplier
 from torchtitan_dp.privacy.segments import merged
 
 DELTA = 1e-5
@@ -125,7 +124,7 @@ def test_the_curve_is_an_upper_bound_and_exact_at_its_points(accountant):
 
 
 def test_a_query_computes_nothing_up_to_the_last_step_and_beyond_it_once(monkeypatch):
-    from torchtitan_dp.privacy import curve as module
+    from torchtitan_dp.privacy import accounting as module
 
     computed = []
 

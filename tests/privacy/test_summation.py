@@ -8,8 +8,7 @@ import torch.nn as nn
 
 from torchtitan_dp.gradients.clipped_sum import ClippedSum, Place
 from torchtitan_dp.gradients.fsdp import ReductionGroups
-from torchtitan_dp.privacy.clipping import ClipPolicy
-from torchtitan_dp.privacy.summation import fp32_sum_excess
+from torchtitan_dp.privacy.clipping import ClipPolicy, fp32_sum_excess
 
 P = 16  # values
 C = 1.0001  # a gradient of norm 1 is not scaled

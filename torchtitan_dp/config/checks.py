@@ -6,7 +6,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.combinations import check_rope, check_samples
 from torchtitan_dp.config.supported import check_supported, check_values
 from torchtitan_dp.gradients.methods import METHODS, automatic
-from torchtitan_dp.privacy.envelope import refuse_projections
+from torchtitan_dp.privacy.randomized import refuse_projections
 
 
 def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:

@@ -6,7 +6,7 @@ Guarantee:
     see `privacy.randomized`. Assumes that each row passed to `add` is one sample's gradient, summed
     over the context-parallel group, and that the cp ranks together hold every element exactly once.
     The sum is in fp32: a sample also changes how later ones round, which moves the sum of n samples
-    on a rank by up to n^2 / 2^24 of C more (`privacy.summation.fp32_sum_excess`): more than C
+    on a rank by up to n^2 / 2^24 of C more (`privacy.clipping.fp32_sum_excess`): more than C
     itself from 4,096 samples on.
 
 Gradients arrive in bundles. A bundle is one flat tensor of parameters that are reduced together: an

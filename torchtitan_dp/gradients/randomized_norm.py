@@ -10,7 +10,7 @@ orthonormal basis Q of k columns of a sketch G^T S, and estimates only the part 
     |Q^T G^T|^2 + |(1 - Q Q^T) G^T P|^2,
 
 with as many projections for S as for P, three times the products, and the same accounting: given
-the head, the tail's estimate has k projections (`privacy.envelope`).
+the head, the tail's estimate has k projections (`privacy.randomized`).
 
 Y is a sum over tokens, and for a tied weight over its layers. Under context parallelism the ranks
 sum (B, D, k) numbers, and no token leaves its rank.
@@ -46,10 +46,10 @@ import torch.distributed as dist
 
 from torchtitan_dp.gradients.ghost_norm import ExactNorms, Factors, some_tokens, token_blocks
 from torchtitan_dp.gradients.operands import Products
-from torchtitan_dp.privacy.envelope import largest_ratio
 from torchtitan_dp.privacy.kernels import BLOCK
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
-from torchtitan_dp.privacy.secure_draws import unit_normals
+from torchtitan_dp.privacy.randomized import largest_ratio
+from torchtitan_dp.privacy.sampling import unit_normals
 
 NormEstimator = Literal["hutchinson", "hutch++"]
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from torchtitan_dp.ledger.lineage import Ledger
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.clipping import fp32_sum_excess
 from torchtitan_dp.privacy.mechanism import MECHANISMS
-from torchtitan_dp.privacy.summation import fp32_sum_excess
 
 _OF_EVERY_RUN = (
     "the owner of the records ran the training: the guarantee is towards everybody who gets the "

@@ -22,7 +22,7 @@ Pearson (1934) for a rate. Libraries with these bounds bring JAX, or need two tr
 import numpy as np
 from scipy import special  # scipy.stats takes a second to import
 
-from torchtitan_dp.privacy.envelope import Ratios
+from torchtitan_dp.privacy.randomized import Ratios
 
 _SCAN = 0.05  # epsilon is scanned upwards in steps of this, then refined
 _PRECISION = 1e-4
@@ -95,7 +95,7 @@ def mixture_mu(sigma: float, ratios: Ratios, *, trials: int, confidence: float) 
     misses 1 - G(a). No bound on a rate is below that of no error, e. So, unless a bound on a rate
     failed, gaussian_mu is at most the largest -Phi^-1(max(1 - G(a), e)) - Phi^-1(a) with a >= e.
 
-    >>> from torchtitan_dp.privacy.envelope import ratios
+    >>> from torchtitan_dp.privacy.randomized import ratios
     >>> 0.5 < mixture_mu(2.0, ratios(32), trials=2000, confidence=0.99) < 0.56
     True
     """

@@ -20,8 +20,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan_dp.privacy.banded import column_norm, noise_in_step, noise_in_sum
-from torchtitan_dp.privacy.envelope import largest_ratio, ratios, refuse_projections
 from torchtitan_dp.privacy.lower_bounds import mixture_mu
+from torchtitan_dp.privacy.randomized import largest_ratio, ratios, refuse_projections
 from torchtitan_dp.privacy.segments import GaussianSteps, merged
 from torchtitan_dp.privacy.settings import Privacy
 

@@ -26,7 +26,7 @@ integers (Canonne, Kamath & Steinke 2020) is exact, and too slow for every param
 Not resisted: timing (the ziggurat on CPU rejects some draws), reading this process's memory, and
 what `noise` assumes of its ciphers; nor the rounding of the clipped sum itself in fp32, where one
 record can change how each later one is rounded (Casacuberta, Shoemate, Vadhan & Wagaman 2022):
-`summation.fp32_sum_excess` bounds that.
+`clipping.fp32_sum_excess` bounds that.
 """
 
 import functools

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan_dp.privacy.envelope import Ratios
+from torchtitan_dp.privacy.randomized import Ratios
 
 _EVENTS = "dp_accounting.dp_event"
 

@@ -60,7 +60,7 @@ class Privacy:
     """Resist attacks on the low bits of floating-point noise: four fp64 draws a value, rounded to a
     fixed grid (`privacy/secure_noise.py`). Drawing noise then takes about five times as long. Who
     is drawn, windows and projections then come from a cryptographic generator, SHAKE-256
-    (`privacy/secure_draws.py`)."""
+    (`privacy/sampling.py`)."""
 
     clipping: Literal["flat", "per_layer"] = "flat"
     """`flat`: one norm over the whole gradient. `per_layer` (DP-ZeRO): each of the M modules that

@@ -45,8 +45,8 @@ MUTANTS = [
         9,
         "all shards given the first ones noise",
         OPTIMIZER,
-        "start=self._starts[name],\n",
-        "start=0,\n",
+        "std, start = self._noise_std, self._starts[name]\n",
+        "std, start = self._noise_std, 0\n",
         (f"{HERE}test_row09_no_run_of_noise_occurs_twice",),
     ),
     Mutant(
@@ -79,9 +79,9 @@ MUTANTS = [
         10,
         "replicas draw their own noise",
         OPTIMIZER,
-        "std=self._noise_std, keys=keys,",
-        "std=self._noise_std, keys=[(keys[0][0][1:] + "
-        "bytes([__import__('torch').distributed.get_rank()]), 1.0)],",
+        "self._add_noise_(gradient, keys, name)",
+        "self._add_noise_(gradient, [(keys[0][0][1:] + "
+        "bytes([__import__('torch').distributed.get_rank()]), 1.0)], name)",
         (f"{HERE}test_row10_replicas_stay_identical",),
     ),
     Mutant(
