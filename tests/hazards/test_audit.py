@@ -488,7 +488,7 @@ def test_row63_flags_too_little_correlated_noise(fault, bands, trials):
     assert play_rounds(fault, "norm_C", trials, 0.95, bands)["norm_C"] > 1 / SIGMA
 
 
-@pytest.mark.thorough_cases("*-50-*", "*-norm_C-*-summed0")
+@pytest.mark.thorough
 def test_row35_and_49_flags_secure_noise_as_configured():
     """The game plays with `secure_noise` where the run does."""
     terms = ["norm_C"], 300, "half the secure noise", "microbatch", 1, 0.95, SECURE

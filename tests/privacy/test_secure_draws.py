@@ -7,6 +7,7 @@ import pytest
 import torch
 from scipy import stats
 
+from torchtitan_dp.privacy import sampling
 from torchtitan_dp.privacy.sampling import choices, coins, poisson_draw, uint64s, unit_normals
 
 
