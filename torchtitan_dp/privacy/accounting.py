@@ -30,7 +30,7 @@ The Gaussian-DP central limit approximation is not offered: it is no bound (1.43
 
 import bisect
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Literal, get_args
 
@@ -39,9 +39,12 @@ from torchtitan_dp.privacy.pld import pld_epsilon
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 
 Accountant = Literal["rdp", "pld"]
+_Excess = Callable[[float], float]
+_Point = tuple[float, float]  # log sigma, and its excess
 
 MAX_NOISE_MULTIPLIER = 1e4
 _MIN_NOISE_MULTIPLIER = 1e-4
+_TOLERANCE = 0.004  # of an excess, around 0.995 of the target: inside [0.99, 1]
 _POINTS: dict[Accountant, int] = {"pld": 20, "rdp": 100}  # of a curve
 
 
@@ -53,18 +56,8 @@ def epsilon(
     delta: float,
     accountant: Accountant,
 ) -> float:
-    """Compute the epsilon spent after `steps` steps of the Poisson-subsampled Gaussian mechanism.
-
-    Args:
-        noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
-        sample_rate: q, the probability with which each unit is drawn at each step.
-        delta: in (0, 1).
-
-    Returns:
-        epsilon >= 0; 0.0 without steps or with sample_rate 0; inf without noise.
-
-    Raises:
-        ValueError: an argument is out of its range.
+    """Compute the epsilon spent after `steps` steps of the Poisson-subsampled Gaussian mechanism,
+    as `compose` does: 0.0 without steps or with sample_rate 0; inf without noise.
 
     >>> query = dict(noise_multiplier=1.0, sample_rate=0.01, steps=1_000, delta=1e-5)
     >>> round(epsilon(**query, accountant="rdp"), 3), round(epsilon(**query, accountant="pld"), 3)
@@ -115,8 +108,7 @@ def noise_multiplier(
     accountant: Accountant,
     before: Sequence[Segment] = (),
 ) -> float:
-    """Find the sigma that spends `target_epsilon` in `steps` steps of the Poisson-subsampled
-    Gaussian mechanism: `noise_for` it.
+    """Find the sigma of the Poisson-subsampled Gaussian mechanism, as `noise_for` does.
 
     >>> query = dict(sample_rate=0.01, steps=1_000, delta=1e-5)
     >>> sigma = noise_multiplier(target_epsilon=3.0, accountant="rdp", **query)
@@ -176,43 +168,51 @@ def noise_for(
         spent = compose([*before, coming], delta=delta, accountant=accountant)
         return math.log(max(spent, 1e-300) / (0.995 * target_epsilon))
 
-    tolerance = 0.004  # of excess, around 0.995 of the target: inside [0.99, 1]
+    return math.exp(_crossing(excess, *_bracket(excess, target_epsilon)))
+
+
+def _bracket(excess: _Excess, target_epsilon: float) -> tuple[_Point, _Point]:
+    """Find a log sigma of too little noise and one of enough, each with its excess."""
     floor, ceiling = math.log(_MIN_NOISE_MULTIPLIER), math.log(MAX_NOISE_MULTIPLIER)
-    low = high = 0.0  # log sigma; too little noise, enough noise
-    at_low = at_high = excess(0.0)
+    low = high = (0.0, excess(0.0))
     least_stride = 0.1
-    while at_high > tolerance:
-        if high >= ceiling:
+    while high[1] > _TOLERANCE:
+        if high[0] >= ceiling:
             raise ValueError(
                 f"privacy.target_epsilon = {target_epsilon} needs a noise multiplier above "
                 f"{MAX_NOISE_MULTIPLIER:g}; raise it, or lower training.steps or the sample rate"
             )
-        low, at_low = high, at_high
+        low = high
         # Epsilon falls about as 1 / sigma or faster, but less where most was spent before.
-        high = min(high + max(at_high, least_stride), ceiling)
+        log_sigma = min(high[0] + max(high[1], least_stride), ceiling)
         least_stride *= 2
-        at_high = excess(high)
-    while at_low < -tolerance:
-        if low <= floor:
+        high = log_sigma, excess(log_sigma)
+    while low[1] < -_TOLERANCE:
+        if low[0] <= floor:
             raise ValueError(
                 f"privacy.target_epsilon = {target_epsilon} is spent with hardly any noise; "
                 "lower it, or set privacy.noise_multiplier instead"
             )
-        high, at_high = low, at_low
-        low = max(low - min(max(-at_low, 0.1), 1.0), floor)
-        at_low = excess(low)
-    if abs(at_low) <= tolerance:
-        return math.exp(low)
-    # Regula falsi in logarithms, kept off the ends so that the bracket shrinks from both sides.
-    while abs(at_high) > tolerance and high - low > 1e-9:
-        share = at_low / (at_low - at_high) if math.isfinite(at_low) else 0.5
-        middle = low + (high - low) * min(max(share, 0.05), 0.95)
-        at_middle = excess(middle)
-        if at_middle > tolerance:
-            low, at_low = middle, at_middle
+        high = low
+        log_sigma = max(low[0] - min(max(-low[1], 0.1), 1.0), floor)
+        low = log_sigma, excess(log_sigma)
+    return low, high
+
+
+def _crossing(excess: _Excess, low: _Point, high: _Point) -> float:
+    """Find a log sigma whose excess is next to 0: regula falsi, kept off the ends so that the
+    bracket shrinks from both sides."""
+    if abs(low[1]) <= _TOLERANCE:
+        return low[0]
+    while abs(high[1]) > _TOLERANCE and high[0] - low[0] > 1e-9:
+        share = low[1] / (low[1] - high[1]) if math.isfinite(low[1]) else 0.5
+        log_sigma = low[0] + (high[0] - low[0]) * min(max(share, 0.05), 0.95)
+        middle = log_sigma, excess(log_sigma)
+        if middle[1] > _TOLERANCE:
+            low = middle
         else:
-            high, at_high = middle, at_middle
-    return math.exp(high)  # the side that does not overshoot, even where epsilon jumps
+            high = middle
+    return high[0]  # the side that does not overshoot, even where epsilon jumps
 
 
 class EpsilonCurve:
@@ -249,9 +249,6 @@ class EpsilonCurve:
                 are left out.
             points: the number of evenly spaced points that are computed now, `total_steps` the
                 last. The default takes a few seconds at most.
-
-        Raises:
-            ValueError: a value is out of its range.
         """
         points = _POINTS[accountant] if points is None else points
         assert points >= 1
@@ -267,9 +264,7 @@ class EpsilonCurve:
 
     def at(self, steps: int) -> float:
         """Return an upper bound on epsilon after `steps` steps: that of the next computed point.
-
-        Beyond `total_steps` it is computed on demand, exactly there, and kept.
-        """
+        Beyond `total_steps` it is computed on demand, exactly there, and kept."""
         i = bisect.bisect_left(self._steps, steps)
         if i == len(self._steps):
             self._steps.append(steps)
@@ -294,7 +289,7 @@ def check_delta(delta: float) -> None:
 
 
 def rounded_up(value: float, digits: int = 5) -> str:
-    """Round an upper bound up for people to read, to so many significant digits.
+    """Round an upper bound up, to so many significant digits.
 
     >>> rounded_up(7.961201), rounded_up(0.5), rounded_up(123456.0), rounded_up(2.6001, digits=3)
     ('7.9613', '0.5', '123460', '2.61')
@@ -303,7 +298,7 @@ def rounded_up(value: float, digits: int = 5) -> str:
 
 
 def rounded_down(value: float, digits: int = 5) -> str:
-    """Round a lower bound down for people to read, to so many significant digits.
+    """Round a lower bound down, to so many significant digits.
 
     >>> rounded_down(0.45812367), rounded_down(2.0), rounded_down(0.458126, digits=6)
     ('0.45812', '2', '0.458126')
@@ -319,7 +314,7 @@ def _rounded(value: float, digits: int, rounding: str) -> str:
 
 
 def percent(share: float) -> str:
-    """Round a probability up for people to read, with enough digits to differ from 100%.
+    """Round a probability up, with enough digits to differ from 100%.
 
     >>> percent(0.3652), percent(0.999637), percent(0.001), percent(0.5), percent(1.0)
     ('36.6%', '99.97%', '0.1%', '50%', '100%')

@@ -151,9 +151,6 @@ class ClipPolicy:
             squared_norm_GB: fp64, of each group's part of the gradients, alike on all cp ranks.
             valid_B: bool; False for padding samples.
             group: the one that `squared_norm_GB`, then of shape (1, B), is of; None: all, in order.
-
-        Returns:
-            The factor and fate of each group of each sample: of the shape of the norms.
         """
         bounds = self.bounds if group is None else self.bounds[group : group + 1]
         assert len(squared_norm_GB) == len(bounds), (squared_norm_GB.shape, len(bounds))
@@ -179,8 +176,7 @@ def clip_policy(
         max_grad_norm: C > 0, if it is not the configuration's own.
 
     Raises:
-        ValueError: a parameter fits no pattern, or a pattern has no parameter left to it; a
-            sentence that names it.
+        ValueError: a parameter fits no pattern, or a pattern has no parameter left to it.
 
     >>> names, per_layer = ["a.weight", "a.bias", "b.weight"], Privacy(clipping="per_layer")
     >>> clip_policy(names, per_layer).members
@@ -209,11 +205,6 @@ def clip_policy(
 
 def patterns_in_use(names: Iterable[str], patterns: Sequence[str]) -> list[str]:
     """Return the patterns that some parameter belongs to: those that a part of a model needs.
-
-    Args:
-        names: as for `clip_policy`.
-        patterns: of shells, such as `layers.*.attention.*`, for whole names. A parameter belongs to
-            the first that fits.
 
     >>> patterns_in_use(["layers.0.w", "layers.1.w"], ["layers.0.*", "layers.7.*", "*", "layers.*"])
     ['layers.0.*', '*']

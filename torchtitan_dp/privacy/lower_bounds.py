@@ -19,12 +19,14 @@ Theorem 5.2; Mahloujifar, Melis & Chaudhuri, "Auditing f-Differential Privacy in
 Pearson (1934) for a rate. Libraries with these bounds bring JAX, or need two trainings.
 """
 
+from collections.abc import Callable
+
 import numpy as np
 from scipy import special  # scipy.stats takes a second to import
 
 from torchtitan_dp.privacy.randomized import Ratios
 
-_SCAN = 0.05  # epsilon is scanned upwards in steps of this, then refined
+_SCAN = 0.05  # epsilon, or mu, is scanned upwards in steps of this, then refined
 _PRECISION = 1e-4
 
 
@@ -160,15 +162,7 @@ def one_run_epsilon(
         )
         return p <= 1 - confidence
 
-    if not rejected(0.0):
-        return 0.0
-    low, high = 0.0, _SCAN
-    while rejected(high):
-        low, high = high, high + _SCAN
-    while high - low > _PRECISION:
-        middle = (low + high) / 2
-        low, high = (middle, high) if rejected(middle) else (low, middle)
-    return low
+    return _all_rejected_below(rejected)
 
 
 def one_run_mu(
@@ -197,12 +191,17 @@ def one_run_mu(
         mass = _least_mass(canaries, guesses, correct, mu, but_for, 1 - confidence)
         return mass > 1 + 1e-9  # float64's rounding is far below
 
+    return _all_rejected_below(rejected, most=100)
+
+
+def _all_rejected_below(rejected: Callable[[float], bool], most: float = np.inf) -> float:
+    """Find the largest value such that it and all smaller ones are rejected; 0.0 if none is."""
     if not rejected(0.0):
         return 0.0
     low, high = 0.0, _SCAN
     while rejected(high):
         low, high = high, high + _SCAN
-        if high > 100:
+        if high > most:
             return low
     while high - low > _PRECISION:
         middle = (low + high) / 2

@@ -118,9 +118,6 @@ def largest_ratio(projections: int) -> float:
 
     A larger one is scaled down to that, which happens to one estimate in a million at most.
 
-    Args:
-        projections: k.
-
     >>> round(largest_ratio(32), 3), round(largest_ratio(256), 3)
     (2.131, 1.255)
     """
@@ -161,8 +158,6 @@ def mixture_distribution(
     """Compute the privacy loss distribution of one step, pessimistically, by connecting the dots.
 
     Args:
-        sigma: above 0.
-        q: in (0, 1].
         ratios: of what a drawn unit adds, over C.
         interval: of the grid of losses.
         log_tail: ln of the mass that may count as infinite loss.

@@ -51,7 +51,6 @@ def poisson_draw(
     Args:
         key: the 32 bytes of this step, from `keys.KeyStream.take`; the first 16 are used, with
             `secure` all.
-        population: N, the number of privacy units.
         secure: by a coin from SHAKE-256 for each.
 
     Returns:
@@ -87,9 +86,6 @@ def groups_of(hashes: npt.NDArray[np.uint64], groups: int) -> list[Indices]:
 
     Args:
         hashes: one for each unit, shape (N,).
-
-    Returns:
-        The units of each group, rising: int64.
 
     >>> [group.tolist() for group in groups_of(np.array([4, 7, 9, 2, 3], dtype=np.uint64), 2)]
     [[0, 3], [1, 2, 4]]
@@ -127,7 +123,7 @@ def deal(draw: Indices, *, ranks: int, rank: int, batch_size: int) -> list[Indic
 
     Args:
         draw: int64, shape (n,), the same on all ranks.
-        ranks, rank: the number of data-parallel ranks, and this one.
+        ranks: the number of data-parallel ranks.
         batch_size: samples a microbatch and rank (MBS).
 
     Returns:
@@ -157,7 +153,7 @@ def deal(draw: Indices, *, ranks: int, rank: int, batch_size: int) -> list[Indic
 
 
 def uint64s(key: bytes, purpose: str, position: int, count: int) -> npt.NDArray[np.uint64]:
-    """Return uniform words, uint64 (count,); fewer are the beginning of more."""
+    """Return uniform words, uint64 (count,), of SHAKE-256; fewer are the beginning of more."""
     assert len(key) == 32, "the key of a step has 32 bytes"
     name = purpose.encode()
     assert len(name) < 256
@@ -181,11 +177,6 @@ class SecureChoices:
     """The choices of one drawn unit: a few methods of `numpy.random.Generator`."""
 
     def __init__(self, key: bytes, position: int) -> None:
-        """
-        Args:
-            key: the 32 bytes of this step's "window" key.
-            position: the unit's, in the population.
-        """
         self._key, self._position, self._used = key, position, 0
 
     def random(self, size: int) -> npt.NDArray[np.float64]:

@@ -39,9 +39,12 @@ from torch import Tensor
 
 from torchtitan_dp.privacy.kernels import BLOCK, compile_kernel, on_threads
 from torchtitan_dp.privacy.noise import (
+    PhiloxNormals,
+    blocks_of,
     check_arguments,
     chunk_starts,
     cipher_key,
+    of_block,
     threefry4x32,
     threefry_key,
 )
@@ -108,27 +111,18 @@ def _add_rounded(flat: Tensor, noise: Tensor, *, std: float) -> None:
 
 def _add_philox(flat: Tensor, add: Add, key: bytes, start: int) -> None:
     """Add draws of Philox; block b of draw i starts at counter i * 2**128 + b * 2**64."""
-    end = start + flat.numel()
 
     def add_blocks(mine: range) -> None:
-        philox = np.random.Philox(key=int.from_bytes(key, "little"))
-        generator = np.random.Generator(philox)
-        state = philox.state  # fresh: counter 0, empty buffers
-        draw, total = np.empty(BLOCK), np.empty(BLOCK)
+        normals, draw, total = PhiloxNormals(key), np.empty(BLOCK), np.empty(BLOCK)
         for block in mine:
-            low, high = max(start, block * BLOCK), min(end, (block + 1) * BLOCK)
-            count = high - block * BLOCK  # what lies after the shard is not drawn
-            state["state"]["counter"][1] = block
-            total[:count] = 0.0
+            here, drawn = of_block(block, start, flat.numel())
+            total[: drawn.stop] = 0.0
             for i in range(DRAWS):
-                state["state"]["counter"][2] = i
-                philox.state = state
-                generator.standard_normal(out=draw[:count])
-                total[:count] += draw[:count]
-            values = torch.from_numpy(total)[low - block * BLOCK : count]
-            add(flat[low - start : high - start], values)
+                normals.fill(draw[: drawn.stop], block, i)
+                total[: drawn.stop] += draw[: drawn.stop]
+            add(flat[here], torch.from_numpy(total)[drawn])
 
-    on_threads(add_blocks, range(start // BLOCK, (end - 1) // BLOCK + 1))
+    on_threads(add_blocks, blocks_of(start, flat.numel()))
 
 
 def threefry_normal_sum(key: Tensor, start: Tensor, count: int) -> Tensor:

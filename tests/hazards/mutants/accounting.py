@@ -92,8 +92,8 @@ MUTANTS = [
         38,
         "the side that overshoots",
         ACCOUNTING,
-        "    return math.exp(high)  #",
-        "    return math.exp(low) * 0.99  #",
+        "    return high[0]  #",
+        "    return low[0] - 0.01  #",
         (f"{ONE}test_hazard_38_sigma_never_overshoots_the_target",),
     ),
     Mutant(
