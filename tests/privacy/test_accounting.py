@@ -1,35 +1,30 @@
-"""Accounting: right numbers, bounds that never flatter, and targets that are never overshot."""
+"""Accounting: right numbers, bounds that never flatter, and targets that are never overshot.
 
+Each accountant against its own library, called directly, and all against each other (row 37).
+"""
+
+import contextlib
+import logging
 import math
+import time
 import warnings
 
 import numpy as np
 import pytest
-from opacus.accountants import RDPAccountant
+from dp_accounting import GaussianDpEvent, PoissonSampledDpEvent
+from dp_accounting.pld import PLDAccountant, privacy_loss_distribution
+from opacus.accountants import PRVAccountant, RDPAccountant
 from scipy import optimize
 from scipy.stats import norm
 
+from tests.accounts import gaussian_steps, steps_of
 from torchtitan_dp.privacy import pld, rdp
-from torchtitan_dp.privacy.accounting import epsilon, noise_multiplier
+from torchtitan_dp.privacy.accounting import compose, epsilon, noise_multiplier
 
 REFERENCE = {"noise_multiplier": 1.0, "sample_rate": 0.01, "steps": 1_000, "delta": 1e-5}
-GRID = [
-    (0.5, 0.001, 3_000),
-    (0.8, 0.01, 1_000),
-    (1.0, 0.01, 1_000),
-    (1.0, 0.1, 50),
-    (2.0, 0.02, 10_000),
-    (5.0, 0.5, 100),
-    (20.0, 1.0, 1_000),
-]
-
-
-@pytest.fixture(autouse=True)
-def _no_warnings():
-    """Whatever Opacus would print to the user fails the test."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        yield
+NOISE = [(0.6, 1e-5), (0.8, 1e-6), (1.0, 1e-5), (1.5, 1e-7), (2.0, 1e-5), (4.0, 1e-6)]
+SAMPLING = [(0.001, 2_000), (0.004, 1_000), (0.01, 1_000), (0.05, 200), (0.3, 20)]
+GRID = [(sigma, q, steps, delta) for sigma, delta in NOISE for q, steps in SAMPLING]
 
 
 def exact_one_step(sigma: float, q: float, delta: float) -> float:
@@ -50,16 +45,144 @@ def exact_one_step(sigma: float, q: float, delta: float) -> float:
     )
 
 
+@pytest.fixture(autouse=True)
+def _no_warnings():
+    """What Opacus would print to the user fails the test."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        yield
+
+
+@contextlib.contextmanager
+def called_directly():
+    """What the libraries say then is theirs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+@called_directly()
+def google(sigma: float, q: float, steps: int, delta: float, interval: float) -> float:
+    accountant = PLDAccountant(value_discretization_interval=interval)
+    accountant.compose(PoissonSampledDpEvent(q, GaussianDpEvent(sigma)), steps)
+    return accountant.get_epsilon(delta)
+
+
+@called_directly()
+def by_opacus(sigma: float, q: float, steps: int, delta: float) -> float:
+    accountant = RDPAccountant()
+    accountant.history = [(sigma, q, steps)]
+    return accountant.get_epsilon(delta, alphas=[a for a in rdp.ORDERS if a < 900])
+
+
+@called_directly()
+def upper_end(history: list[tuple[float, float, int]], delta: float) -> float:
+    """Of PRV's error bar, by Opacus: privacy loss random variables (Gopi, Lee & Wutschitz 2021)."""
+    accountant = PRVAccountant()
+    accountant.history = history
+    return accountant.get_epsilon(delta, eps_error=0.01)
+
+
+@pytest.mark.thorough_cases("*-1e-06", "1.0-*", "1.5-*")
 @pytest.mark.slow
-@pytest.mark.parametrize("sigma, q, steps", GRID)
-def test_rdp_is_opacus_rdp_or_tighter_only_by_its_wider_orders(sigma, q, steps):
-    opacus = RDPAccountant()
-    opacus.history = [(sigma, q, steps)]
-    alphas = [a for a in rdp.ORDERS if a < 900]
-    expected = opacus.get_epsilon(1e-5, alphas=alphas)
-    ours = epsilon(noise_multiplier=sigma, sample_rate=q, steps=steps, delta=1e-5, accountant="rdp")
-    assert ours == pytest.approx(expected, rel=1e-6)
-    assert ours >= expected * (1 - 1e-12)
+@pytest.mark.parametrize("sigma, q, steps, delta", GRID)
+def test_hazard_37_every_accountant_is_its_library_and_none_flatters(sigma, q, steps, delta):
+    segments = (gaussian_steps(sigma, q, steps),)
+    loose = rdp.rdp_epsilon(segments, delta)
+    tight = pld.pld_epsilon(segments, delta)  # each before the minimum with RDP is taken
+    assert tight <= loose
+    assert tight <= upper_end([(sigma, q, steps)], delta) <= tight + 0.011
+
+    expected = by_opacus(sigma, q, steps, delta)
+    assert expected * (1 - 1e-12) <= loose <= expected * (1 + 1e-6)
+    interval = min(q / sigma**2 / 20, 1e-3)  # about a twentieth of a step's loss
+    assert tight == pytest.approx(google(sigma, q, steps, delta, interval), rel=1e-3)
+
+    query = {"noise_multiplier": sigma, "sample_rate": q, "steps": steps, "delta": delta}
+    assert epsilon(**query, accountant="rdp") == loose
+    assert epsilon(**query, accountant="pld") == min(loose, tight)
+
+
+def test_reference_values():
+    assert epsilon(**REFERENCE, accountant="rdp") == pytest.approx(2.1014, abs=1e-3)
+    assert epsilon(**REFERENCE, accountant="pld") == pytest.approx(1.82824, rel=2e-4)
+
+
+def test_pld_takes_the_worse_of_both_directions():
+    """Each by itself, through the library's private parts."""
+    one = privacy_loss_distribution.from_gaussian_mechanism(
+        1.0, sampling_prob=0.3, value_discretization_interval=1e-3
+    )
+    total = one.self_compose(3)
+    both = [pmf.get_epsilon_for_delta(1e-5) for pmf in (total._pmf_remove, total._pmf_add)]
+    assert min(both) < 0.9 * max(both)
+    told = pld.pld_epsilon((gaussian_steps(1.0, 0.3, 3),), 1e-5)
+    assert told == pytest.approx(max(both), rel=1e-3)
+
+
+@pytest.mark.parametrize("mu, delta", [(1e-6, 1e-5), (0.1, 1e-5), (1.0, 1e-9), (40.0, 1e-6)])
+def test_without_sampling_pld_is_the_exact_gaussian_and_not_below(mu, delta):
+    def excess(eps: float) -> float:
+        return norm.sf(eps / mu - mu / 2) - math.exp(eps + norm.logcdf(-mu / 2 - eps / mu)) - delta
+
+    exact = optimize.brentq(excess, 0, 2_000, xtol=1e-14) if excess(0) > 0 else 0.0
+    query = {"noise_multiplier": 10 / mu, "sample_rate": 1.0, "steps": 100, "delta": delta}
+    spent = epsilon(**query, accountant="pld")
+    assert exact <= spent + 1e-13
+    assert spent == pytest.approx(exact, rel=1e-6, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "sigma, q, steps, least, most",
+    [(20.0, 0.001, 100, 0.0, 0.01), (40.0, 0.02, 100, 0.01, 0.02), (10.0, 0.002, 5_000, 0.03, 0.1)],
+)
+def test_small_epsilons_have_small_errors(sigma, q, steps, least, most):
+    tight = pld.pld_epsilon((gaussian_steps(sigma, q, steps),), 1e-6)
+    assert least < tight < most
+    assert tight == pytest.approx(google(sigma, q, steps, 1e-6, 1e-6), rel=2e-3)
+
+
+def test_hazard_37_unlike_segments_are_close_below_prv():
+    history = [(1.0, 0.01, 600), (1.4, 0.02, 300), (20.0, 1.0, 9)]
+    segments = [steps_of(*part) for part in history]
+    loose, tight = (compose(segments, delta=1e-5, accountant=name) for name in ("rdp", "pld"))
+    assert tight < upper_end(history, 1e-5) < min(tight + 0.011, loose)
+
+
+@pytest.mark.parametrize(
+    "sigma, q, steps, delta",
+    [
+        (0.3, 0.01, 1_000, 1e-6),
+        (1.0, 1e-7, 100_000, 1e-5),
+        (0.5, 0.5, 1_000, 1e-5),
+        (0.2, 1.0, 9, 0.5),
+    ],
+)
+def test_pld_answers_within_seconds_where_it_is_hard(sigma, q, steps, delta):
+    pld.pld_epsilon.cache_clear()
+    begun = time.process_time()
+    spent = pld.pld_epsilon((gaussian_steps(sigma, q, steps),), delta)
+    assert time.process_time() - begun < 5
+    assert math.isfinite(spent)
+
+
+@pytest.mark.parametrize(
+    "sigma, steps, delta", [(0.03, 1_000, 1e-5), (1.0, 10**7, 1e-9), (1.0, 1_000, 1e-200)]
+)
+def test_pld_out_of_its_depth_is_rdps_bound(caplog, sigma, steps, delta):
+    query = {"noise_multiplier": sigma, "sample_rate": 0.01, "steps": steps, "delta": delta}
+    with caplog.at_level(logging.INFO, logger=pld.__name__):
+        fallen = epsilon(**query, accountant="pld")
+    assert fallen == epsilon(**query, accountant="rdp")
+    assert "PLD" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [math.nan, -math.inf, math.inf, -1e-3])
+def test_a_failing_pld_never_gives_a_smaller_number(monkeypatch, wrong):
+    pld.pld_epsilon.cache_clear()
+    monkeypatch.setattr(pld, "_attempts", lambda *_: [(wrong, None)])
+    assert epsilon(**REFERENCE, accountant="pld") == epsilon(**REFERENCE, accountant="rdp")
+    pld.pld_epsilon.cache_clear()
 
 
 @pytest.mark.parametrize(

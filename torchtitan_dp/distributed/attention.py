@@ -3,11 +3,9 @@
 PyTorch (`torch.distributed.tensor.experimental`) chooses the kernel and deals sequences out, on
 CUDA and CPU alike; the loop over blocks is ours (`distributed.ring`). PyTorch registers no CPU
 kernel for the ring. Flash attention on CPU returns `(out, logsumexp)`, which is all that the ring's
-merge needs, so TorchTitan's context-parallel path runs unchanged on gloo once that kernel is
-registered. CUDA's memory-efficient kernels, the only ones for fp32, pad logsumexp to 32 rows, which
-the merge does not expect: it is cut off here and added again for backward.
-
-From `HEADS_APART_FROM` tokens a rank, a sequence that one rank has alone is a ring of one, too.
+merge needs, so it is registered here. CUDA's memory-efficient kernels, the only ones for fp32, pad
+logsumexp to 32 rows, which is cut off here and added again for backward. From `HEADS_APART_FROM`
+tokens a rank, a sequence that one rank has alone is a ring of one, too.
 
 Every private name of PyTorch's context parallelism that this package uses is in this file;
 `tests/distributed/test_attention.py` fails when a new version moves one.
@@ -83,7 +81,6 @@ def configure_ring(
         rotate_method: "allgather" gathers all keys and values at once (fewer, larger messages);
             "alltoall" passes them around, holding one other rank's at a time (long context).
             TorchTitan 0.2.2 reads this setting and does not apply it.
-        heads_apart_from: tokens a rank, from which kernels run on one key head at a time.
     """
     ring._cp_options.enable_load_balance = load_balancer == "headtail"
     public_names.set_rotate_method(rotate_method)
@@ -98,7 +95,6 @@ def apply_ring_attention(
     Args:
         attention_modules: TorchTitan `ScaledDotProductAttentionWrapper`s; inputs q, k, v of shape
             (B, heads, T / cp, head_dim), each rank's own part of the sequence.
-        cp_mesh: one-dimensional mesh of the ranks that share a sample.
         cudnn: whether cuDNN may attend, as `models.parallelize.takes_cudnn` decides.
     """
     apply_cp_to_attention_module(attention_modules, cp_mesh, "sdpa")
@@ -107,10 +103,7 @@ def apply_ring_attention(
 
 
 def mesh_of_this_rank(device_type: str, name: str) -> DeviceMesh:
-    """Return a one-dimensional mesh of this rank alone.
-
-    Collective over the world.
-    """
+    """Return a one-dimensional mesh of this rank alone. Collective over the world."""
     every_rank_alone = (dist.get_world_size(), 1)
     return init_device_mesh(device_type, every_rank_alone, mesh_dim_names=("rank", name))[name]
 
@@ -217,10 +210,7 @@ def _attend_unpadded(query: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[to
 def _backward(
     op: Any, *, query: torch.Tensor, key: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Compute one block's gradients.
-
-    CUDA's kernels take the numbers of queries and keys, which differ from block to block.
-    """
+    """Compute one block's gradients: CUDA's kernels take its numbers of queries and keys."""
     if "max_q" in kwargs:
         kwargs |= {"max_q": query.shape[_SEQ_DIM], "max_k": key.shape[_SEQ_DIM]}
     gradients: tuple[torch.Tensor, ...] = op(query=query, key=key, **kwargs)
@@ -230,10 +220,8 @@ def _backward(
 def _backward_padded(
     *, grad_out: torch.Tensor, logsumexp: torch.Tensor, **kwargs: Any
 ) -> tuple[torch.Tensor, ...]:
-    """Compute one block's gradients, with logsumexp padded as by the forward kernel.
-
-    Padded rows have an infinite logsumexp, so that their probabilities are 0.
-    """
+    """Compute one block's gradients, with logsumexp padded as by the forward kernel: by infinity,
+    so that padded rows have probabilities of 0."""
     missing = -logsumexp.shape[_SEQ_DIM] % _ALIGNED_ROWS
     if missing and torch.version.hip is None:  # ROCm's kernels pad nothing
         logsumexp = F.pad(logsumexp, (0, missing), value=torch.inf)

@@ -27,11 +27,7 @@ EXACT_FROM = 1 << 20
 
 
 def available_bytes(proc: Path = Path("/proc")) -> int | None:
-    """Return how many bytes this process may still take; None if it is unknown.
-
-    Args:
-        proc: where the kernel's files are.
-    """
+    """Return how many bytes this process may still take; None if it is unknown."""
     return min([*_kernels(proc), *_cgroups(proc)], default=None)
 
 

@@ -66,7 +66,9 @@ MUTANTS = [
         "privacy/rdp.py",
         "- (math.log(delta) + np.log(orders)) / (orders - 1)\n",
         "- (math.log(delta) + 2 * np.log(orders)) / (orders - 1)\n",
-        (f"{ONE}test_rdp_is_opacus_rdp_or_tighter_only_by_its_wider_orders",),
+        (
+            f"{ONE}test_hazard_37_every_accountant_is_its_library_and_none_flatters[2.0-1e-05-0.01-1000]",
+        ),
         quick=True,
     ),
     Mutant(

@@ -10,7 +10,7 @@ LEDGERS = "hazards/test_ledgers.py::"
 NOISE = "privacy/noise.py"
 KEYS = "privacy/keys.py"
 SECURE = "privacy/sampling.py"
-SECURE_TEST = "privacy/test_secure_draws.py::"
+SECURE_TEST = "privacy/test_sampling.py::"
 
 MUTANTS = [
     Mutant(
