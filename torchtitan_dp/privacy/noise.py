@@ -208,17 +208,24 @@ def threefry_normal(key: Tensor, start: Tensor, count: int) -> Tensor:
     low, high = positions.to(torch.int32), (positions >> 32).to(torch.int32)
     zero = torch.zeros_like(low)
     w0, w1, w2, _ = threefry4x32((low, high, zero, zero), key)
-    # t = min(u, 1 - u): as integers 1 - u is the complement, without rounding
-    upper = w0 < 0
-    t_high = torch.where(upper, ~w0, w0).to(torch.float32)
-    t_low = torch.where(upper, ~w1, w1)
-    t_low_unsigned = t_low.to(torch.float32) + torch.where(t_low < 0, 2.0**32, 0.0)
-    t = (t_high + (t_low_unsigned + 0.5) * 2.0**-32) * 2.0**-32
-    minus_log_u = torch.where(upper, -torch.log1p(-t), -torch.log(t))
-    radius = torch.sqrt(2.0 * minus_log_u)
     angle = ((w2 & 0x7FFFFFFF).to(torch.float32) + 0.5) * (math.pi / 2 * 2.0**-31)
-    value = radius * torch.sin(angle)
+    value = radius(w0, w1, torch.float32) * torch.sin(angle)
     return torch.where(w2 < 0, -value, value)
+
+
+def radius(w0: Tensor, w1: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return sqrt(-2 ln u) of u = (w0 * 2**32 + w1 + 1/2) / 2**64."""
+    upper = w0 < 0
+    # t = min(u, 1 - u): as integers 1 - u is the complement, without rounding
+    t_high = torch.where(upper, ~w0, w0).to(dtype)
+    t_low = unsigned(torch.where(upper, ~w1, w1), dtype)
+    t = (t_high + (t_low + 0.5) * 2.0**-32) * 2.0**-32
+    return torch.sqrt(2.0 * torch.where(upper, -torch.log1p(-t), -torch.log(t)))
+
+
+def unsigned(word: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the uint32 that an int32 stands for."""
+    return word.to(dtype) + torch.where(word < 0, 2.0**32, 0.0)
 
 
 def _add_normal(flat: Tensor, key: Tensor, start: Tensor, std: Tensor) -> None:

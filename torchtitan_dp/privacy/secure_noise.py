@@ -45,8 +45,10 @@ from torchtitan_dp.privacy.noise import (
     chunk_starts,
     cipher_key,
     of_block,
+    radius,
     threefry4x32,
     threefry_key,
+    unsigned,
 )
 
 DRAWS = 4
@@ -130,29 +132,19 @@ def threefry_normal_sum(key: Tensor, start: Tensor, count: int) -> Tensor:
 
     As `noise.threefry_normal`, in fp64 and with all four words w of the counter (position, i):
 
-        u = (w0 * 2**32 + w1 + 1/2) / 2**64      radius = sqrt(-2 ln u)
         v = ((w2 mod 2**31) * 2**32 + w3 + 1/2) / 2**63      value = ± radius * sin(pi/2 * v)
     """
     positions = torch.arange(count, dtype=torch.int64, device=key.device) + start
     low, high = positions.to(torch.int32), (positions >> 32).to(torch.int32)
     zero = torch.zeros_like(low)
-    total = torch.zeros(count, dtype=torch.float64, device=key.device)
+    wide = torch.float64
+    total = torch.zeros(count, dtype=wide, device=key.device)
     for i in range(DRAWS):
         w0, w1, w2, w3 = threefry4x32((low, high, zero + i, zero), key)
-        upper = w0 < 0
-        # t = min(u, 1 - u): as integers 1 - u is the complement, without rounding
-        t_high = torch.where(upper, ~w0, w0).to(torch.float64)
-        t = (t_high + (_unsigned(torch.where(upper, ~w1, w1)) + 0.5) * 2.0**-32) * 2.0**-32
-        radius = torch.sqrt(2.0 * torch.where(upper, -torch.log1p(-t), -torch.log(t)))
-        turn = (w2 & 0x7FFFFFFF).to(torch.float64) + (_unsigned(w3) + 0.5) * 2.0**-32
-        value = radius * torch.sin(turn * (math.pi / 2 * 2.0**-31))
+        turn = (w2 & 0x7FFFFFFF).to(wide) + (unsigned(w3, wide) + 0.5) * 2.0**-32
+        value = radius(w0, w1, wide) * torch.sin(turn * (math.pi / 2 * 2.0**-31))
         total = total + torch.where(w2 < 0, -value, value)
     return total
-
-
-def _unsigned(word: Tensor) -> Tensor:
-    """Return the uint32 that an int32 stands for, in fp64."""
-    return word.to(torch.float64) + torch.where(word < 0, 2.0**32, 0.0)
 
 
 def _add_threefry(flat: Tensor, add: Add, key: Tensor, start: int) -> None:
