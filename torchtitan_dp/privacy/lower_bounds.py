@@ -120,7 +120,6 @@ def one_run_p_value(
     Args:
         canaries: m, each included by a fair coin of its own.
         guesses: the number guessed at, fixed in advance.
-        correct: v, of the guesses.
 
     >>> query = dict(canaries=1000, guesses=100, correct=90)
     >>> one_run_p_value(**query, epsilon=1.0, delta=0.0) < 1e-4
@@ -141,12 +140,9 @@ def one_run_p_value(
 def one_run_epsilon(
     *, canaries: int, guesses: int, correct: int, delta: float, confidence: float
 ) -> float:
-    """Find the epsilon below which these guesses are too good to be believed.
+    """Find the epsilon up to which these guesses are too good to be believed; 0.0 if none is.
 
     Args: those of `one_run_p_value`; `confidence` in (0, 1).
-
-    Returns:
-        The largest epsilon such that it and all smaller ones are rejected; 0.0 if none is.
 
     >>> query = dict(canaries=1000, delta=1e-5, confidence=0.95)
     >>> round(one_run_epsilon(guesses=200, correct=170, **query), 1)
@@ -168,15 +164,12 @@ def one_run_epsilon(
 def one_run_mu(
     *, canaries: int, guesses: int, correct: int, but_for: float, confidence: float
 ) -> float:
-    """Find the mu below which these guesses are too good to be believed.
+    """Find the mu up to which these guesses are too good to be believed; 0.0 if none is.
 
     The hypothesis is that no test of one unit's membership detects more than
     F(a) = Phi(Phi^-1(a) + mu) + but_for of the members at false alarms a, in both directions.
 
     Args: those of `one_run_epsilon`; `but_for` as in `privacy.meaning.Meaning.mu_but_for`.
-
-    Returns:
-        The largest mu such that it and all smaller ones are rejected; 0.0 if none is.
 
     >>> query = dict(canaries=1000, but_for=1e-5, confidence=0.95)
     >>> round(one_run_mu(guesses=200, correct=170, **query), 2)
