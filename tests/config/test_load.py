@@ -125,11 +125,6 @@ checkpoint.initial_load_in_hf_quantized
 checkpoint.async_mode=async_with_pinned_mem → outlive a killed run
 checkpoint.async_mode=async_with_pinned_mem ema.enable → exchanges weights and averages
 ema.enable training.dtype=bfloat16 → averages (ema.enable = true) are of fp32 weights
-privacy.exact_sum
-privacy.exact_sum privacy.secure_noise training.global_batch_size=1048577 → \
-    training.global_batch_size = 1048577
-privacy.exact_sum privacy.secure_noise privacy.target_epsilon=None \
-    privacy.noise_multiplier=32769 → privacy.noise_multiplier = 32769
 training.max_norm=1
 training.dtype=bfloat16
 training.enable_cpu_offload

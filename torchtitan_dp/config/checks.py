@@ -12,7 +12,6 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.supported import check_supported, check_values, refusal
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.privacy.fixed_point import MAX_EXPECTED_BATCH, MAX_NOISE_MULTIPLIER
 from torchtitan_dp.privacy.mechanism import mechanism_of
 
 Row = tuple[bool, str, str]
@@ -33,8 +32,6 @@ def check(config: JobConfig, world_size: int) -> None:
     _refuse(config, _always(config, world_size))
     if config.privacy.enable:
         _refuse(config, _privacy(config))
-        if config.privacy.exact_sum:
-            _check_exact_sum(config)
         check_supported(config)
         _refuse(config, _methods(config))
 
@@ -380,25 +377,3 @@ def _methods(config: JobConfig) -> Iterator[Row]:
         "use 'async'; the process that saves would outlive a killed run, and write into the next "
         "one's checkpoint",
     )
-
-
-def _check_exact_sum(config: JobConfig) -> None:
-    """Refuse sums that could exceed 64 bits."""
-    privacy = config.privacy
-    if not privacy.secure_noise:
-        raise ValueError(
-            "privacy.exact_sum = true with secure_noise = false: noise in fp32 would round the "
-            "exact sum; set privacy.secure_noise = true, or exact_sum to false"
-        )
-    if config.training.global_batch_size > MAX_EXPECTED_BATCH:
-        raise ValueError(
-            f"training.global_batch_size = {config.training.global_batch_size}: with "
-            f"privacy.exact_sum at most {MAX_EXPECTED_BATCH}, so that 64-bit sums cannot wrap; "
-            "lower it, or set exact_sum to false"
-        )
-    if privacy.noise_multiplier is not None and privacy.noise_multiplier > MAX_NOISE_MULTIPLIER:
-        raise ValueError(
-            f"privacy.noise_multiplier = {privacy.noise_multiplier}: with privacy.exact_sum at "
-            f"most {MAX_NOISE_MULTIPLIER:.0f}, so that 64-bit sums cannot wrap; lower it, or set "
-            "exact_sum to false"
-        )

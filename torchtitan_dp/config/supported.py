@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.privacy.envelope import FEWEST, MOST
+from torchtitan_dp.privacy.randomized import FEWEST, MOST
 
 # By section. The keys that `schema` defines are supported too.
 _SUPPORTED = {

@@ -23,8 +23,7 @@ from torch import Tensor
 
 from torchtitan_dp.gradients.fsdp import RowLayout
 from torchtitan_dp.gradients.layers import PerSampleLayer, register_per_sample
-from torchtitan_dp.gradients.operands import Products
-from torchtitan_dp.gradients.products import add_product_, write_product_
+from torchtitan_dp.gradients.operands import Products, add_product_, write_product_
 from torchtitan_dp.models.loss import losses_to_gradients_
 from torchtitan_dp.models.tiles import tiles
 
