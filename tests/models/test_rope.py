@@ -232,17 +232,6 @@ def test_samples_beyond_the_window_are_noticed(tmp_path: Path) -> None:
 
 
 SCALED = Yarn(factor=4.0, original=8, beta_fast=2.0)
-METHODS = [("microbatch", 1), ("grad_sample", 2), ("ghost", 2)]
-
-
-@pytest.mark.parametrize("degrees", [(1, 1, 1), (1, 1, 2)], ids=str)
-@pytest.mark.parametrize("method, samples", METHODS)
-@pytest.mark.parametrize("family", FAMILY)
-def test_every_method_is_the_loop_with_scaled_positions(
-    family: str, method: str, samples: int, degrees: tuple[int, int, int]
-) -> None:
-    options = f"--privacy.gradient_method={method}", f"--training.local_batch_size={samples}"
-    check(degrees, *options, family=family, rope=SCALED)
 
 
 @pytest.mark.parametrize("family", FAMILY)
