@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterable, Iterator
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.derived import mesh_degrees
+from torchtitan_dp.config.derived import DEGREES, mesh_degrees
 from torchtitan_dp.config.supported import check_supported, check_values, refusal
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.privacy.mechanism import mechanism_of
@@ -80,8 +80,7 @@ def _optimizer(config: JobConfig) -> Iterator[Row]:
 
 
 def _mesh(config: JobConfig, world_size: int) -> Iterator[Row]:
-    keys = ("data_parallel_replicate_degree", "data_parallel_shard_degree")
-    degrees = dict(zip((*keys, "context_parallel_degree"), mesh_degrees(config), strict=True))
+    degrees = dict(zip(DEGREES, mesh_degrees(config), strict=True))
     replicate, shard, cp = degrees.values()
     product = replicate * shard * cp
     largest = max(degrees, key=degrees.__getitem__)

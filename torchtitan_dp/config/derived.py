@@ -9,6 +9,13 @@ from torchtitan_dp.gradients.methods import METHODS, automatic
 
 ALL, AS_GIVEN = "all weights", "as given"
 
+# The keys of `mesh_degrees` in [parallelism].
+DEGREES = (
+    "data_parallel_replicate_degree",
+    "data_parallel_shard_degree",
+    "context_parallel_degree",
+)
+
 # torch.compile's default limit on graphs of one function.
 MOST_LENGTHS = 8
 
@@ -23,12 +30,8 @@ ALIGNED_TOKENS = 128
 
 def mesh_degrees(config: JobConfig) -> tuple[int, int, int]:
     """Return the degrees of dp_replicate, dp_shard and cp."""
-    parallelism = config.parallelism
-    return (
-        parallelism.data_parallel_replicate_degree,
-        parallelism.data_parallel_shard_degree,
-        parallelism.context_parallel_degree,
-    )
+    replicate, shard, cp = (getattr(config.parallelism, key) for key in DEGREES)
+    return replicate, shard, cp
 
 
 def resolve(config: JobConfig, world_size: int) -> None:

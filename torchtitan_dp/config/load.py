@@ -21,7 +21,7 @@ from torchtitan.config import JobConfig as TorchTitanJobConfig
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import check
-from torchtitan_dp.config.derived import resolve
+from torchtitan_dp.config.derived import DEGREES, resolve
 from torchtitan_dp.config.keys import check_toml, read_command_line
 from torchtitan_dp.process import write_atomically
 
@@ -34,11 +34,6 @@ else:
 # only, and never released.
 RUN_CONFIG_FILE = "run_config.json"
 _CUSTOM_CONFIG = "torchtitan_dp.config"
-_ONE_PROCESS = (
-    "data_parallel_replicate_degree",
-    "data_parallel_shard_degree",
-    "context_parallel_degree",
-)
 
 
 def load_config(argv: list[str], world_size: int) -> JobConfig:
@@ -137,7 +132,7 @@ def read_config(folder: str) -> JobConfig:
         with open(path, encoding="utf-8") as file:
             values = json.load(file)
         values["job"]["dump_folder"] = folder
-        values["parallelism"].update(dict.fromkeys(_ONE_PROCESS, 1))
+        values["parallelism"].update(dict.fromkeys(DEGREES, 1))
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{path} cannot be read ({error!r}): restore it") from error
     schema = _schema()
