@@ -334,8 +334,7 @@ def _methods(config: JobConfig) -> Iterator[Row]:
         estimates_norms=method.estimates_norms,
         bands=2 if privacy.noise == "banded" else 1,
     )
-    for is_refused, key, _, remedy in mechanism.refusals(privacy):
-        yield is_refused, key, remedy
+    yield from mechanism.refusals(privacy)
     yield (
         privacy.clipping == "flat" and bool(privacy.clipping_groups),
         "privacy.clipping_groups",

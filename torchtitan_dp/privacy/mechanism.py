@@ -163,8 +163,8 @@ class Mechanism(ABC):
         """Return the other terms that epsilon depends on, by keys of the configuration."""
         return {"privacy.gradient_method": "one of exact or capped norms"}
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
-        """List settings that this accounting does not cover: (refused, key, value, remedy)."""
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, str]]:
+        """List settings that this accounting does not cover: (refused, key, remedy)."""
         return []
 
     def fields(self) -> dict[str, Any]:
@@ -375,12 +375,11 @@ class BandedGaussian(PoissonGaussian):
     def noise(self) -> str:
         return f"noise correlated over steps, {self.bands} bands"
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, str]]:
         return [
             (
                 privacy.secure_noise,
                 "privacy.secure_noise",
-                True,
                 "with privacy.noise = 'banded' a step adds the noise of several keys, whose sum "
                 "on the grid is not proven; set it to false, or privacy.noise to 'independent'",
             )
@@ -462,28 +461,25 @@ class EstimatedNorms(Mechanism):
             "privacy.norm_estimator": self.estimator,
         }
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, str]]:
         here = "with privacy.underestimates = 'accounted'"
         capped = "or privacy.underestimates = 'capped'"
         return [
             (
                 privacy.accountant != "pld",
                 "privacy.accountant",
-                f"'{privacy.accountant}'",
                 f"{here} a step is a mixture of Gaussians, for which only PLD is tight; set "
                 f"privacy.accountant = 'pld', {capped}",
             ),
             (
                 privacy.clipping != "flat",
                 "privacy.clipping",
-                f"'{privacy.clipping}'",
                 f"{here} the norms of several groups err apart, which is not accounted for; set "
                 f"it to 'flat', {capped}",
             ),
             (
                 privacy.noise == "banded",
                 "privacy.noise",
-                "'banded'",
                 f"{here} a unit's steps are not accounted for together; set it to 'independent', "
                 f"{capped}",
             ),
