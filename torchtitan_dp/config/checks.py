@@ -6,16 +6,13 @@ those before it. `supported` has the values of single keys, which are checked fi
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import DEGREES, mesh_degrees
-from torchtitan_dp.config.supported import check_supported, check_values, refusal
+from torchtitan_dp.config.supported import Row, out_of_range, refuse, unsupported
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.privacy.mechanism import mechanism_of
-
-Row = tuple[bool, str, str]
-"""Whether the value is refused, its key, and the reason with the remedy."""
 
 
 def check(config: JobConfig, world_size: int) -> None:
@@ -28,29 +25,13 @@ def check(config: JobConfig, world_size: int) -> None:
     Raises:
         ValueError: one line that names the key, its value and the remedy.
     """
-    check_values(config)
-    _refuse(config, _always(config, world_size))
+    refuse(config, out_of_range(config))
+    refuse(config, _mesh(config, world_size))
+    for rows in (_optimizer, _length, _memory, _heldout, _weights, _samples, _rope):
+        refuse(config, rows(config))
     if config.privacy.enable:
-        _refuse(config, _privacy(config))
-        check_supported(config)
-        _refuse(config, _methods(config))
-
-
-def _refuse(config: JobConfig, rows: Iterable[Row]) -> None:
-    for is_refused, key, remedy in rows:
-        if is_refused:
-            raise refusal(config, key, remedy)
-
-
-def _always(config: JobConfig, world_size: int) -> Iterator[Row]:
-    """Yield the rows that hold with and without privacy."""
-    yield from _optimizer(config)
-    yield from _mesh(config, world_size)
-    yield from _memory(config)
-    yield from _heldout(config)
-    yield from _weights(config)
-    yield from _samples(config)
-    yield from _rope(config)
+        for rows in (_privacy, unsupported, _methods):
+            refuse(config, rows(config))
 
 
 def _optimizer(config: JobConfig) -> Iterator[Row]:
@@ -91,7 +72,10 @@ def _mesh(config: JobConfig, world_size: int) -> Iterator[Row]:
         f"{listed} = {product}, but there are {world_size} processes (NGPU x nodes); set a degree "
         "to -1 to let it follow",
     )
-    seq_len, multiple = config.training.seq_len, 2 * cp
+
+
+def _length(config: JobConfig) -> Iterator[Row]:
+    seq_len, multiple = config.training.seq_len, 2 * config.parallelism.context_parallel_degree
     below = seq_len // multiple * multiple
     yield (
         seq_len < 1 or seq_len != below,
