@@ -116,7 +116,7 @@ def test_an_exception_in_the_middle_leaves_nothing(tmp_path: Path, error: BaseEx
     "place, name, instead",
     [
         (stores, "private", full),
-        (stores.tempfile, "mkdtemp", fail(OSError(errno.EROFS, "Read-only"))),
+        (stores.os, "mkdir", fail(OSError(errno.EROFS, "Read-only"))),
         (stores.os, "rename", fail(OSError(errno.EDQUOT, "Quota"))),
         (stores.os, "scandir", fail(PermissionError(errno.EACCES, "of the data"))),
     ],
@@ -125,6 +125,7 @@ def test_a_disk_that_fails_is_one_line_with_the_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any, name: str, instead: Any
 ) -> None:
     root = as_jsonl(tmp_path / "d", ROWS)
+    (tmp_path / "store").mkdir()
     monkeypatch.setattr(place, name, instead)
     with pytest.raises(ValueError, match=r"^training\.dataset_path = .* data\.store$") as caught:
         store_of(root, tmp_path, "jsonl")
@@ -191,10 +192,10 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
     key = Path(store_of(root, tmp_path, "jsonl").folder).name
     stores.delete(str(place / key))
     other = "0" * 32
-    half = f".{key}.abc/tokens", f".{other}.abc/tokens", f"{key}.lock"
+    half = f".{key}/tokens", f".{other}/tokens", f"{key}.lock"
     write(place, dict.fromkeys(half, b"half"))
     store_of(root, tmp_path, "jsonl")
-    assert left(place) == sorted([f".{other}.abc", key])
+    assert left(place) == sorted([f".{other}", key])
 
 
 def open_store(connection: Connection, root: str, place: str, log: str) -> None:

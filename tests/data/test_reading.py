@@ -10,8 +10,7 @@ from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
 from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, loader, rng
 from tests.data.stores import store_of, stored
 from torchtitan_dp.data.batching import Draw
-from torchtitan_dp.data.chat_template import MOST_MESSAGES
-from torchtitan_dp.data.reading import reading
+from torchtitan_dp.data.reading import MOST_MESSAGES, reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 

@@ -28,17 +28,12 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from torchtitan_dp.data.tables import MOST_ITEMS
-from torchtitan_dp.data.tokenizer import kind_of, text_of
-
 ASSISTANT = "assistant"
 # Unicode's noncharacters, which no text should have: one that has is refused.
 _OPEN, _CLOSE = "\ufdd0", "\ufdd1"
 _EITHER = re.compile(f"([{_OPEN}{_CLOSE}])")
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")  # as Python writes a function, or a generator
 _GLOBALS = ("range", "dict", "cycler", "joiner", "namespace")  # jinja2's own, without chance
-MOST_MESSAGES = MOST_ITEMS
-"""Of a longer conversation these are looked at: the time to render it must be bounded."""
 MESSAGE_COST = 1000  # characters: about as many are copied while a template looks at a message
 MOST_COST = 2**26  # characters that are rendered for one conversation, over all renderings
 _PROBE = (("user", "What?"), (ASSISTANT, "That."), ("user", "Why?"), (ASSISTANT, "Because."))
@@ -59,11 +54,7 @@ class Piece(NamedTuple):
 
 
 class ChatTemplate:
-    """Writes conversations as a model was, or will be, taught to read them. Any thread may ask.
-
-    `trial` is its text of a conversation that is no record. `lacks_end` describes answers in it
-    whose end is not learned, or is None.
-    """
+    """Writes conversations as a model was, or will be, taught to read them."""
 
     def __init__(self, source: str, marks: Mapping[str, str]) -> None:
         """
@@ -92,7 +83,7 @@ class ChatTemplate:
         terms = json.dumps([source, self._marks], sort_keys=True)
         self.identity = hashlib.sha256(terms.encode()).hexdigest()
         self.trial = self._try_out()
-        self.lacks_end = self._describe_end()
+        """The pieces of a conversation that is no record."""
 
     def write(self, messages: Sequence[Message]) -> list[Piece] | None:
         """Write a conversation, in parts that are the assistant's or not.
@@ -113,8 +104,52 @@ class ChatTemplate:
             return None
 
     def _pieces(self, messages: Sequence[Message]) -> list[Piece] | None:
-        rendering = _Rendering(self._template, self._marks)
-        return (_by_marks if self._is_marked else _by_turns)(rendering, messages)
+        return self._by_marks(messages) if self._is_marked else self._by_turns(messages)
+
+    def _by_marks(self, messages: Sequence[Message]) -> list[Piece] | None:
+        pieces, inside = [], False
+        for part in _EITHER.split(self._render(messages)):
+            if part in (_OPEN, _CLOSE):
+                if (part == _OPEN) == inside:
+                    return None
+                inside = part == _OPEN
+            elif part:
+                pieces.append(Piece(part, inside))
+        return None if inside else pieces
+
+    def _by_turns(self, messages: Sequence[Message]) -> list[Piece] | None:
+        pieces: list[Piece] = []
+        done, cost = "", 0
+        for end, message in enumerate(messages, start=1):
+            if message.role != ASSISTANT:
+                continue
+            before = self._render(messages[: end - 1], opens_answer=True)
+            after = self._render(messages[:end])
+            if not (before.startswith(done) and after.startswith(before)):
+                return None
+            pieces.append(Piece(before[len(done) :], False))
+            # An empty answer would teach to say nothing.
+            pieces.append(Piece(after[len(before) :], message.content.strip() != ""))
+            done = after
+            cost += _cost(before, messages[: end - 1]) + _cost(after, messages[:end])
+            if cost >= MOST_COST:
+                break
+        return pieces
+
+    def _render(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
+        text = self._template.render(
+            **self._marks,
+            messages=[message._asdict() for message in messages],
+            add_generation_prompt=opens_answer,
+            tools=None,
+            documents=None,
+        )
+        addresses = set(_ADDRESS.findall(text))
+        for message in messages if addresses else ():
+            addresses.difference_update(_ADDRESS.findall(message.role + message.content))
+        if addresses:
+            raise jinja2.TemplateError("it writes an address of memory")
+        return text
 
     def _try_out(self) -> list[Piece]:
         """Write a conversation that is no record, and look at what became of its turns.
@@ -122,9 +157,8 @@ class ChatTemplate:
         Raises:
             ValueError: the mistake, for the end of a message that names the file.
         """
-        probe = [Message(*turn) for turn in _PROBE]
         try:
-            pieces = self._pieces(probe)
+            pieces = self._pieces([Message(*turn) for turn in _PROBE])
         except Exception as error:
             raise ValueError(f"cannot be rendered ({type(error).__name__}: {error})") from None
         if pieces is None:
@@ -132,8 +166,7 @@ class ChatTemplate:
                 "writes earlier turns otherwise once there are later ones, so that the "
                 "assistant's cannot be identified: mark them with {% generation %}"
             )
-        answers = "".join(piece.text for piece in pieces if piece.is_target)
-        others = "".join(piece.text for piece in pieces if not piece.is_target)
+        answers, others = _texts(pieces, True), _texts(pieces, False)
         for role, content in _PROBE:
             here, there = (answers, others) if role == ASSISTANT else (others, answers)
             if content not in here or content in there:
@@ -143,13 +176,12 @@ class ChatTemplate:
                 )
         return pieces
 
-    def _describe_end(self) -> str | None:
-        """Describe answers in the trial whose text is learned, and no mark after it."""
-        learned = [piece.text for piece in self.trial if piece.is_target]
-        answers = [content for role, content in _PROBE if role == ASSISTANT]
-        ends = "".join(learned)
-        for content in answers:
-            ends = ends.replace(content, "", 1)
+    @property
+    def lacks_end(self) -> str | None:
+        """A description of answers in the trial whose end is not learned, or None."""
+        ends = _texts(self.trial, True)
+        for role, content in _PROBE:
+            ends = ends.replace(content, "", 1) if role == ASSISTANT else ends
         if ends.strip():
             return None
         where = "{% generation %} in the chat template leaves out the end mark"
@@ -158,92 +190,13 @@ class ChatTemplate:
         return f"{where}: the model never learns to stop"
 
 
-class _Rendering:
-    """Renders one conversation, whole or in part, and counts what that costs as it goes."""
-
-    def __init__(self, template: jinja2.Template, marks: Mapping[str, str]) -> None:
-        self._template, self._marks = template, marks
-        self.cost = 0
-
-    def render(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
-        # Before it is rendered: a template that refuses has worked as well.
-        given = sum(len(message.content) for message in messages)
-        self.cost += given + MESSAGE_COST * len(messages)
-        text = self._template.render(
-            **self._marks,
-            messages=[message._asdict() for message in messages],
-            add_generation_prompt=opens_answer,
-            tools=None,
-            documents=None,
-        )
-        self.cost += max(len(text) - given, 0)
-        addresses = set(_ADDRESS.findall(text))
-        for message in messages if addresses else ():
-            addresses.difference_update(_ADDRESS.findall(message.role + message.content))
-        if addresses:
-            raise jinja2.TemplateError("it writes an address of memory")
-        return text
+def _cost(text: str, messages: Sequence[Message]) -> int:
+    read = sum(len(message.content) for message in messages)
+    return max(len(text), read) + MESSAGE_COST * len(messages)
 
 
-def _by_marks(rendering: _Rendering, messages: Sequence[Message]) -> list[Piece] | None:
-    pieces, inside = [], False
-    for part in _EITHER.split(rendering.render(messages)):
-        if part in (_OPEN, _CLOSE):
-            if (part == _OPEN) == inside:
-                return None
-            inside = part == _OPEN
-        elif part:
-            pieces.append(Piece(part, inside))
-    return None if inside else pieces
-
-
-def _by_turns(rendering: _Rendering, messages: Sequence[Message]) -> list[Piece] | None:
-    pieces: list[Piece] = []
-    done = ""
-    for end, message in enumerate(messages, start=1):
-        if message.role != ASSISTANT:
-            continue
-        before = rendering.render(messages[: end - 1], opens_answer=True)
-        after = rendering.render(messages[:end])
-        if not (before.startswith(done) and after.startswith(before)):
-            return None
-        pieces.append(Piece(before[len(done) :], False))
-        # An empty answer would teach to say nothing.
-        pieces.append(Piece(after[len(before) :], message.content.strip() != ""))
-        done = after
-        if rendering.cost >= MOST_COST:
-            break
-    return pieces
-
-
-def messages_of(value: object) -> list[Message] | None:
-    """Return the first messages, or None if one of them is none."""
-    if not isinstance(value, list):
-        return None
-    found = []
-    for one in value[:MOST_MESSAGES]:
-        if not isinstance(one, dict):
-            return None
-        role, content = text_of(one.get("role")), text_of(one.get("content"))
-        if role is None or content is None:
-            return None
-        found.append(Message(role, content))
-    return found
-
-
-def unlike_messages(value: object) -> str:
-    """Describe a value that is no list of messages, by types and names of keys."""
-    if not isinstance(value, list):
-        return kind_of(value)
-    for one in value[:MOST_MESSAGES]:
-        if not isinstance(one, dict):
-            return f"a list with {kind_of(one)}"
-        if not one.keys() >= {"role", "content"}:
-            return f"a list of objects with {' and '.join(map(repr, list(one)[:4])) or 'no keys'}"
-        for key in ("role", "content"):
-            if text_of(one[key]) is None:
-                return f"messages whose {key} is {kind_of(one[key])}"
-    return "a list of messages"
+def _texts(pieces: Sequence[Piece], is_target: bool) -> str:
+    return "".join(piece.text for piece in pieces if piece.is_target == is_target)
 
 
 def load_chat_template(assets_path: str) -> ChatTemplate | None:

@@ -9,13 +9,14 @@ Guarantee:
 """
 
 import hashlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from torchtitan_dp.data.prepare import UNIT_FIELDS, Source, listed, prepared
+from torchtitan_dp.data.console import listed
+from torchtitan_dp.data.prepare import Source, prepared
 from torchtitan_dp.data.reading import Lack
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.store import Store
@@ -67,55 +68,42 @@ class Records:
                 "training.dataset_path is not set: give a file, a directory or a glob "
                 "('python-stdlib' to try)"
             )
-        facts, unit_field = source.facts, source.unit_field
-        if number_is_secret and unit_field is None and facts.named_by_position:
+        if number_is_secret and source.unit_field is None and source.facts.named_by_position:
             _refuse_names_by_position(source, heldout_fraction, in_groups)
         store = prepared(source, place)
-        records, units = len(store), store.units
-        unnamed = int(store.facts["unnamed"])
-        if unit_field is not None and unnamed == records:
+        if source.unit_field is not None and store.facts["unnamed"] == len(store):
             raise ValueError(_no_unit(source, store))
-        train, heldout = split(units.hashes, heldout_fraction)
-        found = []
-        if unnamed:
-            lack = f"have no usable data.unit_field = {unit_field!r}"
-            if not facts.fields:
-                lack = "lie in no folder below training.dataset_path (data.unit_field = 'folder')"
-            found.append(
-                f"{unnamed} of {records} {facts.row}s {lack}: each is a unit of its own that "
-                "contributes nothing, and counts in the number of units, so that q and the delta "
-                f"check are against {len(train)} units"
-            )
+        train, heldout = split(store.units.hashes, heldout_fraction)
+        warnings = _without_unit(source, store, len(train))
         if needs_heldout and len(heldout) == 0:
             none = (
                 f"data.heldout_fraction = {heldout_fraction}: holds out none of "
-                f"{len(units)} {word(unit_field)}s, but validation.enable = true"
+                f"{len(store.units)} {word(source.unit_field)}s, but validation.enable = true"
             )
             if not number_is_secret:
                 raise ValueError(f"{none}; raise it")
             # A refusal would show whether a unit that is held out is there.
-            found.append(f"{none}, so held-out losses are nan; raise it")
+            warnings += (f"{none}, so held-out losses are nan; raise it",)
         fields = dict.fromkeys(("data.text_field", "data.prompt_field", "data.messages_field"))
         settings: dict[str, object] = {
-            "data.unit_field": unit_field,
+            "data.unit_field": source.unit_field,
             "data.heldout_fraction": heldout_fraction,
             **fields,
             **{key: field for field, key in source.reading.keys.items()},
             "data.verify_records": "contents",
         }
-        named = hashlib.sha256(units.hashes.tobytes()).hexdigest()
+        named = hashlib.sha256(store.units.hashes.tobytes()).hexdigest()
         terms = source.format, store.contents, named, sorted(settings.items(), key=str)
         fingerprint = hashlib.sha256(repr(terms).encode()).hexdigest()
-        return cls(source, store, train, heldout, fingerprint, settings, tuple(found))
+        return cls(source, store, train, heldout, fingerprint, settings, warnings)
 
     @classmethod
     def of_number(cls, source: Source, count: int, heldout_fraction: float) -> "Records":
         """Return the data of so many units, for a plan before there are any: all are empty."""
         hashes = np.arange(count, dtype=np.uint64) * np.uint64((2**64 - 1) // max(count, 1))
         nothing, places = np.zeros(count, dtype=np.int64), np.arange(count + 1)
-        units = Units(places[:-1], places, hashes)
-        facts = {"between": 0, "lacks": []}
-        store = Store("", nothing, nothing, nothing.astype(np.uint8), units, facts, -1)
+        units, facts = Units(places[:-1], places, hashes), {"between": 0, "lacks": []}
+        store = Store("", nothing, nothing, nothing, units, facts, -1)
         return cls(source, store, *split(hashes, heldout_fraction), "", {}, ())
 
     def check_targets(self, samples: Samples) -> tuple[str, ...]:
@@ -128,20 +116,29 @@ class Records:
             ValueError: one line; it names what the records have instead.
         """
         learned, name = samples.learned(self.train), word(self.source.unit_field)
-        reasons = self._reasons(self.train[~learned])
+        lacks = self._lacks(self.train[~learned])
         if not learned.any():
-            raise ValueError(_refusal(self, reasons, samples.seq_len))
+            raise ValueError(self._refusal(lacks, samples.seq_len))
         if learned.all():
             return ()
-        why = "; ".join(
-            f"{count:,} {lack.what}"
-            + (f" ({lack.setting}: {lack.they} {listed(names)})" if lack.they and names else "")
-            for lack, count, names, _ in reasons
-        )
+        why = "; ".join(lack.explain() for lack in lacks)
         return (
             f"{int((~learned).sum()):,} of {len(self.train):,} {name}s have no target and "
             f"contribute nothing{f' (records: {why})' if why else ''}",
         )
+
+    def _refusal(self, lacks: list[Lack], seq_len: int) -> str:
+        """Describe units without a target, in one line; name what the most frequent lack has."""
+        source, name = self.source, word(self.source.unit_field)
+        none = f"none of the {len(self.train):,} {name}s has a target to learn"
+        if not lacks:
+            return f"training.seq_len = {seq_len}: {none} within it; raise it, or take longer texts"
+        first, *others = lacks
+        also = "".join(f"; {one.number:,} {one.what} ({one.setting})" for one in others)
+        remedy = first.remedy or source.facts.explain(first.file, next(iter(source.reading.keys)))
+        named = f" (not private: {first.they} {listed(first.names)})" if first.they else ""
+        of = "" if name == "record" else "records "
+        return f"{first.setting}: {none}: {first.number:,} {of}{first.what}{also}; {remedy}{named}"
 
     def figures(self, samples: Samples) -> dict[str, Any]:
         """Count units and tokens, and what samples of several lengths hold of them. PRIVATE.
@@ -184,23 +181,21 @@ class Records:
 
     def undecodable(self) -> int:
         """Count the records to train on that cannot be decoded. PRIVATE."""
-        return sum(count for lack, count, *_ in self._reasons(self.train) if lack.is_undecodable)
+        return sum(lack.number for lack in self._lacks(self.train) if lack.is_undecodable)
 
-    def _reasons(self, units: np.ndarray) -> "list[tuple[Lack, int, list[str], str]]":
-        """List the reasons why records of these units have no ids, the most frequent first: with
-        their number, the names of what they have instead, and the file of one."""
+    def _lacks(self, units: np.ndarray) -> list[Lack]:
+        """List why records of these units have no ids, with their number, the most frequent first.
+
+        The names are of all records.
+        """
         starts, members = self.store.units.starts, self.store.units.members
-        chosen = np.zeros(len(members) + 1, dtype=np.int64)
-        np.add.at(chosen, starts[units], 1)
-        np.add.at(chosen, starts[units + 1], -1)
-        records = members[np.cumsum(chosen)[:-1] > 0]
-        counts = np.bincount(self.store.reasons[records], minlength=256)
-        found = []
-        for number, fact in enumerate(self.store.facts["lacks"], start=1):
-            lack = Lack(*(fact[name] for name in Lack._fields))
-            if counts[number]:
-                found.append((lack, int(counts[number]), fact["names"], fact["file"]))
-        return sorted(found, key=lambda one: -one[1])
+        is_chosen = np.zeros(len(starts) - 1, dtype=bool)
+        is_chosen[units] = True
+        records = members[np.repeat(is_chosen, np.diff(starts))]
+        counts = np.bincount(self.store.reasons[records], minlength=256).tolist()
+        found = zip(self.store.facts["lacks"], counts[1:], strict=False)
+        lacks = [Lack(**{**fact, "number": count}) for fact, count in found if count]
+        return sorted(lacks, key=lambda lack: -lack.number)
 
 
 def _of_units(values_P: np.ndarray, units: Units) -> np.ndarray:
@@ -250,46 +245,36 @@ def _refuse_names_by_position(source: Source, heldout_fraction: float, in_groups
         )
 
 
+def _without_unit(source: Source, store: Store, train: int) -> tuple[str, ...]:
+    """Describe records whose unit is not known."""
+    unnamed, facts = store.facts["unnamed"], source.facts
+    lack = "lie in no folder below training.dataset_path (data.unit_field = 'folder')"
+    if facts.fields:
+        lack = f"have no usable data.unit_field = {source.unit_field!r}"
+    line = (
+        f"{unnamed} of {len(store)} {facts.row}s {lack}: each is a unit of its own that "
+        "contributes nothing, and counts in the number of units, so that q and the delta check "
+        f"are against {train} units"
+    )
+    return (line,) if unnamed else ()
+
+
 def _no_unit(source: Source, store: Store) -> str:
     """Describe a data set in which no record names its unit, in one line."""
-    facts = source.facts
+    facts, lacks = source.facts, [Lack(**fact) for fact in store.facts["lacks"]]
     none = f"data.unit_field = {source.unit_field!r}: none of the {len(store)} records has one"
     if not facts.fields:
         return (
             f"{none}: every file lies in no folder below training.dataset_path; give a path above "
             "the units' folders"
         )
-    lacks = store.facts["lacks"]
-    fields = [name for lack in lacks if lack["they"] == UNIT_FIELDS for name in lack["names"]]
-    if not fields:
-        return (
-            f"training.dataset_path: none of the {len(store)} {facts.row}s is a {facts.content}; "
-            f"{facts.explain(lacks[0]['file'], str(source.unit_field))}"
-        )
+    for lack in lacks:
+        if lack.names:
+            return (
+                f"{none}: name the {facts.fields} that holds the unit, a string or a whole number "
+                f"(not private: {lack.they} {listed(lack.names)})"
+            )
     return (
-        f"{none}: name the {facts.fields} that holds the unit, a string or a whole number (not "
-        f"private: {UNIT_FIELDS} {listed(fields)})"
-    )
-
-
-def _refusal(
-    records: Records, reasons: Iterable[tuple[Lack, int, list[str], str]], seq_len: int
-) -> str:
-    """Describe units without a target, in one line."""
-    source, every = records.source, len(records.train)
-    name, reasons = word(source.unit_field), list(reasons)
-    if not reasons:
-        return (
-            f"training.seq_len = {seq_len}: none of the {every:,} {name}s has a target to learn "
-            "within it; raise it, or take longer texts"
-        )
-    (lack, count, names, file), *others = reasons
-    also = "".join(f"; {n:,} {other.what} ({other.setting})" for other, n, *_ in others)
-    field = next(iter(source.reading.keys))
-    remedy = lack.remedy or source.facts.explain(file, field)
-    named = f" (not private: {lack.they} {listed(names)})" if lack.they else ""
-    of = "" if name == "record" else "records "
-    return (
-        f"{lack.setting}: none of the {every:,} {name}s has a target to learn: {count:,} {of}"
-        f"{lack.what}{also}; {remedy}{named}"
+        f"training.dataset_path: none of the {len(store)} {facts.row}s is a {facts.content}; "
+        f"{facts.explain(lacks[0].file, str(source.unit_field))}"
     )

@@ -15,44 +15,46 @@ PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Py
 
 
 class Files(NamedTuple):
+    """Files below a root, and what changes whenever one of them does."""
+
     root: str
     names: list[str]  # below the root
     sizes: list[int]  # bytes
-    listing_hash: str  # of relative names and sizes
-    place_hash: str  # of absolute paths, sizes, times, and inodes, since times can be set
-    stamps: list[bytes]  # a hash of each file's size, times and inode
+    stamps: list[bytes]  # a hash of each file's size, times, and inode, since times can be set
 
-    def __len__(self) -> int:  # type: ignore[override]
-        return len(self.names)
+    @property
+    def paths(self) -> list[str]:
+        return [os.path.join(self.root, name) for name in self.names]
 
-    def path(self, index: int) -> str:
-        return os.path.join(self.root, self.names[index])
+    def listing_hash(self) -> str:
+        """Hash relative names and sizes."""
+        hashed = hashlib.sha256()
+        for name, size in zip(self.names, self.sizes, strict=True):
+            hashed.update(os.fsencode(name) + struct.pack("=xq", size))  # x: NUL ends a name
+        return hashed.hexdigest()
+
+    def place_hash(self) -> str:
+        """Hash the machine, absolute paths and stamps: two machines may share a cache, and each
+        have an image with the same inodes and times."""
+        hashed = hashlib.sha256(platform.node().encode())
+        for path, stamp in zip(self.paths, self.stamps, strict=True):
+            hashed.update(os.fsencode(path) + b"\0" + stamp)
+        return hashed.hexdigest()
+
+
+def list_files(root: str, names: Iterable[str]) -> Files:
+    """List files as they are now."""
+    kept = list(names)
+    found = [os.stat(os.path.join(root, name)) for name in kept]
+    # By its real path: to point a link at the root elsewhere moves no open run to other files.
+    sizes = [status.st_size for status in found]
+    return Files(os.path.realpath(root), kept, sizes, list(map(_stamp, found)))
 
 
 def _stamp(status: os.stat_result) -> bytes:
     times = status.st_mtime_ns, status.st_ctime_ns
     identity = status.st_ino, status.st_dev
     return hashlib.sha256(struct.pack("=qqqQQ", status.st_size, *times, *identity)).digest()
-
-
-def list_files(root: str, names: Iterable[str]) -> Files:
-    """List files with their sizes, and hashes that change whenever a file does.
-
-    The list is not saved for a later run: to check it takes the same walk.
-    """
-    # Two machines may share a cache, and each have an image with the same inodes and times.
-    listing, place = hashlib.sha256(), hashlib.sha256(platform.node().encode())
-    kept, sizes, stamps = list(names), [], []
-    for name in kept:
-        path = os.path.join(root, name)
-        status = os.stat(path)
-        listing.update(os.fsencode(name) + struct.pack("=xq", status.st_size))  # x: NUL ends a name
-        sizes.append(status.st_size)
-        stamps.append(_stamp(status))
-        place.update(os.fsencode(path) + b"\0" + stamps[-1])
-    hashes = listing.hexdigest(), place.hexdigest()
-    # By its real path: to point a link at the root elsewhere moves no open run to other files.
-    return Files(os.path.realpath(root), kept, sizes, *hashes, stamps)
 
 
 def locate(
@@ -91,13 +93,10 @@ def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> li
 
     Folders and files are met by their own names first, then by links, the first of them: lest a
     link put a file into another unit.
-
-    Args:
-        patterns: of names, in components; a file matches one of them.
     """
     ways = [pattern.split("/") for pattern in patterns]
     waiting: list[tuple[bool, bytes]] = [(False, b"")]  # whether by a link, and the folder's name
-    entered: set[tuple[int, int]] = set()
+    entered: set[tuple[int, int]] = set()  # devices and inodes
     names: dict[tuple[int, int], tuple[bool, bytes]] = {}  # of each file, its best one
     while waiting:
         is_linked, folder = heapq.heappop(waiting)
@@ -127,6 +126,7 @@ def _identity(status: os.stat_result) -> tuple[int, int]:
 
 
 def _matches(parts: list[str], patterns: Sequence[str]) -> bool:
+    """Check whether the components of a name match those of a pattern."""
     if not patterns:
         return not parts
     if patterns[0] == "**":

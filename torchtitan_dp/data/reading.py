@@ -11,12 +11,10 @@ Guarantee:
 The ids of a text are [bos] text [eos] (marks that exist), of a record with a prompt [bos] prompt
 answer [eos]; those of a chat are what its template writes, marks included. Each piece is tokenized
 by itself, as a model that is asked finds the prompt's tokens before it writes its own.
-
-Reasons have names of fields, roles and types: they are PRIVATE, for the records' owner.
 """
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -28,31 +26,32 @@ from torchtitan_dp.data.chat_template import (
     Message,
     Piece,
     load_chat_template,
-    messages_of,
-    unlike_messages,
 )
-from torchtitan_dp.data.tables import Fields
-from torchtitan_dp.data.tokenizer import Tokenizer, kind_of, text_of
+from torchtitan_dp.data.console import listed
+from torchtitan_dp.data.tables import MOST_ITEMS, Fields
+from torchtitan_dp.data.tokenizer import Tokenizer, text_of
 
 MOST_PART = 2**18  # characters that are tokenized in one piece
+MOST_MESSAGES = MOST_ITEMS
+"""Of a longer conversation these are looked at: the time to render it must be bounded."""
 
 
 class Lack(NamedTuple):
-    """A reason why records have nothing to learn."""
+    """Why records have nothing to learn. PRIVATE, for their owner: it names what they have."""
 
-    setting: str  # that does not fit the records
-    what: str  # these records are or have, in the plural
+    setting: str  # that does not fit them
+    what: str  # they are or have, in the plural
     remedy: str = ""  # empty: that of the format (`Format.explain`)
-    they: str = ""  # what the names that were met are
+    they: str = ""  # a phrase for what the names are of
+    names: tuple[str, ...] = ()  # of fields, roles or types that they have instead
     is_undecodable: bool = True  # or else readable, and without an answer
-    is_unnamed: bool = False  # whether they name no unit
+    file: str = ""  # of one of these records
+    number: int = 0  # of them
 
-
-class Nothing(NamedTuple):
-    """A record without anything to learn."""
-
-    lack: Lack
-    names: Iterable[str] = ()  # of what it has instead
+    def explain(self) -> str:
+        """Describe them, with the setting."""
+        named = f": {self.they} {listed(self.names)}" if self.names else ""
+        return f"{self.number:,} {self.what} ({self.setting}{named})"
 
 
 REFUSED = Lack(
@@ -61,28 +60,26 @@ REFUSED = Lack(
     "take those of the model that is trained",
 )
 EMPTY = Lack("training.dataset_path", "are empty", "give records with text", is_undecodable=False)
+THEIR_FIELDS = "their fields are"
 
 
-def _missing(
-    key: str, fields: Fields, field: str, word: str, what: str, instead: str | None, hint: str = ""
-) -> Nothing | None:
-    """Return what a record lacks that has no field, or something else in it; else None.
+def _misfit(
+    key: str, field: str, fields: Fields, word: str, needed: str, instead: str, hint: str = ""
+) -> Lack:
+    """Describe a record without a field, or with something else in it.
 
     Args:
         key: of the configuration, which names the field.
         word: the format's phrase for a field.
-        what: the field must have.
-        instead: what it has, if not that.
-        hint: what that is, for a refusal.
+        needed: in the field; `hint` explains it.
+        instead: in the field, if it is there.
     """
     setting = f"{key} = {field!r}"
     if field not in fields:
-        remedy = f"name the one with the {what}"
-        return Nothing(Lack(setting, f"have no such {word}", remedy, "their fields are"), fields)
-    if instead is None:
-        return None
+        remedy = f"name the one with the {needed}"
+        return Lack(setting, f"have no such {word}", remedy, THEIR_FIELDS, tuple(fields))
     remedy = f"name the {word} with it{hint}"
-    return Nothing(Lack(setting, f"have no {what} there", remedy, "they hold"), (instead,))
+    return Lack(setting, f"have no {needed} there", remedy, "they hold", (instead,))
 
 
 @dataclass(frozen=True)
@@ -106,7 +103,7 @@ class Texts:
         prompt = {} if self.prompt_field is None else {self.prompt_field: "data.prompt_field"}
         return {self.text_field: "data.text_field", **prompt}
 
-    def pieces(self, fields: Fields, word: str) -> list[Piece] | Nothing:
+    def pieces(self, fields: Fields, word: str) -> list[Piece] | Lack:
         """Return the parts of a record's text, or why it has none.
 
         Args:
@@ -114,12 +111,11 @@ class Texts:
         """
         parts = []
         for field, key in reversed(self.keys.items()):
-            value = fields.get(field)
-            instead = kind_of(value) if text_of(value) is None else None
-            if (nothing := _missing(key, fields, field, word, "text", instead)) is not None:
-                return nothing
-            parts.append(Piece(str(value), field == self.text_field))
-        return [part for part in parts if part.text] if parts[-1].text else Nothing(EMPTY)
+            text = text_of(fields.get(field))
+            if text is None:
+                return _misfit(key, field, fields, word, "text", _kind_of(fields.get(field)))
+            parts.append(Piece(text, field == self.text_field))
+        return [part for part in parts if part.text] if parts[-1].text else EMPTY
 
 
 @dataclass(frozen=True)
@@ -141,27 +137,21 @@ class Chats:
         """The configuration's key of each field that is read."""
         return {self.messages_field: "data.messages_field"}
 
-    def pieces(self, fields: Fields, word: str) -> list[Piece] | Nothing:
-        """Return the parts of a record's text up to the last answer, or why it has none
-        (`Texts.pieces`)."""
-        value, ((field, key),) = fields.get(self.messages_field), self.keys.items()
-        messages = messages_of(value)
-        instead = unlike_messages(value) if messages is None else None
-        what, hint = "list of messages", ", a list of objects with a role and a content, two texts"
-        if (nothing := _missing(key, fields, field, word, what, instead, hint)) is not None:
-            return nothing
-        assert messages is not None
-        answers = [number for number, message in enumerate(messages, 1) if is_answer(message)]
+    def pieces(self, fields: Fields, word: str) -> list[Piece] | Lack:
+        """Return the parts of a record's text up to the last answer, as `Texts.pieces` does."""
+        field, key = self.messages_field, "data.messages_field"
+        messages = _messages_of(fields.get(field))
+        if isinstance(messages, str):
+            hint = ", a list of objects with a role and a content, two texts"
+            return _misfit(key, field, fields, word, "list of messages", messages, hint)
+        answers = [number for number, message in enumerate(messages, 1) if _is_answer(message)]
         if not answers:
-            roles = [message.role for message in messages]
+            roles = tuple(message.role for message in messages)
             found = "only empty turns" if ASSISTANT in roles else "no turn"
-            remedy = "these alone are learned: rename the role of what the model is to write"
             what = f"have {found} of the role '{ASSISTANT}'"
-            return Nothing(
-                Lack(f"{key} = {field!r}", what, remedy, "their roles are", False), roles
-            )
-        pieces = self.template.write(messages[: answers[-1]])
-        return Nothing(REFUSED) if pieces is None else pieces
+            remedy = "these alone are learned: rename the role of what the model is to write"
+            return Lack(f"{key} = {field!r}", what, remedy, "their roles are", roles, False)
+        return self.template.write(messages[: answers[-1]]) or REFUSED
 
 
 Reading = Texts | Chats
@@ -206,8 +196,35 @@ def reading(
     return Chats(messages_field, template)
 
 
-def is_answer(message: Message) -> bool:
-    """Return whether a turn is one that is learned."""
+def _messages_of(value: object) -> list[Message] | str:
+    """Return the first messages, or a description of a value that is no list of messages, by types
+    and names of keys."""
+    if not isinstance(value, list):
+        return _kind_of(value)
+    found = []
+    for one in value[:MOST_MESSAGES]:
+        if not isinstance(one, dict):
+            return f"a list with {_kind_of(one)}"
+        if not one.keys() >= {"role", "content"}:
+            return f"a list of objects with {' and '.join(map(repr, list(one)[:4])) or 'no keys'}"
+        role, content = text_of(one["role"]), text_of(one["content"])
+        if role is None:
+            return f"messages whose role is {_kind_of(one['role'])}"
+        if content is None:
+            return f"messages whose content is {_kind_of(one['content'])}"
+        found.append(Message(role, content))
+    return found
+
+
+def _kind_of(value: object) -> str:
+    """Name the type of a value in a field, with its article."""
+    kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list"}
+    kinds |= {dict: "an object", type(None): "null", bytes: "text that is broken or too long"}
+    kinds[str] = "text with half a character" if text_of(value) is None else "a text"
+    return kinds.get(type(value), f"a {type(value).__name__}")
+
+
+def _is_answer(message: Message) -> bool:
     return message.role == ASSISTANT and message.content.strip() != ""
 
 
@@ -216,7 +233,6 @@ class Assembler:
     stored as their bitwise complement, which is negative."""
 
     def __init__(self, tokenizer: Tokenizer, how: Reading, dtype: np.dtype[Any]) -> None:
-        self._has_answers = how.has_answers
         marks = (None, None) if how.has_marks else (tokenizer.bos_id, tokenizer.eos_id)
         self._bos, self._eos = (
             np.array([] if mark is None else [mark], dtype=dtype) for mark in marks
@@ -229,26 +245,25 @@ class Assembler:
         if how.has_answers:
             self._bos, self.between = ~self._bos, ~self.between
 
-    def record(
-        self, parts: list[tuple[np.ndarray | None, bool]]
-    ) -> tuple[np.ndarray, int] | Nothing:
-        """Return a record's ids behind those of `between`, and the place of its first target,
-        counted without them.
+    def record(self, parts: list[tuple[np.ndarray | None, bool]]) -> tuple[np.ndarray, int] | Lack:
+        """Return a record's ids behind those of `between`, and the place of its first target that
+        is not its first id, counted without them; 0 if it has none.
 
         Args:
             parts: ids of each piece, of the store's dtype, and whether they are targets; None where
                 the tokenizer refused one.
         """
         if any(ids is None for ids, _ in parts):
-            return Nothing(REFUSED)
+            return REFUSED
         found = [ids if is_target else ~ids for ids, is_target in parts if ids is not None]
         text = np.concatenate([self._bos[:0], *found])
-        is_target = text >= 0
-        if not is_target.any():
-            return Nothing(EMPTY)
-        stop = len(text) - int(is_target[::-1].argmax())  # nothing behind it is ever learned
-        first = int(is_target.argmax()) + len(self._bos) * self._has_answers
-        return np.concatenate([self.between, self._bos, text[:stop], self._eos]), first
+        if not (text >= 0).any():
+            return EMPTY
+        stop = len(text) - int((text >= 0)[::-1].argmax())  # nothing behind it is ever learned
+        ids = np.concatenate([self._bos, text[:stop], self._eos])
+        is_predicted = ids[1:] >= 0
+        first = int(is_predicted.argmax()) + 1 if is_predicted.any() else 0
+        return np.concatenate([self.between, ids]), first
 
 
 def split(text: str, most: int = MOST_PART) -> Iterator[str]:
@@ -263,15 +278,12 @@ def split(text: str, most: int = MOST_PART) -> Iterator[str]:
     start = 0
     while len(text) - start > most:
         stop = start + most
-        near = range(stop - 1, max(stop - 4096, start), -1)
-        at = next(
-            (
-                i
-                for i in near
-                if text[i] == " " and text[i - 1 : i].isalpha() and text[i + 1].isalpha()
-            ),
-            stop,
+        blanks = (
+            i
+            for i in range(stop - 1, max(stop - 4096, start), -1)
+            if text[i] == " " and text[i - 1].isalpha() and text[i + 1].isalpha()
         )
+        at = next(blanks, stop)
         yield text[start:at]
         start = at
     yield text[start:]

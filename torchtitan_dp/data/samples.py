@@ -56,20 +56,28 @@ class Samples:
         self.has_answers, self.pad_id = has_answers, pad_id
         self.is_random = one_record or window
         self._between = store.between
-        # Ids of each record that a sample may take, by its place in the row of units' records.
-        lengths = store.lengths()[self.units.members]
+        # Of each record that a sample may take, by its place in the row of units' records: where it
+        # begins, and ends in that row.
+        lengths, limit = store.lengths()[self.units.members], seq_len + 1
+        self._cuts = np.zeros_like(lengths)
         if has_answers:
-            lengths = np.minimum(lengths, seq_len + 1 + self._between)
+            # At least one id before it: the first of a sample is never predicted.
+            before = store.firsts[self.units.members] - max(limit // PROMPT_SHARE, 1)
+            self._cuts = np.minimum(before, lengths - self._between - limit).clip(min=0)
+            lengths = np.minimum(lengths, limit + self._between)
         self._ends = np.concatenate([[0], np.cumsum(lengths)])
 
     def learned(self, units: np.ndarray) -> np.ndarray:
         """Return which units have a target: bool, like `units`. Nothing predicts the first id."""
-        starts = self.units.starts
-        lengths = self._ends[starts[units + 1]] - self._ends[starts[units]]
-        if self.one_record:
-            longest = np.maximum.reduceat(np.diff(self._ends), starts[:-1])
-            lengths = longest[units]
-        return np.asarray(lengths - self._between > 1)
+        starts, ends, begins = self.units.starts, self._ends[1:], self._ends[:-1]
+        first = begins if self.one_record else np.repeat(begins[starts[:-1]], np.diff(starts))
+        # Places among the ids of a sample: of each record's first target, if only answers are.
+        found = ends - 1 - first - self._between
+        if self.has_answers:
+            firsts = self.store.firsts[self.units.members]
+            found = np.where(ends > begins, begins - first + firsts - self._cuts, 0)
+            found[found > self.seq_len] = 0
+        return np.logical_or.reduceat(found > 0, starts[:-1])[units]
 
     def tokens(self, unit: int, rng: Choices | None = None, windows: int = 1) -> int:
         """Count the tokens of a unit's sample, or of the longest of its samples, without padding.
@@ -149,14 +157,9 @@ class Samples:
 
     def _record(self, place: int) -> np.ndarray:
         """Read what a sample may take of a record with answers, and what stands before it."""
-        record, limit = int(self.units.members[place]), self.seq_len + 1
-        length = self.store.length(record) - self._between
-        first, start = int(self.store.firsts[record]), 0
-        if length > limit:
-            # At least one id before it: the first of a sample is never predicted.
-            start = max(min(first - max(limit // PROMPT_SHARE, 1), length - limit), 0)
+        record, start = int(self.units.members[place]), self._between + int(self._cuts[place])
         between = self.store.ids(record, 0, self._between)
-        return np.concatenate([between, self.store.ids(record, self._between + start, limit)])
+        return np.concatenate([between, self.store.ids(record, start, self.seq_len + 1)])
 
     def lay_out(self, ids: np.ndarray, tokens_T: np.ndarray, labels_T: np.ndarray) -> None:
         """Write a sample of these ids: tokens, and shifted labels where these are targets."""

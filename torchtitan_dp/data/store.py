@@ -1,9 +1,9 @@
 """The store of tokens: records as they were tokenized once, on disk, private like the records.
 
-A store is a folder with four files: `tokens` (the ids of all records, one after the other; those
-that are no targets as their bitwise complement, which is negative), `records.npz` (where each
-begins, and its unit), `facts.json` (what was tokenized and how, and hashes of the other two), and
-`seen`, names of machines and files that it was compared with. Its name follows from format, fields,
+A store is a folder with `tokens` (the ids of all records, one after the other; those that are no
+targets as their bitwise complement, which is negative), `arrays` (where each record ends, and its
+unit), `facts.json` (what was tokenized and how, and hashes of the other two), and `seen`, names of
+machines and files that it was compared with. Its name follows from format, fields,
 reading, tokenizer, template, and the files' relative names and sizes: not from the length of
 samples or any absolute path, so that runs and nodes share it, and a copy serves as well.
 
@@ -19,12 +19,11 @@ import contextlib
 import errno
 import functools
 import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
-import tempfile
-import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -37,10 +36,9 @@ from torchtitan_dp.data.console import say
 from torchtitan_dp.data.files import Files
 from torchtitan_dp.data.units import Units
 
-VERSION = 1  # of the form of the files and of how rows become ids: another is another store
-TOKENS, RECORDS, FACTS, SEEN = "tokens", "records.npz", "facts.json", "seen"
-_ARRAYS = {"ends": "<i8", "firsts": "<i8", "reasons": "|u1", "members": "<i8", "starts": "<i8"}
-_ARRAYS |= {"hashes": "<u8"}
+VERSION = 2  # of the form of the files and of how rows become ids: another is another store
+TOKENS, ARRAYS, FACTS, SEEN = "tokens", "arrays", "facts.json", "seen"
+RECORD_BYTES = 41  # of `arrays`, for each
 _BLOCK = 2**22
 _FIRST_LINE_S = 5.0
 
@@ -51,7 +49,7 @@ class Store:
 
     folder: str
     ends: np.ndarray  # int64 (records,): where each record's ids end in `tokens`
-    firsts: np.ndarray  # int64 (records,): the place of its first target among its own ids
+    firsts: np.ndarray  # int64 (records,): the place of its first target behind its first id
     reasons: np.ndarray  # uint8 (records,): 1 + the index in `facts["lacks"]`; 0 if it has ids
     units: Units
     facts: Mapping[str, Any]
@@ -93,24 +91,18 @@ class Store:
         length = self.length(record)
         begin, count = int(self.ends[record]) - length, max(min(count, length - start), 0)
         kind = np.dtype(self.facts["dtype"])
-        data = self._read((begin + start) * kind.itemsize, count * kind.itemsize)
-        return np.frombuffer(data, dtype=kind).astype(np.int64)
-
-    def _read(self, at: int, size: int) -> bytes:
+        at, size, data = (begin + start) * kind.itemsize, count * kind.itemsize, b""
         # Not mapped into memory: there a failing disk ends the process by a signal, without a line.
-        data = os.pread(self.handle, size, at)
-        while len(data) < size and (
-            more := os.pread(self.handle, size - len(data), at + len(data))
-        ):
+        while more := os.pread(self.handle, size - len(data), at + len(data)):
             data += more
         if len(data) < size:
             raise OSError(errno.EIO, f"{self.folder} lacks {size - len(data)} bytes")
-        return data
+        return np.frombuffer(data, dtype=kind).astype(np.int64)
 
 
 def key_of(files: Files, terms: Mapping[str, object]) -> str:
     """Name the store of some files, tokenized on some terms."""
-    text = json.dumps([VERSION, files.listing_hash, dict(terms)], sort_keys=True)
+    text = json.dumps([VERSION, files.listing_hash(), dict(terms)], sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
@@ -124,15 +116,10 @@ def private_folder(place: str | None) -> str:
         ValueError: one line; it cannot be written.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-    folder = os.path.abspath(
-        os.path.join(cache, "torchtitan_dp", "prepared")
-        if place is None
-        else os.path.expanduser(place)
-    )
+    default = os.path.join(cache, "torchtitan_dp", "prepared")
+    folder = os.path.abspath(default if place is None else os.path.expanduser(place))
     try:
-        os.makedirs(os.path.dirname(folder), exist_ok=True)
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(folder, mode=0o700)
+        os.makedirs(folder, mode=0o700, exist_ok=True)  # the mode is of the last one alone
         os.listdir(folder)
         return folder
     except OSError as error:
@@ -143,73 +130,86 @@ def private_folder(place: str | None) -> str:
 
 
 def load(folder: str) -> Store | None:
-    """Open a store, unless there is none, or it is damaged."""
+    """Open a store, unless there is none, or its arrays or facts are damaged."""
     with contextlib.ExitStack() as stack:
         try:
-            place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             stack.callback(os.close, place)
             if os.fstat(place).st_uid not in (os.geteuid(), 0):
                 return None  # planted by somebody else
             # All are of one store, if another takes its place meanwhile.
-            tokens, records, facts_file = (
-                stack.enter_context(
-                    open(name, "rb", opener=functools.partial(os.open, dir_fd=place))
-                )
-                for name in (TOKENS, RECORDS, FACTS)
-            )
-            facts = json.load(facts_file)
-            if facts.pop("digest") != _hash_of(facts):
+            opener = functools.partial(os.open, dir_fd=place)
+            tokens, arrays, facts_file = files = [
+                stack.enter_context(open(name, "rb", opener=opener))
+                for name in (TOKENS, ARRAYS, FACTS)
+            ]
+            facts, data = json.load(facts_file), arrays.read()
+            if (facts.pop("digest"), facts["arrays"]) != (_digest(facts), _hash([data])):
                 return None
-            with np.load(records, allow_pickle=False) as arrays:
-                ends, firsts, reasons, *grouped = (arrays[name] for name in _ARRAYS)
-            status = [os.fstat(file.fileno()) for file in (tokens, records, facts_file)]
+            found = [os.fstat(file.fileno()) for file in files]
             handle = os.dup(tokens.fileno())
-        except Exception:  # numpy and json raise half a dozen kinds for a damaged file
+        except Exception:  # of several kinds, for a damaged file
             return None
-    stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in status)
-    store = Store(folder, ends, firsts, reasons, Units(*grouped), facts, handle, stamps)
+    records, units = facts["records"], facts["units"]
+    whole = np.frombuffer(data, "<i8", 3 * records + 2 * units + 1)
+    ends, firsts, members, starts, hashes = np.split(
+        whole, np.cumsum([records, records, records, units + 1])
+    )
+    reasons = np.frombuffer(data, np.uint8, offset=whole.nbytes)
+    stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in found)
+    grouped = Units(members, starts, hashes.view("<u8"))
+    store = Store(folder, ends, firsts, reasons, grouped, facts, handle, stamps)
     weakref.finalize(store, os.close, handle)
     return store
 
 
+def pack(ends: np.ndarray, firsts: np.ndarray, reasons: np.ndarray, units: Units) -> bytes:
+    """Write the arrays of a store, as `load` reads them: `RECORD_BYTES` for each record, about."""
+    whole = [ends, firsts, units.members, units.starts, units.hashes.view(np.int64)]
+    return np.concatenate(whole).astype("<i8").tobytes() + reasons.astype(np.uint8).tobytes()
+
+
 def is_intact(store: Store) -> bool:
     """Compare the tokens with their hash, reading all of them."""
-    units = store.units
-    arrays = store.ends, store.firsts, store.reasons, units.members, units.starts, units.hashes
     with os.fdopen(os.dup(store.handle), "rb") as tokens:
-        return _tokens_hash(arrays, tokens) == store.fingerprint
+        return _tokens_hash(store.facts, tokens) == store.fingerprint
 
 
-def write(folder: str, make: Callable[[str], tuple[dict[str, np.ndarray], dict[str, Any]]]) -> None:
-    """Write a store as a whole or not at all.
+def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> None:
+    """Write a store as a whole or not at all, by the one process that is `alone`.
 
     Args:
-        make: writes `tokens` into a folder and returns the arrays and facts of the store.
+        make: writes `tokens` into a folder and returns the arrays (`pack`) and facts of the store.
     """
-    beside = os.path.dirname(folder)
-    for name in os.listdir(beside):  # of a process that was killed; the lock is this one's
-        if name.startswith(f".{os.path.basename(folder)}."):
-            shutil.rmtree(os.path.join(beside, name), ignore_errors=True)
-    temporary = tempfile.mkdtemp(dir=beside, prefix=f".{os.path.basename(folder)}.")  # 0700
+    temporary = _aside(folder)
     try:
-        arrays, facts = make(temporary)
-        given = {name: arrays[name].astype(kind) for name, kind in _ARRAYS.items()}
-        with open(os.path.join(temporary, RECORDS), "xb", opener=private) as file:
-            np.savez(file, **given)  # type: ignore[arg-type]
-        with open(os.path.join(temporary, TOKENS), "rb") as tokens:
-            facts = {**facts, "tokens": _tokens_hash(given.values(), tokens)}
-        with open(os.path.join(temporary, FACTS), "x", encoding="utf-8", opener=private) as text:
-            json.dump({**facts, "digest": _hash_of(facts)}, text, indent=1)
+        os.mkdir(temporary, mode=0o700)
         os.mkdir(os.path.join(temporary, SEEN), mode=0o700)
-        for name in (TOKENS, RECORDS, FACTS):
-            _sync(os.path.join(temporary, name))
+        data, facts = make(temporary)
+        with open(os.path.join(temporary, TOKENS), "rb") as tokens:
+            facts["arrays"] = _hash([data])
+            facts["tokens"] = _tokens_hash(facts, tokens)
+            os.fsync(tokens.fileno())
+        described = json.dumps({**facts, "digest": _digest(facts)}, indent=1).encode()
+        for name, content in ((ARRAYS, data), (FACTS, described)):
+            with open(os.path.join(temporary, name), "xb", opener=private) as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
         if os.path.exists(folder):
             shutil.rmtree(folder)
         os.rename(temporary, folder)
-        _sync(beside)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _aside(folder: str) -> str:
+    """Return the name of a store that is being written or erased, where nothing is any more."""
+    beside, name = os.path.split(folder)
+    aside = os.path.join(beside, f".{name.lstrip('.')}")
+    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
+    return aside
 
 
 def private(path: str, flags: int) -> int:
@@ -217,64 +217,56 @@ def private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
 
 
-def _sync(path: str) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _hash_of(facts: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(facts, sort_keys=True).encode(), digest_size=32).hexdigest()
-
-
-def _tokens_hash(arrays: Iterable[np.ndarray], tokens: IO[bytes]) -> str:
-    """Hash a store's arrays, in the order of `_ARRAYS`, and its tokens: BLAKE2b-256, hex."""
-    hashed = hashlib.blake2b(digest_size=32, person=b"tokens")
-    for values, kind in zip(arrays, _ARRAYS.values(), strict=True):
-        hashed.update(values.astype(kind).tobytes())
-    tokens.seek(0)
-    while block := tokens.read(_BLOCK):
-        hashed.update(block)
+def _hash(parts: Iterable[bytes], person: bytes = b"") -> str:
+    """Hash parts, one after the other: BLAKE2b-256, hex."""
+    hashed = hashlib.blake2b(digest_size=32, person=person)
+    for part in parts:
+        hashed.update(part)
     return hashed.hexdigest()
 
 
-def contents_hash(
-    files: Files, *, skip_unreadable: bool, ended: threading.Event | None = None
-) -> str:
-    """Hash what the files have: BLAKE2b-256, hex. PRIVATE: it confirms a guess of the records.
+def _digest(facts: Mapping[str, Any]) -> str:
+    return _hash([json.dumps(facts, sort_keys=True).encode()])
 
-    It depends on contents and their order, and on no name or place.
+
+def _tokens_hash(facts: Mapping[str, Any], tokens: IO[bytes]) -> str:
+    """Hash a store's arrays, by their hash, and its tokens."""
+    tokens.seek(0)
+    blocks = iter(functools.partial(tokens.read, _BLOCK), b"")
+    return _hash(itertools.chain([facts["arrays"].encode()], blocks), b"tokens")
+
+
+def file_hash(path: str, *, skip_unreadable: bool) -> str:
+    """Hash what a file has.
 
     Args:
         skip_unreadable: whether a file that cannot be read stands for one without content.
-        ended: set where nobody waits for the result any more.
     """
-    root = hashlib.blake2b(digest_size=32, person=b"contents")
-    for index in range(len(files)):
-        hashed = hashlib.blake2b(digest_size=32, person=b"file")
-        try:
-            with open(files.path(index), "rb", buffering=0) as file:
-                while (block := file.read(_BLOCK)) and not (ended and ended.is_set()):
-                    hashed.update(block)
-            root.update(hashed.digest())
-        except PermissionError:
-            if not skip_unreadable:
-                raise
-            root.update(bytes(32))
-    return root.hexdigest()
+    try:
+        with open(path, "rb", buffering=0) as file:
+            return _hash(iter(functools.partial(file.read, _BLOCK), b""), b"file")
+    except PermissionError:
+        if not skip_unreadable:
+            raise
+        return ""
+
+
+def contents_hash(hashes: Iterable[str]) -> str:
+    """Hash the hashes of files, in order, and no name or place. PRIVATE: it confirms a guess of the
+    records."""
+    return _hash([" ".join(hashes).encode()], b"contents")
 
 
 def _mark(store: Store, files: Files) -> str:
     """Name a file that stands for these files and this store, as they are on this machine."""
-    name = hashlib.sha256(repr((files.place_hash, store.stamps)).encode()).hexdigest()
+    name = hashlib.sha256(repr((files.place_hash(), store.stamps)).encode()).hexdigest()
     return os.path.join(store.folder, SEEN, name)
 
 
-def is_seen(store: Store, files: Files) -> bool:
-    """Return whether this machine has compared the store with these files, as they are now."""
-    return os.path.exists(_mark(store, files))
+def seen(folder: str, files: Files) -> Store | None:
+    """Open a store that this machine has compared with these files, as both are now."""
+    store = load(folder)
+    return store if store is not None and os.path.exists(_mark(store, files)) else None
 
 
 def mark_seen(store: Store, files: Files) -> None:
@@ -300,22 +292,19 @@ def alone(folder: str) -> Iterator[None]:
 
 def names(folder: str) -> list[str]:
     """List the stores in the folder of all, and what killed processes left of some."""
-    whole = re.compile(r"[0-9a-f]{32}|\.[0-9a-f]{32}\.\w+")
-    return sorted(name for name in os.listdir(folder) if whole.fullmatch(name))
+    return sorted(name for name in os.listdir(folder) if re.fullmatch(r"\.?[0-9a-f]{32}", name))
 
 
 def size_of(store: Store) -> int:
     """Return the bytes that a store takes."""
-    return sum(os.stat(os.path.join(store.folder, name)).st_size for name in (TOKENS, RECORDS))
+    return sum(os.stat(os.path.join(store.folder, name)).st_size for name in (TOKENS, ARRAYS))
 
 
 def delete(folder: str) -> None:
     """Remove a store."""
-    parent, name = os.path.split(folder)
-    key = name.lstrip(".").partition(".")[0]
-    with alone(os.path.join(parent, key)):  # not while it is written
-        gone = os.path.join(parent, f".{key}.gone")
-        shutil.rmtree(gone, ignore_errors=True)  # of a call that was killed
+    beside, name = os.path.split(folder)
+    with alone(os.path.join(beside, name.lstrip("."))):  # not while it is written
+        gone = _aside(folder)
         if os.path.exists(folder):
             os.rename(folder, gone)  # at once: nobody opens half of it
         shutil.rmtree(gone, ignore_errors=True)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 Fields = Mapping[str, object]
+Columns = list[tuple[str, Any]]
+"""Names and types of a file's columns."""
 
 MOST_ROW_BYTES = 64 * 2**20
 """Of each column that a run reads, decoded."""
@@ -62,31 +64,26 @@ def parquet_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
 
 def arrow_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
     """Yield the rows of an Arrow file, or of a stream as `datasets` saves it."""
-    for batch in _batches(path):
+    reader, is_file = _reader(path)
+    batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+    for batch in batches:
         chosen = batch.select(list(columns))
         step = _rows_at_once(chosen.nbytes)
         for start in range(0, chosen.num_rows, step):
             yield from _rows(chosen.slice(start, step))
 
 
-def check_parquet(path: str, keys: Mapping[str, str]) -> None:
-    """Refuse a Parquet file without the columns that a run reads.
-
-    Args:
-        keys: of the configuration, by column.
-
-    Raises:
-        ValueError: one line.
-    """
-    _check(path, keys, "Parquet", lambda: _read_footer(path).schema.to_arrow_schema())
+def parquet_columns(path: str) -> Columns:
+    """List the columns of a Parquet file; raise ValueError, one line, if it is none."""
+    return _columns(path, "Parquet", lambda: _read_footer(path).schema.to_arrow_schema())
 
 
-def check_arrow(path: str, keys: Mapping[str, str]) -> None:
-    """Refuse an Arrow file without the columns that a run reads, as `check_parquet` does."""
-    _check(path, keys, "Arrow", lambda: _reader(path)[0].schema)
+def arrow_columns(path: str) -> Columns:
+    """List the columns of an Arrow file; raise ValueError, one line, if it is none."""
+    return _columns(path, "Arrow", lambda: _reader(path)[0].schema)
 
 
-def _check(path: str, keys: Mapping[str, str], kind: str, read: Callable[[], Any]) -> None:
+def _columns(path: str, kind: str, read: Callable[[], Any]) -> Columns:
     try:
         schema = read()
     except _errors() as error:
@@ -95,18 +92,23 @@ def _check(path: str, keys: Mapping[str, str], kind: str, read: Callable[[], Any
             f"training.dataset_path: {path} is no {kind} file, or damaged ({reason}); write it "
             "again, or name the others by a glob"
         ) from error
-    for field, key in keys.items():
-        setting, count = f"{key} = {field!r}: {path}", schema.names.count(field)
-        if count == 0:
-            raise ValueError(
-                f"{setting} has no such column; its columns are {', '.join(schema.names)}"
-            )
-        if count > 1:
-            raise ValueError(f"{setting} has {count} such columns; write it again with one of them")
-        fits, needed = _WANTED.get(key, _WANTED["data.text_field"])
-        if not fits(_plain(schema.field(field).type)):
-            kind = schema.field(field).type
-            raise ValueError(f"{setting} has it as {kind}; name a column of {needed}")
+    return list(zip(schema.names, schema.types, strict=True))
+
+
+def misfit(kind: Any, key: str) -> str | None:
+    """Describe the types of columns that a key of the configuration may name; None if it may name
+    one of this type."""
+    import pyarrow as pa
+
+    kind = _plain(kind)
+    if key == "data.messages_field":
+        fits = pa.types.is_null(kind) or (_is_list(kind) and _is_message(kind.value_type))
+        needed = "lists of structs with a role and a content"
+    elif key == "data.unit_field":
+        fits, needed = _is_text(kind) or pa.types.is_integer(kind), "texts or whole numbers"
+    else:
+        fits, needed = _is_text(kind), "texts"
+    return None if fits else needed
 
 
 def _plain(kind: Any) -> Any:
@@ -119,10 +121,7 @@ def _plain(kind: Any) -> Any:
 
 
 def _is_text(kind: Any) -> bool:
-    import pyarrow.types as is_
-
-    tests = (is_.is_string, is_.is_large_string, is_.is_null, is_.is_string_view)
-    return any(test(kind) for test in tests)
+    return str(kind) in ("string", "large_string", "string_view", "null")
 
 
 def _is_list(kind: Any) -> bool:
@@ -131,28 +130,13 @@ def _is_list(kind: Any) -> bool:
     return bool(is_.is_list(kind) or is_.is_large_list(kind))
 
 
-def _is_list_of_structs(kind: Any) -> bool:
+def _is_message(kind: Any) -> bool:
+    """Return whether items of a list are structs, whose texts are not numbers of a dictionary."""
     import pyarrow.types as is_
 
-    if not _is_list(kind):
+    if not is_.is_struct(kind):
         return bool(is_.is_null(kind))
-    item = kind.value_type
-    if not is_.is_struct(item):
-        return bool(is_.is_null(item))
-    return not any(is_.is_dictionary(item.field(i).type) for i in range(item.num_fields))
-
-
-def _is_name(kind: Any) -> bool:
-    import pyarrow.types as is_
-
-    return _is_text(kind) or bool(is_.is_integer(kind))
-
-
-_WANTED: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "data.text_field": (_is_text, "texts"),
-    "data.unit_field": (_is_name, "texts or whole numbers"),
-    "data.messages_field": (_is_list_of_structs, "lists of structs with a role and a content"),
-}
+    return not any(is_.is_dictionary(kind.field(i).type) for i in range(kind.num_fields))
 
 
 def _rows_at_once(size: int) -> int:
@@ -214,17 +198,8 @@ def _is_whole(column: Any) -> bool:
     return True
 
 
-def _batches(path: str) -> Iterator[Any]:
-    """Yield the record batches of an Arrow file or stream, mapped into memory."""
-    reader, is_file = _reader(path)
-    if is_file:
-        yield from map(reader.get_batch, range(reader.num_record_batches))
-    else:
-        yield from reader
-
-
 def _reader(path: str) -> tuple[Any, bool]:
-    """Open an Arrow stream, or else a file, and return which it is."""
+    """Open an Arrow stream, or else a file, and return whether it is a file."""
     import pyarrow as pa
 
     source = pa.memory_map(path)

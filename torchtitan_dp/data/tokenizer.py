@@ -3,50 +3,55 @@
 The tokenizer is an input and is never learned from the private records (hazard row 34).
 """
 
+import functools
 import hashlib
 import json
 import os
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import numpy as np
 import tokenizers
 
+_MARKS = ("bos_token", "eos_token")
+_NAMED_IN = ("tokenizer_config.json", "special_tokens_map.json")
 
-class Tokenizer(Protocol):
-    """The interface of a tokenizer."""
+
+class Tokenizer(ABC):
+    """The interface of a tokenizer, which adds no marks of beginning and end by itself."""
 
     bos_id: int | None
     eos_id: int | None
     identity: str
     """What ids depend on besides the text: equal for two folders with the same tokenizer."""
 
+    @abstractmethod
     def encode(self, text: str) -> np.ndarray | None:
-        """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
+        """Turn a text into token ids, int64 (tokens,).
 
-        `None` for a text without tokens in the vocabulary. Never raises, whatever the text.
+        `None` for a text with something that the vocabulary lacks, if it has no token for that.
+        Never raises, whatever the text.
         """
-        ...
 
     def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
-        """Turn each text into ids as `encode` does, on all cores."""
-        ...
+        """Turn each text into ids as `encode` does, on all cores where the library can."""
+        return [self.encode(text) for text in texts]
 
+    @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text, special tokens left out."""
-        ...
+        """Turn ids into text, without special tokens; broken UTF-8 becomes U+FFFD."""
 
+    @abstractmethod
     def get_vocab_size(self) -> int:
-        """Return the largest id plus one, added tokens included."""
-        ...
+        """Return the largest id plus one, added tokens included (holes are possible)."""
 
+    @abstractmethod
     def describe(self) -> str:
         """Name it, its size and its marks."""
-        ...
 
 
-class ByteTokenizer:
+class ByteTokenizer(Tokenizer):
     """UTF-8 bytes as ids 0..255: public, learned from nothing."""
 
     bos_id: int | None = 256
@@ -54,26 +59,19 @@ class ByteTokenizer:
     identity = "bytes"
 
     def encode(self, text: str) -> np.ndarray:
-        """Return the bytes, int64 (bytes,)."""
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
-    def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
-        """Return the bytes of each text."""
-        return [self.encode(text) for text in texts]
-
     def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text, with marks left out and broken UTF-8 replaced by U+FFFD."""
         return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
 
     def get_vocab_size(self) -> int:
-        """Return 258."""
         return 258
 
     def describe(self) -> str:
         return "bytes, vocabulary 258, bos 256, eos 257"
 
 
-class HFTokenizer:
+class HFTokenizer(Tokenizer):
     """A tokenizer.json without its truncation, padding, dropout and special-token templates."""
 
     def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None):
@@ -88,14 +86,9 @@ class HFTokenizer:
         self.identity = f"{hashed}, bos {bos_id}, eos {eos_id}"
 
     def encode(self, text: str) -> np.ndarray | None:
-        """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
-
-        `None` for a text with something that the vocabulary lacks, if it has no token for that.
-        """
         return self.encode_each([text])[0]
 
     def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
-        """Turn each text into ids as `encode` does, in the library's own threads."""
         try:
             # Unlike `encode`, it lets other threads of Python run.
             found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -111,18 +104,14 @@ class HFTokenizer:
         return [np.array(encoded.ids, dtype=np.int64) for encoded in found]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text, special tokens left out."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def get_vocab_size(self) -> int:
-        """Return the largest id plus one, added tokens included (holes are possible)."""
         return self._vocab_size
 
     def describe(self) -> str:
         marks = [
-            f"{name} {self._backend.id_to_token(mark)} ({mark})"
-            if mark is not None
-            else f"no {name}"
+            f"no {name}" if mark is None else f"{name} {self._backend.id_to_token(mark)} ({mark})"
             for name, mark in (("bos", self.bos_id), ("eos", self.eos_id))
         ]
         return f"tokenizer.json, vocabulary {self._vocab_size:,}, {', '.join(marks)}"
@@ -137,16 +126,6 @@ def text_of(value: object) -> str | None:
     except UnicodeError:
         return None
     return value
-
-
-def kind_of(value: object) -> str:
-    """Name the type of a value in a field, with its article."""
-    kinds = {bool: "a truth value", int: "a number", float: "a number", list: "a list"}
-    kinds |= {dict: "an object", type(None): "null", bytes: "text that is broken or too long"}
-    kinds[str] = "text with half a character"
-    if text_of(value) is not None:
-        return "a text"
-    return kinds.get(type(value), f"a {type(value).__name__}")
 
 
 def from_hub(path: str) -> str | None:
@@ -168,10 +147,12 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
     """Load the tokenizer of the folder `model.hf_assets_path`: its tokenizer.json, else bytes.
 
     The beginning and end marks are those that tokenizer_config.json names, else
-    special_tokens_map.json, else none. An empty path means bytes.
+    special_tokens_map.json, else none. An empty path means bytes. The last one that was loaded is
+    returned again, unless one of the three files changed.
 
-    Raises `ValueError` for a folder that does not exist, a broken file in it, a vocabulary without
-    a mark that is named.
+    Raises:
+        ValueError: one line; a folder that does not exist, a broken file in it, a vocabulary
+            without a mark that is named.
     """
     if not assets_path:
         return ByteTokenizer()
@@ -182,20 +163,25 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
         raise ValueError(
             f"model.hf_assets_path = {assets_path!r} is not an existing folder: {remedy}"
         )
-    path = os.path.join(assets_path, "tokenizer.json")
-    if not os.path.exists(path):
+    paths = [os.path.join(assets_path, name) for name in ("tokenizer.json", *_NAMED_IN)]
+    if not os.path.exists(paths[0]):
         _refuse_bytes(assets_path)
         return ByteTokenizer()
+    found = [os.stat(path) for path in paths if os.path.exists(path)]
+    return _load(assets_path, tuple((s.st_ino, s.st_size, s.st_mtime_ns) for s in found))
+
+
+@functools.lru_cache(maxsize=1)
+def _load(assets_path: str, files: tuple[tuple[int, ...], ...]) -> HFTokenizer:
+    """Load a tokenizer.json; `files` are inodes, sizes and times, for the cache."""
     try:
-        backend = tokenizers.Tokenizer.from_file(path)
+        backend = tokenizers.Tokenizer.from_file(os.path.join(assets_path, "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
         raise ValueError(
             f"model.hf_assets_path = {assets_path!r}: its tokenizer.json cannot be loaded "
             f"({error}): download it again"
         ) from error
-    return HFTokenizer(
-        backend, *(_mark_id(backend, assets_path, key) for key in ("bos_token", "eos_token"))
-    )
+    return HFTokenizer(backend, *(_mark_id(backend, assets_path, key) for key in _MARKS))
 
 
 def _refuse_bytes(assets_path: str) -> None:
@@ -214,7 +200,7 @@ def _refuse_bytes(assets_path: str) -> None:
 
 
 def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int | None:
-    for file_name in ("tokenizer_config.json", "special_tokens_map.json"):
+    for file_name in _NAMED_IN:
         path = os.path.join(assets_path, file_name)
         if not os.path.exists(path):
             continue
