@@ -72,6 +72,21 @@ def samples_of(
     return Samples(store, seq_len, **how), [names.index(name) for name in units]
 
 
+def sample(
+    samples: Samples,
+    unit: int,
+    length: int | None = None,
+    rng: Choices | None = None,
+    window: int = 0,
+    windows: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make `(tokens_T, labels_T)` of one sample, as `Samples.batch` does."""
+    both = np.empty((2, length or samples.seq_len), dtype=np.int64)
+    samples.lay_out(samples.ids(unit, rng, window, windows), *both)
+    tokens_T, labels_T = torch.from_numpy(both)
+    return tokens_T, labels_T
+
+
 def rng(seed: int = 0) -> Choices:
     """Return the generator of a draw."""
     return choices(bytes(32), seed)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from tests.data.chats import PLAIN
 from torchtitan_dp.data.chat_template import ChatTemplate
 from torchtitan_dp.data.prepare import Source, prepared
-from torchtitan_dp.data.reading import Chats, Reading, Texts
+from torchtitan_dp.data.reading import Reading
 from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import ByteTokenizer, Tokenizer
 
@@ -27,21 +27,13 @@ def source(
     messages_field: str | None = None,
     unit_field: str | None = None,
     tokenizer: Tokenizer | None = None,
-    template: str | ChatTemplate = PLAIN,
+    template: str = PLAIN,
 ) -> Source:
-    """Describe files and how they are read.
-
-    Args:
-        tokenizer: bytes if None.
-        template: of chats (`messages_field`); Jinja, or loaded already.
-    """
-    how: Reading = Texts(text_field)
-    if prompt_field is not None:
-        how = Texts(text_field, prompt_field)
-    elif messages_field is not None:
-        if isinstance(template, str):
-            template = ChatTemplate(template, {"bos_token": "<|begin_of_text|>"})
-        how = Chats(messages_field, template)
+    """Describe files and how they are read: of bytes by default, chats by a Jinja template."""
+    how = Reading(text_field, prompt_field)
+    if messages_field is not None:
+        chats = ChatTemplate(template, {"bos_token": "<|begin_of_text|>"})
+        how = Reading(messages_field=messages_field, template=chats)
     return Source(format, str(path), how, tokenizer or ByteTokenizer(), unit_field)
 
 
@@ -51,12 +43,7 @@ def store_of(
     format: str | None = None,
     **how: Any,
 ) -> Store:
-    """Prepare the store of files, or of rows, in `tmp_path`.
-
-    Args:
-        data: a path, by default of text files, or rows for a JSON Lines file (`as_lines`).
-        how: for `source`.
-    """
+    """Prepare, in `tmp_path`, a `source` of files, by default texts, or of rows of JSON Lines."""
     if not isinstance(data, str | os.PathLike):
         folder = Path(tempfile.mkdtemp(dir=tmp_path))
         write(folder, {"a.jsonl": as_lines(data)})

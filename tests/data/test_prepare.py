@@ -22,13 +22,9 @@ from torchtitan_dp.data import store as stores
 from torchtitan_dp.data.prepare import prepared
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
+CHATS = [None, chat("Why?", "☃."), chat("Why?"), [], chat(*"abcd"), chat("", " ")]
 ROWS: list[Row] = [
-    {
-        "text": f"note {i} ü☃ " * (i % 7),
-        "prompt": f"ask {i}",
-        "who": i % 4,
-        "chat": [None, chat("Why?", "☃."), chat("Why?"), [], chat(*"abcd"), chat("", " ")][i % 6],
-    }
+    {"text": f"note {i} ü☃ " * (i % 7), "prompt": f"ask {i}", "who": i % 4, "chat": CHATS[i % 6]}
     for i in range(50)
 ]
 
@@ -158,14 +154,13 @@ def change_file(path: Path, change: str) -> None:
     data = path.read_bytes()
     if change == "is deleted":
         path.unlink()
-    elif change == "shrinks":
-        os.truncate(path, 21)
     elif change == "is replaced":
         write(path.parent, {".b": data[::-1]})
         os.utime(path.parent / ".b", ns=(1, 1))
         os.replace(path.parent / ".b", path)
     else:
-        path.write_bytes({"grows": data + b"\n", "is rewritten": data[::-1]}[change])
+        changed = {"grows": data + b"\n", "shrinks": data[:21], "is rewritten": data[::-1]}
+        path.write_bytes(changed[change])
         os.utime(path, ns=(1, 1))
 
 
@@ -207,14 +202,15 @@ def open_store(connection: Connection, root: str, place: str, log: str) -> None:
             file.write("begin\n")
         real(*args)
 
-    stores.write = writing  # type: ignore[assignment]
+    said: list[str] = []
+    stores.write, stores.say, stores._FIRST_LINE_S = writing, said.append, 0.0  # type: ignore
     connection.send("started")
     store = prepared(source(root, "jsonl"), place)
-    connection.send((store.fingerprint, texts(store)))
+    connection.send((store.fingerprint, texts(store), said))
 
 
 @pytest.mark.slow
-def test_of_several_processes_one_writes(tmp_path: Path) -> None:
+def test_of_several_processes_one_writes_and_each_that_waits_writes_a_line(tmp_path: Path) -> None:
     root, place, log = as_jsonl(tmp_path / "d", ["a", "b"]), tmp_path / "store", tmp_path / "log"
     folder = Path(store_of(root, tmp_path, "jsonl").folder)
     stores.delete(str(folder))
@@ -226,9 +222,11 @@ def test_of_several_processes_one_writes(tmp_path: Path) -> None:
         assert not folder.exists()
     found = [one.connection.recv() for one in processes]
     assert [one.wait(60) for one in processes] == [0] * 3
-    assert [read for _, read in found] == [["a", "b"]] * 3
-    assert len({fingerprint for fingerprint, _ in found}) == 1
+    assert [read for _, read, _ in found] == [["a", "b"]] * 3
+    assert len({fingerprint for fingerprint, *_ in found}) == 1
     assert log.read_text() == "begin\n"
+    for *_, (line,) in found:
+        assert line.startswith("waiting for another process")
     assert left(place) == [folder.name]
 
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from tests.data.chats import END, MARKED, PLAIN, START, chat, folder
-from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, loader, rng
+from tests.data.drawn import BOS, EOS, IGNORED, NoMarks, T, loader, rng, sample
 from tests.data.stores import store_of, stored
 from torchtitan_dp.data.batching import Draw
 from torchtitan_dp.data.reading import MOST_MESSAGES, reading
@@ -26,7 +26,7 @@ def answers(root: Path, rows: list[Any], seq_len: int = T, **how: Any) -> Sample
 
 def shown(samples: Samples, unit: int, *more: Any) -> tuple[list[int], list[int]]:
     """Read the tokens of a sample, and the places of targets among its ids."""
-    tokens_T, labels_T = (x.tolist() for x in samples.sample(unit, *more))
+    tokens_T, labels_T = (x.tolist() for x in sample(samples, unit, *more))
     found = [place + 1 for place, label in enumerate(labels_T) if label != IGNORED]
     for place in found[:-1]:  # the id behind the last one is a label alone
         assert labels_T[place - 1] == tokens_T[place]
@@ -35,7 +35,7 @@ def shown(samples: Samples, unit: int, *more: Any) -> tuple[list[int], list[int]
 
 def targets(samples: Samples, unit: int) -> bytes:
     """Read the bytes that are targets; marks are left out."""
-    _, labels_T = samples.sample(unit)
+    _, labels_T = sample(samples, unit)
     return bytes(label for label in labels_T.tolist() if 0 <= label < 256)
 
 
@@ -47,7 +47,7 @@ def test_row06_only_the_answer_and_its_end_are_targets(tmp_path: Path) -> None:
     (one,) = stored(samples.store)
     assert one.ids == (~BOS, ~97, ~98, *b"xyz", EOS)
     assert one.first == 3
-    tokens_T, labels_T = samples.sample(0)
+    tokens_T, labels_T = sample(samples, 0)
     assert tokens_T.tolist() == [BOS, *b"abxyz", EOS, *[EOS] * 9]
     assert labels_T.tolist() == [IGNORED, IGNORED, *b"xyz", EOS, *[IGNORED] * 10]
     assert samples.tokens(0) == 6
@@ -57,7 +57,7 @@ def test_without_marks_a_blank_line_separates_records_and_is_no_target(tmp_path:
     rows = [{"who": "ann", "prompt": "p", "text": text} for text in ("x", "y")]
     samples = answers(tmp_path, rows, unit_field="who", tokenizer=NoMarks(), **PROMPTS)
     assert shown(samples, 0)[1] == [1, 5]
-    assert samples.sample(0)[0][:6].tolist() == [*b"px\n\np", EOS]
+    assert sample(samples, 0)[0][:6].tolist() == [*b"px\n\np", EOS]
     assert [one.ids[:2] for one in stored(samples.store)] == [(~10, ~10)] * 2
     (text, *_) = stored(store_of(["x"], tmp_path, tokenizer=NoMarks()))
     assert text.ids == tuple(b"\n\nx")  # all of a text are targets
@@ -72,7 +72,7 @@ def test_row06_only_the_assistants_turns_are_targets(
     terms = {"tokenizer": tokenizer, "template": template, **MESSAGES}
     samples = answers(tmp_path, rows, 200, **terms)
     assert targets(samples, 0) == b"That." + end + b"Because." + end
-    tokens_T, labels_T = samples.sample(0)
+    tokens_T, labels_T = sample(samples, 0)
     start_id, end_id = (tokenizer.encode(mark) for mark in (START, END))
     assert start_id is not None
     assert end_id is not None

@@ -10,13 +10,13 @@ import pytest
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.data.formats import FORMATS, MOST_ROW_BYTES
 from torchtitan_dp.data.prepare import Source, prepared
-from torchtitan_dp.data.reading import Texts
+from torchtitan_dp.data.reading import Reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 
 
 def _source(path: Path, format: str, prompt: str | None = None, unit: str | None = None) -> Source:
-    return Source(format, str(path), Texts("text", prompt), ByteTokenizer(), unit)
+    return Source(format, str(path), Reading("text", prompt), ByteTokenizer(), unit)
 
 
 def _write_arrow(path: Path, column: Any) -> None:

@@ -1,10 +1,9 @@
 """A tokenizer's own chat template: from messages to text, and which of it the assistant wrote.
 
-The template is Jinja. It comes with the tokenizer, is public like it, and is rendered in jinja2's
-sandbox with the names that Hugging Face's `apply_chat_template` gives it, but for the clock
-(`strftime_now`), chance (`random`, `lipsum`) and addresses of memory, which show when a function is
-written: text that changes with the day or the process would not be a function of the record. No
-code but the template is run.
+The template is Jinja. It is public like its tokenizer, and is rendered in jinja2's sandbox with the
+names that Hugging Face's `apply_chat_template` gives it, but for the clock (`strftime_now`), chance
+(`random`, `lipsum`) and addresses of memory, which show when a function is written: text that
+changes with the day or the process would not be a function of the record.
 
 Which text is the assistant's:
 
@@ -39,11 +38,7 @@ MOST_COST = 2**26  # characters that are rendered for one conversation, over all
 _PROBE = (("user", "What?"), (ASSISTANT, "That."), ("user", "Why?"), (ASSISTANT, "Because."))
 
 
-class Message(NamedTuple):
-    """One turn of a conversation."""
-
-    role: str
-    content: str
+Message = Mapping[str, str]  # "role" and "content"
 
 
 class Piece(NamedTuple):
@@ -57,14 +52,8 @@ class ChatTemplate:
     """Writes conversations as a model was, or will be, taught to read them."""
 
     def __init__(self, source: str, marks: Mapping[str, str]) -> None:
-        """
-        Args:
-            source: Jinja.
-            marks: what templates call special tokens (`bos_token`, …), and their texts.
-
-        Raises:
-            ValueError: the mistake, for the end of a message that names the file.
-        """
+        """Compile Jinja, with `marks`: what it calls special tokens (`bos_token`, …), and their
+        texts. Raises ValueError: the mistake, for the end of a message that names the file."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -82,21 +71,16 @@ class ChatTemplate:
         self._marks = dict(marks)
         terms = json.dumps([source, self._marks], sort_keys=True)
         self.identity = hashlib.sha256(terms.encode()).hexdigest()
-        self.trial = self._try_out()
-        """The pieces of a conversation that is no record."""
+        self.trial = self._try_out()  # pieces of a conversation that is no record
 
     def write(self, messages: Sequence[Message]) -> list[Piece] | None:
-        """Write a conversation, in parts that are the assistant's or not.
+        """Write a conversation whose last turn is the assistant's, in parts that are its or not.
 
-        Args:
-            messages: the last of them is the assistant's. A template without marks is rendered for
-                each turn anew, until `MOST_COST` is spent: later turns are left out.
-
-        Returns:
-            None if the template refuses the conversation or its turns cannot be separated, and for
-            content that no text should hold. It never raises for what messages hold.
+        A template without marks is rendered for each turn anew, until `MOST_COST` is spent: later
+        turns are left out. None if the template refuses the conversation or its turns cannot be
+        separated, and for content that no text should have. It never raises for what messages have.
         """
-        if any(_EITHER.search(message.role + message.content) for message in messages):
+        if any(_EITHER.search(message["role"] + message["content"]) for message in messages):
             return None
         try:
             return self._pieces(messages)
@@ -104,9 +88,8 @@ class ChatTemplate:
             return None
 
     def _pieces(self, messages: Sequence[Message]) -> list[Piece] | None:
-        return self._by_marks(messages) if self._is_marked else self._by_turns(messages)
-
-    def _by_marks(self, messages: Sequence[Message]) -> list[Piece] | None:
+        if not self._is_marked:
+            return self._by_turns(messages)
         pieces, inside = [], False
         for part in _EITHER.split(self._render(messages)):
             if part in (_OPEN, _CLOSE):
@@ -121,7 +104,7 @@ class ChatTemplate:
         pieces: list[Piece] = []
         done, cost = "", 0
         for end, message in enumerate(messages, start=1):
-            if message.role != ASSISTANT:
+            if message["role"] != ASSISTANT:
                 continue
             before = self._render(messages[: end - 1], opens_answer=True)
             after = self._render(messages[:end])
@@ -129,7 +112,7 @@ class ChatTemplate:
                 return None
             pieces.append(Piece(before[len(done) :], False))
             # An empty answer would teach to say nothing.
-            pieces.append(Piece(after[len(before) :], message.content.strip() != ""))
+            pieces.append(Piece(after[len(before) :], message["content"].strip() != ""))
             done = after
             cost += _cost(before, messages[: end - 1]) + _cost(after, messages[:end])
             if cost >= MOST_COST:
@@ -137,28 +120,20 @@ class ChatTemplate:
         return pieces
 
     def _render(self, messages: Sequence[Message], *, opens_answer: bool = False) -> str:
-        text = self._template.render(
-            **self._marks,
-            messages=[message._asdict() for message in messages],
-            add_generation_prompt=opens_answer,
-            tools=None,
-            documents=None,
-        )
+        turns = [dict(message) for message in messages]
+        names = {"messages": turns, "add_generation_prompt": opens_answer}
+        text = self._template.render(**self._marks, **names, tools=None, documents=None)
         addresses = set(_ADDRESS.findall(text))
         for message in messages if addresses else ():
-            addresses.difference_update(_ADDRESS.findall(message.role + message.content))
+            addresses.difference_update(_ADDRESS.findall(message["role"] + message["content"]))
         if addresses:
             raise jinja2.TemplateError("it writes an address of memory")
         return text
 
     def _try_out(self) -> list[Piece]:
-        """Write a conversation that is no record, and look at what became of its turns.
-
-        Raises:
-            ValueError: the mistake, for the end of a message that names the file.
-        """
+        """Write a conversation that is no record, and look at what became of its turns."""
         try:
-            pieces = self._pieces([Message(*turn) for turn in _PROBE])
+            pieces = self._pieces([{"role": role, "content": text} for role, text in _PROBE])
         except Exception as error:
             raise ValueError(f"cannot be rendered ({type(error).__name__}: {error})") from None
         if pieces is None:
@@ -180,18 +155,16 @@ class ChatTemplate:
     def lacks_end(self) -> str | None:
         """A description of answers in the trial whose end is not learned, or None."""
         ends = _texts(self.trial, True)
-        for role, content in _PROBE:
-            ends = ends.replace(content, "", 1) if role == ASSISTANT else ends
-        if ends.strip():
-            return None
-        where = "{% generation %} in the chat template leaves out the end mark"
-        if not self._is_marked:
-            where = "the chat template ends an answer without a mark"
-        return f"{where}: the model never learns to stop"
+        for _, content in _PROBE:
+            ends = ends.replace(content, "", 1)
+        where = "the chat template ends an answer without a mark"
+        if self._is_marked:
+            where = "{% generation %} in the chat template leaves out the end mark"
+        return None if ends.strip() else f"{where}: the model never learns to stop"
 
 
 def _cost(text: str, messages: Sequence[Message]) -> int:
-    read = sum(len(message.content) for message in messages)
+    read = sum(len(message["content"]) for message in messages)
     return max(len(text), read) + MESSAGE_COST * len(messages)
 
 
@@ -203,22 +176,17 @@ def load_chat_template(assets_path: str) -> ChatTemplate | None:
     """Load the chat template of the folder `model.hf_assets_path`; None if it has none.
 
     It is `chat_template.jinja`, else `chat_template` in `tokenizer_config.json`: one template, or
-    several with names, of which "default" is taken.
-
-    Raises:
-        ValueError: one line for the user, for a template that cannot be used.
+    several with names, of which "default" is taken. Raises ValueError, one line for the user, for
+    one that cannot be used.
     """
-    path = os.path.join(assets_path, "tokenizer_config.json")
-    settings: Any = {}
-    if os.path.isfile(path):
-        settings = json.loads(_read(path, assets_path))
-    name, template = "tokenizer_config.json", settings.get("chat_template")
+    name, own = "tokenizer_config.json", "chat_template.jinja"
+    settings = json.loads(_read(assets_path, name) or "{}")
+    template = settings.get("chat_template")
     if isinstance(template, list):
         named = {one.get("name"): one.get("template") for one in template if isinstance(one, dict)}
         template = named.get("default")
-    own = os.path.join(assets_path, "chat_template.jinja")
-    if os.path.isfile(own):
-        name, template = "chat_template.jinja", _read(own, assets_path)
+    if (text := _read(assets_path, own)) is not None:
+        name, template = own, text
     if not isinstance(template, str):
         return None
     marks = {key: value for key, value in settings.items() if key.endswith("_token")}
@@ -232,12 +200,13 @@ def load_chat_template(assets_path: str) -> ChatTemplate | None:
         ) from None
 
 
-def _read(path: str, assets_path: str) -> str:
+def _read(assets_path: str, name: str) -> str | None:
     try:
-        with open(path, encoding="utf-8") as file:
+        with open(os.path.join(assets_path, name), encoding="utf-8") as file:
             return file.read()
+    except FileNotFoundError:
+        return None
     except (OSError, ValueError) as error:
-        name = os.path.basename(path)
         raise ValueError(
             f"model.hf_assets_path = {assets_path!r}: its {name} cannot be read ({error}): "
             "download it again"

@@ -1,7 +1,7 @@
 """Lines on stderr about private records: each is labelled, here and nowhere else.
 
-These lines depend on the records themselves, without noise. They are for the records' owner, who
-runs the program; no file that may be published contains any of them.
+They depend on the records themselves, without noise, and are for their owner, who runs the program;
+no file that may be published contains any of them.
 """
 
 import sys
@@ -32,11 +32,7 @@ def printable(text: str) -> str:
 
 
 def listed(names: Iterable[str]) -> str:
-    """List names, in bounded space.
-
-    >>> listed(["note", "date", "note"])
-    'date, note'
-    """
+    """List names, in bounded space."""
     several = list(dict.fromkeys(printable(name[:MOST_CHARACTERS]) for name in names))
     more = ", …" if len(several) > MOST_NAMES else ""
     return ", ".join(sorted(several[:MOST_NAMES])) + more
@@ -45,12 +41,7 @@ def listed(names: Iterable[str]) -> str:
 class Progress:
     """Progress of long work on private records, reported every 5 seconds after the first 5."""
 
-    def __init__(self, what: str, total: int) -> None:
-        """
-        Args:
-            what: the work, for the log.
-            total: bytes, about.
-        """
+    def __init__(self, what: str, total: int) -> None:  # bytes, about
         self._what, self._total, self._done = what, total, 0
         self._begin = time.monotonic()
         self._next = self._begin + FIRST_LINE_S
@@ -87,11 +78,7 @@ def amount(size: float) -> str:
 
 
 def _duration(seconds: float) -> str:
-    """Write a time for people.
-
-    >>> _duration(42), _duration(600), _duration(7000)
-    ('42 s', '10 min', '1.9 h')
-    """
+    """Write a time for people."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

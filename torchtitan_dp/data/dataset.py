@@ -49,11 +49,10 @@ class Records:
         number_is_secret: bool = False,
         in_groups: bool = False,
     ) -> "Records":
-        """Tokenize records unless that was done, and hold some units out.
+        """Tokenize records unless that was done, and hold some units out, by a hash of their names.
 
         Args:
             place: of the store, `data.store`.
-            heldout_fraction: the share of units to hold out, by a hash of their ids.
             needs_heldout: whether holding out no unit is an error, or a warning where
                 `number_is_secret`.
             number_is_secret: whether neighbouring data sets differ in their number of units, as
@@ -64,33 +63,34 @@ class Records:
             ValueError: one line, also if there is nothing to train on.
         """
         if not source.path:
-            raise ValueError(
-                "training.dataset_path is not set: give a file, a directory or a glob "
-                "('python-stdlib' to try)"
-            )
+            remedy = "give a file, a directory or a glob ('python-stdlib' to try)"
+            raise ValueError(f"training.dataset_path is not set: {remedy}")
         if number_is_secret and source.unit_field is None and source.facts.named_by_position:
             _refuse_names_by_position(source, heldout_fraction, in_groups)
         store = prepared(source, place)
-        if source.unit_field is not None and store.facts["unnamed"] == len(store):
-            raise ValueError(_no_unit(source, store))
+        lack = _require_units(source, store)
         train, heldout = split(store.units.hashes, heldout_fraction)
-        warnings = _without_unit(source, store, len(train))
-        if needs_heldout and len(heldout) == 0:
-            none = (
-                f"data.heldout_fraction = {heldout_fraction}: holds out none of "
-                f"{len(store.units)} {word(source.unit_field)}s, but validation.enable = true"
+        warnings: tuple[str, ...] = ()
+        if store.facts["unnamed"]:
+            warnings = (
+                f"{lack}: each is a unit of its own that contributes nothing, and counts in the "
+                f"number of units, so that q and the delta check are against {len(train)} units",
             )
+        if needs_heldout and len(heldout) == 0:
+            none = f"holds out none of {len(store.units)} {word(source.unit_field)}s"
+            setting = f"data.heldout_fraction = {heldout_fraction}"
+            none = f"{setting}: {none}, but validation.enable = true"
             if not number_is_secret:
                 raise ValueError(f"{none}; raise it")
             # A refusal would show whether a unit that is held out is there.
             warnings += (f"{none}, so held-out losses are nan; raise it",)
-        fields = dict.fromkeys(("data.text_field", "data.prompt_field", "data.messages_field"))
+        fields = "data.text_field", "data.prompt_field", "data.messages_field"
         settings: dict[str, object] = {
             "data.unit_field": source.unit_field,
             "data.heldout_fraction": heldout_fraction,
-            **fields,
-            **{key: field for field, key in source.reading.keys.items()},
             "data.verify_records": "contents",
+            **dict.fromkeys(fields),
+            **{key: field for field, key in source.reading.keys.items()},
         }
         named = hashlib.sha256(store.units.hashes.tobytes()).hexdigest()
         terms = source.format, store.contents, named, sorted(settings.items(), key=str)
@@ -102,19 +102,13 @@ class Records:
         """Return the data of so many units, for a plan before there are any: all are empty."""
         hashes = np.arange(count, dtype=np.uint64) * np.uint64((2**64 - 1) // max(count, 1))
         nothing, places = np.zeros(count, dtype=np.int64), np.arange(count + 1)
-        units, facts = Units(places[:-1], places, hashes), {"between": 0, "lacks": []}
-        store = Store("", nothing, nothing, nothing, units, facts, -1)
+        units = Units(places[:-1], places, hashes)
+        store = Store("", nothing, nothing, nothing, units, {"lacks": []})
         return cls(source, store, *split(hashes, heldout_fraction), "", {}, ())
 
     def check_targets(self, samples: Samples) -> tuple[str, ...]:
-        """Refuse units none of which has a target; describe those without one, NOT PRIVATE.
-
-        Args:
-            samples: of these records, as training makes them.
-
-        Raises:
-            ValueError: one line; it names what the records have instead.
-        """
+        """Describe units whose samples have no target, NOT PRIVATE; refuse a data set of such units
+        alone, by ValueError in one line that names what its records have instead."""
         learned, name = samples.learned(self.train), word(self.source.unit_field)
         lacks = self._lacks(self.train[~learned])
         if not learned.any():
@@ -141,11 +135,7 @@ class Records:
         return f"{first.setting}: {none}: {first.number:,} {of}{first.what}{also}; {remedy}{named}"
 
     def figures(self, samples: Samples) -> dict[str, Any]:
-        """Count units and tokens, and what samples of several lengths hold of them. PRIVATE.
-
-        Args:
-            samples: of these records, as training makes them.
-        """
+        """Count units and tokens, and what samples of several lengths have of them. PRIVATE."""
         units = self.store.units
         record_P = np.maximum(self.store.lengths()[units.members] - self.store.between, 0)
         tokens_N = _of_units(record_P, units)[self.train]
@@ -154,17 +144,17 @@ class Records:
         for power in range(-4, 5):
             length = max(int(samples.seq_len * 2.0**power), 1)
             heads_N = _of_units(np.minimum(record_P, length), units)[self.train]
-            whole_N = np.minimum(tokens_N, length)
-            sample_N = heads_N / records_N if samples.one_record else whole_N
-            reached_N = heads_N if samples.one_record else whole_N
-            row = {
-                "seq_len": length,
-                "longer_units": float((tokens_N > length).mean()),
-                "share_in_one_sample": float(sample_N.sum() / total),
-                "share_in_reach": 1.0 if samples.window else float(reached_N.sum() / total),
-                "tokens_per_sample": float(sample_N.mean()),
-            }
-            by_length.append(row)
+            reached_N = heads_N if samples.one_record else np.minimum(tokens_N, length)
+            sample_N = heads_N / records_N if samples.one_record else reached_N
+            by_length.append(
+                {
+                    "seq_len": length,
+                    "longer_units": float((tokens_N > length).mean()),
+                    "share_in_one_sample": float(sample_N.sum() / total),
+                    "share_in_reach": 1.0 if samples.window else float(reached_N.sum() / total),
+                    "tokens_per_sample": float(sample_N.mean()),
+                }
+            )
         return {
             "not_private": True,
             "records": len(self.store),
@@ -184,10 +174,8 @@ class Records:
         return sum(lack.number for lack in self._lacks(self.train) if lack.is_undecodable)
 
     def _lacks(self, units: np.ndarray) -> list[Lack]:
-        """List why records of these units have no ids, with their number, the most frequent first.
-
-        The names are of all records.
-        """
+        """List why records of these units have no ids, with their number, the most frequent first;
+        names are of all records."""
         starts, members = self.store.units.starts, self.store.units.members
         is_chosen = np.zeros(len(starts) - 1, dtype=bool)
         is_chosen[units] = True
@@ -231,50 +219,39 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
 def _refuse_names_by_position(source: Source, heldout_fraction: float, in_groups: bool) -> None:
     """Refuse a format in which one more record would change which others are held out, or in which
     group they are."""
-    one = f"with a public privacy.sample_rate, one {source.format} {source.facts.row} more"
-    which = f"would change which {source.facts.row}s"
+    row = source.facts.row
+    which = f"with a public privacy.sample_rate, one {source.format} {row} more would change which"
     if in_groups:
-        raise ValueError(
-            f"privacy.noise = 'banded': {one} {which} take turns together; set data.unit_field, or "
-            "remove privacy.sample_rate"
-        )
+        remedy = "set data.unit_field, or remove privacy.sample_rate"
+        raise ValueError(f"privacy.noise = 'banded': {which} {row}s take turns together; {remedy}")
     if heldout_fraction > 0:
         raise ValueError(
-            f"data.heldout_fraction = {heldout_fraction}: {one} {which} are held out; keep "
+            f"data.heldout_fraction = {heldout_fraction}: {which} {row}s are held out; keep "
             "held-out records in another file and set it to 0, or remove privacy.sample_rate"
         )
 
 
-def _without_unit(source: Source, store: Store, train: int) -> tuple[str, ...]:
-    """Describe records whose unit is not known."""
-    unnamed, facts = store.facts["unnamed"], source.facts
-    lack = "lie in no folder below training.dataset_path (data.unit_field = 'folder')"
-    if facts.fields:
-        lack = f"have no usable data.unit_field = {source.unit_field!r}"
-    line = (
-        f"{unnamed} of {len(store)} {facts.row}s {lack}: each is a unit of its own that "
-        "contributes nothing, and counts in the number of units, so that q and the delta check "
-        f"are against {train} units"
-    )
-    return (line,) if unnamed else ()
-
-
-def _no_unit(source: Source, store: Store) -> str:
-    """Describe a data set in which no record names its unit, in one line."""
-    facts, lacks = source.facts, [Lack(**fact) for fact in store.facts["lacks"]]
-    none = f"data.unit_field = {source.unit_field!r}: none of the {len(store)} records has one"
+def _require_units(source: Source, store: Store) -> str:
+    """Describe records whose unit is not known, or refuse a data set of such records alone."""
+    facts, unnamed = source.facts, store.facts["unnamed"]
+    setting = f"data.unit_field = {source.unit_field!r}"
+    if unnamed < len(store):
+        lacks = f"lie in no folder below training.dataset_path ({setting})"
+        if facts.fields:
+            lacks = f"have no usable {setting}"
+        return f"{unnamed} of {len(store)} {facts.row}s {lacks}"
+    none = f"{setting}: none of the {len(store)} records has one"
     if not facts.fields:
-        return (
-            f"{none}: every file lies in no folder below training.dataset_path; give a path above "
-            "the units' folders"
-        )
-    for lack in lacks:
+        why = "every file lies in no folder below training.dataset_path"
+        raise ValueError(f"{none}: {why}; give a path above the units' folders")
+    found = [Lack(**fact) for fact in store.facts["lacks"]]
+    for lack in found:
         if lack.names:
-            return (
+            raise ValueError(
                 f"{none}: name the {facts.fields} that holds the unit, a string or a whole number "
                 f"(not private: {lack.they} {listed(lack.names)})"
             )
-    return (
+    raise ValueError(
         f"training.dataset_path: none of the {len(store)} {facts.row}s is a {facts.content}; "
-        f"{facts.explain(lacks[0].file, str(source.unit_field))}"
+        f"{facts.explain(found[0].file, str(source.unit_field))}"
     )

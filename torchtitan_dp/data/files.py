@@ -5,17 +5,20 @@ import glob
 import hashlib
 import heapq
 import os
-import platform
 import struct
 import sysconfig
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
+Fields = Mapping[str, object]  # of a row
+Columns = list[tuple[str, Any]]  # names and types, which all rows of a file have
+MOST_ROW_BYTES = 64 * 2**20  # that are read of a row, of each column, decoded
+MOST_ITEMS = 256  # that are read of a list: messages of a chat
 PYTHON_STDLIB = "python-stdlib"  # as a path: the source files of the running Python's library
 
 
 class Files(NamedTuple):
-    """Files below a root, and what changes whenever one of them does."""
+    """Files below a root."""
 
     root: str
     names: list[str]  # below the root
@@ -25,21 +28,6 @@ class Files(NamedTuple):
     @property
     def paths(self) -> list[str]:
         return [os.path.join(self.root, name) for name in self.names]
-
-    def listing_hash(self) -> str:
-        """Hash relative names and sizes."""
-        hashed = hashlib.sha256()
-        for name, size in zip(self.names, self.sizes, strict=True):
-            hashed.update(os.fsencode(name) + struct.pack("=xq", size))  # x: NUL ends a name
-        return hashed.hexdigest()
-
-    def place_hash(self) -> str:
-        """Hash the machine, absolute paths and stamps: two machines may share a cache, and each
-        have an image with the same inodes and times."""
-        hashed = hashlib.sha256(platform.node().encode())
-        for path, stamp in zip(self.paths, self.stamps, strict=True):
-            hashed.update(os.fsencode(path) + b"\0" + stamp)
-        return hashed.hexdigest()
 
 
 def list_files(root: str, names: Iterable[str]) -> Files:
@@ -63,9 +51,8 @@ def locate(
     """Find the files that a path names: a root, and their sorted names below it.
 
     Args:
-        path: a file, a folder, a glob, or `PYTHON_STDLIB`.
+        path: a file, a folder, a glob, or `PYTHON_STDLIB`, which may stand for Python's sources.
         below: patterns of the files to take from a folder, components separated by "/".
-        has_stdlib: whether `PYTHON_STDLIB` stands for Python's sources; else it is a path.
 
     Raises:
         ValueError: one line, if there is no such place.
@@ -82,9 +69,8 @@ def locate(
     magic = next((i for i, part in enumerate(parts) if glob.has_magic(part)), None)
     root = "/".join(parts[:magic]) or "/"
     if magic is None or not os.path.isdir(root):
-        raise ValueError(
-            f"training.dataset_path = {path!r} does not exist: give a file, a folder or a glob"
-        )
+        remedy = "give a file, a folder or a glob"
+        raise ValueError(f"training.dataset_path = {path!r} does not exist: {remedy}")
     return root, _walk(root, ["/".join(parts[magic:])])
 
 
@@ -105,12 +91,10 @@ def _walk(root: str, patterns: Sequence[str], skipped: Sequence[str] = ()) -> li
             continue
         entered.add(identity)
         for entry in os.scandir(place):
-            name = os.fsdecode(entry.name)
-            is_cache = name == "__pycache__" or name.endswith(".pyc")
-            if is_cache or name.startswith(".") or name in skipped:
+            name, below = os.fsdecode(entry.name), os.path.join(folder, entry.name)
+            if name.startswith(".") or name.endswith(".pyc") or name in ("__pycache__", *skipped):
                 continue
-            below, parts = os.path.join(folder, entry.name), os.fsdecode(folder).split("/")
-            parts = [*filter(None, parts), name]
+            parts = os.fsdecode(below).split("/")
             ranked = is_linked or entry.is_symlink(), below
             if os.path.isdir(entry.path):  # false for a link that leads nowhere
                 if any(_may_hold(parts, way) for way in ways):
@@ -132,11 +116,8 @@ def _matches(parts: list[str], patterns: Sequence[str]) -> bool:
     if patterns[0] == "**":
         rest = patterns[1:]
         return not rest or any(_matches(parts[i:], rest) for i in range(len(parts) + 1))
-    return (
-        bool(parts)
-        and fnmatch.fnmatchcase(parts[0], patterns[0])
-        and _matches(parts[1:], patterns[1:])
-    )
+    is_first = bool(parts) and fnmatch.fnmatchcase(parts[0], patterns[0])
+    return is_first and _matches(parts[1:], patterns[1:])
 
 
 def _may_hold(parts: list[str], patterns: Sequence[str]) -> bool:

@@ -19,25 +19,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import PurePath
+from types import ModuleType
 from typing import IO, Any
 
-from torchtitan_dp.data.tables import (
-    MOST_ROW_BYTES,
-    Columns,
-    Fields,
-    arrow_columns,
-    arrow_rows,
-    misfit,
-    parquet_columns,
-    parquet_rows,
-)
+from torchtitan_dp.data.files import MOST_ROW_BYTES, Columns, Fields
 from torchtitan_dp.data.tokenizer import text_of
 
 MOST_LINE_BYTES = 16 * 2**20  # JSON is parsed whole, in up to 30 times its size
 FOLDER = "folder"  # the unit field of records without fields
 _CODECS = {".gz": "gzip", ".zst": "zstd"}
-
-
 Sign = tuple[bytes, str, str]
 """First bytes of a file, what they show that it is, and a remedy."""
 
@@ -48,8 +38,7 @@ class Format:
 
     rows: Callable[[str, Sequence[str]], Iterator[Fields | None]]
     """Yields the rows of the file at a path, with the fields of these names, and maybe others."""
-    below: tuple[str, ...]
-    """Patterns of the files to take from a folder, components separated by "/"."""
+    below: tuple[str, ...]  # patterns of the files to take from a folder, parts separated by "/"
     row: str  # a part of a file that is one record
     found_in: str  # what a path without records lacks
     record: str  # one record, for a release card
@@ -67,14 +56,7 @@ class Format:
     has_lists: bool = True  # whether a field may be a list, as of messages
 
     def check(self, path: str, keys: Mapping[str, str]) -> None:
-        """Refuse a file whose structure lacks columns that a run reads.
-
-        Args:
-            keys: the configuration's key of each column.
-
-        Raises:
-            ValueError: one line.
-        """
+        """Refuse, by ValueError in one line, a file without a column that a key names."""
         if self.columns is None:
             return
         columns = self.columns(path)
@@ -87,28 +69,22 @@ class Format:
                 hint = "; its columns must be separated by commas" if is_csv else ""
                 raise ValueError(f"{setting} has no such column; its columns are {names}{hint}")
             if len(kinds) > 1:
-                raise ValueError(
-                    f"{setting} has {len(kinds)} such columns; write it again with one of them"
-                )
-            if kinds[0] is not None and (needed := misfit(kinds[0], key)):
+                many = f"{setting} has {len(kinds)} such columns"
+                raise ValueError(f"{many}; write it again with one of them")
+            if kinds[0] is not None and (needed := _tables().misfit(kinds[0], key)):
                 raise ValueError(f"{setting} has it as {kinds[0]}; name a column of {needed}")
 
     def explain(self, path: str, text_field: str) -> str:
         """Describe a file none of whose records are readable, with a remedy."""
         name = PurePath(path).name
-        return _recognized(path, self.signs) or self.remedy.format(
-            name=name, path=path, stem=name.partition(".")[0], text_field=text_field
-        )
+        terms = {"name": name, "path": path, "stem": name.partition(".")[0], "field": text_field}
+        return _recognized(path, self.signs) or self.remedy.format(**terms)
 
 
 def format_named(name: str) -> Format:
-    """Look a format up by its name.
-
-    Raises:
-        ValueError: one line, if it is not known.
-    """
+    """Look a format up; raise ValueError, one line, if it is not known."""
     if name not in FORMATS:
-        known = ", ".join(f"'{known}'" for known in FORMATS)
+        known = ", ".join(map(repr, FORMATS))
         raise ValueError(f"training.dataset = {name!r} is not a known format: use one of {known}")
     return FORMATS[name]
 
@@ -154,10 +130,7 @@ def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
     """Yield the rows behind the first, which names the columns; all values are texts.
 
     A row with another number of values than there are columns is None; a value that is not UTF-8
-    is a text that cannot be encoded (`tokenizer.text_of`).
-
-    Raises:
-        ValueError: one line, if quotes do not close.
+    is a text that cannot be encoded (`text_of`). Raises ValueError if quotes do not close.
     """
     csv.field_size_limit(sys.maxsize)
     size = 0  # of the row that is being read
@@ -178,10 +151,9 @@ def csv_rows(path: str, fields: Sequence[str]) -> Iterator[Fields | None]:
                 yield dict(zip(names, values, strict=True)) if fits else None
                 size = 0
         except csv.Error as error:
-            raise ValueError(
-                f"training.dataset_path: {path}, line {rows.line_num} (not private): {error}; "
-                "write it again, with each text in quotes and quotes in it doubled"
-            ) from None
+            place = f"training.dataset_path: {path}, line {rows.line_num} (not private)"
+            remedy = "write it again, with each text in quotes and quotes in it doubled"
+            raise ValueError(f"{place}: {error}; {remedy}") from None
 
 
 def csv_columns(path: str) -> Columns:
@@ -226,6 +198,14 @@ def _recognized(path: str, signs: Iterable[Sign]) -> str:
     return ""
 
 
+def _tables() -> ModuleType:
+    """Return the readers of tables; pyarrow takes half a second of a start."""
+    from torchtitan_dp.data import tables
+
+    return tables
+
+
+_ICONV = "convert it: iconv -f {} -t UTF-8 '{{name}}' > '{{stem}}_utf8{{ending}}'"
 _SIGNS: tuple[Sign, ...] = (
     (b"PAR1", "is Parquet", "set training.dataset = 'parquet'"),
     (b"ARROW1", "is Arrow", "set training.dataset = 'arrow'"),
@@ -234,43 +214,23 @@ _SIGNS: tuple[Sign, ...] = (
     (b"%PDF", "is PDF", "extract its text: pdftotext '{name}' '{stem}.txt'"),
     (b"PK\x03\x04", "is a zip archive or an Office document", "extract its text"),
     (b"\xd0\xcf\x11\xe0", "is an old Office document", "extract its text"),
-    *(
-        (
-            mark,
-            "is UTF-16",
-            f"convert it: iconv -f {codec} -t UTF-8 '{{name}}' > '{{stem}}_utf8{{ending}}'",
-        )
-        for mark, codec in (
-            (b"\xff\xfe", "UTF-16"),
-            (b"\xfe\xff", "UTF-16"),
-            (b"{\0", "UTF-16LE"),
-            (b"\0{", "UTF-16BE"),
-        )
-    ),
+    (b"\xff\xfe", "is UTF-16", _ICONV.format("UTF-16")),
+    (b"\xfe\xff", "is UTF-16", _ICONV.format("UTF-16")),
+    (b"{\0", "is UTF-16", _ICONV.format("UTF-16LE")),
+    (b"\0{", "is UTF-16", _ICONV.format("UTF-16BE")),
 )
-_JSON_SIGNS: tuple[Sign, ...] = (
-    *_SIGNS,
-    (
-        b"[",
-        "is one JSON array",
-        'convert it: python -c "import pandas as pd; '
-        "pd.read_json('{name}').to_json('{stem}_lines.jsonl', orient='records', lines=True, "
-        'force_ascii=False)"',
-    ),
-    (
-        b"{",
-        "has an object that goes on over several lines",
-        "write one a line: jq -c . '{name}' > '{stem}_lines.jsonl'",
-    ),
+_LINES = (
+    "convert it: python -c \"import pandas as pd; pd.read_json('{name}').to_json("
+    "'{stem}_lines.jsonl', orient='records', lines=True, force_ascii=False)\""
 )
-
-_TABLE: dict[str, Any] = {
-    "row": "row",
-    "fields": "column",
-    "content": "readable row",
-    "remedy": "write '{path}' again",
+_ON_LINES = "write one a line: jq -c . '{name}' > '{stem}_lines.jsonl'"
+_TABLE: dict[str, Any] = {"row": "row", "fields": "column", "content": "readable row"}
+_TABLE |= {"remedy": "write '{path}' again"}
+_ARROW: dict[str, Any] = {
+    **_TABLE,
+    "rows": lambda path, columns: _tables().arrow_rows(path, columns),
+    "columns": lambda path: _tables().arrow_columns(path),
 }
-_ARROW: dict[str, Any] = {**_TABLE, "rows": arrow_rows, "columns": arrow_columns}
 
 FORMATS: dict[str, Format] = {
     "text": Format(
@@ -294,8 +254,12 @@ FORMATS: dict[str, Format] = {
         record="one line of a JSON Lines file",
         fields="JSON field",
         content="JSON object",
-        signs=_JSON_SIGNS,
-        remedy="'jsonl' needs one a line, {{\"{text_field}\": …}}",
+        signs=(
+            *_SIGNS,
+            (b"[", "is one JSON array", _LINES),
+            (b"{", "has an object that goes on over several lines", _ON_LINES),
+        ),
+        remedy="'jsonl' needs one a line, {{\"{field}\": …}}",
     ),
     "csv": Format(
         rows=csv_rows,
@@ -307,8 +271,8 @@ FORMATS: dict[str, Format] = {
         **_TABLE,
     ),
     "parquet": Format(
-        rows=parquet_rows,
-        columns=parquet_columns,
+        rows=lambda path, columns: _tables().parquet_rows(path, columns),
+        columns=lambda path: _tables().parquet_columns(path),
         below=("**/*.parquet",),
         found_in="row in a *.parquet file",
         record="one row of a Parquet file",

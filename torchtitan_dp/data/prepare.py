@@ -1,7 +1,6 @@
 """One pass over the files of a data set: each record is tokenized once, into a store.
 
-Texts are tokenized in batches by the tokenizer's own threads, while this one hashes files and
-parses the next batch.
+The tokenizer's own threads work on a batch while this one hashes files and parses the next batch.
 
 Guarantee:
     A record's ids, its unit, and the reason why it has none are a function of that record, its
@@ -12,6 +11,7 @@ Guarantee:
 
 import contextlib
 import errno
+import itertools
 import json
 import os
 from array import array
@@ -33,10 +33,10 @@ from torchtitan_dp.data.store import Store
 from torchtitan_dp.data.tokenizer import Tokenizer
 from torchtitan_dp.data.units import folder_of, group, record_hash, singles, unit_hash
 
-_BATCH_CHARACTERS, _BATCH_TEXTS = 2**23, 2**14
-# Characters of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
-_AT_ONCE = MOST_PART * min(max(os.cpu_count() or 1, 8), 32)
+# Of one call: the tokenizer takes some 100 bytes a token, and a part goes to one core.
+_BATCH_CHARACTERS, _BATCH_TEXTS = MOST_PART * min(max(os.cpu_count() or 1, 8), 32), 2**14
 _UNPACKED = {".gz": 4, ".zst": 4, ".parquet": 2}  # bytes of rows to a byte of a file, about
+NO_TEXT = (Piece("", False),)  # counts as a text, lest too many rows without one wait
 T = TypeVar("T")
 Encoded = list[np.ndarray | None]
 
@@ -52,27 +52,21 @@ class Source:
     unit_field: str | None = None
 
     @property
-    def keys(self) -> dict[str, str]:
-        """The configuration's key of each field that is read."""
-        has_field = self.unit_field is not None and self.facts.fields
-        unit = {str(self.unit_field): "data.unit_field"} if has_field else {}
-        return {**self.reading.keys, **unit}
+    def facts(self) -> Format:
+        return format_named(self.format)
 
     @property
-    def facts(self) -> Format:
-        """The facts of the format."""
-        return format_named(self.format)
+    def keys(self) -> dict[str, str]:
+        """The configuration's key of each field that is read."""
+        unit = {self.unit_field: "data.unit_field"} if self.unit_field and self.facts.fields else {}
+        return {**self.reading.keys, **unit}
 
     @property
     def terms(self) -> dict[str, object]:
         """What ids and units depend on besides the files."""
-        return {
-            "format": self.format,
-            "fields": self.reading.keys,
-            "unit_field": self.unit_field,
-            "tokenizer": self.tokenizer.identity,
-            "template": self.reading.identity,
-        }
+        template = self.reading.template.identity if self.reading.template else ""
+        read = {"format": self.format, "fields": self.reading.keys, "unit_field": self.unit_field}
+        return {**read, "tokenizer": self.tokenizer.identity, "template": template}
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -81,39 +75,30 @@ class Source:
 
     def check(self) -> None:
         """Refuse, by ValueError in one line, fields that the format has not."""
-        facts = self.facts
+        named, lists, none = self.facts.fields, self.facts.has_lists, f"{self.format} files have no"
         for name, key in [*self.reading.keys.items(), (self.unit_field, "data.unit_field")]:
-            mistake = None
-            if facts.fields and name == "":
-                mistake = f"name the {facts.fields}"
-            elif key == "data.messages_field" and facts.fields and not facts.has_lists:
+            if named and name == "":
+                mistake = f"name the {named}"
+            elif named and key == "data.messages_field" and not lists:
+                mistake = f"{none} fields with lists; use training.dataset = 'jsonl' or 'parquet'"
+            elif not named and key == "data.unit_field" and name not in (None, FOLDER):
                 mistake = (
-                    f"a field of {self.format} files is a text, and no list; use training.dataset "
-                    "= 'jsonl' or 'parquet'"
+                    f"{none} fields; use '{FOLDER}' (the first folder below training.dataset_path),"
+                    " or remove it: one file, one unit"
                 )
-            elif key == "data.unit_field" and not facts.fields and name not in (None, FOLDER):
-                mistake = (
-                    f"{self.format} files have no fields; use '{FOLDER}' (the first folder below "
-                    "training.dataset_path), or remove it: one file, one unit"
-                )
-            elif key in ("data.prompt_field", "data.messages_field") and not facts.fields:
-                mistake = (
-                    f"{self.format} files have no fields; use training.dataset = 'jsonl', or "
-                    "remove it"
-                )
-            if mistake is not None:
-                raise ValueError(f"{key} = {name!r}: {mistake}")
+            elif not named and key in ("data.prompt_field", "data.messages_field"):
+                mistake = f"{none} fields; use training.dataset = 'jsonl', or remove it"
+            else:
+                continue
+            raise ValueError(f"{key} = {name!r}: {mistake}")
 
 
 def prepared(source: Source, place: str | None = None) -> Store:
-    """Open the store of a source, after it was written unless there is one that fits.
-
-    Args:
-        place: `data.store`.
+    """Open the store of a source in `data.store`, written unless there is one that fits.
 
     Raises:
         ValueError: one line; an unknown format, a field that the format has not, a path that is
-            missing or holds no record, files that cannot be read or change meanwhile, a place that
+            missing or without records, files that cannot be read or change meanwhile, a place that
             cannot be written or has too little room.
     """
     source.check()
@@ -172,30 +157,25 @@ def _kept(target: str, files: Files, source: Source) -> Store | None:
 
 
 def _require_room(folder: str, files: Files, source: Source) -> None:
-    """Say what will be written, and refuse a disk that is certain to be too small for it, and a
-    place whose files are records."""
+    """Announce what will be written; refuse a disk that is too small, and a place of records."""
     below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
     is_hidden = any(part.startswith(".") for part in below)  # as "..": outside
     is_file = os.path.isfile(os.path.expanduser(source.path))
     if not (source.facts.fields or is_hidden or is_file):
-        raise ValueError(
-            f"data.store: {folder!r} lies within training.dataset_path = {source.path!r}, whose "
-            "files are records; name a folder elsewhere"
-        )
-    bytes_of_token = 1 if source.tokenizer.identity == "bytes" else 4
+        lies = f"{folder!r} lies within training.dataset_path = {source.path!r}"
+        raise ValueError(f"data.store: {lies}, whose files are records; name a folder elsewhere")
+    bytes_of_token, disk = 1 if source.tokenizer.identity == "bytes" else 4, os.statvfs(folder)
     size = _rows_bytes(files) * source.dtype.itemsize // bytes_of_token
-    disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
+    needed = f"{amount(size)} and {stores.RECORD_BYTES} bytes a record"
     say(
-        f"tokenizing {amount(sum(files.sizes))} of {source.path} into {folder}: about "
-        f"{amount(size)} and {stores.RECORD_BYTES} bytes a record that only you can read, of "
-        f"{amount(free)} free"
+        f"tokenizing {amount(sum(files.sizes))} of {source.path} into {folder}: about {needed} "
+        f"that only you can read, of {amount(free)} free"
     )
     if size / 4 > free:  # JSON, and columns that are not read, may be most of the files
         raise ValueError(
-            f"data.store: {folder!r} has {amount(free)} free, and the tokens of "
-            f"training.dataset_path = {source.path!r} take about {amount(size)}: free some, or set "
-            "data.store to a folder on another disk"
+            f"data.store: {folder!r} has {amount(free)} free, and the tokens take about {needed}: "
+            "free some, or set data.store to a folder on another disk"
         )
 
 
@@ -212,10 +192,8 @@ def _make(folder: str, files: Files, source: Source) -> tuple[bytes, dict[str, A
     now = list_files(files.root, files.names).stamps
     for path, before, after in zip(files.paths, files.stamps, now, strict=True):
         if before != after:
-            raise ValueError(
-                f"training.dataset_path: {path!r} changed while it was read: start again when "
-                "nobody writes to it"
-            )
+            changed = f"training.dataset_path: {path!r} changed while it was read"
+            raise ValueError(f"{changed}: start again when nobody writes to it")
     return made
 
 
@@ -225,22 +203,21 @@ class _Row(NamedTuple):
     path: str
     unit: bytes  # hash
     has_unit: bool  # or else it is one by itself that contributes nothing
-    pieces: Sequence[Piece] = ()
-    lack: Lack | None = None  # why it has none
+    pieces: Sequence[Piece] = NO_TEXT
+    lack: Lack | None = None  # why it has no text
 
 
 def _tokenize(output: IO[bytes], files: Files, source: Source) -> tuple[bytes, dict[str, Any]]:
     """Tokenize all records, and return the arrays and facts of their store."""
-    put = Assembler(source.tokenizer, source.reading, source.dtype)
+    put = Assembler(source.tokenizer, source.reading)
     ends, firsts, reasons, hashes = array("q", [0]), array("q"), bytearray(), bytearray()
     lacks: dict[Lack, Lack] = {}  # by what does not differ between their records
     contents: list[str] = []
     unnamed = 0
-    for row, encoded in _encoded(_rows(files, source, contents), source):
-        parts = [(ids, piece.is_target) for ids, piece in zip(encoded, row.pieces, strict=True)]
-        found = row.lack or put.record(parts)
+    for row, encoded in _encoded(_rows(files, source, contents), source.tokenizer):
+        found = row.lack or put.record(row.pieces, encoded)
         ids, first = (put.between[:0], 0) if isinstance(found, Lack) else found
-        output.write(ids.data)
+        output.write(ids.astype(source.dtype).data)
         reasons.append(_count(lacks, found, row.path) if isinstance(found, Lack) else 0)
         firsts.append(first)
         ends.append(ends[-1] + len(ids))
@@ -273,43 +250,35 @@ def _count(lacks: dict[Lack, Lack], lack: Lack, path: str) -> int:
     return min(list(lacks).index(kind) + 1, 255)
 
 
-def _encoded(rows: Iterator[_Row], source: Source) -> Iterator[tuple[_Row, Encoded]]:
-    """Yield rows with the ids of their pieces; one batch is read while another is tokenized."""
-    ahead: deque[tuple[list[_Row], Future[Encoded]]] = deque()
-    with ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool:
-        for batch in _batched(rows):
-            texts = [piece.text for row in batch for piece in row.pieces]
-            ahead.append((batch, pool.submit(_ids, source, texts)))
-            if len(ahead) > 1 or not batch:
-                done, future = ahead.popleft()
-                found = iter(future.result())
-                yield from ((row, [next(found) for _ in row.pieces]) for row in done)
-
-
-def _batched(rows: Iterator[_Row]) -> Iterator[list[_Row]]:
-    """Yield rows in batches of bounded size, and an empty one at the end."""
-    batch: list[_Row] = []
-    characters = texts = 0
+def _encoded(rows: Iterator[_Row], tokenizer: Tokenizer) -> Iterator[tuple[_Row, Encoded]]:
+    """Yield rows with the ids of their pieces."""
+    rows, ahead = itertools.tee(rows)
+    ids = _ids(tokenizer, (piece.text for row in ahead for piece in row.pieces))
     for row in rows:
-        batch.append(row)
-        characters += sum(len(piece.text) for piece in row.pieces)
-        texts += max(len(row.pieces), 1)
-        if characters >= _BATCH_CHARACTERS or texts >= _BATCH_TEXTS:
-            yield batch
-            batch, characters, texts = [], 0, 0
-    yield from ([batch, []] if batch else [[]])
+        yield row, [next(ids) for _ in row.pieces]
 
 
-def _ids(source: Source, texts: list[str]) -> Encoded:
-    """Tokenize texts, not too many at once for the tokenizer's memory: ids as they are stored."""
-    found: Encoded = []
-    ends = np.cumsum([len(text) for text in texts])
-    while len(found) < len(texts):
-        begun = int(ends[len(found) - 1]) if found else 0
-        stop = int(np.searchsorted(ends, begun + _AT_ONCE, side="right"))
-        for ids in source.tokenizer.encode_each(texts[len(found) : max(stop, len(found) + 1)]):
-            found.append(None if ids is None else ids.astype(source.dtype))
-    return found
+def _ids(tokenizer: Tokenizer, texts: Iterator[str]) -> Iterator[np.ndarray | None]:
+    """Tokenize texts in batches, of which one is read while another is tokenized."""
+    ahead: deque[Future[Encoded]] = deque()
+    with ThreadPoolExecutor(1, thread_name_prefix="tokens") as pool:
+        while batch := _batch(texts):
+            ahead.append(pool.submit(tokenizer.encode_each, batch))
+            if len(ahead) > 1:
+                yield from ahead.popleft().result()
+        for last in ahead:
+            yield from last.result()
+
+
+def _batch(texts: Iterator[str]) -> list[str]:
+    """Take the next texts, of bounded size."""
+    batch, characters = [], 0
+    for text in texts:
+        batch.append(text)
+        characters += len(text)
+        if characters >= _BATCH_CHARACTERS or len(batch) >= _BATCH_TEXTS:
+            break
+    return batch
 
 
 def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
@@ -337,9 +306,9 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
             if isinstance(found, Lack):
                 yield row._replace(lack=found)
                 continue
-            parts = [(part, of.is_target) for of in found for part in split(of.text) if part]
-            progress.add(sum(len(text) for text, _ in parts))
-            yield row._replace(pieces=[Piece(*part) for part in parts])
+            progress.add(sum(len(piece.text) for piece in found))
+            parts = [Piece(part, of.is_target) for of in found for part in split(of.text) if part]
+            yield row._replace(pieces=parts)
     progress.end()
 
 
@@ -350,7 +319,5 @@ def _named(path: str, rows: Iterator[T]) -> Iterator[T]:
     try:
         yield from rows
     except (OSError, EOFError, pa.ArrowException) as error:
-        raise ValueError(
-            f"training.dataset_path: {path} cannot be read to its end ({error}): restore it, or "
-            "name the others by a glob"
-        ) from error
+        damaged = f"training.dataset_path: {path} cannot be read to its end ({error})"
+        raise ValueError(f"{damaged}: restore it, or name the others by a glob") from error

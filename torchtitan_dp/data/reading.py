@@ -14,21 +14,20 @@ by itself, as a model that is asked finds the prompt's tokens before it writes i
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from torchtitan_dp.data.chat_template import (
     ASSISTANT,
     ChatTemplate,
-    Message,
     Piece,
     load_chat_template,
 )
 from torchtitan_dp.data.console import listed
-from torchtitan_dp.data.tables import MOST_ITEMS, Fields
+from torchtitan_dp.data.files import MOST_ITEMS, Fields
 from torchtitan_dp.data.tokenizer import Tokenizer, text_of
 
 MOST_PART = 2**18  # characters that are tokenized in one piece
@@ -63,18 +62,13 @@ EMPTY = Lack("training.dataset_path", "are empty", "give records with text", is_
 THEIR_FIELDS = "their fields are"
 
 
-def _misfit(
-    key: str, field: str, fields: Fields, word: str, needed: str, instead: str, hint: str = ""
-) -> Lack:
-    """Describe a record without a field, or with something else in it.
-
-    Args:
-        key: of the configuration, which names the field.
-        word: the format's phrase for a field.
-        needed: in the field; `hint` explains it.
-        instead: in the field, if it is there.
-    """
-    setting = f"{key} = {field!r}"
+def _misfit(key: str, field: str, fields: Fields, word: str, instead: str) -> Lack:
+    """Describe a record without the field that a key of the configuration names, or with something
+    else `instead` of what is needed there."""
+    needed, hint, setting = "text", "", f"{key} = {field!r}"
+    if key == "data.messages_field":
+        needed = "list of messages"
+        hint = ", a list of objects with a role and a content, two texts"
     if field not in fields:
         remedy = f"name the one with the {needed}"
         return Lack(setting, f"have no such {word}", remedy, THEIR_FIELDS, tuple(fields))
@@ -83,78 +77,55 @@ def _misfit(
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Reads a text, all of which is learned, or an answer behind its prompt, with nothing put in
-    between."""
+class Reading:
+    """Reads a text, all of which is learned; or an answer behind its prompt; or a conversation, a
+    list of `{"role": …, "content": …}`, by a chat template."""
 
-    text_field: str
+    text_field: str = "text"
     prompt_field: str | None = None
-
-    has_marks, identity = False, ""
+    messages_field: str | None = None
+    template: ChatTemplate | None = None  # of `messages_field`
 
     @property
     def has_answers(self) -> bool:
         """Whether only a part of a record is learned."""
-        return self.prompt_field is not None
+        return self.prompt_field is not None or self.messages_field is not None
 
     @property
     def keys(self) -> dict[str, str]:
         """The configuration's key of each field that is read."""
+        if self.messages_field is not None:
+            return {self.messages_field: "data.messages_field"}
         prompt = {} if self.prompt_field is None else {self.prompt_field: "data.prompt_field"}
         return {self.text_field: "data.text_field", **prompt}
 
     def pieces(self, fields: Fields, word: str) -> list[Piece] | Lack:
-        """Return the parts of a record's text, or why it has none.
-
-        Args:
-            word: the format's phrase for a field.
-        """
+        """Return the parts of a record's text, or why it has none; `word` is for a field."""
+        if self.template is not None:
+            return self._turns(self.template, fields, word)
         parts = []
         for field, key in reversed(self.keys.items()):
             text = text_of(fields.get(field))
             if text is None:
-                return _misfit(key, field, fields, word, "text", _kind_of(fields.get(field)))
+                return _misfit(key, field, fields, word, _kind_of(fields.get(field)))
             parts.append(Piece(text, field == self.text_field))
         return [part for part in parts if part.text] if parts[-1].text else EMPTY
 
-
-@dataclass(frozen=True)
-class Chats:
-    """Reads a conversation, a list of `{"role": …, "content": …}`, by a chat template."""
-
-    messages_field: str
-    template: ChatTemplate
-
-    has_answers, has_marks = True, True
-
-    @property
-    def identity(self) -> str:
-        """What the pieces depend on besides the record."""
-        return self.template.identity
-
-    @property
-    def keys(self) -> dict[str, str]:
-        """The configuration's key of each field that is read."""
-        return {self.messages_field: "data.messages_field"}
-
-    def pieces(self, fields: Fields, word: str) -> list[Piece] | Lack:
-        """Return the parts of a record's text up to the last answer, as `Texts.pieces` does."""
-        field, key = self.messages_field, "data.messages_field"
+    def _turns(self, template: ChatTemplate, fields: Fields, word: str) -> list[Piece] | Lack:
+        """Return the parts of a conversation up to the last answer."""
+        ((field, key),) = self.keys.items()
         messages = _messages_of(fields.get(field))
         if isinstance(messages, str):
-            hint = ", a list of objects with a role and a content, two texts"
-            return _misfit(key, field, fields, word, "list of messages", messages, hint)
-        answers = [number for number, message in enumerate(messages, 1) if _is_answer(message)]
+            return _misfit(key, field, fields, word, messages)
+        roles = tuple(message["role"] for message in messages)
+        filled = [message["content"].strip() != "" for message in messages]
+        answers = [i for i, role in enumerate(roles) if role == ASSISTANT and filled[i]]
         if not answers:
-            roles = tuple(message.role for message in messages)
             found = "only empty turns" if ASSISTANT in roles else "no turn"
             what = f"have {found} of the role '{ASSISTANT}'"
             remedy = "these alone are learned: rename the role of what the model is to write"
             return Lack(f"{key} = {field!r}", what, remedy, "their roles are", roles, False)
-        return self.template.write(messages[: answers[-1]]) or REFUSED
-
-
-Reading = Texts | Chats
+        return template.write(messages[: answers[-1] + 1]) or REFUSED
 
 
 def reading(
@@ -164,17 +135,10 @@ def reading(
     assets_path: str,
     tokenizer: Tokenizer,
 ) -> Reading:
-    """Choose how records are read.
-
-    Args:
-        text_field: of the text, or of the answer where `prompt_field` is given.
-        assets_path: the folder that the tokenizer was loaded from; empty for bytes.
-
-    Raises:
-        ValueError: one line for the user; a tokenizer without a chat template, say.
-    """
+    """Choose how records are read, with the tokenizer of `assets_path` ("": bytes); raise
+    ValueError, one line, for one without a chat template where one is needed."""
     if messages_field is None:
-        return Texts(text_field, prompt_field)
+        return Reading(text_field, prompt_field)
     # Bytes have no special tokens, which a template writes as text.
     has_tokens = os.path.isfile(os.path.join(assets_path, "tokenizer.json"))
     template = load_chat_template(assets_path) if assets_path and has_tokens else None
@@ -184,8 +148,8 @@ def reading(
             f"{where}{assets_path!r} has no chat template; use a tokenizer of a chat model, add "
             "chat_template.jinja to the folder, or write prompts and answers (data.prompt_field)"
         )
-    parts = [tokenizer.encode(piece.text) for piece in template.trial if piece.text]
-    whole = tokenizer.encode("".join(piece.text for piece in template.trial))
+    texts = [piece.text for piece in template.trial if piece.text]
+    whole, *parts = tokenizer.encode_each(["".join(texts), *texts])
     known = [ids for ids in parts if ids is not None]
     if whole is None or len(known) < len(parts) or not np.array_equal(np.concatenate(known), whole):
         raise ValueError(
@@ -193,12 +157,11 @@ def reading(
             "that the assistant's cannot be identified; use another, or prompts and answers "
             "(data.prompt_field)"
         )
-    return Chats(messages_field, template)
+    return Reading(messages_field=messages_field, template=template)
 
 
-def _messages_of(value: object) -> list[Message] | str:
-    """Return the first messages, or a description of a value that is no list of messages, by types
-    and names of keys."""
+def _messages_of(value: object) -> list[dict[str, str]] | str:
+    """Return the first messages, or what is there instead, by types and names of keys."""
     if not isinstance(value, list):
         return _kind_of(value)
     found = []
@@ -207,12 +170,10 @@ def _messages_of(value: object) -> list[Message] | str:
             return f"a list with {_kind_of(one)}"
         if not one.keys() >= {"role", "content"}:
             return f"a list of objects with {' and '.join(map(repr, list(one)[:4])) or 'no keys'}"
-        role, content = text_of(one["role"]), text_of(one["content"])
-        if role is None:
-            return f"messages whose role is {_kind_of(one['role'])}"
-        if content is None:
-            return f"messages whose content is {_kind_of(one['content'])}"
-        found.append(Message(role, content))
+        for key in ("role", "content"):
+            if text_of(one[key]) is None:
+                return f"messages whose {key} is {_kind_of(one[key])}"
+        found.append({"role": one["role"], "content": one["content"]})
     return found
 
 
@@ -224,38 +185,36 @@ def _kind_of(value: object) -> str:
     return kinds.get(type(value), f"a {type(value).__name__}")
 
 
-def _is_answer(message: Message) -> bool:
-    return message.role == ASSISTANT and message.content.strip() != ""
-
-
 class Assembler:
     """Puts the ids of a record together from those of its pieces. Those that are no targets are
     stored as their bitwise complement, which is negative."""
 
-    def __init__(self, tokenizer: Tokenizer, how: Reading, dtype: np.dtype[Any]) -> None:
-        marks = (None, None) if how.has_marks else (tokenizer.bos_id, tokenizer.eos_id)
-        self._bos, self._eos = (
-            np.array([] if mark is None else [mark], dtype=dtype) for mark in marks
-        )
-        self.between = self._bos[:0]
+    def __init__(self, tokenizer: Tokenizer, how: Reading) -> None:
+        marks = [mark for mark in (tokenizer.bos_id, tokenizer.eos_id) if how.template is None]
+        self.between = empty = np.empty(0, dtype=np.int64)
         """The ids between two records of a unit, stored before each."""
-        if not how.has_marks and marks == (None, None):
-            found = tokenizer.encode("\n\n")
-            self.between = self.between if found is None else found.astype(dtype)
+        self._bos, self._eos = (
+            empty if mark is None else np.array([mark]) for mark in marks or (None, None)
+        )
+        if marks == [None, None] and (found := tokenizer.encode("\n\n")) is not None:
+            self.between = found
         if how.has_answers:
             self._bos, self.between = ~self._bos, ~self.between
 
-    def record(self, parts: list[tuple[np.ndarray | None, bool]]) -> tuple[np.ndarray, int] | Lack:
-        """Return a record's ids behind those of `between`, and the place of its first target that
-        is not its first id, counted without them; 0 if it has none.
+    def record(
+        self, pieces: Sequence[Piece], encoded: Sequence[np.ndarray | None]
+    ) -> tuple[np.ndarray, int] | Lack:
+        """Put ids of pieces together, of which None is one that the tokenizer refused.
 
-        Args:
-            parts: ids of each piece, of the store's dtype, and whether they are targets; None where
-                the tokenizer refused one.
+        Returns:
+            the ids, behind those of `between`, and the place of the first target that is not the
+            first id, counted without them; 0 if there is none.
         """
-        if any(ids is None for ids, _ in parts):
-            return REFUSED
-        found = [ids if is_target else ~ids for ids, is_target in parts if ids is not None]
+        found = []
+        for piece, ids in zip(pieces, encoded, strict=True):
+            if ids is None:
+                return REFUSED
+            found.append(ids if piece.is_target else ~ids)
         text = np.concatenate([self._bos[:0], *found])
         if not (text >= 0).any():
             return EMPTY
@@ -267,10 +226,8 @@ class Assembler:
 
 
 def split(text: str, most: int = MOST_PART) -> Iterator[str]:
-    """Cut a text into parts of at most `most` characters, for the tokenizer's memory.
-
-    A part ends before a blank between two letters if there is one near its end, where the
-    tokenizers of most models begin a new word anyway.
+    """Cut a text into parts of at most `most` characters, for the tokenizer's memory: before a
+    blank between two letters if there is one near, where most tokenizers begin a new word anyway.
 
     >>> list(split("one two three", 9))
     ['one two', ' three']

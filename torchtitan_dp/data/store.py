@@ -22,8 +22,10 @@ import hashlib
 import itertools
 import json
 import os
+import platform
 import re
 import shutil
+import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -53,23 +55,11 @@ class Store:
     reasons: np.ndarray  # uint8 (records,): 1 + the index in `facts["lacks"]`; 0 if it has ids
     units: Units
     facts: Mapping[str, Any]
-    handle: int  # of the open `tokens`: a store that takes this one's place has another file
+    between: int = 0  # ids that stand before each record, between it and one before it
+    fingerprint: str = ""  # a hash of all tokens, and of the units that they are of
+    contents: str = ""  # a hash of the contents of the files that were tokenized
+    handle: int = -1  # of the open `tokens`: a store that takes this one's place has another file
     stamps: tuple[tuple[int, ...], ...] = ()  # size, times and inode of its files
-
-    @property
-    def fingerprint(self) -> str:
-        """A hash of all tokens, and of the units that they are of; hex."""
-        return str(self.facts["tokens"])
-
-    @property
-    def between(self) -> int:
-        """The number of ids that stand before each record, between it and one before it."""
-        return int(self.facts["between"])
-
-    @property
-    def contents(self) -> str:
-        """A hash of the contents of the files that were tokenized, hex."""
-        return str(self.facts["contents"])
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -83,11 +73,8 @@ class Store:
         return int(self.ends[record] - (self.ends[record - 1] if record > 0 else 0))
 
     def ids(self, record: int, start: int, count: int) -> np.ndarray:
-        """Read `count` ids of a record from `start` on, int64, or as many as there are.
-
-        Raises:
-            OSError: the disk failed.
-        """
+        """Read `count` ids of a record from `start` on, int64, or as many as there are; raise
+        OSError if the disk failed."""
         length = self.length(record)
         begin, count = int(self.ends[record]) - length, max(min(count, length - start), 0)
         kind = np.dtype(self.facts["dtype"])
@@ -102,18 +89,17 @@ class Store:
 
 def key_of(files: Files, terms: Mapping[str, object]) -> str:
     """Name the store of some files, tokenized on some terms."""
-    text = json.dumps([VERSION, files.listing_hash(), dict(terms)], sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
+    hashed = hashlib.sha256(json.dumps([VERSION, dict(terms)], sort_keys=True).encode())
+    for name, size in zip(files.names, files.sizes, strict=True):
+        hashed.update(os.fsencode(name) + struct.pack("=xq", size))  # x: NUL ends a name
+    return hashed.hexdigest()[:32]
 
 
 def private_folder(place: str | None) -> str:
     """Create the folder of all stores, of mode 0700, and return its path.
 
-    Args:
-        place: `data.store`; by default a folder in $XDG_CACHE_HOME, or ~/.cache.
-
-    Raises:
-        ValueError: one line; it cannot be written.
+    It is `data.store`, by default a folder in $XDG_CACHE_HOME, or ~/.cache. Raises ValueError, one
+    line, if it cannot be written.
     """
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     default = os.path.join(cache, "torchtitan_dp", "prepared")
@@ -150,23 +136,26 @@ def load(folder: str) -> Store | None:
             handle = os.dup(tokens.fileno())
         except Exception:  # of several kinds, for a damaged file
             return None
-    records, units = facts["records"], facts["units"]
-    whole = np.frombuffer(data, "<i8", 3 * records + 2 * units + 1)
-    ends, firsts, members, starts, hashes = np.split(
-        whole, np.cumsum([records, records, records, units + 1])
-    )
-    reasons = np.frombuffer(data, np.uint8, offset=whole.nbytes)
     stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in found)
-    grouped = Units(members, starts, hashes.view("<u8"))
-    store = Store(folder, ends, firsts, reasons, grouped, facts, handle, stamps)
+    hashes = facts["tokens"], facts["contents"]
+    store = Store(folder, *_unpack(data, facts), facts, facts["between"], *hashes, handle, stamps)
     weakref.finalize(store, os.close, handle)
     return store
 
 
 def pack(ends: np.ndarray, firsts: np.ndarray, reasons: np.ndarray, units: Units) -> bytes:
-    """Write the arrays of a store, as `load` reads them: `RECORD_BYTES` for each record, about."""
+    """Write the arrays of a store one after the other: `RECORD_BYTES` for each record, about."""
     whole = [ends, firsts, units.members, units.starts, units.hashes.view(np.int64)]
     return np.concatenate(whole).astype("<i8").tobytes() + reasons.astype(np.uint8).tobytes()
+
+
+def _unpack(data: bytes, facts: Mapping[str, Any]) -> tuple[Any, Any, Any, Units]:
+    records, units = facts["records"], facts["units"]
+    whole = np.frombuffer(data, "<i8", 3 * records + 2 * units + 1)
+    places = np.cumsum([records, records, records, units + 1])
+    ends, firsts, members, starts, hashes = np.split(whole, places)
+    reasons = np.frombuffer(data, np.uint8, offset=whole.nbytes)
+    return ends, firsts, reasons, Units(members, starts, hashes.view("<u8"))
 
 
 def is_intact(store: Store) -> bool:
@@ -178,10 +167,11 @@ def is_intact(store: Store) -> bool:
 def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> None:
     """Write a store as a whole or not at all, by the one process that is `alone`.
 
-    Args:
-        make: writes `tokens` into a folder and returns the arrays (`pack`) and facts of the store.
+    `make` writes `tokens` into a folder, and returns the arrays (`pack`) and facts of the store.
     """
-    temporary = _aside(folder)
+    beside, name = os.path.split(folder)
+    temporary = os.path.join(beside, f".{name}")
+    shutil.rmtree(temporary, ignore_errors=True)  # of a process that was killed
     try:
         os.mkdir(temporary, mode=0o700)
         os.mkdir(os.path.join(temporary, SEEN), mode=0o700)
@@ -189,10 +179,9 @@ def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> N
         with open(os.path.join(temporary, TOKENS), "rb") as tokens:
             facts["arrays"] = _hash([data])
             facts["tokens"] = _tokens_hash(facts, tokens)
-            os.fsync(tokens.fileno())
         described = json.dumps({**facts, "digest": _digest(facts)}, indent=1).encode()
-        for name, content in ((ARRAYS, data), (FACTS, described)):
-            with open(os.path.join(temporary, name), "xb", opener=private) as file:
+        for name, content in ((TOKENS, b""), (ARRAYS, data), (FACTS, described)):
+            with open(os.path.join(temporary, name), "ab", opener=private) as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -202,14 +191,6 @@ def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> N
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-
-
-def _aside(folder: str) -> str:
-    """Return the name of a store that is being written or erased, where nothing is any more."""
-    beside, name = os.path.split(folder)
-    aside = os.path.join(beside, f".{name.lstrip('.')}")
-    shutil.rmtree(aside, ignore_errors=True)  # of a process that was killed
-    return aside
 
 
 def private(path: str, flags: int) -> int:
@@ -237,11 +218,7 @@ def _tokens_hash(facts: Mapping[str, Any], tokens: IO[bytes]) -> str:
 
 
 def file_hash(path: str, *, skip_unreadable: bool) -> str:
-    """Hash what a file has.
-
-    Args:
-        skip_unreadable: whether a file that cannot be read stands for one without content.
-    """
+    """Hash what a file has; one that cannot be read may stand for one without content."""
     try:
         with open(path, "rb", buffering=0) as file:
             return _hash(iter(functools.partial(file.read, _BLOCK), b""), b"file")
@@ -258,9 +235,12 @@ def contents_hash(hashes: Iterable[str]) -> str:
 
 
 def _mark(store: Store, files: Files) -> str:
-    """Name a file that stands for these files and this store, as they are on this machine."""
-    name = hashlib.sha256(repr((files.place_hash(), store.stamps)).encode()).hexdigest()
-    return os.path.join(store.folder, SEEN, name)
+    """Name a file that stands for these files and this store, as they are on this machine.
+
+    Two machines may share a store, and each have an image with the same inodes and times.
+    """
+    place = repr((platform.node(), files.root, store.stamps)).encode()
+    return os.path.join(store.folder, SEEN, _hash([place, *files.stamps]))
 
 
 def seen(folder: str, files: Files) -> Store | None:
@@ -295,16 +275,8 @@ def names(folder: str) -> list[str]:
     return sorted(name for name in os.listdir(folder) if re.fullmatch(r"\.?[0-9a-f]{32}", name))
 
 
-def size_of(store: Store) -> int:
-    """Return the bytes that a store takes."""
-    return sum(os.stat(os.path.join(store.folder, name)).st_size for name in (TOKENS, ARRAYS))
-
-
 def delete(folder: str) -> None:
     """Remove a store."""
     beside, name = os.path.split(folder)
     with alone(os.path.join(beside, name.lstrip("."))):  # not while it is written
-        gone = _aside(folder)
-        if os.path.exists(folder):
-            os.rename(folder, gone)  # at once: nobody opens half of it
-        shutil.rmtree(gone, ignore_errors=True)
+        shutil.rmtree(folder)  # a part of one is opened by nobody

@@ -8,7 +8,6 @@ import hashlib
 import json
 import os
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -18,50 +17,21 @@ _MARKS = ("bos_token", "eos_token")
 _NAMED_IN = ("tokenizer_config.json", "special_tokens_map.json")
 
 
-class Tokenizer(ABC):
-    """The interface of a tokenizer, which adds no marks of beginning and end by itself."""
-
-    bos_id: int | None
-    eos_id: int | None
-    identity: str
-    """What ids depend on besides the text: equal for two folders with the same tokenizer."""
-
-    @abstractmethod
-    def encode(self, text: str) -> np.ndarray | None:
-        """Turn a text into token ids, int64 (tokens,).
-
-        `None` for a text with something that the vocabulary lacks, if it has no token for that.
-        Never raises, whatever the text.
-        """
-
-    def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
-        """Turn each text into ids as `encode` does, on all cores where the library can."""
-        return [self.encode(text) for text in texts]
-
-    @abstractmethod
-    def decode(self, ids: Iterable[int]) -> str:
-        """Turn ids into text, without special tokens; broken UTF-8 becomes U+FFFD."""
-
-    @abstractmethod
-    def get_vocab_size(self) -> int:
-        """Return the largest id plus one, added tokens included (holes are possible)."""
-
-    @abstractmethod
-    def describe(self) -> str:
-        """Name it, its size and its marks."""
-
-
-class ByteTokenizer(Tokenizer):
+class ByteTokenizer:
     """UTF-8 bytes as ids 0..255: public, learned from nothing."""
 
     bos_id: int | None = 256
     eos_id: int | None = 257
     identity = "bytes"
 
-    def encode(self, text: str) -> np.ndarray:
+    def encode(self, text: str) -> np.ndarray | None:
         return np.frombuffer(text.encode("utf-8"), dtype=np.uint8).astype(np.int64)
 
+    def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
+        return [self.encode(text) for text in texts]
+
     def decode(self, ids: Iterable[int]) -> str:
+        """Turn ids into text, with marks left out and broken UTF-8 replaced by U+FFFD."""
         return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
 
     def get_vocab_size(self) -> int:
@@ -71,8 +41,11 @@ class ByteTokenizer(Tokenizer):
         return "bytes, vocabulary 258, bos 256, eos 257"
 
 
-class HFTokenizer(Tokenizer):
-    """A tokenizer.json without its truncation, padding, dropout and special-token templates."""
+class HFTokenizer:
+    """A tokenizer.json without its truncation, padding, dropout and special-token templates.
+
+    Its `identity` is what ids depend on besides the text, equal for equal tokenizers.
+    """
 
     def __init__(self, backend: tokenizers.Tokenizer, bos_id: int | None, eos_id: int | None):
         backend.no_truncation()  # both would otherwise hide the true length of a record
@@ -86,9 +59,15 @@ class HFTokenizer(Tokenizer):
         self.identity = f"{hashed}, bos {bos_id}, eos {eos_id}"
 
     def encode(self, text: str) -> np.ndarray | None:
+        """Turn a text into token ids, int64 (tokens,), without beginning or end marks.
+
+        `None` for a text with something that the vocabulary lacks, if it has no token for that.
+        Never raises, whatever the text.
+        """
         return self.encode_each([text])[0]
 
     def encode_each(self, texts: Sequence[str]) -> list[np.ndarray | None]:
+        """Turn each text into ids as `encode` does, in the library's own threads."""
         try:
             # Unlike `encode`, it lets other threads of Python run.
             found = self._backend.encode_batch_fast(list(texts), add_special_tokens=False)
@@ -104,9 +83,11 @@ class HFTokenizer(Tokenizer):
         return [np.array(encoded.ids, dtype=np.int64) for encoded in found]
 
     def decode(self, ids: Iterable[int]) -> str:
+        """Turn ids into text, special tokens left out."""
         return self._backend.decode([int(i) for i in ids], skip_special_tokens=True)
 
     def get_vocab_size(self) -> int:
+        """Return the largest id plus one, added tokens included (holes are possible)."""
         return self._vocab_size
 
     def describe(self) -> str:
@@ -117,15 +98,18 @@ class HFTokenizer(Tokenizer):
         return f"tokenizer.json, vocabulary {self._vocab_size:,}, {', '.join(marks)}"
 
 
+Tokenizer = ByteTokenizer | HFTokenizer
+
+
 def text_of(value: object) -> str | None:
     """Return a value if it is text that UTF-8 can encode: JSON may hold half a surrogate pair."""
     if not isinstance(value, str):
         return None
     try:
         value.encode()
+        return value
     except UnicodeError:
         return None
-    return value
 
 
 def from_hub(path: str) -> str | None:
@@ -148,21 +132,15 @@ def load_tokenizer(assets_path: str) -> Tokenizer:
 
     The beginning and end marks are those that tokenizer_config.json names, else
     special_tokens_map.json, else none. An empty path means bytes. The last one that was loaded is
-    returned again, unless one of the three files changed.
-
-    Raises:
-        ValueError: one line; a folder that does not exist, a broken file in it, a vocabulary
-            without a mark that is named.
+    returned again, unless one of the three files changed. Raises ValueError, one line, for a folder
+    that does not exist, a broken file in it, a vocabulary without a mark that is named.
     """
     if not assets_path:
         return ByteTokenizer()
+    setting = f"model.hf_assets_path = {assets_path!r}"
     if not os.path.isdir(assets_path):
-        remedy = from_hub(assets_path) or (
-            "give one with a tokenizer.json, or one without for bytes"
-        )
-        raise ValueError(
-            f"model.hf_assets_path = {assets_path!r} is not an existing folder: {remedy}"
-        )
+        remedy = from_hub(assets_path) or "give one with a tokenizer.json, or one without for bytes"
+        raise ValueError(f"{setting} is not an existing folder: {remedy}")
     paths = [os.path.join(assets_path, name) for name in ("tokenizer.json", *_NAMED_IN)]
     if not os.path.exists(paths[0]):
         _refuse_bytes(assets_path)
@@ -201,24 +179,20 @@ def _refuse_bytes(assets_path: str) -> None:
 
 def _mark_id(backend: tokenizers.Tokenizer, assets_path: str, key: str) -> int | None:
     for file_name in _NAMED_IN:
-        path = os.path.join(assets_path, file_name)
-        if not os.path.exists(path):
-            continue
         problem = f"model.hf_assets_path = {assets_path!r}: its {file_name} "
         try:
-            with open(path, encoding="utf-8") as file:
+            with open(os.path.join(assets_path, file_name), encoding="utf-8") as file:
                 mark = json.load(file).get(key)
+        except FileNotFoundError:
+            continue
         except (OSError, ValueError, AttributeError) as error:
             raise ValueError(f"{problem}is not a JSON object: download it again") from error
         if isinstance(mark, dict):  # the older form: {"content": "<s>", "lstrip": false, ...}
             mark = mark.get("content")
         if not mark:
             continue
-        token_id = backend.token_to_id(mark) if isinstance(mark, str) else None
-        if token_id is None:
-            raise ValueError(
-                f"{problem}names the {key} {mark!r}, which tokenizer.json lacks: take both files "
-                "from one model"
-            )
-        return token_id
+        if isinstance(mark, str) and (token_id := backend.token_to_id(mark)) is not None:
+            return token_id
+        lacks = f"names the {key} {mark!r}, which tokenizer.json lacks"
+        raise ValueError(f"{problem}{lacks}: take both files from one model")
     return None
