@@ -106,8 +106,8 @@ MUTANTS = [
         "undecodable records left out of the population",
         "data/dataset.py",
         "        train, heldout = split(store.units.hashes, heldout_fraction)\n",
-        "        train, heldout = split(store.units.hashes, heldout_fraction)\n"
-        "        train = train[[store.length(int(store.units.records(u)[0])) > 0 for u in train]]\n",
+        "        train, heldout = split((units := store.units).hashes, heldout_fraction)\n"
+        "        train = train[[store.length(int(units.records(u)[0])) > 0 for u in train]]\n",
         (f"{LOADER}test_row42_a_run_trains_on_as_many_units_as_there_are_records",),
         quick=True,
     ),
@@ -162,8 +162,8 @@ MUTANTS = [
         "a unit drawn by each of its records",
         "data/dataset.py",
         "        train, heldout = split(store.units.hashes, heldout_fraction)\n",
-        "        train, heldout = split(store.units.hashes, heldout_fraction)\n"
-        "        train = np.repeat(train, [len(store.units.places(int(unit))) for unit in train])\n",
+        "        train, heldout = split((units := store.units).hashes, heldout_fraction)\n"
+        "        train = np.repeat(train, [len(units.places(int(unit))) for unit in train])\n",
         (f"{LOADER}test_row43_q_is_batch_over_units_and_the_ledger_names_the_unit",),
         quick=True,
     ),
