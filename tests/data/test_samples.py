@@ -41,7 +41,6 @@ def made(
     "seq_len, tokens, labels",
     [
         (6, [BOS, 97, 98, 99, 9, 9], [97, 98, 99, EOS, IGNORED, IGNORED]),
-        (5, [BOS, 97, 98, 99, 9], [97, 98, 99, EOS, IGNORED]),
         (4, [BOS, 97, 98, 99], [97, 98, 99, EOS]),
         (3, [BOS, 97, 98], [97, 98, 99]),
         (1, [BOS], [97]),

@@ -1,6 +1,5 @@
 """A store on disk: what is read of it, who may read it, and that it is there as a whole or not."""
 
-import errno
 import os
 import re
 import stat
@@ -61,15 +60,6 @@ def test_the_largest_id_is_stored_as_target_and_not(tmp_path: Path, size: int, w
     assert stored(store)[0].ids == (~0, ~(size - 1), size - 1, 0)
     assert stored(store)[0].first == 2
     assert os.path.getsize(os.path.join(store.folder, stores.TOKENS)) == 4 * width
-
-
-def test_tokens_that_are_gone_are_an_error_of_the_disk(tmp_path: Path) -> None:
-    store = store_of(ROWS, tmp_path)
-    os.truncate(os.path.join(store.folder, stores.TOKENS), 20)
-    assert len(store.ids(0, 0, 7)) == 7
-    with pytest.raises(OSError, match="lacks 14 bytes") as caught:
-        store.ids(3, 0, 10)
-    assert caught.value.errno == errno.EIO
 
 
 @pytest.mark.parametrize("end", ["replaced", "deleted"])

@@ -127,17 +127,6 @@ def heldout(names: Sequence[str], fraction: float) -> set[str]:
     return {names[i] for i in split(hashes_of(names), fraction)[1]}
 
 
-@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.1, 0.5, 0.99])
-def test_sides_are_disjoint_complete_and_of_the_right_share(fraction: float) -> None:
-    train, held = split(hashes_of(NAMES), fraction)
-    assert train.dtype == held.dtype == np.int64
-    assert sorted([*train, *held]) == list(range(len(NAMES)))
-    deviation = np.sqrt(len(NAMES) * fraction * (1 - fraction))
-    assert abs(len(held) - fraction * len(NAMES)) <= 5 * deviation
-    # spread over the whole, not a run at one end
-    assert abs(np.sum(held < len(NAMES) // 2) - len(held) / 2) <= 5 * np.sqrt(len(held))
-
-
 def test_a_side_depends_on_the_name_alone() -> None:
     held = heldout(NAMES, 0.1)
     assert heldout(NAMES[::-1], 0.1) == held

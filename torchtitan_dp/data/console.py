@@ -55,12 +55,12 @@ class Progress:
             share = min(self._done / max(self._total, 1), 1.0)
             left = (time.monotonic() - self._begin) * (1 - share) / max(share, 1e-9)
             bar = "#" * int(20 * share)
-            self._report(f"[{bar:.<20}] {share:.0%} of ", f", about {_duration(left)} left")
+            self._report(f"[{bar:.<20}] {share:.0%} of ", f", about {left / 60:,.1f} min left")
 
     def end(self) -> None:
         """Report the end, if progress was reported before."""
         if self._has_reported:
-            self._report("all of ", f" in {_duration(time.monotonic() - self._begin)}")
+            self._report("all of ", f" in {(time.monotonic() - self._begin) / 60:,.1f} min")
 
     def _report(self, share: str, time_left: str) -> None:
         rate = self._done / max(time.monotonic() - self._begin, 1e-9)
@@ -75,10 +75,3 @@ def amount(size: float) -> str:
     """
     power = 3 if size < 1e6 else 6 if size < 1e9 else 9
     return f"{size / 10**power:,.1f} {'kMG'[power // 3 - 1]}B"
-
-
-def _duration(seconds: float) -> str:
-    """Write a time for people."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

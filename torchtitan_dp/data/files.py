@@ -50,12 +50,8 @@ def locate(
 ) -> tuple[str, list[str]]:
     """Find the files that a path names: a root, and their sorted names below it.
 
-    Args:
-        path: a file, a folder, a glob, or `PYTHON_STDLIB`, which may stand for Python's sources.
-        below: patterns of the files to take from a folder, components separated by "/".
-
-    Raises:
-        ValueError: one line, if there is no such place.
+    It is a file, a glob, a folder, of which files match a pattern `below` it, or `PYTHON_STDLIB`,
+    which may stand for Python's sources. Raises ValueError, one line, if there is no such place.
     """
     if has_stdlib and path == PYTHON_STDLIB:
         root = sysconfig.get_path("stdlib")

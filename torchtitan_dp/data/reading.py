@@ -228,9 +228,6 @@ class Assembler:
 def split(text: str, most: int = MOST_PART) -> Iterator[str]:
     """Cut a text into parts of at most `most` characters, for the tokenizer's memory: before a
     blank between two letters if there is one near, where most tokenizers begin a new word anyway.
-
-    >>> list(split("one two three", 9))
-    ['one two', ' three']
     """
     start = 0
     while len(text) - start > most:

@@ -113,11 +113,7 @@ def text_of(value: object) -> str | None:
 
 
 def from_hub(path: str) -> str | None:
-    """Describe how to download a model, if a path is spelled like one of the Hugging Face hub's.
-
-    >>> from_hub("meta-llama/Llama-3.2-1B")[:56]
-    'if it is a model of the Hugging Face hub, run hf downloa'
-    """
+    """Describe how to download a model, if a path is spelled like one of the Hugging Face hub's."""
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
         return None
     folder = f"models/{path.partition('/')[2]}"
