@@ -98,10 +98,10 @@ class Draw(NamedTuple):
 
 
 class Dealt(NamedTuple):
-    """The units and the length of one microbatch of one data-parallel rank."""
+    """The padded length of one microbatch of one rank, and its units: int64 (B K,) indices in the
+    loader's `units`, each K times in a row; -1 is padding."""
 
-    length: int  # padded length of its samples
-    # int64 (B K,): indices in the loader's `units`, each K times in a row; -1 is padding
+    length: int
     slots: np.ndarray
 
 
@@ -124,9 +124,7 @@ class RecordLoader:
     describe: Callable[[], Sequence[str]] = list  # writes lines about the records; private
     shuffle_seed: int = 0  # for the baseline without privacy
     secure_draws: bool = False  # whether choices are from a cryptographic generator
-    _groups: dict[int, list[np.ndarray]] = field(
-        default_factory=dict, init=False
-    )  # by their number
+    _groups: dict[int, list[np.ndarray]] = field(default_factory=dict, init=False)
 
     def groups(self, count: int) -> list[np.ndarray]:
         """Divide the population into groups that take turns, the same ones in every run."""
@@ -141,10 +139,9 @@ class RecordLoader:
         in the longest of its windows."""
         if len(ladder) == 1:
             return np.full(len(draw.positions), ladder[0])
-        counts = [
-            self.samples.tokens(int(self.units[p]), self.rng(draw.key, p), self.windows)
-            for p in draw.positions
-        ]
+        rngs = [self.rng(draw.key, position) for position in draw.positions]
+        chosen = zip(self.units[draw.positions].tolist(), rngs, strict=True)
+        counts = [self.samples.tokens(unit, rng, self.windows) for unit, rng in chosen]
         return np.array(ladder)[np.searchsorted(ladder, counts)]
 
     def rng(self, key: bytes, position: int) -> Choices | None:

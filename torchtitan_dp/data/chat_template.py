@@ -195,9 +195,8 @@ def load_chat_template(assets_path: str) -> ChatTemplate | None:
     try:
         return ChatTemplate(template, {k: v for k, v in marks.items() if isinstance(v, str)})
     except ValueError as error:
-        raise ValueError(
-            f"model.hf_assets_path = {assets_path!r}: the chat template in its {name} {error}"
-        ) from None
+        where = f"model.hf_assets_path = {assets_path!r}: the chat template in its {name}"
+        raise ValueError(f"{where} {error}") from None
 
 
 def _read(assets_path: str, name: str) -> str | None:
@@ -207,10 +206,8 @@ def _read(assets_path: str, name: str) -> str | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
-        raise ValueError(
-            f"model.hf_assets_path = {assets_path!r}: its {name} cannot be read ({error}): "
-            "download it again"
-        ) from None
+        cannot = f"its {name} cannot be read ({error}): download it again"
+        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {cannot}") from None
 
 
 class _Generation(Extension):
@@ -228,8 +225,7 @@ class _Generation(Extension):
 
 
 def _to_json(value: Any, indent: int | None = None, **_: Any) -> str:
-    """Write JSON as it is, where jinja2's own filter would write it for HTML."""
-    return json.dumps(value, ensure_ascii=False, indent=indent)
+    return json.dumps(value, ensure_ascii=False, indent=indent)  # jinja2's own is for HTML
 
 
 def _raise(message: str) -> None:

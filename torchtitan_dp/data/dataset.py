@@ -217,8 +217,7 @@ def describe(figures: Mapping[str, Any], word: str) -> list[str]:
 
 
 def _refuse_names_by_position(source: Source, heldout_fraction: float, in_groups: bool) -> None:
-    """Refuse a format in which one more record would change which others are held out, or in which
-    group they are."""
+    """Refuse a format in which one more record would move others between sides or groups."""
     row = source.facts.row
     which = f"with a public privacy.sample_rate, one {source.format} {row} more would change which"
     if in_groups:

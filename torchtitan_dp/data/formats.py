@@ -36,8 +36,7 @@ Sign = tuple[bytes, str, str]
 class Format:
     """The facts of one value of `training.dataset`."""
 
-    rows: Callable[[str, Sequence[str]], Iterator[Fields | None]]
-    """Yields the rows of the file at a path, with the fields of these names, and maybe others."""
+    rows: Callable[[str, Sequence[str]], Iterator[Fields | None]]  # of a path, with named fields
     below: tuple[str, ...]  # patterns of the files to take from a folder, parts separated by "/"
     row: str  # a part of a file that is one record
     found_in: str  # what a path without records lacks
@@ -45,14 +44,11 @@ class Format:
     content: str  # what a record must be
     remedy: str  # for files none of whose records are that
     signs: tuple[Sign, ...] = ()  # of other formats
-    fields: str | None = None
-    """A phrase for a record's named fields, of which one is its text and another may name its unit;
-    None if a record has none. Then the only unit is the folder that a file lies in."""
-    columns: Callable[[str], Columns] | None = None
-    """Lists the columns that all rows have; raises ValueError for a damaged file."""
+    fields: str | None = None  # a phrase for named fields; without any, only folders are units
+    columns: Callable[[str], Columns] | None = None  # of all rows; ValueError for a damaged file
     named_by_position: bool = True
-    """Whether a record's name is its number, so that one more record renames others. What depends
-    on names, such as being held out, then depends on other records."""
+    """Whether a record's name is its number, so that what depends on names, such as being held out,
+    depends on other records."""
     has_lists: bool = True  # whether a field may be a list, as of messages
 
     def check(self, path: str, keys: Mapping[str, str]) -> None:
@@ -68,9 +64,8 @@ class Format:
                 is_csv = [kind for _, kind in columns] == [None]
                 hint = "; its columns must be separated by commas" if is_csv else ""
                 raise ValueError(f"{setting} has no such column; its columns are {names}{hint}")
-            if len(kinds) > 1:
-                many = f"{setting} has {len(kinds)} such columns"
-                raise ValueError(f"{many}; write it again with one of them")
+            if (count := len(kinds)) > 1:
+                raise ValueError(f"{setting} has {count} such columns; write it again with one")
             if kinds[0] is not None and (needed := _tables().misfit(kinds[0], key)):
                 raise ValueError(f"{setting} has it as {kinds[0]}; name a column of {needed}")
 
@@ -177,9 +172,7 @@ def _opened(path: str) -> IO[bytes]:
     codec = _CODECS.get(os.path.splitext(path)[1])
     if codec is None:
         return open(path, "rb", buffering=2**20)
-    import pyarrow as pa
-
-    raw: Any = pa.input_stream(path, compression=codec)
+    raw: Any = _tables().pa.input_stream(path, compression=codec)
     return io.BufferedReader(raw, buffer_size=2**20)
 
 
@@ -199,8 +192,7 @@ def _recognized(path: str, signs: Iterable[Sign]) -> str:
 
 
 def _tables() -> ModuleType:
-    """Return the readers of tables; pyarrow takes half a second of a start."""
-    from torchtitan_dp.data import tables
+    from torchtitan_dp.data import tables  # pyarrow takes half a second of a start
 
     return tables
 
@@ -229,7 +221,7 @@ _TABLE |= {"remedy": "write '{path}' again"}
 _ARROW: dict[str, Any] = {
     **_TABLE,
     "rows": lambda path, columns: _tables().arrow_rows(path, columns),
-    "columns": lambda path: _tables().arrow_columns(path),
+    "columns": lambda path: _tables().columns(path, "Arrow"),
 }
 
 FORMATS: dict[str, Format] = {
@@ -272,7 +264,7 @@ FORMATS: dict[str, Format] = {
     ),
     "parquet": Format(
         rows=lambda path, columns: _tables().parquet_rows(path, columns),
-        columns=lambda path: _tables().parquet_columns(path),
+        columns=lambda path: _tables().columns(path, "Parquet"),
         below=("**/*.parquet",),
         found_in="row in a *.parquet file",
         record="one row of a Parquet file",

@@ -125,10 +125,10 @@ def prepared(source: Source, place: str | None = None) -> Store:
             stores.mark_seen(store, files)
             return store
     except OSError as error:
+        cannot = f"its records cannot be read, or their tokens not be written to {folder!r}"
         raise ValueError(
-            f"training.dataset_path = {source.path!r}: its records cannot be read, or their tokens "
-            f"not be written to {folder!r} ({error}): check permissions and the space left, or set "
-            "data.store"
+            f"training.dataset_path = {source.path!r}: {cannot} ({error}): check permissions and "
+            "the space left, or set data.store"
         ) from error
 
 
@@ -160,8 +160,7 @@ def _require_room(folder: str, files: Files, source: Source) -> None:
     """Announce what will be written; refuse a disk that is too small, and a place of records."""
     below = os.path.relpath(os.path.realpath(folder), files.root).split(os.sep)
     is_hidden = any(part.startswith(".") for part in below)  # as "..": outside
-    is_file = os.path.isfile(os.path.expanduser(source.path))
-    if not (source.facts.fields or is_hidden or is_file):
+    if not (source.facts.fields or is_hidden or os.path.isfile(os.path.expanduser(source.path))):
         lies = f"{folder!r} lies within training.dataset_path = {source.path!r}"
         raise ValueError(f"data.store: {lies}, whose files are records; name a folder elsewhere")
     bytes_of_token, disk = 1 if source.tokenizer.identity == "bytes" else 4, os.statvfs(folder)
@@ -314,10 +313,10 @@ def _rows(files: Files, source: Source, hashes: list[str]) -> Iterator[_Row]:
 
 def _named(path: str, rows: Iterator[T]) -> Iterator[T]:
     """Name the file in the error of one that ends early, or cannot be read."""
-    import pyarrow as pa
+    from pyarrow import ArrowException
 
     try:
         yield from rows
-    except (OSError, EOFError, pa.ArrowException) as error:
+    except (OSError, EOFError, ArrowException) as error:
         damaged = f"training.dataset_path: {path} cannot be read to its end ({error})"
         raise ValueError(f"{damaged}: restore it, or name the others by a glob") from error

@@ -19,7 +19,6 @@ import contextlib
 import errno
 import functools
 import hashlib
-import itertools
 import json
 import os
 import platform
@@ -41,7 +40,6 @@ from torchtitan_dp.data.units import Units
 VERSION = 2  # of the form of the files and of how rows become ids: another is another store
 TOKENS, ARRAYS, FACTS, SEEN = "tokens", "arrays", "facts.json", "seen"
 RECORD_BYTES = 41  # of `arrays`, for each
-_BLOCK = 2**22
 _FIRST_LINE_S = 5.0
 
 
@@ -69,7 +67,6 @@ class Store:
         return np.diff(self.ends, prepend=0)
 
     def length(self, record: int) -> int:
-        """Count the ids of a record."""
         return int(self.ends[record] - (self.ends[record - 1] if record > 0 else 0))
 
     def ids(self, record: int, start: int, count: int) -> np.ndarray:
@@ -96,11 +93,8 @@ def key_of(files: Files, terms: Mapping[str, object]) -> str:
 
 
 def private_folder(place: str | None) -> str:
-    """Create the folder of all stores, of mode 0700, and return its path.
-
-    It is `data.store`, by default a folder in $XDG_CACHE_HOME, or ~/.cache. Raises ValueError, one
-    line, if it cannot be written.
-    """
+    """Create the folder of all stores, of mode 0700, and return its path: `data.store`, by default
+    in $XDG_CACHE_HOME, or ~/.cache. Raises ValueError, one line, if it cannot be written."""
     cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     default = os.path.join(cache, "torchtitan_dp", "prepared")
     folder = os.path.abspath(default if place is None else os.path.expanduser(place))
@@ -109,9 +103,10 @@ def private_folder(place: str | None) -> str:
         os.listdir(folder)
         return folder
     except OSError as error:
+        cannot = f"the tokens of training.dataset_path cannot be written to {folder!r}"
+        remedy = "name a folder that you can write"
         raise ValueError(
-            f"data.store = {place!r}: the tokens of training.dataset_path cannot be written to "
-            f"{folder!r} ({error.strerror}); name a folder that you can write"
+            f"data.store = {place!r}: {cannot} ({error.strerror}); {remedy}"
         ) from error
 
 
@@ -125,37 +120,32 @@ def load(folder: str) -> Store | None:
                 return None  # planted by somebody else
             # All are of one store, if another takes its place meanwhile.
             opener = functools.partial(os.open, dir_fd=place)
-            tokens, arrays, facts_file = files = [
-                stack.enter_context(open(name, "rb", opener=opener))
-                for name in (TOKENS, ARRAYS, FACTS)
-            ]
-            facts, data = json.load(facts_file), arrays.read()
+            names = TOKENS, ARRAYS, FACTS
+            files = [stack.enter_context(open(name, "rb", opener=opener)) for name in names]
+            data, facts = files[1].read(), json.load(files[2])
             if (facts.pop("digest"), facts["arrays"]) != (_digest(facts), _hash([data])):
                 return None
             found = [os.fstat(file.fileno()) for file in files]
-            handle = os.dup(tokens.fileno())
+            handle = os.dup(files[0].fileno())
         except Exception:  # of several kinds, for a damaged file
             return None
-    stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in found)
-    hashes = facts["tokens"], facts["contents"]
-    store = Store(folder, *_unpack(data, facts), facts, facts["between"], *hashes, handle, stamps)
-    weakref.finalize(store, os.close, handle)
-    return store
-
-
-def pack(ends: np.ndarray, firsts: np.ndarray, reasons: np.ndarray, units: Units) -> bytes:
-    """Write the arrays of a store one after the other: `RECORD_BYTES` for each record, about."""
-    whole = [ends, firsts, units.members, units.starts, units.hashes.view(np.int64)]
-    return np.concatenate(whole).astype("<i8").tobytes() + reasons.astype(np.uint8).tobytes()
-
-
-def _unpack(data: bytes, facts: Mapping[str, Any]) -> tuple[Any, Any, Any, Units]:
     records, units = facts["records"], facts["units"]
     whole = np.frombuffer(data, "<i8", 3 * records + 2 * units + 1)
     places = np.cumsum([records, records, records, units + 1])
     ends, firsts, members, starts, hashes = np.split(whole, places)
     reasons = np.frombuffer(data, np.uint8, offset=whole.nbytes)
-    return ends, firsts, reasons, Units(members, starts, hashes.view("<u8"))
+    grouped = Units(members, starts, hashes.view("<u8"))
+    stamps = tuple((s.st_size, s.st_mtime_ns, s.st_ctime_ns, s.st_ino) for s in found)
+    terms = facts["between"], facts["tokens"], facts["contents"]
+    store = Store(folder, ends, firsts, reasons, grouped, facts, *terms, handle, stamps)
+    weakref.finalize(store, os.close, handle)
+    return store
+
+
+def pack(ends: np.ndarray, firsts: np.ndarray, reasons: np.ndarray, units: Units) -> bytes:
+    """Write the arrays of a store as `load` reads them: `RECORD_BYTES` for each record, about."""
+    whole = [ends, firsts, units.members, units.starts, units.hashes.view(np.int64)]
+    return np.concatenate(whole).astype("<i8").tobytes() + reasons.astype(np.uint8).tobytes()
 
 
 def is_intact(store: Store) -> bool:
@@ -176,8 +166,8 @@ def write(folder: str, make: Callable[[str], tuple[bytes, dict[str, Any]]]) -> N
         os.mkdir(temporary, mode=0o700)
         os.mkdir(os.path.join(temporary, SEEN), mode=0o700)
         data, facts = make(temporary)
+        facts["arrays"] = _hash([data])
         with open(os.path.join(temporary, TOKENS), "rb") as tokens:
-            facts["arrays"] = _hash([data])
             facts["tokens"] = _tokens_hash(facts, tokens)
         described = json.dumps({**facts, "digest": _digest(facts)}, indent=1).encode()
         for name, content in ((TOKENS, b""), (ARRAYS, data), (FACTS, described)):
@@ -213,15 +203,18 @@ def _digest(facts: Mapping[str, Any]) -> str:
 def _tokens_hash(facts: Mapping[str, Any], tokens: IO[bytes]) -> str:
     """Hash a store's arrays, by their hash, and its tokens."""
     tokens.seek(0)
-    blocks = iter(functools.partial(tokens.read, _BLOCK), b"")
-    return _hash(itertools.chain([facts["arrays"].encode()], blocks), b"tokens")
+    return _hash([facts["arrays"].encode(), _hash(_blocks(tokens)).encode()], b"tokens")
+
+
+def _blocks(file: IO[bytes]) -> Iterator[bytes]:
+    return iter(functools.partial(file.read, 2**22), b"")
 
 
 def file_hash(path: str, *, skip_unreadable: bool) -> str:
     """Hash what a file has; one that cannot be read may stand for one without content."""
     try:
         with open(path, "rb", buffering=0) as file:
-            return _hash(iter(functools.partial(file.read, _BLOCK), b""), b"file")
+            return _hash(_blocks(file), b"file")
     except PermissionError:
         if not skip_unreadable:
             raise
@@ -229,16 +222,13 @@ def file_hash(path: str, *, skip_unreadable: bool) -> str:
 
 
 def contents_hash(hashes: Iterable[str]) -> str:
-    """Hash the hashes of files, in order, and no name or place. PRIVATE: it confirms a guess of the
-    records."""
+    """Hash the hashes of files, in order, and no name. PRIVATE: it confirms a guess of records."""
     return _hash([" ".join(hashes).encode()], b"contents")
 
 
 def _mark(store: Store, files: Files) -> str:
-    """Name a file that stands for these files and this store, as they are on this machine.
-
-    Two machines may share a store, and each have an image with the same inodes and times.
-    """
+    """Name a file that stands for these files and this store, as they are on this machine."""
+    # Two machines may share a store, and each have an image with the same inodes and times.
     place = repr((platform.node(), files.root, store.stamps)).encode()
     return os.path.join(store.folder, SEEN, _hash([place, *files.stamps]))
 

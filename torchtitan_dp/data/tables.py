@@ -9,7 +9,7 @@ Guarantee:
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import pyarrow as pa
@@ -71,19 +71,13 @@ def arrow_rows(path: str, columns: Sequence[str]) -> Iterator[Fields | None]:
             yield from _rows(chosen.slice(start, step))
 
 
-def parquet_columns(path: str) -> Columns:
-    """List the columns of a Parquet file; raise ValueError, one line, if it is none."""
-    return _columns(path, "Parquet", lambda: _read_footer(path).schema.to_arrow_schema())
-
-
-def arrow_columns(path: str) -> Columns:
-    """List the columns of an Arrow file; raise ValueError, one line, if it is none."""
-    return _columns(path, "Arrow", lambda: _reader(path)[0].schema)
-
-
-def _columns(path: str, kind: str, read: Callable[[], Any]) -> Columns:
+def columns(path: str, kind: str) -> Columns:
+    """List the columns of a Parquet or an Arrow file; raise ValueError, one line, if it is none."""
     try:
-        schema = read()
+        is_arrow = kind == "Arrow"
+        schema = (
+            _reader(path)[0].schema if is_arrow else _read_footer(path).schema.to_arrow_schema()
+        )
     except _ERRORS as error:
         damaged = f"{path} is no {kind} file, or damaged ({' '.join(str(error).split())[:200]})"
         remedy = "write it again, or name the others by a glob"

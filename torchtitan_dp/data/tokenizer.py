@@ -117,10 +117,8 @@ def from_hub(path: str) -> str | None:
     if not re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", path):
         return None
     folder = f"models/{path.partition('/')[2]}"
-    return (
-        f"if it is a model of the Hugging Face hub, run hf download {path} --local-dir {folder} "
-        f"and name {folder}"
-    )
+    command = f"hf download {path} --local-dir {folder}"
+    return f"if it is a model of the Hugging Face hub, run {command} and name {folder}"
 
 
 def load_tokenizer(assets_path: str) -> Tokenizer:
@@ -151,10 +149,8 @@ def _load(assets_path: str, files: tuple[tuple[int, ...], ...]) -> HFTokenizer:
     try:
         backend = tokenizers.Tokenizer.from_file(os.path.join(assets_path, "tokenizer.json"))
     except Exception as error:  # the library raises plain Exception
-        raise ValueError(
-            f"model.hf_assets_path = {assets_path!r}: its tokenizer.json cannot be loaded "
-            f"({error}): download it again"
-        ) from error
+        cannot = f"its tokenizer.json cannot be loaded ({error}): download it again"
+        raise ValueError(f"model.hf_assets_path = {assets_path!r}: {cannot}") from error
     return HFTokenizer(backend, *(_mark_id(backend, assets_path, key) for key in _MARKS))
 
 
