@@ -225,6 +225,21 @@ def test_a_units_records_come_one_after_the_other(tmp_path: Path) -> None:
     assert seen == {(2, 3, 4), (), (2, 3)}
 
 
+def test_row69_the_first_id_of_a_sample_is_no_answer(tmp_path: Path) -> None:
+    """Nothing predicts it: what a sample shows is a later target, or nothing is learned."""
+    bare = "{% generation %}{{ m.content }}{% endgeneration %}"
+    bare = "{% for m in messages %}{% if m.role == 'user' %}{{ m.content }}{% else %}" + bare
+    one, *other = chat("", "a", LONG, "b")[1:]
+    rows = [{"who": "ann", "messages": [one, *other]}, {"who": "bob", "messages": [one]}]
+    rows += [{"who": "bob", "messages": other}, {"who": "cyd", "messages": [one]}]
+    template = bare + "{% endif %}{% endfor %}"
+    samples = answers(tmp_path, rows, unit_field="who", template=template, **MESSAGES)
+    learned = samples.learned(np.arange(3)).tolist()
+    assert [bool(shown(samples, unit)[1]) for unit in range(3)] == learned
+    firsts = samples.units.members[samples.units.starts[:3]].tolist()
+    assert dict(zip(firsts, learned, strict=True)) == {0: True, 1: False, 3: False}
+
+
 # Readings that are refused.
 
 

@@ -142,6 +142,7 @@ def test_equal_tokenizers_have_one_identity_and_others_another(tmp_path: Path) -
 
 def test_hugging_face_adds_cuts_and_pads_nothing(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(save_tokenizer(tmp_path))
+    assert load_tokenizer(str(tmp_path)) is tokenizer  # a start asks for it several times
     for text, ids in (("one two one two what", [1, 2, 1, 2, 0]), ("one", [1]), ("", [])):
         assert encoded(tokenizer, text) == [ids]
     assert tokenizer.decode([3, 1, 2, 4]) == "one two"
