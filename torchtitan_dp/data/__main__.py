@@ -7,10 +7,8 @@ Everything that is printed depends on private records, and is labelled so: it is
 """
 
 import argparse
-import contextlib
 import os
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from torchtitan_dp.config.derived import unit_word
@@ -24,35 +22,34 @@ from torchtitan_dp.preflight.check import build_samples, open_records
 def main(argv: list[str]) -> None:
     """Run the command."""
     os.umask(0o077)  # its files have figures that are not private
-    with exit_on_mistake(), _os_errors_as_mistakes():
+    with exit_on_mistake():
         options, overrides = _parse(argv)
-        if options.list or options.delete:
-            _manage(options)
-            return
-        if options.store is not None:
-            overrides.append(f"--data.store={options.store}")
-        config = load_config(overrides, 1)
-        records = open_records(config)
-        samples = build_samples(records, config)
-        warnings = records.warnings + records.check_targets(samples)
-        found = records.figures(samples)
-        if options.plot:
-            _plot(found, options.plot)
-        if options.json:
-            write_json(options.json, found)
+        try:
+            if options.list or options.delete:
+                _manage(options)
+            else:
+                _prepare(options, overrides)
+        except OSError as error:
+            raise ValueError(f"{error.filename}: cannot be written ({error.strerror})") from error
+
+
+def _prepare(options: argparse.Namespace, overrides: list[str]) -> None:
+    """Tokenize the records of a configuration, and print their figures."""
+    if options.store is not None:
+        overrides.append(f"--data.store={options.store}")
+    config = load_config(overrides, 1)
+    records = open_records(config)
+    samples = build_samples(records, config)
+    warnings = records.warnings + records.check_targets(samples)
+    found = records.figures(samples)
+    if options.plot:
+        _plot(found, options.plot)
+    if options.json:
+        write_json(options.json, found)
     for warning in warnings:
         warn(warning)
     for line in describe(found, unit_word(config)):
         say(line)
-
-
-@contextlib.contextmanager
-def _os_errors_as_mistakes() -> Iterator[None]:
-    """Name the file that cannot be written, in one line."""
-    try:
-        yield
-    except OSError as error:
-        raise ValueError(f"{error.filename}: cannot be written ({error.strerror})") from error
 
 
 def _parse(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -35,6 +35,7 @@ _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+>")  # as Python writes a function, or
 _GLOBALS = ("range", "dict", "cycler", "joiner", "namespace")  # jinja2's own, without chance
 MESSAGE_COST = 1000  # characters: about as many are copied while a template looks at a message
 MOST_COST = 2**26  # characters that are rendered for one conversation, over all renderings
+_REMEDY = "mark them with {% generation %}"
 _PROBE = (("user", "What?"), (ASSISTANT, "That."), ("user", "Why?"), (ASSISTANT, "Because."))
 
 
@@ -52,8 +53,8 @@ class ChatTemplate:
     """Writes conversations as a model was, or will be, taught to read them."""
 
     def __init__(self, source: str, marks: Mapping[str, str]) -> None:
-        """Compile Jinja, with `marks`: what it calls special tokens (`bos_token`, …), and their
-        texts. Raises ValueError: the mistake, for the end of a message that names the file."""
+        """Compile Jinja, with `marks`: names of special tokens (`bos_token`, …) and their texts;
+        raise ValueError, for the end of a message that names the file."""
         environment = ImmutableSandboxedEnvironment(
             trim_blocks=True,
             lstrip_blocks=True,
@@ -137,18 +138,14 @@ class ChatTemplate:
         except Exception as error:
             raise ValueError(f"cannot be rendered ({type(error).__name__}: {error})") from None
         if pieces is None:
-            raise ValueError(
-                "writes earlier turns otherwise once there are later ones, so that the "
-                "assistant's cannot be identified: mark them with {% generation %}"
-            )
+            unlike = "writes earlier turns otherwise once there are later ones"
+            raise ValueError(f"{unlike}, so that the assistant's cannot be identified: {_REMEDY}")
         answers, others = _texts(pieces, True), _texts(pieces, False)
         for role, content in _PROBE:
             here, there = (answers, others) if role == ASSISTANT else (others, answers)
             if content not in here or content in there:
-                raise ValueError(
-                    f"does not keep the assistant's turns apart ({content!r} of the {role} in a "
-                    "trial): mark them with {% generation %}"
-                )
+                mixed = f"does not keep the assistant's turns apart ({content!r} of the {role}"
+                raise ValueError(f"{mixed} in a trial): {_REMEDY}")
         return pieces
 
     @property

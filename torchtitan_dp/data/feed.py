@@ -42,13 +42,9 @@ class Feed:
     def microbatches(self, draw: Draw, following: Draw | None = None) -> Iterator[Microbatch]:
         """Yield this rank's share of a draw: of the previous step's `following`, if there was one.
 
-        Collective, on every rank alike, over the world: three numbers (`require_same_step`) before
-        the last microbatch is yielded, and before the first of a draw that was not a step's
-        `following`.
-
-        Raises:
-            Fault: on all ranks, instead of the first or last microbatch: they drew different units
-                for this step or the next, or one of them could not read a sample.
+        Collective, on every rank alike, over the world: three numbers (`require_same_step`, which
+        may raise Fault) before the last microbatch is yielded, and before the first of a draw that
+        was not a step's `following`.
         """
         if draw is not self._agreed:
             require_same_step(None, draw.fingerprint(), self.device)
@@ -76,18 +72,12 @@ class Feed:
 
 
 def require_same_step(failure: BaseException | None, drawn: int, device: torch.device) -> None:
-    """Refuse the step on all ranks if one of them failed, or if they drew different units.
+    """Refuse the step on all ranks, by Fault, if one of them failed to read a sample, or if they
+    drew different units for the next one: `drawn` is its `Draw.fingerprint`, or `NO_DRAW`. SECRET:
+    neither in the message nor kept.
 
     Collective: an all-reduce of three int64 over the world, if there is a process group; read at
     once, since the sizes of the next collectives depend on the draw.
-
-    Args:
-        failure: why this rank could not read a sample; None if it read all of them.
-        drawn: `Draw.fingerprint` of the next draw; `NO_DRAW` without one. SECRET: neither in the
-            message nor kept.
-
-    Raises:
-        Fault: on all ranks alike. The line of the rank that failed has the reason.
 
     Guarantee:
         If no rank raises, all hold the same draw (different ones pass with probability 2^-62), so

@@ -142,21 +142,20 @@ def reading(
     # Bytes have no special tokens, which a template writes as text.
     has_tokens = os.path.isfile(os.path.join(assets_path, "tokenizer.json"))
     template = load_chat_template(assets_path) if assets_path and has_tokens else None
-    where = f"data.messages_field = {messages_field!r}: the tokenizer of model.hf_assets_path = "
+    setting = f"data.messages_field = {messages_field!r}"
+    where = f"{setting}: the tokenizer of model.hf_assets_path = {assets_path!r}"
     if template is None:
         raise ValueError(
-            f"{where}{assets_path!r} has no chat template; use a tokenizer of a chat model, add "
+            f"{where} has no chat template; use a tokenizer of a chat model, add "
             "chat_template.jinja to the folder, or write prompts and answers (data.prompt_field)"
         )
     texts = [piece.text for piece in template.trial if piece.text]
     whole, *parts = tokenizer.encode_each(["".join(texts), *texts])
     known = [ids for ids in parts if ids is not None]
     if whole is None or len(known) < len(parts) or not np.array_equal(np.concatenate(known), whole):
-        raise ValueError(
-            f"{where}{assets_path!r} has other tokens for a chat than for its turns one by one, so "
-            "that the assistant's cannot be identified; use another, or prompts and answers "
-            "(data.prompt_field)"
-        )
+        other = "has other tokens for a chat than for its turns one by one"
+        remedy = "use another, or prompts and answers (data.prompt_field)"
+        raise ValueError(f"{where} {other}, so the assistant's cannot be identified; {remedy}")
     return Reading(messages_field=messages_field, template=template)
 
 

@@ -87,9 +87,7 @@ class Samples:
                 in different ones of as many equal parts of it; a text no longer than one sample,
                 and a unit with fewer records, has no ids for the last ones.
 
-        Raises:
-            IndexError: a unit below -1 or beyond the store.
-            OSError: the disk failed.
+        Raises OSError if the disk failed.
         """
         if unit == -1:
             return NOTHING

@@ -156,16 +156,16 @@ def _load(assets_path: str, files: tuple[tuple[int, ...], ...]) -> HFTokenizer:
 
 def _refuse_bytes(assets_path: str) -> None:
     """Refuse a folder without tokenizer.json that has weights, or a tokenizer in another form."""
-    others = {"tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"}
-    weights = (".safetensors", ".bin", ".pth")
     names = sorted(os.listdir(assets_path))
-    found = [name for name in names if name in others] or [n for n in names if n.endswith(weights)]
+    others = {"tokenizer.model", "spiece.model", "vocab.json", "merges.txt", "vocab.txt"}
+    found = [name for name in names if name in others]
+    found += [name for name in names if name.endswith((".safetensors", ".bin", ".pth"))]
     if found:
+        load, save = f"from_pretrained('{assets_path}')", f"save_pretrained('{assets_path}')"
+        command = f'python -c "from transformers import AutoTokenizer; AutoTokenizer.{load}.{save}"'
         raise ValueError(
             f"model.hf_assets_path = {assets_path!r}: it has {found[0]} and no tokenizer.json, so "
-            "that text would be read as bytes; write one: python -c "
-            '"from transformers import AutoTokenizer; '
-            f"AutoTokenizer.from_pretrained('{assets_path}').save_pretrained('{assets_path}')\""
+            f"that text would be read as bytes; write one: {command}"
         )
 
 
