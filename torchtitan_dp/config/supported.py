@@ -71,8 +71,8 @@ _REMEDIES = {
 }
 
 
-Row = tuple[bool, str, str]
-"""Whether a key's value is refused, the key, and the reason with the remedy."""
+Row = tuple[bool, str]
+"""Whether a key's value is refused, and "key: reason; remedy"."""
 
 _Range = tuple[Callable[[Any], bool], str]
 """The test of a value, and its words, which follow "must be"."""
@@ -183,8 +183,9 @@ _RANGES: dict[str, _Range] = {
 
 def refuse(config: JobConfig, rows: Iterable[Row]) -> None:
     """Raise ValueError for the first row that is refused: one line with key, value and remedy."""
-    for is_refused, key, remedy in rows:
+    for is_refused, line in rows:
         if is_refused:
+            key, _, remedy = line.partition(": ")
             value = operator.attrgetter(key)(config)
             given = "is not set" if value is None else f"= {_shown(value)}"
             raise ValueError(f"{key} {given}: {remedy}")
@@ -201,8 +202,7 @@ def out_of_range(config: JobConfig) -> Iterator[Row]:
         is_finite = not isinstance(value, int | float) or abs(value) <= sys.float_info.max
         yield (
             value is not None and not (is_finite and is_right(value)),
-            key,
-            f"must be {'' if is_finite else 'finite, '}{words}",
+            f"{key}: must be {'' if is_finite else 'finite, '}{words}",
         )
 
 
@@ -212,7 +212,7 @@ def unsupported(config: JobConfig) -> Iterator[Row]:
     for key, value, default in values(config):
         usual = f"remove it (the default is {_shown(default)})"
         remedy = _REMEDIES.get(key, f"not supported with privacy; {usual}")
-        yield key not in supported and value != default, key, remedy
+        yield key not in supported and value != default, f"{key}: {remedy}"
 
 
 def supported_keys() -> set[str]:

@@ -163,8 +163,9 @@ class Mechanism(ABC):
         """Return the other terms that epsilon depends on, by keys of the configuration."""
         return {"privacy.gradient_method": "one of exact or capped norms"}
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, str]]:
-        """List settings that this accounting does not cover: (refused, key, remedy)."""
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
+        """List settings that this accounting does not cover: (whether it is refused, "key: reason;
+        remedy")."""
         return []
 
     def fields(self) -> dict[str, Any]:
@@ -375,13 +376,13 @@ class BandedGaussian(PoissonGaussian):
     def noise(self) -> str:
         return f"noise correlated over steps, {self.bands} bands"
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, str]]:
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
         return [
             (
                 privacy.secure_noise,
-                "privacy.secure_noise",
-                "with privacy.noise = 'banded' a step adds the noise of several keys, whose sum "
-                "on the grid is not proven; set it to false, or privacy.noise to 'independent'",
+                "privacy.secure_noise: with privacy.noise = 'banded' a step adds the noise of "
+                "several keys, whose sum on the grid is not proven; set it to false, or "
+                "privacy.noise to 'independent'",
             )
         ]
 
@@ -461,27 +462,24 @@ class EstimatedNorms(Mechanism):
             "privacy.norm_estimator": self.estimator,
         }
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, str]]:
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
         here = "with privacy.underestimates = 'accounted'"
         capped = "or privacy.underestimates = 'capped'"
         return [
             (
                 privacy.accountant != "pld",
-                "privacy.accountant",
-                f"{here} a step is a mixture of Gaussians, for which only PLD is tight; set "
-                f"privacy.accountant = 'pld', {capped}",
+                f"privacy.accountant: {here} a step is a mixture of Gaussians, for which only PLD "
+                f"is tight; set privacy.accountant = 'pld', {capped}",
             ),
             (
                 privacy.clipping != "flat",
-                "privacy.clipping",
-                f"{here} the norms of several groups err apart, which is not accounted for; set "
-                f"it to 'flat', {capped}",
+                f"privacy.clipping: {here} the norms of several groups err apart, which is not "
+                f"accounted for; set it to 'flat', {capped}",
             ),
             (
                 privacy.noise == "banded",
-                "privacy.noise",
-                f"{here} a unit's steps are not accounted for together; set it to 'independent', "
-                f"{capped}",
+                f"privacy.noise: {here} a unit's steps are not accounted for together; set it to "
+                f"'independent', {capped}",
             ),
         ]
 
