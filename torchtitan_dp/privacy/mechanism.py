@@ -164,8 +164,7 @@ class Mechanism(ABC):
         return {"privacy.gradient_method": "one of exact or capped norms"}
 
     def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
-        """List settings that this accounting does not cover: (whether it is refused, "key: reason;
-        remedy")."""
+        """List settings that this accounting does not cover: (refused, "key: reason; remedy")."""
         return []
 
     def fields(self) -> dict[str, Any]:
