@@ -53,7 +53,6 @@ from torchtitan_dp.distributed.agreement import (
 )
 from torchtitan_dp.distributed.devices import kind, require_usable_devices
 from torchtitan_dp.distributed.stop import StopRequest, lost_ranks_as_faults, shorten_timeouts
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.ledger import (
@@ -102,7 +101,6 @@ class DPTrainer(Trainer):
     dataloader: RecordLoader
     metrics_processor: PrivateMetricsProcessor
     validator: HeldOutValidator
-    clipped_sum_type: type[ClippedSum] = ClippedSum  # audits plant canaries in theirs
     _next_draw: Draw | None
 
     def __init__(self, job_config: JobConfig, decide: Callable[[], Start]) -> None:
@@ -134,7 +132,6 @@ class DPTrainer(Trainer):
             trained_fsdp_modules(model),
             ReductionGroups.build(self.device.type, mesh_degrees(job_config)),
             max_grad_norm=settings.max_grad_norm,
-            clipped_sum_type=self.clipped_sum_type,
         )
         self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
         self.dp_optimizer = step.optimizer(
@@ -319,7 +316,6 @@ class DPTrainer(Trainer):
         )
         self.window_keys = root.stream("window")
         self.projection_keys = root.stream("projection")  # of estimated norms
-        self.coin_keys = root.stream("coin")  # of audits
         self.evaluation_keys = root.stream("evaluation")
 
     def _open_ledger(self, start: Start) -> tuple[Ledger, ExecutedSteps]:

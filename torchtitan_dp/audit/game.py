@@ -22,7 +22,7 @@ Guarantee:
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -49,6 +49,7 @@ from torchtitan_dp.privacy.banded import NoiseChain, column
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import gaussian_mu
 from torchtitan_dp.privacy.mechanism import Mechanism
+from torchtitan_dp.privacy.pld import gaussian_epsilon
 from torchtitan_dp.privacy.sampling import deal
 
 _ROWS = 8  # of each parameter on each rank
@@ -71,10 +72,9 @@ class Case:
 class Outcome:
     """The errors of the guesses in one case, and the bound that they prove."""
 
-    case: str
+    mu_lower_bound: float
     false_positives: int
     false_negatives: int
-    mu: float  # lower bound
 
 
 def cases(rows: int) -> list[Case]:
@@ -96,6 +96,11 @@ def cases(rows: int) -> list[Case]:
         ),
         Case("not_a_number", batch([u, none]), batch([u, u * torch.nan]), -u, -0.5, in_both),
     ]
+
+
+def share_of(confidence: float) -> float:
+    """Return the confidence of each case with which all cases together have `confidence`."""
+    return 1 - (1 - confidence) / len(cases(2))
 
 
 def sizes(privacy: Privacy, *, ranks: int, cp: int) -> tuple[int, int, int]:
@@ -236,9 +241,30 @@ class Game:
             self._observer, noise_multiplier=mechanism.noise_of_step, expected_batch_size=1
         )
 
-    def claim(self, *, trials: int, confidence: float) -> float:
-        """Return the mu that `play` must not exceed with these arguments."""
-        return self._mechanism.claimed_mu(trials=trials, confidence=confidence)
+    def play_all(self, *, trials: int, confidence: float, delta: float) -> dict[str, Any]:
+        """Play all cases, which have `confidence` together; return the content of `--json`.
+
+        Collective over the world; all ranks return the same.
+        """
+        each = share_of(confidence)
+        claimed = self._mechanism.claimed_mu(trials=trials, confidence=each)
+        outcomes = [self.play(case, trials=trials, confidence=each) for case in self.cases]
+        most = max(outcome.mu_lower_bound for outcome in outcomes)
+        return {
+            "instrument": "game",
+            "epsilon_lower_bound": gaussian_epsilon(most, delta),
+            "epsilon_claimed": gaussian_epsilon(claimed, delta),
+            "confidence": confidence,
+            "exceeds_claim": most > claimed,
+            "delta": delta,
+            "mu_lower_bound": most,
+            "mu_claimed": claimed,
+            "steps": self.steps,
+            "trials": trials,
+            "cases": {
+                case.name: vars(outcome) for case, outcome in zip(self.cases, outcomes, strict=True)
+            },
+        }
 
     def play(self, case: Case, *, trials: int, confidence: float) -> Outcome:
         """Guess in `trials` steps with the unit and in as many without; the confidence is of this
@@ -255,7 +281,7 @@ class Game:
             positives=trials,
             confidence=confidence,
         )
-        return Outcome(case.name, false_positives, false_negatives, mu)
+        return Outcome(mu, false_positives, false_negatives)
 
     def scores(self, case: Case, batch_UPN: torch.Tensor, trials: int) -> np.ndarray:
         """Take steps on one batch; return each noised gradient's dot product with the case's

@@ -166,9 +166,6 @@ class Samples:
         labels_T[:count], labels_T[count:] = ids[1:], IGNORE_INDEX
         labels_T[:count][ids[1:] < 0] = IGNORE_INDEX
 
-    def hand_out(self, units: np.ndarray) -> None:
-        """Note the units, or padding (-1), of the next microbatch; a no-op to override."""
-
     def sample(
         self,
         unit: int,
@@ -203,7 +200,6 @@ class Samples:
         Args:
             windows: samples of each unit, which `units` repeats as often in a row.
         """
-        self.hand_out(np.asarray(units)[::windows])
         shape = 2, len(units), self.seq_len if length is None else length
         both = np.empty(shape, dtype=np.int64)
         for row, unit in enumerate(units):

@@ -80,7 +80,7 @@ def build_step(
         fsdp_modules: one module of each FSDP2 group that holds a trainable parameter.
         groups: the mesh's process groups.
         max_grad_norm: C; the ledger's, if there is one.
-        clipped_sum_type: an audit passes one that plants canaries in samples.
+        clipped_sum_type: the plan passes one that takes its memory at once.
     """
     summation = build_summation(privacy, parameters, max_grad_norm)
     policy = clip_policy(parameters, privacy, max_grad_norm=max_grad_norm)
