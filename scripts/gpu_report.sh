@@ -79,7 +79,7 @@ rows() { # name, tokens, arms, more: throughput and memory of 1B against plain T
     shift 3
     part "$name" "$PY" scripts/benchmark.py --config train_configs/llama3_1b_64k.toml --devices 1 \
         --arms "$arms" --batch_sizes 1 --microbatches 2 --rounds 5 --training.seq_len "$tokens" \
-        --json "$OUT/$name.result.json" --markdown "$OUT/$name.md" "$@"
+        --json "$OUT/$name.result.json" "$@"
 }
 
 parts="scripts/benchmarking/gpu_parts.py"

