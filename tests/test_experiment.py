@@ -1,5 +1,6 @@
 """The experiment's own arithmetic: leaks, the split, what is run again, the page's tables."""
 
+import itertools
 import json
 from pathlib import Path
 from types import SimpleNamespace
@@ -60,7 +61,7 @@ def test_losses_are_those_of_each_place():
     table = torch.randn(32, 32)
     model = lambda input_ids: SimpleNamespace(logits=table[input_ids])  # noqa: E731
     ids = torch.randint(0, 32, (20,))
-    expected = [-float(table[a].log_softmax(-1)[b]) for a, b in zip(ids, ids[1:], strict=False)]
+    expected = [-float(table[a].log_softmax(-1)[b]) for a, b in itertools.pairwise(ids)]
     assert experiment.token_losses(model, ids).tolist() == pytest.approx(expected, rel=1e-5)
 
 

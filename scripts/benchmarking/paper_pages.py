@@ -45,8 +45,8 @@ A *gap* is non-DP's throughput over the arm's. T is `training.seq_len`, MBS
 time. 80 GB are 80 GiB, 5% of which stay free where we predict that a sample fits. For infinitely
 many GPUs we predict 256."""
 
-_SAID_OF_COUNTS = """FLOPs and bytes are those of a microbatch. A private step can move fewer bytes than
-plain TorchTitan's, whose loss passes over whole fp32 logits several times."""
+_SAID_OF_COUNTS = """FLOPs and bytes are those of a microbatch. A private step can move fewer bytes
+than plain TorchTitan's, whose loss passes over whole fp32 logits several times."""
 
 
 def page(stored: dict[str, Any]) -> str:
