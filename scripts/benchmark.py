@@ -16,7 +16,7 @@ arm has exactly M microbatches: a private arm's Poisson draws are replaced, in t
 draws of that fixed size. For timing only; norms, clipping and noise are real. Memory and bytes:
 each arm alone in fresh processes; on CPU the process's resident set (with freed memory given back
 at once), on CUDA its tensors. The paper's tables (2 to 5, by number) are told in
-benchmarking/paper_tables.py, `crossover` in benchmarking/crossover.py.
+benchmarking/paper.py; `crossover` takes ever longer samples at equal tokens a step.
 
 What `--json` names is written anew after each arm. A run that was cut off goes on where it was, by
 the same command: what it had measured lies in `<--json>.partial` until the end. `--show` prints the
@@ -37,17 +37,13 @@ import torch
 from benchmarking import arms as catalogue
 from benchmarking import (
     counts,
-    crossover,
-    paper_pages,
-    paper_tables,
+    paper,
     results,
     tables,
-    tiles,
     wanted,
 )
-from benchmarking.journal import Journal
 from benchmarking.measure import Measured, measure
-from benchmarking.worker import show
+from benchmarking.processes import Journal, show
 
 from torchtitan_dp.config.load import exit_on_mistake, fail
 
@@ -87,7 +83,7 @@ def _partial(options: argparse.Namespace) -> Path | None:
     """Where measurements lie until the end; of the paper's tables, which share a result, apart."""
     if options.json is None:
         return None
-    table = f".{options.table}" if options.table in paper_tables.TABLES else ""
+    table = f".{options.table}" if options.table in paper.TABLES else ""
     return Path(f"{options.json}{table}.partial")
 
 
@@ -99,10 +95,10 @@ def _results(
         yield _count(options)
     elif options.table == "tiles":
         command = " ".join(["scripts/benchmark.py", *sys.argv[1:]])
-        rows = tiles.tile_rows(options.models.split(","))
+        rows = counts.tile_rows(options.models.split(","))
         yield {"command": command, "torch": torch.__version__, "tiles": rows}
-    elif options.table in paper_tables.TABLES:
-        for stored in paper_tables.run(options, overrides, journal):
+    elif options.table in paper.TABLES:
+        for stored in paper.run(options, overrides, journal):
             yield {"paper_tables": stored}
     else:
         yield from _run(options, overrides, journal)
@@ -134,12 +130,12 @@ def _parse() -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument(
         "--microbatches", type=int, help="in a step; default: 4 at MBS 1 and 2 at any other"
     )
-    tables_ = (*ALL, "all", "counts", "tiles", "crossover", *paper_tables.TABLES)
+    tables_ = (*ALL, "all", "counts", "tiles", "crossover", *paper.TABLES)
     parser.add_argument("--table", choices=tables_, default="arms")
     parser.add_argument(
         "--parts",
-        default=",".join(paper_tables.PARTS),
-        help="of the paper's tables: measured, predicted, or both (default)",
+        default="predicted",
+        help="of the paper's tables: predicted (default), measured (on 4 devices), or both",
     )
     parser.add_argument(
         "--models", default=",".join(counts.MODELS), help="of --table counts, tiles and the paper's"
@@ -245,14 +241,13 @@ def _machine(devices: int) -> str:
 
 def _markdown(result: dict[str, Any]) -> str:
     if "paper_tables" in result:
-        return paper_pages.page(result["paper_tables"])
+        return paper.page(result["paper_tables"])
     if "counts" in result:
         command = f"torch {result['torch']}. `{result['command']}`"
         return f"{command}\n\n{counts.counts_tables(result['counts'])}"
     if "tiles" in result:
-        return (
-            f"torch {result['torch']}. `{result['command']}`\n\n{tiles.tile_table(result['tiles'])}"
-        )
+        command = f"torch {result['torch']}. `{result['command']}`"
+        return f"{command}\n\n{counts.tile_table(result['tiles'])}"
     parts = [f"{result['machine']}. `{result['command']}`"]
     if any(result.get(table) for table in COMPARED):
         parts.append(
@@ -267,7 +262,7 @@ def _markdown(result: dict[str, Any]) -> str:
     if result.get("ranks"):
         parts.append(tables.ranks_table(result["ranks"]))
     if result.get("crossover"):
-        parts.append(crossover.section(result["crossover"]))
+        parts.append(tables.crossover_section(result["crossover"]))
     if rows := result.get("data"):  # of a table that is no longer measured
         lines = [[str(value) for value in row.values()] for row in rows]
         parts.append(tables.markdown(list(rows[0]), lines))

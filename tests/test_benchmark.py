@@ -20,16 +20,16 @@ import torch.distributed._functional_collectives as functional
 import torch.nn as nn
 
 import scripts.benchmarking.measure as measuring
-from scripts.benchmarking import counts, worker
+from scripts.benchmarking import counts, wanted, worker
 from scripts.benchmarking.arms import ARMS, Setting, choose
 from scripts.benchmarking.collectives import BytesSent
 from scripts.benchmarking.counting import bytes_of, flops_of
-from scripts.benchmarking.journal import Journal
 from scripts.benchmarking.measure import Measured, Repetitions, heaviest
-from scripts.benchmarking.memory import live_tensor_bytes
 from scripts.benchmarking.opacus_arms import OpacusTrainer
+from scripts.benchmarking.processes import Journal
 from scripts.benchmarking.results import GIB, arm_rows, length_rows, rank_rows
-from scripts.benchmarking.tables import arms_tables, lengths_table, ranks_table
+from scripts.benchmarking.tables import arms_tables, crossings, lengths_table, ranks_table
+from scripts.benchmarking.worker import live_tensor_bytes
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.config.load import load_config
@@ -441,3 +441,42 @@ def test_what_an_operation_moves():
     assert flops_of(product, (out, x, x.T), {}, None) == 2 * 4 * 5 * 4
     added = torch.ops.torchtitan_dp.add_product_.default
     assert bytes_of(added, (out, x, x.T), {}, None) == 4 * (32 + 40)
+
+
+def crossing_rows(scatter=0.02):
+    """Ghost is faster than V2 and smaller up to T = 128."""
+    curves = {
+        "non-DP": [(100, 1), (100, 1), (100, 1)],
+        "V2": [(50, 3), (70, 3), (90, 3)],
+        "ghost": [(80, 1), (75, 2), (60, 4)],
+    }
+    return [
+        {
+            "name": name,
+            "seq_len": 64 * 2**place,
+            "throughput_vs_non_dp_rounds": [(1 - scatter) * speed, (1 + scatter) * speed],
+            "peak_allocated_gib": float(memory),
+        }
+        for name, points in curves.items()
+        for place, (speed, memory) in enumerate(points)
+    ]
+
+
+def test_where_arms_change_places():
+    assert crossings(crossing_rows()) == [
+        "tokens/s: from T = 128 to 256 V2 passes ghost",
+        "memory allocated: from T = 128 to 256 ghost passes V2",
+    ]
+    assert crossings(crossing_rows(scatter=0.9)) == crossings(crossing_rows())[1:]
+
+
+def test_all_lengths_of_the_crossover_have_as_many_tokens_a_step():
+    terms = {"arms": None, "batch_sizes": None, "microbatches": None}
+    often = {"rounds": 3, "steps": 1, "warm_up": 1}
+    asked = types.SimpleNamespace(
+        config=str(ROOT / "train_configs/llama3_debug.toml"), **terms, **often
+    )
+    settings = [setting for _, setting, _ in wanted.compare_crossover(asked, [], 1)]
+    assert [one.seq_len for one in settings] == [64, 128, 256, 512, 1024]
+    assert {one.tokens for one in settings} == {4096}
+    assert {one.local_batch_size for one in settings} == {4}

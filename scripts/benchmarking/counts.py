@@ -1,5 +1,5 @@
-"""`--table counts`: what a step computes and moves, private against plain TorchTitan, in figures
-that no noise touches.
+"""`--table counts` and `tiles`: what a step computes and moves, in figures that no noise touches:
+private against plain TorchTitan, and the feed-forward in tiles against none.
 
 One rank's microbatch (forward, backward, and with privacy: norm, clip, add) and its update are run
 on fake tensors in a fake process group, as the plan does, with kernels counted as CUDA has them
@@ -21,6 +21,7 @@ from typing import Any
 
 from torchtitan_dp.gradients.methods import automatic
 
+from .processes import show
 from .tables import markdown
 
 MODELS = ("1B", "3B", "8B")
@@ -72,6 +73,26 @@ class Count:
     by_operation: dict[str, int]  # bytes
 
 
+def alone(module: str, task: Any) -> Any:
+    """Run a module of this package in a process that sees no device; JSON in, JSON out.
+
+    Raises:
+        RuntimeError: it failed.
+    """
+    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", f"scripts.benchmarking.{module}"],
+        input=json.dumps(task),
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, **hidden},
+    )
+    if done.returncode != 0:
+        raise RuntimeError(f"{task} could not be predicted or counted:\n{done.stderr[-4000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 def count(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     """Count, in a process of its own, a microbatch of each length (not the first of a step) and
     an update.
@@ -79,20 +100,7 @@ def count(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     Returns:
         {"microbatch": by length, "update": by the longest length alone}
     """
-    task = json.dumps([asdict(case), seq_lens])
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "scripts.benchmarking.counts"]
-    done = subprocess.run(
-        command,
-        input=task,
-        capture_output=True,
-        text=True,
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, **hidden},
-    )
-    if done.returncode != 0:
-        raise RuntimeError(f"{case} could not be counted:\n{done.stderr[-4000:]}")
-    found = json.loads(done.stdout.splitlines()[-1])
+    found = alone("counts", [asdict(case), seq_lens])
     return {
         what: {int(seq_len): Count(**one) for seq_len, one in by_length.items()}
         for what, by_length in found.items()
@@ -106,7 +114,7 @@ def count_rows(
     rows = []
     for model in models:
         for mbs in batch_sizes:
-            _say(f"{model}, MBS {mbs}, T {', '.join(map(str, seq_lens))}")
+            show(f"counting {model}, MBS {mbs}, T {', '.join(map(str, seq_lens))}")
             method = automatic(mbs)
             plain, private = (
                 count(Case(model, one, mbs, world_size), seq_lens) for one in ("plain", method)
@@ -184,8 +192,54 @@ def _by_part(rows: list[dict[str, Any]]) -> str:
     return markdown(head, lines)
 
 
-def _say(line: str) -> None:
-    print(f"benchmark: counting {line}", file=sys.stderr, flush=True)
+TILED_SHAPES = ((65536, 4), (1048576, 8))  # T, ranks
+TRAINED = {"all weights": (), "LoRA": ("--lora.rank=16",)}
+
+
+def tile_rows(models: list[str], shapes: tuple[tuple[int, int], ...] = TILED_SHAPES) -> list[Any]:
+    """Rows of the JSON, one a model, what is trained, and T."""
+    rows = []
+    for model in models:
+        for trained, overrides in TRAINED.items():
+            for seq_len, world_size in shapes:
+                totals = []
+                for chunk in ("0", "auto"):
+                    more = ("--activation_checkpoint.mode=full", *overrides)
+                    more += (f"--training.feed_forward_chunk={chunk}",)
+                    case = Case(model, "microbatch", 1, world_size, overrides=more)
+                    found = count(case, [seq_len])["microbatch"][seq_len]
+                    totals.append((sum(found.flops.values()), sum(found.bytes.values())))
+                (flops, moved), (flops_in_tiles, moved_in_tiles) = totals
+                rows.append(
+                    {
+                        "model": model,
+                        "trained": trained,
+                        "seq_len": seq_len,
+                        "world_size": world_size,
+                        "flops_vs_no_tiles": flops_in_tiles / flops,
+                        "bytes_vs_no_tiles": moved_in_tiles / moved,
+                        "flops": flops_in_tiles,
+                        "bytes": moved_in_tiles,
+                    }
+                )
+    return rows
+
+
+def tile_table(rows: list[dict[str, Any]]) -> str:
+    """All rows, in Markdown."""
+    head = ["model", "trained", "T", "ranks", "FLOPs, tiles / none", "bytes, tiles / none"]
+    lines = [
+        [
+            row["model"],
+            row["trained"],
+            f"{row['seq_len']:,}",
+            str(row["world_size"]),
+            f"{row['flops_vs_no_tiles']:.4f}",
+            f"{row['bytes_vs_no_tiles']:.4f}",
+        ]
+        for row in rows
+    ]
+    return markdown(head, lines)
 
 
 def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
@@ -201,7 +255,7 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
     from torchtitan_dp.plan.fake_step import fake_world
     from torchtitan_dp.privacy import summation
 
-    from . import kernels, region_kernels
+    from . import fused
     from .counting import Counts
 
     assert not case.compiled or case.method == "grad_sample"
@@ -215,9 +269,9 @@ def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
             # For gloo and the CPU alone.
             (parallelize, "_sum_reductions_only", _nothing),
             # As on CUDA.
-            (torch.nn.functional, "rms_norm", kernels.rms_norm),
-            (parallelize, "compiled", region_kernels.regions),
-            (summation, "add_gaussian_noise_", kernels.noise),
+            (torch.nn.functional, "rms_norm", fused.rms_norm),
+            (parallelize, "compiled", fused.regions),
+            (summation, "add_gaussian_noise_", fused.noise),
             (torch.optim, "AdamW", functools.partial(_fused, torch.optim.AdamW)),
         ):
             stack.enter_context(unittest.mock.patch.object(owner, name, instead))
@@ -299,18 +353,7 @@ def _watch_loss_head(output: Any, counts: Any) -> None:
     output.register_forward_pre_hook(enter)
 
 
-def _main() -> None:
-    case, seq_lens = json.load(sys.stdin)
-    found = count_here(Case(**case), seq_lens)
-    print(
-        json.dumps(
-            {
-                what: {seq_len: asdict(one) for seq_len, one in by_length.items()}
-                for what, by_length in found.items()
-            }
-        )
-    )
-
-
 if __name__ == "__main__":
-    _main()
+    case_, seq_lens_ = json.load(sys.stdin)
+    counted_ = count_here(Case(**case_), seq_lens_)
+    print(json.dumps({w: {t: asdict(one) for t, one in by.items()} for w, by in counted_.items()}))
