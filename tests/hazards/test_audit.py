@@ -70,11 +70,11 @@ def play(*names, trials, fault=None, degrees=(1, 1, 1), confidence=0.95, **terms
 
 def noise(change, name="add_gaussian_noise_"):
     """Noise with other terms, of one kind: flagged only if the game plays with that kind."""
-    from torchtitan_dp.privacy import summation
+    from torchtitan_dp import optimizer
 
-    add = getattr(summation, name)
+    add = getattr(optimizer, name)
     patched = lambda flat, **terms: add(flat, **(terms | change(**terms)))  # noqa: E731
-    return mock.patch.object(summation, name, patched)
+    return mock.patch.object(optimizer, name, patched)
 
 
 def clipping(change):
