@@ -309,8 +309,11 @@ def predict_here(task: Task) -> Row:
 
     best = longest(lambda seq_len: at(seq_len) <= limit, task.first)
     beyond = at(SHORTEST if best is None else 2 * best) / GIB
-    peak = None if best is None else at(best) / GIB
-    return {"longest_seq_len": best, "peak_memory_gib": peak, "peak_memory_gib_beyond": beyond}
+    return {
+        "longest_seq_len": best,
+        "peak_memory_gib": None if best is None else at(best) / GIB,
+        "peak_memory_gib_beyond": beyond,
+    }
 
 
 def _by_layers(task: Task, seq_len: int, of: Callable[[Any, Any, int], dict[str, float]]) -> Row:

@@ -13,11 +13,13 @@ own, on the records and on canaries of text, and attacks nothing but the exporte
 import argparse
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -27,7 +29,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.tools.logging import logger
 from torchtitan.tools.utils import device_type
 
-from torchtitan_dp.audit import released, report
+from torchtitan_dp.audit import released
 from torchtitan_dp.audit.game import Game, share_of
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import Start, decision, plan_start
@@ -79,6 +81,7 @@ def main(argv: list[str]) -> None:
         if plays:
             check_power(plan.settings.mechanism, options.trials, options.confidence)
     _start_ranks()
+    attacked = None
     if plays:
         root = shared_root_key(torch.device(device_type), config.privacy.debug_seed)
         terms = {"trials": options.trials, "confidence": options.confidence}
@@ -89,13 +92,11 @@ def main(argv: list[str]) -> None:
     if dist.get_rank() == 0:
         if not plays:
             _publish(config.job.dump_folder, result)
-        print("\n".join(report.table(result)), file=sys.stderr)
+        print("\n".join(table(result)), file=sys.stderr)
         if options.json:
             write_json(options.json, result)
-        if options.plot and plays:
-            report.plot_game(result, options.plot)
-        elif options.plot:
-            report.plot_texts(attacked, options.plot)
+        if options.plot:
+            plot(result, attacked, options.plot)
     dist.destroy_process_group()
     if result["exceeds_claim"]:
         raise SystemExit(1)
@@ -267,6 +268,97 @@ def _publish(folder: str, result: dict[str, Any]) -> None:
         "the weights there are not private, for good: delete them",
     ):
         print(f"audit: {line}", file=sys.stderr)
+
+
+_LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may exist"
+
+
+def _down(lower_bound: float, decimals: int) -> str:
+    """Format a lower bound, rounded down: never more than was shown."""
+    return f"{math.floor(lower_bound * 10**decimals) / 10**decimals:.{decimals}f}"
+
+
+def _claim(value: float | None) -> str:
+    return "nothing" if value is None else rounded_up(value, digits=3)
+
+
+def table(result: dict[str, Any]) -> list[str]:
+    """Return the lines of a result, the content of `--json`."""
+    of_instrument = _game_lines if result["instrument"] == "game" else _text_lines
+    lines = [
+        f"epsilon >= {_down(result['epsilon_lower_bound'], 2)} at delta = {result['delta']:g}, "
+        f"with {result['confidence']:.4g} confidence; claimed: {_claim(result['epsilon_claimed'])}",
+        *of_instrument(result),
+        "FAULT: more leaks than is claimed; do not publish what this code trained"
+        if result["exceeds_claim"]
+        else "no fault found",
+    ]
+    first, *others = lines
+    return [f"audit ({result['instrument']}): {first}", *(f"      {line}" for line in others)]
+
+
+def _game_lines(result: dict[str, Any]) -> list[str]:
+    steps = "one step" if result["steps"] == 1 else f"a round of {result['steps']} steps"
+    lines = [
+        f"{steps}; mu >= {_down(result['mu_lower_bound'], 3)}, claimed: "
+        f"{result['mu_claimed']:.3f}; 2 x {result['trials']} trials a case"
+    ]
+    for name, case in result["cases"].items():
+        verdict = "EXCEEDS the claim" if case["mu_lower_bound"] > result["mu_claimed"] else ""
+        lines.append(
+            f"{name:16} mu >= {_down(case['mu_lower_bound'], 3):>6}   wrong: "
+            f"{case['false_positives']:4} without, {case['false_negatives']:4} with   {verdict}"
+        )
+    return [*lines, f"about {steps} of a tiny model; {_LOW_IS_NO_PROOF}"]
+
+
+def _text_lines(result: dict[str, Any]) -> list[str]:
+    seen, members = result["detected"], result["included"]
+    others = result["canaries"] - members
+    spelt = "; ".join(
+        f"{how} decoding spells {hits['included']} of {members} included secrets, "
+        f"{hits['excluded']} of {others} excluded ones"
+        for how, hits in result["extracted"].items()
+    )
+    return [
+        f"mu >= {_down(result['mu_lower_bound'], 3)}, claimed: {_claim(result['mu_claimed'])} "
+        f"but for {result['mu_but_for']:g}; with all guesses right "
+        f"{_down(result['mu_lower_bound_if_all_right'], 2)}",
+        f"{result['correct']} of {result['guesses']} guesses right, on {result['canaries']} "
+        f"documents of which {members} were included",
+        f"with 1% false positives it detects {seen['share']:.1%} of members "
+        f"({seen['at_least']:.1%} to {seen['at_most']:.1%}); the claim allows "
+        f"{result['detected_at_most']:.1%}",
+        spelt,
+        f"by the exported model alone, about these documents; {_LOW_IS_NO_PROOF}",
+    ]
+
+
+def plot(result: dict[str, Any], attacked: released.TextAudit | None, path: str) -> None:
+    """Plot each case's bound on mu and the claim, or the scores of texts by their coin."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.2), layout="constrained")
+    axes = figure.subplots()
+    if attacked is None:
+        names = [name.replace("_", " ") for name in result["cases"]]
+        bounds = [case["mu_lower_bound"] for case in result["cases"].values()]
+        colors = ["tab:red" if bound > result["mu_claimed"] else "tab:blue" for bound in bounds]
+        axes.bar_label(axes.barh(names, bounds, color=colors), fmt="%.2f", padding=3)
+        axes.axvline(result["mu_claimed"], color="black", lw=1, ls="--")
+        axes.invert_yaxis()
+        axes.margins(x=0.12)
+        axes.set_xlabel("lower bound on mu (dashed: the claim)")
+    else:
+        finite = attacked.scores[np.isfinite(attacked.scores)]
+        bins = np.histogram_bin_edges(finite, bins=40).tolist()
+        for label, which in (("excluded", ~attacked.included), ("included", attacked.included)):
+            mine = attacked.scores[which]  # in blue, and in orange
+            axes.hist(mine, bins=bins, alpha=0.6, label=f"{label} ({len(mine)})")
+        axes.set_xlabel("score (nats by which the release finds the document likelier)")
+        axes.legend(frameon=False)
+    axes.set_title(table(result)[0], fontsize="small")
+    figure.savefig(path, dpi=150)
 
 
 if __name__ == "__main__":

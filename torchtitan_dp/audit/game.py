@@ -5,13 +5,9 @@ gradient method, `ClippedSum`, its reductions and `DPOptimizer`, up to the gradi
 Only the model is small. Its loss is linear, so that a case chooses each unit's gradient. A case is
 a pair of batches that differ in one unit, and shows one kind of fault (docs/audit.md lists them).
 
-With `[lora]` the parameters are the factors A and B of two adapted layers. Each kind has cases of
-its own for noise and for norms. In `twin_parameters` a factor has the opposite sign of its twin in
-the other layer and of the other factor in its own, so that noise shared with either shows.
-
-Noise that is correlated over steps is attacked by a trial of a whole round of them, the first with
-the batch and the others empty: their noise takes back part of the first one's. The score is the
-best linear one of all of them.
+With `[lora]` the parameters are the factors A and B of two adapted layers. Noise that is correlated
+over steps is attacked by a trial of a whole round of them, the first with the batch and the others
+empty: their noise takes back part of the first one's. The score is the best linear one.
 
 Guarantee:
     If steps are the claimed mechanism's, `Game.play` exceeds the claim with probability at most
@@ -68,15 +64,6 @@ class Case:
     factors: tuple[float, float]  # with LoRA, a gradient's shares in B and in A: of norm 1
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """The errors of the guesses in one case, and the bound that they prove."""
-
-    mu_lower_bound: float
-    false_positives: int
-    false_negatives: int
-
-
 def cases(rows: int) -> list[Case]:
     """Make all cases, for two parameters of `rows` values each."""
     u = torch.full((2, rows), (2 * rows) ** -0.5)
@@ -115,7 +102,7 @@ def sizes(privacy: Privacy, *, ranks: int, cp: int) -> tuple[int, int, int]:
 
 
 class _Dials(nn.Module):
-    """W = 2 parameters whose per-sample gradients, (2, N) for sample b, are the model's input.
+    """W = 2 parameters whose per-sample gradients, (2, N), are the model's input.
 
     They lie in the first columns: of rank one, which is the worst for an estimate of the norm.
     """
@@ -166,20 +153,19 @@ class _AdaptedDials(_Dials):
 
 
 class _Observer(torch.optim.Optimizer):
-    """A stand-in for AdamW that scores gradients: this rank's parts of dot products with a
-    direction."""
+    """A stand-in for AdamW: this rank's parts of gradients' dot products with a direction."""
 
     def __init__(
         self, parameters: dict[str, nn.Parameter], dials: tuple[str, ...], mesh: DeviceMesh
     ) -> None:
-        """Take all trained parameters, and the names of the W that directions are of."""
+        """Watch the W parameters `dials` of all trained ones."""
         super().__init__(list(parameters.values()), {})
         self._watched, self._mesh = [parameters[name] for name in dials], mesh
         self._along: list[torch.Tensor] = []
         self.scores: list[torch.Tensor] = []
 
     def restart(self, direction_WN: torch.Tensor) -> None:
-        """Take another direction, of the parameters' first columns, and drop the scores."""
+        """Score along another direction, of the parameters' first columns."""
         rank, ranks = self._mesh.get_local_rank(), self._mesh.size()
         self._along = [whole_N.chunk(ranks)[rank] for whole_N in direction_WN]
         self.scores = []
@@ -207,7 +193,6 @@ class Game:
         """
         Args:
             mechanism: the claim, with noise.
-            batch_size: MBS.
             degrees: dp_replicate, dp_shard, cp.
             root: the same on all ranks; the streams "noise" and "projection" are used up.
             lora: the adapters, if any; only alpha / r matters here.
@@ -248,8 +233,8 @@ class Game:
         """
         each = share_of(confidence)
         claimed = self._mechanism.claimed_mu(trials=trials, confidence=each)
-        outcomes = [self.play(case, trials=trials, confidence=each) for case in self.cases]
-        most = max(outcome.mu_lower_bound for outcome in outcomes)
+        found = {c.name: self.play(c, trials=trials, confidence=each) for c in self.cases}
+        most = max(case["mu_lower_bound"] for case in found.values())
         return {
             "instrument": "game",
             "epsilon_lower_bound": gaussian_epsilon(most, delta),
@@ -261,27 +246,24 @@ class Game:
             "mu_claimed": claimed,
             "steps": self.steps,
             "trials": trials,
-            "cases": {
-                case.name: vars(outcome) for case, outcome in zip(self.cases, outcomes, strict=True)
-            },
+            "cases": found,
         }
 
-    def play(self, case: Case, *, trials: int, confidence: float) -> Outcome:
+    def play(self, case: Case, *, trials: int, confidence: float) -> dict[str, float]:
         """Guess in `trials` steps with the unit and in as many without; the confidence is of this
-        case alone. Collective over the world; all ranks return the same."""
+        case alone. Return the errors and the bound on mu that they prove.
+
+        Collective over the world; all ranks return the same.
+        """
         without = self.scores(case, case.without_UPN, trials)
         with_it = self.scores(case, case.with_UPN, trials)
         # A NaN score gives the unit away: it counts as "with".
-        false_positives = int((~(without < case.threshold)).sum())
-        false_negatives = int((with_it < case.threshold).sum())
-        mu = gaussian_mu(
-            false_positives=false_positives,
-            negatives=trials,
-            false_negatives=false_negatives,
-            positives=trials,
-            confidence=confidence,
-        )
-        return Outcome(mu, false_positives, false_negatives)
+        errors = {
+            "false_positives": int((~(without < case.threshold)).sum()),
+            "false_negatives": int((with_it < case.threshold).sum()),
+        }
+        mu = gaussian_mu(**errors, negatives=trials, positives=trials, confidence=confidence)
+        return {"mu_lower_bound": mu, **errors}
 
     def scores(self, case: Case, batch_UPN: torch.Tensor, trials: int) -> np.ndarray:
         """Take steps on one batch; return each noised gradient's dot product with the case's

@@ -31,7 +31,7 @@ from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0, shared_root_key
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, one_run_mu, rate_upper_bound
 from torchtitan_dp.privacy.meaning import meaning
-from torchtitan_dp.privacy.secure_draws import coins
+from torchtitan_dp.privacy.sampling import coins
 from torchtitan_dp.process import write_atomically
 from torchtitan_dp.train import DPTrainer, export_weights
 
@@ -74,19 +74,9 @@ class TextTrainer(DPTrainer):
         if dist.get_rank() == 0 and self.step % max(steps // 10, 1) == 0:
             print(f"audit: step {self.step} of {steps}", file=sys.stderr)
 
-    @property
-    def _guesses_file(self) -> str:
-        return os.path.join(self.job_config.job.dump_folder, GUESSES_FILE)
-
-    def commit(self, scores: np.ndarray, guesses: np.ndarray) -> dict[str, Any]:
-        """Write scores and guesses to disk, and return the file's content."""
-        content = {"scores": scores.tolist(), "guesses": guesses.tolist()}
-        write_atomically(self._guesses_file, json.dumps(content).encode())
-        return content
-
     def unblind(self) -> np.ndarray:
         """Reveal the coins, bool (canaries,), after the guesses are on disk."""
-        assert os.path.exists(self._guesses_file)
+        assert os.path.exists(os.path.join(self.job_config.job.dump_folder, GUESSES_FILE))
         return self._included
 
 
@@ -143,8 +133,8 @@ def audit(
         "detected": detected(scores, included, each),
         "extracted": {
             how: {
-                "included": int(np.sum(np.array(found[how])[included])),
-                "excluded": int(np.sum(np.array(found[how])[~included])),
+                name: int(np.sum(np.array(found[how])[which]))
+                for name, which in (("included", included), ("excluded", ~included))
             }
             for how in ("greedy", "sampled")
         },
@@ -164,9 +154,12 @@ def _attack(
     model = texts.load_model(folder, base_folder, trainer.device)
     base = base_folder and texts.load_model(base_folder, None, trainer.device)
     scores = texts.scores(model, base, trainer.ids, documents)
-    committed = trainer.commit(scores, guess(scores, guesses))
-    tokenizer = load_tokenizer(trainer.job_config.model.hf_assets_path)
-    return committed | texts.extracted(model, documents, tokenizer)
+    content = {"scores": scores.tolist(), "guesses": guess(scores, guesses).tolist()}
+    job_config = trainer.job_config
+    path = os.path.join(job_config.job.dump_folder, GUESSES_FILE)
+    write_atomically(path, json.dumps(content).encode())
+    tokenizer = load_tokenizer(job_config.model.hf_assets_path)
+    return content | texts.extracted(model, documents, tokenizer)
 
 
 def _bounds(

@@ -1,12 +1,9 @@
 """Canaries of text: short documents, each with a secret, and the attack that looks for it.
 
-All of them are public and harmless, written from templates by a public seed: names, places and
-dates are drawn from lists, the secret is a row of digits that means nothing. Only which of them
-were trained on is secret. A document states its secret several times, as a record does with the
-name of its patient: one unit's gradient is clipped to C however often it repeats itself.
-
-The attacker has the released folder and its public starting weights, if there are some, and reads
-both with `transformers` alone: nothing of the trainer, no coin, no gradient.
+All are public and harmless, written from templates by a public seed; only which of them were
+trained on is secret. A document states its secret several times, as a record does with the name of
+its patient: one unit's gradient is clipped to C however often it repeats itself. The attacker reads
+the released folder and its public starting weights with `transformers` alone.
 """
 
 import os
@@ -42,10 +39,10 @@ _TEMPLATES = (  # {n} a name, {t} a town, {w} a word, {d} a day; {s} the secret
 
 
 class TextCanary(NamedTuple):
-    """A document, and its beginning up to where its secret stands for the first time."""
+    """A document with a secret."""
 
     text: str
-    prompt: str
+    prompt: str  # its beginning, up to where the secret stands for the first time
     secret: str  # a blank and digits
     domain: int
 
@@ -104,14 +101,8 @@ class PlantedSamples(Samples):
             ids: of each canary's document, int64.
             included: bool (canaries,). SECRET.
         """
-        super().__init__(
-            real.store,
-            real.seq_len,
-            one_record=real.one_record,
-            window=real.window,
-            has_answers=real.has_answers,
-            pad_id=real.pad_id,
-        )
+        keys = ("one_record", "window", "has_answers", "pad_id")
+        super().__init__(real.store, real.seq_len, **{key: getattr(real, key) for key in keys})
         planted = zip(ids, included.tolist(), strict=True)
         self._planted = [one if is_in else NOTHING for one, is_in in planted]
 
