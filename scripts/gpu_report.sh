@@ -64,7 +64,7 @@ part() { # name, command …: run it, unless it is not wanted or done
     fi
     [[ "$status" == ok || "$status" == "no CUDA device" ]] || failed=1
     echo "$name: $status"
-    "$PY" scripts/benchmarking/gpu_table.py "$OUT" "$name" "$status" $((SECONDS - began)) "$*"
+    "$PY" scripts/benchmarking/gpu_parts.py report "$OUT" "$name" "$status" $((SECONDS - began)) "$*"
 }
 
 train() { # name, more overrides: twelve steps of the debug model
