@@ -90,7 +90,7 @@ def main(argv: list[str]) -> None:
         attacked = attack_texts(options, config, decide)
         result = attacked.result
     if dist.get_rank() == 0:
-        if not plays:
+        if attacked:
             _publish(config.job.dump_folder, result)
         print("\n".join(table(result)), file=sys.stderr)
         if options.json:
@@ -262,12 +262,12 @@ def _publish(folder: str, result: dict[str, Any]) -> None:
     assert spent is not None
     cost = spent["epsilon_executed"]
     price = "has no epsilon" if cost is None else f"spends epsilon = {rounded_up(cost)}"
-    for line in (
-        f"publishing this result {price} on the records; python -m torchtitan_dp.ledger adds it "
-        f"up, from {folder}/",
-        "the weights there are not private, for good: delete them",
-    ):
-        print(f"audit: {line}", file=sys.stderr)
+    print(
+        f"audit: publishing this result {price} on the records; python -m torchtitan_dp.ledger "
+        f"adds it up, from {folder}/\n"
+        "audit: the weights there are not private, for good: delete them",
+        file=sys.stderr,
+    )
 
 
 _LOW_IS_NO_PROOF = "a bound below the claim proves nothing: a better attack may exist"

@@ -71,17 +71,18 @@ def cases(rows: int) -> list[Case]:
     halves[:, rows // 2 :] *= -1
     parameters[1] *= -1
     none = torch.zeros_like(u)
-    batch = torch.stack
     in_b, in_a, in_both = (1.0, 0.0), (0.0, 1.0), (0.5**0.5, -(0.5**0.5))
+
+    def case(name: str, first: torch.Tensor, unit: torch.Tensor, *more: Any) -> Case:
+        return Case(name, torch.stack([first, none]), torch.stack([first, unit]), *more)
+
     return [
-        Case("norm_C", batch([none, none]), batch([none, u]), u, 0.5, in_a),
-        Case("norm_100C", batch([none, none]), batch([none, 100 * u]), u, 0.5, in_b),
-        Case("neighbour", batch([u, none]), batch([u, -10 * u]), -u, -0.5, in_a),
-        *(
-            Case(name, batch([none, none]), batch([none, twins]), twins, 0.5, in_both)
-            for name, twins in (("twin_halves", halves), ("twin_parameters", parameters))
-        ),
-        Case("not_a_number", batch([u, none]), batch([u, u * torch.nan]), -u, -0.5, in_both),
+        case("norm_C", none, u, u, 0.5, in_a),
+        case("norm_100C", none, 100 * u, u, 0.5, in_b),
+        case("neighbour", u, -10 * u, -u, -0.5, in_a),
+        case("twin_halves", none, halves, halves, 0.5, in_both),
+        case("twin_parameters", none, parameters, parameters, 0.5, in_both),
+        case("not_a_number", u, u * torch.nan, -u, -0.5, in_both),
     ]
 
 
@@ -158,7 +159,6 @@ class _Observer(torch.optim.Optimizer):
     def __init__(
         self, parameters: dict[str, nn.Parameter], dials: tuple[str, ...], mesh: DeviceMesh
     ) -> None:
-        """Watch the W parameters `dials` of all trained ones."""
         super().__init__(list(parameters.values()), {})
         self._watched, self._mesh = [parameters[name] for name in dials], mesh
         self._along: list[torch.Tensor] = []
@@ -210,10 +210,8 @@ class Game:
         self._device = torch.device(mesh.device_type)
         tokens, rows, columns = sizes(privacy, ranks=mesh.size(), cp=self._cp)
         self.cases = cases(rows)
-        model = _Dials(tokens, rows, columns)
-        if lora is not None:
-            model = _AdaptedDials(tokens, rows, lora)
-        model.to(self._device)
+        adapted = lora and _AdaptedDials(tokens, rows, lora)
+        model = (adapted or _Dials(tokens, rows, columns)).to(self._device)
         if METHODS[privacy.gradient_method].per_sample_layers:
             per_sample_layers(model)
         module = _shard(model, mesh)
@@ -267,8 +265,7 @@ class Game:
 
     def scores(self, case: Case, batch_UPN: torch.Tensor, trials: int) -> np.ndarray:
         """Take steps on one batch; return each noised gradient's dot product with the case's
-        direction, over C: fp64 (trials,), the same on all ranks.
-        """
+        direction, over C: fp64 (trials,), the same on all ranks."""
         self._observer.restart(self._model.place(case).to(self._device))
         # The loss is the sum of the cp ranks' parts.
         units_UPN = (batch_UPN * (self._C / self._cp)).to(self._device)
@@ -300,8 +297,8 @@ class Game:
 def _weights(steps: int) -> np.ndarray:
     """Return the weights of a trial's steps in its score, the first 1, for which noise is least.
 
-    A unit in the first step adds the column c to C x, whose noise is white. So the best score is
-    along c, in C x; that is along the rows of C transposed times c in the steps themselves.
+    A unit in the first step adds the column c to C x, whose noise is white: the best score is along
+    c in C x, which is along C transposed times c in the steps themselves.
     """
     c = np.array(column(steps))
     return np.correlate(c, c, "full")[steps - 1 :] / (c @ c)
