@@ -242,33 +242,18 @@ def _machine(devices: int) -> str:
 def _markdown(result: dict[str, Any]) -> str:
     if "paper_tables" in result:
         return paper.page(result["paper_tables"])
-    if "counts" in result:
-        command = f"torch {result['torch']}. `{result['command']}`"
-        return f"{command}\n\n{counts.counts_tables(result['counts'])}"
-    if "tiles" in result:
-        command = f"torch {result['torch']}. `{result['command']}`"
-        return f"{command}\n\n{counts.tile_table(result['tiles'])}"
-    parts = [f"{result['machine']}. `{result['command']}`"]
-    if any(result.get(table) for table in COMPARED):
+    machine = result.get("machine", f"torch {result.get('torch')}")
+    parts = [f"{machine}. `{result['command']}`"]
+    if "rounds" in result:
         parts.append(
             f"Medians of {result['rounds']} rounds; a gap is non-DP's throughput over the arm's, "
-            f"or the arm's memory over non-DP's, both with or both without AC, or LoRA. Private "
+            "or the arm's memory over non-DP's, both with or both without AC, or LoRA. Private "
             f"arms have {result['draws']}."
         )
-    if result.get("arms"):
-        parts.append(tables.arms_tables(result["arms"]))
-    if result.get("lengths"):
-        parts.append(tables.lengths_table(result["lengths"]))
-    if result.get("ranks"):
-        parts.append(tables.ranks_table(result["ranks"]))
-    if result.get("crossover"):
-        parts.append(tables.crossover_section(result["crossover"]))
-    if rows := result.get("data"):  # of a table that is no longer measured
-        lines = [[str(value) for value in row.values()] for row in rows]
-        parts.append(tables.markdown(list(rows[0]), lines))
+    parts += [tables.table(kind, result[kind]) for kind in tables.COLUMNS if result.get(kind)]
     parts += [
         f"Skipped on {one['world_size']}: {one['name']}: {one['reason']}"
-        for one in result["skipped"]
+        for one in result.get("skipped", [])
     ]
     return "\n\n".join(parts)
 

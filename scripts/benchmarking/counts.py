@@ -22,7 +22,6 @@ from typing import Any
 from torchtitan_dp.gradients.methods import automatic
 
 from .processes import show
-from .tables import markdown
 
 MODELS = ("1B", "3B", "8B")
 SEQ_LENS = (4096, 16384, 65536)
@@ -151,47 +150,6 @@ def _compared(plain: Count, private: Count) -> dict[str, Any]:
     }
 
 
-def counts_tables(rows: list[dict[str, Any]]) -> str:
-    """All rows, and by part where T is the middle one."""
-    head = ["model", "method", "MBS", "T", "FLOPs, DP / plain", "bytes, DP / plain"]
-    head += ["TFLOPs", "GB, plain", "GB, DP", "GB of the update, plain", "DP"]
-    lines = [
-        [
-            row["model"],
-            f"`{row['method']}`",
-            str(row["local_batch_size"]),
-            f"{row['seq_len']:,}",
-            f"{row['flops_vs_non_dp']:.3f}",
-            f"{row['bytes_vs_non_dp']:.3f}",
-            f"{row['flops'] / 1e12:.1f}",
-            *(f"{size / 1e9:.1f}" for size in (row["non_dp_bytes"], row["bytes"])),
-            *(f"{size / 1e9:.1f}" for size in row["update_bytes"]),
-        ]
-        for row in rows
-    ]
-    return (
-        "### A microbatch, counted\n\n"
-        + markdown(head, lines)
-        + "\n\n### GB of a microbatch by part, plain → private\n\n"
-        + _by_part(rows)
-    )
-
-
-def _by_part(rows: list[dict[str, Any]]) -> str:
-    parts = sorted({part for row in rows for part in row["bytes_by_part"]})
-    head = ["model", "MBS", "T", *parts]
-    lines = []
-    for row in rows:
-        pairs = [(row["non_dp_bytes_by_part"], row["bytes_by_part"])] * len(parts)
-        cells = [
-            " → ".join(f"{one.get(part, 0) / 1e9:.1f}" for one in pair)
-            for part, pair in zip(parts, pairs, strict=True)
-        ]
-        shape = [row["model"], str(row["local_batch_size"]), f"{row['seq_len']:,}"]
-        lines.append([*shape, *cells])
-    return markdown(head, lines)
-
-
 TILED_SHAPES = ((65536, 4), (1048576, 8))  # T, ranks
 TRAINED = {"all weights": (), "LoRA": ("--lora.rank=16",)}
 
@@ -223,23 +181,6 @@ def tile_rows(models: list[str], shapes: tuple[tuple[int, int], ...] = TILED_SHA
                     }
                 )
     return rows
-
-
-def tile_table(rows: list[dict[str, Any]]) -> str:
-    """All rows, in Markdown."""
-    head = ["model", "trained", "T", "ranks", "FLOPs, tiles / none", "bytes, tiles / none"]
-    lines = [
-        [
-            row["model"],
-            row["trained"],
-            f"{row['seq_len']:,}",
-            str(row["world_size"]),
-            f"{row['flops_vs_no_tiles']:.4f}",
-            f"{row['bytes_vs_no_tiles']:.4f}",
-        ]
-        for row in rows
-    ]
-    return markdown(head, lines)
 
 
 def count_here(case: Case, seq_lens: list[int]) -> dict[str, dict[int, Count]]:
