@@ -41,18 +41,11 @@ NOT_TEXT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "pyd
 NOT_TEXT |= {"encodings", "lib2to3", "ensurepip", "__pycache__"}
 PIECE_CHARACTERS = 6000  # of public text: a sample's worth, about 2,048 tokens
 SEQ_LEN, BUCKET = 2048, 256  # of the evaluation, tokens
-SHAPE = {
-    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64},
-    **{"intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2},
-    **{"num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": SEQ_LEN},
-    **{"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "hidden_act": "silu"},
-    **{
-        "tie_word_embeddings": False,
-        "torch_dtype": "float32",
-        "bos_token_id": 0,
-        "eos_token_id": 1,
-    },
-}
+SHAPE = json.loads("""{"architectures": ["LlamaForCausalLM"], "model_type": "llama",
+"hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2, "num_attention_heads": 2,
+"num_key_value_heads": 2, "vocab_size": 1024, "max_position_embeddings": 2048, "hidden_act": "silu",
+"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": false, "torch_dtype": "float32",
+"bos_token_id": 0, "eos_token_id": 1}""")
 MARKS = {"bos_token": "<|begin_of_text|>", "eos_token": "<|end_of_text|>"}
 COMMON = """job.custom_config_module = "torchtitan_dp.config"; model.name = "llama3"
 activation_checkpoint.mode = "none"; checkpoint.enable = true; checkpoint.last_save_in_hf = true
@@ -259,10 +252,8 @@ def do(out: Path, run: Run, steps: int | None) -> Run:
     if path.exists():
         found: Run = json.loads(path.read_text())
         return found
-    told, weights = (
-        {key: run[key] for key in ("name", "arm", "options") if key in run},
-        out / "base",
-    )
+    told: Run = {key: run[key] for key in ("name", "arm", "options") if key in run}
+    weights = out / "base"
     if "options" in run:
         shutil.rmtree(folder, ignore_errors=True)  # of a run that was cut off
         options = re.sub(r"--job.config_file \S+", "--job.config_file private.toml", run["options"])
