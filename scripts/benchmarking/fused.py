@@ -128,7 +128,8 @@ class _AddAndNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_h: Tensor, grad_y: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad, grad_weight = _norm_gradients(grad_y, *ctx.saved_tensors, more=grad_h)
+        h, scale, weight_BD = ctx.saved_tensors
+        grad, grad_weight = _norm_gradients(grad_y, h, scale, weight_BD, grad_h)
         return grad, grad, grad_weight, None
 
 

@@ -169,26 +169,31 @@ FAULTS = {
     "norms not reduced": norms_not_reduced,
     "samples summed over dp": samples_summed_over_dp,
 }
-FLAGGED = [
-    ("no noise", "norm_C", 30),
-    ("half the noise", "norm_C", 100),
-    ("no clipping", "norm_100C", 30),
-    ("clipping after the sum", "neighbour", 70),
-    ("bad samples kept", "not_a_number", 30),
-    ("noise repeated across parameters", "twin_parameters", 40),
+ADAPTERS, TWO_CP, TWO_DP = {"adapters": True}, {"degrees": (1, 1, 2)}, {"degrees": (1, 2, 1)}
+FLAGGED = [  # a fault, the case that shows it, trials, and what is played
+    ("no noise", "norm_C", 30, {}),
+    ("half the noise", "norm_C", 100, {}),
+    ("half the noise", "norm_C", 70, {"bands": 2}),
+    ("half the secure noise", "norm_C", 70, {"secure_noise": True}),
+    ("no clipping", "norm_100C", 30, {}),
+    ("clipping after the sum", "neighbour", 70, {}),
+    ("bad samples kept", "not_a_number", 30, {}),
+    ("noise repeated across parameters", "twin_parameters", 40, {}),
+    ("noise repeated across shards", "twin_halves", 40, TWO_CP),
+    ("samples summed over dp", "neighbour", 70, TWO_DP),
+    ("no noise on A", "norm_C", 30, ADAPTERS),
+    ("no noise on B", "norm_100C", 30, ADAPTERS),
 ]
-FLAGGED_IN_ADAPTERS = [
-    ("half the noise", "norm_100C", 150),
-    ("no clipping", "neighbour", 50),
-    ("no noise on A", "norm_C", 30),
-    ("no noise on B", "norm_100C", 30),
-    ("noise named by kind of factor", "twin_parameters", 50),
-    ("noise named by layer", "twin_parameters", 50),
-]
-FLAGGED_ON_TWO_RANKS = [
-    ("noise repeated across shards", (1, 1, 2), "twin_halves", 40),
-    ("norms not reduced", (1, 1, 2), "norm_100C", 500),
-    ("samples summed over dp", (1, 2, 1), "neighbour", 70),
+FLAGGED_BY_A_CAMPAIGN = [
+    ("sensitivity 1", "norm_C", 500, {"bands": 16}),
+    ("norms not reduced", "norm_100C", 500, TWO_CP),
+    ("norms not reduced", "norm_100C", 500, TWO_CP | ADAPTERS),
+    ("noise repeated across shards", "twin_halves", 40, TWO_CP | ADAPTERS),
+    ("samples summed over dp", "neighbour", 100, TWO_DP | ADAPTERS),
+    ("half the noise", "norm_100C", 150, ADAPTERS),
+    ("no clipping", "neighbour", 50, ADAPTERS),
+    ("noise named by kind of factor", "twin_parameters", 50, ADAPTERS),
+    ("noise named by layer", "twin_parameters", 50, ADAPTERS),
 ]
 METHODS = {
     "microbatch": {},
@@ -231,29 +236,21 @@ def test_row35_and_56_with_adapters_it_stays_under_the_claim(degrees, method):
     stays_under_the_claim(play(**terms, **METHODS[method]), least)
 
 
-@pytest.mark.parametrize("fault, case, trials", FLAGGED)
-def test_row35_flags(fault, case, trials):
-    assert play(case, trials=trials, fault=fault)[case] > 1 / SIGMA
+def flags(fault, case, trials, terms):
+    if "degrees" in terms:
+        assert play(case, trials=40, **terms)[case] <= 1 / SIGMA
+    return play(case, trials=trials, fault=fault, **terms)[case] > 1 / SIGMA
 
 
-@pytest.mark.thorough_cases("[!n]*", "no clipping*", "noise *")
-@pytest.mark.parametrize("fault, case, trials", FLAGGED_IN_ADAPTERS)
-def test_row35_and_56_flags_in_adapters(fault, case, trials):
-    assert play(case, trials=trials, fault=fault, adapters=True)[case] > 1 / SIGMA
+@pytest.mark.parametrize("fault, case, trials, terms", FLAGGED)
+def test_row35_49_56_and_63_flags(fault, case, trials, terms):
+    assert flags(fault, case, trials, terms)
 
 
-@pytest.mark.thorough_cases("norms not reduced-*", "*-True")
-@pytest.mark.parametrize("adapters", [False, True])
-@pytest.mark.parametrize("fault, degrees, case, trials", FLAGGED_ON_TWO_RANKS)
-def test_row35_and_56_flags_on_two_ranks(fault, degrees, case, trials, adapters):
-    terms = {"degrees": degrees, "adapters": adapters}
-    assert play(case, trials=40, **terms)[case] <= 1 / SIGMA
-    assert play(case, trials=trials, fault=fault, **terms)[case] > 1 / SIGMA
-
-
-def test_row35_flags_half_of_the_noise_that_is_configured():
-    bounds = play("norm_C", trials=70, fault="half the secure noise", secure_noise=True)
-    assert bounds["norm_C"] > 1 / SIGMA
+@pytest.mark.thorough
+@pytest.mark.parametrize("fault, case, trials, terms", FLAGGED_BY_A_CAMPAIGN)
+def test_row35_56_and_63_flags_by_a_campaign(fault, case, trials, terms):
+    assert flags(fault, case, trials, terms)
 
 
 def play_in_one_layer(fault, factors, trials):
@@ -281,15 +278,6 @@ def test_row35_and_56_adapters_left_out_of_the_norm_are_flagged(factors, fault, 
 @pytest.mark.thorough
 def test_row63_a_round_of_correlated_noise_stays_under_the_claim():
     stays_under_the_claim(play(trials=300, confidence=0.999, bands=4))
-
-
-@pytest.mark.thorough_cases("sensitivity 1-*")
-@pytest.mark.parametrize(
-    "fault, bands, trials", [("sensitivity 1", 16, 500), ("half the noise", 2, 70)]
-)
-def test_row63_flags_too_little_correlated_noise(fault, bands, trials):
-    """Where a single step is noisy enough: later ones take its noise back."""
-    assert play("norm_C", trials=trials, fault=fault, bands=bands)["norm_C"] > 1 / SIGMA
 
 
 @pytest.mark.thorough_cases("None-*", "*-hutch++")
