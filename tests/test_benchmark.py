@@ -481,7 +481,8 @@ def test_all_lengths_of_the_crossover_have_as_many_tokens_a_step():
     asked = types.SimpleNamespace(
         config=str(ROOT / "train_configs/llama3_debug.toml"), **terms, **often
     )
-    settings = [setting for _, setting, _ in wanted.compare_crossover(asked, [], 1)]
+    long = ["--training.seq_len=1024"]
+    settings = [setting for _, setting, _ in wanted.compare_crossover(asked, long, 1)]
     assert [one.seq_len for one in settings] == [64, 128, 256, 512, 1024]
     assert {one.tokens for one in settings} == {4096}
     assert {one.local_batch_size for one in settings} == {4}

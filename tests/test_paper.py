@@ -110,7 +110,7 @@ def test_the_page_that_is_stored_has_its_figures():
     assert ["8B", "4", "1", "16384", "V2", "4.08k", "72.2", "1.09", "0.99"] in [
         line[:9] for line in lines
     ]
-    assert ["8B", "4", "1", "", "ghost", "4096", "8192"] in lines
+    assert ["8B", "4", "1", "", "ghost", "4096", "4096"] in lines
     assert "OOM" in text
 
 
