@@ -17,8 +17,7 @@ import math
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch.distributed as dist
@@ -39,12 +38,10 @@ GUESSES_FILE = "audit_guesses.json"
 FALSE_ALARMS = 0.01
 
 
-@dataclass(frozen=True)
-class TextAudit:
-    """The guesses, and the bounds that the right ones prove."""
+class TextAudit(NamedTuple):
+    """What an attack found, and the bounds that it proves."""
 
     scores: np.ndarray  # fp64 (canaries,)
-    guesses: np.ndarray  # int8 (canaries,): 1 included, -1 excluded, 0 no guess
     included: np.ndarray  # bool (canaries,)
     result: dict[str, Any]  # the content of `--json`
 
@@ -140,7 +137,7 @@ def audit(
         },
     }
     correct = int(np.sum((guessed == 1) & included) + np.sum((guessed == -1) & ~included))
-    return TextAudit(scores, guessed, included, result | _bounds(trainer, result, correct, each))
+    return TextAudit(scores, included, result | _bounds(trainer, result, correct, each))
 
 
 def _attack(
