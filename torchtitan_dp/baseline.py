@@ -21,7 +21,7 @@ from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import RecordLoader
-from torchtitan_dp.ledger import Ledger
+from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import origin
@@ -72,7 +72,7 @@ class BaselineTrainer(Trainer):
         """Return TorchTitan's entries of a checkpoint, and the ledger."""
         return {**super().state_dict(), "ledger": self._current().to_json()}
 
-    def _current(self) -> Ledger:
+    def _current(self) -> Lineage:
         return dataclasses.replace(self.ledger, steps=self.step)
 
     def _publish(self) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 import torch
@@ -65,6 +66,9 @@ class Checkpointer(CheckpointManager):
     folder: str
     """Of this run's checkpoints."""
 
+    saved: Callable[[int], None]
+    """Called on each rank with the step of a checkpoint, once all ranks' parts are on disk."""
+
     def __init__(
         self, trainer: Trainer, start: Start, origin: str, average: WeightAverage | None = None
     ) -> None:
@@ -92,6 +96,8 @@ class Checkpointer(CheckpointManager):
         parts = trainer.model_parts
         self._named = [pair for part in parts for pair in part.named_parameters()]
         self._average = average
+        self.saved: Callable[[int], None] = lambda step: None
+        self._under_way: int | None = None  # the step of a background save
 
     def load(self, step: int = -1) -> bool:
         """Load the decided weights; return whether any were loaded.
@@ -222,12 +228,25 @@ class Checkpointer(CheckpointManager):
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save as TorchTitan does; raise Fault in one line if this or a background save failed, or
         if the weights are not finite, also at the last step without a save."""
-        if last_step or (self.enable and self._should_save(curr_step)):
+        saves = self.enable and self._should_save(curr_step, last_step)
+        if last_step or saves:
             self.require_finite(curr_step)
         try:
             super().save(curr_step, last_step)
         except (CheckpointException, OSError) as error:
             self._raise_unsaved(curr_step, error)
+        if saves:
+            self._saves_waited_for()
+            if self.async_mode == AsyncMode.DISABLED or last_step:
+                self.saved(curr_step)
+            else:
+                self._under_way = curr_step
+
+    def _saves_waited_for(self) -> None:
+        """Report the background save before this one, which is on disk by now."""
+        if self._under_way is not None:
+            self.saved(self._under_way)
+        self._under_way = None
 
     @torch.no_grad()
     def stop_at(self, step: int, steps: int) -> bool:
@@ -247,6 +266,9 @@ class Checkpointer(CheckpointManager):
                 )
         except (CheckpointException, OSError) as error:
             self._raise_unsaved(step, error)
+        if saves:
+            self._saves_waited_for()
+            self.saved(step)
         kept = "saved" if saves else "not saved, since checkpoint.enable is false"
         logger.info(
             f"stopped at step {step} of {steps}, as requested, {kept}: the same command resumes"

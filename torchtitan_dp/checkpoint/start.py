@@ -37,7 +37,7 @@ from torchtitan_dp.checkpoint.plan import Plan, make_plan
 from torchtitan_dp.checkpoint.safe_load import METADATA_FILE
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import weights_folder
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, check_fingerprint
+from torchtitan_dp.ledger import Lineage, RunLog, check_fingerprint
 from torchtitan_dp.models.lora import is_adapter, without_adapters
 
 
@@ -70,7 +70,7 @@ class Start:
         return self.weights is not Weights.DRAWN
 
     @functools.cached_property
-    def resumed(self) -> Ledger | None:
+    def resumed(self) -> Lineage | None:
         """The ledger of this run's own weights.
 
         None if there are none, or if their checkpoint cannot be read, which the load detects.
@@ -79,7 +79,7 @@ class Start:
             return None
         try:
             text = read_ledger(self.place)
-            return None if text is None else Ledger.from_json(text)
+            return None if text is None else Lineage.from_json(text)
         except (ValueError, KeyError, TypeError, CheckpointException):
             return None
 
@@ -95,7 +95,7 @@ class Start:
         text = read_ledger(os.path.realpath(self.place))
         if text is None:
             return ledger_beside(self.place)
-        return InitialWeights(self.place, Ledger.from_json(text))
+        return InitialWeights(self.place, Lineage.from_json(text))
 
 
 def decide_start(config: JobConfig) -> Start:
@@ -209,7 +209,7 @@ def refuse_another_optimizer(config: JobConfig, start: Start) -> None:
         )
 
 
-def plan_start(config: JobConfig, units: int, start: Start, account: Ledger | None) -> Plan:
+def plan_start(config: JobConfig, units: int, start: Start, account: Lineage | None) -> Plan:
     """Plan the privacy budget of a run with this start.
 
     Args:
@@ -236,7 +236,7 @@ def check_records(folder: str, fingerprint: str, settings: Mapping[str, object])
     """
     if not os.path.isdir(folder):
         return
-    if ExecutedSteps(folder).count or checkpoint_folders(folder):
+    if RunLog(folder).count or checkpoint_folders(folder):
         check_fingerprint(folder, fingerprint, settings)
 
 

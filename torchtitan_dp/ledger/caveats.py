@@ -8,7 +8,7 @@ Guarantee:
 
 from collections.abc import Iterable
 
-from torchtitan_dp.ledger.lineage import Ledger
+from torchtitan_dp.ledger.lineage import Lineage, lost_by
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import MECHANISMS
@@ -31,9 +31,9 @@ _FIXED = (
 )
 
 
-def assumptions(ledger: Ledger) -> list[str]:
+def assumptions(lineage: Lineage) -> list[str]:
     """Return the assumptions of every run; none where there is no epsilon."""
-    if not ledger.composes:
+    if not lineage.composes:
         return []
     return [*_OF_EVERY_RUN, _FIXED]
 
@@ -48,17 +48,17 @@ _LOST = "steps were lost: "
 _ROUNDED = "the clipped sum is rounded: "
 
 
-def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]:
+def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[str]:
     """Return the caveats to read beside these epsilons of the run (infinite: not private)."""
-    found = list(ledger.caveats)
-    stopped = [f"{ledger.steps} of {ledger.planned_steps}"] if ledger.left else []
-    for ancestor in ledger.ancestors:
+    found = list(lineage.caveats)
+    stopped = [f"{lineage.steps} of {lineage.planned_steps}"] if lineage.left else []
+    for ancestor in lineage.ancestors:
         if ancestor.left:
             done = ancestor.planned_steps - ancestor.left
             stopped.append(f"{done} of {ancestor.planned_steps} by run {ancestor.run}")
-    if ledger.composes and stopped:
+    if lineage.composes and stopped:
         noised, other = "", ""
-        if ledger.heldout_losses is not None:
+        if lineage.heldout_losses is not None:
             noised, other = " or held-out losses with noise", "other "
         found.append(
             f"{_EARLY}{', '.join(stopped)}; epsilon = {rounded_up(epsilon)}, of the steps taken, "
@@ -68,18 +68,18 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
             "preemption, an owner's patience): the number of steps that fit into a time depends on "
             "the lengths of records"
         )
-    by_ancestors = sum(segment.steps for segment in ledger.lost_before())
-    if ledger.composes and (lost := ledger.published_lost().steps + by_ancestors):
+    lost = lineage.lost + sum(segment.steps for segment in lost_by(lineage.ancestors))
+    if lineage.composes and lost:
         found.append(
             f"{_LOST}{lost} steps are counted for them, for each crash as many as it could lose, "
             "because the number that it did lose depends on the lengths of records; the number of "
             "crashes is assumed not to"
         )
-    before = [segment for ancestor in ledger.ancestors for segment in ancestor.segments]
-    segments = [*before, *ledger.segments()]
-    taken = [s.settings for s in segments if s.steps > 0] or [ledger.settings]
+    taken = [ancestor.settings for ancestor in lineage.ancestors if ancestor.steps]
+    if lineage.steps or not taken:
+        taken.append(lineage.settings)
     rounded = [settings for settings in taken if not settings.exact_sum]
-    if ledger.composes and rounded:
+    if lineage.composes and rounded:
         worst = max(rounded, key=_rounds_by)
         excess = _rounds_by(worst)
         found.append(
@@ -93,7 +93,7 @@ def caveats(ledger: Ledger, epsilon: float, epsilon_planned: float) -> list[str]
                 "privacy.exact_sum rules this out"
             )
         )
-    if ledger.composes:
+    if lineage.composes:
         found += dict.fromkeys(filter(None, (settings.mechanism.caveat for settings in taken)))
     return found
 
