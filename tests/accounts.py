@@ -9,34 +9,47 @@ from torchtitan_dp.privacy.mechanism import EstimatedNorms, Mechanism, PoissonGa
 from torchtitan_dp.privacy.segments import GaussianSteps
 
 
-def begun(
-    lineage: Lineage, folder: Any, *, most: int = 10, steps: int = 0
-) -> tuple[Lineage, RunLog]:
-    """A start of the trainer that begins to train, and takes so many steps: `Trainer`'s own calls.
-    Steps that the lineage has already were taken elsewhere, unless the folder's log has them."""
+def opened(lineage: Lineage, log: RunLog) -> Lineage:
+    """The account of a start that loaded these weights, as the trainer opens it. Steps that the
+    log lacks were taken elsewhere."""
+    names = " ".join(lineage.names())
+    lineage = dataclasses.replace(lineage, step_names=names, start=log.new_start())
+    log.adopt(lineage)
+    return log.enter_lost(lineage)
+
+
+def begun(lineage: Lineage, folder: Any, steps: int = 0, *, loses: int = 10) -> Lineage:
+    """The account after a start that takes so many steps and is killed, or still runs."""
     log = RunLog(str(folder))
-    taken = dataclasses.replace(
-        lineage, step_names=" ".join(lineage.names()), start=log.new_start()
-    )
-    log.adopt(taken)
-    lineage = log.enter_lost(taken)
-    log.begin_start(lineage, Losable(most, most))
-    for _ in range(steps):
-        log.begin(lineage.steps + 1)
-        lineage = dataclasses.replace(lineage, steps=lineage.steps + 1)
-    return lineage, log
+    lineage = opened(lineage, log)
+    log.begin_start(lineage, Losable(loses, loses))
+    return taken(lineage, log, steps)
 
 
-def ended(lineage: Lineage, folder: Any, *, steps: int = 0) -> Lineage:
-    """The same, of a start that ends with all of its steps saved."""
-    lineage, log = begun(lineage, folder, most=max(steps, 1), steps=steps)
+def ended(lineage: Lineage, folder: Any, steps: int = 0) -> Lineage:
+    """The account after a start that takes so many steps and saves them all."""
+    log = RunLog(str(folder))
+    lineage = opened(lineage, log)
+    log.begin_start(lineage, Losable(max(steps, 1), max(steps, 1)))
+    lineage = taken(lineage, log, steps)
     log.end_start(lineage.steps)
     return lineage
 
 
+def taken(lineage: Lineage, log: RunLog, steps: int) -> Lineage:
+    """The account after so many further steps of a start."""
+    for _ in range(steps):
+        log.begin(lineage.steps + 1)
+        lineage = dataclasses.replace(lineage, steps=lineage.steps + 1)
+    return lineage
+
+
 def publish(lineage: Lineage, folder: Any, total_steps: int = 0) -> dict[str, Any]:
-    """Enter what the folder's logs know of lost steps, and write `privacy.json` there."""
-    lineage = RunLog(str(folder)).enter_lost(lineage)
+    """Write a folder's `privacy.json`, with what its logs know of lost steps. Steps that they lack
+    were taken elsewhere."""
+    log = RunLog(str(folder))
+    log.adopt(lineage)
+    lineage = log.enter_lost(lineage)
     return Account(lineage, total_steps).publish(lineage, str(folder))
 
 

@@ -1,4 +1,4 @@
-"""One lineage of weights, a frozen value: which steps made them, on what terms, and what they spend.
+"""One lineage of weights, a frozen value: the steps that made them, their terms, what they spend.
 
 Guarantee:
     `epsilon` bounds what the weights at `steps` reveal: the composition of all steps of their own

@@ -77,14 +77,14 @@ class _Start:
 
 
 class AppendOnly:
-    """A private file of lines, each synced when it is written. A crash may tear the last one, which
-    then neither swallows the next nor passes for whole."""
+    """A private file of lines, each synced before what it announces. A crash may tear the last one:
+    what it announces did not happen, and it neither swallows the next nor passes for whole."""
 
     def __init__(self, path: str, parse: Callable[[list[str]], None]) -> None:
         """Read the file, if there is one.
 
         Args:
-            parse: is called with the words of each whole line; raises ValueError if it is not ours.
+            parse: called with the words of each whole line; raises ValueError if it is not ours.
 
         Raises:
             ValueError: one line, with the path and the line's number.
@@ -156,7 +156,7 @@ class RunLog:
     @property
     def count(self) -> int:
         """The number of steps ever begun, here or elsewhere by the weights that were loaded."""
-        return len(self._begun) + self._of_steps.torn
+        return len(self._begun)
 
     def new_start(self) -> str:
         """Draw the name of the steps that begin from now on: at each start, and at each load."""
@@ -245,8 +245,7 @@ class RunLog:
         published, losses = lineage.steps_executed, lineage.heldout_losses
         if self.count > published:
             return f"{EXECUTED_FILE} has {self.count} steps, but {STARTS_FILE} leads to {published}"
-        evaluated = len(self._evaluated) + self._of_losses.torn
-        if losses is not None and evaluated > losses.lost + len(losses.losses):
+        if losses is not None and len(self._evaluated) > losses.lost + len(losses.losses):
             return f"{EVALUATIONS_FILE} has more held-out losses than {STARTS_FILE} leads to"
         return ""
 
