@@ -4,7 +4,6 @@ import io
 import os
 import warnings
 import zipfile
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,7 +13,14 @@ from tests import build
 from tests.accounts import publish
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.checkpoint.safe_load import entries, read_metadata
-from torchtitan_dp.checkpoint.start import Start, Weights, check_start, decide_start, plan_start
+from torchtitan_dp.checkpoint.start import (
+    Start,
+    Weights,
+    check_start,
+    confirmed,
+    decide_start,
+    plan_start,
+)
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.ledger import Lineage
 
@@ -151,17 +157,13 @@ def test_an_unreadable_ledger_leaves_the_plan_to_the_folders_account(tmp_path):
     assert plan_start(config(tmp_path), UNITS, start, account).ledger.steps == 3
 
 
-def confirmed(folder):
-    from torchtitan_dp.checkpoint.manager import Checkpointer
-
+def revised(folder):
     start = decide_start(config(folder))
-    manager = SimpleNamespace(start=start, folder=os.path.join(folder, "checkpoint"))
-    manager._newest_whole = lambda steps: Checkpointer._newest_whole(manager, steps)
-    return start.step, Checkpointer._confirmed(manager, -1).step
+    return start.step, confirmed(start, os.path.join(folder, "checkpoint")).step
 
 
 def test_what_all_ranks_read_revises_the_decision(tmp_path):
     own(tmp_path, 2, 4)
     flip(tmp_path / "checkpoint" / "step-4")
-    assert on_ranks(2, confirmed, str(tmp_path)) == [(4, 2)] * 2
+    assert on_ranks(2, revised, str(tmp_path)) == [(4, 2)] * 2
     assert (tmp_path / "checkpoint.damaged" / "step-4").is_dir()
