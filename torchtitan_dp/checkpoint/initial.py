@@ -11,12 +11,9 @@ Guarantee:
 import contextlib
 import os
 from dataclasses import dataclass, replace
-from typing import Any
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import privacy_unit, rope_in_words, trained
-from torchtitan_dp.ledger import schema
-from torchtitan_dp.ledger.account import terms_in_words
 from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published, read_published_fields
 from torchtitan_dp.ledger.lineage import Ancestor, Lineage, evaluations
 from torchtitan_dp.ledger.log import RunLog
@@ -155,15 +152,6 @@ def baseline_ledger(config: JobConfig, units: int) -> Lineage:
     )
     lineage = Lineage(settings, planned_steps=config.training.steps)
     return lineage.marked_not_private("trained without privacy (privacy.enable = false)")
-
-
-def published_baseline(lineage: Lineage) -> dict[str, Any]:
-    """Return the `privacy.json` of a run without privacy."""
-    spent = dict.fromkeys(
-        ("epsilon", "epsilon_planned", "epsilon_executed", "heldout_epsilon"), None
-    )
-    terms = terms_in_words(lineage, [], 0.0)
-    return schema.assemble(lineage, {**spent, "caveats": list(lineage.caveats), **terms})
 
 
 def refuse_private_folder(folder: str) -> None:

@@ -75,32 +75,17 @@ class Account:
         The file is true of every checkpoint in the folder: none is further than these weights,
         which were loaded from the newest.
         """
-        epsilon, executed, planned = self._epsilons(lineage)
-        content = schema.assemble(
-            lineage,
-            {
-                "epsilon": epsilon if lineage.private else None,
-                "epsilon_executed": executed if lineage.composes else None,
-                "epsilon_planned": planned if lineage.composes else None,
-                "heldout_epsilon": published_heldout_epsilon(lineage),
-                "caveats": caveats(lineage, epsilon, planned),
-                **terms_in_words(lineage, spending(lineage, lost=True, planned=True), planned),
-            },
-        )
+        taken, executed, planned = self._epsilons(lineage)
+        steps = spending(lineage, lost=True, planned=True)
+        content = described(lineage, (taken, executed, planned), taken, steps, planned)
         write_published(folder, content)
         return content
 
     def exported(self, lineage: Lineage) -> dict[str, Any]:
         """Return the `privacy.json` of weights that are exported now, in the form of a release."""
         _, executed, planned = self._epsilons(lineage)
-        return released(
-            lineage,
-            epsilon=planned,
-            counts="planned_steps",
-            steps=spending(lineage, lost=True, planned=True),
-            executed=executed,
-            planned=planned,
-        )
+        steps = spending(lineage, lost=True, planned=True)
+        return released(lineage, (executed, planned), "planned_steps", steps, planned)
 
     def _epsilons(self, lineage: Lineage) -> tuple[float, float, float]:
         """Return the epsilon of the lineage, of all executed steps, and of all planned ones."""
@@ -134,36 +119,65 @@ class Account:
 
 def released(
     lineage: Lineage,
-    *,
-    epsilon: float,
+    begun: tuple[float, float],
     counts: str,
     steps: list[Segment],
-    executed: float,
-    planned: float,
+    epsilon: float,
     stated: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return the `privacy.json` that leaves with weights.
 
     Args:
-        epsilon: that is claimed, of `steps`; infinite if they are not private.
-        counts: the name of these steps, as the schema has it.
-        executed, planned: the epsilon of all executed steps, and of all planned ones.
+        begun: the epsilon of all executed steps, and of all planned ones.
+        counts, steps, epsilon: the steps that are claimed: their name in the schema, and epsilon.
         stated: by the owner.
     """
     taken = epsilon_of(lineage) if lineage.composes else math.inf
-    return schema.assemble(
-        lineage,
-        {
-            "epsilon": epsilon if lineage.private else None,
-            "epsilon_counts": counts,
-            "epsilon_planned": planned if lineage.composes else None,
-            "epsilon_executed": executed if lineage.composes else None,
-            "heldout_epsilon": published_heldout_epsilon(lineage),
-            "caveats": [*caveats(lineage, taken, planned), *stated],
-            **terms_in_words(lineage, steps, epsilon),
-        },
-        release=True,
-    )
+    return described(lineage, (taken, *begun), epsilon, steps, epsilon, stated, counts=counts)
+
+
+def described(
+    lineage: Lineage,
+    epsilons: tuple[float, float, float],
+    claimed: float,
+    steps: list[Segment],
+    epsilon: float,
+    stated: Sequence[str] = (),
+    *,
+    counts: str | None = None,
+) -> dict[str, Any]:
+    """Return the content of a `privacy.json`; epsilons are infinite where there is no privacy.
+
+    Args:
+        epsilons: of the steps taken, of all executed, and of all planned ones.
+        claimed: the file's own `epsilon`.
+        steps, epsilon: that the file explains.
+        counts: of a release, the name of the steps that are claimed.
+    """
+    taken, executed, planned = epsilons
+    found = explain(lineage, steps, epsilon)
+    values = {
+        "epsilon": claimed if lineage.private else None,
+        "epsilon_planned": planned if lineage.composes else None,
+        "epsilon_executed": executed if lineage.composes else None,
+        "heldout_epsilon": published_heldout_epsilon(lineage),
+        "caveats": [*caveats(lineage, taken, planned), *stated],
+        "meaning": None if found is None else found.to_json(),
+        "dp_event": dp_event(composition(steps)) if lineage.composes else None,
+        "assumptions": assumptions(lineage),
+        "step_names": " ".join(lineage.names()),
+        "steps_executed": lineage.steps_executed,
+        "versions": versions(),
+        "source": source(),
+    }
+    if counts is not None:
+        values["epsilon_counts"] = counts
+    return schema.assemble(lineage, values, release=counts is not None)
+
+
+def without_privacy(lineage: Lineage) -> dict[str, Any]:
+    """Return the `privacy.json` of a run without privacy."""
+    return described(lineage, (math.inf, math.inf, math.inf), math.inf, [], math.inf)
 
 
 def published_heldout_epsilon(lineage: Lineage) -> float | None:
@@ -172,24 +186,6 @@ def published_heldout_epsilon(lineage: Lineage) -> float | None:
     if lineage.heldout_losses is None or not lineage.private:
         return None
     return heldout_epsilon(lineage)
-
-
-def terms_in_words(lineage: Lineage, segments: list[Segment], epsilon: float) -> dict[str, Any]:
-    """Return the values of `privacy.json` that are the same for a run and for a release.
-
-    Args:
-        segments, epsilon: steps and their epsilon; infinite if they are not private.
-    """
-    found = explain(lineage, segments, epsilon)
-    return {
-        "meaning": None if found is None else found.to_json(),
-        "dp_event": dp_event(composition(segments)) if lineage.composes else None,
-        "assumptions": assumptions(lineage),
-        "step_names": " ".join(lineage.names()),
-        "steps_executed": lineage.steps_executed,
-        "versions": versions(),
-        "source": source(),
-    }
 
 
 def explain(lineage: Lineage, segments: list[Segment], epsilon: float) -> Meaning | None:

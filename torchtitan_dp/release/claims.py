@@ -82,15 +82,7 @@ def claims(
         (False, True): "kept_and_planned_steps",
         (True, True): "kept_steps",
     }[stop_not_from_results, lost_steps_not_seen]
-    return released(
-        account,
-        epsilon=compose(account, steps),
-        counts=counts,
-        steps=steps,
-        executed=executed,
-        planned=planned,
-        stated=stated,
-    )
+    return released(account, (executed, planned), counts, steps, compose(account, steps), stated)
 
 
 def _refuse_not_private(run: str, lineage: Lineage, published: dict[str, Any]) -> None:
