@@ -22,7 +22,6 @@ from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, schema, write_fingerprint
 from torchtitan_dp.ledger.caveats import assumptions
-from torchtitan_dp.ledger.lineage import resumed
 from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.summation import fp32_sum_excess
@@ -57,11 +56,6 @@ def test_row50_a_run_that_was_finished_says_nothing_of_it(tmp_path):
 def test_row50_a_stop_is_forgotten_by_weights_that_go_on(tmp_path):
     publish(tmp_path, Lineage(SETTINGS, steps=2, planned_steps=200))
     assert verify(str(tmp_path)).ledger.caveats == ()
-
-
-def test_row50_fewer_planned_steps_on_resume_do_not_lower_it():
-    first = Lineage(SETTINGS, steps=2, planned_steps=200)
-    assert resumed(Lineage(SETTINGS, planned_steps=3), first).planned_steps == 200
 
 
 def test_row50_lost_steps_are_planned_again(tmp_path):

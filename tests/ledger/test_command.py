@@ -8,7 +8,7 @@ import pytest
 
 from tests.accounts import begun, publish, steps_of
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
-from torchtitan_dp.checkpoint.initial import PUBLIC, inheritance
+from torchtitan_dp.checkpoint.initial import inheritance
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.checkpoint.terms import settings_of
@@ -200,26 +200,12 @@ def starting_from(path, *overrides):
     return found.entered(Lineage(settings_of(config, 24, 1.0)))
 
 
-def test_hazard_45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
-    with pytest.raises(ValueError, match=r"^privacy\.initial_weights_public = false: "):
-        starting_from(tmp_path)
-    kept = starting_from(tmp_path, PUBLIC_OPTION)
-    assert (kept.private, kept.caveats) == (True, (PUBLIC,))
-
-
 def exported(folder, kept):
     """As an export lies in its run's folder."""
     (folder / "hf").mkdir(parents=True)
     publish(kept, folder, 10)
     shutil.copy(folder / "privacy.json", folder / "hf")
     return folder / "hf"
-
-
-def test_hazard_45_not_private_sticks_to_exported_weights(tmp_path, copy):
-    kept = earlier_ledger(str(copy)).marked_not_private("a seed")
-    later = starting_from(exported(tmp_path, kept), PUBLIC_OPTION)
-    assert later.private is False
-    assert "of the initial weights: a seed" in later.caveats
 
 
 def test_hazard_45_weights_of_any_records_spend_on(tmp_path, copy):

@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtitan_dp.release.__main__ as release_module
 import torchtitan_dp.release.card as card_module
-from tests.accounts import publish
+from tests.accounts import begun, publish
 from tests.build import config as small_config
 from tests.models.hugging_face import (
     SCALED,
@@ -75,10 +75,9 @@ def run(finished, tmp_path):
     return folder
 
 
-def lose_steps(run, count):
+def lose_steps(run, count, loses=None):
     """As a run does that is killed `count` steps after its last checkpoint."""
-    with (run / "steps_executed.log").open("a") as log:
-        log.write("5 1.0 0.125 lost\n" * count)
+    begun(earlier_ledger(str(run)), run, count, loses=loses or count)
 
 
 def edit_privacy(run, **changes):
@@ -186,9 +185,7 @@ def test_what_is_claimed_does_not_depend_on_how_many_steps_a_crash_lost(run, tmp
     for lost in (0, 1, 2):
         folder = tmp_path / f"run_{lost}"
         shutil.copytree(run, folder, symlinks=True)
-        lose_steps(folder, lost)
-        with (folder / "starts.log").open("a") as log:
-            log.write("begin lost 2\n")
+        lose_steps(folder, lost, loses=2)
         out = tmp_path / f"out_{lost}"
         told.append((release(str(folder), str(out)), (out / "README.md").read_text()))
     assert told[0] == told[1] == told[2]
@@ -514,9 +511,9 @@ REFUSED = [
     (lambda run: edit_privacy(run, private="yes"), "'private' is 'yes'"),
     (
         lambda run: edit_privacy(run, noise_multiplier=1.001),
-        "noise_multiplier is not that of",
+        "its terms are not those of privacy.json: privacy.noise_multiplier = 1.0",
     ),
-    (lambda run: edit_privacy(run, delta=1e-9), "delta is not that of"),
+    (lambda run: edit_privacy(run, delta=1e-9), "its terms are not those of privacy.json"),
     (
         lambda run: edit_privacy(run, epsilon_executed=0.1),
         "epsilon_executed = 0.1, but",
@@ -525,7 +522,7 @@ REFUSED = [
     (lambda run: edit_privacy(run, steps="4"), "cannot be read"),
     (
         lambda run: edit_privacy(run, privacy_unit="patient"),
-        "privacy_unit is not that of",
+        "its terms are not those of privacy.json: data.unit_field = record",
     ),
     (lambda run: (run / "steps_executed.log").unlink(), "steps_executed.log lacks 4 of the steps"),
     (without_ledger, "step-9 cannot be read"),

@@ -2,7 +2,6 @@
 
 import doctest
 import fcntl
-import functools
 import html
 import json
 import re
@@ -12,10 +11,10 @@ import pytest
 from torch.utils.tensorboard import SummaryWriter
 
 import torchtitan_dp.report.charts as charts_module
-from tests.accounts import begun, ended, publish
+from tests.accounts import begun, ended
 from tests.build import config as small_config
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
-from torchtitan_dp.ledger import Lineage
+from torchtitan_dp.ledger import Account, Lineage
 from torchtitan_dp.ledger.lineage import compose, spending
 from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
@@ -44,8 +43,8 @@ def take_steps(folder: Path, steps: int, planned: int = 6, caveat: str = "") -> 
     lineage = Lineage(SETTINGS, planned_steps=planned)
     if caveat:
         lineage = lineage.marked_not_private(caveat)
-    take = ended if steps == planned else functools.partial(begun, loses=planned)
-    publish(take(lineage, folder, steps), folder, planned)
+    lineage = (ended if steps == planned else begun)(lineage, folder, steps)
+    Account(lineage, planned).publish(lineage, str(folder))
 
 
 def write_scalars(folder: Path, first: int, last: int, **more: float) -> None:
