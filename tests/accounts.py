@@ -13,9 +13,7 @@ def opened(lineage: Lineage, log: RunLog) -> Lineage:
     """The account of a start that loaded these weights, as the trainer opens it. Steps that the
     log lacks were taken elsewhere."""
     names = " ".join(lineage.names())
-    lineage = dataclasses.replace(lineage, step_names=names, start=log.new_start())
-    log.adopt(lineage)
-    return log.enter_lost(lineage)
+    return log.opened(dataclasses.replace(lineage, step_names=names, start=log.new_start()))
 
 
 def begun(lineage: Lineage, folder: Any, steps: int = 0, *, loses: int = 10) -> Lineage:

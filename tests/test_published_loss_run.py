@@ -8,8 +8,8 @@ from tests.processes.runs import Run, arguments, privacy, train, with_sigma, wri
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.files import ledger_of
-from torchtitan_dp.ledger.lineage import heldout_epsilon
 from torchtitan_dp.ledger.log import EVALUATIONS_FILE
+from torchtitan_dp.ledger.spending import heldout_epsilon
 from torchtitan_dp.plan import __main__ as plan
 from torchtitan_dp.release.__main__ import main as release
 

@@ -66,7 +66,6 @@ from torchtitan_dp.ledger import (
     versions,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
 from torchtitan_dp.ledger.files import to_bytes
 from torchtitan_dp.ledger.lineage import resumed, rewound
 from torchtitan_dp.ledger.settings import NoisedLoss
@@ -359,10 +358,7 @@ class DPTrainer(Trainer):
         executed = self.executed
         ledger = dataclasses.replace(self.ledger, start=executed.new_start())
         if dist.get_rank() == 0:
-            if executed.missing(ledger) or executed.missing_evaluations(ledger):
-                ledger = ledger.with_caveats(STEPS_ELSEWHERE)
-            executed.adopt(ledger)
-            ledger = executed.enter_lost(ledger)
+            ledger = executed.opened(ledger)
         self.ledger = Lineage.from_json(broadcast_from_rank0(ledger.to_json()))
         self.account = Account(self.ledger, self.job_config.training.steps)
 

@@ -21,8 +21,8 @@ from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, schema, write_fingerprint
-from torchtitan_dp.ledger.caveats import assumptions
 from torchtitan_dp.ledger.runs import total
+from torchtitan_dp.ledger.spending import assumptions
 from torchtitan_dp.privacy.accounting import compose
 from torchtitan_dp.privacy.summation import fp32_sum_excess
 

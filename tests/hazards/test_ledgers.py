@@ -17,8 +17,9 @@ from tests.hazards.test_trainer import SETTINGS, STEP, loader
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.batching import Draw
 from torchtitan_dp.ledger import Lineage
-from torchtitan_dp.ledger.lineage import Ancestor, before
+from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.settings import step_names
+from torchtitan_dp.ledger.spending import before
 from torchtitan_dp.privacy.keys import RootKey
 
 # Checkpoints.

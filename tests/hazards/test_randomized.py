@@ -11,10 +11,10 @@ from tests.accounts import publish, steps_of
 from tests.hazards.test_trainer import SETTINGS, Step
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.ledger import Account, Lineage
-from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import read_published
-from torchtitan_dp.ledger.lineage import Ancestor, epsilon, resumed
+from torchtitan_dp.ledger.lineage import Ancestor, resumed
 from torchtitan_dp.ledger.runs import Run, total
+from torchtitan_dp.ledger.spending import caveats, epsilon
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import EstimatedNorms, PoissonGaussian
 

@@ -10,8 +10,9 @@ from tests.accounts import begun, ended, publish
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.ledger import Lineage, RunLog, Settings, schema
 from torchtitan_dp.ledger.files import read_published
-from torchtitan_dp.ledger.lineage import epsilon, own, resumed, spending
+from torchtitan_dp.ledger.lineage import resumed
 from torchtitan_dp.ledger.settings import union
+from torchtitan_dp.ledger.spending import epsilon, own, spending
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import (
     BandedGaussian,

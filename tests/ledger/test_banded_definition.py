@@ -26,8 +26,9 @@ from torchtitan_dp.checkpoint.plan import earlier_ledger, losable, make_plan, re
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import Account, Lineage, RunLog
 from torchtitan_dp.ledger.files import read_published
-from torchtitan_dp.ledger.lineage import before, of_weights, own, resumed, rewound, spending
+from torchtitan_dp.ledger.lineage import of_weights, resumed, rewound
 from torchtitan_dp.ledger.runs import Run, total
+from torchtitan_dp.ledger.spending import before, own, spending
 from torchtitan_dp.privacy.mechanism import composition
 from torchtitan_dp.privacy.rdp import rdp_epsilon
 from torchtitan_dp.privacy.segments import GaussianSteps

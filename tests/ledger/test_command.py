@@ -16,9 +16,9 @@ from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import Lineage, write_fingerprint
 from torchtitan_dp.ledger.__main__ import main
-from torchtitan_dp.ledger.lineage import before
 from torchtitan_dp.ledger.runs import total
 from torchtitan_dp.ledger.settings import step_names
+from torchtitan_dp.ledger.spending import before
 from torchtitan_dp.privacy import accounting
 
 SIGMA, DELTA = 1.0, 1e-3

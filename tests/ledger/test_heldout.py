@@ -5,10 +5,12 @@ from dataclasses import replace
 import pytest
 
 from torchtitan_dp.ledger import Account, Lineage, Settings
-from torchtitan_dp.ledger.caveats import caveats
-from torchtitan_dp.ledger.lineage import (
-    Ancestor,
+from torchtitan_dp.ledger.lineage import Ancestor
+from torchtitan_dp.ledger.runs import Run, total
+from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss, scheduled
+from torchtitan_dp.ledger.spending import (
     before,
+    caveats,
     compose,
     epsilon,
     evaluations,
@@ -17,8 +19,6 @@ from torchtitan_dp.ledger.lineage import (
     own,
     spending,
 )
-from torchtitan_dp.ledger.runs import Run, total
-from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss, scheduled
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import PoissonGaussian, Segment
 from torchtitan_dp.privacy.published_loss import LossNoise

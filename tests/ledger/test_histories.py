@@ -10,9 +10,10 @@ import pytest
 
 from tests.accounts import opened
 from torchtitan_dp.ledger import Lineage, Losable, RunLog, Settings
-from torchtitan_dp.ledger.lineage import resumed, spending
+from torchtitan_dp.ledger.lineage import resumed
 from torchtitan_dp.ledger.log import EVALUATIONS_FILE, EXECUTED_FILE, STARTS_FILE
 from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
+from torchtitan_dp.ledger.spending import spending
 from torchtitan_dp.privacy.mechanism import BandedGaussian, PoissonGaussian, composition
 from torchtitan_dp.privacy.published_loss import LossNoise
 from torchtitan_dp.process import Fault

@@ -13,22 +13,11 @@ from tests.accounts import begun, ended, mechanism, publish, steps_of, with_term
 from torchtitan_dp import ledger
 from torchtitan_dp.checkpoint.initial import ledger_beside
 from torchtitan_dp.ledger import Account, Lineage, Settings, files, read_published
-from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import read_fingerprint
-from torchtitan_dp.ledger.lineage import (
-    Ancestor,
-    before,
-    compose,
-    epsilon,
-    inherited,
-    of_weights,
-    own,
-    resumed,
-    rewound,
-    spending,
-)
+from torchtitan_dp.ledger.lineage import Ancestor, inherited, of_weights, resumed, rewound
 from torchtitan_dp.ledger.runs import Run, total
 from torchtitan_dp.ledger.settings import NamedStep, name_steps, new_name, step_names, union
+from torchtitan_dp.ledger.spending import before, caveats, compose, epsilon, own, spending
 
 SETTINGS = Settings(
     mechanism(1.0, 0.01),

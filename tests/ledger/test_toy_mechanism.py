@@ -12,7 +12,8 @@ from tests.accounts import begun, ended, publish
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.ledger import Lineage, Settings, schema, summary
 from torchtitan_dp.ledger.files import read_published
-from torchtitan_dp.ledger.lineage import Ancestor, epsilon, resumed
+from torchtitan_dp.ledger.lineage import Ancestor, resumed
+from torchtitan_dp.ledger.spending import epsilon
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy import mechanism as mechanisms
 from torchtitan_dp.privacy.mechanism import Mechanism, PoissonGaussian

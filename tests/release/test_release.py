@@ -35,7 +35,8 @@ from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
 from torchtitan_dp.ledger import Lineage, Settings, schema
-from torchtitan_dp.ledger.lineage import Ancestor, before
+from torchtitan_dp.ledger.lineage import Ancestor
+from torchtitan_dp.ledger.spending import before
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.privacy.accounting import rounded_up

@@ -15,8 +15,8 @@ from tests.accounts import begun, ended
 from tests.build import config as small_config
 from torchtitan_dp.config.load import RUN_CONFIG_FILE, write_config
 from torchtitan_dp.ledger import Account, Lineage
-from torchtitan_dp.ledger.lineage import compose, spending
 from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.spending import compose, spending
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.report.__main__ import main, report
 from torchtitan_dp.report.charts import Chart, Line

@@ -25,7 +25,7 @@ from torchtitan_dp.checkpoint.start import Start, Weights
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0
-from torchtitan_dp.ledger.lineage import own
+from torchtitan_dp.ledger.spending import own
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, one_run_mu, rate_upper_bound
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.train import export_weights

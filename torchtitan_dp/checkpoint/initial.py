@@ -15,9 +15,10 @@ from dataclasses import dataclass, replace
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import privacy_unit, rope_in_words, trained
 from torchtitan_dp.ledger.files import PRIVACY_FILE, read_published, read_published_fields
-from torchtitan_dp.ledger.lineage import Ancestor, Lineage, evaluations
+from torchtitan_dp.ledger.lineage import Ancestor, Lineage
 from torchtitan_dp.ledger.log import RunLog
 from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.spending import evaluations
 from torchtitan_dp.privacy.mechanism import NoMechanism
 
 PUBLIC = "the initial weights are assumed to be public"

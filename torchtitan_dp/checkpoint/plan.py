@@ -18,16 +18,7 @@ from torchtitan_dp.checkpoint.terms import (
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger.files import PRIVACY_FILE, ledger_of, read_published_fields
-from torchtitan_dp.ledger.lineage import (
-    Lineage,
-    before,
-    compose,
-    inherited,
-    resumed,
-    rewound,
-    spending,
-)
-from torchtitan_dp.ledger.lineage import epsilon as epsilon_of
+from torchtitan_dp.ledger.lineage import Lineage, inherited, resumed, rewound
 from torchtitan_dp.ledger.log import (
     EVALUATIONS_FILE,
     EXECUTED_FILE,
@@ -36,6 +27,8 @@ from torchtitan_dp.ledger.log import (
     RunLog,
 )
 from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.spending import before, compose, spending
+from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import steps_in_a_row
 

@@ -16,8 +16,8 @@ from rich.table import Column, Table
 
 from torchtitan_dp.checkpoint.verify import verify
 from torchtitan_dp.config.load import exit_on_mistake, write_json
-from torchtitan_dp.ledger.lineage import epsilon
 from torchtitan_dp.ledger.runs import Run, Total, total
+from torchtitan_dp.ledger.spending import epsilon
 from torchtitan_dp.privacy.accounting import rounded_up
 
 _POINTS = 24  # of a run's curve

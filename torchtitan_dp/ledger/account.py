@@ -19,17 +19,18 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan_dp.ledger import schema
-from torchtitan_dp.ledger.caveats import assumptions, caveats
 from torchtitan_dp.ledger.files import write_published
-from torchtitan_dp.ledger.lineage import (
-    Lineage,
+from torchtitan_dp.ledger.lineage import Lineage
+from torchtitan_dp.ledger.spending import (
+    assumptions,
     before,
     beside_own,
+    caveats,
     compose,
     heldout_epsilon,
     spending,
 )
-from torchtitan_dp.ledger.lineage import epsilon as epsilon_of
+from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.curve import EpsilonCurve
 from torchtitan_dp.privacy.meaning import Meaning, meaning

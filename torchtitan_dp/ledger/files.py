@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan_dp.ledger import schema
-from torchtitan_dp.ledger.caveats import recorded
 from torchtitan_dp.ledger.lineage import Lineage
+from torchtitan_dp.ledger.spending import recorded
 from torchtitan_dp.process import write_atomically
 
 PRIVACY_FILE = "privacy.json"

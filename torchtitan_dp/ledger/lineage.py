@@ -1,14 +1,11 @@
-"""One lineage of weights, a frozen value: the steps that made them, their terms, what they spend.
+"""One lineage of weights, a frozen value: the steps that made them, their terms and marks.
 
 Guarantee:
-    `epsilon` bounds what the weights at `steps` reveal: the composition of all steps of their own
-    lineage, and of the lineage of the weights they started from, on any records. "Not private" is
-    never undone.
+    "Not private" is never undone, and no caveat is: both survive a resume and an initial load.
 """
 
 import dataclasses
 import json
-from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,10 +16,8 @@ from torchtitan_dp.ledger.settings import (
     name_steps,
     new_name,
     step_names,
-    union,
 )
-from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import Mechanism, Segment, from_fields, steps_in_a_row
+from torchtitan_dp.privacy.mechanism import Segment, from_fields
 
 FORMAT = 1  # of a ledger in a checkpoint, and of `privacy.json`
 
@@ -243,111 +238,3 @@ def resumed(now: Lineage, loaded: Lineage) -> Lineage:
     names = " ".join(loaded.names())
     found = of_weights(inherited(now, loaded), replace(loaded, step_names=names, start=now.start))
     return replace(found, settings=settings)
-
-
-# What it spends.
-
-
-def own(lineage: Lineage, steps: int | None = None) -> list[Segment]:
-    """Return this run's first steps, by default those that were taken."""
-    count = lineage.steps if steps is None else steps
-    return steps_in_a_row(lineage.settings.mechanism, 1, count, lineage.run)
-
-
-def before(lineage: Lineage) -> list[Segment]:
-    """Return all steps that may have made the initial weights, each once."""
-    taken = union(step for ancestor in lineage.ancestors for step in ancestor.taken())
-    return [*taken, *lost_by(a for a in lineage.ancestors if a.any_begun)]
-
-
-def spending(lineage: Lineage, *, lost: bool, planned: bool) -> list[Segment]:
-    """Return the steps behind these weights, and the held-out losses behind the initial ones.
-
-    Args:
-        lost: with all other steps ever begun, as published, also behind the initial weights.
-        planned: with the steps that this run, and those behind the initial weights, planned but did
-            not take.
-    """
-    if lost:
-        found = [*own(lineage), *beside_own(lineage)]
-    else:
-        found = [*own(lineage), *before(lineage), *most_evaluations(lineage.ancestors)]
-    if planned:
-        terms = lineage.settings.mechanism
-        found += steps_in_a_row(terms, lineage.steps + 1, lineage.left, lineage.run)
-        found += still_planned_by(lineage.ancestors)
-    return found
-
-
-def beside_own(lineage: Lineage) -> list[Segment]:
-    """Return all that was ever begun, as published, beside this run's lineage: its lost steps, and
-    all steps and held-out losses behind the initial weights."""
-    lost = [lineage.settings.spending(lineage.lost)] if lineage.lost else []
-    return [*lost, *_behind(lineage)]
-
-
-def _behind(lineage: Lineage) -> list[Segment]:
-    """Return all steps and held-out losses, as published, of runs behind the initial weights."""
-    ancestors = lineage.ancestors
-    others = lost_by(a for a in ancestors if not a.any_begun)
-    return [*before(lineage), *others, *most_evaluations(ancestors)]
-
-
-def lost_by(ancestors: Iterable[Ancestor]) -> list[Segment]:
-    """Return the lost steps of runs, as published, of each the most that is known."""
-    most: dict[tuple[str, Mechanism], int] = {}
-    for ancestor in ancestors:
-        which = ancestor.run, ancestor.settings.mechanism
-        most[which] = max(ancestor.lost, most.get(which, 0))
-    return [Segment(mechanism, steps) for (_, mechanism), steps in most.items() if steps]
-
-
-def still_planned_by(ancestors: Iterable[Ancestor]) -> list[Segment]:
-    """Return the steps that runs planned but did not take."""
-    return [
-        segment
-        for one in ancestors
-        for segment in steps_in_a_row(one.settings.mechanism, one.steps + 1, one.left, one.run)
-    ]
-
-
-def most_evaluations(ancestors: Iterable[Ancestor]) -> list[Segment]:
-    """Return bounds on the held-out losses of runs, of each the largest that is known: an older
-    checkpoint lacks what a crash lost since."""
-    most: dict[str, Segment] = {}
-    for ancestor in ancestors:
-        if (found := ancestor.evaluations) is not None:
-            known = most.get(ancestor.run, found)
-            most[ancestor.run] = max(found, known, key=lambda segment: segment.steps)
-    return list(most.values())
-
-
-def compose(lineage: Lineage, segments: list[Segment]) -> float:
-    """Return the epsilon of these segments one after the other, as this run accounts."""
-    terms = lineage.settings
-    return accounting.compose(segments, delta=terms.delta, accountant=terms.accountant)
-
-
-def epsilon(lineage: Lineage, steps: int | None = None) -> float:
-    """Return the epsilon of weights after so many steps of this run, by default those taken."""
-    return compose(lineage, [*before(lineage), *own(lineage, steps)])
-
-
-def evaluations(lineage: Lineage) -> Segment | None:
-    """Return a bound on this run's held-out losses that were or will be published, if any."""
-    losses = lineage.heldout_losses
-    if losses is None:
-        return None
-    return losses.noise.segment(losses.evaluations(lineage.steps, lineage.planned_steps))
-
-
-def heldout_epsilon(lineage: Lineage, delta: float | None = None) -> float:
-    """Return the epsilon of all held-out losses that were or will be published, and of all that the
-    runs behind the initial weights spent; by default at the losses' own delta."""
-    losses = lineage.heldout_losses
-    assert losses is not None
-    return losses.noise.epsilon(
-        losses.evaluations(lineage.steps, lineage.planned_steps),
-        delta=losses.delta if delta is None else delta,
-        before=[*_behind(lineage), *still_planned_by(lineage.ancestors)],
-    )

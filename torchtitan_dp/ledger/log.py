@@ -33,6 +33,11 @@ from torchtitan_dp.process import Fault, private_opener
 EXECUTED_FILE = "steps_executed.log"
 STARTS_FILE = "starts.log"
 EVALUATIONS_FILE = "evaluations.log"
+STEPS_ELSEWHERE = (
+    "steps of these weights were taken in another folder, whose log was not copied with them: "
+    "steps and held-out losses lost there are not counted (add that folder with python -m "
+    "torchtitan_dp.ledger)"
+)
 _TORN = "torn"
 _ELSEWHERE = "="  # in the place of a start, or before the name of a step
 
@@ -248,6 +253,14 @@ class RunLog:
         if losses is not None and len(self._evaluated) > losses.lost + len(losses.losses):
             return f"{EVALUATIONS_FILE} has more held-out losses than {STARTS_FILE} leads to"
         return ""
+
+    def opened(self, lineage: Lineage) -> Lineage:
+        """Return the account of a start that loaded these weights; steps that the logs lack were
+        taken elsewhere, and are entered."""
+        if self.missing(lineage) or self.missing_evaluations(lineage):
+            lineage = lineage.with_caveats(STEPS_ELSEWHERE)
+            self.adopt(lineage)
+        return self.enter_lost(lineage)
 
     def enter_lost(self, lineage: Lineage) -> Lineage:
         """Return the lineage with what was lost in this folder, if its weights were loaded now.

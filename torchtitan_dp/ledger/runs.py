@@ -16,11 +16,11 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torchtitan_dp.ledger.caveats import caveats
 from torchtitan_dp.ledger.files import FINGERPRINT_FILE
-from torchtitan_dp.ledger.lineage import (
-    Ancestor,
-    Lineage,
+from torchtitan_dp.ledger.lineage import Ancestor, Lineage
+from torchtitan_dp.ledger.settings import union
+from torchtitan_dp.ledger.spending import (
+    caveats,
     compose,
     epsilon,
     evaluations,
@@ -30,7 +30,6 @@ from torchtitan_dp.ledger.lineage import (
     spending,
     still_planned_by,
 )
-from torchtitan_dp.ledger.settings import union
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.mechanism import Segment, composition, steps_in_a_row
 

@@ -29,7 +29,7 @@ from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
-from torchtitan_dp.ledger.lineage import before, own
+from torchtitan_dp.ledger.spending import before, own
 from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost

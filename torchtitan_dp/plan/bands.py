@@ -9,7 +9,7 @@ from rich.table import Column, Table
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.terms import best_of, noise_by_bands
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.ledger.lineage import before
+from torchtitan_dp.ledger.spending import before
 
 WORTH = 0.9
 """Correlated noise is recommended where it leaves at most this share of the noise in the sum of

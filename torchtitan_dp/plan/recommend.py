@@ -14,8 +14,8 @@ from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.ledger import RunLog
-from torchtitan_dp.ledger.lineage import before
 from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.spending import before
 from torchtitan_dp.models.families import ModelArgs, trained_count, without_lora
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.plan.bands import Bands, weigh_bands

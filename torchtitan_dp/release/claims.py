@@ -16,9 +16,9 @@ from torchtitan_dp.checkpoint.verify import check_checkpoint, verify
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.ledger import PRIVACY_FILE, Lineage, RunLog
 from torchtitan_dp.ledger.account import released
-from torchtitan_dp.ledger.caveats import recorded
 from torchtitan_dp.ledger.files import read_published_fields
-from torchtitan_dp.ledger.lineage import compose, of_weights, spending
+from torchtitan_dp.ledger.lineage import of_weights
+from torchtitan_dp.ledger.spending import compose, recorded, spending
 from torchtitan_dp.models.hugging_face import config_file, read_settings
 from torchtitan_dp.models.local_paths import is_local_path
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torchtitan_dp.ledger import schema, versions
 from torchtitan_dp.ledger.account import explain
-from torchtitan_dp.ledger.lineage import before, compose, lost_by, own, spending
+from torchtitan_dp.ledger.spending import before, compose, lost_by, own, spending
 from torchtitan_dp.plan.recommend import noise_line
 from torchtitan_dp.plan.signal import DROWNS, noise_of_run
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up

@@ -33,7 +33,7 @@ MUTANTS = [
     Mutant(
         50,
         "the planned steps are not counted",
-        LINEAGE,
+        "ledger/spending.py",
         "    if planned:\n        terms = ",
         "    if not planned:\n        terms = ",
         (f"{CLAIMS}test_row50_a_run_that_stopped_early_tells_what_was_planned",),

@@ -125,7 +125,7 @@ MUTANTS = [
     Mutant(
         66,
         "the losses of an ancestor as its last mention has them",
-        "ledger/lineage.py",
+        "ledger/spending.py",
         "max(found, known, key=lambda segment: segment.steps)",
         "found",
         ("ledger/test_heldout.py::test_an_ancestor_that_is_known_twice_counts_as_it_counts_most",),
