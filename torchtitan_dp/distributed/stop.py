@@ -76,7 +76,7 @@ class StopRequest:
 
         The first depends on signals alone. Where a clock sends them, the step at which a run stops
         depends on how long steps take, and so on the lengths of records: `ledger.steps` keeps that
-        out of `privacy.json`, `ledger.caveats` out of the claims of a run that ended there. The
+        out of `privacy.json`, `ledger.spending` out of the claims of a run that ended there. The
         second depends on noised weights alone.
         """
         asked = torch.tensor(float(self._asked.is_set()), device=overflow.device)
@@ -92,10 +92,7 @@ def shorten_timeouts(
     """Set all groups' timeouts to `comm.train_timeout_seconds`, after the first step of a start.
 
     TorchTitan does so after step 1 only, which a resumed run never takes, and for its own groups
-    only. Collective: a barrier over the world.
-
-    Args:
-        groups: those of our own reductions.
+    only: `groups` are those of our reductions. Collective: a barrier over the world.
     """
     timeout = datetime.timedelta(seconds=config.comm.train_timeout_seconds)
     set_pg_timeouts(timeout, parallel_dims)

@@ -10,10 +10,10 @@ Nouns of this room, also in the documentation:
     lost step: An executed step that is not of the lineage, since a crash or a branch abandoned it.
     ancestor: A run that initial weights come from, with the steps that made them.
 
-Modules, from the bottom: `settings` (terms, and which step is which), `lineage` (a frozen value, and
-what follows from it), `spending` (its epsilon, and the assumptions under it), `schema` (the keys of
-`privacy.json`), `log` (the private logs), `files` (`privacy.json` and the fingerprint of the
-records), `account` (the spending while training, as published) and `runs` (the sum over several
+Modules, from the bottom: `settings` (terms, and which step is which), `lineage` (a frozen value,
+and what follows from it), `spending` (its epsilon, and the assumptions under it), `schema` (the
+keys of `privacy.json`), `log` (the private logs), `files` (`privacy.json` and the fingerprint of
+the records), `account` (the spending while training, as published) and `runs` (the sum over several
 runs). Configurations are read one floor above, in `checkpoint.terms` and `checkpoint.plan`.
 `python -m torchtitan_dp.ledger RUN…` verifies runs and adds them up.
 """

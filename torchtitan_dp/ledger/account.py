@@ -31,8 +31,7 @@ from torchtitan_dp.ledger.spending import (
     spending,
 )
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
-from torchtitan_dp.privacy.accounting import rounded_up
-from torchtitan_dp.privacy.curve import EpsilonCurve
+from torchtitan_dp.privacy.accounting import EpsilonCurve, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning, meaning
 from torchtitan_dp.privacy.mechanism import Segment, composition, from_fields
 from torchtitan_dp.privacy.segments import dp_event

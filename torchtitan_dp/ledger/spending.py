@@ -14,8 +14,8 @@ from torchtitan_dp.ledger.lineage import Ancestor, Lineage
 from torchtitan_dp.ledger.settings import Settings, union
 from torchtitan_dp.privacy import accounting
 from torchtitan_dp.privacy.accounting import rounded_up
+from torchtitan_dp.privacy.clipping import fp32_sum_excess
 from torchtitan_dp.privacy.mechanism import MECHANISMS, Mechanism, Segment, steps_in_a_row
-from torchtitan_dp.privacy.summation import fp32_sum_excess
 
 
 def own(lineage: Lineage, steps: int | None = None) -> list[Segment]:
@@ -182,22 +182,18 @@ def caveats(lineage: Lineage, epsilon: float, epsilon_planned: float) -> list[st
     taken = [ancestor.settings for ancestor in lineage.ancestors if ancestor.steps]
     if lineage.steps or not taken:
         taken.append(lineage.settings)
-    rounded = [settings for settings in taken if not settings.exact_sum]
-    if lineage.composes and rounded:
-        worst = max(rounded, key=_rounds_by)
+    if lineage.composes:
+        worst = max(taken, key=_rounds_by)
         excess = _rounds_by(worst)
         found.append(
             f"{_ROUNDED}each rank adds up to {worst.summands} {worst.unit}s per step in fp32; "
             "adversarial gradients could move the sum by "
             + (
-                f"{rounded_up(excess, digits=2)} C more than epsilon counts; exact norms with "
-                "privacy.exact_sum rule this out"
+                f"{rounded_up(excess, digits=2)} C more than epsilon counts"
                 if worst.mechanism.largest_share > 1
-                else f"{rounded_up(1 + excess, digits=_digits(excess))} C instead of C; "
-                "privacy.exact_sum rules this out"
+                else f"{rounded_up(1 + excess, digits=_digits(excess))} C instead of C"
             )
         )
-    if lineage.composes:
         found += dict.fromkeys(filter(None, (settings.mechanism.caveat for settings in taken)))
     return found
 
