@@ -14,7 +14,7 @@ from tests.accounts import begun
 from tests.hazards.test_trainer import SETTINGS
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
 from torchtitan_dp.checkpoint.folder import read_ledger
-from torchtitan_dp.checkpoint.initial import baseline_ledger, inheritance, refuse_private_folder
+from torchtitan_dp.checkpoint.initial import baseline_ledger, refuse_private_folder, with_initial
 from torchtitan_dp.checkpoint.plan import earlier_ledger, make_plan
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.checkpoint.terms import settings_of
@@ -72,7 +72,7 @@ def stopped(folder, **changes):
     load = f"--checkpoint.initial_load_path={folder}"
     config = load_config(arguments(folder / "new", folder, *with_sigma(1), load), 2)
     child = Lineage(dataclasses.replace(SETTINGS, **changes), steps=1, planned_steps=1)
-    return inheritance(config, decide_start(config).initial).entered(child)
+    return with_initial(child, config, decide_start(config).initial)
 
 
 def test_row50_a_stop_is_not_forgotten_in_another_folder(tmp_path):
@@ -186,7 +186,7 @@ def test_row53_weights_that_were_audited_are_private_for_nobody(tmp_path):
     load = f"--checkpoint.initial_load_path={tmp_path}/run"
     config = load_config(arguments(tmp_path / "new", tmp_path, *with_sigma(1), load), 2)
     ledger = Lineage(settings_of(config, 24, 1.0))
-    ledger = inheritance(config, decide_start(config).initial).entered(ledger)
+    ledger = with_initial(ledger, config, decide_start(config).initial)
     assert (ledger.private, ledger.composes) == (False, False)
 
 

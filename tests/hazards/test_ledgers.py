@@ -223,13 +223,13 @@ def test_row23_no_noise_is_not_private(tmp_path):
 def starting_from(folder, *overrides):
     """The ledger of a first start from the weights in this folder."""
     from tests import build
-    from torchtitan_dp.checkpoint.initial import inheritance
+    from torchtitan_dp.checkpoint.initial import with_initial
     from torchtitan_dp.checkpoint.start import decide_start
 
     config = build.config(
         "--checkpoint.enable", f"--checkpoint.initial_load_path={folder}", *overrides
     )
-    return inheritance(config, decide_start(config).initial).entered(Lineage(SETTINGS))
+    return with_initial(Lineage(SETTINGS), config, decide_start(config).initial)
 
 
 def test_row45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 
 from tests.accounts import begun, publish, steps_of
 from tests.processes.runs import arguments, privacy, train, with_sigma, write_records
-from torchtitan_dp.checkpoint.initial import inheritance
+from torchtitan_dp.checkpoint.initial import with_initial
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start, plan_start
 from torchtitan_dp.checkpoint.terms import settings_of
@@ -196,8 +196,8 @@ def starting_from(path, *overrides):
         ),
         2,
     )
-    found = inheritance(config, decide_start(config).initial)
-    return found.entered(Lineage(settings_of(config, 24, 1.0)))
+    lineage = Lineage(settings_of(config, 24, 1.0))
+    return with_initial(lineage, config, decide_start(config).initial)
 
 
 def exported(folder, kept):

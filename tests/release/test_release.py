@@ -28,7 +28,7 @@ from tests.models.hugging_face import (
     write_llama,
 )
 from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
-from torchtitan_dp.checkpoint.initial import PUBLIC, inheritance
+from torchtitan_dp.checkpoint.initial import PUBLIC, with_initial
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.checkpoint.terms import settings_of
@@ -262,7 +262,7 @@ def test_a_release_brings_its_ledger_along_as_initial_weights(released, tmp_path
         "--privacy.initial_weights_public",
     )
     ledger = Lineage(settings_of(config, 24, 1.0))
-    ledger = inheritance(config, decide_start(config).initial).entered(ledger)
+    ledger = with_initial(ledger, config, decide_start(config).initial)
     (ancestor,) = ledger.ancestors
     assert ancestor.run == privacy(released)["run"]
     assert sum(segment.steps for segment in before(ledger)) == 4

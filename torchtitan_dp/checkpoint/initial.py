@@ -34,39 +34,22 @@ class InitialWeights:
     any_begun: bool = False  # whether they may be of any step begun in their folder
 
 
-@dataclass(frozen=True)
-class Inheritance:
-    """The entries that initial weights make in the ledger of the run that starts from them."""
-
-    caveats: tuple[str, ...] = ()
-    ancestors: tuple[Ancestor, ...] = ()
-    private: bool = True
-
-    def entered(self, lineage: Lineage) -> Lineage:
-        """Return a lineage with these entries, which it keeps forever."""
-        return replace(
-            lineage.with_caveats(*self.caveats),
-            private=lineage.private and self.private,
-            ancestors=tuple(dict.fromkeys([*lineage.ancestors, *self.ancestors])),
-        )
-
-
-def inheritance(config: JobConfig, initial: InitialWeights | None) -> Inheritance:
-    """Return the entries of a run's initial weights; none, where it has no such weights.
+def with_initial(lineage: Lineage, config: JobConfig, initial: InitialWeights | None) -> Lineage:
+    """Return a run's account with the entries of its initial weights, which it keeps forever.
 
     Raises:
         ValueError: one line for the user; the weights have no ledger, or no epsilon of this run
             could cover their steps.
     """
     if initial is None:
-        return Inheritance()
+        return lineage
     earlier = initial.ledger
     if earlier is None:
         _refuse_unknown(config, initial.path)
-        return Inheritance((PUBLIC,))
-    caveats = tuple(f"of the initial weights: {caveat}" for caveat in earlier.caveats)
+        return lineage.with_caveats(PUBLIC)
+    lineage = lineage.with_caveats(*(f"of the initial weights: {one}" for one in earlier.caveats))
     if not earlier.private:
-        return Inheritance((*caveats, _NOT_PRIVATE), private=False)
+        return lineage.marked_not_private(_NOT_PRIVATE)
     _refuse_what_does_not_compose(config, earlier, initial.path)
     own = Ancestor(
         earlier.run,
@@ -77,12 +60,13 @@ def inheritance(config: JobConfig, initial: InitialWeights | None) -> Inheritanc
         initial.any_begun,
         evaluations(earlier),
     )
-    assumed = (
+    lineage = lineage.with_caveats(
         f"the initial weights are of run {earlier.run}, whose steps are included",
         f"this run's noise, rate and steps are assumed not to follow from what run {earlier.run} "
         f"showed, and its {privacy_unit(config)}s not to be larger than that run's",
     )
-    return Inheritance((*caveats, *assumed), (*earlier.ancestors, own))
+    ancestors = dict.fromkeys([*lineage.ancestors, *earlier.ancestors, own])
+    return replace(lineage, ancestors=tuple(ancestors))
 
 
 def _refuse_unknown(config: JobConfig, path: str) -> None:

@@ -7,7 +7,7 @@ the run's folder and its initial weights.
 import bisect
 from dataclasses import dataclass, replace
 
-from torchtitan_dp.checkpoint.initial import InitialWeights, inheritance, refuse_baseline_folder
+from torchtitan_dp.checkpoint.initial import InitialWeights, refuse_baseline_folder, with_initial
 from torchtitan_dp.checkpoint.terms import (
     choose_losses,
     choose_noise,
@@ -80,9 +80,8 @@ def make_plan(
     start = Lineage(
         settings_of(config, units, 0.0, 1), planned_steps=steps, config_hash=config_hash(config)
     )
-    ledger = inheritance(config, initial).entered(
-        start if account is None else inherited(start, account)
-    )
+    ledger = start if account is None else inherited(start, account)
+    ledger = with_initial(ledger, config, initial)
     sigma, bands = choose_noise(config, units, before(ledger), weights)
     ledger = replace(
         ledger,
