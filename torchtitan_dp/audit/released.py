@@ -28,6 +28,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0, shared_root_key
+from torchtitan_dp.ledger.spending import own
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, one_run_mu, rate_upper_bound
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.privacy.sampling import coins
@@ -53,7 +54,7 @@ class TextTrainer(DPTrainer):
         self, job_config: JobConfig, decide: Callable[[], Start], canaries: list[texts.TextCanary]
     ) -> None:
         super().__init__(job_config, decide)
-        self.ledger.mark_audited(len(canaries))
+        self.ledger = self.ledger.marked_audited(len(canaries))
         root = shared_root_key(self.device, job_config.privacy.debug_seed)
         self._included = np.zeros(len(canaries), dtype=bool)
         self._included[coins(root.stream("coin").take(0), len(canaries), 0.5)] = True
@@ -165,7 +166,7 @@ def _bounds(
     """Bound epsilon and mu from below, each at this confidence, beside what is claimed."""
     settings = trainer.ledger.settings
     claimed = settings.epsilon(trainer.step)
-    promised = meaning(trainer.ledger.own(trainer.step), settings.delta)
+    promised = meaning(own(trainer.ledger, trainer.step), settings.delta)
     terms = {key: result[key] for key in ("canaries", "guesses")} | {"confidence": confidence}
     bound = one_run_epsilon(**terms, correct=correct, delta=settings.delta)
     mu, most = (
