@@ -1,9 +1,17 @@
-"""The TrainSpecs: TorchTitan's parts and ours, under the names of the families."""
+"""TorchTitan's parts and ours: the TrainSpecs, under the names of the families, and its Trainer, as
+every run has it and as the baseline without privacy.
+"""
 
 import contextlib
+import dataclasses
 import functools
+import inspect
+import math
 from collections.abc import Callable
 from typing import Any
+
+import torch.distributed as dist
+import torch.nn as nn
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
@@ -11,20 +19,32 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.metrics import MetricsProcessor
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.components.optimizer import build_optimizers as build_theirs
+from torchtitan.config.job_config import Optimizer as OptimizerConfig
 from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
+from torchtitan.train import Trainer
 
-from torchtitan_dp import momentum
+from torchtitan_dp.checkpoint.initial import baseline_ledger, published_baseline
+from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records, describe
 from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
+from torchtitan_dp.ledger.files import to_bytes, write_published
+from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
-from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.models.hugging_face import origin, shape
+from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parallelize import parallelize
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.preflight.check import build_samples, open_records
+from torchtitan_dp.preflight.host_memory import require_host_memory
+from torchtitan_dp.process import mistakes_as_faults
 from torchtitan_dp.validate import HeldOutValidator
 from torchtitan_dp.watch.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
 
@@ -52,6 +72,16 @@ def build_model(family: Family, decide: Callable[[], Start] | None, args: Any) -
         start = decide()
         args.draw_weights, args.draw_adapters = not start.loads, not start.resumes
     return family.model(args)
+
+
+def build_optimizers(
+    model_parts: list[nn.Module], config: OptimizerConfig, *others: Any
+) -> OptimizersContainer:
+    """Build TorchTitan's container of the optimizer that `config` names."""
+    if config.name != MomentumSGD.__name__:
+        return build_theirs(model_parts, config, *others)
+    settings = {"betas": (config.beta1, config.beta2), "weight_decay": config.weight_decay}
+    return OptimizersContainer(model_parts, MomentumSGD, {"lr": config.lr, **settings})
 
 
 def build_loader(
@@ -146,7 +176,7 @@ def _spec(
         model_args=flavors,  # type: ignore[arg-type]
         parallelize_fn=parallelize,
         pipelining_fn=None,
-        build_optimizers_fn=momentum.build,
+        build_optimizers_fn=build_optimizers,
         build_lr_schedulers_fn=build_lr_schedulers,
         build_dataloader_fn=functools.partial(build_loader, open_records),  # type: ignore[arg-type]
         build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
@@ -155,3 +185,94 @@ def _spec(
         build_metrics_processor_fn=build_metrics,
         state_dict_adapter=family.adapter,
     )
+
+
+class RunTrainer(Trainer):
+    """TorchTitan's Trainer on our records, with our checkpoints and an average of the weights."""
+
+    job_config: JobConfig
+    checkpointer: Checkpointer
+    dataloader: RecordLoader
+    validator: HeldOutValidator
+
+    def __init__(self, job_config: JobConfig, decide: Callable[[], Start]) -> None:
+        """
+        Args:
+            decide: from `checkpoint.start.decision`.
+        """
+        # Undecorated: @record would keep a traceback of what `main` turns into one line.
+        inspect.unwrap(Trainer.__init__)(self, job_config)
+        require_host_memory(job_config)  # before any rank takes its part of it
+        (model,) = self.model_parts
+        self.average = ema_of(job_config, model)
+        if job_config.validation.enable:
+            self.validator.compare(self.average)
+        self.checkpointer = Checkpointer(self, decide(), origin(job_config), self.average)
+
+    def train(self) -> None:
+        inspect.unwrap(Trainer.train)(self)
+
+    def exported_terms(self) -> dict[str, Any]:
+        """Return the `privacy.json` of the weights as they are now."""
+        raise NotImplementedError
+
+
+class BaselineTrainer(RunTrainer):
+    """The baseline WITHOUT privacy: TorchTitan's loop, on the same data path.
+
+    Its checkpoints, its folder and its exports are marked as not private, permanently.
+    """
+
+    metrics_processor: LabelledMetricsProcessor
+
+    def __init__(self, job_config: JobConfig, decide: Callable[[], Start]) -> None:
+        # To TorchTitan a max_norm of 0 means gradients of 0; here it means no clipping.
+        job_config.training.max_norm = job_config.training.max_norm or math.inf
+        super().__init__(job_config, decide)
+        self.ledger = baseline_ledger(job_config, len(self.dataloader.units))
+        self._publish()
+
+    def batch_generator(self, data_iterable: Any) -> Any:
+        """Open the metrics and start the average, after loading; yield TorchTitan's batches."""
+        self.metrics_processor.begin(self.step, private=False)
+        if self.average is not None:
+            self.average.begin()
+        return super().batch_generator(data_iterable)
+
+    def train_step(self, data_iterator: Any) -> None:
+        super().train_step(data_iterator)
+        if self.average is not None:
+            self.average.update()
+
+    def train(self) -> None:
+        super().train()
+        self._publish()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return TorchTitan's entries of a checkpoint, and the ledger."""
+        return {**super().state_dict(), "ledger": self._current().to_json()}
+
+    def exported_terms(self) -> dict[str, Any]:
+        return published_baseline(self._current())
+
+    def _current(self) -> Ledger:
+        return dataclasses.replace(self.ledger, steps=self.step)
+
+    def _publish(self) -> None:
+        if dist.get_rank() == 0:
+            write_published(self.job_config.job.dump_folder, self.exported_terms())
+
+
+def export_weights(trainer: RunTrainer) -> str:
+    """Export the weights, or their average, as a Hugging Face folder with its `privacy.json`.
+
+    Collective over the world.
+
+    Returns:
+        the folder.
+    """
+    terms = {PRIVACY_FILE: to_bytes(trainer.exported_terms())}
+    average = trainer.average
+    swapped = average.in_place_of_weights() if average else contextlib.nullcontext()
+    with swapped, mistakes_as_faults():
+        return export(trainer.model_parts[0], trainer.job_config, beside=terms)

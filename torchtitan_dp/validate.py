@@ -1,12 +1,8 @@
 """The loss on units (records) that are never trained on, and how it goes along a sample.
 
 It is computed from them without noise, so not private. With `validation.publish_epsilon` a second
-one, of clipped losses and with noise, may be published.
-
-Guarantee:
-    `publish` adds noise once to the mean of clipped losses, under a key of its own, after a synced
-    line in the log of evaluations: `privacy.published_loss` bounds what that reveals of one
-    held-out unit. Which units are evaluated is public.
+one, of clipped losses and with noise, may be published (`bookkeeping`). Which units are evaluated
+is public.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,12 +21,13 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import heldout_units
 from torchtitan_dp.data.batching import Draw, RecordLoader
 from torchtitan_dp.data.feed import Feed
-from torchtitan_dp.distributed.agreement import broadcast_from_rank0
 from torchtitan_dp.gradients.fsdp import free_gathered
-from torchtitan_dp.ledger import ExecutedSteps, Ledger
 from torchtitan_dp.ledger.heldout import NoisedLoss
 from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.models.loss import SampleLosses
+
+Publish = Callable[[np.ndarray, int], NoisedLoss]
+"""Adds noise to the mean of these losses, clipped, after a step, and accounts for it."""
 
 
 class HeldOut(NamedTuple):
@@ -69,7 +66,7 @@ class HeldOutValidator:
         """Evaluate an average of the model's weights beside them, from now on."""
         self._average = average
 
-    def publish_by(self, publish: "Publish", is_private: Callable[[], bool]) -> None:
+    def publish_by(self, publish: Publish, is_private: Callable[[], bool]) -> None:
         """Publish the loss of the weights, or of their average, from now on.
 
         Args:
@@ -170,36 +167,6 @@ class HeldOutValidator:
         loader, steps = self._loader, self._config.validation.steps
         at_once = loader.ranks * loader.batch_size
         return np.arange(heldout_units(len(loader.units), steps, at_once))
-
-
-Publish = Callable[[np.ndarray, int], NoisedLoss]
-
-
-def publish(
-    ledger: Ledger, executed: ExecutedSteps, key: bytes, loss_N: np.ndarray, step: int
-) -> NoisedLoss:
-    """Add noise to the mean of clipped losses, and enter the result into the ledger.
-
-    Rank 0 does so, and sends it to the others: no rank has a result before its line is in the log,
-    or has another one with the same noise, so that their difference would be without any.
-
-    Collective: a broadcast over the world.
-
-    Args:
-        executed: whose log this is entered in first, on rank 0.
-        key: 32 bytes, of this evaluation alone.
-        loss_N: as in `HeldOut`.
-    """
-    terms, found = ledger.heldout_losses, ""
-    assert terms is not None
-    if dist.get_rank() == 0:
-        executed.begin_evaluation()
-        found = repr(terms.noise.noised_mean(loss_N, clip=terms.clip, key=key))
-    loss = float(broadcast_from_rank0(found))
-    deviation = terms.noise.standard_deviation(clip=terms.clip, units=len(loss_N))
-    noised = NoisedLoss(step, loss, deviation)
-    ledger.heldout_losses = terms.kept(*terms.losses, noised)
-    return noised
 
 
 def buckets(seq_len: int) -> dict[int, str]:

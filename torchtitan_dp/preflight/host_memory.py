@@ -19,7 +19,6 @@ from typing import Any
 import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 
-from torchtitan_dp import momentum
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.distributed.host_memory import available_bytes
@@ -27,6 +26,7 @@ from torchtitan_dp.distributed.page_locked import page_locked_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.process import Fault
 
 GIB = 2**30
@@ -200,7 +200,7 @@ def _copy_bytes(config: JobConfig, args: ModelArgs) -> int:
     _, dp_shard, cp = mesh_degrees(config)
     trained = trained_count(args)
     frozen = parameter_count(args) - trained
-    moments = 1 if config.optimizer.name == momentum.NAME else 2
+    moments = 1 if config.optimizer.name == MomentumSGD.__name__ else 2
     copies = 1 + moments + config.ema.enable
     kept = TORCH_DTYPE_MAP[config.training.mixed_precision_param].itemsize if frozen else 0
     return (4 * copies * trained + kept * frozen) // (dp_shard * cp)
