@@ -4,7 +4,10 @@ from tests.hazards.mutants.table import Mutant
 
 RUN = "models/test_ema_run.py::"
 TRAINER = "hazards/test_trainer.py::"
-_UPDATE = "        self.dp_optimizer.step(self.clipped_sum.take(), self.books.noise_keys.take(self.step))\n"
+_UPDATE = (
+    "        self.dp_optimizer.step("
+    "self.clipped_sum.take(), self.books.noise_keys.take(self.step))\n"
+)
 _AVERAGE = (
     "        if self.average is not None:\n"
     "            self.average.update()  # of weights that are noised by now\n"

@@ -55,7 +55,7 @@ MUTANTS = [
         "train.py",
         '            "ledger": self.ledger.to_json(),\n',
         '            "ledger": self.ledger.to_json(),\n'
-        '            "rng": str(int.from_bytes(self.books.noise_keys.take(self.step + 1), "big")),\n',
+        '            "rng": self.books.noise_keys.take(self.step + 1)[0][0].hex(),\n',
         (f"{LEDGERS}test_row44_a_checkpoint_holds_expectations_and_the_ledger",),
         quick=True,
     ),
