@@ -5,6 +5,7 @@ count too: a name that is needed from above is a sign that something lies in the
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -173,6 +174,18 @@ def test_privacy_data_and_config_load_no_torchtitan() -> None:
         cwd=PACKAGE.parent,
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_torchtitan_is_imported_where_it_works_without_a_gpu() -> None:
+    """Whichever module comes first: it, or its room's face, begins with `distributed`."""
+    shim, wrong = "import torchtitan_dp.distributed  #", []
+    for module, path in modules().items():
+        source = path.read_text()
+        face = path.with_name("__init__.py").read_text() if "." in module else ""
+        first = re.search(r"^(from|import) torchtitan[. ]", source, re.M)
+        if first and not module.startswith("distributed."):
+            wrong += [module] * (shim not in source[: first.start()] and shim not in face)
+    assert wrong == []
 
 
 def test_few_files_lie_at_the_top() -> None:

@@ -14,6 +14,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.tools.logging import logger
 
 from torchtitan_dp.checkpoint.plan import earlier_ledger, most_lost, refuse_overspending

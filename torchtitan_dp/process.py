@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from typing import IO
 
 LOCK_FILE = ".lock"
+FAULT_FILE = "fault.txt"
 STOP_SIGNAL = signal.SIGUSR1
 """The signal from `launch` to each worker to save a checkpoint and end."""
 PLANNED = "TORCHTITAN_DP_PLANNED"
-# The path of a file into which a worker that stops early writes, for its launcher: another node's
-# may have been the one that was asked.
-STOPPED_FILE = "TORCHTITAN_DP_STOPPED_FILE"
-FAULT_FILE = "fault.txt"
 """Set in the environment of workers whose launcher has printed the plan."""
+STOPPED_FILE = "TORCHTITAN_DP_STOPPED_FILE"
+"""The variable with the path of a file into which a worker that stops early writes, for its
+launcher: another node's may have been the one that was asked."""
 _PR_SET_PDEATHSIG = 1
 _CORE_FILTER = "/proc/self/coredump_filter"
 

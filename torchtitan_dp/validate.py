@@ -13,6 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.distributed import ParallelDims
 from torchtitan.tools.logging import logger

@@ -25,6 +25,10 @@ from typing import Protocol
 
 import torch.distributed as dist
 from torch.utils.tensorboard import SummaryWriter
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.components.metrics import BaseLogger
 from torchtitan.tools.logging import logger
 
