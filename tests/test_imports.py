@@ -180,8 +180,8 @@ def test_torchtitan_is_imported_where_it_works_without_a_gpu() -> None:
     """Whichever module comes first: it, or its room's face, begins with `distributed`."""
     shim, wrong = "import torchtitan_dp.distributed  #", []
     for module, path in modules().items():
-        source = path.read_text()
-        face = path.with_name("__init__.py").read_text() if "." in module else ""
+        source, room = path.read_text(), PACKAGE / module.split(".")[0] / "__init__.py"
+        face = room.read_text() if room.exists() else ""
         first = re.search(r"^(from|import) torchtitan[. ]", source, re.M)
         if first and not module.startswith("distributed."):
             wrong += [module] * (shim not in source[: first.start()] and shim not in face)
