@@ -27,9 +27,7 @@ from torchtitan_dp.privacy.summation import FP32_SUM, Summation
 
 
 class DPOptimizer:
-    """Steps `optimizer` on the noised mean. It has no state of its own, so there is nothing to
-    checkpoint.
-    """
+    """Steps `optimizer` on the noised mean. It has no state of its own."""
 
     def __init__(
         self,
@@ -44,12 +42,11 @@ class DPOptimizer:
     ) -> None:
         """
         Args:
-            optimizer: any `torch.optim.Optimizer` over exactly `parameters`.
+            optimizer: over exactly `parameters`.
             parameters: DTensors sharded on dim 0, by canonical name.
             noise_multiplier: the noise of a key of weight 1 over C: `Mechanism.noise_of_step`.
             summation: how noise is added, and to what; the `ClippedSum` must have the same.
-            free_gathered: frees copies of the parameters that FSDP2 may still keep, which would be
-                used as they were before the update.
+            free_gathered: frees gathered parameters, which the update would leave stale.
         """
         self._optimizer = optimizer
         self._parameters = parameters
@@ -63,10 +60,8 @@ class DPOptimizer:
         """Take one step.
 
         Args:
-            clipped_sum: by name, this rank's flat shard of the sum, as `ClippedSum.take` has it;
-                overwritten.
-            keys: of this step's noise, with their weights, the same on all ranks, from
-                `NoiseChain.take`.
+            clipped_sum: this rank's flat shards, from `ClippedSum.take`; overwritten.
+            keys: of this step's noise, the same on all ranks, from `NoiseChain.take`.
         """
         self._prepare(clipped_sum, keys)
         self._optimizer.step()
@@ -75,12 +70,8 @@ class DPOptimizer:
     def rehearse(self, clipped_sum: dict[str, Tensor]) -> None:
         """Do what a step does, on noise of a public key that is thrown away, and change nothing.
 
-        Where the inner optimizer has no state yet, it is made, as the first step would make it: its
-        step is run with gradients of 0 at a learning rate of 0, and its count set back to 0. Where
-        it has one, it is left alone.
-
-        Args:
-            clipped_sum: as in `step`; overwritten.
+        Where the inner optimizer has no state yet, it is made as the first step would make it, all
+        zeros. `clipped_sum` is as in `step`; overwritten.
         """
         self._prepare(clipped_sum, [(bytes(32), 1.0)])
         for optimizer in inner_optimizers(self._optimizer):
@@ -89,16 +80,10 @@ class DPOptimizer:
         self._optimizer.zero_grad(set_to_none=True)
 
     def require_steps(self, steps: int) -> None:
-        """Refuse an inner optimizer whose state has counted another number of steps.
+        """Refuse, by RuntimeError, an inner optimizer whose state has counted another number.
 
         A state that did not arrive with its weights changes no epsilon and stops no run: it would
         train on, worse.
-
-        Args:
-            steps: that were taken, as the ledger has them.
-
-        Raises:
-            RuntimeError: a parameter's state has counted otherwise.
         """
         counted = {
             int(optimizer.state[parameter]["step"]) if parameter in optimizer.state else 0
@@ -132,7 +117,7 @@ def inner_optimizers(optimizer: Optimizer) -> list[Optimizer]:
 
 @torch.no_grad()
 def _make_state(optimizer: Optimizer) -> None:
-    """Make Adam's or AdamW's state, all zeros, as their first step would make it."""
+    """Take a step with gradients and a learning rate of 0, and set the state back to zeros."""
     rates = [group["lr"] for group in optimizer.param_groups]
     for group in optimizer.param_groups:
         group["lr"] = 0.0

@@ -33,11 +33,11 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records, describe
-from torchtitan_dp.data.tokenizer import Tokenizer, load_tokenizer
+from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
 from torchtitan_dp.ledger.files import to_bytes, write_published
 from torchtitan_dp.models.ema import ema_of
-from torchtitan_dp.models.families import FAMILIES, Family, ModelArgs
+from torchtitan_dp.models.families import FAMILIES, Family
 from torchtitan_dp.models.hugging_face import origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parallelize import parallelize
@@ -85,12 +85,7 @@ def build_optimizers(
 
 
 def build_loader(
-    open_records: OpenOnce,
-    *,
-    dp_world_size: int,
-    dp_rank: int,
-    tokenizer: Tokenizer,
-    job_config: JobConfig,
+    open_records: OpenOnce, *, dp_world_size: int, dp_rank: int, job_config: JobConfig, **_: Any
 ) -> RecordLoader:
     """Build the loader of the training units, for one data-parallel rank."""
     records = open_records(job_config)
@@ -124,7 +119,6 @@ def build_validator(
     job_config: JobConfig,
     dp_world_size: int,
     dp_rank: int,
-    tokenizer: Tokenizer,
     parallel_dims: ParallelDims,
     maybe_enable_amp: contextlib.AbstractContextManager[None],
     metrics_processor: MetricsProcessor,
@@ -153,38 +147,28 @@ def register(
 
     Args:
         config: the run's; its flavor then has the shape of `hugging_face.shape`.
-        open_records: with the records open already, or not.
-        decide: returns the run's start; by default all weights are drawn.
+        decide: from `checkpoint.start.decision`; by default all weights are drawn.
     """
     open_records = open_records or OpenOnce()
     for name, family in FAMILIES.items():
         flavors = dict(family.flavors)
         if config is not None and config.model.name == name:
             flavors[config.model.flavor] = shape(config)
-        register_train_spec(name, _spec(family, flavors, open_records, decide))
-
-
-def _spec(
-    family: Family,
-    flavors: dict[str, ModelArgs],
-    open_records: OpenOnce,
-    decide: Callable[[], Start] | None,
-) -> TrainSpec:
-    """Build a family's spec."""
-    return TrainSpec(
-        model_cls=functools.partial(build_model, family, decide),  # type: ignore[arg-type]
-        model_args=flavors,  # type: ignore[arg-type]
-        parallelize_fn=parallelize,
-        pipelining_fn=None,
-        build_optimizers_fn=build_optimizers,
-        build_lr_schedulers_fn=build_lr_schedulers,
-        build_dataloader_fn=functools.partial(build_loader, open_records),  # type: ignore[arg-type]
-        build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
-        build_loss_fn=build_cross_entropy_loss,
-        build_validator_fn=functools.partial(build_validator, open_records),  # type: ignore[arg-type]
-        build_metrics_processor_fn=build_metrics,
-        state_dict_adapter=family.adapter,
-    )
+        spec = TrainSpec(
+            model_cls=functools.partial(build_model, family, decide),  # type: ignore[arg-type]
+            model_args=flavors,  # type: ignore[arg-type]
+            parallelize_fn=parallelize,
+            pipelining_fn=None,
+            build_optimizers_fn=build_optimizers,
+            build_lr_schedulers_fn=build_lr_schedulers,
+            build_dataloader_fn=functools.partial(build_loader, open_records),  # type: ignore[arg-type]
+            build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
+            build_loss_fn=build_cross_entropy_loss,
+            build_validator_fn=functools.partial(build_validator, open_records),  # type: ignore[arg-type]
+            build_metrics_processor_fn=build_metrics,
+            state_dict_adapter=family.adapter,
+        )
+        register_train_spec(name, spec)
 
 
 class RunTrainer(Trainer):
@@ -196,10 +180,6 @@ class RunTrainer(Trainer):
     validator: HeldOutValidator
 
     def __init__(self, job_config: JobConfig, decide: Callable[[], Start]) -> None:
-        """
-        Args:
-            decide: from `checkpoint.start.decision`.
-        """
         # Undecorated: @record would keep a traceback of what `main` turns into one line.
         inspect.unwrap(Trainer.__init__)(self, job_config)
         require_host_memory(job_config)  # before any rank takes its part of it
@@ -266,10 +246,7 @@ class BaselineTrainer(RunTrainer):
 def export_weights(trainer: RunTrainer) -> str:
     """Export the weights, or their average, as a Hugging Face folder with its `privacy.json`.
 
-    Collective over the world.
-
-    Returns:
-        the folder.
+    Collective over the world. Returns the folder.
     """
     terms = {PRIVACY_FILE: to_bytes(trainer.exported_terms())}
     average = trainer.average

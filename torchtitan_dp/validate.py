@@ -53,11 +53,7 @@ class HeldOutValidator:
         amp: AbstractContextManager[None],
         metrics: MetricsProcessor,
     ) -> None:
-        """
-        Args:
-            loader: over the held-out units, for this data-parallel rank.
-            amp: the precision context of training.
-        """
+        # The loader is of the held-out units, amp the precision context of training.
         self._loader, self._config, self._dims = loader, job_config, parallel_dims
         self._amp, self._metrics = amp, metrics
         self._average: WeightAverage | None = None
@@ -71,11 +67,8 @@ class HeldOutValidator:
         self._average = average
 
     def publish_by(self, publish: Publish, is_private: Callable[[], bool]) -> None:
-        """Publish the loss of the weights, or of their average, from now on.
-
-        Args:
-            is_private: whether the weights are; a loss of others may not be published, since it
-                depends on what they were trained on.
+        """Publish the loss of the weights, or of their average, from now on; it is labelled where
+        the weights, on whose records it depends, are not private.
         """
         self._publish, self._is_private = publish, is_private
 
@@ -86,12 +79,9 @@ class HeldOutValidator:
     @torch.no_grad()
     def validate(self, model_parts: list[nn.Module], step: int) -> float:
         """Log `heldout_loss` and, by position, `heldout_loss_at/…`, of the weights; of an average
-        `heldout_loss_ema` and `heldout_loss_ema_at/…`.
+        `heldout_loss_ema` and `heldout_loss_ema_at/…`. Return the loss of the weights.
 
-        Collectives: those of `_held_out`, for each; of `publish`.
-
-        Returns:
-            the loss of the weights.
+        Collectives: those of `_held_out`, for each; of `Bookkeeping.publish_loss`.
         """
         (model,) = model_parts
         self._validated = step

@@ -13,8 +13,7 @@ from rich.console import Console
 
 from torchtitan_dp.watch import terminal
 from torchtitan_dp.watch.processor import (
-    bar_epsilon,
-    bar_speed,
+    bar_words,
     pace_words,
     samples_words,
     speed_words,
@@ -73,8 +72,8 @@ def test_rank_0_alone_draws(monkeypatch, tmp_path) -> None:
         for rank in ("1", "0"):
             monkeypatch.setenv("RANK", rank)
             screen = Screen.of_launcher()
-            words = bar_speed(Pace(0, 2), SCALARS)
-            screen.show(Pace(0, 2), 0.25, bar_epsilon(SCALARS), f"microbatch {rank}  {words}")
+            public, speed = bar_words(Pace(0, 2), SCALARS)
+            screen.show(Pace(0, 2), 0.25, public, f"microbatch {rank}  {speed}")
             screen.close()
         state = json.loads(launcher.recv(65536))
         assert state["private"] == "microbatch 0  1,234 tps  12.3 GiB"

@@ -84,7 +84,6 @@ def check_run(
     """Check all of a run that one plain process can, and write nothing but the store of tokens.
 
     Args:
-        open_records: the function above, or one that keeps its result.
         units: their number, for a plan before there are any records.
 
     Raises:
@@ -138,11 +137,7 @@ def build_samples(records: Records, config: JobConfig) -> Samples:
 
 
 def check_packages(config: JobConfig) -> None:
-    """Refuse a service whose package is not installed.
-
-    Raises:
-        ValueError: one line for the user.
-    """
+    """Refuse, by ValueError, a service whose package is not installed."""
     for key, wanted, package in (
         ("metrics.enable_wandb", config.metrics.enable_wandb, "wandb"),
         ("metrics.enable_mlflow", config.metrics.enable_mlflow, "mlflow"),
@@ -158,10 +153,9 @@ def check_model(config: JobConfig, start: Start) -> ModelArgs:
     """Return the shape of the model that a run trains.
 
     Raises:
-        ValueError: one line for the user: the model is of no family; its files do not fit it; its
-            tokenizer has ids outside the vocabulary (a record with one would end the run); no
-            kernel of this machine computes its attention; it lacks a layer that is to have
-            adapters; or clipping groups do not divide its parameters.
+        ValueError: one line for the user: it is of no family, its files do not fit it, no kernel of
+            this machine computes it, or it has no parameters as adapters or clipping groups name
+            them; or the tokenizer has ids outside its vocabulary, which would end a run.
     """
     assets = config.model.hf_assets_path
     if start.resumes and assets and not os.path.isdir(assets):  # the shape would be another one

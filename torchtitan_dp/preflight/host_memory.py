@@ -53,12 +53,7 @@ class HostMemory:
 
 
 def predict_host_memory(config: JobConfig, args: ModelArgs) -> HostMemory:
-    """Predict a rank's memory on its host. A pure function; it needs no device.
-
-    Args:
-        config: checked, for the run's number of ranks.
-        args: the model's.
-    """
+    """Predict a rank's memory on its host, for a checked configuration; it needs no device."""
     training, offloads = config.training, config.activation_checkpoint.offload_inputs
     dtype = TORCH_DTYPE_MAP[training.mixed_precision_param]
     tokens = training.seq_len // config.parallelism.context_parallel_degree
@@ -71,14 +66,11 @@ def predict_host_memory(config: JobConfig, args: ModelArgs) -> HostMemory:
 
 
 def refuse_lack(config: JobConfig, args: ModelArgs, ranks: int, available: int | None) -> None:
-    """Refuse a node that does not hold what its ranks offload.
+    """Refuse, by ValueError, a node that does not hold what its ranks offload.
 
     Args:
         ranks: the number of ranks on the node.
         available: bytes that they may still take together; None if that is not known.
-
-    Raises:
-        ValueError: one line for the user.
     """
     if not config.activation_checkpoint.offload_inputs or available is None:
         return
@@ -132,11 +124,7 @@ class NodeMemory:
     def of(
         cls, rank: HostMemory, world_size: int, ranks_here: int | None, available: int | None
     ) -> "NodeMemory":
-        """Put together what is known.
-
-        Args:
-            ranks_here: how many ranks start on this machine; None if the run starts elsewhere.
-        """
+        """Put together what is known; `ranks_here` is None if the run starts elsewhere."""
         ranks = min(world_size, MOST_RANKS) if ranks_here is None else ranks_here
         return cls(rank, ranks, ranks_here is None, available)
 
@@ -166,9 +154,7 @@ class NodeMemory:
         )
 
     def for_programs(self) -> dict[str, Any]:
-        """Put together what `--json` says of it: nothing of this machine, so that it is the same
-        anywhere.
-        """
+        """Return the part of the plan's `--json`: nothing of this machine, the same anywhere."""
         return {
             "inputs_gib": self.rank.inputs_bytes / GIB,
             "save_gib": self.rank.copy_bytes / GIB,

@@ -85,7 +85,7 @@ def is_public(name: str) -> bool:
 
 
 def tag(name: str, *, private: bool) -> str:
-    """Return a scalar's tag, in its section, in a run that is private or not."""
+    """Return a scalar's tag, in its section, of a run that is private or not."""
     return f"{PUBLISHABLE if private and is_public(name) else NOT_PRIVATE}/{name}"
 
 
@@ -131,10 +131,9 @@ class Guarded:
 
     def _attempt(self, send: Callable[[], None]) -> None:
         """Send; after a failure never again in this start, since each may take a minute."""
-        if not self._works:
-            return
         try:
-            send()
+            if self._works:
+                send()
         except Exception as error:  # of any kind: these are others' services and clients
             self._works = False
             logger.warning(
@@ -157,7 +156,6 @@ class Later:
     ) -> None:
         """
         Args:
-            folder: the run's.
             step: the last that was taken; lines of later ones, which a crash took back, go.
             services: by their key in the configuration; each is opened with the time of all steps.
         """

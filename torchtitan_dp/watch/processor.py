@@ -209,8 +209,8 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         # Its scale is the expected number: that of a draw is not known ahead of time here.
         part = min(self._begun / self._expected, 0.95)
         within = f"microbatch {self._begun}" if self._begun else ""
-        private = "  ".join(filter(None, (within, bar_speed(self.pace, self._logged))))
-        self.screen.show(self.pace, part, bar_epsilon(self._logged), private)
+        public, speed = bar_words(self.pace, self._logged)
+        self.screen.show(self.pace, part, public, "  ".join(filter(None, (within, speed))))
 
     def close(self) -> None:
         self.screen.close()
@@ -254,22 +254,18 @@ def pace_words(pace: Pace) -> str:
     return f"s/step: {shown}  ETA: {clock(pace.seconds_left)}"
 
 
-def bar_epsilon(scalars: dict[str, float]) -> str:
-    """Write epsilon so far and at the end as short as a terminal's width asks for."""
-    if "epsilon" not in scalars:
-        return ""
+def bar_words(pace: Pace, scalars: dict[str, float]) -> tuple[str, str]:
+    """Write epsilon, and speed and memory, as short as a terminal's width asks for.
+
+    Args:
+        scalars: of the newest step that was logged, if any.
+    """
+    shown = [] if pace.seconds_per_step is None else [f"{pace.seconds_per_step:.3g} s/step"]
+    if not scalars:
+        return "", "  ".join(shown)
     planned = scalars.get("epsilon_planned")
     at_end = "" if planned is None else f" of {rounded_up(planned, 3)}"
-    return f"ε {rounded_up(scalars['epsilon'], 3)}{at_end}"
-
-
-def bar_speed(pace: Pace, scalars: dict[str, float]) -> str:
-    """Write speed and memory as short."""
-    words = []
-    if pace.seconds_per_step is not None:
-        words.append(f"{pace.seconds_per_step:.3g} s/step")
-    if scalars:
-        words.append(f"{round(scalars['throughput(tps)']):,} tps")
-        words.extend([f"mfu {scalars['mfu(%)']:.1f}%"] if "mfu(%)" in scalars else [])
-        words.append(f"{scalars['memory/max_reserved(GiB)']:.1f} GiB")
-    return "  ".join(words)
+    mfu = [f"mfu {scalars['mfu(%)']:.1f}%"] if "mfu(%)" in scalars else []
+    shown += [f"{round(scalars['throughput(tps)']):,} tps", *mfu]
+    shown.append(f"{scalars['memory/max_reserved(GiB)']:.1f} GiB")
+    return f"ε {rounded_up(scalars['epsilon'], 3)}{at_end}", "  ".join(shown)

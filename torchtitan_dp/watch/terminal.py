@@ -76,11 +76,7 @@ class Screen:
     """The bar on the launcher's terminal, as rank 0 sends it; nothing elsewhere."""
 
     def __init__(self, path: str | None) -> None:
-        """
-        Args:
-            path: of the launcher's socket, if it draws a bar.
-        """
-        self._path = path
+        self._path = path  # of the launcher's socket, if it draws a bar
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) if path else None
 
     @classmethod
@@ -89,22 +85,11 @@ class Screen:
         return cls(os.environ.get(SOCKET) if os.environ.get("RANK") == "0" else None)
 
     def show(self, pace: Pace, part: float, public: str, private: str) -> None:
-        """Draw the present state.
-
-        Args:
-            part: of the step that is under way, from 0 to 1.
-            public, private: words of each kind.
-        """
+        """Draw the present state: `part`, from 0 to 1, of the step that is under way, and words."""
         if self._socket is None:
             return
-        state = {
-            "done": pace.done,
-            "total": pace.total,
-            "part": part,
-            "left": pace.seconds_left,
-            "public": public,
-            "private": private,
-        }
+        steps = {"done": pace.done, "total": pace.total, "part": part, "left": pace.seconds_left}
+        state = {**steps, "public": public, "private": private}
         # Where its launcher is suspended, or ends, a picture is missed: no step waits for it.
         with contextlib.suppress(OSError):
             self._socket.sendto(json.dumps(state).encode(), socket.MSG_DONTWAIT, self._path or "")
