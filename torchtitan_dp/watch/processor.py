@@ -132,15 +132,16 @@ class PrivateMetricsProcessor(LabelledMetricsProcessor):
         super().__init__(job_config, parallel_dims)
         self.pace = Pace(0, job_config.training.steps)
         self.screen = Screen.of_launcher()
-        training, data = job_config.training, job_config.data
-        ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
-        rows = training.global_batch_size * data.windows_per_draw
-        self._begun, self._expected = 0, max(1.0, rows / (ranks * training.local_batch_size))
+        self._begun, self._expected = 0, 1.0  # microbatches of a step
         self._logged: dict[str, float] = {}  # the scalars of the newest step that was
 
     def begin(self, step: int, *, private: bool, epsilon_planned: float | None = None) -> None:
         super().begin(step, private=private, epsilon_planned=epsilon_planned)
-        self.pace = Pace(step, self.job_config.training.steps)
+        training, dims = self.job_config.training, self.parallel_dims
+        self.pace = Pace(step, training.steps)
+        rows = training.global_batch_size * self.job_config.data.windows_per_draw
+        at_once = dims.dp_replicate * dims.dp_shard * training.local_batch_size
+        self._expected = max(1.0, rows / at_once)
         self._draw()
 
     def microbatch_begun(self, tokens: int) -> None:
