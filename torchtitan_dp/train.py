@@ -49,8 +49,7 @@ from torchtitan_dp.models.hugging_face import describe, shape
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import trained_fsdp_modules
 from torchtitan_dp.models.parameters import overflow, trainable_parameters
-from torchtitan_dp.preflight.check import check_run
-from torchtitan_dp.preflight.console import quiet, show_notices
+from torchtitan_dp.preflight.check import check_run, show_notices
 from torchtitan_dp.preflight.rehearsal import rehearse
 from torchtitan_dp.process import (
     PLANNED,
@@ -66,6 +65,7 @@ from torchtitan_dp.train_spec import (
     OpenOnce,
     RunTrainer,
     export_weights,
+    quiet,
     register,
 )
 from torchtitan_dp.watch.processor import PrivateMetricsProcessor, SampleStatistics

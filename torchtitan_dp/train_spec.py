@@ -1,13 +1,18 @@
-"""TorchTitan's parts and ours: the TrainSpecs, under the names of the families, and its Trainer, as
-every run has it and as the baseline without privacy.
+"""TorchTitan's parts and ours: the TrainSpecs, under the names of the families; its Trainer, as
+every run has it and as the baseline without privacy; and which lines of its console are shown.
 """
 
 import contextlib
 import dataclasses
 import functools
 import inspect
+import logging
 import math
+import os
+import re
+import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -16,6 +21,7 @@ import torch.nn as nn
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 
 # isort: split
+import torchtitan
 from torchtitan.components.loss import build_cross_entropy_loss
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.components.metrics import MetricsProcessor
@@ -43,10 +49,46 @@ from torchtitan_dp.models.hugging_face_weights import export
 from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.preflight.check import build_samples, open_records
-from torchtitan_dp.preflight.host_memory import require_host_memory
+from torchtitan_dp.preflight.machine import require_host_memory
 from torchtitan_dp.process import mistakes_as_faults
 from torchtitan_dp.validate import HeldOutValidator
 from torchtitan_dp.watch.processor import LabelledMetricsProcessor, PrivateMetricsProcessor
+
+_TORCHTITAN = str(Path(torchtitan.__file__).parent) + os.sep  # installed beside torchtitan_dp
+# Of TorchTitan's own lines at the level of information; our trainer logs steps itself, a run
+# without privacy leaves that to TorchTitan.
+_SHOWN = re.compile(
+    r"(\x1b\[\S*?m)?(step: |Training starts|(Loading|Saving|Finished saving) the checkpoint)"
+)
+_NOTHING_TO_DO = (
+    r"ENV\[TORCH_NCCL_ASYNC_ERROR_HANDLING\]",  # set by torchrun, and overridden on purpose
+    r"checkpoint\.initial_load_in_hf is True but",  # of every resume, which is what is wanted
+    r"torch\.distributed is already initialized\.",  # by an audit, which starts several trainers
+)
+_WARNINGS = (
+    "DTensor random operators may not have complete support",  # no generator of DTensor's is used
+    r"DTensor manual_seed\(\) may not have complete support",
+    "Set timeout is now only supported for either nccl or gloo",  # of groups that have no backend
+    "In CPU autocast, but the target dtype is not supported",  # fp32 needs none
+)
+
+
+def quiet(logger: logging.Logger) -> None:
+    """Hide lines of TorchTitan's logger and warnings of libraries that need no action; none with
+    LOGLEVEL=DEBUG in the environment. Errors and all other warnings pass in any case."""
+    if os.environ.get("LOGLEVEL", "").upper() == "DEBUG":
+        return
+    logger.addFilter(is_shown)
+    for message in _WARNINGS:
+        warnings.filterwarnings("ignore", message=message)
+
+
+def is_shown(record: logging.LogRecord) -> bool:
+    """Return whether a line is shown: a filter for `logging`."""
+    message = record.getMessage()
+    if record.levelno > logging.INFO:
+        return not any(re.match(pattern, message) for pattern in _NOTHING_TO_DO)
+    return not record.pathname.startswith(_TORCHTITAN) or bool(_SHOWN.match(message))
 
 
 class OpenOnce:

@@ -16,8 +16,7 @@ from torchtitan_dp.checkpoint.plan import make_plan
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import ExecutedSteps, write_fingerprint
 from torchtitan_dp.plan import __main__ as plan
-from torchtitan_dp.preflight.check import check_run, open_records
-from torchtitan_dp.preflight.console import notices
+from torchtitan_dp.preflight.check import check_run, notices, open_records
 from torchtitan_dp.process import PLANNED
 
 NOTES = [{"who": i % 8, "note": f"note {i}"} for i in range(24)]

@@ -1,10 +1,11 @@
-"""The memory that a run takes on its hosts, known before it starts; a node that has less refuses.
+"""What a run needs of its machine: kernels for its model, and its hosts' memory, known before it
+starts; a node that has less refuses.
 
-It follows from the configuration and the model alone. Counted is what is large: the inputs of
-blocks that `activation_checkpoint.offload_inputs` keeps there, and the copy of a rank's state while
-a checkpoint is written beside the run (`checkpoint.async_mode`). Not counted is what every process
-takes by itself (libraries, the CUDA context, communication: some GiB a rank), what is read of
-records and weights, one sample or tensor at a time, and the state of a run that trains on CPUs.
+The memory follows from the configuration and the model alone. Counted is what is large: the inputs
+of blocks that `activation_checkpoint.offload_inputs` keeps there, and the copy of a rank's state
+while a checkpoint is written beside the run (`checkpoint.async_mode`). Not counted is what every
+process takes by itself (libraries, the CUDA context, communication: some GiB a rank), what is read
+of records and weights, one sample or tensor at a time, and the state of a run that trains on CPUs.
 
 Guarantee:
     Whether a run is refused depends on its configuration and on the memory that its machine has
@@ -21,6 +22,8 @@ from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.derived import most_tokens
+from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.host_memory import available_bytes, page_locked_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
@@ -30,6 +33,38 @@ from torchtitan_dp.process import Fault
 
 GIB = 2**30
 MOST_RANKS = 8  # of a node, where a plan does not know it
+
+
+def check_attention(config: JobConfig, args: ModelArgs) -> None:
+    """Refuse a ring of fp32 with grouped queries on an accelerator: no kernel of PyTorch has it.
+
+    Flash and cuDNN take 16 bits only, and the memory-efficient kernel no grouped queries.
+    """
+    cp, dtype = (
+        config.parallelism.context_parallel_degree,
+        config.training.mixed_precision_param,
+    )
+    grouped = args.n_kv_heads is not None and args.n_kv_heads != args.n_heads
+    if cp > 1 and dtype == "float32" and grouped and has_accelerator():
+        raise ValueError(
+            f"training.mixed_precision_param = '{dtype}': with context_parallel_degree = {cp} and "
+            f"{args.n_heads} heads that share {args.n_kv_heads} keys no kernel for this device "
+            "attends in 32 bits; set it to 'bfloat16', or parallelism.context_parallel_degree to 1"
+        )
+
+
+def check_norms(config: JobConfig, args: ModelArgs) -> None:
+    """Refuse more values a rank than the 32-bit indices of PyTorch's RMSNorm on CUDA can reach:
+    beyond 2^32 it would read other rows, in silence."""
+    tokens = most_tokens(config)
+    width = max(args.dim, args.n_heads * args.head_size)
+    if has_accelerator() and tokens * width > 2**32:
+        raise ValueError(
+            f"training.seq_len = {config.training.seq_len}: {tokens:,} tokens a rank of "
+            f"{width:,} values exceed the 2^32 that RMSNorm on CUDA can index; raise "
+            "parallelism.context_parallel_degree = "
+            f"{config.parallelism.context_parallel_degree}"
+        )
 
 
 @dataclass(frozen=True)
