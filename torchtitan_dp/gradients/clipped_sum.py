@@ -19,7 +19,7 @@ or `accumulate_part` so that one parameter's gradients exist at a time.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -238,3 +238,48 @@ class ClippedSum:
         """Start the next step's sum at zero."""
         self._whole.zero_()
         self.accumulating = False
+
+
+class GradientMethod:
+    """The way from per-sample losses to a `ClippedSum`."""
+
+    makes_gradients: ClassVar[tuple[str, ...]]
+    """The methods that allocate per-sample gradients, whose memory the plan counts apart."""
+
+    batch_size: ClassVar[int | None] = None
+    """The number of samples of one call; None if any."""
+
+    clipped_sum: ClippedSum
+
+    def held(self) -> list[torch.UntypedStorage]:
+        """List the memory of the per-sample gradients that it holds between calls that allocate
+        them."""
+        return []
+
+    def start_step(self, key: bytes) -> None:
+        """Set the key of the coming step's random norms, before its first microbatch: 32 bytes, the
+        same on all ranks, of this step alone. Here nothing is random."""
+
+    def hold(self, loss_B: torch.Tensor) -> None:
+        """Backpropagate an earlier window of the next call's units, whose gradients are added to
+        that call's before clipping, where the method `averages_windows`."""
+        raise AssertionError("refused with the configuration: data.windows_per_draw")
+
+    def accumulate_clipped(
+        self,
+        loss_B: torch.Tensor,
+        valid_B: torch.Tensor,
+        positions: Sequence[int] | None = None,
+    ) -> Clip:
+        """Backpropagate the losses, clip each sample's gradient, and add it.
+
+        Args:
+            loss_B: this rank's parts of the samples' losses; summed over cp they are the losses.
+            valid_B: bool: False for a padding sample, which contributes exactly 0.
+            positions: index of each sample's unit in the training population, -1 for padding; no
+                duplicates within a step. Random norms depend on it and need it.
+
+        Returns:
+            Per-sample clip result, fields of shape (B,).
+        """
+        raise NotImplementedError

@@ -101,7 +101,7 @@ class GhostGradients(LayerGradients):
         valid_B: torch.Tensor,
         positions: Sequence[int] | None = None,
     ) -> Clip:
-        """Add a microbatch (`methods.GradientMethod`); estimates need `positions`.
+        """Add a microbatch (`clipped_sum.GradientMethod`); estimates need `positions`.
 
         Collectives, over cp: for each parameter all-gathers of the factors of its ghost norm, a
         reduce-scatter of gradients and an all-reduce of B numbers, within backward or after it;

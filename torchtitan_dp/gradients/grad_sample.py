@@ -62,7 +62,7 @@ class GradSampleGradients(LayerGradients):
         valid_B: torch.Tensor,
         positions: Sequence[int] | None = None,
     ) -> Clip:
-        """Add a microbatch (`methods.GradientMethod`).
+        """Add a microbatch (`clipped_sum.GradientMethod`).
 
         Collectives, over cp: a reduce-scatter per layer within backward, one more after it (V2),
         or an all-reduce per parameter after it (V1); then an all-reduce of B numbers for each clip

@@ -21,7 +21,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from torchtitan_dp.collectives import Pending
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.operands import Existing, Products, Rows, Write
 
 
@@ -51,11 +51,9 @@ class Sink(Protocol):
         """Add formed gradients, within backward, each sample multiplied by its factor."""
 
 
-class LayerGradients(Sink):
+class LayerGradients(GradientMethod, Sink):
     """A sink of all layers, in a bundle for each parameter: what the methods of several samples
     share."""
-
-    batch_size = None  # any
 
     def __init__(self, model: nn.Module, clipped_sum: ClippedSum, transient_bytes: int) -> None:
         """
@@ -70,17 +68,6 @@ class LayerGradients(Sink):
         assert not missing, f"trainable, but in no per-sample layer: {sorted(missing)}"
         self._device = next(iter(clipped_sum.parameters.values())).device
         self._layouts = clipped_sum.lay_out_parameters()
-
-    def start_step(self, key: bytes) -> None:
-        """Nothing is random here."""
-
-    def held(self) -> list[torch.UntypedStorage]:
-        """Return no memory: gradients exist within a call only."""
-        return []
-
-    def hold(self, loss_B: torch.Tensor) -> None:
-        """Refuse: each backward pass ends with clipping."""
-        raise AssertionError("refused with the configuration: data.windows_per_draw")
 
     def _slices_of(self, name: str, samples: int) -> list[slice]:
         """Cut a microbatch into slices of samples whose gradients are formed at once."""

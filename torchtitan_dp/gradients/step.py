@@ -15,9 +15,9 @@ import torch.nn as nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import ReductionGroups, free_gathered
-from torchtitan_dp.gradients.methods import METHODS, GradientMethod
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.optimizer import DPOptimizer, MomentumSGD, inner_optimizers
 from torchtitan_dp.privacy.clipping import clip_policy
 from torchtitan_dp.privacy.settings import Privacy
