@@ -220,7 +220,7 @@ def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) 
     monkeypatch.setattr(module, "broadcast_from_rank0", tell)
     terms = HeldOutLosses(Noise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
     books = bookkeeping(Ledger(SETTINGS, heldout_losses=terms))
-    books.executed = SimpleNamespace(begin_evaluation=lambda: order.append("log"))
+    books.log = SimpleNamespace(begin_evaluation=lambda: order.append("log"))
     for step in (1, 3):
         noised = books.publish_loss(np.array([1.0, 3.0]), step)
         assert noised == NoisedLoss(step, 3.0, pytest.approx(math.sqrt(2) * 2 * 4 / 2))
@@ -241,7 +241,7 @@ def noised_on_a_rank(folder: str) -> tuple[float, bool]:
 
     terms = HeldOutLosses(LossNoise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
     books = bookkeeping(Ledger(SETTINGS, heldout_losses=terms))
-    books.executed = SimpleNamespace(begin_evaluation=begin)
+    books.log = SimpleNamespace(begin_evaluation=begin)
     noised = books.publish_loss(np.array([1.0 + rank, 3.0]), 3)
     return noised.loss, log.exists()
 

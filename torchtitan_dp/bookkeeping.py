@@ -66,7 +66,7 @@ class Bookkeeping:
         """
         self._config, self._device = config, device
         self._folder, self._total = config.job.dump_folder, config.training.steps
-        self.ledger, self.executed = self._open(loader, start)
+        self.ledger, self.log = self._open(loader, start)
         self._is_loaded = False
         self._ahead: Draw | None = None
         self._open_account()
@@ -92,12 +92,12 @@ class Bookkeeping:
     def begin_start(self) -> None:
         """Record, durably, that this start is about to draw its first units."""
         if dist.get_rank() == 0:
-            self.executed.begin_start(most_lost(self._config), self.ledger.heldout_losses)
+            self.log.begin_start(most_lost(self._config), self.ledger.heldout_losses)
 
     def begin_step(self, step: int) -> None:
         """Record, durably, that a step's update is about to happen."""
         if dist.get_rank() == 0:
-            self.executed.begin(step, self.settings)
+            self.log.begin(step, self.settings)
 
     def end_step(self, step: int) -> None:
         """Count a step whose update has happened."""
@@ -106,7 +106,7 @@ class Bookkeeping:
     def end_start(self) -> None:
         """Record that this start ends with all of its steps saved."""
         if dist.get_rank() == 0:
-            self.executed.end_start()
+            self.log.end_start()
 
     # What is saved, loaded and shown.
 
@@ -162,7 +162,7 @@ class Bookkeeping:
         terms, key, found = self.ledger.heldout_losses, self.evaluation_keys.take(step), ""
         assert terms is not None
         if dist.get_rank() == 0:
-            self.executed.begin_evaluation()
+            self.log.begin_evaluation()
             found = repr(terms.noise.noised_mean(loss_N, clip=terms.clip, key=key))
         loss = float(broadcast_from_rank0(found))
         deviation = terms.noise.standard_deviation(clip=terms.clip, units=len(loss_N))
@@ -219,26 +219,26 @@ class Bookkeeping:
             }
         )
         ledger.rewind()  # until a checkpoint is loaded
-        executed = ExecutedSteps(folder)
+        log = ExecutedSteps(folder)
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
             write_fingerprint(folder, loader.fingerprint, loader.settings, loader.describe())
             for line in write_config(config):
                 logger.info(line)
-        return ledger, executed
+        return ledger, log
 
     def _open_account(self) -> None:
         """Rebuild the account for the remaining steps, at the start and after each load.
 
         Collective over the world: any rank may write the ledger into a checkpoint.
         """
-        ledger, executed = self.ledger, self.executed
-        ledger.start = executed.new_start()
+        ledger, log = self.ledger, self.log
+        ledger.start = log.new_start()
         if dist.get_rank() == 0:
             lineage = ledger.taken(), ledger.evaluated()
-            if executed.missing(*lineage):
+            if log.missing(*lineage):
                 ledger.add_caveat(STEPS_ELSEWHERE)
-            executed.adopt(*lineage)
-            executed.enter_lost(ledger)
+            log.adopt(*lineage)
+            log.enter_lost(ledger)
         self.ledger = Ledger.from_json(broadcast_from_rank0(ledger.to_json()))
         self.account = Account(self.ledger, self._total)

@@ -109,7 +109,7 @@ def opened_account() -> str:
     from torchtitan_dp.ledger import ExecutedSteps, Ledger
 
     books = bookkeeping(Ledger(SETTINGS))
-    books.executed = ExecutedSteps("/nowhere")
+    books.log = ExecutedSteps("/nowhere")
     books._open_account()
     return books.ledger.to_json()
 

@@ -168,7 +168,7 @@ def opened(folder, *overrides):
 
     config = build.config(f"--job.dump_folder={folder}", *overrides)
     books = Bookkeeping(config, records(), decide_start(config), torch.device("cpu"))
-    return books.ledger.to_json(), books.executed.count
+    return books.ledger.to_json(), books.log.count
 
 
 def stopped_after_a_step(folder, ledger):

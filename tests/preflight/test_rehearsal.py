@@ -86,7 +86,7 @@ def everything(trainer: Any) -> dict[str, Any]:
         **whole(model.state_dict()),
         "lr": copy.deepcopy(trainer.lr_schedulers.state_dict()),
         "ledger": trainer.ledger.to_json(),
-        "begun": trainer.books.executed.count,
+        "begun": trainer.books.log.count,
         "rng": torch.get_rng_state(),
         "step": trainer.step,
         "gradients": [parameter.grad for parameter in model.parameters()],
@@ -395,7 +395,7 @@ def ending(argv: list[str], where: str, what: BaseException) -> tuple[str, list[
     finally:
         trainer.close()
     folder = trainer.job_config.job.dump_folder
-    return line, sorted(os.listdir(folder)), [trainer.books.executed.count]
+    return line, sorted(os.listdir(folder)), [trainer.books.log.count]
 
 
 BEFORE = "error: rehearsal before the first step: "

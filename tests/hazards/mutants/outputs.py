@@ -96,7 +96,7 @@ MUTANTS = [
         66,
         "an evaluation that is not in the log",
         "bookkeeping.py",
-        "            self.executed.begin_evaluation()\n",
+        "            self.log.begin_evaluation()\n",
         "",
         ("test_validate.py::test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn",),
         quick=True,
