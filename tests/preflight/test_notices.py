@@ -166,16 +166,6 @@ def test_a_start_without_a_step_binds_the_folder_to_nothing(tmp_path: Path) -> N
         check_run(load_config(command(tmp_path, *with_sigma(1), "--checkpoint.no-enable"), 1))
 
 
-def test_a_run_from_before_units_were_read_by_windows_goes_on(tmp_path: Path) -> None:
-    """How a unit's sample is taken is no term of epsilon: an older run's folder is not refused."""
-    write(tmp_path / "notes.jsonl", NOTES)
-    before = ("--data.unit_field=who", "--data.long_records=head", *with_sigma(1))
-    begun(tmp_path, *before)
-    now = load_config(command(tmp_path, "--data.unit_field=who", *with_sigma(1)), 1)
-    assert now.data.long_records == "window"
-    assert check_run(now).plan is not None
-
-
 UNIT = "--data.unit_field=who"
 CONCAT, HEAD = "--data.unit_sampling=concat", "--data.long_records=head"
 

@@ -151,6 +151,19 @@ def trained(argv: list[str], rehearsed: bool) -> tuple[dict[str, Any], list[torc
             trainer.close()
 
 
+def outcomes(root: Path, rehearsals: tuple[bool, ...], *overrides: str) -> list[Any]:
+    """What the same run comes to with a rehearsal, which must change nothing, and without one."""
+    found = []
+    for rehearsed in rehearsals:
+        argv = command(root / str(rehearsed), *overrides)
+        ((after, state, changed),) = on_ranks(1, trained, argv, rehearsed)
+        assert changed == ""
+        assert after.pop("step") == STEPS
+        after.pop("ledger")
+        found.append((after, state))
+    return found
+
+
 @pytest.mark.thorough_cases("compile", "compile grad_sample", "offload", "one length", "secure")
 @pytest.mark.parametrize(
     "how",
@@ -162,34 +175,20 @@ def trained(argv: list[str], rehearsed: bool) -> tuple[dict[str, Any], list[torc
 )
 def test_row47_a_rehearsal_changes_nothing(tmp_path, how):
     """Weights, optimizer state and what comes after are the same bits with and without it."""
-    outcomes = []
     # A compiled block may be another program, by the order in which lengths were first met.
-    for rehearsed in (True,) if how.startswith("compile") else (True, False):
-        argv = command(tmp_path / str(rehearsed), *HOW[how])
-        ((after, state, changed),) = on_ranks(1, trained, argv, rehearsed)
-        assert changed == ""
-        assert after.pop("step") == STEPS
-        after.pop("ledger")
-        outcomes.append((after, state))
-    assert all(same(outcomes[0], outcome) for outcome in outcomes)
+    rehearsals = (True,) if how.startswith("compile") else (True, False)
+    first, *others = outcomes(tmp_path, rehearsals, *HOW[how])
+    assert all(same(first, other) for other in others)
 
 
 @pytest.mark.thorough_cases("microbatch")
 @pytest.mark.parametrize("how", ["microbatch", "grad_sample"])
 def test_row47_a_resumed_run_is_the_same_with_a_rehearsal(tmp_path, how):
-    outcomes = []
     saves = f"--checkpoint.interval={STEPS - 1}"
     first = command(tmp_path / "True", *HOW[how], saves, f"--training.steps={STEPS - 1}")
     on_ranks(1, trained, first, True)
     shutil.copytree(tmp_path / "True", tmp_path / "False")
-    for rehearsed in (True, False):
-        more = command(tmp_path / str(rehearsed), *HOW[how], saves, f"--training.steps={STEPS}")
-        ((after, state, changed),) = on_ranks(1, trained, more, rehearsed)
-        assert changed == ""
-        assert after.pop("step") == STEPS
-        after.pop("ledger")
-        outcomes.append((after, state))
-    assert same(*outcomes)
+    assert same(*outcomes(tmp_path, (True, False), *HOW[how], saves))
 
 
 @pytest.mark.thorough_cases("microbatch")
