@@ -22,7 +22,7 @@ import torch.nn.functional as F
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.hazards.test_trainer import SETTINGS, bookkeeping
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.ledger import Ledger
+from torchtitan_dp.ledger import Lineage
 
 SEQ_LEN = 320  # the last bucket ends within a power of four
 
@@ -199,7 +199,7 @@ def test_a_bucket_without_a_target_is_left_out() -> None:
 
 def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) -> None:
     from torchtitan_dp import bookkeeping as module
-    from torchtitan_dp.ledger.heldout import HeldOutLosses, NoisedLoss
+    from torchtitan_dp.ledger.settings import HeldOutLosses, NoisedLoss
     from torchtitan_dp.privacy.published_loss import LossNoise
 
     order: list[str] = []
@@ -219,7 +219,7 @@ def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) 
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     monkeypatch.setattr(module, "broadcast_from_rank0", tell)
     terms = HeldOutLosses(Noise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
-    books = bookkeeping(Ledger(SETTINGS, heldout_losses=terms))
+    books = bookkeeping(Lineage(SETTINGS, heldout_losses=terms))
     books.log = SimpleNamespace(begin_evaluation=lambda: order.append("log"))
     for step in (1, 3):
         noised = books.publish_loss(np.array([1.0, 3.0]), step)
@@ -230,7 +230,9 @@ def test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn(monkeypatch: Any) 
 
 def noised_on_a_rank(folder: str) -> tuple[float, bool]:
     """A result, and whether it was in the log before the rank had it; other losses on each rank."""
-    from torchtitan_dp.ledger.heldout import HeldOutLosses
+    from tests.hazards.test_trainer import SETTINGS
+    from torchtitan_dp.ledger import Lineage
+    from torchtitan_dp.ledger.settings import HeldOutLosses
     from torchtitan_dp.privacy.published_loss import LossNoise
 
     rank, log = torch.distributed.get_rank(), Path(folder) / "log"
@@ -240,7 +242,7 @@ def noised_on_a_rank(folder: str) -> tuple[float, bool]:
         log.touch()
 
     terms = HeldOutLosses(LossNoise("laplace", 2.0), 4.0, 1e-5, 1.0, 3)
-    books = bookkeeping(Ledger(SETTINGS, heldout_losses=terms))
+    books = bookkeeping(Lineage(SETTINGS, heldout_losses=terms))
     books.log = SimpleNamespace(begin_evaluation=begin)
     noised = books.publish_loss(np.array([1.0 + rank, 3.0]), 3)
     return noised.loss, log.exists()

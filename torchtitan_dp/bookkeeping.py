@@ -8,6 +8,7 @@ Guarantee:
     the mean of clipped losses with noise added once, which `privacy.published_loss` bounds.
 """
 
+import dataclasses
 import hashlib
 from typing import Any
 
@@ -20,7 +21,7 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.tools.logging import logger
 
-from torchtitan_dp.checkpoint.plan import earlier_ledger, most_lost, refuse_overspending
+from torchtitan_dp.checkpoint.plan import earlier_ledger, losable, refuse_overspending
 from torchtitan_dp.checkpoint.start import Start, check_records, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import write_config
@@ -33,21 +34,24 @@ from torchtitan_dp.distributed.agreement import (
 from torchtitan_dp.distributed.devices import kind
 from torchtitan_dp.ledger import (
     Account,
-    ExecutedSteps,
-    Ledger,
+    Lineage,
+    RunLog,
     Settings,
     summary,
     versions,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
-from torchtitan_dp.ledger.heldout import NoisedLoss
+from torchtitan_dp.ledger.lineage import resumed, rewound
+from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.sampling import poisson_draw
 
 
 class Bookkeeping:
-    """The ledger, logs, account and keys of one start. All ranks have the same; rank 0 writes."""
+    """The ledger, log, account and keys of one start. All ranks have the same; rank 0 writes."""
+
+    ledger: Lineage
+    """The account of the present weights, replaced as steps are taken."""
 
     def __init__(
         self, config: JobConfig, loader: RecordLoader, start: Start, device: torch.device
@@ -92,21 +96,34 @@ class Bookkeeping:
     def begin_start(self) -> None:
         """Record, durably, that this start is about to draw its first units."""
         if dist.get_rank() == 0:
-            self.log.begin_start(most_lost(self._config), self.ledger.heldout_losses)
+            self.log.begin_start(self.ledger, losable(self._config))
 
     def begin_step(self, step: int) -> None:
-        """Record, durably, that a step's update is about to happen."""
+        """Record, durably, that a step's update is about to happen.
+
+        Raises:
+            Fault: more steps are unsaved than this start declared that it can lose.
+        """
         if dist.get_rank() == 0:
-            self.log.begin(step, self.settings)
+            self.log.begin(step)
 
     def end_step(self, step: int) -> None:
         """Count a step whose update has happened."""
-        self.ledger.steps = step
+        self.ledger = dataclasses.replace(self.ledger, steps=step)
+
+    def saved(self, step: int) -> None:
+        """Record that a checkpoint of a step is durable."""
+        if dist.get_rank() == 0:
+            self.log.saved(step)
 
     def end_start(self) -> None:
         """Record that this start ends with all of its steps saved."""
         if dist.get_rank() == 0:
-            self.log.end_start()
+            self.log.end_start(self.ledger.steps)
+
+    def mark_audited(self, canaries: int) -> None:
+        """Mark the weights as not private, for good: they are trained on canaries, too."""
+        self.ledger = self.ledger.marked_audited(canaries)
 
     # What is saved, loaded and shown.
 
@@ -121,9 +138,8 @@ class Bookkeeping:
         Returns:
             the number of steps that the weights have taken.
         """
-        loaded = Ledger.from_json(text)
-        planned = self._config.privacy.new_segment is not None
-        self.ledger.resume_from(loaded, new_segment=planned)
+        loaded = Lineage.from_json(text)
+        self.ledger = resumed(self.ledger, loaded)
         refuse_overspending(self._config, self.ledger)
         self._is_loaded = True
         self._open_account()
@@ -138,15 +154,21 @@ class Bookkeeping:
     def scalars(self) -> dict[str, float]:
         """Return the public scalars of the steps so far."""
         sigma = self.settings.mechanism.noise_multiplier
-        return {"epsilon": self.account.epsilon(), "noise_multiplier": sigma}
+        return {"epsilon": self.account.epsilon(self.ledger), "noise_multiplier": sigma}
 
     def beside_epsilon(self) -> str:
         """Return the words beside epsilon in a step's line."""
-        return self.account.beside_epsilon(self._config.privacy.target_epsilon)
+        return self.account.beside_epsilon(self.ledger, self._config.privacy.target_epsilon)
 
     def publish(self) -> dict[str, Any] | None:
         """Write `privacy.json` on rank 0, and return its content there."""
-        return self.account.publish(self._folder) if dist.get_rank() == 0 else None
+        if dist.get_rank() != 0:
+            return None
+        return self.account.publish(self.ledger, self._folder)
+
+    def exported(self) -> dict[str, Any]:
+        """Return the `privacy.json` of the weights as they are exported now."""
+        return self.account.exported(self.ledger)
 
     def publish_loss(self, loss_N: np.ndarray, step: int) -> NoisedLoss:
         """Add noise to the mean of clipped held-out losses, and enter the result into the ledger.
@@ -167,7 +189,8 @@ class Bookkeeping:
         loss = float(broadcast_from_rank0(found))
         deviation = terms.noise.standard_deviation(clip=terms.clip, units=len(loss_N))
         noised = NoisedLoss(step, loss, deviation)
-        self.ledger.heldout_losses = terms.kept(*terms.losses, noised)
+        losses = terms.kept(*terms.losses, noised)
+        self.ledger = dataclasses.replace(self.ledger, heldout_losses=losses)
         return noised
 
     def show_summary(self, spent: dict[str, Any]) -> None:
@@ -201,7 +224,7 @@ class Bookkeeping:
         self.coin_keys = root.stream("coin")  # of audits
         self.evaluation_keys = root.stream("evaluation")
 
-    def _open(self, loader: RecordLoader, start: Start) -> tuple[Ledger, ExecutedSteps]:
+    def _open(self, loader: RecordLoader, start: Start) -> tuple[Lineage, RunLog]:
         """Load or plan the ledger, on which all ranks agree, and read the folder's logs."""
         config, folder, units = self._config, self._folder, loader.units
         check_records(folder, loader.fingerprint, loader.settings)
@@ -218,27 +241,21 @@ class Bookkeeping:
                 "the kind of device": kind(self._device),
             }
         )
-        ledger.rewind()  # until a checkpoint is loaded
-        log = ExecutedSteps(folder)
+        log = RunLog(folder)
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
             write_fingerprint(folder, loader.fingerprint, loader.settings, loader.describe())
             for line in write_config(config):
                 logger.info(line)
-        return ledger, log
+        return rewound(ledger), log  # until a checkpoint is loaded
 
     def _open_account(self) -> None:
         """Rebuild the account for the remaining steps, at the start and after each load.
 
         Collective over the world: any rank may write the ledger into a checkpoint.
         """
-        ledger, log = self.ledger, self.log
-        ledger.start = log.new_start()
+        ledger = dataclasses.replace(self.ledger, start=self.log.new_start())
         if dist.get_rank() == 0:
-            lineage = ledger.taken(), ledger.evaluated()
-            if log.missing(*lineage):
-                ledger.add_caveat(STEPS_ELSEWHERE)
-            log.adopt(*lineage)
-            log.enter_lost(ledger)
-        self.ledger = Ledger.from_json(broadcast_from_rank0(ledger.to_json()))
+            ledger = self.log.opened(ledger)
+        self.ledger = Lineage.from_json(broadcast_from_rank0(ledger.to_json()))
         self.account = Account(self.ledger, self._total)

@@ -44,7 +44,7 @@ from torchtitan_dp.distributed.stop import StopRequest, lost_ranks_as_faults, sh
 from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
-from torchtitan_dp.ledger import Ledger
+from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.models.hugging_face import describe, shape
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import trained_fsdp_modules
@@ -116,7 +116,7 @@ class DPTrainer(RunTrainer):
         self.feed = Feed(self.dataloader, ladder(job_config), self.device)
 
     @property
-    def ledger(self) -> Ledger:
+    def ledger(self) -> Lineage:
         """The account of the present weights."""
         return self.books.ledger
 
@@ -195,6 +195,7 @@ class DPTrainer(RunTrainer):
         if self.step < self.job_config.training.steps:
             rehearse(self)
             self.books.begin_start()
+            self.checkpointer.saved = self.books.saved
         published = self.books.publish()
         self.metrics_processor.begin(
             self.step,
@@ -222,7 +223,7 @@ class DPTrainer(RunTrainer):
         self.ntokens_seen = state_dict["ntokens_seen"]
 
     def exported_terms(self) -> dict[str, Any]:
-        return self.books.account.exported()
+        return self.books.exported()
 
     def _show(self, lr: float, statistics: SampleStatistics) -> None:
         """Log a step, validate and write `privacy.json`, each where it is due."""

@@ -32,7 +32,7 @@ from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.train_spec import TrainSpec, register_train_spec
 from torchtitan.train import Trainer
 
-from torchtitan_dp.checkpoint.initial import baseline_ledger, published_baseline
+from torchtitan_dp.checkpoint.initial import baseline_ledger
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
@@ -40,7 +40,8 @@ from torchtitan_dp.config.derived import unit_word
 from torchtitan_dp.data.batching import RecordLoader
 from torchtitan_dp.data.dataset import Records, describe
 from torchtitan_dp.data.tokenizer import load_tokenizer
-from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
+from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
+from torchtitan_dp.ledger.account import without_privacy
 from torchtitan_dp.ledger.files import to_bytes, write_published
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.families import FAMILIES, Family
@@ -275,9 +276,9 @@ class BaselineTrainer(RunTrainer):
         return {**super().state_dict(), "ledger": self._current().to_json()}
 
     def exported_terms(self) -> dict[str, Any]:
-        return published_baseline(self._current())
+        return without_privacy(self._current())
 
-    def _current(self) -> Ledger:
+    def _current(self) -> Lineage:
         return dataclasses.replace(self.ledger, steps=self.step)
 
     def _publish(self) -> None:

@@ -106,10 +106,10 @@ def test_ranks_that_differ_refuse_to_train(tmp_path, differ):
 def opened_account() -> str:
     """The ledger of a start, on this rank."""
     from tests.hazards.test_trainer import SETTINGS, bookkeeping
-    from torchtitan_dp.ledger import ExecutedSteps, Ledger
+    from torchtitan_dp.ledger import Lineage, RunLog
 
-    books = bookkeeping(Ledger(SETTINGS))
-    books.log = ExecutedSteps("/nowhere")
+    books = bookkeeping(Lineage(SETTINGS))
+    books.log = RunLog("/nowhere")
     books._open_account()
     return books.ledger.to_json()
 

@@ -21,7 +21,7 @@ import torch
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.accounts import mechanism, with_terms
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.ledger import Ledger, Settings
+from torchtitan_dp.ledger import Lineage, Settings
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.mechanism import BandedGaussian
@@ -92,7 +92,7 @@ class Step:
         trainer = self.trainer = MagicMock()
         trainer.step, trainer.device = STEP, torch.device("cpu")
         trainer.job_config = build.config(f"--training.steps={planned}")
-        self.books = bookkeeping(Ledger(settings, steps=STEP - 1), trainer.job_config)
+        self.books = bookkeeping(Lineage(settings, steps=STEP - 1), trainer.job_config)
         trainer.books = self.books
         trainer.metrics_processor.ntokens_since_last_log = 0
         trainer.gradients.batch_size = 1
@@ -123,8 +123,7 @@ class Step:
         norm_B = loss_B.detach().double()
         return Clip(torch.ones_like(loss_B), rejected_B, norm_B, norm_B > 1)
 
-    def _begin(self, step, settings):
-        assert settings is self.books.settings
+    def _begin(self, step):
         self.did.append(f"begin {step}")
 
     def _update(self, total, key):
@@ -292,7 +291,7 @@ def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, 
 
     monkeypatch.setattr(module, "poisson_draw", everybody)
     of = SimpleNamespace(groups=lambda count: groups)
-    drawn, _ = bookkeeping(Ledger(settings)).draws(step, of)
+    drawn, _ = bookkeeping(Lineage(settings)).draws(step, of)
     assert drawn.positions.tolist() == groups[step % 4].tolist()
     assert set(rates) == {0.8}
 
@@ -302,7 +301,7 @@ def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, 
 
 def secrets(debug_seed=None):
     """What two starts derive on this rank: hashes of the keys of all streams."""
-    books = bookkeeping(Ledger(SETTINGS))
+    books = bookkeeping(Lineage(SETTINGS))
     books._config.privacy.debug_seed = debug_seed
     found = []
     for _ in range(2):
@@ -333,7 +332,7 @@ def test_row30_and_45_a_debug_seed_marks_the_run():
 
     config = build.config()
     ledger = make_plan(config, 10).ledger
-    assert (ledger.private, ledger.caveats) == (True, [])
+    assert (ledger.private, ledger.caveats) == (True, ())
     config.privacy.debug_seed = 7
     ledger = make_plan(config, 10).ledger
     assert ledger.private is False
@@ -348,7 +347,7 @@ def test_row30_drawing_secrets_tells_nobody(monkeypatch, caplog, capfd):
     monkeypatch.setattr(agreement.RootKey, "from_os", classmethod(lambda cls: cls(ROOT)))
     monkeypatch.setattr(agreement.dist, "broadcast", lambda *_, **__: None)
     monkeypatch.setattr(logger, "propagate", True)
-    books = bookkeeping(Ledger(SETTINGS))
+    books = bookkeeping(Lineage(SETTINGS))
     with caplog.at_level("DEBUG"):
         books._draw_keys()
     told = caplog.text + "".join(capfd.readouterr())
@@ -416,7 +415,7 @@ def test_row49_the_trainer_adds_noise_as_configured(monkeypatch, secure):
         trainer.parallel_dims = trainer.dataloader = MagicMock()
         trainer.optimizers = MagicMock(optimizers=[MagicMock()])
 
-    books = SimpleNamespace(ledger=Ledger(SETTINGS), settings=SETTINGS)
+    books = SimpleNamespace(ledger=Lineage(SETTINGS), settings=SETTINGS)
     monkeypatch.setattr(train_spec.Trainer, "__init__", start)
     monkeypatch.setattr(train, "Bookkeeping", lambda *_: books)
     for name in ("StopRequest", "ReductionGroups", "SampleLosses", "Feed", "trained_fsdp_modules"):

@@ -25,9 +25,6 @@ REMOVED_KEYS = {
 _REMOVED_VALUES = {
     ("data.verify_records", "drawn"): "removed; omit it: all files are read and hashed once a "
     "machine ('contents'), and again only where they have changed",
-    ("privacy.new_segment", "adaptive"): "removed; set it to 'planned' if the change was fixed "
-    "before training, else start a run of its own from these weights "
-    "(checkpoint.initial_load_path)",
 }
 
 
