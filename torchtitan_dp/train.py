@@ -34,8 +34,7 @@ from torchtitan.tools.logging import init_logger, logger
 from torchtitan_dp.bookkeeping import Bookkeeping
 from torchtitan_dp.checkpoint.start import Start, decision
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.derived import ladder
+from torchtitan_dp.config.derived import ladder, mesh_degrees
 from torchtitan_dp.config.load import fail, load_config
 from torchtitan_dp.data.batching import Microbatch
 from torchtitan_dp.data.feed import Feed

@@ -188,18 +188,3 @@ def test_it_is_of_what_is_trained():
     assert ema_of(config(), layers) is None
     average = ema_of(config("--ema.enable", "--ema.decay=0.5"), layers)
     assert list(average.state_dict()["weights"]) == ["1.weight"]
-
-
-@pytest.mark.parametrize(
-    ("option", "said"),
-    [
-        ("--training.dtype=bfloat16", "training.dtype = 'bfloat16': averages are of fp32"),
-        ("--checkpoint.async_mode=async_with_pinned_mem", "'async_with_pinned_mem': validation"),
-    ],
-)
-def test_what_cannot_be_averaged_is_refused_in_one_line(option, said):
-    config(option, "--privacy.no-enable")  # without an average it is nobody's concern
-    with pytest.raises(ValueError, match=r"ema\.enable = ") as error:
-        config(option, "--privacy.no-enable", "--ema.enable")
-    assert said in str(error.value)
-    assert "\n" not in str(error.value)

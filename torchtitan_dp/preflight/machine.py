@@ -21,8 +21,7 @@ import torch.distributed as dist
 from torchtitan.config import TORCH_DTYPE_MAP
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.derived import most_tokens
+from torchtitan_dp.config.derived import mesh_degrees, most_tokens
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.distributed.host_memory import available_bytes, page_locked_bytes
 from torchtitan_dp.gradients.methods import METHODS
