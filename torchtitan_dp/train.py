@@ -61,7 +61,6 @@ from torchtitan_dp.process import (
 )
 from torchtitan_dp.train_spec import (
     BaselineTrainer,
-    OpenOnce,
     RunTrainer,
     export_weights,
     quiet,
@@ -270,12 +269,11 @@ def main(argv: list[str]) -> None:
     protect()
     init_logger()
     quiet(logger)
-    open_records = OpenOnce()
     with mistakes_as_faults():
         require_usable_devices()
         _require_launcher()
         config = load_config(argv, int(os.environ["WORLD_SIZE"]))
-        checked = check_run(config, open_records)
+        checked = check_run(config)
         if os.environ["RANK"] == "0" and PLANNED not in os.environ:  # else the plan did
             show_notices(config, checked)
         # Held by the kernel until this process ends.
@@ -283,7 +281,7 @@ def main(argv: list[str]) -> None:
     logger.info(describe(config, shape(config)))
     decide = decision(config)
     # Without privacy nothing would find a weight that was neither drawn nor loaded.
-    register(config, open_records, decide if config.privacy.enable else None)
+    register(config, checked.records, decide if config.privacy.enable else None)
     # Not TorchTitan's: in checkpoint/ it would be taken for one to resume from.
     exports, config.checkpoint.last_save_in_hf = config.checkpoint.last_save_in_hf, False
     trainer = build_trainer(config, decide)

@@ -92,23 +92,6 @@ def is_shown(record: logging.LogRecord) -> bool:
     return not record.pathname.startswith(_TORCHTITAN) or bool(_SHOWN.match(message))
 
 
-class OpenOnce:
-    """A configuration's records, opened at the first call."""
-
-    def __init__(self) -> None:
-        self._terms: object = None
-        self._records: Records | None = None
-
-    def __call__(self, config: JobConfig) -> Records:
-        training, validates = config.training, config.validation.enable
-        source = training.dataset, training.dataset_path
-        privacy = config.privacy.enable, config.privacy.sample_rate
-        terms = repr((source, config.data, config.model.hf_assets_path, validates, privacy))
-        if self._records is None or terms != self._terms:
-            self._terms, self._records = terms, open_records(config)
-        return self._records
-
-
 def build_model(family: Family, decide: Callable[[], Start] | None, args: Any) -> Any:
     """Build a model, which draws only the weights that its start does not load."""
     if decide is not None:
@@ -128,10 +111,10 @@ def build_optimizers(
 
 
 def build_loader(
-    open_records: OpenOnce, *, dp_world_size: int, dp_rank: int, job_config: JobConfig, **_: Any
+    records: Records | None, *, dp_world_size: int, dp_rank: int, job_config: JobConfig, **_: Any
 ) -> RecordLoader:
     """Build the loader of the training units, for one data-parallel rank."""
-    records = open_records(job_config)
+    records = records or open_records(job_config)
     samples = build_samples(records, job_config)
     return RecordLoader(
         samples,
@@ -157,7 +140,7 @@ def build_metrics(
 
 
 def build_validator(
-    open_records: OpenOnce,
+    records: Records | None,
     *,
     job_config: JobConfig,
     dp_world_size: int,
@@ -168,7 +151,7 @@ def build_validator(
     **_: Any,
 ) -> HeldOutValidator:
     """Build the validator over the held-out units, for one data-parallel rank."""
-    records = open_records(job_config)
+    records = records or open_records(job_config)
     loader = RecordLoader(
         build_samples(records, job_config),
         records.heldout,
@@ -183,16 +166,16 @@ def build_validator(
 
 def register(
     config: JobConfig | None = None,
-    open_records: OpenOnce | None = None,
+    records: Records | None = None,
     decide: Callable[[], Start] | None = None,
 ) -> None:
     """Register our specs under the names of all families, in this process. Call it once.
 
     Args:
         config: the run's; its flavor then has the shape of `hugging_face.shape`.
+        records: the run's; by default those that a trainer's own configuration names.
         decide: from `checkpoint.start.decision`; by default all weights are drawn.
     """
-    open_records = open_records or OpenOnce()
     for name, family in FAMILIES.items():
         flavors = dict(family.flavors)
         if config is not None and config.model.name == name:
@@ -204,10 +187,10 @@ def register(
             pipelining_fn=None,
             build_optimizers_fn=build_optimizers,
             build_lr_schedulers_fn=build_lr_schedulers,
-            build_dataloader_fn=functools.partial(build_loader, open_records),  # type: ignore[arg-type]
+            build_dataloader_fn=functools.partial(build_loader, records),  # type: ignore[arg-type]
             build_tokenizer_fn=lambda config: load_tokenizer(config.model.hf_assets_path),  # type: ignore[arg-type,return-value]
             build_loss_fn=build_cross_entropy_loss,
-            build_validator_fn=functools.partial(build_validator, open_records),  # type: ignore[arg-type]
+            build_validator_fn=functools.partial(build_validator, records),  # type: ignore[arg-type]
             build_metrics_processor_fn=build_metrics,
             state_dict_adapter=family.adapter,
         )

@@ -154,13 +154,13 @@ def test_row39_with_secure_noise_choices_and_projections_are_shakes(tmp_path):
     from torchtitan_dp.data.tokenizer import ByteTokenizer
     from torchtitan_dp.gradients import methods
     from torchtitan_dp.privacy.sampling import SecureChoices
-    from torchtitan_dp.train_spec import OpenOnce, build_loader
+    from torchtitan_dp.train_spec import build_loader
 
     data = write_records(tmp_path / "data", 4)
     options = "--privacy.secure_noise", "--data.long_records=window"
     config = build.config(*options, f"--training.dataset_path={data}")
     loader = build_loader(
-        OpenOnce(), dp_world_size=1, dp_rank=0, tokenizer=ByteTokenizer(), job_config=config
+        None, dp_world_size=1, dp_rank=0, tokenizer=ByteTokenizer(), job_config=config
     )
     assert isinstance(loader.rng(bytes(32), 0), SecureChoices)
     sums = MagicMock()

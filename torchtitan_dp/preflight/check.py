@@ -9,7 +9,6 @@ import dataclasses
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
 
 from torchtitan_dp.checkpoint.initial import refuse_private_folder
 from torchtitan_dp.checkpoint.plan import Plan, earlier_ledger
@@ -79,12 +78,7 @@ def source_of(config: JobConfig) -> Source:
     )
 
 
-def check_run(
-    config: JobConfig,
-    open_records: Callable[[JobConfig], Records] = open_records,
-    *,
-    units: int | None = None,
-) -> Checked:
+def check_run(config: JobConfig, *, units: int | None = None) -> Checked:
     """Check all of a run that one plain process can, and write nothing but the store of tokens.
 
     Args:
