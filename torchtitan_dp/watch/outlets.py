@@ -78,15 +78,11 @@ def find(name: str) -> Scalar | None:
     return next((scalar for scalar in SCALARS if fnmatchcase(name, scalar.name)), None)
 
 
-def is_public(name: str) -> bool:
-    """Return whether a private run's scalar may be published; not if the table lacks it."""
-    scalar = find(name)
-    return scalar is not None and scalar.public
-
-
 def tag(name: str, *, private: bool) -> str:
     """Return a scalar's tag, in its section, of a run that is private or not."""
-    return f"{PUBLISHABLE if private and is_public(name) else NOT_PRIVATE}/{name}"
+    scalar = find(name)
+    public = private and scalar is not None and scalar.public
+    return f"{PUBLISHABLE if public else NOT_PRIVATE}/{name}"
 
 
 _FLUSH_S = 10  # a person who watches waits no longer
