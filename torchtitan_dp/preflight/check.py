@@ -28,7 +28,7 @@ from torchtitan_dp.config.derived import never_trained, unit_word
 from torchtitan_dp.data.console import say, warn
 from torchtitan_dp.data.dataset import Records, describe
 from torchtitan_dp.data.prepare import Source
-from torchtitan_dp.data.reading import Chats, reading
+from torchtitan_dp.data.reading import reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import ByteTokenizer, from_hub, load_tokenizer
 from torchtitan_dp.gradients.methods import METHODS
@@ -252,7 +252,7 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
     """Describe the tokenizer, and samples whose end is never learned."""
     where, reading = config.model.hf_assets_path, source.reading
     end = None
-    if isinstance(reading, Chats):
+    if reading.template is not None:
         end = reading.template.lacks_end
     elif source.tokenizer.eos_id is None:
         end = "the tokenizer has no eos: the model never learns to stop"
