@@ -19,7 +19,6 @@ This process opens no CUDA context, which would take memory of its worker's devi
 import contextlib
 import errno
 import os
-import runpy
 import signal
 import sys
 import tempfile
@@ -159,13 +158,10 @@ def _checked(processes: str, argv: list[str]) -> tuple[list[str], str]:
 
 
 def _run_plan(argv: list[str]) -> None:
-    """Run `python -m torchtitan_dp.plan` in this process, which needs PyTorch anyway."""
-    before = sys.argv
-    sys.argv = ["torchtitan_dp.plan", *argv]
-    try:
-        runpy.run_module("torchtitan_dp.plan", run_name="__main__")
-    finally:
-        sys.argv = before
+    """Run the plan in this process, which needs PyTorch anyway."""
+    from torchtitan_dp.plan.__main__ import main
+
+    main(argv)
 
 
 def _newest(saves: str) -> str:
