@@ -41,13 +41,12 @@ from torchtitan_dp.ledger import PRIVACY_FILE, RunLog
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.preflight.check import check_model, open_records
-from torchtitan_dp.preflight.console import quiet
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.lower_bounds import expected_mu
 from torchtitan_dp.privacy.mechanism import Mechanism
 from torchtitan_dp.process import forbid_core_dumps, lock_folder, write_atomically
-from torchtitan_dp.train_spec import register
+from torchtitan_dp.train_spec import quiet, register
 
 RESULT_FILE = "audit.json"
 _OPTIONS: tuple[tuple[str, Any, str, Any, str, str], ...] = (

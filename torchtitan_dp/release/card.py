@@ -14,7 +14,6 @@ from typing import Any
 
 import jinja2
 
-from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.initial import PUBLIC
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
@@ -22,6 +21,7 @@ from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
 from torchtitan_dp.privacy.mechanism import from_fields
@@ -247,7 +247,8 @@ def _heldout_loss(terms: dict[str, Any], unit: str) -> dict[str, str]:
 
 
 def _state(optimizer: Any) -> str:
-    if optimizer.name == momentum.NAME:
+    """Describe the settings of `[optimizer]` that its name has use for."""
+    if optimizer.name == MomentumSGD.__name__:
         return f"momentum {optimizer.beta1:g}"
     return f"betas {optimizer.beta1:g} and {optimizer.beta2:g}, eps {optimizer.eps:g}"
 
