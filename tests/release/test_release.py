@@ -340,7 +340,7 @@ def test_no_claim_of_a_card_is_rounded_in_its_own_favour(released, finished):
         **{"delta": 1.2345649e-6, "max_grad_norm": 0.12345678},
         **{"sample_rate": q, "noise_multiplier": sigma},
     }
-    settings = Settings.from_fields({name: terms[name] for name in schema.terms_of(terms)})
+    settings = Settings.from_fields(schema.terms_of(terms))
     terms["ancestors"] = [Ancestor("before", settings, "one two").fields()]
     config = read_config(str(finished))
     card = model_card(terms, config, shape(config))
