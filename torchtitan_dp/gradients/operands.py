@@ -71,6 +71,7 @@ class Rows:
 
     left: torch.Tensor  # int64 (B, T): tokens
     right: torch.Tensor  # (B, T, D): the output's gradient
+    factor_B: torch.Tensor | None = None  # fp32; None for 1
 
     def __call__(self, layout: RowLayout, whole: torch.Tensor, samples: slice) -> None:
         """Write them."""
