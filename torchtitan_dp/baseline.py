@@ -16,12 +16,13 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 # isort: split
 from torchtitan.train import Trainer
 
-from torchtitan_dp.checkpoint.initial import baseline_ledger, published_baseline
+from torchtitan_dp.checkpoint.initial import baseline_ledger
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.batching import RecordLoader
-from torchtitan_dp.ledger import Ledger
+from torchtitan_dp.ledger import Lineage
+from torchtitan_dp.ledger.account import without_privacy
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import origin
@@ -72,7 +73,7 @@ class BaselineTrainer(Trainer):
         """Return TorchTitan's entries of a checkpoint, and the ledger."""
         return {**super().state_dict(), "ledger": self._current().to_json()}
 
-    def _current(self) -> Ledger:
+    def _current(self) -> Lineage:
         return dataclasses.replace(self.ledger, steps=self.step)
 
     def _publish(self) -> None:
@@ -81,4 +82,4 @@ class BaselineTrainer(Trainer):
 
     def exported_terms(self) -> dict[str, Any]:
         """Return the `privacy.json` of the weights as they are now."""
-        return published_baseline(self._current())
+        return without_privacy(self._current())

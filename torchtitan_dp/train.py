@@ -16,6 +16,7 @@ Guarantee:
 """
 
 import contextlib
+import dataclasses
 import hashlib
 import inspect
 import os
@@ -38,7 +39,7 @@ from torchtitan.train import Trainer
 from torchtitan_dp import momentum
 from torchtitan_dp.baseline import BaselineTrainer
 from torchtitan_dp.checkpoint.manager import Checkpointer
-from torchtitan_dp.checkpoint.plan import earlier_ledger, most_lost, refuse_overspending
+from torchtitan_dp.checkpoint.plan import earlier_ledger, losable, refuse_overspending
 from torchtitan_dp.checkpoint.start import Start, check_records, decision, plan_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import ladder, mesh_degrees
@@ -58,15 +59,15 @@ from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.ledger import (
     PRIVACY_FILE,
     Account,
-    ExecutedSteps,
-    Ledger,
+    Lineage,
+    RunLog,
     summary,
     versions,
     write_fingerprint,
 )
-from torchtitan_dp.ledger.caveats import STEPS_ELSEWHERE
 from torchtitan_dp.ledger.files import to_bytes
-from torchtitan_dp.ledger.heldout import NoisedLoss
+from torchtitan_dp.ledger.lineage import resumed, rewound
+from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.models.ema import ema_of
 from torchtitan_dp.models.hugging_face import describe, origin, shape
 from torchtitan_dp.models.hugging_face_weights import export
@@ -159,7 +160,7 @@ class DPTrainer(Trainer):
 
     def train_step(self, feed: Feed) -> None:
         """Take one step of Algorithm 1: draw, clip, accumulate, add noise, update."""
-        settings, lr = self.ledger.settings, self.lr_schedulers.schedulers[0].get_last_lr()[0]
+        lr = self.lr_schedulers.schedulers[0].get_last_lr()[0]
         statistics = SampleStatistics()
         draw, self._next_draw = self._next_draw or self._draw(self.step), None
         if self.step < self.job_config.training.steps:  # read while this step runs
@@ -170,14 +171,14 @@ class DPTrainer(Trainer):
             self.accumulate(microbatch, statistics)
         self.checkpointer.maybe_wait_for_staging()
         if dist.get_rank() == 0:
-            self.executed.begin(self.step, settings)
+            self.executed.begin(self.step)
         self.dp_optimizer.step(self.clipped_sum.take(), self.noise_keys.take(self.step))
         if self.average is not None:
             self.average.update()  # of weights that are noised by now
         self.overflow = overflow(self.trained.values())  # read once the step is over
         self.clipped_sum.reset()
         self.lr_schedulers.step()
-        self.ledger.steps = self.step
+        self.ledger = dataclasses.replace(self.ledger, steps=self.step)
         self.metrics_processor.step_done(self.step)
         self._log(lr, statistics)
         if self.job_config.validation.enable and self.validator.should_validate(self.step):
@@ -234,11 +235,11 @@ class DPTrainer(Trainer):
             if spent["private"]:
                 logger.info(f"to publish: torchtitan-dp release {folder} NEW_FOLDER")
         if saved and dist.get_rank() == 0:
-            self.executed.end_start()
+            self.executed.end_start(self.step)
 
     def exported_terms(self) -> dict[str, Any]:
         """Return the `privacy.json` of the weights as they are exported now."""
-        return self.account.exported()
+        return self.account.exported(self.ledger)
 
     def batch_generator(self, data_iterable: Any) -> Any:
         """Prepare the first step, after loading; the steps are fed ahead of time."""
@@ -252,8 +253,8 @@ class DPTrainer(Trainer):
         if self.step < self.job_config.training.steps:
             rehearse(self)
             if dist.get_rank() == 0:
-                losses = self.ledger.heldout_losses
-                self.executed.begin_start(most_lost(self.job_config), losses)
+                self.executed.begin_start(self.ledger, losable(self.job_config))
+                self.checkpointer.saved = self.executed.saved
         published = self._publish()
         self.metrics_processor.begin(
             self.step,
@@ -282,10 +283,9 @@ class DPTrainer(Trainer):
         The plan has merged the ledger of the chosen checkpoint, so that a mistake is reported
         before the model is built; the ledger that is loaded here may be older, and counts.
         """
-        loaded = Ledger.from_json(state_dict["ledger"])
+        loaded = Lineage.from_json(state_dict["ledger"])
         self._ledger_loaded = True
-        planned = self.job_config.privacy.new_segment is not None
-        self.ledger.resume_from(loaded, new_segment=planned)
+        self.ledger = resumed(self.ledger, loaded)
         refuse_overspending(self.job_config, self.ledger)
         assert loaded.steps == state_dict["step"]
         self.step = loaded.steps
@@ -321,7 +321,7 @@ class DPTrainer(Trainer):
         self.coin_keys = root.stream("coin")  # of audits
         self.evaluation_keys = root.stream("evaluation")
 
-    def _open_ledger(self, start: Start) -> tuple[Ledger, ExecutedSteps]:
+    def _open_ledger(self, start: Start) -> tuple[Lineage, RunLog]:
         """Load or create the ledger. Its terms are fixed the first time this folder is used."""
         config = self.job_config
         folder = config.job.dump_folder
@@ -341,29 +341,24 @@ class DPTrainer(Trainer):
                 "the kind of device": kind(self.device),
             }
         )
-        ledger.rewind()  # until a checkpoint is loaded
-        executed = ExecutedSteps(folder)
+        executed = RunLog(folder)
         dist.barrier()  # all ranks have read the folder
         if dist.get_rank() == 0:
             write_fingerprint(folder, fingerprint, settings, self.dataloader.describe())
             for line in write_config(config):
                 logger.info(line)
-        return ledger, executed
+        return rewound(ledger), executed  # until a checkpoint is loaded
 
     def _open_account(self) -> None:
         """Rebuild the account for the remaining steps, at the start and after each checkpoint load.
 
         Collective over the world: any rank may write the ledger into a checkpoint.
         """
-        ledger, executed = self.ledger, self.executed
-        ledger.start = executed.new_start()
+        executed = self.executed
+        ledger = dataclasses.replace(self.ledger, start=executed.new_start())
         if dist.get_rank() == 0:
-            lineage = ledger.taken(), ledger.evaluated()
-            if executed.missing(*lineage):
-                ledger.add_caveat(STEPS_ELSEWHERE)
-            executed.adopt(*lineage)
-            executed.enter_lost(ledger)
-        self.ledger = Ledger.from_json(broadcast_from_rank0(ledger.to_json()))
+            ledger = executed.opened(ledger)
+        self.ledger = Lineage.from_json(broadcast_from_rank0(ledger.to_json()))
         self.account = Account(self.ledger, self.job_config.training.steps)
 
     def _log(self, lr: float, statistics: SampleStatistics) -> None:
@@ -372,14 +367,14 @@ class DPTrainer(Trainer):
         settings = self.ledger.settings
         public = {
             "lr": lr,
-            "epsilon": self.account.epsilon(),
+            "epsilon": self.account.epsilon(self.ledger),
             "noise_multiplier": settings.mechanism.noise_multiplier,
         }
         self.metrics_processor.log_step(
             self.step,
             public,
             statistics.reduce(self.parallel_dims),
-            self.account.beside_epsilon(self.job_config.privacy.target_epsilon),
+            self.account.beside_epsilon(self.ledger, self.job_config.privacy.target_epsilon),
         )
 
     def _should_publish(self, step: int) -> bool:
@@ -390,13 +385,15 @@ class DPTrainer(Trainer):
 
     def _publish_loss(self, loss_N: np.ndarray, step: int) -> NoisedLoss:
         """Add noise to the held-out loss after `step`, and enter it into the ledger."""
-        return publish(self.ledger, self.executed, self.evaluation_keys.take(step), loss_N, step)
+        key = self.evaluation_keys.take(step)
+        self.ledger, noised = publish(self.ledger, self.executed, key, loss_N, step)
+        return noised
 
     def _publish(self) -> dict[str, Any] | None:
         """Write `privacy.json` on rank 0, and return its content there."""
         if dist.get_rank() != 0:
             return None
-        return self.account.publish(self.job_config.job.dump_folder)
+        return self.account.publish(self.ledger, self.job_config.job.dump_folder)
 
 
 def build_trainer(config: JobConfig, decide: Callable[[], Start]) -> DPTrainer | BaselineTrainer:

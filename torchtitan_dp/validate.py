@@ -11,6 +11,7 @@ Guarantee:
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -27,8 +28,8 @@ from torchtitan_dp.data.batching import Draw, RecordLoader
 from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0
 from torchtitan_dp.gradients.fsdp import free_gathered
-from torchtitan_dp.ledger import ExecutedSteps, Ledger
-from torchtitan_dp.ledger.heldout import NoisedLoss
+from torchtitan_dp.ledger import Lineage, RunLog
+from torchtitan_dp.ledger.settings import NoisedLoss
 from torchtitan_dp.models.ema import WeightAverage
 from torchtitan_dp.models.loss import SampleLosses
 
@@ -176,9 +177,9 @@ Publish = Callable[[np.ndarray, int], NoisedLoss]
 
 
 def publish(
-    ledger: Ledger, executed: ExecutedSteps, key: bytes, loss_N: np.ndarray, step: int
-) -> NoisedLoss:
-    """Add noise to the mean of clipped losses, and enter the result into the ledger.
+    lineage: Lineage, log: RunLog, key: bytes, loss_N: np.ndarray, step: int
+) -> tuple[Lineage, NoisedLoss]:
+    """Add noise to the mean of clipped losses; return the account with the result, and this.
 
     Rank 0 does so, and sends it to the others: no rank has a result before its line is in the log,
     or has another one with the same noise, so that their difference would be without any.
@@ -186,20 +187,19 @@ def publish(
     Collective: a broadcast over the world.
 
     Args:
-        executed: whose log this is entered in first, on rank 0.
+        log: in which this is entered first, on rank 0.
         key: 32 bytes, of this evaluation alone.
         loss_N: as in `HeldOut`.
     """
-    terms, found = ledger.heldout_losses, ""
+    terms, found = lineage.heldout_losses, ""
     assert terms is not None
     if dist.get_rank() == 0:
-        executed.begin_evaluation()
+        log.begin_evaluation()
         found = repr(terms.noise.noised_mean(loss_N, clip=terms.clip, key=key))
     loss = float(broadcast_from_rank0(found))
     deviation = terms.noise.standard_deviation(clip=terms.clip, units=len(loss_N))
     noised = NoisedLoss(step, loss, deviation)
-    ledger.heldout_losses = terms.kept(*terms.losses, noised)
-    return noised
+    return replace(lineage, heldout_losses=terms.kept(*terms.losses, noised)), noised
 
 
 def buckets(seq_len: int) -> dict[int, str]:

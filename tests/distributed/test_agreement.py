@@ -123,10 +123,10 @@ def opened_account() -> str:
 
     from tests.hazards.test_trainer import SETTINGS
     from torchtitan_dp import train
-    from torchtitan_dp.ledger import ExecutedSteps, Ledger
+    from torchtitan_dp.ledger import Lineage, RunLog
 
     trainer = SimpleNamespace(
-        ledger=Ledger(SETTINGS), executed=ExecutedSteps("/nowhere"), job_config=build.config()
+        ledger=Lineage(SETTINGS), executed=RunLog("/nowhere"), job_config=build.config()
     )
     with mock.patch.object(train, "Account"):
         train.DPTrainer._open_account(trainer)  # type: ignore[arg-type]

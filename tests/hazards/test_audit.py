@@ -751,7 +751,7 @@ def test_a_mistake_is_one_line_and_code_2(tmp_path, capsys, options, names):
     data = write_records(tmp_path / "data")
     used = tmp_path / "used"
     used.mkdir()
-    (used / "steps_executed.log").write_text("1 1.0 0.1 a\n")
+    (used / "steps_executed.log").write_text("1 a\n")
     command = [
         *(f"--job.config_file={CONFIG}", f"--training.dataset_path={data}"),
         *("--data.heldout_fraction=0", "--validation.no-enable", "--privacy.accountant=rdp"),

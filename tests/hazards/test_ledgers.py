@@ -12,13 +12,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.accounts import with_terms
+from tests.accounts import begun, publish, with_terms
 from tests.hazards.test_trainer import SETTINGS, STEP, loader
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.batching import Draw
-from torchtitan_dp.ledger import Account, ExecutedSteps, Ledger, RunSegment
+from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.settings import step_names
+from torchtitan_dp.ledger.spending import before
 from torchtitan_dp.privacy.keys import RootKey
 
 # Checkpoints.
@@ -30,7 +31,7 @@ def saving(**changes):
     return SimpleNamespace(
         clipped_sum=MagicMock(accumulating=False),
         noise_keys=RootKey(bytes(32)).stream("noise"),
-        ledger=Ledger(SETTINGS, steps=STEP),
+        ledger=Lineage(SETTINGS, steps=STEP),
         job_config=build.config(),
         step=STEP,
         ntokens_seen=12_345,  # what was really seen
@@ -46,7 +47,7 @@ def test_row44_a_checkpoint_holds_expectations_and_the_ledger():
     assert set(state) == {"step", "ntokens_seen", "ledger"}
     assert state["step"] == STEP
     assert state["ntokens_seen"] == STEP * 6 * trainer.job_config.training.seq_len
-    assert Ledger.from_json(state["ledger"]) == trainer.ledger
+    assert Lineage.from_json(state["ledger"]) == trainer.ledger
     trainer.clipped_sum.accumulating = True
     with pytest.raises(RuntimeError, match="un-noised"):
         DPTrainer.state_dict(trainer)
@@ -89,7 +90,7 @@ def loading(ledger):
 def test_row11_and_31_loading_takes_the_step_and_fresh_secrets():
     from torchtitan_dp.train import DPTrainer
 
-    did, trainer = loading(Ledger(SETTINGS))
+    did, trainer = loading(Lineage(SETTINGS))
     DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
     assert (trainer.step, trainer.ledger.steps) == (STEP, STEP)
     assert did == [f"account from {STEP}", "secrets"]
@@ -102,7 +103,7 @@ def test_row31_a_checkpoint_under_other_terms_is_not_loaded(change):
     from torchtitan_dp.train import DPTrainer
 
     (changed,) = change.values()
-    _, trainer = loading(Ledger(with_terms(SETTINGS, **change)))
+    _, trainer = loading(Lineage(with_terms(SETTINGS, **change)))
     with pytest.raises(ValueError, match=rf"= {changed}: this run was started with"):
         DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
 
@@ -111,8 +112,8 @@ def test_row45_not_private_is_loaded_with_the_weights():
     from torchtitan_dp.train import DPTrainer
 
     earlier = saving()
-    earlier.ledger.mark_not_private("a seed")
-    _, trainer = loading(Ledger(SETTINGS))
+    earlier.ledger = earlier.ledger.marked_not_private("a seed")
+    _, trainer = loading(Lineage(SETTINGS))
     DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(earlier))
     assert trainer.ledger.private is False
     assert "a seed" in trainer.ledger.caveats
@@ -176,11 +177,10 @@ def opened(folder, *overrides):
     return ledger.to_json(), executed.count
 
 
-def stopped_after_a_step(folder, ledger):
+def stopped_after_a_step(folder, lineage):
     """What a run that was killed after its first step leaves behind."""
-    executed = ExecutedSteps(str(folder))
-    Account(ledger, total_steps=10).publish(str(folder))
-    executed.begin(1, ledger.settings)
+    publish(lineage, folder, 10)
+    begun(lineage, folder, 1)
 
 
 BY_TARGET = ("--privacy.noise_multiplier=None", "--privacy.target_epsilon=8")
@@ -192,13 +192,12 @@ def test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger(tmp_path):
     assert count == 0
     kept = json.loads(first)
     kept["settings"]["noise_multiplier"] *= 1.01
-    earlier = Ledger.from_json(json.dumps(kept))
-    earlier.mark_not_private("a seed")
+    earlier = Lineage.from_json(json.dumps(kept)).marked_not_private("a seed")
     stopped_after_a_step(tmp_path, earlier)
     second, count = on_ranks(1, opened, str(tmp_path), *BY_TARGET)[0]
-    again = Ledger.from_json(second)
+    again = Lineage.from_json(second)
     assert again.settings == earlier.settings
-    assert (again.private, again.caveats, count) == (False, ["a seed"], 1)
+    assert (again.private, again.caveats, count) == (False, ("a seed",), 1)
 
 
 def test_row15_q_is_the_batch_over_the_training_units(tmp_path):
@@ -208,25 +207,14 @@ def test_row15_q_is_the_batch_over_the_training_units(tmp_path):
 
 def test_row31_a_longer_run_may_not_overshoot_its_target(tmp_path):
     (text, _), *_ = on_ranks(1, opened, str(tmp_path), *BY_TARGET, "--training.steps=10")
-    stopped_after_a_step(tmp_path, Ledger.from_json(text))
+    stopped_after_a_step(tmp_path, Lineage.from_json(text))
     with pytest.raises(AssertionError, match=re.escape("privacy.target_epsilon = 8")):
         on_ranks(1, opened, str(tmp_path), *BY_TARGET, "--training.steps=20")
 
 
 def test_row23_no_noise_is_not_private(tmp_path):
     text, _ = on_ranks(1, opened, str(tmp_path), "--privacy.noise_multiplier=0")[0]
-    assert Ledger.from_json(text).private is False
-
-
-def test_row31_a_third_segment_keeps_the_first():
-    weights = Ledger(SETTINGS, steps=30)
-    for sigma in (2.0, 3.0):
-        later = Ledger(with_terms(SETTINGS, noise_multiplier=sigma))
-        later.resume_from(weights, new_segment=True)
-        later.steps += 10
-        weights = later
-    taken = [(s.settings.mechanism.noise_multiplier, s.steps) for s in weights.segments()]
-    assert taken == [(1.0, 30), (2.0, 10), (3.0, 10)]
+    assert Lineage.from_json(text).private is False
 
 
 # Initial weights.
@@ -235,15 +223,13 @@ def test_row31_a_third_segment_keeps_the_first():
 def starting_from(folder, *overrides):
     """The ledger of a first start from the weights in this folder."""
     from tests import build
-    from torchtitan_dp.checkpoint.initial import inheritance
+    from torchtitan_dp.checkpoint.initial import with_initial
     from torchtitan_dp.checkpoint.start import decide_start
 
     config = build.config(
         "--checkpoint.enable", f"--checkpoint.initial_load_path={folder}", *overrides
     )
-    ledger = Ledger(SETTINGS)
-    inheritance(config, decide_start(config).initial).enter_into(ledger)
-    return ledger
+    return with_initial(Lineage(SETTINGS), config, decide_start(config).initial)
 
 
 def test_row45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
@@ -255,8 +241,7 @@ def test_row45_weights_without_a_ledger_must_be_said_to_be_public(tmp_path):
 
 
 def test_row45_not_private_sticks_to_initial_weights(tmp_path):
-    earlier = Ledger(SETTINGS, steps=STEP)
-    earlier.mark_not_private("a seed")
+    earlier = Lineage(SETTINGS, steps=STEP).marked_not_private("a seed")
     stopped_after_a_step(tmp_path, earlier)
     later = starting_from(tmp_path, "--privacy.initial_weights_public")
     assert later.private is False
@@ -265,18 +250,16 @@ def test_row45_not_private_sticks_to_initial_weights(tmp_path):
 
 def test_row45_initial_weights_bring_all_that_they_spent(tmp_path):
     """Their own steps, and those of the weights that they had started from."""
-    louder = RunSegment(with_terms(SETTINGS, noise_multiplier=4.0), 7)
-    earlier = Ledger(
-        SETTINGS, steps=STEP, ancestors=[Ancestor("first", (louder,), " ".join(step_names("f", 7)))]
-    )
-    stopped_after_a_step(tmp_path, earlier)
-    spent = starting_from(tmp_path).before()
-    assert set(spent) == {louder.spending(), SETTINGS.spending(STEP)}
+    louder = with_terms(SETTINGS, noise_multiplier=4.0)
+    first = Ancestor("first", louder, " ".join(step_names("f", 7)))
+    stopped_after_a_step(tmp_path, Lineage(SETTINGS, steps=STEP, ancestors=(first,)))
+    spent = before(starting_from(tmp_path))
+    assert set(spent) == {louder.spending(7), SETTINGS.spending(STEP)}
 
 
 def test_row45_what_initial_weights_showed_and_their_units_are_assumptions(tmp_path):
     """A line is no file, and sigma was chosen when their run had ended."""
-    stopped_after_a_step(tmp_path, Ledger(SETTINGS, steps=STEP))
+    stopped_after_a_step(tmp_path, Lineage(SETTINGS, steps=STEP))
     assumed = starting_from(tmp_path).caveats[-1]
     assert "rate and steps are assumed not to follow from what run" in assumed
     assert "records not to be larger" in assumed

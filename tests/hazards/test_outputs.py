@@ -17,10 +17,10 @@ import torch
 import torch.nn as nn
 
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
-from tests.accounts import account, mechanism
+from tests.accounts import begun, ended, mechanism, publish
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import ROOT
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, Settings
+from torchtitan_dp.ledger import Lineage, Settings
 
 CONTRACT = {
     "private",
@@ -124,12 +124,8 @@ def test_row23_and_24_privacy_json_holds_the_contract_alone(tmp_path):
     settings = Settings(
         mechanism(1.0, 0.01), 0.5, 1e-5, 32, "rdp", "privacy.sample_rate", "add_remove"
     )
-    executed = ExecutedSteps(str(tmp_path))
-    executed.begin(3, settings)  # lost: the start that is told of has begun three of its own
-    ledger = Ledger(settings, steps=3, start=executed.new_start())
-    for step in (1, 2, 3):
-        executed.begin(step, settings)
-    told = account(ledger, executed, total_steps=5).publish(str(tmp_path))
+    begun(Lineage(settings), tmp_path, 1, loses=1)  # lost
+    told = publish(ended(Lineage(settings), tmp_path, 3), tmp_path, 5)
     assert set(told) >= CONTRACT
     assert (told["steps"], told["steps_executed"]) == (3, 4)
     assert json.loads((tmp_path / "privacy.json").read_text()) == told

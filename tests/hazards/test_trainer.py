@@ -21,7 +21,7 @@ import torch
 import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
 from tests.accounts import mechanism, with_terms
 from tests.processes.ranks import on_ranks
-from torchtitan_dp.ledger import Ledger, Settings
+from torchtitan_dp.ledger import Lineage, Settings
 from torchtitan_dp.privacy.banded import NoiseChain
 from torchtitan_dp.privacy.clipping import Clip
 from torchtitan_dp.privacy.keys import RootKey
@@ -80,7 +80,7 @@ class Step:
         trainer.job_config = build.config(f"--training.steps={planned}")
         trainer.feed, trainer._next_draw = self.feed, None
         trainer._draw = functools.partial(train.DPTrainer._draw, trainer)
-        trainer.ledger = Ledger(settings, steps=STEP - 1)
+        trainer.ledger = Lineage(settings, steps=STEP - 1)
         trainer.sampling_keys = root.stream("sampling")
         trainer.noise_keys = NoiseChain(root.stream("noise"), 1)
         trainer.window_keys = root.stream("window")
@@ -280,7 +280,7 @@ def test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate(monkeypatch, 
 
     monkeypatch.setattr(train, "poisson_draw", everybody)
     trainer = SimpleNamespace(
-        ledger=Ledger(settings),
+        ledger=Lineage(settings),
         feed=SimpleNamespace(loader=SimpleNamespace(groups=lambda count: groups)),
         sampling_keys=root.stream("sampling"),
         window_keys=root.stream("window"),
@@ -297,7 +297,7 @@ def secrets(debug_seed=None):
     from tests import build
     from torchtitan_dp.train import DPTrainer
 
-    device, ledger = torch.device("cpu"), Ledger(SETTINGS)
+    device, ledger = torch.device("cpu"), Lineage(SETTINGS)
     trainer = SimpleNamespace(job_config=build.config(), device=device, ledger=ledger)
     trainer.job_config.privacy.debug_seed = debug_seed
     found = []
@@ -329,7 +329,7 @@ def test_row30_and_45_a_debug_seed_marks_the_run():
 
     config = build.config()
     ledger = make_plan(config, 10).ledger
-    assert (ledger.private, ledger.caveats) == (True, [])
+    assert (ledger.private, ledger.caveats) == (True, ())
     config.privacy.debug_seed = 7
     ledger = make_plan(config, 10).ledger
     assert ledger.private is False

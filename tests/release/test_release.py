@@ -1,6 +1,5 @@
 """Releases: what leaves a run's folder, what its card claims, and which runs are refused."""
 
-import copy
 import dataclasses
 import doctest
 import hashlib
@@ -19,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torchtitan_dp.release.__main__ as release_module
 import torchtitan_dp.release.card as card_module
-from tests.accounts import account
+from tests.accounts import begun, publish
 from tests.build import config as small_config
 from tests.models.hugging_face import (
     SCALED,
@@ -29,13 +28,15 @@ from tests.models.hugging_face import (
     write_llama,
 )
 from tests.processes.runs import arguments, privacy, train, weights, with_sigma, write_records
-from torchtitan_dp.checkpoint.initial import PUBLIC, inheritance
+from torchtitan_dp.checkpoint.initial import PUBLIC, with_initial
 from torchtitan_dp.checkpoint.plan import earlier_ledger
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.checkpoint.terms import settings_of
 from torchtitan_dp.config.load import read_config, write_config
 from torchtitan_dp.data.tokenizer import ByteTokenizer
-from torchtitan_dp.ledger import ExecutedSteps, Ledger, schema
+from torchtitan_dp.ledger import Lineage, Settings, schema
+from torchtitan_dp.ledger.lineage import Ancestor
+from torchtitan_dp.ledger.spending import before
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.llama3.model import Llama
 from torchtitan_dp.privacy.accounting import rounded_up
@@ -75,10 +76,9 @@ def run(finished, tmp_path):
     return folder
 
 
-def lose_steps(run, count):
+def lose_steps(run, count, loses=None):
     """As a run does that is killed `count` steps after its last checkpoint."""
-    with (run / "steps_executed.log").open("a") as log:
-        log.write("5 1.0 0.125 lost\n" * count)
+    begun(earlier_ledger(str(run)), run, count, loses=loses or count)
 
 
 def edit_privacy(run, **changes):
@@ -129,7 +129,7 @@ def test_sums(released):
 
 def test_the_card_and_the_terms_say_what_was_spent(released, finished):
     terms, spent = privacy(released), privacy(finished)
-    of_others = {"bands", "step_modulo_bands"}  # of correlated noise
+    of_others = {"bands"}  # of correlated noise
     assert list(terms) == [n for n in schema.names(released=True) if n not in of_others]
     only_there = {"epsilon_counts": "planned_steps"}
     assert terms == {key: spent[key] for key in terms if key in spent} | only_there
@@ -186,9 +186,7 @@ def test_what_is_claimed_does_not_depend_on_how_many_steps_a_crash_lost(run, tmp
     for lost in (0, 1, 2):
         folder = tmp_path / f"run_{lost}"
         shutil.copytree(run, folder, symlinks=True)
-        lose_steps(folder, lost)
-        with (folder / "starts.log").open("a") as log:
-            log.write("begin lost 2\n")
+        lose_steps(folder, lost, loses=2)
         out = tmp_path / f"out_{lost}"
         told.append((release(str(folder), str(out)), (out / "README.md").read_text()))
     assert told[0] == told[1] == told[2]
@@ -217,7 +215,7 @@ def test_lost_steps_that_nobody_saw_may_be_left_out(run, tmp_path):
 def stopped_early(run, planned=200):
     """As a run does that was asked to stop: here at 4 of so many planned steps."""
     ledger = dataclasses.replace(earlier_ledger(str(run)), planned_steps=planned)
-    return account(ledger, ExecutedSteps(str(run)), planned).publish(str(run))
+    return publish(ledger, run, planned)
 
 
 def test_a_run_that_stopped_early_claims_what_was_planned(run, tmp_path):
@@ -263,11 +261,11 @@ def test_a_release_brings_its_ledger_along_as_initial_weights(released, tmp_path
         "--checkpoint.enable",
         "--privacy.initial_weights_public",
     )
-    ledger = Ledger(settings_of(config, 24, 1.0))
-    inheritance(config, decide_start(config).initial).enter_into(ledger)
+    ledger = Lineage(settings_of(config, 24, 1.0))
+    ledger = with_initial(ledger, config, decide_start(config).initial)
     (ancestor,) = ledger.ancestors
     assert ancestor.run == privacy(released)["run"]
-    assert sum(segment.steps for segment in ledger.before()) == 4
+    assert sum(segment.steps for segment in before(ledger)) == 4
 
 
 def test_what_only_the_owner_knows_is_listed_at_the_end(run, tmp_path, capfd):
@@ -342,8 +340,8 @@ def test_no_claim_of_a_card_is_rounded_in_its_own_favour(released, finished):
         **{"delta": 1.2345649e-6, "max_grad_norm": 0.12345678},
         **{"sample_rate": q, "noise_multiplier": sigma},
     }
-    earlier = {"steps": 2, "settings": {"noise_multiplier": sigma, "sample_rate": q}}
-    terms["segments"] = [earlier, *terms["segments"]]
+    settings = Settings.from_fields({name: terms[name] for name in schema.terms_of(terms)})
+    terms["ancestors"] = [Ancestor("before", settings, "one two").fields()]
     config = read_config(str(finished))
     card = model_card(terms, config, shape(config))
     assert card.count("1.2345649e-06") == 3
@@ -514,9 +512,9 @@ REFUSED = [
     (lambda run: edit_privacy(run, private="yes"), "'private' is 'yes'"),
     (
         lambda run: edit_privacy(run, noise_multiplier=1.001),
-        "noise_multiplier is not that of",
+        "its terms are not those of privacy.json: privacy.noise_multiplier = 1.0",
     ),
-    (lambda run: edit_privacy(run, delta=1e-9), "delta is not that of"),
+    (lambda run: edit_privacy(run, delta=1e-9), "its terms are not those of privacy.json"),
     (
         lambda run: edit_privacy(run, epsilon_executed=0.1),
         "epsilon_executed = 0.1, but",
@@ -525,7 +523,7 @@ REFUSED = [
     (lambda run: edit_privacy(run, steps="4"), "cannot be read"),
     (
         lambda run: edit_privacy(run, privacy_unit="patient"),
-        "privacy_unit is not that of",
+        "its terms are not those of privacy.json: data.unit_field = record",
     ),
     (lambda run: (run / "steps_executed.log").unlink(), "steps_executed.log lacks 4 of the steps"),
     (without_ledger, "step-9 cannot be read"),
@@ -591,9 +589,7 @@ def test_a_mark_in_the_checkpoint_is_enough(run, tmp_path, monkeypatch):
     read = release_module.read_ledger
 
     def audited(folder):
-        ledger = copy.deepcopy(read(folder))
-        ledger.mark_not_private("audited")
-        return ledger
+        return read(folder).marked_not_private("audited")
 
     monkeypatch.setattr(release_module, "read_ledger", audited)
     with pytest.raises(ValueError, match=r"NOT private \(audited\)"):
@@ -622,11 +618,8 @@ def test_tied_weights_and_a_given_tokenizer(tmp_path):
     out.mkdir()
     write_config(config)
     caveat = "the initial weights are assumed to be public"
-    ledger = Ledger(settings_of(config, 100, 1.0), steps=1, caveats=[caveat])
-    (run / "steps_executed.log").write_text(
-        f"1 {ledger.settings.mechanism.noise_multiplier} 0.01 {ledger.start}\n"
-    )
-    account(ledger, ExecutedSteps(str(run)), 1).publish(str(run))
+    ledger = Lineage(settings_of(config, 100, 1.0), steps=1, caveats=(caveat,))
+    publish(ledger, run, 1)
     torch.manual_seed(1)
     model = Llama(shape(config))
     state = {**model.state_dict(), "train_state": {"ledger": ledger.to_json()}}

@@ -38,7 +38,7 @@ from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.config.load import exit_on_mistake, load_config, write_json
 from torchtitan_dp.distributed.agreement import shared_root_key
 from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.ledger import PRIVACY_FILE, ExecutedSteps
+from torchtitan_dp.ledger import PRIVACY_FILE, RunLog
 from torchtitan_dp.ledger.files import read_published_fields
 from torchtitan_dp.models.lora import lora_of
 from torchtitan_dp.preflight.check import check_model, open_records
@@ -54,7 +54,7 @@ RESULT_FILE = "audit.json"
 def prepare_run(config: JobConfig, folder: str) -> None:
     """Make `config` the audited run's, in place: a folder of its own, no output but the weights.
     Raise ValueError if a run lives in that folder."""
-    if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or ExecutedSteps(folder).count > 0:
+    if os.path.exists(os.path.join(folder, PRIVACY_FILE)) or RunLog(folder).count > 0:
         raise ValueError(
             f"--folder = '{folder}': a run lives here, and an audited one is never private; name "
             "another folder"

@@ -56,7 +56,7 @@ class PlantedTrainer(DPTrainer):
 
     def __init__(self, job_config: JobConfig, decide: Callable[[], Start], canaries: int) -> None:
         super().__init__(job_config, decide)
-        self.ledger.mark_audited(canaries)
+        self.ledger = self.ledger.marked_audited(canaries)
         self._coins = draw_coins(self.coin_keys.take(0), canaries)
 
     def read(self, samples: Samples) -> None:

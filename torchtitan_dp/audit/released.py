@@ -25,6 +25,7 @@ from torchtitan_dp.checkpoint.start import Start, Weights
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.data.tokenizer import load_tokenizer
 from torchtitan_dp.distributed.agreement import broadcast_from_rank0
+from torchtitan_dp.ledger.spending import own
 from torchtitan_dp.privacy.lower_bounds import one_run_epsilon, one_run_mu, rate_upper_bound
 from torchtitan_dp.privacy.meaning import meaning
 from torchtitan_dp.train import export_weights
@@ -86,7 +87,7 @@ def audit(
     spelt = {how: np.array(shared[how]) for how in ("greedy", "sampled")}
     settings = trainer.ledger.settings
     claimed = settings.epsilon(trainer.step)
-    promised = meaning(trainer.ledger.own(trainer.step), settings.delta)
+    promised = meaning(own(trainer.ledger, trainer.step), settings.delta)
     correct = count_right(guessed, included)
     each = 1 - (1 - confidence) / 2
     terms: dict[str, Any] = {"canaries": canaries, "guesses": guesses, "confidence": each}

@@ -49,7 +49,7 @@ from torchtitan_dp.checkpoint.folder import (
 from torchtitan_dp.checkpoint.start import decide_start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import exit_on_mistake, read_config
-from torchtitan_dp.ledger import PRIVACY_FILE, Ledger
+from torchtitan_dp.ledger import PRIVACY_FILE, Lineage
 from torchtitan_dp.ledger.files import write_published
 from torchtitan_dp.models.families import ModelArgs, on_meta, without_lora
 from torchtitan_dp.models.hugging_face_weights import write_folder
@@ -171,12 +171,12 @@ def _load(folder: str, state: dict[str, Any]) -> None:
         ) from error
 
 
-def read_ledger(folder: str) -> Ledger:
+def read_ledger(folder: str) -> Lineage:
     """Read the ledger in the checkpoint `folder`; raise ValueError, one line."""
     state: dict[str, Any] = {LEDGER_KEY: ""}
     _load(folder, state)
     try:
-        return Ledger.from_json(state[LEDGER_KEY])
+        return Lineage.from_json(state[LEDGER_KEY])
     except (ValueError, KeyError, TypeError) as error:
         raise ValueError(
             f"{folder}: the ledger in it cannot be read ({error!r}): use the version of "

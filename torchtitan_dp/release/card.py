@@ -20,6 +20,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import AS_GIVEN, rope_in_words
 from torchtitan_dp.data.formats import FORMATS
 from torchtitan_dp.data.tokenizer import ByteTokenizer, load_tokenizer
+from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.models.families import ModelArgs, family_of, parameter_count, without_lora
 from torchtitan_dp.privacy.accounting import rounded_down, rounded_up
 from torchtitan_dp.privacy.meaning import Meaning
@@ -80,8 +81,7 @@ def model_card(
         names: those that the owner gave; the card has blanks for others.
     """
     unit = names.unit_name or str(terms["privacy_unit"]).split()[0]
-    earlier = [s for ancestor in terms["ancestors"] for s in ancestor["segments"]]
-    earlier += terms["segments"][:-1]
+    earlier = [Ancestor.from_fields(fields) for fields in terms["ancestors"]]
     return _template().render(
         terms=terms,
         mechanism=from_fields(terms),
@@ -96,7 +96,7 @@ def model_card(
         lost=_lost(terms),
         heldout_fraction=config.data.heldout_fraction,
         accountant=_ACCOUNTANTS[terms["accountant"]],
-        earlier=[{"steps": s["steps"], "mechanism": from_fields(s["settings"])} for s in earlier],
+        earlier=[{"steps": a.steps, "mechanism": a.settings.mechanism} for a in earlier],
         assumptions=[*_start_and_tokens(terms, config), *terms["assumptions"]],
         training=_training(terms, config, args, unit, decay),
         owner_items=OWNER_ITEMS,

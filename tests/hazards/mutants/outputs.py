@@ -96,7 +96,7 @@ MUTANTS = [
         66,
         "an evaluation that is not in the log",
         "validate.py",
-        "        executed.begin_evaluation()\n",
+        "        log.begin_evaluation()\n",
         "        pass\n",
         ("test_validate.py::test_row66_a_loss_is_in_the_log_before_its_noise_is_drawn",),
         quick=True,
@@ -104,10 +104,10 @@ MUTANTS = [
     Mutant(
         66,
         "evaluations that a crash lost are not counted",
-        "ledger/executed.py",
-        "self._in_blocks(by_start, lambda start: start.evaluations_of(losses))",
-        "0",
-        ("ledger/test_heldout.py::test_row66_no_history_hides_an_evaluation",),
+        "ledger/log.py",
+        "losses, lost=sum(part.evaluations for part in lost)",
+        "losses, lost=0",
+        ("ledger/test_histories.py::test_row46_no_history_publishes_fewer_steps_than_were_begun",),
         quick=True,
     ),
     Mutant(
@@ -125,22 +125,10 @@ MUTANTS = [
     Mutant(
         66,
         "the losses of an ancestor as its last mention has them",
-        "ledger/lineage.py",
-        "max(found, most.get(ancestor.run, found), key=_steps)",
+        "ledger/spending.py",
+        "max(found, known, key=lambda segment: segment.steps)",
         "found",
         ("ledger/test_heldout.py::test_an_ancestor_that_is_known_twice_counts_as_it_counts_most",),
-        quick=True,
-    ),
-    Mutant(
-        66,
-        "a present frequency for what an earlier start lost",
-        "ledger/executed.py",
-        "        if self.evaluations is None:\n",
-        "        if self.most_lost:\n",
-        (
-            "ledger/test_heldout.py::"
-            "test_row66_another_frequency_later_does_not_show_how_many_a_crash_lost",
-        ),
         quick=True,
     ),
 ]
