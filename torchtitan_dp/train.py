@@ -40,7 +40,6 @@ from torchtitan_dp.data.batching import Microbatch
 from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.distributed.devices import require_usable_devices
 from torchtitan_dp.distributed.stop import StopRequest, lost_ranks_as_faults, shorten_timeouts
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReductionGroups
 from torchtitan_dp.gradients.step import build_step
 from torchtitan_dp.ledger import Lineage
@@ -73,7 +72,6 @@ class DPTrainer(RunTrainer):
     """Trains as TorchTitan does, with a step that is DP-SGD with AdamW."""
 
     metrics_processor: PrivateMetricsProcessor
-    clipped_sum_type: type[ClippedSum] = ClippedSum  # audits plant canaries in theirs
 
     def __init__(self, job_config: JobConfig, decide: Callable[[], Start]) -> None:
         # TorchTitan would demand a multiple of MBS x dp; ours is an expectation.
@@ -96,7 +94,6 @@ class DPTrainer(RunTrainer):
             trained_fsdp_modules(model),
             ReductionGroups.build(self.device.type, mesh_degrees(job_config)),
             max_grad_norm=settings.max_grad_norm,
-            clipped_sum_type=self.clipped_sum_type,
         )
         self.clipped_sum, self.gradients = step.clipped_sum, step.gradients
         self.dp_optimizer = step.optimizer(

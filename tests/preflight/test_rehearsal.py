@@ -55,7 +55,7 @@ def command(root: Path, *overrides: str) -> list[str]:
     )
 
 
-def start(argv: list[str], trainer_type: Any = None, *arguments: Any) -> Any:
+def start(argv: list[str]) -> Any:
     """A trainer in a process that may have had one before."""
     import torch.distributed as dist
     from torchtitan.protocols import train_spec
@@ -70,7 +70,7 @@ def start(argv: list[str], trainer_type: Any = None, *arguments: Any) -> Any:
     decide = decision(config)
     register(config, decide=decide)
     os.makedirs(config.job.dump_folder, exist_ok=True)
-    return (trainer_type or DPTrainer)(config, decide, *arguments)
+    return DPTrainer(config, decide)
 
 
 def whole(state: dict[str, Any]) -> dict[str, Any]:
@@ -472,26 +472,6 @@ def test_no_weights_stay_gathered_after_a_rehearsal_or_a_validation(tmp_path, ho
     heldout = ("--validation.enable", "--validation.steps=1", "--data.heldout_fraction=0.3")
     argv = command(tmp_path, *HOW[how], *heldout)
     assert on_ranks(1, gathered_after, argv) == [[]]
-
-
-def audited(argv: list[str]) -> str:
-    """A rehearsal of the audit's trainer: no canary is taken for padding, and none is left over."""
-    from torchtitan_dp.audit.one_run import AuditTrainer
-    from torchtitan_dp.preflight import rehearsal
-
-    trainer = start(argv, AuditTrainer, 4)
-    try:
-        rehearsal.rehearse(trainer)
-        assert not trainer._drawn
-        assert not trainer._keeper._sums.any()
-    finally:
-        trainer.close()
-    return "done"
-
-
-@pytest.mark.parametrize("how", ["microbatch", "grad_sample"])
-def test_row47_an_audit_is_rehearsed_too(tmp_path, how):
-    assert on_ranks(1, audited, command(tmp_path, *HOW[how])) == ["done"]
 
 
 def noise_of_a_rehearsal_and_a_step():

@@ -88,7 +88,7 @@ def build_step(
         fsdp_modules: one module of each FSDP2 group that holds a trainable parameter.
         groups: the mesh's process groups.
         max_grad_norm: C; the ledger's, if there is one.
-        clipped_sum_type: an audit passes one that plants canaries in samples.
+        clipped_sum_type: the plan passes one that takes its memory at once.
     """
     policy = clip_policy(parameters, privacy, max_grad_norm=max_grad_norm)
     clipped_sum = clipped_sum_type(parameters, groups, policy)
