@@ -1,27 +1,18 @@
-"""The mechanism of one optimizer step, as one frozen value.
+"""The mechanisms of one optimizer step that there are.
 
-Ledger, plan, card, `privacy.json`, audit and resume treat a mechanism as opaque. A new one is one
-class here, its entry in `MECHANISMS`, a line in `mechanism_of`, and a proof that its `composition`
-dominates a run of its steps.
-
-Guarantee
----------
-`composition(n)` dominates n steps that begin at a start, for neighbours as in `accounting`,
-whatever was released before: the accountants, and `dp_event`, see nothing else of a mechanism.
+A new one is one class here, its entry in `MECHANISMS`, a line in `mechanism_of`, and a proof that
+its `composition` dominates a run of its steps.
 """
 
 import dataclasses
 import math
-from abc import ABC, abstractmethod
-from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan_dp.privacy.banded import column_norm, noise_in_step, noise_in_sum
 from torchtitan_dp.privacy.lower_bounds import mixture_mu
 from torchtitan_dp.privacy.randomized import largest_ratio, ratios, refuse_projections
-from torchtitan_dp.privacy.segments import GaussianSteps, merged
+from torchtitan_dp.privacy.segments import GaussianSteps, Mechanism
 from torchtitan_dp.privacy.settings import Privacy
 
 IN_A_ROW = -1  # in the place of a banded step's number
@@ -49,6 +40,7 @@ _OF_NORMS: tuple[tuple[str, type, str], ...] = (
 
 
 @dataclass(frozen=True)
+<<<<<<< HEAD
 class Mechanism(ABC):
     """One step: units drawn with `sample_rate`, noise of `noise_multiplier` times the clip norm.
 
@@ -154,8 +146,8 @@ class Mechanism(ABC):
         """Return the mechanism's other terms, by keys of the configuration."""
         return {}
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
-        """List settings that this accounting does not cover: (refused, key, value, remedy)."""
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
+        """List settings that this accounting does not cover: (refused, "key: reason; remedy")."""
         return []
 
     def fields(self) -> dict[str, Any]:
@@ -226,59 +218,47 @@ def steps_in_a_row(mechanism: Mechanism, first: int, steps: int, run: str) -> li
 
 
 @dataclass(frozen=True)
+=======
+>>>>>>> privacy
 class PoissonGaussian(Mechanism):
     """The Poisson-subsampled Gaussian mechanism: a drawn unit adds at most C.
 
     Args:
-        capped: k, the random projections that norms were estimated from, where a gradient longer
-            than its estimate is scaled down to it, so that epsilon is that of exact norms; 0: none.
-        estimator: of these norms.
+        capped_projections: k, the random projections that norms were estimated from, where a
+            gradient longer than its estimate is scaled down to it, so that epsilon is that of exact
+            norms; 0: none.
+        norm_estimator: of these norms.
     """
 
-    capped: int = 0
-    estimator: str = "exact"
+    capped_projections: int = 0
+    norm_estimator: str = "exact"
 
     name = "poisson_sampled_gaussian"
     keys = _OF_NORMS
+    projections: ClassVar[int] = 0  # whose errors epsilon counts
 
     def composition(self, steps: int) -> tuple[GaussianSteps, ...]:
         return (GaussianSteps(self.noise_multiplier, self.sample_rate, steps),)
 
     @property
     def norms(self) -> str:
-        return f"norms from {self.capped} projections, capped" if self.capped else ""
+        k = self.capped_projections
+        return f"norms from {k} projections, capped" if k else ""
 
     @property
     def clipping(self) -> str:
-        if not self.capped:
+        if not self.capped_projections:
             return ""
         return (
-            f"by norms estimated from random projections ({self.estimator}, {self.capped} of them);"
-            " a gradient longer than its estimate is scaled down to it, so that a unit counts at "
-            "most C and ε is that of exact norms"
-        )
-
-    def fields(self) -> dict[str, Any]:
-        norms = {"projections": 0, "capped_projections": self.capped}
-        return {**super().fields(), **norms, "norm_estimator": self.estimator}
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> "PoissonGaussian":
-        return cls(
-            fields["noise_multiplier"],
-            fields["sample_rate"],
-            fields["capped_projections"],
-            fields["norm_estimator"],
+            f"{_by_estimates(self.norm_estimator, self.capped_projections)}; a gradient longer "
+            "than its estimate is scaled down to it, so that a unit counts at most C and ε is that "
+            "of exact norms"
         )
 
     def terms(self) -> dict[str, object]:
-        if not self.capped:
+        if not self.capped_projections:
             return {"privacy.gradient_method": "one of exact norms"}
-        return {
-            "privacy.gradient_method": "'randomized' with underestimates = 'capped'",
-            "privacy.projections": self.capped,
-            "privacy.norm_estimator": self.estimator,
-        }
+        return _terms_of_estimates("capped", self.capped_projections, self.norm_estimator)
 
 
 @dataclass(frozen=True)
@@ -344,14 +324,14 @@ class BandedGaussian(PoissonGaussian):
     def noise(self) -> str:
         return f"noise correlated over steps, {self.bands} bands"
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
+<<<<<<< HEAD
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
         return [
             (
                 privacy.secure_noise,
-                "privacy.secure_noise",
-                True,
-                "with privacy.noise = 'banded' a step adds the noise of several keys, whose sum "
-                "on the grid is not proven; set it to false, or privacy.noise to 'independent'",
+                "privacy.secure_noise: with privacy.noise = 'banded' a step adds the noise of "
+                "several keys, whose sum on the grid is not proven; set it to false, or "
+                "privacy.noise to 'independent'",
             )
         ]
 
@@ -364,6 +344,14 @@ class BandedGaussian(PoissonGaussian):
         of_norms = gaussian.capped, gaussian.estimator
         rates = gaussian.noise_multiplier, gaussian.sample_rate
         return cls(*rates, *of_norms, fields["bands"])
+=======
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
+        remedy = (
+            "with privacy.noise = 'banded' a step adds the noise of several keys, whose sum on the "
+            "grid is not proven; set it to false, or privacy.noise to 'independent'"
+        )
+        return [(privacy.secure_noise, "privacy.secure_noise", True, remedy)]
+>>>>>>> privacy
 
 
 @dataclass(frozen=True)
@@ -373,14 +361,15 @@ class EstimatedNorms(Mechanism):
 
     Args:
         projections: k, the random projections that a norm is estimated from.
-        estimator: of these norms.
+        norm_estimator: of these norms.
     """
 
     projections: int
-    estimator: str
+    norm_estimator: str
 
     name = "poisson_sampled_gaussian_of_randomized_norms"
     keys = _OF_NORMS
+    capped_projections: ClassVar[int] = 0
     caveat = (
         "norms were estimated from random projections: the estimates' errors, which epsilon "
         "counts, are taken to be those of real numbers"
@@ -404,61 +393,67 @@ class EstimatedNorms(Mechanism):
 
     @property
     def clipping(self) -> str:
-        return (
-            f"by norms estimated from random projections ({self.estimator}, {self.projections} of "
-            "them)"
-        )
+        return _by_estimates(self.norm_estimator, self.projections)
 
     def claimed_mu(self, *, trials: int, confidence: float) -> float:
         shares = ratios(self.projections)
         return mixture_mu(self.noise_multiplier, shares, trials=trials, confidence=confidence)
 
     def terms(self) -> dict[str, object]:
-        return {
-            "privacy.gradient_method": "'randomized' with underestimates = 'accounted'",
-            "privacy.projections": self.projections,
-            "privacy.norm_estimator": self.estimator,
-        }
+        return _terms_of_estimates("accounted", self.projections, self.norm_estimator)
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
+<<<<<<< HEAD
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
         here = "with privacy.underestimates = 'accounted'"
         capped = "or privacy.underestimates = 'capped'"
         return [
             (
                 privacy.accountant != "pld",
-                "privacy.accountant",
-                f"'{privacy.accountant}'",
-                f"{here} a step is a mixture of Gaussians, for which only PLD is tight; set "
-                f"privacy.accountant = 'pld', {capped}",
+                f"privacy.accountant: {here} a step is a mixture of Gaussians, for which only PLD "
+                f"is tight; set privacy.accountant = 'pld', {capped}",
             ),
             (
                 privacy.clipping != "flat",
-                "privacy.clipping",
-                f"'{privacy.clipping}'",
-                f"{here} the norms of several groups err apart, which is not accounted for; set "
-                f"it to 'flat', {capped}",
+                f"privacy.clipping: {here} the norms of several groups err apart, which is not "
+                f"accounted for; set it to 'flat', {capped}",
             ),
             (
                 privacy.noise == "banded",
-                "privacy.noise",
-                "'banded'",
-                f"{here} a unit's steps are not accounted for together; set it to 'independent', "
-                f"{capped}",
+                f"privacy.noise: {here} a unit's steps are not accounted for together; set it to "
+                f"'independent', {capped}",
             ),
-        ]
-
-    def fields(self) -> dict[str, Any]:
-        norms = {"projections": self.projections, "capped_projections": 0}
-        return {**super().fields(), **norms, "norm_estimator": self.estimator}
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> "EstimatedNorms":
-        return cls(
-            fields["noise_multiplier"],
-            fields["sample_rate"],
-            fields["projections"],
-            fields["norm_estimator"],
+=======
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
+        table = (
+            (
+                "accountant",
+                privacy.accountant != "pld",
+                "a step is a mixture of Gaussians, for which only PLD is tight; set "
+                "privacy.accountant = 'pld'",
+            ),
+            (
+                "clipping",
+                privacy.clipping != "flat",
+                "the norms of several groups err apart, which is not accounted for; set it to "
+                "'flat'",
+            ),
+            (
+                "noise",
+                privacy.noise == "banded",
+                "a unit's steps are not accounted for together; set it to 'independent'",
+            ),
         )
+        return [
+            (
+                refused,
+                f"privacy.{key}",
+                f"'{getattr(privacy, key)}'",
+                f"with privacy.underestimates = 'accounted' {why}, or privacy.underestimates = "
+                "'capped'",
+            )
+            for key, refused, why in table
+>>>>>>> privacy
+        ]
 
 
 @dataclass(frozen=True)
@@ -476,6 +471,18 @@ MECHANISMS: tuple[type[Mechanism], ...] = (
 )
 
 
+def _by_estimates(estimator: str, projections: int) -> str:
+    return f"by norms estimated from random projections ({estimator}, {projections} of them)"
+
+
+def _terms_of_estimates(underestimates: str, projections: int, estimator: str) -> dict[str, object]:
+    return {
+        "privacy.gradient_method": f"'randomized' with underestimates = '{underestimates}'",
+        "privacy.projections": projections,
+        "privacy.norm_estimator": estimator,
+    }
+
+
 def mechanism_of(
     privacy: Privacy,
     *,
@@ -491,13 +498,10 @@ def mechanism_of(
         bands: b; 1 for independent noise.
     """
     rates = noise_multiplier, sample_rate
-    norms = privacy.projections, privacy.norm_estimator
+    norms = (privacy.projections, privacy.norm_estimator) if estimates_norms else (0, "exact")
     if estimates_norms and privacy.underestimates == "accounted":
         return EstimatedNorms(*rates, *norms)
-    exact = PoissonGaussian(*rates, *(norms if estimates_norms else ()))
-    if bands == 1:
-        return exact
-    return BandedGaussian(*rates, exact.capped, exact.estimator, bands)
+    return PoissonGaussian(*rates, *norms) if bands == 1 else BandedGaussian(*rates, *norms, bands)
 
 
 def from_fields(fields: dict[str, Any]) -> Mechanism:
