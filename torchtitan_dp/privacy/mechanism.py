@@ -40,186 +40,6 @@ _OF_NORMS: tuple[tuple[str, type, str], ...] = (
 
 
 @dataclass(frozen=True)
-<<<<<<< HEAD
-class Mechanism(ABC):
-    """One step: units drawn with `sample_rate`, noise of `noise_multiplier` times the clip norm.
-
-    Args:
-        noise_multiplier: sigma, the noise's standard deviation over C; 0 means no privacy.
-        sample_rate: q, the probability with which each unit is drawn at each step.
-
-    Raises:
-        ValueError: a value is out of its range.
-    """
-
-    noise_multiplier: float
-    sample_rate: float
-
-    name: ClassVar[str]
-    """The value of `mechanism` in `privacy.json`."""
-
-    caveat: ClassVar[str] = ""
-    """An assumption that epsilon rests on with this mechanism; empty if there is none."""
-
-    keys: ClassVar[tuple[tuple[str, type, str], ...]] = ()
-    """Its own keys of `privacy.json`: name, type and meaning of each that `fields` adds."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.sample_rate <= 1:
-            raise ValueError(
-                f"privacy.sample_rate = {self.sample_rate} is not a probability; choose one "
-                "between 0 and 1"
-            )
-        if not self.noise_multiplier >= 0:
-            raise ValueError(
-                f"privacy.noise_multiplier = {self.noise_multiplier} is negative; choose 0 or more"
-            )
-
-    @abstractmethod
-    def composition(self, steps: int) -> tuple[GaussianSteps, ...]:
-        """Return subsampled Gaussian steps that dominate `steps` steps in a row."""
-
-    @property
-    def period(self) -> int:
-        """b, the number of groups of units, of which each step draws from the next one: a unit is
-        drawn at every b-th step at most."""
-        return 1
-
-    @property
-    def group(self) -> int | None:
-        """The number, modulo b, of the one step that this is; None: of any step."""
-        return None
-
-    @property
-    def draw_rate(self) -> float:
-        """The probability with which a step draws each unit of its group."""
-        return self.period * self.sample_rate
-
-    @property
-    def noise_of_step(self) -> float:
-        """The standard deviation of the noise that a start's first step adds, over C."""
-        return self.noise_multiplier
-
-    def noise_of_run(self, steps: int) -> tuple[float, float]:
-        """Return the standard deviation, over C, of the noise of a step in a run of so many, as a
-        root mean square, and that of the sum of all steps over sqrt(steps)."""
-        return self.noise_multiplier, self.noise_multiplier
-
-    def at(self, step: int) -> "Mechanism":
-        """Return it for the one step of this number."""
-        return self
-
-    def at_any(self) -> "Mechanism":
-        """Return it for steps in a row, whatever step it is of."""
-        return self
-
-    def with_noise(self, noise_multiplier: float) -> "Mechanism":
-        """Return the same mechanism with another noise multiplier."""
-        return dataclasses.replace(self, noise_multiplier=noise_multiplier)
-
-    @property
-    def largest_share(self) -> float:
-        """The most that one unit moves the clipped sum by, over C."""
-        return 1.0
-
-    @property
-    def norms(self) -> str:
-        """How norms were found, in words, to follow sigma and q; empty for exact norms."""
-        return ""
-
-    @property
-    def clipping(self) -> str:
-        """How norms were found, for a model card; empty for exact norms."""
-        return ""
-
-    @property
-    def noise(self) -> str:
-        """How noise depends on earlier steps', in words; empty where it does not."""
-        return ""
-
-    def claimed_mu(self, *, trials: int, confidence: float) -> float:
-        """Return the largest mu that an audit of one whole step, or round of steps, may find, with
-        this confidence."""
-        return 1 / self.noise_multiplier
-
-    def terms(self) -> dict[str, object]:
-        """Return the mechanism's other terms, by keys of the configuration."""
-        return {}
-
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
-        """List settings that this accounting does not cover: (refused, "key: reason; remedy")."""
-        return []
-
-    def fields(self) -> dict[str, Any]:
-        """Return the keys of `privacy.json` that record this mechanism."""
-        return {
-            "mechanism": self.name,
-            "noise_multiplier": self.noise_multiplier,
-            "sample_rate": self.sample_rate,
-        }
-
-    @classmethod
-    @abstractmethod
-    def from_fields(cls, fields: dict[str, Any]) -> "Mechanism":
-        """Build it from `fields`."""
-
-
-@dataclass(frozen=True)
-class Segment:
-    """`steps` optimizer steps of one mechanism: of one group, or in a row.
-
-    Args:
-        run: of a group, the run whose groups these are: in another, a unit may be of another.
-
-    Raises:
-        ValueError: their number is negative.
-    """
-
-    mechanism: Mechanism
-    steps: int
-    run: str = ""
-
-    def __post_init__(self) -> None:
-        if self.steps < 0:
-            raise ValueError(f"training.steps = {self.steps} is negative; choose 0 or more")
-
-    @property
-    def order(self) -> tuple[float, float, float, int, str]:
-        """The key that segments are sorted by: the least noise first, exact norms first."""
-        mechanism = self.mechanism
-        rarity = 1 / mechanism.largest_share if mechanism.largest_share > 1 else 0.0
-        group = -1 if mechanism.group is None else mechanism.group
-        return mechanism.noise_multiplier, mechanism.sample_rate, rarity, group, self.run
-
-
-def composition(segments: Iterable[Segment]) -> tuple[GaussianSteps, ...]:
-    """Return the fewest subsampled Gaussian steps that dominate all segments, sorted.
-
-    A unit is of one group of a run, so that of its groups the one with the most steps counts.
-    """
-    parts: list[GaussianSteps] = []
-    by_group: dict[tuple[Mechanism, str], Counter[int]] = defaultdict(Counter)
-    for s in segments:
-        if s.mechanism.group is None:
-            parts += s.mechanism.composition(s.steps)
-        else:
-            by_group[s.mechanism.at_any(), s.run][s.mechanism.group] += s.steps
-    for (mechanism, _), steps in by_group.items():
-        parts += mechanism.composition(max(steps.values()) * mechanism.period)
-    return merged(parts)
-
-
-def steps_in_a_row(mechanism: Mechanism, first: int, steps: int, run: str) -> list[Segment]:
-    """Return the steps from number `first` of a run on, by group."""
-    if mechanism.period == 1:
-        return [Segment(mechanism, steps)]
-    counts = Counter(mechanism.at(number) for number in range(first, first + steps))
-    return [Segment(one, count, run) for one, count in counts.items()]
-
-
-@dataclass(frozen=True)
-=======
->>>>>>> privacy
 class PoissonGaussian(Mechanism):
     """The Poisson-subsampled Gaussian mechanism: a drawn unit adds at most C.
 
@@ -324,34 +144,13 @@ class BandedGaussian(PoissonGaussian):
     def noise(self) -> str:
         return f"noise correlated over steps, {self.bands} bands"
 
-<<<<<<< HEAD
     def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
-        return [
-            (
-                privacy.secure_noise,
-                "privacy.secure_noise: with privacy.noise = 'banded' a step adds the noise of "
-                "several keys, whose sum on the grid is not proven; set it to false, or "
-                "privacy.noise to 'independent'",
-            )
-        ]
-
-    def fields(self) -> dict[str, Any]:
-        return {**super().fields(), "bands": self.bands}
-
-    @classmethod
-    def from_fields(cls, fields: dict[str, Any]) -> "BandedGaussian":
-        gaussian = PoissonGaussian.from_fields(fields)
-        of_norms = gaussian.capped, gaussian.estimator
-        rates = gaussian.noise_multiplier, gaussian.sample_rate
-        return cls(*rates, *of_norms, fields["bands"])
-=======
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
-        remedy = (
-            "with privacy.noise = 'banded' a step adds the noise of several keys, whose sum on the "
-            "grid is not proven; set it to false, or privacy.noise to 'independent'"
+        line = (
+            "privacy.secure_noise: with privacy.noise = 'banded' a step adds the noise of several "
+            "keys, whose sum on the grid is not proven; set it to false, or privacy.noise to "
+            "'independent'"
         )
-        return [(privacy.secure_noise, "privacy.secure_noise", True, remedy)]
->>>>>>> privacy
+        return [(privacy.secure_noise, line)]
 
 
 @dataclass(frozen=True)
@@ -402,28 +201,7 @@ class EstimatedNorms(Mechanism):
     def terms(self) -> dict[str, object]:
         return _terms_of_estimates("accounted", self.projections, self.norm_estimator)
 
-<<<<<<< HEAD
     def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
-        here = "with privacy.underestimates = 'accounted'"
-        capped = "or privacy.underestimates = 'capped'"
-        return [
-            (
-                privacy.accountant != "pld",
-                f"privacy.accountant: {here} a step is a mixture of Gaussians, for which only PLD "
-                f"is tight; set privacy.accountant = 'pld', {capped}",
-            ),
-            (
-                privacy.clipping != "flat",
-                f"privacy.clipping: {here} the norms of several groups err apart, which is not "
-                f"accounted for; set it to 'flat', {capped}",
-            ),
-            (
-                privacy.noise == "banded",
-                f"privacy.noise: {here} a unit's steps are not accounted for together; set it to "
-                f"'independent', {capped}",
-            ),
-=======
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
         table = (
             (
                 "accountant",
@@ -443,16 +221,13 @@ class EstimatedNorms(Mechanism):
                 "a unit's steps are not accounted for together; set it to 'independent'",
             ),
         )
+        capped = "or privacy.underestimates = 'capped'"
         return [
             (
                 refused,
-                f"privacy.{key}",
-                f"'{getattr(privacy, key)}'",
-                f"with privacy.underestimates = 'accounted' {why}, or privacy.underestimates = "
-                "'capped'",
+                f"privacy.{key}: with privacy.underestimates = 'accounted' {why}, {capped}",
             )
             for key, refused, why in table
->>>>>>> privacy
         ]
 
 
