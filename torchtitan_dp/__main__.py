@@ -69,7 +69,7 @@ def usage() -> str:
 
 
 def config_path(name: str) -> Path:
-    """Find a configuration by its path, or by the name of a shipped one; if there is none, exit with
+    """Find a configuration by its path, or by a shipped one's name; if there is none, exit with
     code 2 after one line."""
     if (path := Path(name)).is_file():
         return path

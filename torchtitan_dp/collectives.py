@@ -67,8 +67,10 @@ class Pending:
 
 
 def pass_on(buffer: torch.Tensor, group: dist.ProcessGroup) -> Pending:
-    """Begin to send a flat buffer, of one size on all ranks and unchanged until the result is waited
-    for, to the next rank, and to receive that of the one before. Collective: over the group.
+    """Begin to send a flat buffer to the next rank, and to receive that of the one before.
+
+    It has one size on all ranks, and is unchanged until the result is waited for. Collective: over
+    the group.
     """
     to = [*range(1, dist.get_world_size(group)), 0]
     return _functional(lambda: ft_c.permute_tensor(buffer, to, group), buffer)
