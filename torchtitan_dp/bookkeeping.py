@@ -221,7 +221,6 @@ class Bookkeeping:
         self.noise_keys = NoiseChain(root.stream("noise"), self.settings.mechanism.period)
         self.window_keys = root.stream("window")
         self.projection_keys = root.stream("projection")  # of estimated norms
-        self.coin_keys = root.stream("coin")  # of audits
         self.evaluation_keys = root.stream("evaluation")
 
     def _open(self, loader: RecordLoader, start: Start) -> tuple[Lineage, RunLog]:
