@@ -144,12 +144,13 @@ class BandedGaussian(PoissonGaussian):
     def noise(self) -> str:
         return f"noise correlated over steps, {self.bands} bands"
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
-        remedy = (
-            "with privacy.noise = 'banded' a step adds the noise of several keys, whose sum on the "
-            "grid is not proven; set it to false, or privacy.noise to 'independent'"
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
+        line = (
+            "privacy.secure_noise: with privacy.noise = 'banded' a step adds the noise of several "
+            "keys, whose sum on the grid is not proven; set it to false, or privacy.noise to "
+            "'independent'"
         )
-        return [(privacy.secure_noise, "privacy.secure_noise", True, remedy)]
+        return [(privacy.secure_noise, line)]
 
 
 @dataclass(frozen=True)
@@ -200,7 +201,7 @@ class EstimatedNorms(Mechanism):
     def terms(self) -> dict[str, object]:
         return _terms_of_estimates("accounted", self.projections, self.norm_estimator)
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
         table = (
             (
                 "accountant",
@@ -220,13 +221,11 @@ class EstimatedNorms(Mechanism):
                 "a unit's steps are not accounted for together; set it to 'independent'",
             ),
         )
+        capped = "or privacy.underestimates = 'capped'"
         return [
             (
                 refused,
-                f"privacy.{key}",
-                f"'{getattr(privacy, key)}'",
-                f"with privacy.underestimates = 'accounted' {why}, or privacy.underestimates = "
-                "'capped'",
+                f"privacy.{key}: with privacy.underestimates = 'accounted' {why}, {capped}",
             )
             for key, refused, why in table
         ]

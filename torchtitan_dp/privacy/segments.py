@@ -189,8 +189,8 @@ class Mechanism(ABC):
         """Return the mechanism's other terms, by keys of the configuration."""
         return {}
 
-    def refusals(self, privacy: Privacy) -> list[tuple[bool, str, object, str]]:
-        """List settings that this accounting does not cover: (refused, key, value, remedy)."""
+    def refusals(self, privacy: Privacy) -> list[tuple[bool, str]]:
+        """List settings that this accounting does not cover: (refused, "key: why; remedy")."""
         return []
 
     def fields(self) -> dict[str, Any]:
