@@ -21,7 +21,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.gradients.clipped_sum import GradientMethod
 from torchtitan_dp.gradients.fsdp import ReductionGroups
-from torchtitan_dp.gradients.step import PrivateStep, build_step
+from torchtitan_dp.gradients.methods import PrivateStep, build_step
 from torchtitan_dp.models.families import ModelArgs, family_of
 from torchtitan_dp.models.llama3.model import LlamaArgs
 from torchtitan_dp.models.lora import fill_adapters

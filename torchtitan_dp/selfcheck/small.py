@@ -25,8 +25,7 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.attention import HEADS_APART_FROM
 from torchtitan_dp.distributed.cpu import has_accelerator
 from torchtitan_dp.gradients.fsdp import ReductionGroups
-from torchtitan_dp.gradients.methods import METHODS
-from torchtitan_dp.gradients.step import build_step
+from torchtitan_dp.gradients.methods import METHODS, build_step
 from torchtitan_dp.models.families import ModelArgs, family_of, on_meta
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.lora import fill_adapters

@@ -37,7 +37,7 @@ MUTANTS = [
     Mutant(
         4,
         "the setting is not handed on",
-        "gradients/step.py",
+        "gradients/methods.py",
         "clip_policy(parameters, privacy, max_grad_norm=max_grad_norm)",
         "clip_policy(parameters, Privacy(), max_grad_norm=max_grad_norm)",
         (f"{PER_LAYER}test_it_is_not_flat[V2]",),
