@@ -124,7 +124,7 @@ class DPOptimizer:
                 gradient, std=self._noise_std, keys=keys, name=name, start=self._starts[name]
             )
             gradient.div_(self._expected_batch_size)
-            parameter.grad = _as_gradient_of(parameter, gradient)
+            parameter.grad = as_gradient_of(parameter, gradient)
 
 
 @torch.no_grad()
@@ -153,7 +153,8 @@ def _flat_start(parameter: nn.Parameter) -> int:
     return offset[0] * math.prod(parameter.shape[1:])
 
 
-def _as_gradient_of(parameter: nn.Parameter, flat: Tensor) -> DTensor:
+def as_gradient_of(parameter: nn.Parameter, flat: Tensor) -> DTensor:
+    """Return a flat local shard as a gradient of its parameter's shape and placement."""
     assert isinstance(parameter, DTensor)
     return DTensor.from_local(
         flat.view(parameter.to_local().shape),

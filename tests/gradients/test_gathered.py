@@ -20,43 +20,20 @@ KEEP = "--parallelism.keep_weights_gathered"
 MICROBATCH = ("--privacy.gradient_method=microbatch",)
 GRAD_SAMPLE = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
 BF16 = "--training.mixed_precision_param=bfloat16"
-TIED = {"tie_embeddings": True}
+FULL = "--activation_checkpoint.mode=full"
+RESHARD = "--parallelism.fsdp_reshard_after_forward"
 WAYS = {
     "microbatch": ((1, 1, 1), (*MICROBATCH, BF16), {}),
-    "microbatch, cp 2": ((1, 1, 2), MICROBATCH, {}),
-    "microbatch, cp 2, always": (
-        (1, 1, 2),
-        (*MICROBATCH, BF16, "--parallelism.fsdp_reshard_after_forward=always"),
-        {},
-    ),
-    "microbatch, dp_shard 2, never": (
-        (1, 2, 1),
-        (*MICROBATCH, BF16, "--parallelism.fsdp_reshard_after_forward=never"),
-        {},
-    ),
-    "microbatch, dp_shard 2, cp 2": (
-        (1, 2, 2),
-        (*MICROBATCH, BF16, "--activation_checkpoint.mode=full"),
-        {},
-    ),
-    "microbatch, dp_replicate 2, cp 2, tied": ((2, 1, 2), (*MICROBATCH, BF16), TIED),
     "grad_sample": ((1, 1, 1), (*GRAD_SAMPLE, BF16), {}),
-    "grad_sample, tied": ((1, 1, 2), (*GRAD_SAMPLE, BF16), TIED),
-    "grad_sample, offload": (
+    "offload, tied": (
         (1, 1, 2),
-        (
-            *GRAD_SAMPLE,
-            "--activation_checkpoint.mode=full",
-            "--activation_checkpoint.offload_inputs",
-        ),
-        {},
+        (*GRAD_SAMPLE, FULL, "--activation_checkpoint.offload_inputs"),
+        {"tie_embeddings": True},
     ),
-    "grad_sample, dp_shard 2, selective": (
-        (1, 2, 1),
-        (*GRAD_SAMPLE, BF16, "--activation_checkpoint.mode=selective"),
-        {},
-    ),
-    "grad_sample, dp_shard 2, cp 2": ((1, 2, 2), GRAD_SAMPLE, {}),
+    "always": ((1, 1, 2), (*MICROBATCH, BF16, f"{RESHARD}=always"), {}),
+    "never": ((1, 2, 1), (*MICROBATCH, BF16, f"{RESHARD}=never"), {}),
+    "dp_shard 2, cp 2": ((1, 2, 2), (*MICROBATCH, BF16, FULL), {}),
+    "dp_replicate 2, cp 2": ((2, 1, 2), (*GRAD_SAMPLE, BF16), {}),
 }
 
 
@@ -158,17 +135,7 @@ def with_and_without(degrees, overrides, changes):
     return same, kept[1:], stock[1:]
 
 
-@pytest.mark.thorough_cases(
-    "grad_sample, dp_shard 2, cp 2",
-    "grad_sample, dp_shard 2, selective",
-    "grad_sample, offload",
-    "grad_sample, tied",
-    "microbatch, cp 2",
-    "microbatch, cp 2, always",
-    "microbatch, dp_replicate 2, cp 2, tied",
-    "microbatch, dp_shard 2, cp 2",
-    "microbatch, dp_shard 2, never",
-)
+@pytest.mark.thorough_cases("always", "never", "dp_*")
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_are_gathered_once_a_step_and_change_no_bit(way):
     degrees, overrides, changes = WAYS[way]

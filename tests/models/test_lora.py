@@ -19,6 +19,7 @@ from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
 from torchtitan_dp.models.lora import LoRA, LoRALinear, is_adapter
+from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.models.parameters import trainable_parameters
 
 ALL = ("wq", "wk", "wv", "wo", "w1", "w2", "w3")
@@ -53,8 +54,8 @@ def drawn_on_this_rank(degrees):
     args = dataclasses.replace(ARGS, lora=LoRA(3, 5.0, ("wq", "w2")))
     with torch.device("meta"):
         model = Llama(copy.deepcopy(args))
-    dims, _ = build._mesh(degrees)
-    build.parallelize(model, dims, build.config(degrees=degrees))
+    dims, _ = build.mesh("cpu", degrees)
+    parallelize(model, dims, build.config(degrees=degrees))
     model.to_empty(device="cpu")
     model.init_weights()
     found = {name: p.full_tensor() for name, p in trainable_parameters(model).items()}

@@ -59,6 +59,20 @@ class Outcome:
             return False
         return self.value <= self.bound  # NaN is not
 
+    def row(self) -> str:
+        """Format it as a line of the table."""
+        line = f"  {'ok' if self.passed else 'FAILED':6}  {self.name:80}  "
+        if self.value is None or self.bound is None:
+            return line + self.error
+        return f"{line}{self.value:9.3g}  <= {self.bound:.3g}"
+
+    def failure(self) -> str:
+        """Return one line: what failed, and what to do."""
+        found = self.error
+        if self.value is not None:
+            found = f"{self.value:.3g} (the limit is {self.bound:.3g})"
+        return f"FAILED: {self.name}: {found}; {self.remedy}"
+
 
 @dataclass(frozen=True)
 class Ranks:
@@ -159,7 +173,7 @@ def _gather_or_end(
 
 def worst(values: Sequence[float]) -> float:
     """Return the largest value, or NaN if any is: Python's `max` would depend on their order."""
-    return math.nan if any(map(math.isnan, values)) else max(values)
+    return math.nan if any(map(math.isnan, values)) else max(values, default=0.0)
 
 
 def merged(check: Check, ranks: Sequence[Sequence[Measured] | str]) -> list[Outcome]:
