@@ -18,7 +18,7 @@ from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.hugging_face_weights import write_folder
 from torchtitan_dp.models.llama3.adapter import HuggingFaceAdapter
 from torchtitan_dp.models.llama3.model import FLAVORS, Llama
-from torchtitan_dp.models.lora import LoRA, LoRALinear, is_adapter
+from torchtitan_dp.models.lora import LoRA, LoRALinear, fill_adapters, is_adapter
 from torchtitan_dp.models.parallelize import parallelize
 from torchtitan_dp.models.parameters import trainable_parameters
 
@@ -161,7 +161,7 @@ def exported(place, lora, std, **size):
 
     files = {k: v for path in folder.glob("*.safetensors") for k, v in load_file(path).items()}
     model.load_state_dict(HuggingFaceAdapter(model.model_args, None).from_hf(files), strict=False)
-    build.fill_adapters(model, std=std)
+    fill_adapters(model, std=std)
     for kind in ("adapter", "merged"):
         (place / kind).mkdir()
         write_folder(model, config, str(place / kind), merge=kind == "merged")

@@ -41,7 +41,7 @@ from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
 from torchtitan_dp.process import die_with_parent
-from torchtitan_dp.selfcheck.parts import attention, feed_forward, loss_head, noise, norm_estimates
+from torchtitan_dp.selfcheck.parts import attention, noise, norm_estimates
 from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
 from torchtitan_dp.selfcheck.small import WAYS, Terms, default_terms, given_terms
 from torchtitan_dp.selfcheck.steps import Loops, checkpoint, clipped_sum, updates
@@ -208,23 +208,17 @@ def checks_of(
 
     Args:
         place: a folder that all ranks see, for a temporary checkpoint.
-        every: also those that the terms do not ask for: all balancers and rotations of the ring, a
-            loss in chunks, a feed-forward in tiles, other ways of a method, secure noise.
+        every: also those that the terms do not ask for: all balancers and rotations of the ring,
+            other ways of a method, secure noise.
     """
     loops = Loops()
     met = set()
     for terms in all_terms:
         check = functools.partial(_check, ranks, terms)
-        training, first = terms.config.training, (terms.dtype, terms.degrees) not in met
+        first = (terms.dtype, terms.degrees) not in met
         met.add((terms.dtype, terms.degrees))
         if first:  # these depend on no gradient method
             yield from _attention_checks(ranks, terms, every)
-            if every or training.feed_forward_chunk:
-                remedy = "training.feed_forward_chunk = 0 trains without it"
-                yield check("feed-forward in tiles", remedy, feed_forward)
-            if every or training.loss_chunk_tokens:
-                remedy = "training.loss_chunk_tokens = 0 trains without it"
-                yield check("loss head", remedy, loss_head)
         if first and terms.dtype == torch.float32:
             yield check("noise", _DO_NOT_TRAIN, noise)
             if every:
@@ -283,8 +277,6 @@ def _sum_checks(ranks: Ranks, terms: Terms, loops: Loops, every: bool) -> Iterat
         # The loop's norms are exact: the rest of the method is compared with it.
         kind, terms = f"{method} with exact norms", terms.but(gradient_method="ghost")
     kinds = {kind: terms}
-    if every and method == "microbatch":
-        kinds["microbatch, feed-forward in tiles"] = terms.with_tiles()
     if every:
         kinds |= {f"{method}, {way}": terms.but(**of) for way, of in WAYS.get(method, {}).items()}
     remedy = (

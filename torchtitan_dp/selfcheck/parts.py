@@ -1,16 +1,13 @@
-"""Parts of a step, each against a plain computation: attention, loss head, norms, noise."""
+"""Parts of a step, each against the textbook's: attention, estimates of norms, noise."""
 
-import copy
 import math
-from collections.abc import Mapping, Sequence
-from typing import cast
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
-from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.distributed.context_parallel import cp_shard
 from torchtitan.models.attention import ScaledDotProductAttentionWrapper
 
@@ -26,12 +23,9 @@ from torchtitan_dp.distributed.attention import (
 from torchtitan_dp.gradients.ghost import GhostGradients
 from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
-from torchtitan_dp.models.families import on_meta
-from torchtitan_dp.models.feed_forward import Tiling, feed_forward_in_tiles
-from torchtitan_dp.models.loss_head import LossHead
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.noise import standard_normal
-from torchtitan_dp.selfcheck.reference import Gradient, relative_error, rounding
+from torchtitan_dp.selfcheck.reference import rounding
 from torchtitan_dp.selfcheck.run import Measured, Ranks, worst
 from torchtitan_dp.selfcheck.small import Small, Terms, Trained, mesh
 
@@ -117,79 +111,6 @@ def _textbook_attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> to
     future = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).triu(1)
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(future, -torch.inf)
     return F.softmax(scores, dim=-1) @ v
-
-
-def _with_gradients(
-    name: str, out: torch.Tensor, leaves: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Return an output, by its name, and the leaves' gradients of a public product with it."""
-    grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
-    found = torch.autograd.grad(out, list(leaves.values()), grad)
-    gradients = {f"the gradient of {name}": g for name, g in zip(leaves, found, strict=True)}
-    return {name: out.detach()} | gradients
-
-
-def _compared(actual: Gradient, expected: Gradient, bound: float) -> Sequence[Measured]:
-    return [
-        Measured(name, relative_error({name: actual[name].cpu()}, {name: true}), bound)
-        for name, true in expected.items()
-    ]
-
-
-def loss_head(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
-    """Compare the chunked head's loss and gradients, over three chunks and a rest, with fp64's.
-
-    Targets are ignored on both sides of an edge, and at the end. Both start from rounded inputs.
-    """
-    chunk, args = 32, terms.args
-    tokens, generator = 3 * chunk + 5, torch.Generator().manual_seed(0)
-    weight_VD = torch.randn(args.vocab_size, args.dim, generator=generator) * args.dim**-0.5
-    h_1TD = torch.randn(1, tokens, args.dim, generator=generator)
-    labels_1T = torch.randint(0, args.vocab_size, (1, tokens), generator=generator)
-    labels_1T[0, [chunk - 1, 2 * chunk, tokens - 1]] = IGNORE_INDEX
-    given = {"h": h_1TD.to(terms.dtype), "weight": weight_VD.to(terms.dtype)}
-
-    true = {name: nn.Parameter(x.double()) for name, x in given.items()}
-    logits_TV = true["h"][0] @ true["weight"].T
-    loss = F.cross_entropy(logits_TV, labels_1T[0], ignore_index=IGNORE_INDEX)
-    expected = _with_gradients("the loss", loss, true)
-    mine = {name: nn.Parameter(x.to(ranks.device)) for name, x in given.items()}
-    output = nn.Linear(args.dim, args.vocab_size, bias=False, device=ranks.device)
-    output.weight = mine["weight"]
-    labels = labels_1T.to(ranks.device)
-    loss_1 = LossHead.over(output, chunk)(mine["h"], labels, (labels != IGNORE_INDEX).sum(1))
-    return _compared(
-        _with_gradients("the loss", loss_1.sum(), mine), expected, rounding(terms.dtype)
-    )
-
-
-def feed_forward(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
-    """Compare the feed-forward in three tiles and a rest, norm and residual included, with fp64's.
-
-    Output and gradients; weights have LoRA's factors where the terms have adapters.
-    """
-    tile, generator = 32, torch.Generator().manual_seed(0)
-    block = on_meta(terms.args).layers["0"]
-    parts = nn.ModuleDict({"norm": block.ffn_norm, "layers": block.feed_forward})
-    parts.to_empty(device="cpu")
-    for parameter in parts.parameters():
-        spread = parameter.shape[-1] ** -0.5 if parameter.dim() > 1 else 1.0
-        drawn = torch.randn(parameter.shape, generator=generator) * spread
-        parameter.data = drawn.to(terms.dtype)
-    h_1TD = torch.randn(1, 3 * tile + 5, terms.args.dim, generator=generator).to(terms.dtype)
-
-    def leaves(parts: nn.ModuleDict, h: torch.Tensor) -> dict[str, torch.Tensor]:
-        return {"input": h} | {n: p for n, p in parts.named_parameters() if p.requires_grad}
-
-    true, h = copy.deepcopy(parts).double(), h_1TD.double().requires_grad_()
-    out = h + true["layers"](true["norm"](h))
-    expected = _with_gradients("the output", out, leaves(true, h))
-    parts.to(ranks.device)
-    h = h_1TD.to(ranks.device).requires_grad_()
-    out = feed_forward_in_tiles(h, cast(nn.RMSNorm, parts["norm"]), parts["layers"], Tiling(tile))
-    # Four times a whole tensor's: intermediate results are rounded four times.
-    bound = 4 * rounding(terms.dtype)
-    return _compared(_with_gradients("the output", out, leaves(parts, h)), expected, bound)
 
 
 def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:

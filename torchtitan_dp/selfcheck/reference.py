@@ -43,14 +43,9 @@ def reference_gradients(
     labels_NT: torch.Tensor,
     weight_N: torch.Tensor | None = None,
 ) -> Iterator[Gradient]:
-    """Backpropagate one sample after the other: each one's mean loss over its targets.
+    """Backpropagate one sample after the other: its mean loss over its targets, times its weight.
 
-    Args:
-        model: without parallelism; its dtype is the gradients'.
-        weight_N: of each sample's loss; 1 by default.
-
-    Yields:
-        N gradients; 0 of a sample without a target.
+    Yields N gradients in the model's dtype; 0 of a sample without a target.
     """
     parameters = trainable_parameters(model)
     for sample, (tokens_T, labels_T) in enumerate(zip(tokens_NT, labels_NT, strict=True)):
@@ -71,11 +66,7 @@ def norm(gradient: Gradient) -> float:
 
 
 def group_names(clipping: str, patterns: Sequence[str]) -> Callable[[str], str]:
-    """Return a function that names a parameter's clip group.
-
-    Args:
-        clipping, patterns: `privacy.clipping` and `privacy.clipping_groups`.
-    """
+    """Return a function that names a parameter's clip group (`privacy.clipping`, its groups)."""
     if clipping == "flat":
         return lambda _: "all"
     if patterns:

@@ -94,11 +94,7 @@ class Ranks:
 
 
 def start(backend: str | None) -> Ranks:
-    """Join torchrun's process group, or start one of this process alone.
-
-    Args:
-        backend: of `init_process_group`; None is the device's own.
-    """
+    """Join torchrun's process group, or start one of this process; None is the device's backend."""
     device = torch.device("cpu")
     if device_type != "cpu":
         index = int(os.environ.get("LOCAL_RANK", "0")) % cuda_devices()
@@ -177,11 +173,7 @@ def worst(values: Sequence[float]) -> float:
 
 
 def merged(check: Check, ranks: Sequence[Sequence[Measured] | str]) -> list[Outcome]:
-    """Merge the ranks' measurements: each outcome has the worst value of any rank.
-
-    Args:
-        ranks: by rank; a string is the error that the check raised there.
-    """
+    """Return outcomes with the worst value of any rank; a string is a rank's error."""
     lists: list[Sequence[Measured]] = []
     for rank, one in enumerate(ranks):
         if isinstance(one, str):

@@ -51,10 +51,11 @@ _MOST_TOKENS = 2 * ALIGNED_TOKENS  # of a sample that attention is checked on, f
 _MOST_SAMPLES = 4  # of a microbatch
 
 WAYS: dict[str, dict[str, dict[str, Any]]] = {
+    "microbatch": {"feed-forward in tiles": {"in_tiles": True}},
     "grad_sample": {"whole": {"shard_grad_samples": False}},
     "ghost": {"two passes": {"ghost_passes": "two"}},
 }
-"""Other ways of a gradient method: its name -> a way -> its settings of `[privacy]`."""
+"""Other ways of a gradient method: its name -> a way -> its settings (`Terms.but`)."""
 
 
 @dataclass(frozen=True)
@@ -90,16 +91,16 @@ class Terms:
         replicate, shard, _ = self.degrees
         return 7 + replicate * shard // 2 * 2
 
-    def with_tiles(self) -> "Terms":
-        """Return the same terms with a feed-forward in three tiles."""
-        config = copy.deepcopy(self.config)
-        config.training.feed_forward_chunk = _third(config)
-        return dataclasses.replace(self, config=config)
+    def but(self, *, in_tiles: bool = False, **privacy: Any) -> "Terms":
+        """Return the same terms with other settings of `[privacy]`.
 
-    def but(self, **privacy: Any) -> "Terms":
-        """Return the same terms with other settings of `[privacy]`."""
+        Args:
+            in_tiles: with a feed-forward in three tiles, too.
+        """
         config = copy.deepcopy(self.config)
         config.privacy = dataclasses.replace(config.privacy, **privacy)
+        if in_tiles:
+            config.training.feed_forward_chunk = _third(config)
         return dataclasses.replace(self, config=config)
 
 
@@ -262,30 +263,27 @@ class Small:
         drawn: np.ndarray | None = None,
         key: bytes = bytes(32),
     ) -> dict[int, float]:
-        """Deal the samples out and add their clipped gradients to the step's sum.
+        """Deal the samples out, all or those drawn, and add their clipped gradients to the sum.
 
         Args:
             weight_N: of each sample's loss; 1 by default.
-            drawn: those that take part; all by default.
             key: of the step's projections.
 
         Returns:
             This data-parallel rank's samples -> their gradients' norms before clipping.
-
-        Collectives: those of the gradient method.
         """
         norms: dict[int, float] = {}
         self.gradients.start_step(key)
-        slots = torch.tensor(self.slots(np.arange(len(tokens_NT)) if drawn is None else drawn))
-        for slot_B in (
-            slots.split(self.gradients.batch_size or self.batch_size) if len(slots) else ()
-        ):
+        dealt = self.slots(np.arange(len(tokens_NT)) if drawn is None else drawn)
+        at_once = self.gradients.batch_size or self.batch_size
+        for start in range(0, len(dealt), at_once):
+            slot_B = torch.tensor(dealt[start : start + at_once])
             valid_B = slot_B >= 0
             loss_B = self.losses(*take(tokens_NT, labels_NT, slot_B))
             if weight_N is not None:
                 loss_B = loss_B * weight_N[slot_B].where(valid_B, 1.0).to(self.device)
-            positions = slot_B.tolist()
-            clip = self.gradients.accumulate_clipped(loss_B, valid_B.to(self.device), positions)
+            valid_B, positions = valid_B.to(self.device), slot_B.tolist()
+            clip = self.gradients.accumulate_clipped(loss_B, valid_B, positions)
             norms.update(zip(positions, clip.norm_B.tolist(), strict=True))
         norms.pop(-1, None)
         return norms
@@ -301,13 +299,13 @@ class Small:
         Collectives: those of `ClippedSum.take`, and an all-gather over dp_shard x cp.
         """
         taken = self.step.clipped_sum.take()
-        whole = {name: self.whole(name, flat) for name, flat in taken.items()}
+        found = {name: self.whole(name, flat) for name, flat in taken.items()}
         self.step.clipped_sum.reset()
-        return whole
+        return found
 
     def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         """Gather a flat local shard of a parameter's gradient. Collective over dp_shard x cp."""
-        return whole(as_gradient_of(self.parameters[name], flat))
+        return _whole(as_gradient_of(self.parameters[name], flat))
 
 
 class Trained(Small):
@@ -318,24 +316,17 @@ class Trained(Small):
         self.optimizers = momentum.build([self.model], terms.config.optimizer, self.dims)
 
     def update(self, *, sigma: float, batch: float, key: bytes) -> Gradient:
-        """Add noise to the sum, divide, step the optimizer, and start the next sum.
-
-        Args:
-            sigma: the noise multiplier.
-            batch: the divisor.
-            key: of the noise; public.
+        """Add noise of sigma C to the sum, divide it by `batch`, and step the optimizer.
 
         Returns:
             The whole gradient that the optimizer got, by name, on the CPU.
-
-        Collectives: those of `ClippedSum.take`, and an all-gather over dp_shard x cp.
         """
         handed: Gradient = {}
 
         def record(*_: object) -> None:
             for name, parameter in self.parameters.items():
                 assert parameter.grad is not None, name
-                handed[name] = whole(parameter.grad)
+                handed[name] = _whole(parameter.grad)
 
         terms = {"noise_multiplier": sigma, "expected_batch_size": batch}
         momentum.set_noise_std(self.optimizers, max_grad_norm=self.step.max_grad_norm, **terms)
@@ -356,7 +347,7 @@ class Trained(Small):
 
     def weights(self) -> Gradient:
         """Copy all whole weights to the CPU. Collective: an all-gather over dp_shard x cp."""
-        return {canonical_name(n): whole(p) for n, p in self.model.named_parameters()}
+        return {canonical_name(n): _whole(p) for n, p in self.model.named_parameters()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return this rank's shards of the weights and of the optimizer's state, by name."""
@@ -369,7 +360,7 @@ class Trained(Small):
         return found
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a whole tensor to the CPU. Collective: an all-gather over dp_shard x cp."""
     tensor = tensor.detach()
     assert isinstance(tensor, DTensor)

@@ -51,12 +51,8 @@ class Loops:
     """The plain loop's last results, shared by all methods that must agree with it."""
 
     def __init__(self, keep: int = 1) -> None:
-        """
-        Args:
-            keep: the number of results, each as large as the model.
-        """
         self._known: dict[str, Reference] = {}
-        self._keep = keep
+        self._keep = keep  # so many results, each as large as the model
 
     def over(self, terms: Terms) -> Reference:
         """Return the samples for some terms, and the loop's results on them."""
@@ -154,11 +150,7 @@ def _stepped(
 
 
 def checkpoint(ranks: Ranks, terms: Terms, place: str) -> Sequence[Measured]:
-    """Save weights and optimizer state, overwrite and load them; count the tensors that differ.
-
-    Args:
-        place: a folder that all ranks see, in which a temporary one is made.
-    """
+    """Save weights and optimizer state in `place`, overwrite and load them; count what differs."""
     trained = Trained(terms, ranks.device, max_grad_norm=1.0)
     trained.accumulate(*make_samples(terms.args, terms.samples))
     trained.update(sigma=1.0, batch=1.0, key=RootKey.from_debug_seed(3).stream("noise").take(1))
