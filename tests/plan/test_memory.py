@@ -404,7 +404,3 @@ def test_every_category_has_a_remedy():
     ):
         config = load_config(small(*overrides), 4)
         assert all("to shrink it: " in memory_report.shrink(name, config) for name in CATEGORIES)
-
-
-def test_the_page_is_of_the_projects_configurations():
-    assert memory_report.TRAIN_CONFIGS.joinpath("llama3_8b_256k_ac.toml").is_file()

@@ -7,7 +7,7 @@ plan's table (`plan.memory`).
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -24,22 +24,14 @@ from torchtitan_dp.models import loss_head
 from torchtitan_dp.plan.tracker import MemoryTracker, wrapped
 
 GATHERED = "gathered"  # the label of weights that FSDP2 has gathered
-T = TypeVar("T", bound=MemoryTracker)
 
 
 @contextlib.contextmanager
 def tracking(*, like_cuda: bool = True) -> Iterator[MemoryTracker]:
     """Enter a tracker that labels storages of FSDP2, the ring, the loss head and the gradient
     methods by `memory.CATEGORIES`, and "gathered"."""
-    with tracking_by(MemoryTracker, like_cuda=like_cuda) as tracker:
-        yield tracker
-
-
-@contextlib.contextmanager
-def tracking_by(kind: type[T], *, like_cuda: bool = True) -> Iterator[T]:
-    """Enter such a tracker of another kind."""
     workspace = _flash_workspace if like_cuda else None
-    tracker = kind("activations", workspace, apart=GATHERED)
+    tracker = MemoryTracker("activations", workspace, apart=GATHERED)
 
     def label(name: str) -> Any:
         return lambda *_, **__: tracker.labelled(name)

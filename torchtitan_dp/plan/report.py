@@ -1,47 +1,13 @@
-"""A memory prediction for people: a table, what to change if it does not fit, a bar chart.
+"""A memory prediction for people: a table, what to change if it does not fit, a bar chart."""
 
-    python -m torchtitan_dp.plan.report docs/plans.md
-
-writes that page, for all of `train_configs/`: their memory, one block by tensor, and what steps of
-long samples take.
-"""
-
-import os
-import subprocess
 import sys
-from pathlib import Path
 
 from rich.console import Console
 from rich.padding import Padding
 from rich.table import Column, Table
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.load import load_config
-from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan import long_steps
-from torchtitan_dp.plan.long_steps import LongStep
-from torchtitan_dp.plan.memory import (
-    CATEGORIES,
-    COMMUNICATOR_GIB,
-    GIB,
-    HEADROOM,
-    HIDDEN_DEVICES,
-    LONGEST,
-    MODES,
-    MemoryPlan,
-    predict,
-)
-
-TRAIN_CONFIGS = Path(__file__).resolve().parents[2] / "train_configs"
-_ON_DEVICE = "--activation_checkpoint.no-offload_inputs"
-_VARIANTS: dict[str, list[tuple[int, list[str]]]] = {
-    "llama3_8b_512k_lora": [(1, [])],
-    "llama3_8b_1m_lora": [(4, []), (8, []), (8, [_ON_DEVICE]), (8, ["--lora.rank=0"])],
-    "llama3_8b_4m_lora": [(8, []), (8, ["--model.flavor=3B"]), (8, ["--model.flavor=1B"])],
-}
-"""Ranks and overrides of the rows of a configuration that is not for the page's ranks alone."""
-_BLOCK = ("llama3_8b_1m_lora", 8)
-"""The configuration and ranks whose block the page has by tensor."""
+from torchtitan_dp.plan.memory import GIB, LONGEST, MODES, MemoryPlan
 
 
 def report(memory: MemoryPlan, config: JobConfig, *, limited: bool) -> None:
@@ -178,89 +144,3 @@ def plot(memory: MemoryPlan, path: str) -> None:
         f"{memory.seq_len:,} tokens a sample"
     )
     figure.savefig(path, dpi=150)
-
-
-_PAGE = """# Predicted memory of `train_configs/`
-
-Every number here is a **prediction**, made without a GPU; none was measured on one. Written by
-
-    python -m torchtitan_dp.plan.report docs/plans.md
-
-For {ranks} ranks of {memory:g} GiB, unless a row has more: GiB of a rank at its peak. "fits"
-leaves {headroom:.0%} free, for the CUDA context and fragmentation, and {communicator:g} GiB for
-each NCCL communicator; both are estimates. What your own configuration takes:
-`python -m torchtitan_dp.plan --job.config_file FILE --world_size {ranks} --memory_gib {memory:g}`.
-
-Beside `llama3_8b_1m_lora` stand measurements of others, all weights, without privacy, with
-checkpoints offloaded to the host: TRL took 56.2 GB a GPU for Qwen3-8B at 1,048,576 tokens on 8 H100
-([trl#6846](https://github.com/huggingface/trl/pull/6846)); ALST trained a Llama 8B at 3.7M tokens
-on 8 H100 and at 500k on one ([arXiv 2506.13996](https://arxiv.org/abs/2506.13996)).
-
-| configuration | tokens | AC | {parts} | **peak** | fits |
-| --- | --- | --- | {rule} | --- | --- |
-"""
-
-
-_BLOCK_SECTION = """
-## One block by tensor
-
-What is alive on a rank of `{name}`, {ranks} ranks, inputs offloaded, while one of its middle blocks
-runs: GiB at the peak of each phase (**predicted**).
-
-A row is what one module has made, in forward or in backward (`block +1` is the block after it); a
-cell is empty where nothing of it is alive at that phase's peak. The block takes what its highest
-column adds up to, so it shrinks with the largest rows of that column; "workspace" is what
-FlashAttention takes on CUDA.
-
-{table}
-Of another configuration: `python -m torchtitan_dp.plan.timeline {ranks} --job.config_file FILE`.
-"""
-
-
-def block_section(folder: Path) -> str:
-    """Write the section on one block, in a process that sees no accelerator, as predictions do."""
-    name, ranks = _BLOCK
-    command = [sys.executable, "-m", "torchtitan_dp.plan.timeline", str(ranks)]
-    command += ["--job.config_file", str(folder / f"{name}.toml")]
-    env = os.environ | HIDDEN_DEVICES
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, env=env)
-    return _BLOCK_SECTION.format(name=name, ranks=ranks, table=done.stdout)
-
-
-def write_page(path: str, folder: Path, *, ranks: int = 4, memory_gib: float = 80.0) -> None:
-    """Write the predictions for each TOML of a folder, as a Markdown page."""
-    rows, steps = [], []
-    for toml in sorted(folder.glob("*.toml")):
-        for number, more in _VARIANTS.get(toml.stem, [(ranks, [])]):
-            overrides = ["--job.config_file", str(toml), *more]
-            config = load_config(overrides, number)
-            memory = predict(overrides, number, memory_gib, longest=False)
-            sizes = [f"{size / GIB:.2f}" for size in memory.parts.values()]
-            fits = "yes" if memory.fits else "no"
-            checkpointing, peak = config.activation_checkpoint, memory.peak_bytes / GIB
-            name = ", ".join([f"`{toml.stem}`", *(f"`{one}`" for one in more)])
-            mode = checkpointing.mode
-            if number != ranks:
-                name += f", {number} rank" + "s" * (number > 1)
-            if checkpointing.offload_inputs:
-                mode += f", {memory.host_bytes / GIB:.0f} GiB a rank offloaded to the host"
-            cells = [name, f"{memory.seq_len:,}", mode, *sizes, f"**{peak:.1f}**", fits]
-            whole = memory.parts["parameters"] * number
-            rows.append((whole, memory.seq_len, f"| {' | '.join(cells)} |"))
-            of_step = ", ".join([toml.stem, *(one for one in more if one != _ON_DEVICE)])
-            steps.append(LongStep.of(of_step, config, shape(config), number))
-            print(rows[-1][-1], file=sys.stderr)
-    page = _PAGE.format(
-        ranks=ranks,
-        memory=memory_gib,
-        headroom=HEADROOM,
-        communicator=COMMUNICATOR_GIB,
-        parts=" | ".join(name.replace("_", " ") for name in CATEGORIES),
-        rule=" | ".join("---" for _ in CATEGORIES),
-    )
-    page += "".join(f"{row}\n" for *_, row in sorted(rows))
-    Path(path).write_text(page + block_section(folder) + long_steps.section(steps))
-
-
-if __name__ == "__main__":
-    write_page(sys.argv[1], TRAIN_CONFIGS)
