@@ -15,7 +15,7 @@ from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import CONFIG, ROOT, arguments, write_records
 from torchtitan_dp.config.load import load_config
-from torchtitan_dp.distributed.page_locked import page_locked_bytes
+from torchtitan_dp.distributed.host_memory import page_locked_bytes
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.plan import report as memory_report
@@ -110,7 +110,7 @@ def assert_predicted(predicted, tracked, allocated):
     "ghost norms",
     "ghost norms, two passes",
     "one rank",
-    "two samples, exact sum",
+    "two samples",
 )
 @pytest.mark.parametrize(
     ("world_size", "overrides"),
@@ -124,14 +124,7 @@ def assert_predicted(predicted, tracked, allocated):
                 "--parallelism.context_parallel_rotate_method=alltoall",
             ],
         ),
-        (
-            2,
-            [
-                "--parallelism.data_parallel_shard_degree=2",
-                "--privacy.secure_noise",
-                "--privacy.exact_sum",
-            ],
-        ),
+        (2, ["--parallelism.data_parallel_shard_degree=2", "--privacy.secure_noise"]),
         (1, ["--privacy.gradient_method=ghost", "--training.local_batch_size=2"]),
         (
             2,
@@ -146,7 +139,7 @@ def assert_predicted(predicted, tracked, allocated):
         (2, ["--parallelism.data_parallel_shard_degree=2", "--ema.enable"]),
     ],
     ids=[
-        *("one rank", "ring, per-sample, recomputed", "two samples, exact sum"),
+        *("one rank", "ring, per-sample, recomputed", "two samples"),
         *("ghost norms", "ghost norms, two passes"),
         *("adapters", "average"),
     ],
@@ -289,20 +282,6 @@ def test_the_longest_configs_fit_four_ranks_of_80_gib(name, parameters):
     assert memory.parts["parameters"] == pytest.approx(parameters * 4 / 4, rel=0.01)
     assert memory.parts["optimizer"] == pytest.approx(2 * parameters * 4 / 4, rel=0.01)
     assert memory.parts["accumulator"] == pytest.approx(parameters * 4 / 4, rel=0.01)
-
-
-@pytest.mark.thorough_cases("--training.local_batch_size=2")
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "method", ["--training.local_batch_size=1", "--training.local_batch_size=2"]
-)
-def test_row49_an_exact_sum_takes_eight_bytes_a_value(method):
-    exact = "--privacy.secure_noise", "--privacy.exact_sum"
-    fp32, units = (
-        forks.call(answer, small(method, *options), 2, 80, False).parts["accumulator"]
-        for options in ((), exact)
-    )
-    assert units == 2 * fp32 > 0
 
 
 @pytest.mark.thorough

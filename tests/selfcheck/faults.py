@@ -17,7 +17,7 @@ from torchtitan_dp.gradients.clipped_sum import ClippedSum
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP
 from torchtitan_dp.models import feed_forward, loss_head
 from torchtitan_dp.models.llama3.model import Llama
-from torchtitan_dp.privacy import clipping, summation
+from torchtitan_dp.privacy import clipping
 from torchtitan_dp.privacy.keys import KeyStream
 
 # isort: split
@@ -154,7 +154,7 @@ def ring_of_another_balancer():
 
 
 def _noise(change: Callable):
-    return wrapped(summation, "add_gaussian_noise_", change)
+    return wrapped(optimizer, "add_gaussian_noise_", change)
 
 
 def noise_not_added():

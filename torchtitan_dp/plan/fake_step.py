@@ -26,7 +26,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_dp import momentum
+from torchtitan_dp import momentum, optimizer
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.distributed import offload
@@ -43,7 +43,6 @@ from torchtitan_dp.models.parallelize import parallelize, trained_fsdp_modules
 from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.models.tiles import tiles
 from torchtitan_dp.plan.tracker import MemoryTracker
-from torchtitan_dp.privacy import summation as dp_summation
 
 
 class _RoomyClippedSum(ClippedSum):
@@ -57,7 +56,7 @@ class _RoomyClippedSum(ClippedSum):
             for parameter in self.parameters.values()
         )
         shape = (dp_shard, chunk)
-        self._room: torch.Tensor | None = torch.empty(shape, dtype=self._summation.dtype)
+        self._room: torch.Tensor | None = torch.empty(shape, dtype=torch.float32)
 
     def lay_out(self, *args: Any) -> None:
         self._room = None
@@ -238,13 +237,8 @@ def fake_world(
         stack.callback(dist.destroy_process_group)
         # Nothing is drawn or converted, in small parts that take next to no memory; and where a
         # storage would lie only distinguishes storages.
-        for name in (
-            "add_gaussian_noise_",
-            "add_secure_gaussian_noise_",
-            "add_noise_units_",
-            "add_clipped_units_",
-        ):
-            stack.enter_context(mock.patch.object(dp_summation, name, _nothing))
+        for name in ("add_gaussian_noise_", "add_secure_gaussian_noise_"):
+            stack.enter_context(mock.patch.object(optimizer, name, _nothing))
         stack.enter_context(mock.patch.object(randomized_norm, "add_gaussian_noise_", _nothing))
         stack.enter_context(
             mock.patch.object(torch.UntypedStorage, "data_ptr", lambda storage: storage._cdata)

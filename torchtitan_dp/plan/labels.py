@@ -17,9 +17,9 @@ import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 from torchtitan_dp.distributed import ring
-from torchtitan_dp.gradients.clipped_sum import ClippedSum
+from torchtitan_dp.gradients.clipped_sum import ClippedSum, GradientMethod
 from torchtitan_dp.gradients.fsdp import ReduceScatterOverCP, RowLayout
-from torchtitan_dp.gradients.methods import METHODS, GradientMethod
+from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models import loss_head
 from torchtitan_dp.plan.tracker import MemoryTracker, wrapped
 

@@ -3,7 +3,7 @@
 from tests.hazards.mutants.clipping import EXACT, HERE, SUM
 from tests.hazards.mutants.table import Mutant
 
-GROUPS = "privacy/test_clip_policy.py::"
+GROUPS = "privacy/test_clipping.py::"
 BOUND = f"{HERE}test_row02_the_whole_gradient_is_bound_by_C"
 
 MUTANTS = [
