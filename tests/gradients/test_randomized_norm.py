@@ -79,12 +79,12 @@ def reference_squares(norms, gradient, layers, tokens, position, key):
     return total, estimated
 
 
-def errors(degrees, method, changes, samples, C=1.0):
+def errors(degrees, method, changes, C=1.0):
     """(error of the sum, error of the norms, matrices estimated) against the loop."""
     from tests import build
 
     built, key = built_for(degrees, method, changes, C), bytes(range(32))
-    tokens_NT, labels_NT = data(samples, built)
+    tokens_NT, labels_NT = data(5, built)  # the last microbatches are padded
     actual, found = built.clipped_sum(tokens_NT, labels_NT, key=key)
     model = build.reference_model(built.terms.args)
     expected, off, seen = {}, 0.0, {}
@@ -101,57 +101,31 @@ def errors(degrees, method, changes, samples, C=1.0):
     return build.relative_error(actual, expected), off, len(seen)
 
 
-def check(degrees, *method, samples=3, **changes):
-    arguments = (degrees, list(method), changes, samples)
-    for error, off, estimated in on_ranks(math.prod(degrees), errors, *arguments):
+CASES = [
+    ((1, 1, 1), 4, TIED),
+    ((1, 2, 1), 2, TIED),
+    ((1, 1, 2), 2, {}),
+    ((2, 1, 1), 2, {}),
+    ((1, 2, 2), 2, TIED),
+    ((2, 1, 2), 2, TIED),
+    ((1, 1, 4), 3, {}),
+]
+
+
+@pytest.mark.thorough_cases(
+    "*-hutch++-one-accounted", "*-hutch++-two-capped", "*-hutchinson-two-*", "(2, 1, *"
+)
+@pytest.mark.parametrize("cap", [ACCOUNTED, CAPPED], ids=["accounted", "capped"])
+@pytest.mark.parametrize("passes", ["one", "two"])
+@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
+@pytest.mark.parametrize("degrees, samples, changes", CASES, ids=[str(case[0]) for case in CASES])
+def test_every_mesh(degrees, samples, changes, estimator, passes, cap):
+    """What is longer than its estimate is scaled down to it if capped, and nothing else is."""
+    method = randomized(samples, passes, estimator, errors=cap)
+    for error, off, estimated in on_ranks(math.prod(degrees), errors, degrees, method, changes):
         assert estimated >= 6
         assert off < 1e-5
         assert error < 2e-5  # clip() aims at C (1 - 1e-5)
-
-
-@pytest.mark.thorough_cases("*-two-*-hutchinson", "(2, 1, *")
-@pytest.mark.parametrize("estimator", ["hutchinson", "hutch++"])
-@pytest.mark.parametrize(
-    "degrees, batch_size, passes, changes",
-    [
-        ((1, 1, 1), 4, "two", TIED),
-        ((1, 2, 1), 2, "one", TIED),
-        ((1, 1, 2), 2, "one", {}),
-        ((2, 1, 1), 2, "two", {}),
-        ((1, 2, 2), 2, "two", TIED),
-        ((2, 1, 2), 2, "one", TIED),
-        ((1, 1, 4), 3, "two", {}),
-    ],
-    ids=str,
-)
-def test_every_mesh(degrees, batch_size, passes, changes, estimator):
-    """5 samples: the last microbatches are padded."""
-    check(degrees, *randomized(batch_size, passes, estimator), samples=5, **changes)
-
-
-@pytest.mark.thorough_cases("*-one", "selective-*")
-@pytest.mark.parametrize("passes", ["one", "two"])
-@pytest.mark.parametrize("mode", ["full", "selective"])
-def test_activation_checkpointing(mode, passes):
-    one_block = "--activation_checkpoint.selective_ac_option=1"
-    options = (f"--activation_checkpoint.mode={mode}", one_block)
-    check((1, 1, 2), *randomized(2, passes), *options, **TIED)
-
-
-@pytest.mark.thorough_cases("(1, 2, 1)-*")
-@pytest.mark.parametrize(
-    "degrees, batch_size, passes, estimator, changes",
-    [
-        ((1, 1, 1), 4, "two", "hutch++", TIED),
-        ((1, 1, 2), 2, "two", "hutchinson", TIED),
-        ((1, 2, 1), 2, "one", "hutchinson", {}),
-        ((1, 2, 2), 2, "one", "hutch++", TIED),
-    ],
-    ids=str,
-)
-def test_capped_estimates(degrees, batch_size, passes, estimator, changes):
-    """What is longer than its estimate is scaled down to it, and nothing else is."""
-    check(degrees, *randomized(batch_size, passes, estimator, errors=CAPPED), samples=5, **changes)
 
 
 def of_draws(degrees, batch_size, draws, estimator, empty=()):

@@ -38,11 +38,6 @@ def wrapped(owner, name: str, around: Callable) -> Iterator[None]:
         yield
 
 
-def norms_of_this_ranks_part():
-    """Norms are not summed over cp."""
-    return replaced(ClippedSum, "_over_cp", lambda _, squares: squares)
-
-
 def sums_of_partial_norms():
     """The norms of the ranks' parts are added up, not their squares."""
 
@@ -65,27 +60,21 @@ def own_tokens_alone():
     return replaced(ReduceScatterOverCP, "__call__", keep)
 
 
-def _clip(**changed):
-    """`clip`, with fields changed by functions of the result."""
-
+def _clip(field: str, change: Callable):
     def clip(original, *args, **terms):
         clipped = original(*args, **terms)
-        return clipped._replace(**{field: new(clipped) for field, new in changed.items()})
+        return clipped._replace(**{field: change(getattr(clipped, field))})
 
     return wrapped(clipping, "clip", clip)
 
 
 def clip_factor_off():
     """By a thousandth."""
-    return _clip(factor_B=lambda clipped: clipped.factor_B * 1.001)
-
-
-def no_clipping():
-    return _clip(factor_B=lambda clipped: torch.ones_like(clipped.factor_B))
+    return _clip("factor_B", lambda factor_B: factor_B * 1.001)
 
 
 def bad_samples_kept():
-    return _clip(rejected_B=lambda clipped: torch.zeros_like(clipped.rejected_B))
+    return _clip("rejected_B", torch.zeros_like)
 
 
 def samples_merged():
@@ -155,10 +144,6 @@ def ring_of_another_balancer():
 
 def _noise(change: Callable):
     return wrapped(optimizer, "add_gaussian_noise_", change)
-
-
-def noise_not_added():
-    return _noise(lambda add, flat, **terms: None)
 
 
 def noise_too_small():
