@@ -41,10 +41,10 @@ from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger import versions
 from torchtitan_dp.process import die_with_parent
-from torchtitan_dp.selfcheck.parts import attention, noise, norm_estimates
+from torchtitan_dp.selfcheck.parts import attention, norm_estimates
 from torchtitan_dp.selfcheck.run import Check, Measured, Outcome, Ranks, run, start
 from torchtitan_dp.selfcheck.small import WAYS, Terms, default_terms, given_terms
-from torchtitan_dp.selfcheck.steps import Loops, checkpoint, clipped_sum, updates
+from torchtitan_dp.selfcheck.steps import Loops, checkpoint, clipped_sum, noise, updates
 
 _DO_NOT_TRAIN = "do not train here: epsilon would not hold"
 _GIB = 2**30

@@ -1,4 +1,4 @@
-"""Parts of a step, each against the textbook's: attention, estimates of norms, noise."""
+"""Parts of a step, each against the textbook's: attention, and estimates of norms."""
 
 import math
 from collections.abc import Sequence
@@ -23,15 +23,10 @@ from torchtitan_dp.distributed.attention import (
 from torchtitan_dp.gradients.ghost import GhostGradients
 from torchtitan_dp.gradients.operands import Products
 from torchtitan_dp.gradients.randomized_norm import RandomizedNorms, first_number
-from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.noise import standard_normal
 from torchtitan_dp.selfcheck.reference import rounding
-from torchtitan_dp.selfcheck.run import Measured, Ranks, worst
-from torchtitan_dp.selfcheck.small import Small, Terms, Trained, mesh
-
-# The bound of statistics that are nearly normal, in standard deviations: 6e-7 lies beyond 5, on
-# both sides. Keys are fixed and public, so that a machine that passes goes on passing.
-_DEVIATIONS = 5.0
+from torchtitan_dp.selfcheck.run import DEVIATIONS, Measured, Ranks, worst
+from torchtitan_dp.selfcheck.small import Small, Terms, mesh
 
 
 def attention(
@@ -157,50 +152,5 @@ def norm_estimates(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
     off = (found_B / true_B - 1).sum() / spread_B.square().sum().sqrt()
     return (
         Measured("the estimates", worst((found_B / expected_B - 1).abs().tolist()), 1e-5),
-        Measured("their mean, in standard errors", abs(off.item()), _DEVIATIONS),
+        Measured("their mean, in standard errors", abs(off.item()), DEVIATIONS),
     )
-
-
-def noise(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
-    """Measure two steps of noise alone: moments, tails, repeats, and its values on other meshes."""
-    C, sigma, batch = 0.5, 1.5, 4.0
-    trained = Trained(terms, ranks.device, max_grad_norm=C)
-    keys = RootKey.from_debug_seed(2).stream("noise")
-    differ, values = 0, []
-    for step in range(2):
-        key = keys.take(step)
-        for name, drawn in trained.update(sigma=sigma, batch=batch, key=key).items():
-            alone = trained.noise(name, sigma=sigma, batch=batch, key=key)
-            differ += int((drawn != alone).sum())
-            values.append(drawn.flatten())
-    z = torch.cat(values).double() / (sigma * C / batch)
-    moments = [_off(z**k, mean, var) for k, mean, var in _MOMENTS]
-    beyond = {edge: math.erfc(edge / 2**0.5) for edge in (1.0, 2.0, 3.0, 4.0)}
-    tails = [_off((z.abs() > edge).double(), p, p * (1 - p)) for edge, p in beyond.items()]
-    return (
-        Measured("moments", worst(moments), _DEVIATIONS),
-        Measured("tails", worst(tails), _DEVIATIONS),
-        Measured("repeated stretches", _repeats(torch.cat(values)), 0),
-        Measured("values that differ from another mesh", differ, 0),
-    )
-
-
-# Powers of N(0, 1): the exponent, the mean, and the variance that its deviation is measured in.
-_MOMENTS = ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0))
-
-
-def _off(values: torch.Tensor, mean: float, variance: float) -> float:
-    """Return how far the mean of independent values is from `mean`, in its standard deviations."""
-    return abs(values.mean().item() - mean) / (variance / values.numel()) ** 0.5
-
-
-def _repeats(values: torch.Tensor) -> int:
-    """Count the runs of 4 consecutive fp32 values that occur elsewhere too.
-
-    By a 64-bit hash: two of a million that differ have the same with probability 3e-8.
-    """
-    runs = values.view(torch.int32).long().unfold(0, 4, 1)
-    odd = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
-    signed = [number - 2**64 if number >= 2**63 else number for number in odd]
-    mixed = (runs * torch.tensor(signed, device=values.device)).sum(1)
-    return len(mixed) - len(torch.unique(mixed))

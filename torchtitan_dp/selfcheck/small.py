@@ -23,7 +23,6 @@ from torch.distributed.tensor import DTensor
 from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
-from torchtitan_dp import momentum
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.checks import mesh_degrees
 from torchtitan_dp.config.derived import ALIGNED_TOKENS, feed_forward_chunk, ladder
@@ -38,13 +37,11 @@ from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.models.lora import fill_adapters
 from torchtitan_dp.models.loss import SampleLosses
 from torchtitan_dp.models.parallelize import parallelize, takes_cudnn, trained_fsdp_modules
-from torchtitan_dp.models.parameters import canonical_name, local_part, trainable_parameters
+from torchtitan_dp.models.parameters import trainable_parameters
 from torchtitan_dp.optimizer import as_gradient_of
 from torchtitan_dp.preflight.check import check_clipping
 from torchtitan_dp.privacy.clipping import patterns_in_use
-from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.sampling import deal
-from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
 from torchtitan_dp.selfcheck.reference import Gradient, take
 
 _VOCABULARY = 1009  # a prime, so that no mesh divides it
@@ -307,62 +304,10 @@ class Small:
 
     def whole(self, name: str, flat: torch.Tensor) -> torch.Tensor:
         """Gather a flat local shard of a parameter's gradient. Collective over dp_shard x cp."""
-        return _whole(as_gradient_of(self.parameters[name], flat))
+        return whole(as_gradient_of(self.parameters[name], flat))
 
 
-class Trained(Small):
-    """A small model that the run's optimizer updates."""
-
-    def __init__(self, terms: Terms, device: torch.device, *, max_grad_norm: float) -> None:
-        super().__init__(terms, device, max_grad_norm=max_grad_norm)
-        self.optimizers = momentum.build([self.model], terms.config.optimizer, self.dims)
-
-    def update(self, *, sigma: float, batch: float, key: bytes) -> Gradient:
-        """Add noise of sigma C to the sum, divide it by `batch`, and step the optimizer.
-
-        Returns:
-            The whole gradient that the optimizer got, by name, on the CPU.
-        """
-        handed: Gradient = {}
-
-        def record(*_: object) -> None:
-            for name, parameter in self.parameters.items():
-                assert parameter.grad is not None, name
-                handed[name] = _whole(parameter.grad)
-
-        terms = {"noise_multiplier": sigma, "expected_batch_size": batch}
-        momentum.set_noise_std(self.optimizers, max_grad_norm=self.step.max_grad_norm, **terms)
-        hook = next(iter(self.optimizers)).register_step_pre_hook(record)
-        optimizer = self.step.optimizer(self.optimizers, **terms)
-        optimizer.step(self.step.clipped_sum.take(), [(key, 1.0)])
-        self.step.clipped_sum.reset()
-        hook.remove()
-        return handed
-
-    def noise(self, name: str, *, sigma: float, batch: float, key: bytes) -> torch.Tensor:
-        """Draw one parameter's noise as a single rank with all of it would; to the CPU."""
-        shape, std = self.parameters[name].shape, sigma * self.step.max_grad_norm
-        noise = torch.zeros(shape.numel(), device=self.device)
-        add = add_secure_gaussian_noise_ if self.step.secure_noise else add_gaussian_noise_
-        add(noise, std=std, key=key, name=name, start=0)
-        return noise.div_(batch).view(shape).cpu()
-
-    def weights(self) -> Gradient:
-        """Copy all whole weights to the CPU. Collective: an all-gather over dp_shard x cp."""
-        return {canonical_name(n): _whole(p) for n, p in self.model.named_parameters()}
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return this rank's shards of the weights and of the optimizer's state, by name."""
-        found = {name: local_part(p.detach()) for name, p in self.parameters.items()}
-        names = {parameter: name for name, parameter in self.parameters.items()}
-        for inner in self.optimizers:
-            for parameter, state in inner.state.items():
-                for key, value in state.items():
-                    found[f"{names[parameter]}/{key}"] = local_part(value)
-        return found
-
-
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
+def whole(tensor: torch.Tensor) -> torch.Tensor:
     """Copy a whole tensor to the CPU. Collective: an all-gather over dp_shard x cp."""
     tensor = tensor.detach()
     assert isinstance(tensor, DTensor)

@@ -1,4 +1,4 @@
-"""Whole steps against the plain loop: clipped sums and noisy updates. And a checkpoint of one."""
+"""Whole steps against the plain loop: clipped sums, noise, updates, and a checkpoint of one."""
 
 import copy
 import hashlib
@@ -17,7 +17,10 @@ from torchtitan.train import Trainer
 from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
+from torchtitan_dp.models.parameters import canonical_name, local_part
 from torchtitan_dp.privacy.keys import RootKey
+from torchtitan_dp.privacy.noise import add_gaussian_noise_
+from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
 from torchtitan_dp.selfcheck.reference import (
     Gradient,
     Samples,
@@ -30,8 +33,8 @@ from torchtitan_dp.selfcheck.reference import (
     relative_error,
     rounding,
 )
-from torchtitan_dp.selfcheck.run import Measured, Ranks, worst
-from torchtitan_dp.selfcheck.small import Small, Terms, Trained
+from torchtitan_dp.selfcheck.run import DEVIATIONS, Measured, Ranks, worst
+from torchtitan_dp.selfcheck.small import Small, Terms, whole
 
 # `clip` aims at C (1 - 1e-5), so that rounding cannot exceed C.
 _SAFETY = 1e-5
@@ -91,6 +94,103 @@ def _norm_error(found: float, true: float) -> float:
     if math.isnan(true):
         return float(math.isfinite(found))
     return abs(found - true) / true if true else found
+
+
+class Trained(Small):
+    """A small model that the run's optimizer updates."""
+
+    def __init__(self, terms: Terms, device: torch.device, *, max_grad_norm: float) -> None:
+        super().__init__(terms, device, max_grad_norm=max_grad_norm)
+        self.optimizers = momentum.build([self.model], terms.config.optimizer, self.dims)
+
+    def update(self, *, sigma: float, batch: float, key: bytes) -> Gradient:
+        """Add noise of sigma C to the sum, divide it by `batch`, and step the optimizer.
+
+        Returns:
+            The whole gradient that the optimizer got, by name, on the CPU.
+        """
+        handed: Gradient = {}
+
+        def record(*_: object) -> None:
+            for name, parameter in self.parameters.items():
+                assert parameter.grad is not None, name
+                handed[name] = whole(parameter.grad)
+
+        terms = {"noise_multiplier": sigma, "expected_batch_size": batch}
+        momentum.set_noise_std(self.optimizers, max_grad_norm=self.step.max_grad_norm, **terms)
+        hook = next(iter(self.optimizers)).register_step_pre_hook(record)
+        optimizer = self.step.optimizer(self.optimizers, **terms)
+        optimizer.step(self.step.clipped_sum.take(), [(key, 1.0)])
+        self.step.clipped_sum.reset()
+        hook.remove()
+        return handed
+
+    def noise(self, name: str, *, sigma: float, batch: float, key: bytes) -> torch.Tensor:
+        """Draw one parameter's noise as a single rank with all of it would; to the CPU."""
+        shape, std = self.parameters[name].shape, sigma * self.step.max_grad_norm
+        noise = torch.zeros(shape.numel(), device=self.device)
+        add = add_secure_gaussian_noise_ if self.step.secure_noise else add_gaussian_noise_
+        add(noise, std=std, key=key, name=name, start=0)
+        return noise.div_(batch).view(shape).cpu()
+
+    def weights(self) -> Gradient:
+        """Copy all whole weights to the CPU. Collective: an all-gather over dp_shard x cp."""
+        return {canonical_name(n): whole(p) for n, p in self.model.named_parameters()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Return this rank's shards of the weights and of the optimizer's state, by name."""
+        found = {name: local_part(p.detach()) for name, p in self.parameters.items()}
+        names = {parameter: name for name, parameter in self.parameters.items()}
+        for inner in self.optimizers:
+            for parameter, state in inner.state.items():
+                for key, value in state.items():
+                    found[f"{names[parameter]}/{key}"] = local_part(value)
+        return found
+
+
+def noise(ranks: Ranks, terms: Terms) -> Sequence[Measured]:
+    """Measure two steps of noise alone: moments, tails, repeats, and its values on other meshes."""
+    C, sigma, batch = 0.5, 1.5, 4.0
+    trained = Trained(terms, ranks.device, max_grad_norm=C)
+    keys = RootKey.from_debug_seed(2).stream("noise")
+    differ, values = 0, []
+    for step in range(2):
+        key = keys.take(step)
+        for name, drawn in trained.update(sigma=sigma, batch=batch, key=key).items():
+            alone = trained.noise(name, sigma=sigma, batch=batch, key=key)
+            differ += int((drawn != alone).sum())
+            values.append(drawn.flatten())
+    z = torch.cat(values).double() / (sigma * C / batch)
+    moments = [_off(z**k, mean, var) for k, mean, var in _MOMENTS]
+    beyond = {edge: math.erfc(edge / 2**0.5) for edge in (1.0, 2.0, 3.0, 4.0)}
+    tails = [_off((z.abs() > edge).double(), p, p * (1 - p)) for edge, p in beyond.items()]
+    return (
+        Measured("moments", worst(moments), DEVIATIONS),
+        Measured("tails", worst(tails), DEVIATIONS),
+        Measured("repeated stretches", _repeats(torch.cat(values)), 0),
+        Measured("values that differ from another mesh", differ, 0),
+    )
+
+
+# Powers of N(0, 1): the exponent, the mean, and the variance that its deviation is measured in.
+_MOMENTS = ((1, 0.0, 1.0), (2, 1.0, 2.0), (3, 0.0, 15.0), (4, 3.0, 96.0))
+
+
+def _off(values: torch.Tensor, mean: float, variance: float) -> float:
+    """Return how far the mean of independent values is from `mean`, in its standard deviations."""
+    return abs(values.mean().item() - mean) / (variance / values.numel()) ** 0.5
+
+
+def _repeats(values: torch.Tensor) -> int:
+    """Count the runs of 4 consecutive fp32 values that occur elsewhere too.
+
+    By a 64-bit hash: two of a million that differ have the same with probability 3e-8.
+    """
+    runs = values.view(torch.int32).long().unfold(0, 4, 1)
+    odd = (0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x27D4EB2F165667C5)
+    signed = [number - 2**64 if number >= 2**63 else number for number in odd]
+    mixed = (runs * torch.tensor(signed, device=values.device)).sum(1)
+    return len(mixed) - len(torch.unique(mixed))
 
 
 def updates(ranks: Ranks, terms: Terms, loops: Loops) -> Sequence[Measured]:
