@@ -91,7 +91,7 @@ def test_what_decides_code_and_kernels_stays():
 
 
 def test_attention_is_checked_at_the_ladders_rungs():
-    assert given_terms([*DEBUG], 2)[0].lengths == (8, 16, 32, 64, 128, 256, 512)
+    assert given_terms([*DEBUG], 2)[0].lengths == (4, 8, 16, 32, 64, 128, 256, 512)
     assert given_terms([*DEBUG, "--data.no-length_buckets"], 2)[0].lengths == (512,)
 
 

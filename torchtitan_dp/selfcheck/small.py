@@ -130,8 +130,8 @@ def given_terms(overrides: list[str], world_size: int) -> list[Terms]:
 def default_terms(world_size: int) -> list[Terms]:
     """Return terms for every gradient method, on a mesh of all ranks as cp.
 
-    From 4 ranks on, an even number, also on a mesh of dp_shard 2 x cp. Weights are tied in bf16,
-    with the loss in chunks, and in fp32 with whole logits, where two layers of one weight are
+    From 4 ranks on, an even number, also on a mesh of dp_shard 2 x cp. Weights are tied, the loss
+    is in chunks; per-sample layers have whole logits in fp32, where two layers of one weight are
     summed over cp at once.
     """
     found = []
@@ -146,7 +146,7 @@ def default_terms(world_size: int) -> list[Terms]:
             f"--parallelism.context_parallel_degree={cp} "
             f"--parallelism.data_parallel_shard_degree={shards}"
         ).split()
-        if dtype == "float32":
+        if dtype == "float32" and METHODS[method].per_sample_layers:
             overrides.append("--training.loss_chunk_tokens=0")
         config = load_config(overrides, world_size)
         args = shape(config)
