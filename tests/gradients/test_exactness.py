@@ -22,8 +22,6 @@ from torchtitan_dp.selfcheck.small import WAYS
 
 Cell = dict[str, str]
 TILES = "microbatch, feed-forward in tiles"
-
-
 OF_SETTING = {
     ("in_tiles", True): "--training.feed_forward_chunk=7",
     ("shard_grad_samples", False): "--privacy.no-shard_grad_samples",
@@ -41,17 +39,15 @@ def methods() -> dict[str, list[str]]:
     return found
 
 
+# dp_replicate, dp_shard and cp
+DEGREES = [(1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1), (1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1)]
+MESHES = {str(degrees): degrees for degrees in DEGREES}
+
 # Of each axis the first value is the usual one, which every other value meets. At 32 tokens `ghost`
 # forms all gradients of a width of 24 for their norms, none of the matrices' of 96, some of 40's.
 OPTIONS: dict[str, dict[str, list[str]]] = {
     "way": methods(),
-    "mesh": {
-        f"({replicate}, {shard}, {cp})": []
-        for replicate, shard, cp in (
-            *((1, 1, 1), (1, 1, 2), (1, 2, 1), (2, 1, 1)),
-            *((1, 1, 4), (1, 2, 2), (2, 1, 2), (2, 2, 1)),
-        )
-    },
+    "mesh": {mesh: [] for mesh in MESHES},
     "model": {name: [] for name in ("narrow", "tied", "wide", "medium", "adapters", "qwen3")},
     "checkpointing": {
         "none": [],
@@ -124,34 +120,27 @@ def allowed(cell: Cell) -> bool:
 
 def covering(together: int) -> list[Cell]:
     """Cells in which any so many values that may meet do: at first, each way on each mesh."""
-    axes = list(OPTIONS)
-    wanted = [
-        tuple(zip(some, values, strict=True))
-        for some in itertools.combinations(axes, together)
-        for values in itertools.product(*(OPTIONS[axis] for axis in some))
-    ]
+    wanted = (
+        frozenset(zip(axes, values, strict=True))
+        for axes in itertools.combinations(OPTIONS, together)
+        for values in itertools.product(*(OPTIONS[axis] for axis in axes))
+    )
     left = dict.fromkeys(values for values in wanted if allowed(dict(values)))
 
-    def new(cell: Cell, axis: str) -> int:
-        others = [(a, v) for a, v in cell.items() if a != axis]
-        with_axis = itertools.combinations(others, together - 1)
-        place = axes.index
-        met = (
-            tuple(sorted((*o, (axis, cell[axis])), key=lambda x: place(x[0]))) for o in with_axis
-        )
-        return sum(values in left for values in met)
+    def met(cell: Cell) -> int:
+        groups = itertools.combinations(cell.items(), together)
+        return sum(frozenset(group) in left for group in groups)
 
     found = []
     while left:
         cell = dict(next(iter(left)))
-        for axis in axes:
-            if axis not in cell:
-                choices = [cell | {axis: value} for value in OPTIONS[axis]]
-                cell = max(filter(allowed, choices), key=lambda one: new(one, axis))
-        cell = {axis: cell[axis] for axis in axes}
-        for values in itertools.combinations(cell.items(), together):
-            left.pop(values, None)
-        found.append(cell)
+        for axis in OPTIONS:
+            values = [cell[axis]] if axis in cell else OPTIONS[axis]
+            choices = [cell | {axis: value} for value in values]
+            cell = max(filter(allowed, choices), key=met)
+        for group in itertools.combinations(cell.items(), together):
+            left.pop(frozenset(group), None)
+        found.append({axis: cell[axis] for axis in OPTIONS})
     return found
 
 
@@ -168,18 +157,17 @@ def excesses(cells: list[Cell]) -> dict[str, dict[str, float]]:
     """Of each cell that is not exact, by its values, what is off and by how much."""
     found = {}
     for cell in cells:
-        degrees = tuple(map(int, cell["mesh"][1:-1].split(",")))
         overrides = [option for axis, value in cell.items() for option in OPTIONS[axis][value]]
         changes = dict(MODELS[cell["model"]])
         family = changes.pop("family", "llama3")
-        excess = excess_on_this_rank(degrees, overrides, changes, family)
+        excess = excess_on_this_rank(MESHES[cell["mesh"]], overrides, changes, family)
         if excess:
             found[", ".join(f"{axis}: {value}" for axis, value in cell.items())] = excess
     return found
 
 
 def check(cells: list[Cell]) -> None:
-    for found in on_ranks(math.prod(map(int, cells[0]["mesh"][1:-1].split(","))), excesses, cells):
+    for found in on_ranks(math.prod(MESHES[cells[0]["mesh"]]), excesses, cells):
         assert found == {}
 
 
