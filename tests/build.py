@@ -13,7 +13,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.models.families import ModelArgs
 from torchtitan_dp.models.llama3.model import LlamaArgs
-from torchtitan_dp.models.qwen3.model import QwenArgs
+from torchtitan_dp.models.qwen3 import QwenArgs
 from torchtitan_dp.selfcheck import reference
 from torchtitan_dp.selfcheck.reference import norm as norm
 from torchtitan_dp.selfcheck.reference import reference_sum as reference_sum

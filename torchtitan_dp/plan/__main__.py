@@ -22,8 +22,7 @@ from typing import Any
 
 from torchtitan_dp.checkpoint.plan import Plan, steps_within
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, unit_word
+from torchtitan_dp.config.derived import feed_forward_chunk, heldout_units, mesh_degrees, unit_word
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
 from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.distributed.host_memory import available_bytes

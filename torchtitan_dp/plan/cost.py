@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
+from torchtitan_dp.config.derived import mesh_degrees
 from torchtitan_dp.models.families import ModelArgs, on_meta
 
 

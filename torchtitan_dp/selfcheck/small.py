@@ -24,8 +24,7 @@ from torchtitan.config import TORCH_DTYPE_MAP
 from torchtitan.distributed import ParallelDims
 
 from torchtitan_dp.config import JobConfig
-from torchtitan_dp.config.checks import mesh_degrees
-from torchtitan_dp.config.derived import ALIGNED_TOKENS, feed_forward_chunk, ladder
+from torchtitan_dp.config.derived import ALIGNED_TOKENS, feed_forward_chunk, ladder, mesh_degrees
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.attention import HEADS_APART_FROM
 from torchtitan_dp.distributed.cpu import has_accelerator
