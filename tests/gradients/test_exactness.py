@@ -99,7 +99,7 @@ MODELS: dict[str, dict[str, object]] = {
     "adapters": {
         "lora": LoRA(rank=3, alpha=5.0, targets=("wq", "wk", "wv", "wo", "w1", "w2", "w3"))
     },
-    "qwen3": {"family": "qwen3"},
+    "qwen3": {"family": "qwen3", "tie_embeddings": True},
 }
 
 
@@ -107,10 +107,11 @@ def allowed(cell: Cell) -> bool:
     """Whether a configuration may have these values together; axes may be missing."""
     way, checkpointing = cell.get("way", ""), cell.get("checkpointing")
     ring, compiled = cell.get("ring", "headtail, allgather"), cell.get("compiled") == "yes"
+    regions = compiled and way.startswith(("grad_sample", "ghost"))
     refused = [
         ring != "headtail, allgather" and cell.get("mesh", "")[-2:] == "1)",  # there is no ring
         way == "ghost, two passes" and (compiled or checkpointing == "operators"),
-        checkpointing == "operators" and way.startswith(("grad_sample", "ghost")) and compiled,
+        regions and (checkpointing == "operators" or cell.get("model") == "qwen3"),
         checkpointing in ("operators", "every block") and way == TILES,
         # Compiled, rank 0 of such a ring leaves out collectives whose results it masks: a hang.
         ring.startswith("None") and compiled,
