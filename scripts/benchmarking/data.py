@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torchtitan_dp.data.batching import Draw, RecordLoader
 from torchtitan_dp.data.feed import Feed
 from torchtitan_dp.data.prepare import Source, prepared
-from torchtitan_dp.data.reading import Texts
+from torchtitan_dp.data.reading import Reading
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.data.tokenizer import load_tokenizer
 
@@ -105,7 +105,7 @@ def _epochs(folder: str, scratch: str) -> list[float]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     tokenizer = load_tokenizer(f"{folder}/tokenizer")
-    store = prepared(Source("text", f"{folder}/records", Texts("text"), tokenizer))
+    store = prepared(Source("text", f"{folder}/records", Reading("text"), tokenizer))
     loader = RecordLoader(
         Samples(store, SEQ_LEN), np.arange(len(store)), ranks=1, rank=0, batch_size=1
     )

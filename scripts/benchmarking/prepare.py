@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from torchtitan_dp.data.prepare import Source, prepared
-from torchtitan_dp.data.reading import Texts
+from torchtitan_dp.data.reading import Reading
 from torchtitan_dp.data.tokenizer import load_tokenizer
 
 LINE_CHARACTERS, VOCABULARY, BATCH_LINES = 8000, 32_000, 1000
@@ -64,7 +64,7 @@ def _peak_mib() -> float:
 
 
 def _prepare(path: str, assets: str, place: str) -> float:
-    source = Source("jsonl", path, Texts("text"), load_tokenizer(assets))
+    source = Source("jsonl", path, Reading("text"), load_tokenizer(assets))
     begun = time.perf_counter()
     prepared(source, place)
     return time.perf_counter() - begun

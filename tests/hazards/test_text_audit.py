@@ -50,6 +50,7 @@ def test_an_excluded_document_is_an_empty_unit(tmp_path, sampling):
     import torchtitan_dp.distributed  # noqa: F401
 
     # isort: split
+    from tests.data.drawn import sample
     from tests.data.stores import store_of
     from torchtitan_dp.audit.texts import text_samples, token_ids, write_canaries
     from torchtitan_dp.data.samples import Samples
@@ -61,14 +62,14 @@ def test_an_excluded_document_is_an_empty_unit(tmp_path, sampling):
     planted = text_samples(real, ids, np.array([True, False]))
     rng = np.random.Generator(np.random.Philox(1)) if sampling == "random" else None
     for unit in range(3):
-        ours, theirs = planted.sample(unit, rng=rng), real.sample(unit, rng=rng)
+        ours, theirs = sample(planted, unit, rng=rng), sample(real, unit, rng=rng)
         assert all(map(torch.equal, ours, theirs))
         assert planted.tokens(unit, rng) == real.tokens(unit, rng)
-    tokens_T, labels_T = planted.sample(3, rng=rng)
+    tokens_T, labels_T = sample(planted, 3, rng=rng)
     assert tokens_T.tolist() == ids[0][:-1].tolist()
     assert labels_T.tolist() == ids[0][1:].tolist()
-    assert (planted.sample(4, rng=rng)[1] == -100).all()
-    assert (planted.sample(3, rng=rng, window=1, windows=2)[1] == -100).all()
+    assert (sample(planted, 4, rng=rng)[1] == -100).all()
+    assert (sample(planted, 3, rng=rng, window=1, windows=2)[1] == -100).all()
     assert [planted.tokens(unit, rng) for unit in (3, 4)] == [32, 0]
 
 

@@ -19,7 +19,6 @@ from torchtitan_dp.config.derived import never_trained, unit_word
 from torchtitan_dp.data.console import say, warn
 from torchtitan_dp.data.dataset import describe
 from torchtitan_dp.data.prepare import Source
-from torchtitan_dp.data.reading import Chats
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.models.hugging_face import shape
 from torchtitan_dp.preflight.check import Checked
@@ -86,7 +85,7 @@ def tokenizer_lines(config: JobConfig, source: Source) -> list[str]:
     """Describe the tokenizer, and samples whose end is never learned."""
     where, reading = config.model.hf_assets_path, source.reading
     end = None
-    if isinstance(reading, Chats):
+    if reading.template is not None:
         end = reading.template.lacks_end
     elif source.tokenizer.eos_id is None:
         end = "the tokenizer has no eos: the model never learns to stop"

@@ -67,7 +67,7 @@ MUTANTS = [
         "- (math.log(delta) + np.log(orders)) / (orders - 1)\n",
         "- (math.log(delta) + 2 * np.log(orders)) / (orders - 1)\n",
         (
-            f"{ONE}test_hazard_37_every_accountant_is_its_library_and_none_flatters[2.0-1e-05-0.01-1000]",
+            f"{ONE}test_hazard_37_every_accountant_is_its_library_and_none_flatters[2.0-0.01-1000-1e-05]",
         ),
         quick=True,
     ),
