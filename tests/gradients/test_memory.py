@@ -16,6 +16,7 @@ from torch.profiler import ProfilerActivity
 
 from tests.processes import late
 from tests.processes.ranks import let_go, on_ranks
+from torchtitan_dp.selfcheck.reference import relative_error
 
 V2 = ("--privacy.gradient_method=grad_sample", "--training.local_batch_size=2")
 V1 = (*V2, "--privacy.no-shard_grad_samples")
@@ -35,6 +36,11 @@ def accumulate(built, samples=2):
     from tests import build
 
     return built.accumulate(*build.data(samples))
+
+
+def clipped_sum(built, samples):
+    accumulate(built, samples)
+    return built.total()
 
 
 # grad_sample.
@@ -73,13 +79,12 @@ def test_v2_keeps_a_share_of_the_bytes():
         assert 0.24 * whole < share < 0.30 * whole
 
 
-def at_each_reduction(transient_bytes, changes):
+def at_each_reduction(changes):
     """For each asynchronous sum over cp: how many samples it has, how many unreduced gradients of
-    earlier ones are alive, and how many sums run by then."""
+    earlier ones are alive, and how many sums run by then; and the clipped sum's error."""
     from torchtitan_dp.collectives import Pending
 
     built = built_for((1, 1, 2), (*V2, "--training.local_batch_size=3"), changes)
-    built.gradients._transient_bytes = transient_bytes
     found, sent, send = [], [], Pending.reduce_scatter
 
     def watched(self, part, whole, group):
@@ -90,21 +95,25 @@ def at_each_reduction(transient_bytes, changes):
         send(self, part, whole, group)
 
     with mock.patch.object(Pending, "reduce_scatter", watched):
-        accumulate(built, 3)
+        expected = clipped_sum(built, 3)
+        together, found = found, []
+        built.gradients._transient_bytes = 1
+        total = clipped_sum(built, 3)
     assert len(built.gradients._in_flight) == 0
-    return found
+    return together, found, relative_error(total, expected)
 
 
 @pytest.mark.parametrize("changes", [{}, TIED], ids=["untied", "tied"])
 def test_v2_holds_two_layers_whole_at_a_time(changes):
     """One is written while another is sent; a large one's samples go one at a time."""
-    for transient_bytes, samples in ((2**28, {3}), (1, {1})):
-        for found in on_ranks(2, at_each_reduction, transient_bytes, changes):
+    for together, apart, error in on_ranks(2, at_each_reduction, changes):
+        for samples, found in ((3, together), (1, apart)):
             at_once, alive, running = (set(each) for each in zip(*found, strict=True))
-            assert at_once == samples
+            assert at_once == {samples}
             assert alive == {0, 1}
             assert max(running) <= 2
-            assert len(found) == (2 * 7 + 2) * (3 // samples.pop())  # matrices
+            assert len(found) == (2 * 7 + 2) * 3 / samples  # matrices
+        assert error < 1e-6
 
 
 def trace():
@@ -187,9 +196,10 @@ def test_no_whole_gradient_is_kept_where_layers_are_clipped_apart(degrees):
 
 
 def gradients_at_a_time(overrides, changes):
-    """The most samples whose gradients of one layer are written at once, and what is held."""
+    """The most samples whose gradients of one layer are written at once, what is held, and the
+    clipped sum's error."""
     built = built_for((1, 1, 1), overrides, changes)
-    gradients = built.gradients
+    gradients, expected = built.gradients, clipped_sum(built, 3)
     gradients._transient_bytes = 1
     sizes, held = [0], [0]
     write, take = gradients._write, gradients.form_grad_samples
@@ -207,8 +217,8 @@ def gradients_at_a_time(overrides, changes):
     for layer in built.model.modules():
         if hasattr(layer, "parameter_names"):
             layer.sink = gradients
-    accumulate(built, 3)
-    return max(sizes), max(held)
+    error = relative_error(clipped_sum(built, 3), expected)
+    return max(sizes), max(held), error < 1e-6
 
 
 @pytest.mark.parametrize(
@@ -220,7 +230,7 @@ def test_ghost_writes_large_layers_a_sample_at_a_time_and_two_passes_hold_nothin
     overrides, changes, most
 ):
     """But the first of a tied weight's two layers."""
-    assert on_ranks(1, gradients_at_a_time, overrides, changes) == [(1, most)]
+    assert on_ranks(1, gradients_at_a_time, overrides, changes) == [(1, most, True)]
 
 
 def flops(overrides, changes):
