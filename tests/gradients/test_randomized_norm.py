@@ -335,7 +335,7 @@ def with_wrong_norms(scale, underestimates):
 def test_row13_no_error_of_an_estimate_moves_the_sum_by_more_than_is_accounted_for(
     underestimates, k, scale
 ):
-    from torchtitan_dp.privacy.envelope import largest_ratio
+    from torchtitan_dp.privacy.randomized import largest_ratio
 
     (share,) = on_ranks(1, with_wrong_norms, scale, underestimates)
     assert share <= (largest_ratio(k) if k else 1.0)
