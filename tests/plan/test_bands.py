@@ -40,9 +40,9 @@ def test_a_resume_keeps_the_bands_and_the_noise():
     sigma, bands = choose_noise(auto, 2_634, [], None)
     assert bands == 16
     from torchtitan_dp.checkpoint.terms import settings_of
-    from torchtitan_dp.ledger import Ledger
+    from torchtitan_dp.ledger import Lineage
 
-    before = Ledger(settings_of(auto, 2_634, sigma, 8), steps=4)
+    before = Lineage(settings_of(auto, 2_634, sigma, 8), steps=4)
     assert choose_noise(auto, 2_634, [], before) == (sigma, 8)
 
 

@@ -28,6 +28,7 @@ from torchtitan_dp.data.dataset import Records
 from torchtitan_dp.distributed.host_memory import available_bytes
 from torchtitan_dp.gradients.methods import METHODS
 from torchtitan_dp.ledger.account import explain
+from torchtitan_dp.ledger.spending import before, own
 from torchtitan_dp.models.families import ModelArgs, parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
@@ -40,9 +41,8 @@ from torchtitan_dp.plan.recommend import (
     refuse,
 )
 from torchtitan_dp.plan.report import plot, report
-from torchtitan_dp.preflight.check import check_run
-from torchtitan_dp.preflight.console import notices, show_records, tokenizer_lines
-from torchtitan_dp.preflight.host_memory import NodeMemory, predict_host_memory, refuse_lack
+from torchtitan_dp.preflight.check import check_run, notices, show_records, tokenizer_lines
+from torchtitan_dp.preflight.machine import NodeMemory, predict_host_memory, refuse_lack
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.process import lock_folder
@@ -159,7 +159,7 @@ def _plan(
     costs = step_cost(config, args, records=count, rate=rate, tflops=options.tflops)
     print(f"      {costs.describe()}", file=sys.stderr)
     ledger = plan.ledger
-    spent = [*ledger.before(), *ledger.own(plan.steps)]
+    spent = [*before(ledger), *own(ledger, plan.steps)]
     meaning = explain(ledger, spent, plan.epsilon)
     for line in meaning.sentences(ledger.settings.unit) if meaning else ():
         print(f"      {line}", file=sys.stderr)
@@ -264,7 +264,7 @@ def _estimated(config: JobConfig, plan: Plan) -> list[str]:
 
 def _lost_steps(config: JobConfig, plan: Plan) -> list[str]:
     """Say which epsilon a release will state, where crashes lost steps, and what keeps a target."""
-    target, lost = config.privacy.target_epsilon, plan.ledger.published_lost().steps
+    target, lost = config.privacy.target_epsilon, plan.ledger.lost
     if not (lost and plan.private):
         return []
     stated = f"a release will state epsilon = {rounded_up(plan.epsilon_stated)}"

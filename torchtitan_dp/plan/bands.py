@@ -9,6 +9,7 @@ from rich.table import Column, Table
 from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.terms import best_of, noise_by_bands
 from torchtitan_dp.config import JobConfig
+from torchtitan_dp.ledger.spending import before
 
 WORTH = 0.9
 """Correlated noise is recommended where it leaves at most this share of the noise in the sum of
@@ -79,7 +80,7 @@ def weigh_bands(config: JobConfig, plan: Plan, trained: int) -> Bands | None:
     privacy, settings = config.privacy, plan.settings
     if privacy.secure_noise or settings.mechanism.largest_share > 1:
         return None
-    rows = noise_by_bands(config, settings.implied_units, plan.ledger.before())
+    rows = noise_by_bands(config, settings.implied_units, before(plan.ledger))
     if settings.bands not in rows:
         sigma = settings.mechanism.noise_multiplier
         rows[settings.bands] = (sigma, *settings.mechanism.noise_of_run(plan.steps))

@@ -13,8 +13,9 @@ from torchtitan_dp.checkpoint.plan import Plan
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import unit_word
-from torchtitan_dp.ledger import ExecutedSteps
+from torchtitan_dp.ledger import RunLog
 from torchtitan_dp.ledger.settings import Settings
+from torchtitan_dp.ledger.spending import before
 from torchtitan_dp.models.families import ModelArgs, trained_count, without_lora
 from torchtitan_dp.models.lora import LoRA
 from torchtitan_dp.plan.bands import Bands, weigh_bands
@@ -80,7 +81,7 @@ def refuse(config: JobConfig) -> None:
             "needs the noise that keeps one promise; give it, as --privacy.noise_multiplier None "
             "--privacy.target_epsilon 8"
         )
-    if ExecutedSteps(config.job.dump_folder).count:
+    if RunLog(config.job.dump_folder).count:
         raise ValueError(
             f"--recommend with job.dump_folder = '{config.job.dump_folder}': the run in it has "
             "fixed its terms; name another folder to plan another run"
@@ -219,9 +220,7 @@ def recommend(config: JobConfig, plan: Plan, args: ModelArgs, start: Start) -> R
     settings, epsilon = plan.settings, config.privacy.target_epsilon
     assert epsilon is not None
     units = settings.implied_units
-    target = Target(
-        epsilon, settings.delta, settings.accountant, units, tuple(plan.ledger.before())
-    )
+    target = Target(epsilon, settings.delta, settings.accountant, units, tuple(before(plan.ledger)))
     rows = rows_of(
         target,
         batch=settings.expected_batch_size,

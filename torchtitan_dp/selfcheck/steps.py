@@ -14,10 +14,10 @@ import torch
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.train import Trainer
 
-from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint.manager import Checkpointer
 from torchtitan_dp.checkpoint.start import Start
 from torchtitan_dp.models.parameters import canonical_name, local_part
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.privacy.keys import RootKey
 from torchtitan_dp.privacy.noise import add_gaussian_noise_
 from torchtitan_dp.privacy.secure_noise import add_secure_gaussian_noise_
@@ -35,6 +35,7 @@ from torchtitan_dp.selfcheck.reference import (
 )
 from torchtitan_dp.selfcheck.run import DEVIATIONS, Measured, Ranks, worst
 from torchtitan_dp.selfcheck.small import Small, Terms, whole
+from torchtitan_dp.train_spec import build_optimizers
 
 # `clip` aims at C (1 - 1e-5), so that rounding cannot exceed C.
 _SAFETY = 1e-5
@@ -101,7 +102,7 @@ class Trained(Small):
 
     def __init__(self, terms: Terms, device: torch.device, *, max_grad_norm: float) -> None:
         super().__init__(terms, device, max_grad_norm=max_grad_norm)
-        self.optimizers = momentum.build([self.model], terms.config.optimizer, self.dims)
+        self.optimizers = build_optimizers([self.model], terms.config.optimizer, self.dims)
 
     def update(self, *, sigma: float, batch: float, key: bytes) -> Gradient:
         """Add noise of sigma C to the sum, divide it by `batch`, and step the optimizer.
@@ -116,10 +117,10 @@ class Trained(Small):
                 assert parameter.grad is not None, name
                 handed[name] = whole(parameter.grad)
 
-        terms = {"noise_multiplier": sigma, "expected_batch_size": batch}
-        momentum.set_noise_std(self.optimizers, max_grad_norm=self.step.max_grad_norm, **terms)
         hook = next(iter(self.optimizers)).register_step_pre_hook(record)
-        optimizer = self.step.optimizer(self.optimizers, **terms)
+        optimizer = self.step.optimizer(
+            self.optimizers, noise_multiplier=sigma, expected_batch_size=batch
+        )
         optimizer.step(self.step.clipped_sum.take(), [(key, 1.0)])
         self.step.clipped_sum.reset()
         hook.remove()
@@ -236,8 +237,8 @@ def _stepped(
     by_hand = {name: weights[name].double().requires_grad_() for name in gradients[0]}
     options: dict[str, Any] = {"eps": config.eps}
     make: Callable[..., torch.optim.Optimizer]
-    if config.name == momentum.NAME:
-        make, options = momentum.MomentumSGD, {"noise_std": noise_std}
+    if config.name == MomentumSGD.__name__:
+        make, options = MomentumSGD, {"noise_std": noise_std}
     else:
         make = {"Adam": torch.optim.Adam, "AdamW": torch.optim.AdamW}[config.name]
     options |= {"lr": config.lr, "betas": (config.beta1, config.beta2)}
