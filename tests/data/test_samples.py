@@ -160,11 +160,8 @@ def test_row47_no_more_ids_are_read_than_a_sample_has(
 def test_a_batch_is_of_samples(tmp_path: Path) -> None:
     samples, order = samples_of(tmp_path, {"ann": ["abc"], "bob": [None], "cyd": ["d"]})
     units = [order[2], -1, order[0], order[1]]
-    handed: list[list[int]] = []
-    samples.hand_out = lambda units: handed.append(units.tolist())  # type: ignore[method-assign]
     tokens_BT, labels_BT = samples.batch(np.array(units), 5)
     assert tokens_BT.shape == labels_BT.shape == (4, 5)
     for row, unit in enumerate(units):
         assert torch.equal(tokens_BT[row], sample(samples, unit)[0][:5])
         assert torch.equal(labels_BT[row], sample(samples, unit)[1][:5])
-    assert handed == [units]

@@ -13,14 +13,13 @@ import pytest
 import torch
 
 from tests.accounts import begun, publish, with_terms
-from tests.hazards.test_trainer import SETTINGS, STEP, loader
+from tests.hazards.test_trainer import SETTINGS, STEP, bookkeeping, loader
 from tests.processes.ranks import on_ranks
 from torchtitan_dp.data.batching import Draw
 from torchtitan_dp.ledger import Lineage
 from torchtitan_dp.ledger.lineage import Ancestor
 from torchtitan_dp.ledger.settings import step_names
 from torchtitan_dp.ledger.spending import before
-from torchtitan_dp.privacy.keys import RootKey
 
 # Checkpoints.
 
@@ -28,10 +27,11 @@ from torchtitan_dp.privacy.keys import RootKey
 def saving(**changes):
     from tests import build
 
+    ledger = Lineage(SETTINGS, steps=STEP)
     return SimpleNamespace(
         clipped_sum=MagicMock(accumulating=False),
-        noise_keys=RootKey(bytes(32)).stream("noise"),
-        ledger=Lineage(SETTINGS, steps=STEP),
+        books=bookkeeping(ledger),
+        ledger=ledger,
         job_config=build.config(),
         step=STEP,
         ntokens_seen=12_345,  # what was really seen
@@ -74,26 +74,19 @@ def test_row44_a_sum_says_that_it_is_accumulating():
 
 
 def loading(ledger):
-    from tests import build
-
-    did = []
-    trainer = SimpleNamespace(
-        job_config=build.config(),
-        ledger=ledger,
-        _open_account=lambda: did.append(f"account from {trainer.ledger.steps}"),
-        _draw_secrets=lambda: did.append("secrets"),
-        step=0,
-    )
-    return did, trainer
+    did, books = [], bookkeeping(ledger)
+    books._open_account = lambda: did.append(f"account from {books.ledger.steps}")
+    books._draw_keys = lambda: did.append("keys")
+    return did, SimpleNamespace(books=books, step=0)
 
 
-def test_row11_and_31_loading_takes_the_step_and_fresh_secrets():
+def test_row11_and_31_loading_takes_the_step_and_fresh_keys():
     from torchtitan_dp.train import DPTrainer
 
     did, trainer = loading(Lineage(SETTINGS))
     DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(saving()))
-    assert (trainer.step, trainer.ledger.steps) == (STEP, STEP)
-    assert did == [f"account from {STEP}", "secrets"]
+    assert (trainer.step, trainer.books.ledger.steps) == (STEP, STEP)
+    assert did == [f"account from {STEP}", "keys"]
 
 
 @pytest.mark.parametrize(
@@ -115,14 +108,16 @@ def test_row45_not_private_is_loaded_with_the_weights():
     earlier.ledger = earlier.ledger.marked_not_private("a seed")
     _, trainer = loading(Lineage(SETTINGS))
     DPTrainer.load_state_dict(trainer, DPTrainer.state_dict(earlier))
-    assert trainer.ledger.private is False
-    assert "a seed" in trainer.ledger.caveats
+    assert trainer.books.ledger.private is False
+    assert "a seed" in trainer.books.ledger.caveats
 
 
 def test_row45_weights_loaded_without_their_ledger_are_not_trained_on():
     from torchtitan_dp.train import DPTrainer
 
-    trainer = MagicMock(_ledger_loaded=False, model_parts=[torch.nn.Linear(2, 2)], step=1)
+    books = bookkeeping(Lineage(SETTINGS))
+    books._is_loaded = False
+    trainer = MagicMock(books=books, model_parts=[torch.nn.Linear(2, 2)], step=1)
     trainer.job_config.training.steps = 1  # no step is left, so that nothing is rehearsed
     trainer.checkpointer.start.resumes = True
     with pytest.raises(RuntimeError, match="without its ledger"):
@@ -139,7 +134,7 @@ def test_row45_weights_loaded_without_their_optimizer_are_not_trained_on(counted
     for _ in range(counted):
         layer(torch.ones(2)).sum().backward()
         adamw.step()
-    trainer = MagicMock(_ledger_loaded=True, model_parts=[layer], step=2)
+    trainer = MagicMock(model_parts=[layer], step=2)
     trainer.job_config.training.steps = 2
     trainer.checkpointer.start.resumes = True
     trainer.dp_optimizer = DPOptimizer(
@@ -155,26 +150,26 @@ def test_row45_weights_loaded_without_their_optimizer_are_not_trained_on(counted
 # The ledger at a start.
 
 
+def records(tokens="t" * 64):
+    """A loader of ten units, as far as a start looks at it."""
+    return SimpleNamespace(
+        fingerprint="f" * 64,
+        settings={},
+        units=np.arange(10),
+        describe=list,
+        samples=SimpleNamespace(store=SimpleNamespace(fingerprint=tokens)),
+    )
+
+
 def opened(folder, *overrides):
     """The ledger that a start in this folder opens."""
     from tests import build
+    from torchtitan_dp.bookkeeping import Bookkeeping
     from torchtitan_dp.checkpoint.start import decide_start
-    from torchtitan_dp.train import DPTrainer
 
     config = build.config(f"--job.dump_folder={folder}", *overrides)
-    trainer = SimpleNamespace(
-        job_config=config,
-        device=torch.device("cpu"),
-        dataloader=SimpleNamespace(
-            fingerprint="f" * 64,
-            settings={},
-            units=np.arange(10),
-            describe=list,
-            samples=SimpleNamespace(store=SimpleNamespace(fingerprint="t" * 64)),
-        ),
-    )
-    ledger, executed = DPTrainer._open_ledger(trainer, decide_start(config))
-    return ledger.to_json(), executed.count
+    books = Bookkeeping(config, records(), decide_start(config), torch.device("cpu"))
+    return books.ledger.to_json(), books.log.count
 
 
 def stopped_after_a_step(folder, lineage):

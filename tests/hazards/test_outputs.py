@@ -59,10 +59,11 @@ def logged(monkeypatch, caplog, request):
 
     from torchtitan_dp.watch.outlets import Outlets
     from torchtitan_dp.watch.processor import PrivateMetricsProcessor
-    from torchtitan_dp.watch.progress import Pace, Screen
+    from torchtitan_dp.watch.terminal import Pace, Screen
 
     inner = MagicMock()
-    metrics = SimpleNamespace(
+    metrics = PrivateMetricsProcessor.__new__(PrivateMetricsProcessor)
+    vars(metrics).update(
         logger=Outlets([inner], private=True),
         time_last_log=0.0,
         ntokens_since_last_log=64,
@@ -75,6 +76,8 @@ def logged(monkeypatch, caplog, request):
         pace=Pace(6, 12),
         screen=Screen(None),
         _planned={"epsilon_planned": 4.0},
+        _begun=0,
+        _expected=1.0,
     )
     peak = SimpleNamespace(max_active_gib=1.0, max_reserved_gib=2.0)
     metrics.device_memory_monitor.get_peak_stats.return_value = peak
@@ -82,7 +85,7 @@ def logged(monkeypatch, caplog, request):
     monkeypatch.setattr(logger, "propagate", True)
     with caplog.at_level(logging.INFO):
         statistics = STATISTICS | getattr(request, "param", {})
-        PrivateMetricsProcessor.log_step(metrics, 7, public, statistics)
+        metrics.log_step(7, public, statistics)
     ((tags, step), _) = inner.log.call_args
     assert step == 7
     return tags, caplog.records[-1].getMessage()

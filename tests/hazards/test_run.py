@@ -432,25 +432,18 @@ def test_hazard_44_saving_while_accumulating_raises(seen):
 
 def test_hazard_31_a_checkpoint_under_other_terms_is_not_loaded(probed):
     """What the resume tests show from outside, at the place where it is decided."""
+    from tests.hazards.test_trainer import bookkeeping
     from torchtitan_dp.train import DPTrainer
 
     state = {k.removeprefix("train_state."): v for k, v in load(probed.checkpoint()).items()}
     kept = Lineage.from_json(state["ledger"])
-    drawn = []
-    trainer = SimpleNamespace(
-        ledger=Lineage(kept.settings),
-        job_config=SimpleNamespace(
-            privacy=SimpleNamespace(target_epsilon=None),
-            training=SimpleNamespace(steps=STEPS),
-        ),
-        _draw_secrets=lambda: drawn.append(1),
-        _open_account=lambda: None,
-        step=0,
-    )
+    drawn, books = [], bookkeeping(Lineage(kept.settings))
+    books._draw_keys, books._open_account = lambda: drawn.append(1), lambda: None
+    trainer = SimpleNamespace(books=books, step=0)
     DPTrainer.load_state_dict(trainer, state)
-    assert (trainer.step, trainer.ledger.steps, drawn) == (STEPS, STEPS, [1])
+    assert (trainer.step, books.ledger.steps, drawn) == (STEPS, STEPS, [1])
     for change in ({"delta": 1e-4}, {"noise_multiplier": 9.0}, {"sample_rate": 0.5}):
-        trainer.ledger = Lineage(with_terms(kept.settings, **change))
+        books.ledger = Lineage(with_terms(kept.settings, **change))
         with pytest.raises(ValueError, match="this run was started with"):
             DPTrainer.load_state_dict(trainer, state)
     assert drawn == [1]

@@ -22,7 +22,7 @@ from torchtitan_dp.plan import report as memory_report
 from torchtitan_dp.plan.memory import CATEGORIES, GIB, LONGEST, MemoryPlan
 from torchtitan_dp.plan.prediction import answer
 from torchtitan_dp.plan.tracker import MemoryTracker
-from torchtitan_dp.preflight.host_memory import predict_host_memory
+from torchtitan_dp.preflight.machine import predict_host_memory
 
 
 def small(*overrides):

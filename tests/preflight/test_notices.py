@@ -16,8 +16,7 @@ from torchtitan_dp.checkpoint.plan import make_plan
 from torchtitan_dp.config.load import load_config
 from torchtitan_dp.ledger import write_fingerprint
 from torchtitan_dp.plan import __main__ as plan
-from torchtitan_dp.preflight.check import check_run, open_records
-from torchtitan_dp.preflight.console import notices
+from torchtitan_dp.preflight.check import check_run, notices, open_records
 from torchtitan_dp.process import PLANNED
 
 NOTES = [{"who": i % 8, "note": f"note {i}"} for i in range(24)]
@@ -164,16 +163,6 @@ def test_a_start_without_a_step_binds_the_folder_to_nothing(tmp_path: Path) -> N
     (out / "checkpoint/step-1/.metadata").write_bytes(b"x")
     with pytest.raises(ValueError, match=r"^training\.dataset_path: the records are not those"):
         check_run(load_config(command(tmp_path, *with_sigma(1), "--checkpoint.no-enable"), 1))
-
-
-def test_a_run_from_before_units_were_read_by_windows_goes_on(tmp_path: Path) -> None:
-    """How a unit's sample is taken is no term of epsilon: an older run's folder is not refused."""
-    write(tmp_path / "notes.jsonl", NOTES)
-    before = ("--data.unit_field=who", "--data.long_records=head", *with_sigma(1))
-    begun(tmp_path, *before)
-    now = load_config(command(tmp_path, "--data.unit_field=who", *with_sigma(1)), 1)
-    assert now.data.long_records == "window"
-    assert check_run(now).plan is not None
 
 
 UNIT = "--data.unit_field=who"

@@ -13,9 +13,10 @@ import torch.distributed as dist
 
 import torchtitan_dp.train as train
 from tests.replay import records
+from torchtitan_dp.bookkeeping import Bookkeeping
 from torchtitan_dp.data.samples import Samples
 from torchtitan_dp.ledger import Lineage, RunLog
-from torchtitan_dp.optimizer import DPOptimizer
+from torchtitan_dp.optimizer import DPOptimizer, inner_optimizers
 from torchtitan_dp.privacy.clipping import ClipPolicy
 from torchtitan_dp.privacy.published_loss import LossNoise
 from torchtitan_dp.validate import HeldOutValidator
@@ -110,7 +111,7 @@ def the_learning_rate_follows_the_loss() -> None:
     _learn()
 
     def scale(self: Any, *_: Any) -> None:
-        for optimizer in self._inner():
+        for optimizer in inner_optimizers(self._optimizer):
             for group in optimizer.param_groups:
                 group["lr"] *= 1 + 1e-4 * _learned["losses"]
 
@@ -134,13 +135,13 @@ def privacy_json_counts_samples() -> None:
     _learn()
 
     def count(self: Any, spent: Any) -> Any:
-        path = Path(self.job_config.job.dump_folder) / "privacy.json"
+        path = Path(self._folder) / "privacy.json"
         path.write_text(
             json.dumps({**json.loads(path.read_text()), "samples": _learned["samples"]})
         )
         return spent
 
-    _wrap(train.DPTrainer, "_publish", after=count)
+    _wrap(Bookkeeping, "publish", after=count)
 
 
 def checkpoints_count_samples() -> None:
@@ -174,7 +175,7 @@ def the_held_out_loss_sets_the_learning_rate() -> None:
         return loss
 
     def scale(self: Any, *_: Any) -> None:
-        for optimizer in self._inner():
+        for optimizer in inner_optimizers(self._optimizer):
             for group in optimizer.param_groups:
                 group["lr"] *= 1 + 1e-4 * found[0]
 

@@ -30,7 +30,7 @@ from torchtitan_dp.ledger.settings import Settings
 from torchtitan_dp.ledger.spending import before, compose, spending
 from torchtitan_dp.ledger.spending import epsilon as epsilon_of
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import steps_in_a_row
+from torchtitan_dp.privacy.segments import steps_in_a_row
 
 
 @dataclass(frozen=True)

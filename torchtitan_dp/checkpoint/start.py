@@ -20,9 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint import CheckpointException
+
+import torchtitan_dp.distributed  # noqa: F401  lets TorchTitan import without a GPU
+
+# isort: split
 from torchtitan.tools.logging import logger
 
-from torchtitan_dp import momentum
 from torchtitan_dp.checkpoint import safe_load
 from torchtitan_dp.checkpoint.folder import (
     checkpoint_folder,
@@ -45,6 +48,7 @@ from torchtitan_dp.config import JobConfig
 from torchtitan_dp.config.derived import weights_folder
 from torchtitan_dp.ledger import Lineage, RunLog, check_fingerprint
 from torchtitan_dp.models.lora import is_adapter, without_adapters
+from torchtitan_dp.optimizer import MomentumSGD
 from torchtitan_dp.process import Fault
 
 
@@ -254,8 +258,9 @@ def refuse_another_optimizer(config: JobConfig, start: Start) -> None:
     except ValueError:
         return
     states = {name.rpartition(".")[2] for name in names if name.startswith("optimizer.state.")}
-    name, earlier = config.optimizer.name, "AdamW" if "exp_avg_sq" in states else momentum.NAME
-    if states and (name == momentum.NAME) != (earlier == momentum.NAME):
+    momentum, name = MomentumSGD.__name__, config.optimizer.name
+    earlier = "AdamW" if "exp_avg_sq" in states else momentum
+    if states and (name == momentum) != (earlier == momentum):
         raise ValueError(
             f"optimizer.name = '{name}': the optimizer's state in {start.place} is of '{earlier}'; "
             "set it back, or start afresh in another job.dump_folder"

@@ -150,9 +150,6 @@ class Samples:
         labels_T[:count], labels_T[count:] = ids[1:], IGNORE_INDEX
         labels_T[:count][ids[1:] < 0] = IGNORE_INDEX
 
-    def hand_out(self, units: np.ndarray) -> None:
-        """Note the units, or padding (-1), of the next microbatch; a no-op to override."""
-
     def batch(
         self,
         units: Sequence[int] | np.ndarray,
@@ -167,7 +164,6 @@ class Samples:
         labels with `IGNORE_INDEX`. A unit without ids (empty, undecodable, or -1, a draw's padding)
         has ignored labels only and contributes exactly 0.
         """
-        self.hand_out(np.asarray(units)[::windows])
         both = np.empty((2, len(units), length or self.seq_len), dtype=np.int64)
         for row, (unit, rng) in enumerate(zip(units, rngs or [None] * len(units), strict=True)):
             self.lay_out(self.ids(int(unit), rng, row % windows, windows), *both[:, row])

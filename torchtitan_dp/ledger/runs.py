@@ -31,7 +31,7 @@ from torchtitan_dp.ledger.spending import (
     still_planned_by,
 )
 from torchtitan_dp.privacy import accounting
-from torchtitan_dp.privacy.mechanism import Segment, composition, steps_in_a_row
+from torchtitan_dp.privacy.segments import Segment, composition, steps_in_a_row
 
 
 @dataclass

@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from torchtitan_dp.ledger.lineage import FORMAT, Lineage
-from torchtitan_dp.privacy.mechanism import MECHANISMS, Mechanism
+from torchtitan_dp.privacy.mechanism import MECHANISMS
+from torchtitan_dp.privacy.segments import Mechanism
 
 
 class Origin(enum.Enum):

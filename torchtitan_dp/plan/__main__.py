@@ -41,9 +41,8 @@ from torchtitan_dp.plan.recommend import (
     refuse,
 )
 from torchtitan_dp.plan.report import plot, report
-from torchtitan_dp.preflight.check import check_run
-from torchtitan_dp.preflight.console import notices, show_records, tokenizer_lines
-from torchtitan_dp.preflight.host_memory import NodeMemory, predict_host_memory, refuse_lack
+from torchtitan_dp.preflight.check import check_run, notices, show_records, tokenizer_lines
+from torchtitan_dp.preflight.machine import NodeMemory, predict_host_memory, refuse_lack
 from torchtitan_dp.privacy.accounting import rounded_up
 from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.process import lock_folder

@@ -22,7 +22,7 @@ MUTANTS = [
         "train.py",
         "            statistics.add(loss_B, part.valid_B, clip)\n",
         "            statistics.add(loss_B, part.valid_B, clip)\n"
-        "            self.executed.begin(self.step)\n",
+        "            self.books.begin_step(self.step)\n",
         (f"{TRAINER}test_row21_and_46_a_step_is_begun_once_before_its_one_update",),
         quick=True,
     ),
@@ -105,7 +105,7 @@ MUTANTS = [
         "a step counted after its update",
         "train.py",
         "        self.clipped_sum.reset()\n        self.lr_schedulers.step()\n",
-        "        self.clipped_sum.reset()\n        self.executed.begin(self.step)\n"
+        "        self.clipped_sum.reset()\n        self.books.begin_step(self.step)\n"
         "        self.lr_schedulers.step()\n",
         (f"{TRAINER}test_row21_and_46_a_step_is_begun_once_before_its_one_update",),
         quick=True,
@@ -122,7 +122,7 @@ MUTANTS = [
     Mutant(
         46,
         "each rank its own ledger",
-        "train.py",
+        "bookkeeping.py",
         "Lineage.from_json(broadcast_from_rank0(ledger.to_json()))\n",
         "Lineage.from_json(ledger.to_json())\n",
         ("distributed/test_agreement.py::test_ranks_keep_one_ledger",),

@@ -19,7 +19,7 @@ MUTANTS = [
     Mutant(
         58,
         "one group drawn from at every step",
-        "train.py",
+        "bookkeeping.py",
         "[step % mechanism.period]\n",
         "[0]\n",
         (f"{TRAINER}test_row58_a_step_draws_from_its_own_group_at_b_times_the_rate[3]",),
@@ -28,7 +28,7 @@ MUTANTS = [
     Mutant(
         58,
         "two copies of a run accounted for as one row of steps",
-        "privacy/mechanism.py",
+        "privacy/segments.py",
         "mechanism.composition(max(steps.values()) * mechanism.period)",
         "mechanism.composition(sum(steps.values()))",
         (f"{LEDGER}test_row58_two_copies_of_a_run_count_a_group_in_both",),
@@ -46,9 +46,9 @@ MUTANTS = [
     Mutant(
         62,
         "a chain that goes on after a load",
-        "train.py",
-        '            NoiseChain(root.stream("noise"), bands),\n',
-        '            getattr(self, "noise_keys", 0) or NoiseChain(root.stream("noise"), bands),\n',
+        "bookkeeping.py",
+        "        self.noise_keys = NoiseChain(",
+        "        self.noise_keys = getattr(self, 'noise_keys', 0) or NoiseChain(",
         (f"{TRAINER}test_row11_and_32_all_ranks_hold_one_key_and_each_start_another",),
     ),
     Mutant(

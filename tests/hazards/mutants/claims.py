@@ -42,7 +42,7 @@ MUTANTS = [
     Mutant(
         52,
         "checkpoints of the baseline without a ledger",
-        "baseline.py",
+        "train_spec.py",
         '        return {**super().state_dict(), "ledger": self._current().to_json()}\n',
         "        return super().state_dict()\n",
         (f"{CLAIMS}test_row52_a_checkpoint_of_the_baseline_holds_its_ledger",),

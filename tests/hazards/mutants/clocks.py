@@ -33,9 +33,9 @@ MUTANTS = [
     Mutant(
         59,
         "a start is not recorded",
-        "train.py",
-        "                self.executed.begin_start(self.ledger, losable(self.job_config))\n",
-        "                self.executed.begin_start(self.ledger, Losable(10**6, 1))\n",
+        "bookkeeping.py",
+        "begin_start(self.ledger, losable(self._config))\n",
+        "begin_start(self.ledger, losable(self._config)._replace(most=10**6))\n",
         (f"{CLOCKS}test_row59_privacy_json_does_not_tell_one_from_the_other",),
     ),
     Mutant(

@@ -37,8 +37,8 @@ MUTANTS = [
     Mutant(
         48,
         "ranks do not compare their tokens",
-        "train.py",
-        '                "the tokens": self.dataloader.samples.store.fingerprint,\n',
+        "bookkeeping.py",
+        '                "the tokens": loader.samples.store.fingerprint,\n',
         "",
         ("distributed/test_agreement.py::test_ranks_that_differ_refuse_to_train[the tokens]",),
     ),

@@ -15,7 +15,7 @@ MUTANTS = [
     Mutant(
         15,
         "a resumed run forgets its terms",
-        "train.py",
+        "bookkeeping.py",
         "plan_start(config, len(units), start, earlier_ledger(folder))",
         "plan_start(config, len(units), start, None)",
         (f"{LEDGERS}test_row15_and_31_and_45_a_start_goes_on_from_the_folders_ledger",),
@@ -95,9 +95,9 @@ MUTANTS = [
     Mutant(
         41,
         "drawn at another rate than accounted",
-        "train.py",
+        "bookkeeping.py",
         "len(group), mechanism.draw_rate",
-        "len(group), self.ledger.settings.expected_batch_size / 10",
+        "len(group), self.settings.expected_batch_size / 10",
         (f"{TRAINER}test_row41_the_sampler_is_given_the_ledgers_rate_and_all_units",),
         quick=True,
     ),
