@@ -18,7 +18,7 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.page_locked import page_locked_bytes
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan import report as memory_report
+from torchtitan_dp.plan import memory_report
 from torchtitan_dp.plan.memory import CATEGORIES, GIB, LONGEST, MemoryPlan
 from torchtitan_dp.plan.prediction import answer
 from torchtitan_dp.plan.tracker import MemoryTracker
@@ -356,19 +356,19 @@ def test_a_misfit_names_the_largest_part_and_what_fits():
     with pytest.raises(
         ValueError, match="activations; to shrink it: activation_checkpoint"
     ) as error:
-        memory_report.report(memory, config, limited=True)
+        memory_report.show_memory(memory, config, limited=True)
     line = str(error.value)
     assert "\n" not in line
     assert (
         "fit: activation_checkpoint.mode = 'full', or training.seq_len = 1024, or 8 ranks" in line
     )
-    memory_report.report(memory, config, limited=False)  # a warning
+    memory_report.show_memory(memory, config, limited=False)  # a warning
 
 
 def test_the_table_says_that_it_predicts(capsys):
     config = load_config(small(), 4)
     memory = plan_of(config, none=None, full=LONGEST)
-    memory_report.report(memory, config, limited=False)
+    memory_report.show_memory(memory, config, limited=False)
     lines = [line.rstrip() for line in capsys.readouterr().err.splitlines()]
     assert "(predicted): 96.0 GiB: does NOT fit in 80 GiB" in lines[0]
     assert [word for word in lines[4].split() if word[0].isalnum()] == [
