@@ -38,7 +38,7 @@ def run_plain_step(tracker, overrides, world_size):
 
 def with_fake_tensors(overrides, world_size):
     from torchtitan_dp.plan.fake_step import fake_world
-    from torchtitan_dp.plan.labels import tracking
+    from torchtitan_dp.plan.tracker import tracking
 
     with (
         fake_world(world_size, like_cuda=False),
@@ -48,7 +48,7 @@ def with_fake_tensors(overrides, world_size):
 
 
 def with_real_tensors(overrides, world_size):
-    from torchtitan_dp.plan.labels import tracking
+    from torchtitan_dp.plan.tracker import tracking
 
     with tracking(like_cuda=False) as tracker:
         step, tracked = run_plain_step(tracker, overrides, world_size)

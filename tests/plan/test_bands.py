@@ -8,7 +8,7 @@ import pytest
 from tests import build
 from torchtitan_dp.checkpoint.terms import best_bands, choose_noise, noise_by_bands
 from torchtitan_dp.plan import __main__ as plan
-from torchtitan_dp.plan.bands import Bands
+from torchtitan_dp.plan.recommend import Bands
 
 EIGHT = ("--privacy.target_epsilon=8", "--privacy.noise_multiplier=None", "--privacy.delta=1e-5")
 

@@ -11,6 +11,7 @@ import torchtitan_dp.distributed  # noqa: F401
 
 # isort: split
 import torchtitan_dp.plan.__main__ as plan
+import torchtitan_dp.plan.memory as memory_report
 from tests.processes import forks
 from tests.processes.ranks import on_ranks
 from tests.processes.runs import CONFIG, ROOT, arguments, write_records
@@ -18,7 +19,6 @@ from torchtitan_dp.config.load import load_config
 from torchtitan_dp.distributed.page_locked import page_locked_bytes
 from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import shape
-from torchtitan_dp.plan import memory_report
 from torchtitan_dp.plan.memory import CATEGORIES, GIB, LONGEST, MemoryPlan
 from torchtitan_dp.plan.prediction import answer
 from torchtitan_dp.plan.tracker import MemoryTracker
@@ -50,7 +50,7 @@ def run_step(tracker, overrides, world_size):
 
 def with_fake_tensors(overrides, world_size):
     from torchtitan_dp.plan.fake_step import fake_world
-    from torchtitan_dp.plan.labels import tracking
+    from torchtitan_dp.plan.tracker import tracking
 
     with (
         fake_world(world_size, like_cuda=False),
@@ -62,7 +62,7 @@ def with_fake_tensors(overrides, world_size):
 def with_real_tensors(overrides, world_size):
     """The tracker's peak, and bounds on that of PyTorch's CPU allocator, which the tracker knows
     nothing of: what was alive before, and what the profiler saw allocated and freed since."""
-    from torchtitan_dp.plan.labels import tracking
+    from torchtitan_dp.plan.tracker import tracking
 
     with tracking(like_cuda=False) as tracker:
         step, tracked, _ = run_step(tracker, overrides, world_size)
@@ -163,7 +163,7 @@ OFFLOAD = ("--activation_checkpoint.mode=full", "--activation_checkpoint.offload
 
 def host_of_real_tensors(overrides, world_size):
     """Two microbatches of the longest samples and one of shorter: the host's memory of a rank."""
-    from torchtitan_dp.plan.labels import tracking
+    from torchtitan_dp.plan.tracker import tracking
 
     with tracking(like_cuda=False) as tracker:
         step = run_step(tracker, overrides, world_size)[0]

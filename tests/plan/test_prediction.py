@@ -71,8 +71,8 @@ def kept_gathered(overrides, world_size):
     """With the weights kept gathered and without: the peak, what of it is gathered, what the
     weights take; and what the prediction without says of keeping them."""
     from torchtitan_dp.plan.fake_step import fake_world
-    from torchtitan_dp.plan.labels import GATHERED
     from torchtitan_dp.plan.peaks import Model
+    from torchtitan_dp.plan.tracker import GATHERED
 
     found = []
     with fake_world(world_size):

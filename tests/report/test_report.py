@@ -20,8 +20,7 @@ from torchtitan_dp.privacy.mechanism import PoissonGaussian
 from torchtitan_dp.report.__main__ import main, report
 from torchtitan_dp.report.charts import Chart, Line
 from torchtitan_dp.report.content import public_charts, public_content
-from torchtitan_dp.report.run_folder import open_run
-from torchtitan_dp.report.scalars import SECONDS, read
+from torchtitan_dp.report.run_folder import SECONDS, open_run, read_scalars
 
 SETTINGS = Settings(
     mechanism=PoissonGaussian(1.0, 0.1),
@@ -161,7 +160,7 @@ def test_a_later_start_takes_steps_back(tmp_path: Path) -> None:
     (first,) = tmp_path.rglob("events*")
     first.rename(first.with_name("events.out.tfevents.1000000000.host.1.0"))
     write_scalars(tmp_path / "20260101-0001", 4, 6, **{"private_to_publish/loss": 9.0})
-    scalars = read(tmp_path)
+    scalars = read_scalars(tmp_path)
     loss = scalars.of("loss")
     assert [p.step for p in loss.kept] == [1, 2, 3, 4, 5, 6]
     assert loss.kept[-1].value == 9.0

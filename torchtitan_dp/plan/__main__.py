@@ -19,8 +19,7 @@ import sys
 from contextlib import nullcontext
 
 from torchtitan_dp.config.load import exit_on_mistake, load_config, parse_known, write_json
-from torchtitan_dp.plan.memory import DEFAULT_GIB, predicting
-from torchtitan_dp.plan.memory_report import plot, show_memory
+from torchtitan_dp.plan.memory import DEFAULT_GIB, plot, predicting, show_memory
 from torchtitan_dp.plan.recommend import refuse
 from torchtitan_dp.plan.report import for_programs, make_report, show
 

@@ -16,14 +16,8 @@ from torchtitan_dp.models.families import parameter_count, trained_count
 from torchtitan_dp.models.hugging_face import describe
 from torchtitan_dp.plan.cost import StepCost, step_cost
 from torchtitan_dp.plan.memory import MemoryPlan
-from torchtitan_dp.plan.recommend import (
-    Recommendation,
-    noise_line,
-    noise_warning,
-    plan_noise,
-    recommend,
-)
-from torchtitan_dp.plan.signal import Noise
+from torchtitan_dp.plan.recommend import Recommendation, recommend
+from torchtitan_dp.plan.signal import Noise, noise_of_run
 from torchtitan_dp.preflight.check import Checked, check_run
 from torchtitan_dp.preflight.console import notices, show_records, tokenizer_lines
 from torchtitan_dp.preflight.host_memory import NodeMemory, predict_host_memory, refuse_lack
@@ -93,15 +87,15 @@ def _spent(
     config: JobConfig, checked: Checked, plan: Plan, tflops: float | None, recommends: bool
 ) -> Spent:
     args, settings, ledger = checked.args, plan.settings, plan.ledger
-    count, rate = settings.implied_units, settings.mechanism.sample_rate
+    count, batch = settings.implied_units, settings.expected_batch_size
+    mechanism, trained = settings.mechanism, trained_count(args)
     segments = [*ledger.before(), *ledger.own(plan.steps)]
     meaning = explain(ledger, segments, plan.epsilon)
-    trained = trained_count(args)
     return Spent(
         plan=plan,
         trained=trained,
-        noise=plan_noise(plan, trained),
-        cost=step_cost(config, args, records=count, rate=rate, tflops=tflops),
+        noise=noise_of_run(mechanism, trained=trained, batch=batch, steps=plan.steps),
+        cost=step_cost(config, args, records=count, rate=mechanism.sample_rate, tflops=tflops),
         meaning=tuple(meaning.sentences(ledger.settings.unit)) if meaning else (),
         notes=(
             *_estimated(config, plan),
@@ -128,7 +122,7 @@ def _text(report: Report) -> list[str]:
         return ["plan: without privacy (privacy.enable = false)", *_indented(model)]
     plan = spent.plan
     resumes = f"resuming after step {checked.start.step} of {plan.steps}"
-    warnings = filter(None, (*plan.warnings, noise_warning(spent.noise)))
+    warnings = filter(None, (*plan.warnings, spent.noise.warning()))
     heading, *terms = _terms(report, plan)
     return [
         *(f"warning: {warning}" for warning in warnings),
@@ -142,7 +136,7 @@ def _text(report: Report) -> list[str]:
                 *notices(config),
                 *(f"caveat: {caveat}" for caveat in plan.ledger.caveats),
                 *model,
-                noise_line(spent.noise, plan.settings, spent.trained),
+                spent.noise.describe(spent.trained, plan.settings.clipping),
                 spent.cost.describe(),
                 *spent.meaning,
             ]
