@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Runs the tests: ./scripts/run_tests.sh [pytest arguments].
 #
-#   ./scripts/run_tests.sh        what CI runs, on all cores
-#   ./scripts/run_tests.sh fast   what needs no other process, and one run of two processes
+#   ./scripts/run_tests.sh        what needs no other process, and one run of two processes: minutes
+#   ./scripts/run_tests.sh all    what CI runs
 #   ./scripts/run_tests.sh -m thorough   further cases of what CI checks in others
 #   ./scripts/run_tests.sh -m mutants    every fault of tests/hazards against its test
 #   ./scripts/run_tests.sh -m cuda   what needs a CUDA device, which all others are not shown
@@ -17,13 +17,13 @@ cd "$ROOT"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 cores="$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN)"
 # A file stays on one core, for its fixtures; tests/conftest.py says which files come first.
-# One more than there are cores: tests of what hangs wait.
-parallel=(-q -n "$((cores + 1))" --dist loadfile --no-loadscope-reorder --durations=10)
+parallel=(-q --dist loadfile --no-loadscope-reorder -p tests.rooms)
 case "${1:-}" in
-    "") set -- "${parallel[@]}" ;;
-    fast)
-        export TORCHTITAN_DP_FAST_TESTS=1
-        set -- "${parallel[@]}" -n "$cores" -m "not slow" "${@:2}"
+    "")
+        export TORCHTITAN_DP_QUICK_TESTS=1
+        set -- "${parallel[@]}" -n "$cores" -m "not slow"
         ;;
+    # One more than there are cores: tests of what hangs wait.
+    all) set -- "${parallel[@]}" -n "$((cores + 1))" --durations=10 "${@:2}" ;;
 esac
 exec "$PY" -m pytest "$@"

@@ -25,7 +25,7 @@ LONGEST = (
 )
 CAMPAIGNS = ("mutants", "thorough")
 """Markers of what runs only if `-m` names it, or its id."""
-FAST = "TORCHTITAN_DP_FAST_TESTS"
+QUICK = "TORCHTITAN_DP_QUICK_TESTS"
 """An environment variable: set, tests that ask for another process are skipped."""
 
 
@@ -37,7 +37,7 @@ def pytest_configure(config: pytest.Config) -> None:
         cache = tempfile.TemporaryDirectory(prefix="cache_of_tests_")
         os.environ["XDG_CACHE_HOME"] = cache.name
         config.add_cleanup(cache.cleanup)
-    if config.getoption("numprocesses", None) and FAST not in os.environ:
+    if config.getoption("numprocesses", None) and QUICK not in os.environ:
         os.environ[forks.ADDRESS] = forks.address()  # one server for all workers
 
 
@@ -81,7 +81,7 @@ def mark_thorough_cases(items: list[pytest.Item], whole: bool) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    forks.offered = FAST not in os.environ or item.get_closest_marker("smoke") is not None
+    forks.offered = QUICK not in os.environ or item.get_closest_marker("smoke") is not None
 
 
 def _file(item: pytest.Item) -> str:

@@ -100,9 +100,15 @@ def test_ci_tests_the_cuda_build_beside_the_cpu_build_alone(tmp_path, build, als
     command = ["bash", str(tmp_path / ".ci/run")]
     done = subprocess.run(command, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    beside = ["setup:cuda:.venv/bin/python::", f"run_tests:::{tmp_path}/.venv-cuda/bin/python:fast"]
+    beside = ["setup:cuda:.venv/bin/python::", f"run_tests:::{tmp_path}/.venv-cuda/bin/python:"]
     notes = (tmp_path / "notes").read_text().splitlines()
-    assert notes == ["setup::::", "run_tests::::", "try_wheel::::", *(beside if also else [])]
+    assert notes == [
+        "setup::::",
+        "run_tests::::",
+        "run_tests::::all",
+        "try_wheel::::",
+        *(beside if also else []),
+    ]
     last = f".ci/run: passed: torch (built for {build})"
     assert done.stdout.splitlines()[-1] == last + ("; torch (built for CUDA 13.0)" * also)
 

@@ -15,7 +15,7 @@ import pytest
 import torchtitan_dp.plan.__main__ as plan
 from tests.processes.runs import arguments, privacy, train
 
-pytestmark = pytest.mark.smoke  # the one whole run of `run_tests.sh fast`
+pytestmark = pytest.mark.smoke  # the one whole run of `run_tests.sh` without arguments
 
 USERS, STEPS = 6, 3
 NOTES = 40  # of each user
