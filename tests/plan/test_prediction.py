@@ -61,6 +61,7 @@ def peak_at_any_time(overrides):
         return first, model.microbatch(2048).peak[0]
 
 
+@pytest.mark.thorough_cases("overrides0", "overrides1")
 @pytest.mark.parametrize("overrides", [(), ("--training.local_batch_size=2",), (KEEP,)])
 def test_the_first_microbatch_takes_what_any_other_takes(overrides):
     first, second = forks.call(peak_at_any_time, small(*overrides))
@@ -141,7 +142,7 @@ def test_where_the_line_was_too_low_a_shorter_sample_is_found(monkeypatch):
 
 
 def answered_with_a_bend(overrides, tolerance):
-    """The longest sample of a model of many layers, where few are thought to tell nothing."""
+    """The longest sample, where few layers are held to be off by more than the tolerance."""
     prediction.TOLERANCE = tolerance
     few = []
     whole_of = prediction.Whole
